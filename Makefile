@@ -1,0 +1,42 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+# Python 3.11 or newer is needed; the environment is .venv in the checkout unless VENV= says otherwise.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test lint types check bench clean
+
+help:  ## Show what can be made
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
+
+$(STAMP): pyproject.toml constraints-dev.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "tiercache needs Python 3.11 or newer; set PYTHON=/path/to/python3.11"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-dev.txt -e '.[dev]'
+	@touch $(STAMP)
+
+install: $(STAMP)  ## Create the environment and install everything into it
+
+demo: $(STAMP)  ## Serve a hybrid model through device, host and disk, and over a kill -9
+	$(BIN)/tiercache demo $(ARGS)
+
+test: $(STAMP)  ## Run the tests
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(STAMP)  ## Style and import layers
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+
+types: $(STAMP)  ## mypy --strict on all three packages
+	$(BIN)/mypy
+
+check: test lint types  ## Everything that CI runs on the checkout
+
+bench: $(STAMP)  ## Benchmarks: index, keys, engine-thread cost (one JSON line per row)
+	$(BIN)/python -m tests.benchmarks
+
+clean:  ## Remove the environment and caches
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist build

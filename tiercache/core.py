@@ -1,0 +1,272 @@
+"""The nouns of tiercache and the pure functions over them. Nothing here does I/O or holds a lock.
+
+Vocabulary: `docs/glossary.md`. Depths are counted in pages from the start of the sequence unless a name says `tokens`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from tiercache.errors import TokenError
+
+Locations: TypeAlias = npt.NDArray[np.int64]
+"""One location per object of a pool in one tier: a device slot or a host handle (both >= 0), or `ABSENT`, or pending."""
+
+TokenArray: TypeAlias = npt.NDArray[np.uint64]
+
+BLOCK_ALIGN: Final = 4096
+"""Bytes. Arena blocks, slab blocks and I/O buffers are multiples of this: the page size and the O_DIRECT alignment."""
+
+ABSENT: Final = -1
+"""The object is not in this tier, and nothing is bringing it there."""
+
+
+def pending(location: Locations) -> Locations:
+    """Encode destinations that a transfer is still filling: reserved, not readable, and not to be filled twice.
+
+    The encoding is its own inverse.
+    """
+    return -2 - location
+
+
+class PoolName(enum.StrEnum):
+    """A cache kind. Nothing outside this enum and a pool's geometry may name a kind."""
+
+    KV = "kv"
+    MAMBA = "mamba"
+    SWA = "swa"
+    INDEXER = "indexer"
+
+
+class Tier(enum.IntEnum):
+    """Where an object can be, fastest first."""
+
+    DEVICE = 0
+    HOST = 1
+    STORAGE = 2
+
+
+class HitPolicy(enum.StrEnum):
+    """Which pages of a pool a prefix needs."""
+
+    ALL_PAGES = "all_pages"
+    """Prefix p needs pages [0, p)."""
+    TRAILING_PAGES = "trailing_pages"
+    """Prefix p needs the last `trailing` pages of [0, p); a state is `trailing=1`."""
+
+
+class Outcome(enum.StrEnum):
+    """What became of one object of a get or a set.
+
+    A get answers HIT, MISS, CORRUPT, THROTTLED or ERROR; a set STORED, HIT (it was there already), THROTTLED or ERROR. After a get that
+    is not HIT the buffer's contents are undefined and are never published.
+    """
+
+    HIT = "hit"
+    STORED = "stored"
+    MISS = "miss"
+    CORRUPT = "corrupt"
+    THROTTLED = "throttled"
+    ERROR = "error"
+
+
+class Reason(enum.StrEnum):
+    """Why a miss was one."""
+
+    NONE = "none"
+    ABSENT = "absent"
+    EVICTED = "evicted"
+    PARTIAL_POOLS = "partial_pools"
+    IDENTITY = "identity"
+    CHECKSUM = "checksum"
+    TIMEOUT = "timeout"
+    IO_ERROR = "io_error"
+    BUSY = "busy"
+    QUOTA = "quota"
+    UNAVAILABLE = "unavailable"
+    DISABLED = "disabled"
+
+
+class ObjectKey(NamedTuple):
+    """The key of one object in a store.
+
+    `digest` is the layout digest (pool, geometry fingerprint, shard; 32 bytes) followed by the page key (32 bytes): another layout, dtype or
+    rank is another object, and the objects of all pools that belong to one page share its tail.
+    """
+
+    pool: PoolName
+    digest: bytes
+
+    @property
+    def layout(self) -> bytes:
+        """The layout digest."""
+        return self.digest[:32]
+
+    @property
+    def page_key(self) -> bytes:
+        """The chained digest of the page on which the object ends."""
+        return self.digest[32:]
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectMeta:
+    """What a store keeps beside an object's bytes.
+
+    `checksum` covers the payload and the object key (see `storage.checksum`). `parent` (page key) and `depth` (pages up to the object's end)
+    are None where the caller does not know them.
+    """
+
+    namespace: bytes
+    length: int
+    checksum: bytes
+    parent: bytes | None = None
+    depth: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CacheTransferUnits:
+    """Objects of one pool that move between two tiers, as columns: unit i goes from `sources[i]` to `destinations[i]`.
+
+    A mixed operation is a sequence of these, one per pool. Columns, not one object per unit, so that no hot path loops over pages.
+    """
+
+    pool: PoolName
+    sources: Locations
+    destinations: Locations
+
+    def __post_init__(self) -> None:
+        assert self.sources.shape == self.destinations.shape, "a unit has one source and one destination"
+
+    def __len__(self) -> int:
+        return len(self.sources)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolTransfer:
+    """One pool's part of a storage call.
+
+    `keys` are page keys in sequence order (empty in `batch_exists_v2`: the call's own keys are meant); `handles` the host objects to read or
+    fill, one per key. `depths` (pages up to each object's end) and `parents` are passed on to the store where known.
+    """
+
+    pool: PoolName
+    keys: Sequence[bytes] = ()
+    handles: Locations = field(default_factory=lambda: np.empty(0, np.int64))
+    hit_policy: HitPolicy = HitPolicy.ALL_PAGES
+    trailing: int = 1
+    depths: Sequence[int] = ()
+    parents: Sequence[bytes] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StorageExtra:
+    """What goes with a storage call: the page keys before this call's, from the sequence start."""
+
+    prefix_keys: Sequence[bytes] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PoolTransferResult:
+    """The answer of `batch_exists_v2`, in pages from the sequence start.
+
+    `restorable_prefix_pages` are all depths at which every pool can be restored, ascending and sparse; `kv_hit_pages` its maximum, or 0;
+    `extra_pool_hit_pages[X]` the deepest depth within the stored KV run that pool X alone allows.
+    """
+
+    kv_hit_pages: int
+    extra_pool_hit_pages: Mapping[PoolName, int]
+    restorable_prefix_pages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PoolPresence:
+    """Which objects of one pool exist: `present[i]` is the object that ends with page i of the sequence."""
+
+    hit_policy: HitPolicy
+    present: npt.NDArray[np.bool_]
+    trailing: int = 1
+
+    def restorable(self) -> npt.NDArray[np.bool_]:
+        """`out[p - 1]`: does this pool restore prefix p? For p = 1 .. len(present)."""
+        if self.hit_policy is HitPolicy.ALL_PAGES:
+            return np.logical_and.accumulate(self.present)
+        count = np.concatenate([[0], np.cumsum(self.present)])
+        ends = np.arange(1, len(self.present) + 1)
+        starts = np.maximum(0, ends - self.trailing)
+        needed: npt.NDArray[np.bool_] = count[ends] - count[starts] == ends - starts
+        return needed
+
+
+def restorable_prefixes(
+    presence: Mapping[PoolName, PoolPresence], anchor: PoolName = PoolName.KV
+) -> PoolTransferResult:
+    """Fold what every pool holds into the depths at which *all* of them can be restored.
+
+    With K the length of the anchor's leading run, the answer is every p in 1 .. K that each pool restores under its own hit policy. All
+    `present` arrays have the same length; the caller counts pages that it already has as present.
+    """
+    run = int(np.logical_and.accumulate(presence[anchor].present).sum())
+    agreed = np.ones(run, np.bool_)
+    extra: dict[PoolName, int] = {}
+    for name, pool in presence.items():
+        if name is anchor:
+            continue
+        allowed = pool.restorable()[:run]
+        extra[name] = deepest(allowed)
+        agreed &= allowed
+    return PoolTransferResult(
+        kv_hit_pages=deepest(agreed),
+        extra_pool_hit_pages=extra,
+        restorable_prefix_pages=tuple((np.flatnonzero(agreed) + 1).tolist()),
+    )
+
+
+def deepest(restorable: npt.NDArray[np.bool_]) -> int:
+    """The largest p with `restorable[p - 1]`, or 0."""
+    where = np.flatnonzero(restorable)
+    return int(where[-1]) + 1 if len(where) else 0
+
+
+def as_tokens(tokens: Any) -> TokenArray:
+    """Token ids as a one-dimensional, contiguous, little-endian uint64 array; copies only where it must.
+
+    Raises TokenError for anything but integers from 0 to 2**64 - 1.
+    """
+    array = np.asarray(tokens) if isinstance(tokens, np.ndarray) else _array_of_ints(tokens)
+    if array.ndim != 1:
+        raise TokenError(f"token ids must be one-dimensional, not of shape {array.shape}; pass one sequence at a time")
+    if array.dtype.kind == "u":
+        return np.ascontiguousarray(array, dtype="<u8")
+    if array.dtype.kind != "i":
+        raise TokenError(f"token ids must be integers, not {array.dtype}; convert them before the call")
+    if array.size and int(array.min()) < 0:
+        raise TokenError(f"token id {int(array.min())} is out of range; ids go from 0 to 2**64 - 1")
+    return np.ascontiguousarray(array, dtype="<u8")
+
+
+def _array_of_ints(tokens: Any) -> npt.NDArray[Any]:
+    """`tokens` as an array. NumPy would turn a list that mixes small and huge integers into floats, so lists are checked one by one."""
+    if not isinstance(tokens, list | tuple | range):
+        return np.asarray(tokens)
+    for token in tokens:
+        if isinstance(token, bool) or not isinstance(token, int | np.integer):
+            raise TokenError(f"token ids must be integers, not {token!r}; convert them before the call")
+        if not 0 <= token < 2**64:
+            raise TokenError(f"token id {token} is out of range; ids go from 0 to 2**64 - 1")
+    return np.array(tokens, dtype=np.uint64)
+
+
+def full_pages(tokens: int, page_size: int) -> int:
+    """How many whole pages `tokens` tokens fill."""
+    return tokens // page_size
+
+
+def reusable_pages(tokens: int, page_size: int) -> int:
+    """The deepest depth, in pages, that a prompt of `tokens` tokens may restore: at least one token is always left to compute."""
+    return max(0, tokens - 1) // page_size

@@ -1,0 +1,121 @@
+"""Identity, namespaces, page keys and object keys: what binds bytes to what they mean.
+
+    namespace     = BLAKE3(canonical msgpack(identity))
+    page key d[i] = BLAKE3(key = namespace, d[i-1] || tokens of page i as little-endian u64 || extra)
+    layout        = BLAKE3(canonical msgpack([pool, geometry fingerprint, shard]))
+    object key    = layout || page key
+
+Page keys are 32 bytes and never truncated. Ranks share the namespace and so the page keys; the shard sits in the layout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Final
+
+import msgpack
+from blake3 import blake3
+
+from tiercache.core import ObjectKey, PoolName, TokenArray
+from tiercache.errors import InputError
+
+KEY_BYTES: Final = 32
+KEY_SCHEME: Final = 1
+"""Version of everything in this module; part of every namespace, so that a change can never read what an older scheme wrote."""
+
+_ROOT: Final = bytes(KEY_BYTES)
+"""The digest before the first page."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What a cached byte depends on, apart from the tokens and the pool's geometry.
+
+    `salt` separates tenants and never leaves the process; `tenant` is the label that operators see instead.
+    """
+
+    model: str
+    revision: str
+    weights_dtype: str
+    kv_dtype: str
+    state_dtype: str
+    page_size: int
+    quantization: str = ""
+    tenant: str = ""
+    salt: bytes = b""
+
+    def __post_init__(self) -> None:
+        if self.page_size < 1:
+            raise InputError(f"page size {self.page_size} is not possible; use a positive number of tokens, such as 64")
+
+    def public_record(self) -> dict[str, str | int]:
+        """Everything but the salt, for a store's catalog and for `inspect`."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "salt"} | {"key_scheme": KEY_SCHEME}
+
+
+def _canonical(value: object) -> bytes:
+    packed: bytes = msgpack.packb(value, use_bin_type=True)
+    return packed
+
+
+def namespace_of(identity: Identity) -> bytes:
+    """The 32-byte namespace of an identity: equal exactly when every field is equal."""
+    pairs = sorted((f.name, getattr(identity, f.name)) for f in fields(identity))
+    return blake3(_canonical(["tiercache.namespace", KEY_SCHEME, pairs])).digest()
+
+
+def sequence_extra(adapter: str = "", images: tuple[bytes, ...] = ()) -> bytes:
+    """What else a sequence's cache depends on: the adapter's name and revision, and the digests of its images in order.
+
+    Length-prefixed, so that no two different inputs collide; empty for a plain sequence.
+    """
+    if not adapter and not images:
+        return b""
+    return _canonical([adapter, list(images)])
+
+
+def page_keys(namespace: bytes, tokens: TokenArray, page_size: int, parent: bytes = b"", extra: bytes = b"") -> list[bytes]:
+    """The chained keys of all whole pages of `tokens`, which follow the page with key `parent` (empty: the sequence start).
+
+    `extra` comes from `sequence_extra` and must be the same for the whole sequence. About 1 us a page.
+    """
+    tail = len(extra).to_bytes(4, "little") + extra if extra else b""
+    data = memoryview(tokens).cast("B")
+    step = page_size * 8
+    fresh = blake3(key=namespace).copy
+    keys: list[bytes] = []
+    digest = parent or _ROOT
+    for start in range(0, len(tokens) // page_size * step, step):
+        hasher = fresh()
+        hasher.update(digest)
+        hasher.update(data[start : start + step])
+        if tail:
+            hasher.update(tail)
+        digest = hasher.digest()
+        keys.append(digest)
+    return keys
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Which part of an object a rank holds. `Shard()` is the whole: a single rank, or bytes that all ranks replicate."""
+
+    rank: int = 0
+    size: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.size:
+            raise InputError(f"rank {self.rank} of {self.size} is not possible; ranks go from 0 to size - 1")
+
+    def __str__(self) -> str:
+        return f"{self.rank}/{self.size}" if self.size > 1 else "replicated"
+
+
+def layout_digest(pool: PoolName, fingerprint: bytes, shard: Shard) -> bytes:
+    """The 32 bytes that stand for (pool, geometry, shard) in every object key."""
+    return blake3(_canonical(["tiercache.layout", KEY_SCHEME, str(pool), fingerprint, str(shard)])).digest()
+
+
+def object_key(pool: PoolName, layout: bytes, page_key: bytes) -> ObjectKey:
+    """The key under which a store keeps the object of `pool` that ends on the page with `page_key`."""
+    return ObjectKey(pool, layout + page_key)

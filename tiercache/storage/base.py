@@ -1,0 +1,170 @@
+"""The contract between tiercache and a store.
+
+A backend keeps opaque objects under `ObjectKey`s. It knows nothing of hit policies, pools or engines: `HybridStorage` turns the v2 calls
+into these. Backends are found by the entry-point group `tiercache.storage_backends`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple, Self
+
+from tiercache.core import ObjectKey, ObjectMeta, Outcome
+from tiercache.storage.env import Env
+
+
+class GetItem(NamedTuple):
+    """One object to read.
+
+    `buffers` are writable, C-contiguous byte views, filled in order (scatter). Together they hold at least `length` bytes; the store
+    may also overwrite what lies behind the payload, up to their end.
+    """
+
+    key: ObjectKey
+    buffers: Sequence[memoryview]
+    length: int
+
+
+class SetItem(NamedTuple):
+    """One object to write: `buffers` in order (gather), of which the first `meta.length` bytes are the payload. They are not kept."""
+
+    key: ObjectKey
+    buffers: Sequence[memoryview]
+    meta: ObjectMeta
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a backend can do; a conformance test runs when its capability is there."""
+
+    persistent: bool = False
+    """Acknowledged objects are there after the process ends in any way and the store is opened again."""
+    shared: bool = False
+    """Several processes may open it at once."""
+    bounded: bool = False
+    """It keeps a capacity by evicting."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceRecord:
+    """What a store remembers about a namespace so that people can name what they see: the identity without its salt."""
+
+    namespace: bytes
+    identity: Mapping[str, str | int]
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a store holds. `capacity_bytes` 0 means without a cap; `used_bytes` counts everything towards the cap, overheads included."""
+
+    objects: int
+    payload_bytes: int
+    used_bytes: int
+    capacity_bytes: int
+    details: Mapping[str, str | int] = field(default_factory=dict)
+
+
+class ScanEntry(NamedTuple):
+    """One stored object as `scan` reports it."""
+
+    key: ObjectKey
+    meta: ObjectMeta
+
+
+class ScanPage(NamedTuple):
+    """A part of a scan; pass `cursor` to the next call. An empty cursor ends the scan."""
+
+    entries: Sequence[ScanEntry]
+    cursor: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StoreContext:
+    """What a store is handed besides its own section: the outside world."""
+
+    env: Env
+
+
+class StorageBackend(ABC):
+    """A store of opaque objects.
+
+    The caller guarantees: buffers stay valid and, for a set, unchanged until the call returns; nobody reads a get's buffers before it
+    returns. Batches may be empty, may hold duplicates and have no size limit.
+
+    The implementation must:
+    - answer item by item, in input order; one bad item never fails the batch, and nothing but `ClosedError` (use after close) is raised;
+    - return HIT from a get only if exactly the bytes that were stored under this key, `length` of them, are in the buffers: it checks the
+      checksum of `ObjectMeta` first. A mismatch is CORRUPT: the object is dropped, so that the next set of that key stores it anew;
+    - leave the buffers of an item alone that it refuses before reading (a wrong length or a read-only buffer is ERROR, absent is MISS);
+    - answer HIT to a set of a key that it holds, without rewriting it; an object is visible to others only whole, and only after its set is
+      acknowledged to be STORED;
+    - keep its cap at every instant; a store that is full and cannot evict answers THROTTLED and loses nothing it holds;
+    - hold no lock of its own across I/O where another call could need it.
+
+    Thread rule: every method may be called from any number of threads at once; `close` waits for calls that are inside.
+    """
+
+    capabilities: ClassVar[Capabilities]
+
+    @classmethod
+    @abstractmethod
+    def from_config(cls, section: Mapping[str, Any], context: StoreContext) -> Self:
+        """Open a store from its section of the configuration; raises ConfigError for an unknown or bad setting, StorageError if it cannot."""
+
+    @abstractmethod
+    def exists(self, keys: Sequence[ObjectKey]) -> list[bool]:
+        """Which of `keys` could be read now. A hint: a later get may still miss."""
+
+    @abstractmethod
+    def get(self, items: Sequence[GetItem]) -> list[Outcome]:
+        """Read and verify each object: HIT, MISS, CORRUPT, THROTTLED or ERROR."""
+
+    @abstractmethod
+    def set(self, items: Sequence[SetItem]) -> list[Outcome]:
+        """Store each object: STORED, HIT, THROTTLED or ERROR."""
+
+    @abstractmethod
+    def delete(self, keys: Sequence[ObjectKey]) -> list[bool]:
+        """Remove objects; True where one was there."""
+
+    @abstractmethod
+    def scan(self, namespace: bytes | None = None, cursor: bytes = b"") -> ScanPage:
+        """A page of the stored objects, of one namespace or all. Objects that come or go during a scan may be seen or not; others are."""
+
+    @abstractmethod
+    def register_namespace(self, record: NamespaceRecord) -> None:
+        """Remember whose objects a namespace's are. Repeating it is harmless."""
+
+    @abstractmethod
+    def namespaces(self) -> list[NamespaceRecord]:
+        """Every remembered namespace."""
+
+    @abstractmethod
+    def usage(self) -> Usage:
+        """What the store holds now."""
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Return once everything acknowledged so far would survive a power cut, as far as the medium can promise it."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release everything. Twice is harmless; other methods then raise ClosedError."""
+
+    def scan_all(self, namespace: bytes | None = None) -> Iterator[ScanEntry]:
+        """Every entry of a scan, page by page."""
+        cursor = b""
+        while True:
+            page = self.scan(namespace, cursor)
+            yield from page.entries
+            cursor = page.cursor
+            if not cursor:
+                return
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
