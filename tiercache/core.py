@@ -176,12 +176,13 @@ class PoolTransferResult:
     """The answer of `batch_exists_v2`, in pages from the sequence start.
 
     `restorable_prefix_pages` are all depths at which every pool can be restored, ascending and sparse; `kv_hit_pages` its maximum, or 0;
-    `extra_pool_hit_pages[X]` the deepest depth within the stored KV run that pool X alone allows.
+    `extra_pool_hit_pages[X]` the deepest depth within the stored KV run that pool X alone allows; `kv_run_pages` the length of that run.
     """
 
     kv_hit_pages: int
     extra_pool_hit_pages: Mapping[PoolName, int]
     restorable_prefix_pages: tuple[int, ...]
+    kv_run_pages: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,9 +204,7 @@ class PoolPresence:
         return needed
 
 
-def restorable_prefixes(
-    presence: Mapping[PoolName, PoolPresence], anchor: PoolName = PoolName.KV
-) -> PoolTransferResult:
+def restorable_prefixes(presence: Mapping[PoolName, PoolPresence], anchor: PoolName = PoolName.KV) -> PoolTransferResult:
     """Fold what every pool holds into the depths at which *all* of them can be restored.
 
     With K the length of the anchor's leading run, the answer is every p in 1 .. K that each pool restores under its own hit policy. All
@@ -224,6 +223,7 @@ def restorable_prefixes(
         kv_hit_pages=deepest(agreed),
         extra_pool_hit_pages=extra,
         restorable_prefix_pages=tuple((np.flatnonzero(agreed) + 1).tolist()),
+        kv_run_pages=run,
     )
 
 

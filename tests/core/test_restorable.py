@@ -1,0 +1,58 @@
+"""`restorable_prefixes` against a brute force that enumerates every prefix."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tiercache.core import HitPolicy, PoolName, PoolPresence, restorable_prefixes
+
+
+def brute_force(presence):
+    anchor = presence[PoolName.KV].present
+    run = 0
+    while run < len(anchor) and anchor[run]:
+        run += 1
+
+    def allows(pool, p):
+        first = 0 if pool.hit_policy is HitPolicy.ALL_PAGES else max(0, p - pool.trailing)
+        return all(pool.present[i] for i in range(first, p))
+
+    everyone = [p for p in range(1, run + 1) if all(allows(pool, p) for pool in presence.values())]
+    alone = {n: max((p for p in range(1, run + 1) if allows(pool, p)), default=0) for n, pool in presence.items() if n is not PoolName.KV}
+    return run, everyone, alone
+
+
+@st.composite
+def presences(draw):
+    pages = draw(st.integers(0, 12))
+    names = draw(st.sets(st.sampled_from([PoolName.MAMBA, PoolName.SWA, PoolName.INDEXER])))
+    bits = st.lists(st.booleans(), min_size=pages, max_size=pages)
+    drawn = {PoolName.KV: PoolPresence(HitPolicy.ALL_PAGES, np.array(draw(bits), bool))}
+    for name in names:
+        drawn[name] = PoolPresence(draw(st.sampled_from(HitPolicy)), np.array(draw(bits), bool), draw(st.integers(1, 14)))
+    return drawn
+
+
+@given(presences())
+def test_equals_the_brute_force(presence):
+    run, everyone, alone = brute_force(presence)
+    result = restorable_prefixes(presence)
+    assert result.kv_run_pages == run
+    assert list(result.restorable_prefix_pages) == everyone
+    assert result.kv_hit_pages == max(everyone, default=0)
+    assert result.extra_pool_hit_pages == alone
+
+
+def test_worked_example():
+    """KV pages 0 to 5 stored, states under pages 1 and 3: 2 and 4 are restorable, 5 and 3 are not."""
+    states = np.zeros(6, bool)
+    states[[1, 3]] = True
+    result = restorable_prefixes(
+        {PoolName.KV: PoolPresence(HitPolicy.ALL_PAGES, np.ones(6, bool)), PoolName.MAMBA: PoolPresence(HitPolicy.TRAILING_PAGES, states)}
+    )
+    assert (result.kv_hit_pages, result.restorable_prefix_pages, result.extra_pool_hit_pages) == (4, (2, 4), {PoolName.MAMBA: 4})
+
+
+def test_nothing_is_stored():
+    result = restorable_prefixes({PoolName.KV: PoolPresence(HitPolicy.ALL_PAGES, np.zeros(0, bool))})
+    assert (result.kv_hit_pages, result.restorable_prefix_pages) == (0, ())
