@@ -1,1 +1,22 @@
-""""""
+"""Device pools over the engine's tensors, and the host arena that every pool shares."""
+
+from tiercache.pools.arena import HostArena, MemoryReadings, SizePlan, plan_auto_size, read_memory
+from tiercache.pools.device import DevicePool, DeviceTensor, SegmentTable, by_layer, page_geometry_of, state_geometry_of
+from tiercache.pools.host import HostPool
+from tiercache.pools.slots import SlotAllocator
+
+__all__ = [
+    "DevicePool",
+    "DeviceTensor",
+    "HostArena",
+    "HostPool",
+    "MemoryReadings",
+    "SegmentTable",
+    "SizePlan",
+    "SlotAllocator",
+    "by_layer",
+    "page_geometry_of",
+    "plan_auto_size",
+    "read_memory",
+    "state_geometry_of",
+]

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tiercache.pools import SegmentTable
+from tiercache.transfer import Descriptors, build_descriptors, join_descriptors
+
+
+def table(rows: list[tuple[int, int, int, int]]) -> SegmentTable:
+    """`rows`: (base, stride, length, layer)."""
+    base, stride, length, layer = (np.array(column, np.int64) for column in zip(*rows, strict=True))
+    return SegmentTable(base.astype(np.uint64), stride, length, np.cumsum(length) - length, layer)
+
+
+def byte_pairs(d: Descriptors) -> list[tuple[int, int, int]]:
+    """Every copied byte as (layer, device address, host address), in order."""
+    return [
+        (layer, device + i, host + i)
+        for layer, device, host, length in zip(d.layer.tolist(), d.device.tolist(), d.host.tolist(), d.length.tolist(), strict=True)
+        for i in range(length)
+    ]
+
+
+def brute_force(
+    segments: SegmentTable, slots: list[int], blocks: list[list[int]], block_bytes: int, arena: int
+) -> list[tuple[int, int, int]]:
+    pairs = []
+    for layer in sorted(set(segments.layer.tolist())):
+        for slot, row in zip(slots, blocks, strict=True):
+            for s in np.flatnonzero(segments.layer == layer).tolist():
+                for byte in range(int(segments.length[s])):
+                    block, within = divmod(int(segments.offset[s]) + byte, block_bytes)
+                    device = int(segments.base[s]) + slot * int(segments.stride[s]) + byte
+                    pairs.append((layer, device, arena + row[block] * block_bytes + within))
+    return pairs
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_against_byte_by_byte(data: st.DataObject) -> None:
+    count = data.draw(st.integers(1, 5))
+    lengths = data.draw(st.lists(st.integers(1, 40), min_size=count, max_size=count))
+    layers = sorted(data.draw(st.lists(st.integers(0, 3), min_size=count, max_size=count)))
+    gaps = data.draw(st.lists(st.sampled_from([0, 0, 1, 7]), min_size=count, max_size=count))
+    bases = np.cumsum([1 << 46, *[12 * (length + gap) for length, gap in zip(lengths, gaps, strict=True)]])[:-1].tolist()
+    segments = table([(b, length + gap, length, layer) for b, length, gap, layer in zip(bases, lengths, gaps, layers, strict=True)])
+    block_bytes = data.draw(st.integers(3, 64))
+    per_object = -(-sum(lengths) // block_bytes)
+    n = data.draw(st.integers(0, 6))
+    slots = data.draw(st.lists(st.integers(0, 11), min_size=n, max_size=n, unique=True))
+    numbers = data.draw(st.one_of(st.just(list(range(n * per_object))), st.permutations(range(n * per_object))))
+    blocks = np.array(numbers, np.int64).reshape(n, per_object)
+
+    found = build_descriptors(segments, np.array(slots, np.int64), blocks, block_bytes, 1 << 40)
+    assert byte_pairs(found) == brute_force(segments, slots, blocks.tolist(), block_bytes, 1 << 40)
+    assert (found.device.dtype, found.host.dtype, found.length.dtype, found.layer.dtype) == (np.uint64, np.uint64, np.int64, np.int64)
+    assert found.nbytes == n * sum(lengths)
+    previous = None
+    for row in zip(found.layer.tolist(), found.device.tolist(), found.host.tolist(), found.length.tolist(), strict=True):
+        assert row[3] > 0
+        if previous is not None:
+            touching = row[0] == previous[0] and row[1] == previous[1] + previous[3] and row[2] == previous[2] + previous[3]
+            assert not touching, "contiguous neighbours must have been merged"
+        previous = row
+
+
+def test_adjacent_objects_become_one_copy() -> None:
+    segments = table([(4096, 64, 64, 0)])
+    found = build_descriptors(segments, np.arange(2, 6), np.arange(3, 7)[:, None], 64, 1 << 20)
+    assert (found.device.tolist(), found.host.tolist(), found.length.tolist()) == ([4096 + 128], [(1 << 20) + 192], [256])
+
+
+def test_layers_are_never_merged() -> None:
+    found = build_descriptors(table([(0, 16, 8, 0), (8, 16, 8, 1)]), np.array([0]), np.array([[0]]), 16, 1 << 20)
+    assert found.length.tolist() == [8, 8]
+    assert list(found.by_layer()) == [(0, slice(0, 1)), (1, slice(1, 2))]
+
+
+def test_pools_are_joined_by_layer() -> None:
+    one = build_descriptors(table([(0, 8, 8, 0), (100, 8, 8, 4)]), np.array([0]), np.array([[0]]), 16, 1 << 20)
+    two = build_descriptors(table([(200, 8, 8, 2), (300, 8, 8, 4)]), np.array([0]), np.array([[1]]), 16, 1 << 20)
+    joined = join_descriptors([one, two])
+    assert joined.layer.tolist() == [0, 2, 4, 4]
+    assert joined.device.tolist() == [0, 200, 100, 300]
+    assert list(joined.by_layer()) == [(0, slice(0, 1)), (2, slice(1, 2)), (4, slice(2, 4))]
+    assert len(join_descriptors([])) == 0
+    assert list(join_descriptors([]).by_layer()) == []

@@ -1,0 +1,237 @@
+"""Device pools: the engine's own cache tensors, described as addresses. No tensor is copied and torch is not imported.
+
+A tensor belongs to one (layer, name) of the pool's geometry, in one of two forms:
+
+- slot form `[slots, *segment shape]`: states, and pages kept as `[slots, page_size, ...]`;
+- token form `[slots * page_size, *segment shape after its first dimension]`: pages of a token-indexed cache.
+
+`by_layer` makes the mapping from `[layers, slots, ...]` or from a list with one tensor per layer; `|` joins such mappings.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, Self, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from tiercache.core import HitPolicy, Locations, PoolName
+from tiercache.errors import GeometryError
+from tiercache.geometry import DTYPE_BITS, Geometry, Segment, state_geometry
+from tiercache.pools.slots import SlotAllocator, as_locations
+
+_PACKED_CARRIERS = ("uint8", "int8")
+"""Dtypes whose bytes may hold two 4-bit elements each, if the geometry says so."""
+
+
+class DeviceTensor(Protocol):
+    """The part of `torch.Tensor` that a pool uses."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...  # noqa: D102
+    @property
+    def dtype(self) -> Any: ...  # noqa: D102
+    @property
+    def device(self) -> Any: ...  # noqa: D102
+    def data_ptr(self) -> int: ...  # noqa: D102
+    def stride(self) -> Sequence[int]: ...  # noqa: D102
+    def element_size(self) -> int: ...  # noqa: D102
+
+
+Tensors: TypeAlias = Mapping[tuple[int, str], DeviceTensor]
+"""(layer, name) -> tensor."""
+
+
+def by_layer(name: str, tensors: Any, layers: Sequence[int]) -> dict[tuple[int, str], DeviceTensor]:
+    """Name the tensors of several layers: `tensors` is one tensor `[layers, slots, ...]` or a list with one tensor per layer.
+
+    `layers` are the model's numbers of those layers, in the same order. Raises GeometryError if the counts differ.
+    """
+    if len(tensors) != len(layers):
+        raise GeometryError(f"tensor {name!r} has {len(tensors)} layers and {len(layers)} layer numbers; give one number per layer")
+    return {(layer, name): tensors[i] for i, layer in enumerate(layers)}
+
+
+def page_geometry_of(
+    tensors: Tensors,
+    page_size: int,
+    *,
+    paged: bool = False,
+    pool: PoolName = PoolName.KV,
+    hit_policy: HitPolicy = HitPolicy.ALL_PAGES,
+    trailing: int = 1,
+) -> Geometry:
+    """The geometry of page tensors in token form, or with `paged` in the form `[slots, page_size, ...]`.
+
+    Within a layer the segments have the mapping's order. Raises GeometryError for an unknown dtype or another page size than `page_size`.
+    """
+    segments = []
+    for (layer, name), tensor in tensors.items():
+        dtype, shape = _elements(layer, name, tensor)
+        if paged and (len(shape) < 2 or shape[1] != page_size):
+            raise GeometryError(f"layer {layer} tensor {name!r} is {shape}, which does not have {page_size} tokens a page in dimension 1")
+        segments.append(Segment(layer, name, shape[1:] if paged else (page_size, *shape[1:]), dtype))
+    segments.sort(key=lambda s: s.layer)
+    return Geometry(pool, page_size, tuple(segments), hit_policy, trailing)
+
+
+def state_geometry_of(tensors: Tensors, page_size: int, *, pool: PoolName = PoolName.MAMBA) -> Geometry:
+    """The geometry of state tensors `[slots, ...]`; within a layer the segments have the mapping's order."""
+    described = []
+    for (layer, name), tensor in tensors.items():
+        dtype, shape = _elements(layer, name, tensor)
+        described.append((layer, name, shape[1:], dtype))
+    return state_geometry(described, page_size, pool=pool)
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentTable:
+    """Where the segments of a pool's objects are, one entry a segment in geometry order, every column of shape [segments].
+
+    The bytes of segment i of slot s are `length[i]` bytes from address `base[i] + s * stride[i]`; in the object they start at `offset[i]`.
+    """
+
+    base: npt.NDArray[np.uint64]
+    stride: npt.NDArray[np.int64]
+    length: npt.NDArray[np.int64]
+    offset: npt.NDArray[np.int64]
+    layer: npt.NDArray[np.int64]
+
+
+class DevicePool:
+    """The slots of one cache kind in the engine's own tensors, which it keeps referenced and never owns.
+
+    Thread rule: `alloc` and `free` belong to one owner thread; everything else is immutable and may be read from any thread.
+    """
+
+    def __init__(self, geometry: Geometry, segments: SegmentTable, capacity: int, device: str, tensors: Tensors) -> None:
+        self.geometry = geometry
+        self.segments = segments
+        self.capacity = capacity
+        self.device = device
+        self.allocator = SlotAllocator(capacity, noun=f"{geometry.pool} slot")
+        self._tensors = dict(tensors)
+
+    @classmethod
+    def from_tensors(cls, geometry: Geometry, tensors: Tensors, *, slots: int | None = None) -> Self:
+        """A pool over `tensors`, one for each segment of `geometry`. No copy.
+
+        `slots` limits the pool to the first so many slots of each tensor, whatever lies behind them; without it every tensor must have
+        the same number. Raises GeometryError, naming the layer and the tensor, if tensors are missing, left over, of another shape, dtype
+        or device, or if the bytes of one slot are not one contiguous run.
+        """
+        _check_names(geometry, tensors)
+        ordered = [tensors[s.layer, s.name] for s in geometry.segments]
+        rows = [_layout(segment, tensor, geometry.page_size, slots) for segment, tensor in zip(geometry.segments, ordered, strict=True)]
+        capacity = slots if slots is not None else rows[0][0]
+        device = str(ordered[0].device)
+        for segment, tensor, (count, _) in zip(geometry.segments, ordered, rows, strict=True):
+            if count < capacity or (slots is None and count != capacity):
+                raise GeometryError(
+                    f"{_label(segment)} has {count} slots where {capacity} are expected; all tensors of a pool have as many"
+                )
+            if str(tensor.device) != device:
+                raise GeometryError(f"{_label(segment)} is on {tensor.device} and the pool on {device}; keep a pool on one device")
+        table = SegmentTable(
+            base=np.array([t.data_ptr() for t in ordered], np.uint64),
+            stride=np.array([stride for _, stride in rows], np.int64),
+            length=geometry.lengths,
+            offset=geometry.offsets,
+            layer=np.array([s.layer for s in geometry.segments], np.int64),
+        )
+        return cls(geometry, table, capacity, device, tensors)
+
+    @property
+    def name(self) -> PoolName:
+        """The cache kind."""
+        return self.geometry.pool
+
+    @property
+    def available(self) -> int:
+        """Free slots."""
+        return self.allocator.available
+
+    def alloc(self, n: int) -> Locations:
+        """Take `n` slots, or raise PoolFullError and take none."""
+        return self.allocator.alloc(n)
+
+    def free(self, slots: npt.ArrayLike) -> None:
+        """Give slots back, all or none (SlotError)."""
+        self.allocator.free(slots)
+
+    def checked(self, slots: npt.ArrayLike) -> Locations:
+        """`slots` as int64, shape [n]; SlotError for one out of range. An engine may keep its own books, so a free slot passes."""
+        return as_locations(slots, self.capacity, f"{self.name} slot")
+
+
+def _check_names(geometry: Geometry, tensors: Tensors) -> None:
+    expected = {(s.layer, s.name) for s in geometry.segments}
+    for layer, name in sorted(expected - tensors.keys()):
+        raise GeometryError(f"pool {geometry.pool} has no tensor {name!r} for layer {layer}; pass every tensor of its geometry")
+    for layer, name in sorted(tensors.keys() - expected):
+        raise GeometryError(f"pool {geometry.pool} does not know tensor {name!r} of layer {layer}; name the tensors as its geometry does")
+
+
+def _layout(segment: Segment, tensor: DeviceTensor, page_size: int, slots: int | None) -> tuple[int, int]:
+    """(slots, bytes from one slot to the next) of a tensor in slot form or token form."""
+    dtype, shape = _elements(segment.layer, segment.name, tensor)
+    if DTYPE_BITS[segment.dtype] == 4 and dtype in _PACKED_CARRIERS:
+        dtype, shape = segment.dtype, (*shape[:-1], shape[-1] * 2)
+    if dtype != segment.dtype:
+        raise GeometryError(f"{_label(segment)} is {dtype} where its geometry says {segment.dtype}")
+    if shape[1:] == segment.shape:
+        tokens = 1
+    elif segment.shape[:1] == (page_size,) and shape[1:] == segment.shape[1:]:
+        tokens = page_size
+    else:
+        forms = f"[slots, {_join(segment.shape)}] or [slots * {page_size}, {_join(segment.shape[1:])}]"
+        raise GeometryError(f"{_label(segment)} has shape {shape}; expected {forms}")
+    if shape[0] % tokens and slots is None:
+        raise GeometryError(f"{_label(segment)} has {shape[0]} tokens, which is not a multiple of the page size {page_size}")
+    count = shape[0] // tokens
+    stride = tensor.stride()[0] * tokens * tensor.element_size()
+    _check_contiguous(segment, tensor, tokens)
+    if count > 1 and stride < segment.nbytes:
+        raise GeometryError(f"{_label(segment)} has slots {stride} bytes apart that hold {segment.nbytes} bytes each; they would overlap")
+    return count, stride
+
+
+def _check_contiguous(segment: Segment, tensor: DeviceTensor, tokens: int) -> None:
+    """The dimensions within one slot must be dense, the last one fastest; a dimension of one element may have any stride."""
+    shape, strides = tuple(tensor.shape), tuple(tensor.stride())
+    dense = 1
+    for size, stride in zip(reversed(shape[1:]), reversed(strides[1:]), strict=True):
+        if size > 1 and stride != dense:
+            break
+        dense *= size
+    else:
+        if tokens == 1 or strides[0] == dense:
+            return
+    raise GeometryError(
+        f"{_label(segment)} has shape {shape} and strides {strides}: one slot is not one contiguous run of bytes; pass a dense tensor"
+    )
+
+
+def _elements(layer: int, label: str, tensor: DeviceTensor) -> tuple[str, tuple[int, ...]]:
+    """A tensor's dtype by the name of `DTYPE_BITS`, and its shape in such elements."""
+    dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(int(n) for n in tensor.shape)
+    if dtype == "float4_e2m1fn_x2":  # torch counts pairs
+        dtype, shape = "float4_e2m1fn", (*shape[:-1], shape[-1] * 2)
+    if dtype not in DTYPE_BITS:
+        raise GeometryError(
+            f"layer {layer} tensor {label!r} has the unknown dtype {dtype}; view it as one of {', '.join(sorted(DTYPE_BITS))}"
+        )
+    if not shape or math.prod(shape) == 0:
+        raise GeometryError(f"layer {layer} tensor {label!r} has shape {shape} and so no slots; its first dimension counts slots or tokens")
+    return dtype, shape
+
+
+def _label(segment: Segment) -> str:
+    return f"layer {segment.layer} tensor {segment.name!r}"
+
+
+def _join(shape: Sequence[int]) -> str:
+    return ", ".join(map(str, shape))

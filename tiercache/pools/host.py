@@ -1,0 +1,96 @@
+"""The host objects of one cache kind: what storage v2 registers."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from tiercache.core import Locations, PoolName
+from tiercache.errors import PoolFullError, SlotError
+from tiercache.geometry import Geometry
+from tiercache.pools.arena import HostArena
+from tiercache.pools.slots import as_locations
+
+
+class HostPool:
+    """A view of the arena that deals in whole objects of one geometry. All pools of an arena draw on the same free blocks.
+
+    An object takes `blocks_per_object` blocks, not necessarily adjacent, and is named by a handle: the number of its first block. So
+    handles of two pools of one arena never collide, and a pool frees its own only. Bytes of the last block behind the payload are slack.
+
+    Thread rule: `alloc` and `free` belong to the arena's owner thread. The rest may be called from any thread for handles that stay
+    allocated during the call.
+    """
+
+    def __init__(self, geometry: Geometry, arena: HostArena) -> None:
+        self.geometry = geometry
+        self.arena = arena
+        self.blocks_per_object = -(-geometry.nbytes // arena.block_bytes)
+        # Row h lists the blocks of the object with handle h; rows of blocks that are no handle are never read. Untouched rows cost nothing.
+        self._table = np.empty((arena.blocks, self.blocks_per_object), np.int64)
+        self._live = np.zeros(arena.blocks, np.bool_)
+
+    @property
+    def name(self) -> PoolName:
+        """The cache kind."""
+        return self.geometry.pool
+
+    @property
+    def available(self) -> int:
+        """How many objects fit now, if no other pool takes blocks."""
+        return self.arena.available // self.blocks_per_object
+
+    @property
+    def used(self) -> int:
+        """Objects that are handed out."""
+        return int(np.count_nonzero(self._live))
+
+    def alloc(self, n: int) -> Locations:
+        """Take room for `n` objects: their handles, int64, shape [n]. Raises PoolFullError, with nothing taken, if they do not fit."""
+        if n > self.available:
+            raise PoolFullError(f"{n} {self.name} objects are wanted on the host and {self.available} fit; evict first")
+        blocks = self.arena.alloc(n * self.blocks_per_object).reshape(n, self.blocks_per_object)
+        handles = blocks[:, 0].copy()
+        self._table[handles] = blocks
+        self._live[handles] = True
+        return handles
+
+    def free(self, handles: npt.ArrayLike) -> None:
+        """Give objects back. All or nothing: raises SlotError for a handle that is named twice or is not this pool's."""
+        array = self._checked(handles)
+        self.arena.free(self._table[array].reshape(-1))  # finds duplicates, and then frees nothing
+        self._live[array] = False
+
+    def blocks(self, handles: npt.ArrayLike) -> npt.NDArray[np.int64]:
+        """The blocks of each object in order: int64, shape [n, blocks_per_object]. SlotError for a handle that is not this pool's."""
+        return self._table[self._checked(handles)]
+
+    def buffers(self, handle: int) -> list[memoryview]:
+        """The object's blocks in order, whole and writable; the payload is the first `geometry.nbytes` bytes."""
+        return [self.arena.view(block) for block in self.blocks([handle])[0].tolist()]
+
+    def zero_slack(self, handles: npt.ArrayLike) -> None:
+        """Zero what lies between the payload and the next multiple of `BLOCK_ALIGN`, which a store may write along with it.
+
+        That part lies within an object's last block, because blocks are multiples of `BLOCK_ALIGN` as well.
+        """
+        start = self.geometry.nbytes - (self.blocks_per_object - 1) * self.arena.block_bytes
+        width = self.geometry.padded_nbytes - self.geometry.nbytes
+        if width:
+            grid = np.frombuffer(self.arena.hold(), np.uint8).reshape(self.arena.blocks, self.arena.block_bytes)
+            grid[self.blocks(handles)[:, -1], start : start + width] = 0
+
+    def check_integrity(self) -> None:
+        """The blocks of all objects are distinct and allocated; raises AssertionError otherwise. Call it when nothing is under way."""
+        handles = np.flatnonzero(self._live)
+        taken = self._table[handles]
+        assert (taken[:, 0] == handles).all(), f"a {self.name} handle is not its first block"
+        assert len(np.unique(taken)) == taken.size, f"two {self.name} objects share a block"
+        assert self.arena.allocator.allocated(taken.reshape(-1)).all(), f"a block of a {self.name} object is free"
+
+    def _checked(self, handles: npt.ArrayLike) -> Locations:
+        array = as_locations(handles, self.arena.blocks, f"{self.name} handle")
+        unknown = ~self._live[array]
+        if unknown.any():
+            raise SlotError(f"handle {array[unknown][0]} is not an object of pool {self.name}; it was freed, or belongs to another pool")
+        return array

@@ -1,0 +1,96 @@
+"""Which numbers of a fixed range are free: the slots of a device pool, the blocks of the host arena."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tiercache.core import Locations
+from tiercache.errors import ConfigError, PoolFullError, SlotError
+
+
+def as_locations(values: Any, capacity: int, noun: str) -> Locations:
+    """`values` as int64, shape [n], each in [0, capacity); raises SlotError that names the first offender and calls it a `noun`."""
+    array = np.asarray(values)
+    if array.size == 0:
+        return np.empty(0, np.int64)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise SlotError(f"{noun}s come as a one-dimensional array of integers, not {array.dtype} of shape {array.shape}")
+    outside = (array < 0) | (array >= capacity)
+    if outside.any():
+        raise SlotError(f"{noun} {array[outside][0]} is out of range; there are {capacity}")
+    return array.astype(np.int64, copy=False)
+
+
+class SlotAllocator:
+    """Hands out the numbers 0 .. capacity - 1: a stack of the free ones and a bitmap of the used ones.
+
+    What was freed together comes back together and in the same order, so that neighbours stay neighbours and their copies can be merged.
+    Raises ConfigError for a negative capacity.
+
+    Thread rule: `alloc` and `free` are called by one owner thread only; other threads hand what they want freed to the owner.
+    """
+
+    def __init__(self, capacity: int, *, noun: str = "slot") -> None:
+        if capacity < 0:
+            raise ConfigError(f"a capacity of {capacity} {noun}s is not possible; use 0 or more")
+        self._noun = noun
+        self._free = np.arange(capacity - 1, -1, -1, dtype=np.int64)  # the top of the stack is at index `available - 1`
+        self._available = capacity
+        self._used = np.zeros(capacity, np.bool_)
+
+    @property
+    def capacity(self) -> int:
+        """All slots, free and used."""
+        return len(self._free)
+
+    @property
+    def available(self) -> int:
+        """Free slots."""
+        return self._available
+
+    @property
+    def used(self) -> int:
+        """Slots that are handed out."""
+        return self.capacity - self._available
+
+    def alloc(self, n: int) -> Locations:
+        """Take `n` slots: int64, shape [n]. Raises PoolFullError, with nothing taken, if fewer are free; SlotError for a negative `n`."""
+        if n < 0:
+            raise SlotError(f"cannot take {n} {self._noun}s; use 0 or more")
+        if n > self._available:
+            raise PoolFullError(f"{n} {self._noun}s are wanted and {self._available} of {self.capacity} are free; evict first")
+        start = self._available - n
+        slots = self._free[start : self._available][::-1].copy()
+        self._available = start
+        self._used[slots] = True
+        return slots
+
+    def free(self, slots: npt.ArrayLike) -> None:
+        """Give slots back. All or nothing: raises SlotError if one is out of range, named twice or free already."""
+        array = as_locations(slots, self.capacity, self._noun)
+        unused = ~self._used[array]
+        if unused.any():
+            raise SlotError(f"{self._noun} {array[unused][0]} is free already; give each back once")
+        # Every member is in use, so clearing the bitmap shows duplicates by its count, without a sort.
+        self._used[array] = False
+        end = self._available + len(array)
+        if self.capacity - int(np.count_nonzero(self._used)) != end:
+            self._used[array] = True
+            raise SlotError(f"the {len(array)} {self._noun}s of one call name one of them twice; give each back once")
+        self._free[self._available : end] = array[::-1]
+        self._available = end
+
+    def allocated(self, slots: npt.ArrayLike) -> npt.NDArray[np.bool_]:
+        """Which of `slots` are handed out: bool, shape [n]. Raises SlotError for one out of range."""
+        return self._used[as_locations(slots, self.capacity, self._noun)]
+
+    def check_integrity(self) -> None:
+        """Free and used slots partition the range; raises AssertionError otherwise. Call it when nothing is under way."""
+        free = self._free[: self._available]
+        assert 0 <= self._available <= self.capacity, f"{self._available} of {self.capacity} {self._noun}s are free"
+        assert len(np.unique(free)) == len(free), f"a {self._noun} is on the free stack twice"
+        assert not self._used[free].any(), f"a {self._noun} is free and used"
+        assert int(np.count_nonzero(self._used)) + len(free) == self.capacity, f"a {self._noun} is neither free nor used"

@@ -1,0 +1,110 @@
+"""From (slots, blocks) to the list of contiguous copies. Pure functions over columns; the same ones for every cache kind and engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from tiercache.core import Locations
+from tiercache.pools.device import SegmentTable
+
+_Column = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Descriptors:
+    """Copies as columns of shape [descriptors], sorted by layer: `length[i]` bytes between addresses `device[i]` and `host[i]`.
+
+    Neighbours of one layer that are contiguous at both ends have been merged.
+    """
+
+    device: npt.NDArray[np.uint64]
+    host: npt.NDArray[np.uint64]
+    length: npt.NDArray[np.int64]
+    layer: npt.NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.length)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes to copy."""
+        return int(self.length.sum())
+
+    def by_layer(self) -> Iterator[tuple[int, slice]]:
+        """Each layer that occurs, ascending, and the slice of the columns that belongs to it."""
+        layers, starts = np.unique(self.layer, return_index=True)
+        bounds = pairwise([*starts.tolist(), len(self)])
+        for layer, (start, end) in zip(layers.tolist(), bounds, strict=True):
+            yield layer, slice(start, end)
+
+
+def build_descriptors(
+    segments: SegmentTable, slots: Locations, blocks: npt.NDArray[np.int64], block_bytes: int, arena_address: int
+) -> Descriptors:
+    """The copies between device slots `slots` [n] and the host objects that lie in `blocks` [n, blocks per object].
+
+    A segment that crosses a block's end is split there. Within a layer the order is object by object and then as in the geometry.
+    """
+    segment, column, start, length = _pieces(segments, block_bytes)
+    # Signed arithmetic: NumPy would turn a mix of uint64 and int64 into floats, and user-space addresses stay below 2**63.
+    piece_base = segments.base.astype(np.int64)[segment] + start - segments.offset[segment]
+    device = piece_base + slots[:, None] * segments.stride[segment]
+    host = arena_address + blocks[:, column] * block_bytes + start - column * block_bytes
+    layer = segments.layer[segment]
+    order = _layer_major(layer, len(slots))
+    shape = device.shape
+    return _merge(*(_reordered(c, order) for c in (device, host, np.broadcast_to(length, shape), np.broadcast_to(layer, shape))))
+
+
+def join_descriptors(parts: Sequence[Descriptors]) -> Descriptors:
+    """The copies of several pools as one list, sorted by layer."""
+    if len(parts) == 1:
+        return parts[0]
+    order = np.argsort(np.concatenate([np.empty(0, np.int64), *(p.layer for p in parts)]), kind="stable")
+    return Descriptors(
+        np.concatenate([np.empty(0, np.uint64), *(p.device for p in parts)])[order],
+        np.concatenate([np.empty(0, np.uint64), *(p.host for p in parts)])[order],
+        np.concatenate([np.empty(0, np.int64), *(p.length for p in parts)])[order],
+        np.concatenate([np.empty(0, np.int64), *(p.layer for p in parts)])[order],
+    )
+
+
+def _pieces(segments: SegmentTable, block_bytes: int) -> tuple[_Column, _Column, _Column, _Column]:
+    """One object's segments cut at block ends: (segment, block of the object, start in the object, length), each of shape [pieces].
+
+    The cuts are the same for every object, so the rest is broadcasting.
+    """
+    end = segments.offset + segments.length
+    first = segments.offset // block_bytes
+    count = (end - 1) // block_bytes - first + 1
+    segment = np.repeat(np.arange(len(count)), count)
+    column = first[segment] + np.arange(len(segment)) - np.repeat(np.cumsum(count) - count, count)
+    start = np.maximum(segments.offset[segment], column * block_bytes)
+    stop = np.minimum(end[segment], (column + 1) * block_bytes)
+    return segment, column, start, stop - start
+
+
+def _layer_major(layer: _Column, n: int) -> _Column:
+    """Where entry (object, piece) goes so that layers come first: [n, pieces]. Pieces are sorted by layer already, so no sort is needed."""
+    first = np.searchsorted(layer, layer, side="left")
+    width = np.searchsorted(layer, layer, side="right") - first
+    order: _Column = n * first + np.arange(n)[:, None] * width + np.arange(len(layer)) - first
+    return order
+
+
+def _reordered(column: _Column, order: _Column) -> _Column:
+    out = np.empty(order.size, np.int64)
+    out[order] = column
+    return out
+
+
+def _merge(device: _Column, host: _Column, length: _Column, layer: _Column) -> Descriptors:
+    follows = (device[1:] == device[:-1] + length[:-1]) & (host[1:] == host[:-1] + length[:-1]) & (layer[1:] == layer[:-1])
+    heads = np.concatenate([[0], np.flatnonzero(~follows) + 1]) if len(device) else np.empty(0, np.int64)
+    merged = np.add.reduceat(length, heads) if len(device) else length
+    return Descriptors(device[heads].astype(np.uint64), host[heads].astype(np.uint64), merged, layer[heads])
