@@ -1,0 +1,173 @@
+"""The device side of the reference worker: pool tensors with slots, and copies between them and a Hugging Face cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers.cache_utils import DynamicCache
+
+from tiercache.errors import SlotError, TokenError
+from tiercache.integrations.transformers.layout import CacheLayout, LayerLayout, StateLayout, TensorLayout
+
+Slots: TypeAlias = npt.NDArray[np.int64] | Iterable[int]
+Tensors: TypeAlias = Mapping[tuple[int, str], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class PoolTensors:
+    """The slots of one worker, keyed by (layer, name) as the geometries' segments are.
+
+    `kv`: `[page_slots * page_size, heads, head_dim]`; slot s owns rows `[s * page_size, (s + 1) * page_size)`.
+    `states`: `[state_slots, ...]`; empty for a model without states. Not synchronised: whoever owns a slot may use it.
+    """
+
+    layout: CacheLayout
+    page_slots: int
+    state_slots: int
+    kv: Tensors
+    states: Tensors
+
+    def pages(self, layer: int, name: str) -> torch.Tensor:
+        """One KV tensor by slot: a view `[page_slots, page_size, heads, head_dim]`."""
+        tensor = self.kv[layer, name]
+        return tensor.view(self.page_slots, self.layout.page_size, *tensor.shape[1:])
+
+
+def allocate_pools(layout: CacheLayout, page_slots: int, state_slots: int) -> PoolTensors:
+    """Zeroed pools, each tensor on the device on which the model keeps that layer's cache."""
+    kv = {
+        (t.layer, t.name): torch.zeros((page_slots * layout.page_size, *t.shape), dtype=t.dtype, device=t.device)
+        for t in layout.kv_tensors()
+    }
+    states = {(t.layer, t.name): torch.zeros((state_slots, *t.shape), dtype=t.dtype, device=t.device) for t in layout.state_tensors()}
+    return PoolTensors(layout, page_slots, state_slots if states else 0, kv, states)
+
+
+def export_pages(cache: DynamicCache, pool: PoolTensors, first_page: int, slots: Slots) -> None:
+    """Copy pages `[first_page, first_page + len(slots))` of the cache into `slots`.
+
+    Raises TokenError if the cache does not hold all of these tokens, SlotError for a slot that the pool does not have.
+    Nothing is copied then.
+    """
+    index, layout = _slots(slots, pool.page_slots), pool.layout
+    start, stop = first_page * layout.page_size, (first_page + len(index)) * layout.page_size
+    if not 0 <= start <= stop <= layout.length(cache):
+        raise TokenError(
+            f"the cache holds {layout.length(cache)} tokens, not the pages of tokens [{start}, {stop}); export full pages only"
+        )
+    with torch.inference_mode():
+        for t in layout.kv_tensors() if len(index) else ():
+            held = layout.tensor_of(cache, t.layer, t.name)[0, :, start:stop]
+            by_page = held.reshape(held.shape[0], len(index), layout.page_size, held.shape[-1]).permute(1, 2, 0, 3)
+            pool.pages(t.layer, t.name).index_copy_(0, index.to(t.device), by_page)
+
+
+def export_state(cache: DynamicCache, pool: PoolTensors, slot: int) -> None:
+    """Copy the cache's recurrent tensors, which stand at exactly its length, into `slot`. Raises SlotError for an unknown slot."""
+    _slots([slot], pool.state_slots)
+    with torch.inference_mode():
+        for t in pool.layout.state_tensors():
+            pool.states[t.layer, t.name][slot].copy_(pool.layout.tensor_of(cache, t.layer, t.name)[0])
+
+
+def fill(
+    cache: DynamicCache, pool: PoolTensors, page_slots: Slots, state_slot: int | None, wait_layer: Callable[[int], None]
+) -> DynamicCache:
+    """Fill a *new* cache from slots, and return it; it shares no memory with the pool, because a forward writes states in place.
+
+    `wait_layer(n)` is called before the first read of layer n's slots, layers ascending; what it raises is passed on and the cache is void.
+    Raises SlotError for an unknown slot, and for a state slot that is missing or not wanted.
+    """
+    index = _slots(page_slots, pool.page_slots)
+    if len(index) == 0 and state_slot is None:
+        return cache
+    if (state_slot is not None) != bool(pool.states) or len(index) == 0:
+        raise SlotError(
+            f"{len(index)} pages and state slot {state_slot} are no prefix of this model; a hit has pages, and a state if the model has one"
+        )
+    if state_slot is not None:
+        _slots([state_slot], pool.state_slots)
+    with torch.inference_mode():
+        for layer in pool.layout.layers:
+            if layer.empty:
+                continue
+            wait_layer(layer.layer)
+            held: Any = cache.layers[layer.layer]
+            _fill_attention(held, pool, layer, index)
+            if layer.states:
+                assert state_slot is not None
+                for state in layer.states:
+                    _fill_state(held, pool, state, state_slot)
+                held.has_previous_state = dict(enumerate(layer.has_previous))
+    return cache
+
+
+def _fill_attention(held: Any, pool: PoolTensors, layer: LayerLayout, index: torch.Tensor) -> None:
+    if layer.k is None or layer.v is None:
+        return
+    keys, values = _gather(pool, layer.k, index), _gather(pool, layer.v, index)
+    held.lazy_initialization(keys, values)  # sets dtype, device and flags as the first update would
+    held.keys, held.values = keys, values
+
+
+def _gather(pool: PoolTensors, t: TensorLayout, index: torch.Tensor) -> torch.Tensor:
+    """Pages as the cache keeps them: a new contiguous `[1, heads, tokens, head_dim]`."""
+    pages = pool.pages(t.layer, t.name).index_select(0, index.to(t.device))
+    heads, dim = t.shape
+    return pages.permute(2, 0, 1, 3).reshape(1, heads, len(index) * pool.layout.page_size, dim).contiguous()
+
+
+def _fill_state(held: Any, pool: PoolTensors, state: StateLayout, slot: int) -> None:
+    t = state.tensor
+    source = pool.states[t.layer, t.name][slot][None]
+    template = torch.empty_strided(source.shape, (source.numel(), *t.stride), dtype=t.dtype, device=t.device)
+    # The layer allocates its own zeroed tensor of this form; writing into it keeps the address that graphs were told is static.
+    if state.conv_kernel_size is not None:
+        held.lazy_initialization(conv_states=template, state_idx=state.index, conv_kernel_size=state.conv_kernel_size)
+        held.conv_states[state.index].copy_(source)
+    else:
+        held.lazy_initialization(recurrent_states=template, state_idx=state.index)
+        held.recurrent_states[state.index].copy_(source)
+
+
+def _slots(slots: Slots, capacity: int) -> torch.Tensor:
+    index = torch.as_tensor(np.asarray(slots if isinstance(slots, np.ndarray) else list(slots), np.int64))
+    if len(index) and not 0 <= int(index.min()) <= int(index.max()) < capacity:
+        raise SlotError(
+            f"slots {int(index.min())} to {int(index.max())} are not all in a pool of {capacity}; use slots that the pool handed out"
+        )
+    return index
+
+
+def differences(layout: CacheLayout, a: DynamicCache, b: DynamicCache) -> tuple[str, ...]:
+    """Where two caches differ, by bits and by the flags that the next forward reads; empty if they are interchangeable."""
+    found = []
+    for layer in layout.layers:
+        left, right = _flags(a.layers[layer.layer]), _flags(b.layers[layer.layer])
+        if left != right:
+            found += [f"layer {layer.layer} {name}" for name in left if left[name] != right[name]]
+            continue
+        for t in (layer.k, layer.v, *(s.tensor for s in layer.states)):
+            if t and not _same_bits(layout.tensor_of(a, t.layer, t.name), layout.tensor_of(b, t.layer, t.name)):
+                found.append(f"layer {t.layer} {t.name}")
+    return tuple(found)
+
+
+def _flags(held: Any) -> dict[str, object]:
+    names = (
+        "is_initialized", "has_previous_state", "is_conv_states_initialized", "is_recurrent_states_initialized", "conv_kernel_size",
+        "number_of_states", "record_past", "dtype", "device",
+    )  # fmt: skip
+    return {name: getattr(held, name, None) for name in names}
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal as bytes: NaNs compare equal to themselves, and 0.0 differs from -0.0."""
+    if (a.shape, a.dtype, a.is_contiguous()) != (b.shape, b.dtype, b.is_contiguous()):
+        return False
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))

@@ -1,0 +1,203 @@
+"""What a model's cache is made of, read off the cache object itself after a tiny forward; no model is known by its name.
+
+A layer holds attention KV, any number of recurrent tensors, both, or nothing. What a layer holds is told by its class: only classes whose
+content is exactly the tensors that this module reads are served, because a tensor that is not saved is a wrong answer after a restore.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Final
+
+import torch
+from transformers.cache_utils import (
+    DummyLayer,
+    DynamicCache,
+    DynamicLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+)
+
+from tiercache.core import PoolName
+from tiercache.errors import UnsupportedModelError
+from tiercache.geometry import Geometry, Segment, state_geometry
+
+ATTENTION: Final = (DynamicLayer, LinearAttentionAndFullAttentionLayer)
+RECURRENT: Final = (LinearAttentionLayer, LinearAttentionAndFullAttentionLayer)
+SERVED: Final = (DynamicLayer, LinearAttentionLayer, LinearAttentionAndFullAttentionLayer, DummyLayer)
+"""Exact classes: a subclass may hold more than its parent (an indexer's keys, a quantised part) and is refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorLayout:
+    """One tensor of one sequence's cache in one layer.
+
+    `shape` has no batch dimension. For `k` and `v` it is `[heads, head_dim]`, the share of one token. `stride` (elements) is how the
+    model lays a state out in memory: matrix products may round differently on a transposed operand, so a restore keeps it.
+    """
+
+    layer: int
+    name: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def dtype_name(self) -> str:
+        """The dtype as geometries write it, such as `float32`."""
+        return str(self.dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True, slots=True)
+class StateLayout:
+    """One conv or recurrent tensor: entry `index` of its layer's `conv_states` or `recurrent_states`."""
+
+    tensor: TensorLayout
+    index: int
+    conv_kernel_size: int | None
+    """Set for conv states only; the number of last inputs that the layer keeps."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerLayout:
+    """What one layer keeps: `k` and `v` are both set or both None; `has_previous` are the layer's own flags, one per state index."""
+
+    layer: int
+    k: TensorLayout | None = None
+    v: TensorLayout | None = None
+    states: tuple[StateLayout, ...] = ()
+    has_previous: tuple[bool, ...] = ()
+
+    @property
+    def empty(self) -> bool:
+        """Nothing to save: a layer of experts only, or one that reads another layer's cache."""
+        return self.k is None and not self.states
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """All layers of a cache, and the geometries of its objects. Immutable; safe to share between threads."""
+
+    page_size: int
+    layers: tuple[LayerLayout, ...]
+
+    @cached_property
+    def kv_geometry(self) -> Geometry:
+        """Pages: per attention layer `k` and `v`, each `[page_size, heads, head_dim]`."""
+        segments = [
+            Segment(t.layer, t.name, (self.page_size, *t.shape), t.dtype_name) for layer in self.layers for t in (layer.k, layer.v) if t
+        ]
+        return Geometry(PoolName.KV, self.page_size, tuple(segments))
+
+    @cached_property
+    def state_geometry(self) -> Geometry | None:
+        """States: every `conv_i` and `recurrent_i` of every layer; None for a model without any."""
+        tensors = [(s.layer, s.name, s.shape, s.dtype_name) for s in self.state_tensors()]
+        return state_geometry(tensors, self.page_size) if tensors else None
+
+    @property
+    def geometries(self) -> dict[PoolName, Geometry]:
+        """One geometry per pool that the model needs."""
+        state = self.state_geometry
+        return {PoolName.KV: self.kv_geometry} | ({PoolName.MAMBA: state} if state else {})
+
+    def kv_tensors(self) -> Iterator[TensorLayout]:
+        """`k` and `v` of every attention layer."""
+        return (t for layer in self.layers for t in (layer.k, layer.v) if t is not None)
+
+    def state_tensors(self) -> Iterator[TensorLayout]:
+        """Every conv and recurrent tensor."""
+        return (s.tensor for layer in self.layers for s in layer.states)
+
+    def length(self, cache: DynamicCache) -> int:
+        """Tokens that `cache` holds; 0 for a new one."""
+        first = next(layer.layer for layer in self.layers if layer.k)
+        held: Any = cache.layers[first]
+        return int(held.get_seq_length())
+
+    def tensor_of(self, cache: DynamicCache, layer: int, name: str) -> torch.Tensor:
+        """The cache's own tensor, with its batch dimension of 1: k, v `[1, heads, tokens, head_dim]`, states `[1, ...]`."""
+        held: Any = cache.layers[layer]
+        if name in ("k", "v"):
+            found = held.keys if name == "k" else held.values
+        else:
+            kind, _, index = name.rpartition("_")
+            found = (held.conv_states if kind == "conv" else held.recurrent_states)[int(index)]
+        assert isinstance(found, torch.Tensor), f"layer {layer} holds no {name} yet"
+        return found
+
+
+def inspect_cache(cache: object, page_size: int, tokens: int) -> CacheLayout:
+    """The layout of `cache`, which has just seen `tokens` tokens of one sequence.
+
+    Raises UnsupportedModelError, naming the layer, for whatever could not be restored exactly.
+    """
+    if type(cache) is not DynamicCache:
+        raise UnsupportedModelError(
+            f"the model keeps its cache in a {type(cache).__name__}, which may hold more than its layers; only DynamicCache is served"
+        )
+    layout = CacheLayout(page_size, tuple(_layer(n, layer, tokens) for n, layer in enumerate(cache.layers)))
+    if not any(layer.k for layer in layout.layers):
+        raise UnsupportedModelError(
+            "no layer of the model keeps attention KV, so there are no pages to index; only models with some full attention are served"
+        )
+    return layout
+
+
+def _layer(n: int, layer: Any, tokens: int) -> LayerLayout:
+    if type(layer) not in SERVED:
+        raise UnsupportedModelError(f"layer {n} keeps its cache in a {type(layer).__name__}, {_why(layer)}")
+    k, v = _attention(n, layer, tokens) if isinstance(layer, ATTENTION) and layer.is_initialized else (None, None)
+    recurrent = isinstance(layer, RECURRENT)
+    return LayerLayout(
+        n, k, v,
+        states=tuple(_states(n, layer)) if recurrent else (),
+        has_previous=tuple(bool(layer.has_previous_state[i]) for i in range(layer.number_of_states)) if recurrent else (),
+    )  # fmt: skip
+
+
+def _why(layer: Any) -> str:
+    """Why a class cannot be served, from what the object shows."""
+    if getattr(layer, "is_sliding", False):
+        return "which forgets what leaves its sliding window, so a prefix cannot be cut out of it; only full attention is served"
+    if hasattr(layer, "max_cache_len"):
+        return "which is allocated at a fixed length; only caches that grow are served"
+    if hasattr(layer, "indexer_keys"):
+        return "which also keeps an indexer's keys, and these are not carried along"
+    if hasattr(layer, "_quantize"):
+        return "which keeps its keys quantised, with a part in full precision; only unquantised caches are served"
+    return "whose content is unknown; the classes served are " + ", ".join(c.__name__ for c in SERVED)
+
+
+def _attention(n: int, layer: Any, tokens: int) -> tuple[TensorLayout, TensorLayout]:
+    for name, tensor in (("keys", layer.keys), ("values", layer.values)):
+        if tensor.dim() != 4 or tensor.shape[0] != 1 or tensor.shape[2] != tokens:
+            raise UnsupportedModelError(
+                f"layer {n} ({type(layer).__name__}) holds {name} of shape {tuple(tensor.shape)} after {tokens} tokens of one sequence; "
+                f"[1, heads, {tokens}, head_dim] is needed to cut it into pages"
+            )
+    return tuple(  # type: ignore[return-value]
+        TensorLayout(n, name, (t.shape[1], t.shape[3]), (t.shape[3], 1), t.dtype, t.device)
+        for name, t in (("k", layer.keys), ("v", layer.values))
+    )
+
+
+def _states(n: int, layer: Any) -> Iterator[StateLayout]:
+    for kind, held in (("conv", layer.conv_states), ("recurrent", layer.recurrent_states)):
+        for index in range(layer.number_of_states):
+            tensor = held[index]
+            if tensor is None:
+                continue
+            if tensor.dim() < 2 or tensor.shape[0] != 1 or tensor.numel() == 0:
+                raise UnsupportedModelError(
+                    f"layer {n} ({type(layer).__name__}) holds a {kind} state of shape {tuple(tensor.shape)} "
+                    "for one sequence; [1, ...] is needed"
+                )
+            yield StateLayout(
+                TensorLayout(n, f"{kind}_{index}", tuple(tensor.shape[1:]), tuple(tensor.stride()[1:]), tensor.dtype, tensor.device),
+                index,
+                layer.conv_kernel_size[index] if kind == "conv" else None,
+            )

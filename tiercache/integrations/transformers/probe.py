@@ -1,0 +1,278 @@
+"""Checks at load that a model keeps to the rules which make its cache reusable, by running it; about a hundred tokens a few dozen times.
+
+1. A prefill that is cut gives the logits of an uncut one, within a tolerance.
+2. Every tensor of the cache is read: replaced by another prompt's, it changes the logits. (A forward that ignores a state would make
+   every hit a wrong answer, without an error.)
+3. A cache that went through the pools is bitwise the one that was exported, and continues so.
+
+A model that breaks 1 or 2 only when it is fed several tokens at once is served token by token (`TailMode.TOKEN`); Jamba is one of these.
+
+**The tolerance.** A cut changes the order of sums, so cached values differ by rounding. The probe measures what rounding does to this
+model: all cached values get a relative noise of at most half an eps of their dtype, and the logits move by the jitter. The tolerance is
+a multiple of the median jitter of three draws: 16 in float32, where every sum of every operation rounds by as much as a stored value
+does; 4 in narrower types, whose sums are float32 and round once, when stored. Both multiples are empirical: over the 19 served families of
+`tests/models.py` cuts err by 0.96 to 3.25 jitters in float32 and by 0 to 1.25 in bfloat16, so the least room is a factor of 4.9 and of 3.2.
+A tolerance is only worth something if a wrong cache exceeds it: a model is refused if another prompt's states, or KV where there are no
+states, stay within it.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import median
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache
+
+from tiercache.errors import UnsupportedModelError
+from tiercache.integrations.transformers.device import differences
+from tiercache.integrations.transformers.layout import TensorLayout, inspect_cache
+from tiercache.integrations.transformers.runner import ModelRunner, TailMode
+
+JITTERS: Final = 16
+JITTERS_NARROW: Final = 4
+SHORT: Final = 3
+"""Tokens of a short tail. The logits after each are compared: the shortest convolutions reach no further than the first."""
+SEED: Final = 20457
+
+
+class CutCheck(NamedTuple):
+    """A prefill cut at `cuts` against an uncut one: `error` is the largest absolute difference of the last position's logits."""
+
+    mode: TailMode
+    cuts: tuple[int, ...]
+    error: float
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeReport:
+    """What the probe found. Errors, reactions and the tolerance are absolute differences of logits; `scale` is their largest magnitude.
+
+    `reactions` maps `kv` and `state` to how far the logits move when all tensors of the kind are another prompt's. `chunk_fault` says why
+    chunks are not used (empty in CHUNK mode).
+    """
+
+    tail_mode: TailMode
+    tokens: int
+    scale: float
+    jitter: float
+    tolerance: float
+    checks: tuple[CutCheck, ...]
+    reactions: Mapping[str, float]
+    chunk_fault: str
+    seconds: float
+
+    @property
+    def max_error(self) -> float:
+        """The largest difference between a cut and an uncut prefill in the tail mode that is used."""
+        return max(check.error for check in self.checks if self.tail_mode is TailMode.CHUNK or check.mode is TailMode.TOKEN)
+
+
+def load(model: PreTrainedModel, page_size: int) -> tuple[ModelRunner, ProbeReport]:
+    """A runner in the tail mode that the model needs, and why. Raises UnsupportedModelError if it cannot be served."""
+    runner = ModelRunner(model, page_size)
+    report = probe(runner)
+    return ModelRunner(model, page_size, tail_mode=report.tail_mode), report
+
+
+def probe(runner: ModelRunner) -> ProbeReport:
+    """Check the model of `runner`, whatever its own tail mode. Raises UnsupportedModelError, in one sentence, if it cannot be served."""
+    return _Probe(runner).report()
+
+
+class _Probe:
+    """One run of the checks over two random prompts of equal length."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.started = time.monotonic()
+        self.model, self.page_size, self.layout = runner.model, runner.page_size, runner.layout
+        self.runners = {mode: ModelRunner(runner.model, runner.page_size, tail_mode=mode) for mode in TailMode}
+        self.chunk = _chunk_tokens(runner)
+        self.name = type(self.model).__name__
+        rng = np.random.default_rng(SEED)
+        self.prompt, self.other = rng.integers(0, runner.vocab_size, (2, 2 * self.chunk + 13))
+        self.n = len(self.prompt)
+
+    def report(self) -> ProbeReport:
+        tolerance, jitter = self.tolerance()
+        token_checks = self.cut_checks(TailMode.TOKEN)
+        if fault := self.fault(TailMode.TOKEN, token_checks, tolerance):
+            raise UnsupportedModelError(f"{self.name} cannot continue from a cache: {fault}")
+        reactions = self.reactions(tolerance)
+        self.round_trip()
+        chunk_checks = self.cut_checks(TailMode.CHUNK)
+        fault = self.fault(TailMode.CHUNK, chunk_checks, tolerance)
+        mode = TailMode.TOKEN if fault else TailMode.CHUNK
+        return ProbeReport(
+            mode, self.n, self.scale, jitter, tolerance, (*token_checks, *chunk_checks), reactions, fault, time.monotonic() - self.started
+        )
+
+    @cached_property
+    def uncut(self) -> torch.Tensor:
+        """The last position's logits of one forward over the whole prompt; twice, to see that the model repeats itself."""
+        first, second = (self.run(self.new(), self.prompt, 0) for _ in range(2))
+        if not torch.isfinite(first).all():
+            raise UnsupportedModelError(f"{self.name} gives logits that are not finite, so nothing can be checked; look at its weights")
+        if not torch.equal(first, second):
+            raise UnsupportedModelError(
+                f"{self.name} gives other logits for a repeated prompt (by {_gap(first, second):.3g}); use deterministic algorithms"
+            )
+        return first[-1]
+
+    @cached_property
+    def scale(self) -> float:
+        return float(self.uncut.abs().max())
+
+    @cached_property
+    def cache(self) -> DynamicCache:
+        """The prompt's cache at all but `SHORT` tokens; copied by whoever continues it."""
+        return self.cache_of(self.prompt)
+
+    @cached_property
+    def other_cache(self) -> DynamicCache:
+        return self.cache_of(self.other)
+
+    def cache_of(self, prompt: npt.NDArray[np.int64]) -> DynamicCache:
+        cache = self.new()
+        self.run(cache, prompt[: self.n - SHORT], 0)
+        if inspect_cache(cache, self.page_size, self.n - SHORT) != self.layout:
+            raise UnsupportedModelError(
+                f"{self.name} changes the shape of its cache between {self.n - SHORT} tokens and few; its states cannot be kept in slots"
+            )
+        return cache
+
+    def new(self) -> DynamicCache:
+        return self.runners[TailMode.CHUNK].new_cache()
+
+    def run(self, cache: DynamicCache, tokens: npt.NDArray[np.int64], start: int, mode: TailMode = TailMode.CHUNK) -> torch.Tensor:
+        return self.runners[mode].logits(cache, tokens, start, keep=min(SHORT, len(tokens)))
+
+    def tail(self, cache: DynamicCache, mode: TailMode) -> torch.Tensor:
+        """Logits of the last `SHORT` tokens, continued from `cache`."""
+        return self.run(cache, self.prompt[-SHORT:], self.n - SHORT, mode)
+
+    def tolerance(self) -> tuple[float, float]:
+        base = self.tail(copy.deepcopy(self.cache), TailMode.TOKEN)
+        rng = torch.Generator().manual_seed(SEED)
+        jitters = [_gap(self.tail(self.noisy(rng), TailMode.TOKEN), base) for _ in range(3)]
+        jitter, eps = median(jitters), torch.finfo(self.model.dtype).eps
+        wide = eps <= torch.finfo(torch.float32).eps
+        return max((JITTERS if wide else JITTERS_NARROW) * jitter, 2 * eps * self.scale), jitter
+
+    def cut_checks(self, mode: TailMode) -> tuple[CutCheck, ...]:
+        """Cuts on and off the model's own chunk boundaries; tails longer than a chunk, short, and of one token."""
+        n, c, middle = self.n, self.chunk, self.chunk // 2 + 5
+        # Single steps are slow on a large model; a dozen are enough to leave any convolution behind.
+        several = [(c,), (middle,), (n - 7,), (middle, c, n - 7, n - 1)] if mode is TailMode.CHUNK else [(n - 1,), (n - 12,)]
+        return tuple(CutCheck(mode, cuts, self.cut_error(mode, cuts)) for cuts in several)
+
+    def cut_error(self, mode: TailMode, cuts: tuple[int, ...]) -> float:
+        return _gap(self.runners[mode].prefill(self.new(), self.prompt, 0, cuts), self.uncut)
+
+    def fault(self, mode: TailMode, checks: tuple[CutCheck, ...], tolerance: float) -> str:
+        """Why this tail mode cannot be used, or nothing."""
+        feeding = "one token at a time" if mode is TailMode.TOKEN else "several tokens at a time"
+        if (ignored := self.ignored(mode)) is not None:
+            return f"fed {feeding}, it ignores {ignored.name} of layer {ignored.layer} ({type(self.cache.layers[ignored.layer]).__name__})"
+        off = [check for check in checks if not check.error <= tolerance]
+        if off:
+            return (
+                f"fed {feeding} after a cut at {', '.join(map(str, off[0].cuts))} of {self.n} tokens, its logits are off by "
+                f"{off[0].error:.3g}, more than the {tolerance:.3g} that rounding explains"
+            )
+        return ""
+
+    def ignored(self, mode: TailMode) -> TensorLayout | None:
+        """The first tensor whose content does not change a single bit of the next logits."""
+
+        def following(cache: DynamicCache) -> torch.Tensor:
+            # The very next token reads everything that a model reads at all.
+            return self.run(cache, self.prompt[-SHORT:][: 1 if mode is TailMode.TOKEN else SHORT], self.n - SHORT, mode)
+
+        base = following(copy.deepcopy(self.cache))
+        for t in (*self.layout.kv_tensors(), *self.layout.state_tensors()):
+            if torch.equal(following(self.replaced([t])), base):
+                return t
+        return None
+
+    def reactions(self, tolerance: float) -> dict[str, float]:
+        base = self.tail(copy.deepcopy(self.cache), TailMode.TOKEN)
+        kinds = {"kv": [*self.layout.kv_tensors()], "state": [*self.layout.state_tensors()]}
+        found = {kind: _gap(self.tail(self.replaced(ts), TailMode.TOKEN), base) for kind, ts in kinds.items() if ts}
+        kind = "state" if "state" in found else "kv"
+        if not found[kind] > tolerance:
+            raise UnsupportedModelError(
+                f"{self.name} hardly reads its {kind}: another prompt's moves the logits by {found[kind]:.3g}, within the {tolerance:.3g} "
+                "that rounding explains, so wrong answers could not be told from right ones"
+            )
+        return found
+
+    def replaced(self, tensors: list[TensorLayout]) -> DynamicCache:
+        """The prompt's cache with some tensors taken from the other prompt's."""
+        cache = copy.deepcopy(self.cache)
+        with torch.inference_mode():
+            for t in tensors:
+                mine, theirs = (self.layout.tensor_of(c, t.layer, t.name) for c in (cache, self.other_cache))
+                # A tensor that depends on the position alone is the same in both.
+                mine.copy_(theirs if not torch.equal(mine, theirs) else theirs + 1)
+        return cache
+
+    def noisy(self, rng: torch.Generator) -> DynamicCache:
+        """The prompt's cache as if every value in it had been rounded once more."""
+        cache = copy.deepcopy(self.cache)
+        with torch.inference_mode():
+            for t in (*self.layout.kv_tensors(), *self.layout.state_tensors()):
+                tensor = self.layout.tensor_of(cache, t.layer, t.name)
+                if tensor.is_floating_point():
+                    noise = (torch.rand(tensor.shape, generator=rng) - 0.5) * torch.finfo(tensor.dtype).eps
+                    tensor.copy_(tensor.float() * (1 + noise.to(tensor.device)))
+        return cache
+
+    def round_trip(self) -> None:
+        """Export at the deepest page boundary, restore twice, continue the original and both copies: equal bits throughout."""
+        runner = self.runners[TailMode.CHUNK]
+        pages = (self.n - 2 * SHORT) // self.page_size
+        depth, slots = pages * self.page_size, np.arange(pages)[::-1] + 1
+        cache, pool = self.new(), runner.allocate_pools(pages + 1, 2)
+        runner.forward(cache, self.prompt[:depth], 0)
+        runner.export_pages(cache, pool, 0, slots)
+        state = 1 if pool.states else None
+        if state is not None:
+            runner.export_state(cache, pool, state)
+        # Twice, because the first continuation must not have written into the pool.
+        for attempt in ("restored", "restored again"):
+            original, restored = copy.deepcopy(cache), runner.restore(pool, slots, state)
+            steps: list[Callable[[DynamicCache], torch.Tensor]] = [
+                lambda c: runner.forward(c, self.prompt[depth:-1], depth),
+                lambda c: runner.forward(c, self.prompt[-1:], self.n - 1),
+            ]
+            logits = [(step(original), step(restored)) for step in steps]
+            different = differences(self.layout, original, restored)
+            if different or not all(torch.equal(a, b) for a, b in logits):
+                where = different[0] if different else "its logits"
+                raise UnsupportedModelError(
+                    f"{self.name}, {attempt} at {depth} tokens, does not continue as before: {where} differs; "
+                    "it keeps something outside its cache"
+                )
+
+
+def _chunk_tokens(runner: ModelRunner) -> int:
+    """At least the chunk length of the model's own scan, so that a prompt of twice that crosses it, and at least a page.
+
+    Configurations name it differently; gated delta nets use 64 without naming it.
+    """
+    config = runner.model.config.get_text_config(decoder=True)
+    named = (getattr(config, name, None) for name in ("chunk_size", "mamba_chunk_size", "block_size"))
+    return max(64, runner.page_size, *(n for n in named if isinstance(n, int)))
+
+
+def _gap(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).abs().max())

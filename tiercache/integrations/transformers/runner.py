@@ -1,0 +1,201 @@
+"""Runs a Hugging Face model in chunks, and moves its cache to and from the slots of device pools. Knows nothing of the controller."""
+
+from __future__ import annotations
+
+import enum
+import inspect
+import itertools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache
+
+from tiercache.core import as_tokens
+from tiercache.errors import InputError, TokenError, UnsupportedModelError
+from tiercache.integrations.transformers import device
+from tiercache.integrations.transformers.device import PoolTensors, Slots
+from tiercache.integrations.transformers.layout import CacheLayout, inspect_cache
+
+TINY: Final = 16
+"""Tokens of the forward that shows the layout: more than any convolution kernel keeps, so that no tensor is shorter than usual."""
+
+
+class TailMode(enum.StrEnum):
+    """How tokens are fed once the cache is not empty."""
+
+    CHUNK = "chunk"
+    """Any number per forward."""
+    TOKEN = "token"  # noqa: S105  (a mode of feeding)
+    """One per forward: the model drops its recurrent state when it is given more."""
+
+
+def nowhere(layer: int) -> None:
+    """A `wait_layer` that has nothing to wait for."""
+
+
+def no_cut(depth: int) -> None:
+    """An `on_cut` that does nothing."""
+
+
+class ModelRunner:
+    """One model, sequences of batch 1, from token ids to logits; sampling is its caller's.
+
+    Two runs that make the same calls on equal caches return equal bits, on one device and with one number of threads; where the cuts
+    fall is part of "the same calls" in CHUNK mode. In TOKEN mode only the end of the first chunk is.
+    Raises UnsupportedModelError if the cache could not be saved and restored exactly; `probe.load` also checks that the model keeps to it.
+    Not synchronised: one owner thread; a cache belongs to one sequence.
+    """
+
+    def __init__(self, model: PreTrainedModel, page_size: int, *, tail_mode: TailMode = TailMode.CHUNK) -> None:
+        if page_size < 1:
+            raise InputError(f"page size {page_size} is not possible; use a positive number of tokens, such as 64")
+        self.model: Any = model
+        self.model.train(False)  # dropout would make every run another
+        self.page_size = page_size
+        self.tail_mode = tail_mode
+        self._takes = _parameters(model)
+        self._layout = self._inspect()
+
+    @property
+    def layout(self) -> CacheLayout:
+        """What the model's cache is made of."""
+        return self._layout
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids go from 0 to this minus 1."""
+        return int(self.model.get_input_embeddings().weight.shape[0])
+
+    def new_cache(self) -> DynamicCache:
+        """An empty cache for one sequence."""
+        return DynamicCache(config=self.model.config)
+
+    def forward(self, cache: DynamicCache, tokens: Any, start: int) -> torch.Tensor:
+        """Feed `tokens`, the sequence's tokens from position `start`, which is what `cache` holds; see `logits`.
+
+        Returns the logits after the last one, `[vocab]` float32 on the model's device.
+        """
+        return self.logits(cache, tokens, start, keep=1)[0]
+
+    def logits(self, cache: DynamicCache, tokens: Any, start: int, *, keep: int) -> torch.Tensor:
+        """Feed `tokens` and return the logits after each of the last `keep` of them, `[keep, vocab]` float32.
+
+        `tokens` is a one-dimensional array, tensor or list of ids; at least one. Raises TokenError, and changes nothing, for ids outside
+        the vocabulary and for a `start` that is not the cache's length.
+        """
+        ids = self._ids(tokens)
+        if not 1 <= keep <= len(ids):
+            raise TokenError(f"{keep} rows of logits were asked for, of {len(ids)} tokens; feed at least one token")
+        if start != (held := self._layout.length(cache)):
+            raise TokenError(f"the cache holds {held} tokens, so the next position is {held}, not {start}; pass start={held}")
+        if self.tail_mode is TailMode.CHUNK or start == 0 or len(ids) == 1:
+            return self._step(cache, ids, start, keep)
+        rows = [self._step(cache, ids[n : n + 1], start + n, 1) for n in range(len(ids))]
+        return torch.cat(rows[-keep:])
+
+    def prefill(
+        self, cache: DynamicCache, tokens: Any, start: int = 0, cuts: Sequence[int] = (), on_cut: Callable[[int], None] = no_cut
+    ) -> torch.Tensor:
+        """Feed `tokens[start:]` of the *whole* sequence `tokens` in chunks that end at `cuts` (depths in tokens, ascending) and its end.
+
+        `on_cut(depth)` is called when the cache stands at exactly that depth; a cut at the end of the tokens calls it too. In TOKEN mode
+        any cuts are allowed: the first chunk of an empty cache goes in at once, everything after it one by one, so that only the first cut
+        matters to the result.
+        Returns the last position's logits `[vocab]` float32. Raises TokenError for cuts outside `(start, len(tokens)]` or out of order.
+        """
+        ids = self._ids(tokens)
+        if not start < len(ids):
+            raise TokenError(f"{len(ids)} tokens leave nothing to compute from position {start}; restore at most all but the last token")
+        bounds = [start, *cuts]
+        if any(a >= b for a, b in itertools.pairwise(bounds)) or bounds[-1] > len(ids):
+            raise TokenError(f"cuts {list(cuts)} must ascend within ({start}, {len(ids)}]; leave out what is already cached")
+        logits = torch.empty(0)
+        if bounds[-1] < len(ids):
+            bounds.append(len(ids))
+        for begin, end in itertools.pairwise(bounds):
+            logits = self.forward(cache, ids[begin:end], begin)
+            if end in cuts:
+                on_cut(end)
+        return logits
+
+    def allocate_pools(self, page_slots: int, state_slots: int) -> PoolTensors:
+        """Zeroed device pools for this model; see `PoolTensors`."""
+        return device.allocate_pools(self._layout, page_slots, state_slots)
+
+    def export_pages(self, cache: DynamicCache, pool: PoolTensors, first_page: int, slots: Slots) -> None:
+        """Copy the cache's pages from `first_page` on into `slots`; see `device.export_pages`."""
+        device.export_pages(cache, pool, first_page, slots)
+
+    def export_state(self, cache: DynamicCache, pool: PoolTensors, slot: int) -> None:
+        """Copy the cache's state, at exactly its present length, into `slot`."""
+        device.export_state(cache, pool, slot)
+
+    def restore(
+        self, pool: PoolTensors, page_slots: Slots, state_slot: int | None, *, wait_layer: Callable[[int], None] = nowhere
+    ) -> DynamicCache:
+        """A new cache from slots; the next forward is bitwise what it would have been on the cache that was exported. See `device.fill`."""
+        return device.fill(self.new_cache(), pool, page_slots, state_slot, wait_layer)
+
+    def _ids(self, tokens: Any) -> torch.Tensor:
+        ids = as_tokens(tokens.cpu().numpy() if isinstance(tokens, torch.Tensor) else tokens)
+        if len(ids) and int(ids.max()) >= self.vocab_size:
+            raise TokenError(f"token id {int(ids.max())} is outside the model's vocabulary of {self.vocab_size}; use its own tokenizer")
+        return torch.from_numpy(ids.astype(np.int64)).to(self.model.device)
+
+    def _step(self, cache: DynamicCache, ids: torch.Tensor, start: int, keep: int) -> torch.Tensor:
+        out = self._call(cache, ids, start, keep)
+        return torch.as_tensor(out.logits[0, -keep:]).float()
+
+    def _call(self, cache: DynamicCache, ids: torch.Tensor, start: int, keep: int) -> Any:
+        arguments: dict[str, Any] = {"input_ids": ids[None], "past_key_values": cache, "use_cache": True, "return_dict": True}
+        # Left to themselves, some models number the positions of every chunk from 0.
+        arguments["position_ids"] = torch.arange(start, start + len(ids), device=ids.device)[None]
+        if "logits_to_keep" in self._takes:
+            arguments["logits_to_keep"] = keep
+        with torch.inference_mode(), _quiet(ids.device):
+            return self.model(**arguments)
+
+    def _inspect(self) -> CacheLayout:
+        for name in ("past_key_values", "position_ids"):
+            if name not in self._takes:
+                raise UnsupportedModelError(
+                    f"{type(self.model).__name__}.forward takes no {name}, so its cache cannot be handed to it and continued at a given "
+                    "position; only decoders over a DynamicCache are served"
+                )
+        cache, ids = self.new_cache(), torch.arange(TINY, device=self.model.device) % self.vocab_size
+        try:
+            out = self._call(cache, ids, 0, 1)
+        except (ValueError, TypeError, NotImplementedError) as error:
+            raise UnsupportedModelError(f"{type(self.model).__name__} cannot run over a DynamicCache: {error}") from error
+        if getattr(out, "past_key_values", None) is not cache:
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} does not hand back the cache that it was given, so it keeps its past elsewhere"
+            )
+        if getattr(out, "logits", None) is None:
+            raise UnsupportedModelError(f"{type(self.model).__name__} returns no logits; load the causal language model, not its backbone")
+        return inspect_cache(cache, self.page_size, TINY)
+
+
+def _parameters(model: PreTrainedModel) -> frozenset[str]:
+    return frozenset(inspect.signature(model.forward).parameters)
+
+
+@contextmanager
+def _quiet(where: torch.device) -> Iterator[None]:
+    """Drop the advice to install CUDA kernels while the model runs on a CPU, where they do not exist. On a GPU the advice is right."""
+    logger = logging.getLogger("transformers.integrations.hub_kernels")
+    if where.type == "cpu":
+        logger.addFilter(_not_a_fallback)
+    try:
+        yield
+    finally:
+        logger.removeFilter(_not_a_fallback)
+
+
+def _not_a_fallback(record: logging.LogRecord) -> bool:
+    return "falling back to its reference PyTorch implementation" not in record.getMessage()
