@@ -119,7 +119,8 @@ class ObjectMeta:
     """What a store keeps beside an object's bytes.
 
     `checksum` covers the payload and the object key (see `storage.checksum`). `parent` (page key) and `depth` (pages up to the object's end)
-    are None where the caller does not know them.
+    are None where the caller does not know them. The parent is the page key that the object depends on: of a page the page before it, of a
+    state the page on which it ends, which is its own.
     """
 
     namespace: bytes

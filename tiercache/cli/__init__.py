@@ -1,1 +1,5 @@
-""""""
+"""The terminal: `tiercache VERB`."""
+
+from tiercache.cli.app import main
+
+__all__ = ["main"]

@@ -1,1 +1,9 @@
-""""""
+"""The controller: joins index, transfer and storage. The life of a request is told in `docs/structure.md`."""
+
+from tiercache.controller.accounting import Sources
+from tiercache.controller.admission import Admission, Poll, Status
+from tiercache.controller.controller import EngineFactory, HybridCacheController
+from tiercache.controller.lookup import Lookup
+from tiercache.controller.state import ControllerOptions
+
+__all__ = ["Admission", "ControllerOptions", "EngineFactory", "HybridCacheController", "Lookup", "Poll", "Sources", "Status"]

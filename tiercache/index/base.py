@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,7 @@ import numpy.typing as npt
 from tiercache.core import Locations, PoolName
 
 if TYPE_CHECKING:
-    from tiercache.index.tree import Node
+    from tiercache.index.node import Node
 
 Mask = npt.NDArray[np.bool_]
 
@@ -26,8 +26,9 @@ class Match:
     """How much of a prompt the index knows. Valid until the next change of the index, unless its node is pinned.
 
     `node` is the deepest node that the prompt enters. `path_depth`: pages of the prompt that are in the tree at all; `depth`: the deepest
-    restorable depth over all tiers (every page pool present from 0 to there, every state pool present exactly there); `near_depth`: the same
-    from device and host alone; `restorable`: every restorable depth, ascending (for a pool set without states: only `depth` itself).
+    restorable depth over all tiers (every page pool present from 0 to there, every state pool present exactly there); `near_depth`: the
+    same from device and host alone; `restorable`: every restorable depth, ascending (without state pools only `depth` itself, where every
+    smaller depth is restorable too). What is pending and nowhere else is not present.
     """
 
     node: Node
@@ -35,7 +36,6 @@ class Match:
     depth: int
     near_depth: int
     restorable: tuple[int, ...]
-    page_keys: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,9 @@ class Span:
     node: Node
     start: int
     end: int
+
+    def __len__(self) -> int:
+        return self.end - self.start
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,13 @@ class StateLocation:
     stored: bool
 
 
+class PathLocations(NamedTuple):
+    """Where everything is that restores one depth: pages [0, depth) by page pool, and the states exactly at depth by state pool."""
+
+    pages: Mapping[PoolName, PageLocations]
+    states: Mapping[PoolName, StateLocation]
+
+
 @dataclass(frozen=True, slots=True)
 class InsertedPages:
     """What became of the slots that a request handed in, one entry a page of [0, depth).
@@ -80,21 +90,32 @@ class InsertedPages:
     private: Mask
 
 
+class PlacedState(NamedTuple):
+    """A state that a request handed in: where in the sequence, of which pool, in which device slot."""
+
+    depth: int
+    pool: PoolName
+    slot: int
+
+
 @dataclass(frozen=True, slots=True)
 class Inserted:
-    """The answer of `insert`. `rejected_states` are the caller's again: the index held them, or their KV is not whole."""
+    """The answer of `insert`; `node` covers the last page of [0, depth).
+
+    `rejected_states` are the caller's again: the index holds (or is being brought) another copy, or their KV is not whole. A state in
+    neither list was the index's own slot already.
+    """
 
     node: Node
     depth: int
     pages: Mapping[PoolName, InsertedPages]
-    adopted_states: tuple[tuple[int, PoolName, int], ...]
-    """(depth, pool, slot)"""
-    rejected_states: tuple[tuple[int, PoolName, int], ...]
+    adopted_states: tuple[PlacedState, ...]
+    rejected_states: tuple[PlacedState, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Eviction:
-    """What an eviction freed, for the caller to give back to its pools; `demoted` objects are still in a lower tier, `lost` are not."""
+    """What an eviction freed, for the caller to give back to its pools; `demoted` objects are still in another tier, `lost` are in none."""
 
     freed: Mapping[PoolName, Locations] = field(default_factory=dict)
     demoted: int = 0

@@ -9,10 +9,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Final, NamedTuple, Self
 
 from tiercache.core import ObjectKey, ObjectMeta, Outcome
+from tiercache.storage.checksum import CHECKSUM_BYTES
 from tiercache.storage.env import Env
+from tiercache.storage.vectors import usable
+
+DIGEST_BYTES: Final = 64
+"""Of an object key's digest: layout digest and page key."""
+
+NAMESPACE_BYTES: Final = 64
+"""At most; `keys.namespace_of` gives 32."""
 
 
 class GetItem(NamedTuple):
@@ -28,11 +36,28 @@ class GetItem(NamedTuple):
 
 
 class SetItem(NamedTuple):
-    """One object to write: `buffers` in order (gather), of which the first `meta.length` bytes are the payload. They are not kept."""
+    """One object to write: `buffers` in order (gather), of which the first `meta.length` bytes are the payload. They are not kept.
+
+    `meta.parent` is the page key on which the object depends: for a page the page before it, for an object that hangs on a page (a state)
+    the key of that page, which is its own. A store that evicts never gives up a page before what depends on it.
+    """
 
     key: ObjectKey
     buffers: Sequence[memoryview]
     meta: ObjectMeta
+
+
+def storable(item: SetItem) -> bool:
+    """Is an item to write well formed? A store answers ERROR where it is not."""
+    meta = item.meta
+    return (
+        len(item.key.digest) == DIGEST_BYTES
+        and len(meta.checksum) == CHECKSUM_BYTES
+        and 0 < len(meta.namespace) <= NAMESPACE_BYTES
+        and (meta.parent is None or len(meta.parent) == DIGEST_BYTES // 2)
+        and (meta.depth is None or 0 <= meta.depth < 2**32)
+        and usable(item.buffers, meta.length, writable=False)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +119,9 @@ class StorageBackend(ABC):
     returns. Batches may be empty, may hold duplicates and have no size limit.
 
     The implementation must:
-    - answer item by item, in input order; one bad item never fails the batch, and nothing but `ClosedError` (use after close) is raised;
+    - answer item by item, in input order; one bad item never fails the batch, and nothing but `ClosedError` (use after close) is raised,
+      except by `flush`, which raises StorageError where it cannot keep its promise;
+    - tell objects apart by the digest of their key alone (it covers the pool);
     - return HIT from a get only if exactly the bytes that were stored under this key, `length` of them, are in the buffers: it checks the
       checksum of `ObjectMeta` first. A mismatch is CORRUPT: the object is dropped, so that the next set of that key stores it anew;
     - leave the buffers of an item alone that it refuses before reading (a wrong length or a read-only buffer is ERROR, absent is MISS);
@@ -111,7 +138,7 @@ class StorageBackend(ABC):
     @classmethod
     @abstractmethod
     def from_config(cls, section: Mapping[str, Any], context: StoreContext) -> Self:
-        """Open a store from its section of the configuration; raises ConfigError for an unknown or bad setting, StorageError if it cannot."""
+        """Open a store from its section of the configuration; raises ConfigError for a bad setting, StorageError if it cannot."""
 
     @abstractmethod
     def exists(self, keys: Sequence[ObjectKey]) -> list[bool]:
@@ -127,7 +154,7 @@ class StorageBackend(ABC):
 
     @abstractmethod
     def delete(self, keys: Sequence[ObjectKey]) -> list[bool]:
-        """Remove objects; True where one was there."""
+        """Remove objects; True where one was there and is gone now."""
 
     @abstractmethod
     def scan(self, namespace: bytes | None = None, cursor: bytes = b"") -> ScanPage:

@@ -1,0 +1,31 @@
+"""Reads a catalog from end to end, in a process of its own: `python check.py DIR`.
+
+LMDB maps its file into memory, so a truncated or overwritten one ends the reading process with a signal (SIGBUS, SIGSEGV, SIGABRT). The
+store finds that out here, where nobody else is hurt. This file imports nothing of tiercache: it starts in some 50 ms.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import lmdb
+
+
+def main(path: str) -> int:
+    """0 if every record can be read, 1 if LMDB says that the file is damaged; a signal says the same."""
+    try:
+        with (
+            lmdb.open(path, readonly=True, lock=False, create=False, max_dbs=8) as env,
+            env.begin() as txn,
+            txn.cursor() as names,
+        ):
+            for name, _ in names:
+                with txn.cursor(env.open_db(bytes(name), txn, create=False)) as cursor:
+                    sum(len(key) + len(value) for key, value in cursor)
+    except lmdb.Error:
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

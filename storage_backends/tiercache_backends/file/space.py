@@ -1,0 +1,104 @@
+"""Which blocks of the slabs are free. Pure bookkeeping: nothing here does I/O.
+
+Blocks are numbered through all slabs. An object may take several extents, so free space never fragments into uselessness: what is free
+can be had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import pairwise
+from typing import NamedTuple
+
+
+class Extent(NamedTuple):
+    """Adjacent blocks from block `start` on, all in one slab."""
+
+    start: int
+    blocks: int
+
+
+class Space:
+    """The free extents, found by size, by start and by end, so that taking and giving back cost no search.
+
+    `_bins[k]` holds the starts of the free extents of 2**k .. 2**(k+1) - 1 blocks. The one freed last is taken first: its blocks are the
+    likeliest to be in the page cache, where overwriting is several times cheaper.
+
+    Thread rule: none of its own; the store calls it under its mutex.
+    """
+
+    def __init__(self, slab_blocks: int) -> None:
+        self._slab_blocks = slab_blocks
+        self._by_start: dict[int, int] = {}
+        self._by_end: dict[int, int] = {}
+        self._bins: list[dict[int, None]] = [{} for _ in range(slab_blocks.bit_length())]
+        self.free = 0
+        """Free blocks."""
+        self.size = 0
+        """Blocks that the slabs have in all."""
+
+    def grow(self, extent: Extent) -> None:
+        """A slab's new blocks."""
+        self.size += extent.blocks
+        self.give([extent])
+
+    def allocate(self, blocks: int) -> tuple[Extent, ...] | None:
+        """Take `blocks` blocks, in as few extents as a look at the bins yields; None, with nothing taken, if fewer are free."""
+        if blocks > self.free:
+            return None
+        taken: list[Extent] = []
+        while blocks:
+            start, count = self._pick(blocks)
+            self._unlink(start, count)
+            if count > blocks:
+                self._link(start + blocks, count - blocks)
+                count = blocks
+            taken.append(Extent(start, count))
+            blocks -= count
+            self.free -= count
+        return tuple(taken)
+
+    def give(self, extents: Iterable[Extent]) -> None:
+        """Take blocks back, joining them with free neighbours of the same slab."""
+        for start, count in extents:
+            self.free += count
+            end = start + count
+            if end % self._slab_blocks and (behind := self._by_start.get(end)):
+                self._unlink(end, behind)
+                end += behind
+            if start % self._slab_blocks and (before := self._by_end.get(start)) is not None:
+                self._unlink(before, start - before)
+                start = before
+            self._link(start, end - start)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the free extents are disjoint, inside their slabs, joined and counted right."""
+        assert self.free == sum(self._by_start.values()) <= self.size, "free blocks are counted right"
+        assert self._by_end == {s + c: s for s, c in self._by_start.items()}, "both views name the same extents"
+        assert {s for b in self._bins for s in b} == set(self._by_start), "every free extent is in one bin"
+        ordered = sorted(self._by_start.items())
+        for (start, count), (following, _) in pairwise(ordered):
+            assert start + count <= following, "free extents are disjoint"
+            assert start + count < following or following % self._slab_blocks == 0, "free neighbours are joined"
+        assert all(s // self._slab_blocks == (s + c - 1) // self._slab_blocks for s, c in ordered), "an extent lies in one slab"
+
+    def _pick(self, blocks: int) -> Extent:
+        """A free extent that fits, from the smallest bin where every one does; else one of the largest."""
+        for k in range((blocks - 1).bit_length(), len(self._bins)):
+            if self._bins[k]:
+                return self._last(k)
+        return self._last(max(k for k, starts in enumerate(self._bins) if starts))
+
+    def _last(self, k: int) -> Extent:
+        start = next(reversed(self._bins[k]))
+        return Extent(start, self._by_start[start])
+
+    def _link(self, start: int, count: int) -> None:
+        self._by_start[start] = count
+        self._by_end[start + count] = start
+        self._bins[count.bit_length() - 1][start] = None
+
+    def _unlink(self, start: int, count: int) -> None:
+        del self._by_start[start]
+        del self._by_end[start + count]
+        del self._bins[count.bit_length() - 1][start]

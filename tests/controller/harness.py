@@ -1,0 +1,144 @@
+"""A small engine on real pools whose "model" is a hash: every page and every state is a pure function of the tokens up to its end.
+
+So whatever the cache restores can be checked byte for byte, however it came there.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import torch
+from blake3 import blake3
+
+from tiercache.controller import ControllerOptions, HybridCacheController, Status
+from tiercache.core import PoolName, as_tokens
+from tiercache.errors import TransferError
+from tiercache.geometry import kv_geometry, state_geometry
+from tiercache.keys import Identity
+from tiercache.pools import DevicePool, HostArena
+from tiercache.storage.registry import open_backend
+
+P = 4
+KV, MAMBA = PoolName.KV, PoolName.MAMBA
+IDENTITY = Identity("test", "1", "float32", "float32", "float32", P)
+PAGES = kv_geometry([0, 2], kv_heads=2, head_dim=8, dtype="float32", page_size=P)
+STATES = state_geometry([(1, "conv", (7, 3), "bfloat16"), (1, "ssm", (40, 32), "float32"), (3, "ssm", (40, 32), "float32")], P)
+
+
+def content(tokens, segment) -> torch.Tensor:
+    """What a segment of the object that ends with `tokens` holds."""
+    seed = np.asarray(tokens, "<u8").tobytes() + f"{segment.layer}/{segment.name}".encode()
+    return torch.frombuffer(bytearray(blake3(seed).digest(length=segment.nbytes)), dtype=torch.uint8)
+
+
+class Engine:
+    """Serves prompts through a controller. `hybrid` False leaves the states out. Thread rule: one owner thread."""
+
+    def __init__(
+        self, storage=None, *, pages=16, states=8, blocks=32, hybrid=True, clock=None, options=None, engine=None, identity=IDENTITY, shard=None
+    ):
+        self.hybrid = hybrid
+        self.tensors = {KV: {(s.layer, s.name): torch.zeros(pages * P, *s.shape[1:]) for s in PAGES.segments}}
+        geometries = {KV: PAGES}
+        if hybrid:
+            geometries[MAMBA] = STATES
+            self.tensors[MAMBA] = {
+                (s.layer, s.name): torch.zeros(states, *s.shape, dtype=getattr(torch, s.dtype)) for s in STATES.segments
+            }
+        self.pools = {name: DevicePool.from_tensors(g, self.tensors[name]) for name, g in geometries.items()}
+        self.arena = HostArena(blocks * 4096, 4096)
+        extra = {"clock": clock} if clock else {}
+        extra |= {"engine": engine} if engine else {}
+        self.controller = HybridCacheController(
+            identity, self.pools, self.arena, storage, shard=shard, options=options or ControllerOptions(restore_deadline=10.0), **extra
+        )
+        self.metrics = self.controller.metrics
+
+    def serve(self, prompt, answer=(), *, check=True, extra=b""):
+        """Restore, compute the rest, commit at every checkpoint and at the end, release. Returns the restored depth in tokens."""
+        tokens = as_tokens(list(prompt) + list(answer))
+        admission = self.controller.admit(
+            self.controller.lookup(tokens[: len(prompt)], extra), tokens=len(tokens), states=5 if self.hybrid else 0
+        )
+        try:
+            depth = self.restore(admission, tokens)
+            restored = depth
+            ends = [*admission.checkpoints, len(tokens)]
+            for end in dict.fromkeys(ends):
+                self.compute(admission, tokens, depth, end)
+                depth = end
+                states = {}
+                if self.hybrid and end % P == 0:
+                    states[end] = self.take_state(admission, tokens[:end])
+                self.controller.commit(admission, tokens[:end], states)
+            if check:
+                self.verify(admission, tokens, len(tokens) // P)
+        finally:
+            self.controller.release(admission)
+        return restored
+
+    def restore(self, admission, tokens):
+        """Wait until everything of the restored depth is on the device, and check it."""
+        while True:
+            poll = admission.wait()
+            assert poll.status is not Status.PENDING
+            try:
+                for layer in range(4):
+                    admission.wait_layer(layer)
+            except TransferError:
+                while admission.poll() == poll and any(load.ticket.error for load in admission._loads):
+                    self.controller._state.arrived.wait(0.1)
+                continue
+            self.verify(admission, tokens, poll.depth // P)
+            if self.hybrid and poll.depth:
+                self.verify_state(admission.restored_states[MAMBA], tokens[: poll.depth])
+            return poll.depth
+
+    def compute(self, admission, tokens, start, end):
+        """Write what the model computes for full pages of tokens [start, end)."""
+        for page in range(start // P, end // P):
+            slot = int(admission.pages[KV][page])
+            for segment in PAGES.segments:
+                rows = self.tensors[KV][segment.layer, segment.name][slot * P : (slot + 1) * P]
+                rows.copy_(content(tokens[: (page + 1) * P], segment).view(torch.float32).view(segment.shape))
+
+    def take_state(self, admission, tokens):
+        slots = admission.take_states()
+        for segment in STATES.segments:
+            value = content(tokens, segment).view(getattr(torch, segment.dtype)).view(segment.shape)
+            self.tensors[MAMBA][segment.layer, segment.name][slots[MAMBA]].copy_(value)
+        return slots
+
+    def verify(self, admission, tokens, pages):
+        """Every page of the table holds what its tokens say."""
+        for page in range(pages):
+            slot = int(admission.pages[KV][page])
+            for segment in PAGES.segments:
+                rows = self.tensors[KV][segment.layer, segment.name][slot * P : (slot + 1) * P]
+                assert torch.equal(as_bytes(rows), content(tokens[: (page + 1) * P], segment)), f"page {page} {segment.layer}/{segment.name}"
+
+    def verify_state(self, slot, tokens):
+        for segment in STATES.segments:
+            held = self.tensors[MAMBA][segment.layer, segment.name][slot]
+            assert torch.equal(as_bytes(held), content(tokens, segment)), f"state at {len(tokens)} {segment.layer}/{segment.name}"
+
+    def settle(self):
+        assert self.controller.flush(20)
+
+    def check(self):
+        self.controller.check_integrity()
+
+    def restart(self, url, **kwargs):
+        """Another process, as far as the cache can tell."""
+        self.controller.close()
+        return Engine(open_backend(url), hybrid=self.hybrid, **kwargs)
+
+
+def as_bytes(tensor):
+    return tensor.contiguous().view(torch.uint8).flatten()
+
+
+def prompt(*ids, repeat=P):
+    """`repeat` tokens for every id: whole pages by default."""
+    return list(itertools.chain.from_iterable([100 * i + n for n in range(repeat)] for i in ids))

@@ -1,0 +1,382 @@
+"""The life of a request through every tier, on real pools, threads and stores."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from tests.controller.harness import IDENTITY, KV, MAMBA, Engine, P, prompt
+from tiercache.controller import ControllerOptions, Poll, Status
+from tiercache.core import Reason, Tier
+from tiercache.errors import PoolFullError
+from tiercache.keys import Shard
+from tiercache.storage.registry import open_backend
+from tiercache.testing.faults import FaultEnv
+from tiercache.transfer import CopyEngine
+from tiercache_kernels.reference import copy_segments
+
+
+@pytest.fixture(params=["memory", "file"])
+def store(request, tmp_path):
+    return open_backend("memory://" if request.param == "memory" else f"file://{tmp_path}/store?capacity=16MiB")
+
+
+def evict(engine, *tiers):
+    for tier in tiers:
+        engine.controller.evict(tier)
+    engine.check()
+
+
+@pytest.mark.parametrize("hybrid", [True, False], ids=["hybrid", "attention"])
+def test_every_tier_gives_back_what_was_computed(store, hybrid):
+    engine = Engine(store, hybrid=hybrid)
+    first, again = prompt(1, 2, 3) + [7], prompt(1, 2, 3) + [7, 8]
+    assert engine.serve(first) == 0
+    engine.settle()
+    for tiers, source in (([], "device"), ([Tier.DEVICE], "host"), ([Tier.DEVICE, Tier.HOST], "storage")):
+        evict(engine, *tiers)
+        before = engine.metrics.total("restored_objects_total", tier=source, pool="kv")
+        assert engine.serve(again) == 3 * P
+        assert engine.metrics.total("restored_objects_total", tier=source, pool="kv") == before + 3
+        engine.settle()
+        engine.check()
+    assert engine.metrics.total("lookups_total", result="hit", tier="storage") == (2 if hybrid else 1)
+    assert engine.controller.close()
+
+
+@pytest.mark.parametrize("hybrid", [True, False], ids=["hybrid", "attention"])
+def test_a_restart_keeps_the_cache(tmp_path, hybrid):
+    url = f"file://{tmp_path}/store?capacity=16MiB"
+    engine = Engine(open_backend(url), hybrid=hybrid)
+    engine.serve(prompt(1, 2, 3) + [7])
+    engine.settle()
+    engine = engine.restart(url)
+    assert engine.serve(prompt(1, 2, 3) + [9]) == 3 * P
+    assert engine.controller.close()
+
+
+def test_a_conversation_is_restored_at_its_last_full_page(store):
+    """The state that decoding took at a page boundary is committed with the end of the request."""
+    engine = Engine(store)
+    engine.serve(prompt(1, 2), answer=prompt(3, 4))
+    assert engine.serve(prompt(1, 2, 3, 4, 5)) == 4 * P
+
+
+def test_the_branch_point_gets_a_state_for_the_third_request(store):
+    engine = Engine(store, states=12)
+    assert engine.serve(prompt(1, 2, 3, 4)) == 0
+    assert engine.serve(prompt(1, 2, 8, 9)) == 0
+    assert engine.serve(prompt(1, 2, 6, 7)) == 2 * P
+    engine.check()
+
+
+@pytest.mark.parametrize("change", [{"salt": b"x"}, {"kv_dtype": "bfloat16"}, {"revision": "2"}], ids=lambda c: next(iter(c)))
+def test_another_identity_never_hits(store, change):
+    from dataclasses import replace
+
+    engine = Engine(store)
+    engine.serve(prompt(1, 2, 3))
+    engine.settle()
+    other = Engine(store, identity=replace(IDENTITY, **change))
+    assert other.serve(prompt(1, 2, 3)) == 0
+
+
+def test_another_shard_or_adapter_never_hits(store):
+    engine = Engine(store)
+    engine.serve(prompt(1, 2, 3))
+    engine.settle()
+    assert Engine(store, shard=Shard(1, 2)).serve(prompt(1, 2, 3)) == 0
+    assert engine.serve(prompt(1, 2, 3), extra=b"adapter") == 0
+    assert engine.serve(prompt(1, 2, 3), extra=b"adapter") == 2 * P
+
+
+def drop(store, pool, number):
+    """Take the `number`-th object of a pool, by depth, out of the store."""
+    entries = sorted((e for e in store.scan_all() if e.key.pool is pool), key=lambda e: e.meta.depth)
+    assert store.delete([entries[number].key]) == [True]
+    return entries[number].meta.depth * P
+
+
+def test_a_state_that_is_missing_in_storage_leaves_the_deepest_below(store):
+    engine = Engine(store)
+    engine.serve(prompt(1, 2, 3, 4) + [5])
+    engine.serve(prompt(1, 2, 3, 4) + prompt(5, 6) + [5])
+    engine.settle()
+    evict(engine, Tier.DEVICE, Tier.HOST)
+    deepest = drop(store, MAMBA, -1)
+    assert deepest == 6 * P
+    assert engine.serve(prompt(1, 2, 3, 4, 5, 6, 7)) == 4 * P
+    assert engine.metrics.value("storage_gets_total", "mamba", "miss") == 1
+    assert engine.metrics.value("restore_failures_total", "absent") == 1
+    engine.check()
+
+
+def test_a_page_that_is_missing_in_storage_is_a_miss_of_all_behind_it(store):
+    engine = Engine(store)
+    engine.serve(prompt(1, 2, 3, 4) + [5])
+    engine.settle()
+    evict(engine, Tier.DEVICE, Tier.HOST)
+    drop(store, KV, 1)
+    assert engine.serve(prompt(1, 2, 3, 4, 5)) == 0
+    assert engine.metrics.value("restore_failures_total", "absent") == 1
+    engine.check()
+
+
+def test_after_a_restart_a_dropped_state_is_a_miss_with_its_reason(tmp_path):
+    url = f"file://{tmp_path}/store?capacity=16MiB"
+    engine = Engine(open_backend(url))
+    engine.serve(prompt(1, 2, 3) + [5])
+    engine.settle()
+    engine.controller.close()
+    store = open_backend(url)
+    drop(store, MAMBA, 0)
+    engine = Engine(store)
+    assert engine.serve(prompt(1, 2, 3, 4)) == 0
+    assert engine.metrics.value("lookups_total", "storage", "kv", "miss", "partial_pools") == 1
+    assert engine.metrics.value("lookups_total", "storage", "mamba", "miss", "absent") == 1
+
+
+def test_a_corrupt_object_is_never_served_and_is_stored_anew(tmp_path):
+    env = FaultEnv()
+    engine = Engine(open_backend(f"file://{tmp_path}/store?capacity=16MiB", env=env))
+    engine.serve(prompt(1, 2, 3) + [5])
+    engine.settle()
+    evict(engine, Tier.DEVICE, Tier.HOST)
+    env.flip("preadv")
+    assert engine.serve(prompt(1, 2, 3, 4)) == 0
+    assert engine.metrics.value("restore_failures_total", "checksum") == 1
+    assert engine.metrics.total("storage_gets_total", outcome="corrupt") == 1
+    engine.settle()
+    evict(engine, Tier.DEVICE, Tier.HOST)
+    assert engine.serve(prompt(1, 2, 3, 4)) == 3 * P
+    engine.check()
+
+
+def test_a_store_that_hangs_never_holds_up_the_engine(tmp_path):
+    env = FaultEnv()
+    engine = Engine(open_backend(f"file://{tmp_path}/store?capacity=16MiB", env=env), options=ControllerOptions(restore_deadline=0.3))
+    controller = engine.controller
+    engine.serve(prompt(1, 2, 3) + [5])
+    engine.settle()
+    evict(engine, Tier.DEVICE, Tier.HOST)
+    reads, writes = env.hang("preadv", times=1000), env.hang("pwritev", times=1000)
+
+    started = time.monotonic()
+    tokens = np.array(prompt(1, 2, 3, 4))
+    admission = controller.admit(controller.lookup(tokens), states=5)
+    assert time.monotonic() - started < 0.2
+    while not reads.reached.is_set():
+        assert admission.poll().status is Status.PENDING
+    poll = admission.wait()
+    assert (poll.status, poll.depth, poll.reason) == (Status.FAILED, 0, Reason.TIMEOUT)
+    engine.compute(admission, tokens, 0, len(tokens))
+    started = time.monotonic()
+    controller.commit(admission, tokens, {len(tokens): engine.take_state(admission, tokens)})
+    controller.release(admission)
+    assert time.monotonic() - started < 0.2
+    assert writes.reached.wait(5)
+    assert engine.metrics.value("restore_failures_total", "timeout") == 1
+    engine.check()
+
+    reads.release()
+    writes.release()
+    engine.settle()
+    engine.check()
+    evict(engine, Tier.DEVICE)
+    assert engine.serve(prompt(1, 2, 3, 4) + [1]) == 4 * P
+
+
+def test_a_deadline_that_passes_before_anything_was_fetched_is_a_timeout(store):
+    now = [0.0]
+    engine = Engine(store, clock=lambda: now[0])
+    engine.serve(prompt(1, 2, 3) + [5])
+    engine.settle()
+    evict(engine, Tier.DEVICE, Tier.HOST)
+    admission = engine.controller.admit(engine.controller.lookup(prompt(1, 2, 3, 4)), deadline=0.0)
+    now[0] = 1.0
+    assert admission.poll() == Poll(Status.FAILED, 0, Reason.TIMEOUT)
+    engine.controller.release(admission)
+    engine.check()
+
+
+def test_start_freezes_the_depth_and_late_arrivals_serve_the_next(tmp_path):
+    env = FaultEnv()
+    engine = Engine(open_backend(f"file://{tmp_path}/store?capacity=16MiB", env=env))
+    engine.serve(prompt(1, 2, 3) + [5])
+    engine.settle()
+    evict(engine, Tier.DEVICE, Tier.HOST)
+    hang = env.hang("preadv", times=1000)
+    admission = engine.controller.admit(engine.controller.lookup(prompt(1, 2, 3, 4)), states=1)
+    while not hang.reached.is_set():
+        admission.poll()
+    assert admission.start().depth == 0
+    engine.controller.release(admission)
+    hang.release()
+    engine.settle()
+    engine.check()
+    assert engine.serve(prompt(1, 2, 3, 4)) == 3 * P
+    assert engine.metrics.value("restored_objects_total", "host", "kv") == 3
+
+
+def test_the_engine_thread_makes_no_storage_call(tmp_path):
+    names = set()
+
+    class Watching(FaultEnv):
+        def perform(self, name, call, arguments):
+            names.add(threading.current_thread().name)
+            return super().perform(name, call, arguments)
+
+    engine = Engine(open_backend(f"file://{tmp_path}/store?capacity=16MiB", env=Watching()))
+    names.clear()
+    for tiers in ([], [Tier.DEVICE], [Tier.DEVICE, Tier.HOST]):
+        evict(engine, *tiers)
+        engine.serve(prompt(1, 2, 3, 4))
+        while engine.controller._state.operations:
+            engine.controller.tick()
+    assert names
+    assert all(name.startswith(("tiercache-read", "tiercache-write", "tiercache-query")) for name in names)
+
+
+def test_a_full_host_skips_write_through_and_counts_it(store):
+    engine = Engine(store, blocks=2)
+    assert engine.serve(prompt(1, 2, 3)) == 0
+    engine.settle()
+    assert engine.metrics.total("write_through_skipped_total", reason="host_full") > 0
+    assert engine.serve(prompt(1, 2, 3)) == 2 * P
+    engine.check()
+
+
+def test_a_failed_copy_to_the_host_loses_nothing(store):
+    def broken(*columns):
+        raise OSError("no copy today")
+
+    engine = Engine(store, engine=lambda d, h: CopyEngine(d, h, copier=broken))
+    engine.serve(prompt(1, 2, 3))
+    engine.settle()
+    assert engine.metrics.total("write_through_skipped_total", reason="transfer_failed") > 0
+    assert engine.serve(prompt(1, 2, 3)) == 2 * P
+    engine.check()
+
+
+@pytest.mark.parametrize("failing", range(1, 5))
+def test_a_layer_that_fails_voids_the_restore(store, failing):
+    """The n-th layer of a load fails: nothing of it is published, the request recomputes, the next load works."""
+    armed = []
+
+    def copier(*columns):
+        if armed and armed.pop() == "now":
+            raise OSError("a bad layer")
+        copy_segments(*columns)
+
+    engine = Engine(store, engine=lambda d, h: CopyEngine(d, h, copier=copier))
+    engine.serve(prompt(1, 2, 3) + [1])
+    engine.settle()
+    evict(engine, Tier.DEVICE)
+    armed += ["now", *["later"] * (failing - 1)]
+    assert engine.serve(prompt(1, 2, 3, 4)) == 0
+    assert engine.metrics.value("restore_failures_total", "io_error") == 1
+    engine.settle()
+    engine.check()
+    evict(engine, Tier.DEVICE)
+    assert engine.serve(prompt(1, 2, 3, 4) + [1]) == 4 * P
+
+
+def test_requests_that_overlap_share_loads_and_fetches_and_drop_duplicates(store):
+    engine = Engine(store, pages=32, states=24)
+    controller = engine.controller
+    engine.serve(prompt(1, 2, 3) + [1])
+    engine.settle()
+    for tiers in ([Tier.DEVICE, Tier.HOST], [Tier.DEVICE]):
+        evict(engine, *tiers)
+        tokens = np.array(prompt(1, 2, 3, 4, 5))
+        admissions = [controller.admit(controller.lookup(tokens), states=2) for _ in range(3)]
+        for admission in admissions:
+            assert engine.restore(admission, tokens) == 3 * P
+        assert len({tuple(a.pages[KV][:3].tolist()) for a in admissions}) == 1
+        tables = []
+        for admission in admissions:
+            engine.compute(admission, tokens, 3 * P, 5 * P)
+            tables.append(controller.commit(admission, tokens, {5 * P: engine.take_state(admission, tokens)})[KV].tolist())
+        assert tables[0] == tables[1] == tables[2]
+        for admission in admissions:
+            controller.release(admission)
+        engine.settle()
+        engine.check()
+        for key in list(store.scan_all()):
+            if key.meta.depth > 3:
+                store.delete([key.key])
+        engine.controller._state.index.check_integrity()
+        break
+    assert engine.metrics.value("storage_gets_total", "kv", "hit") == 3
+    assert engine.metrics.value("storage_sets_total", "kv", "stored") == 5
+
+
+def test_a_duplicate_slot_is_free_only_behind_the_fence(store):
+    class Fence:
+        passed = False
+
+        def query(self):
+            return self.passed
+
+        def synchronize(self):
+            return None
+
+    engine = Engine(store)
+    controller, fence, tokens = engine.controller, Fence(), np.array(prompt(1, 2))
+    first, second = (controller.admit(controller.lookup(tokens), states=1) for _ in range(2))
+    for admission in (first, second):
+        engine.restore(admission, tokens)
+        engine.compute(admission, tokens, 0, 2 * P)
+    controller.commit(first, tokens)
+    available = engine.pools[KV].available
+    controller.commit(second, tokens, fence=fence)
+    controller.tick()
+    assert engine.pools[KV].available == available
+    engine.check()
+    fence.passed = True
+    controller.tick()
+    assert engine.pools[KV].available == available + 2
+    controller.release(first)
+    controller.release(second)
+    engine.check()
+
+
+def test_admit_gets_everything_or_changes_nothing(store):
+    engine = Engine(store, pages=8, states=8)
+    controller = engine.controller
+    engine.serve(prompt(1, 2, 3))
+    held = controller.admit(controller.lookup(prompt(1, 2, 3)), tokens=5 * P, states=1)
+    before = {name: pool.available for name, pool in engine.pools.items()}
+    lookup = controller.lookup(prompt(4, 5, 6))
+    for need in ({"tokens": 6 * P}, {"states": 8}):
+        with pytest.raises(PoolFullError):
+            controller.admit(lookup, **need)
+        assert {name: pool.available for name, pool in engine.pools.items()} == before
+        engine.check()
+    controller.release(held)
+    assert engine.serve(prompt(1, 2, 3)) == 2 * P
+    assert engine.serve(prompt(4, 5, 6)) == 0
+
+
+def test_a_running_request_keeps_its_pages_while_others_press(store):
+    engine = Engine(store, pages=8, states=12)
+    controller, tokens = engine.controller, np.array(prompt(1, 2))
+    admission = controller.admit(controller.lookup(tokens), states=1)
+    engine.restore(admission, tokens)
+    engine.compute(admission, tokens, 0, 2 * P)
+    controller.commit(admission, tokens, {2 * P: engine.take_state(admission, tokens)})
+    for i in range(10, 20):
+        engine.serve(prompt(i, i + 100))
+        engine.verify(admission, tokens, 2)
+    controller.release(admission)
+    engine.check()
+
+
+def test_many_states_on_a_path_do_not_block_the_state_pool(store):
+    """A request pins its pages and its own state, not the states of all its ancestors."""
+    engine = Engine(store, pages=32, states=7, blocks=200)
+    for turn in range(1, 12):
+        assert engine.serve(prompt(*range(turn), 0)) == max(0, turn - 1) * P
+        engine.settle()
+    engine.check()

@@ -1,0 +1,255 @@
+"""Storage v2: hit policies over one backend, order of writes, what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiercache_backends.memory import MemoryBackend
+
+from tiercache.core import HitPolicy, ObjectKey, Outcome, PoolName, PoolTransfer, Reason, StorageExtra
+from tiercache.errors import InputError
+from tiercache.geometry import Geometry, kv_geometry, state_geometry
+from tiercache.keys import Shard
+from tiercache.storage.base import NamespaceRecord, SetItem
+from tiercache.storage.hybrid import HybridStorage, reason_of
+from tiercache.testing.objects import NAMESPACE, page_key
+
+KV, MAMBA, SWA, INDEXER = PoolName.KV, PoolName.MAMBA, PoolName.SWA, PoolName.INDEXER
+BLOCK = 4096
+RECORD = NamespaceRecord(NAMESPACE, {"model": "m"})
+
+
+@dataclass
+class ByteArrayPool:
+    """Host objects on a bytearray: object h in blocks h * n .. of 4 KiB, in reverse order to show that blocks need not be adjacent."""
+
+    geometry: Geometry
+    objects: int = 16
+    memory: bytearray = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.memory = bytearray(self.objects * self.geometry.padded_nbytes)
+
+    def buffers(self, handle: int) -> list[memoryview]:
+        size = self.geometry.padded_nbytes
+        whole = memoryview(self.memory)[handle * size : (handle + 1) * size]
+        return [whole[at : at + BLOCK] for at in reversed(range(0, size, BLOCK))]
+
+    def fill(self, handle: int, seed: int) -> bytes:
+        data = np.random.default_rng(seed).bytes(self.geometry.padded_nbytes)
+        for n, view in enumerate(self.buffers(handle)):
+            view[:] = data[n * BLOCK : (n + 1) * BLOCK]
+        return data[: self.geometry.nbytes]
+
+    def payload(self, handle: int) -> bytes:
+        return b"".join(self.buffers(handle))[: self.geometry.nbytes]
+
+
+class Spy(MemoryBackend):
+    """Counts calls, and fails what it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.exists_calls = 0
+        self.sets: list[SetItem] = []
+        self.failing: set[tuple[PoolName, bytes]] = set()
+
+    def exists(self, keys: Sequence[ObjectKey]) -> list[bool]:
+        self.exists_calls += 1
+        return super().exists(keys)
+
+    def set(self, items: Sequence[SetItem]) -> list[Outcome]:
+        self.sets += items
+        return [Outcome.ERROR if (i.key.pool, i.key.page_key) in self.failing else super(Spy, self).set([i])[0] for i in items]
+
+
+def kv_pool() -> ByteArrayPool:
+    return ByteArrayPool(kv_geometry([0, 1], 2, 24, "bfloat16", 16))
+
+
+def state_pool() -> ByteArrayPool:
+    return ByteArrayPool(state_geometry([(0, "conv", (8, 100), "float32"), (1, "ssm", (9, 300), "float32")], 16))
+
+
+def storage(*pools: ByteArrayPool) -> tuple[HybridStorage, Spy]:
+    backend = Spy()
+    hybrid = HybridStorage(backend, namespace=RECORD)
+    for pool in pools:
+        hybrid.register_pool(pool)
+    return hybrid, backend
+
+
+def pages(*depths: int) -> list[bytes]:
+    return [page_key(d) for d in depths]
+
+
+def kv(*depths: int) -> PoolTransfer:
+    return PoolTransfer(KV, pages(*depths), np.array(depths, np.int64))
+
+
+def states(*depths: int) -> PoolTransfer:
+    return PoolTransfer(MAMBA, pages(*depths), np.array(depths, np.int64), HitPolicy.TRAILING_PAGES)
+
+
+ASK_STATES = PoolTransfer(MAMBA, hit_policy=HitPolicy.TRAILING_PAGES)
+
+
+def test_the_worked_example() -> None:
+    hybrid, backend = storage(kv_pool(), state_pool())
+    hybrid.batch_set_v2([kv(*range(6)), states(1, 3)])
+    backend.exists_calls = 0
+    result = hybrid.batch_exists_v2(pages(*range(8)), [PoolTransfer(KV), ASK_STATES])
+    assert (result.restorable_prefix_pages, result.kv_hit_pages, result.extra_pool_hit_pages) == ((2, 4), 4, {MAMBA: 4})
+    assert backend.exists_calls == 1
+    assert hybrid.batch_exists_v2(pages(*range(8)), [ASK_STATES]) == result, "the anchor is asked for in any case"
+
+
+def test_pages_of_the_prefix_count_as_present_and_its_states_are_looked_up() -> None:
+    hybrid, _ = storage(kv_pool(), state_pool())
+    hybrid.batch_set_v2([kv(4, 5), states(2, 5)])
+    result = hybrid.batch_exists_v2(pages(4, 5, 6), [ASK_STATES], StorageExtra(pages(0, 1, 2, 3)))
+    assert result.restorable_prefix_pages == (3, 6)
+    assert hybrid.batch_exists_v2(pages(4, 5, 6), [], StorageExtra(pages(0, 1, 2, 3))).kv_hit_pages == 6
+
+
+def test_without_keys_nothing_is_restorable() -> None:
+    hybrid, _ = storage(kv_pool(), state_pool())
+    assert hybrid.batch_exists_v2([], [ASK_STATES]).restorable_prefix_pages == ()
+
+
+@st.composite
+def presences(draw: st.DrawFn) -> tuple[int, int, dict[PoolName, tuple[HitPolicy, int, set[int]]]]:
+    n = draw(st.integers(0, 9))
+    prefix = draw(st.integers(0, n))
+    pools = {}
+    for name in draw(st.lists(st.sampled_from([MAMBA, SWA, INDEXER]), unique=True)):
+        policy = draw(st.sampled_from(list(HitPolicy)))
+        pools[name] = (policy, draw(st.integers(1, 12)), draw(st.sets(st.integers(0, 9))))
+    pools[KV] = (HitPolicy.ALL_PAGES, 1, draw(st.sets(st.integers(0, 9)) | st.just(set(range(10)))))
+    return n, prefix, pools
+
+
+@settings(max_examples=200, deadline=None)
+@given(presences())
+def test_exists_agrees_with_brute_force(case: tuple[int, int, dict[PoolName, tuple[HitPolicy, int, set[int]]]]) -> None:
+    n, prefix, pools = case
+    built = [ByteArrayPool(replace(kv_pool().geometry, pool=name)) for name in pools]
+    hybrid, backend = storage(*built)
+    for name, (_, _, stored) in pools.items():
+        hybrid.batch_set_v2([PoolTransfer(name, pages(*sorted(stored)), np.array(sorted(stored), np.int64))])
+    backend.exists_calls = 0
+    asked = [PoolTransfer(name, hit_policy=policy, trailing=trailing) for name, (policy, trailing, _) in pools.items()]
+    result = hybrid.batch_exists_v2(pages(*range(prefix, n)), asked, StorageExtra(pages(*range(prefix))))
+
+    def restores(name: PoolName, p: int) -> bool:
+        policy, trailing, stored = pools[name]
+        have = stored | set(range(prefix)) if name is KV else stored
+        return set(range(0 if policy is HitPolicy.ALL_PAGES else max(0, p - trailing), p)) <= have
+
+    run = max((p for p in range(n + 1) if restores(KV, p)), default=0)
+    expected = [p for p in range(1, run + 1) if all(restores(name, p) for name in pools)]
+    assert list(result.restorable_prefix_pages) == expected
+    assert result.kv_hit_pages == max(expected, default=0)
+    assert result.extra_pool_hit_pages == {
+        name: max((p for p in range(1, run + 1) if restores(name, p)), default=0) for name in pools if name is not KV
+    }
+    assert backend.exists_calls == 1
+
+
+def test_objects_come_back_and_outcomes_keep_their_order() -> None:
+    kvs, mamba = kv_pool(), state_pool()
+    hybrid, _ = storage(kvs, mamba)
+    page, state = kvs.fill(2, 1), mamba.fill(2, 2)
+    assert hybrid.batch_set_v2([states(2), kv(2, 2)]) == {MAMBA: [Outcome.STORED], KV: [Outcome.STORED, Outcome.HIT]}
+    target = PoolTransfer(KV, pages(9, 2, 2), np.array([5, 6, 7]))
+    got = hybrid.batch_get_v2([target, PoolTransfer(MAMBA, pages(2), np.array([4]))])
+    assert got == {KV: [Outcome.MISS, Outcome.HIT, Outcome.HIT], MAMBA: [Outcome.HIT]}
+    assert (kvs.payload(6), kvs.payload(7), mamba.payload(4)) == (page, page, state)
+
+
+def test_slack_is_zeroed_and_the_store_gets_parents_and_depths() -> None:
+    kvs, mamba = kv_pool(), state_pool()
+    hybrid, backend = storage(kvs, mamba)
+    kvs.fill(1, 1)
+    pages_part = PoolTransfer(KV, pages(0, 1), np.array([0, 1]), depths=[1, 2], parents=[b"", page_key(0)])
+    hybrid.batch_set_v2([pages_part, states(1)])
+    assert not any(b"".join(kvs.buffers(1))[kvs.geometry.nbytes :])
+    metas = {(i.key.pool, i.key.page_key): i.meta for i in backend.sets}
+    assert [(metas[KV, page_key(d)].parent, metas[KV, page_key(d)].depth) for d in (0, 1)] == [(None, 1), (page_key(0), 2)]
+    assert metas[MAMBA, page_key(1)].parent == page_key(1), "a state hangs on its own page"
+    assert metas[MAMBA, page_key(1)].namespace == NAMESPACE
+    assert backend.namespaces() == [RECORD]
+
+
+def test_pages_go_first_and_states_over_failed_pages_are_held_back() -> None:
+    hybrid, backend = storage(kv_pool(), state_pool())
+    backend.failing = {(KV, page_key(2))}
+    answer = hybrid.batch_set_v2([states(0, 1, 2, 3, 9), kv(0, 1, 2, 3)])
+    assert answer[KV] == [Outcome.STORED, Outcome.STORED, Outcome.ERROR, Outcome.STORED]
+    assert answer[MAMBA] == [Outcome.STORED, Outcome.STORED, Outcome.THROTTLED, Outcome.THROTTLED, Outcome.THROTTLED]
+    assert [i.key.pool for i in backend.sets] == [KV] * 4 + [MAMBA] * 2
+
+
+def test_with_parents_only_descendants_of_a_failed_page_are_held_back() -> None:
+    hybrid, backend = storage(kv_pool(), state_pool())
+    backend.failing = {(KV, page_key(0))}
+    two = PoolTransfer(KV, pages(0, 1, 5, 6), np.arange(4), parents=[b"", page_key(0), b"", page_key(5)])
+    assert hybrid.batch_set_v2([two, states(1, 6)])[MAMBA] == [Outcome.THROTTLED, Outcome.STORED]
+
+
+def test_an_object_that_is_there_is_a_hit_without_being_offered_again() -> None:
+    hybrid, backend = storage(kv_pool())
+    hybrid.batch_set_v2([kv(1)])
+    backend.sets.clear()
+    assert hybrid.batch_set_v2([kv(1)]) == {KV: [Outcome.HIT]}
+    assert backend.sets == []
+
+
+def test_ranks_and_layouts_do_not_meet() -> None:
+    backend = Spy()
+    first, second = (HybridStorage(backend, namespace=RECORD, shard=Shard(r, 2)) for r in range(2))
+    for hybrid in (first, second):
+        hybrid.register_pool(kv_pool())
+    first.batch_set_v2([kv(0)])
+    assert first.batch_exists_v2(pages(0), []).kv_hit_pages == 1
+    assert second.batch_exists_v2(pages(0), []).kv_hit_pages == 0
+
+
+def test_bad_input_is_refused_before_anything_is_touched() -> None:
+    hybrid, backend = storage(kv_pool())
+    bad = [
+        [kv(0), PoolTransfer(KV, pages(1, 2), np.array([1]))],
+        [kv(0), PoolTransfer(KV, [b"short"], np.array([1]))],
+        [kv(0), states(0)],
+        [kv(0), replace(kv(1), depths=[1, 2])],
+        [kv(0), replace(kv(1), parents=[b"", b""])],
+    ]
+    for transfers in bad:
+        with pytest.raises(InputError):
+            hybrid.batch_set_v2(transfers)
+        with pytest.raises(InputError):
+            hybrid.batch_get_v2(transfers)
+    with pytest.raises(InputError, match="register_pool"):
+        hybrid.batch_exists_v2(pages(0), [ASK_STATES])
+    with pytest.raises(InputError, match="without keys"):
+        hybrid.batch_exists_v2(pages(0), [kv(0)])
+    with pytest.raises(InputError, match="another geometry"):
+        hybrid.register_pool(ByteArrayPool(kv_geometry([0], 2, 24, "bfloat16", 16)))
+    hybrid.register_pool(kv_pool())
+    assert backend.sets == []
+
+
+def test_every_outcome_has_a_reason() -> None:
+    assert {o: reason_of(o) for o in Outcome} == {
+        Outcome.HIT: Reason.NONE,
+        Outcome.STORED: Reason.NONE,
+        Outcome.MISS: Reason.ABSENT,
+        Outcome.CORRUPT: Reason.CHECKSUM,
+        Outcome.THROTTLED: Reason.BUSY,
+        Outcome.ERROR: Reason.IO_ERROR,
+    }

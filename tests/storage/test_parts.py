@@ -1,0 +1,247 @@
+"""The small parts of stores: settings, vectors, checksums, who goes first, free space, a failing disk."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+from random import Random
+from threading import Thread
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiercache_backends.file import FileBackend
+from tiercache_backends.file.space import Extent, Space
+from tiercache_backends.memory import MemoryBackend
+
+from tiercache.config import parse_duration, parse_size
+from tiercache.core import PoolName
+from tiercache.errors import ClosedError, ConfigError
+from tiercache.storage.checksum import checksum
+from tiercache.storage.gate import CallGate
+from tiercache.storage.registry import open_backend
+from tiercache.storage.residents import Resident, Residents
+from tiercache.storage.vectors import read_all, take, write_all, zero_tail
+from tiercache.testing.faults import CALLS, FaultEnv
+from tiercache.testing.objects import key, page_key, payload, split
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("64GiB", 64 << 30), ("1.5 KiB", 1536), ("500mb", 500_000_000), ("7", 7), (7, 7), ("0", 0), ("3B", 3)]
+)
+def test_sizes(text: str | int, value: int) -> None:
+    assert parse_size(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "1 XB", "1e9", "64 GiB!", -1, True, None, "0x10"])
+def test_bad_sizes(text: str) -> None:
+    with pytest.raises(ConfigError):
+        parse_size(text)
+
+
+@pytest.mark.parametrize(("text", "value"), [("250ms", 0.25), ("2s", 2.0), ("1.5h", 5400.0), ("3", 3.0), (0.5, 0.5), ("10us", 1e-5)])
+def test_durations(text: str | float, value: float) -> None:
+    assert parse_duration(text) == pytest.approx(value)
+
+
+@pytest.mark.parametrize("text", ["", "ms", "-1s", "1 week", -1.0, float("nan"), float("inf"), False])
+def test_bad_durations(text: str) -> None:
+    with pytest.raises(ConfigError):
+        parse_duration(text)
+
+
+def test_stores_open_by_url_and_by_section(tmp_path: Path) -> None:
+    with open_backend("memory://?capacity=64KiB") as store:
+        assert isinstance(store, MemoryBackend)
+        assert store.usage().capacity_bytes == 65536
+    with open_backend(f"file://{tmp_path}/a%20b?capacity=16MiB&durability=power") as store:
+        assert isinstance(store, FileBackend)
+        assert store.usage().capacity_bytes == 16 << 20
+    assert (tmp_path / "a b" / "format").exists()
+    with open_backend({"type": "file", "path": str(tmp_path / "b"), "capacity": 16 << 20}) as store:
+        assert isinstance(store, FileBackend)
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ("nothing://", "'nothing' is unknown; use one of file, memory"),
+        ("/var/lib/x", "not a URL"),
+        ("memory:", "not a URL"),
+        ({}, "no type"),
+        ({"type": "memory", "size": 1}, "no setting 'size'; it has capacity"),
+        ("memory://?capacity=lots", "'capacity': 'lots' is not a size"),
+        ("memory://?capacity=1&capacity=2", "twice"),
+        ("file:///x", "needs 'capacity'"),
+        ("file://x?capacity=1GiB", "no setting 'address'; it has capacity, durability, path"),
+        ("file:///x?capacity=1GiB&durability=no", "use 'process' or 'power'"),
+        ({"type": "file", "path": "x", "capacity": 1}, "not an absolute path"),
+    ],
+)
+def test_bad_specs_say_what_is_known(spec: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        open_backend(spec)
+
+
+@given(st.lists(st.integers(0, 9), max_size=8), st.integers(0, 50), st.integers(0, 50))
+def test_take_is_a_slice(sizes: list[int], start: int, stop: int) -> None:
+    whole = bytes(range(sum(sizes)))
+    views, at = [], 0
+    for size in sizes:
+        views.append(memoryview(whole)[at : at + size])
+        at += size
+    assert b"".join(take(views, start, stop)) == whole[start:stop]
+
+
+def test_zero_tail() -> None:
+    data = bytearray(b"x" * 20)
+    zero_tail(split(data, 5), 13)
+    assert data == b"x" * 13 + bytes(7)
+
+
+@given(st.binary(min_size=1, max_size=300), st.integers(1, 6), st.integers(0, 100))
+def test_the_checksum_sees_the_payload_and_the_key_alone(data: bytes, pieces: int, slack: int) -> None:
+    whole = checksum(key("a"), [memoryview(data)], len(data))
+    assert checksum(key("a"), split(bytearray(data + b"?" * slack), pieces), len(data)) == whole
+    assert checksum(key("b"), [memoryview(data)], len(data)) != whole
+    assert checksum(key("a", PoolName.MAMBA), [memoryview(data)], len(data)) != whole
+    assert checksum(key("a"), [memoryview(bytes([data[0] ^ 1]) + data[1:])], len(data)) != whole
+    assert len(whole) == 16
+
+
+def test_short_reads_and_writes_are_taken_up(tmp_path: Path) -> None:
+    env = FaultEnv(seed=3)
+    fd = env.open(str(tmp_path / "f"), os.O_RDWR | os.O_CREAT)
+    data = payload("x", 50_000)
+    env.shorten("pwritev", times=5)
+    env.shorten("preadv", times=5)
+    write_all(env, fd, split(bytearray(data), 2000), 7)
+    target = bytearray(60_000)
+    assert read_all(env, fd, split(target, 1500), 7) == 50_000
+    assert target[:50_000] == data
+    assert env.calls["pwritev"] >= 6
+    env.close(fd)
+
+
+def test_a_gate_waits_for_calls_inside() -> None:
+    gate = CallGate("it")
+    with gate:
+        closing = Thread(target=gate.close)
+        closing.start()
+        closing.join(0.05)
+        assert closing.is_alive()
+        with pytest.raises(ClosedError, match="it is closed"):
+            gate.__enter__()
+    closing.join(5)
+    assert not closing.is_alive()
+    assert not gate.close(), "only the first caller releases"
+
+
+def _resident(name: object, parent: object = None, pool: PoolName = PoolName.KV) -> Resident:
+    return Resident(key(name, pool).digest, page_key(parent) if parent is not None else None)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.randoms(use_true_random=False), st.integers(1, 40))
+def test_evicting_everything_respects_every_dependency(random: Random, n: int) -> None:
+    residents: Residents[Resident] = Residents()
+    parents: dict[bytes, bytes] = {}
+    for i in range(n):
+        pool = random.choice([PoolName.KV, PoolName.KV, PoolName.MAMBA])
+        on = i if pool is PoolName.MAMBA else (random.randrange(i) if i and random.random() < 0.8 else None)
+        item = _resident(i, on, pool)
+        residents.add(item)
+        parents[item.digest] = item.parent
+    for item in list(residents):
+        if random.random() < 0.3:
+            residents.touch(item)
+        if random.random() < 0.1:
+            residents.pop(item)
+    left = set(parents) & {r.digest for r in residents}
+    while len(residents):
+        [gone] = residents.victims(enough=lambda _: True, spare=lambda _: False)
+        left.discard(gone.digest)
+        page = gone.digest[32:]
+        assert gone.parent == page or not any(parents[d] == page for d in left)
+    assert not left
+    assert residents.orphans() == 0
+
+
+def test_recency_decides_among_equals_and_the_spared_stay() -> None:
+    residents: Residents[Resident] = Residents()
+    items = [_resident(i) for i in range(5)]
+    residents.load(items)
+    residents.touch(items[0])
+    taken = residents.victims(enough=lambda item: item is items[3], spare=lambda item: item is items[1])
+    assert taken == [items[2], items[3]]
+    assert residents.victims(enough=lambda _: False, spare=lambda _: False) == [items[1], items[4], items[0]]
+
+
+def test_deleting_for_ever_does_not_grow() -> None:
+    residents: Residents[Resident] = Residents()
+    for _ in range(10_000):
+        item = _resident("a")
+        residents.add(item)
+        residents.pop(item)
+    assert len(residents._heap) < 3000
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 20), st.lists(st.integers(1, 30), max_size=5), st.randoms(use_true_random=False))
+def test_space_loses_and_doubles_no_block(slab: int, sizes: list[int], random: Random) -> None:
+    space = Space(slab)
+    for i, size in enumerate(sizes):
+        space.grow(Extent(i * slab, min(size, slab)))
+    held: list[tuple[Extent, ...]] = []
+    for _ in range(60):
+        if held and random.random() < 0.45:
+            space.give(held.pop(random.randrange(len(held))))
+        else:
+            want, free = random.randrange(1, 40), space.free
+            got = space.allocate(want)
+            assert (got is None) == (want > free), "what is free can be had"
+            if got is not None:
+                assert sum(e.blocks for e in got) == want
+                held.append(got)
+        space.check_integrity()
+        blocks = [b for extents in held for e in extents for b in range(e.start, e.start + e.blocks)]
+        assert len(blocks) == len(set(blocks)) == space.size - space.free
+
+
+def test_faults_fire_on_their_call_and_are_the_same_for_a_seed(tmp_path: Path) -> None:
+    def run(seed: int) -> bytes:
+        env = FaultEnv(seed)
+        fd = env.open(str(tmp_path / f"f{seed}"), os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+        rule = env.fail("pwritev", at=2, error=errno.ENOSPC)
+        env.tear("pwritev", at=3)
+        env.flip("pwritev", at=4)
+        data = memoryview(payload("x", 1000))
+        assert env.pwritev(fd, [data], 0) == 1000
+        with pytest.raises(OSError, match="No space") as raised:
+            env.pwritev(fd, [data], 1000)
+        assert (raised.value.errno, rule.fired) == (errno.ENOSPC, 1)
+        assert env.pwritev(fd, [data], 1000) == 1000, "a torn write looks whole"
+        assert env.pwritev(fd, [data], 2000) == 1000
+        found = bytearray(3000)
+        env.preadv(fd, [memoryview(found)], 0)
+        assert found[:1000] == data
+        assert found[1000:2000] != data
+        differing = [a ^ b for a, b in zip(found[2000:], data, strict=True) if a != b]
+        assert len(differing) == 1
+        assert differing[0].bit_count() == 1
+        assert env.calls["pwritev"] == 4
+        env.close(fd)
+        return bytes(found)
+
+    assert run(1) == run(1) != run(2)
+    with pytest.raises(ValueError, match="not a call"):
+        FaultEnv().fail("read")
+    assert all(hasattr(FaultEnv, name) for name in CALLS)
+
+
+def test_importing_tiercache_brings_no_test_tools() -> None:
+    code = "import sys, tiercache, tiercache.storage.registry; sys.exit(any(m in sys.modules for m in ('pytest', 'hypothesis', 'lmdb')))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,54 @@
+"""The command and what all verbs share: exit codes, and errors as one sentence without a traceback."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Final
+
+import typer
+from rich.console import Console
+
+import tiercache
+from tiercache.cli.demo import demo
+from tiercache.errors import ConfigError, InputError, TierCacheError
+
+EXIT_ERROR: Final = 1
+EXIT_USAGE: Final = 2
+
+app = typer.Typer(
+    name="tiercache",
+    help="Keep the KV pages and recurrent states of hybrid language models across requests, on device, host and disk.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=True,
+)
+app.command()(demo)
+
+
+def _version(show: bool) -> None:
+    if show:
+        typer.echo(f"tiercache {tiercache.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """The console script."""
+    errors = Console(stderr=True, highlight=False)
+    try:
+        app()
+    except (InputError, ConfigError) as error:
+        errors.print(f"[red]tiercache:[/] {error}", soft_wrap=True)
+        sys.exit(EXIT_USAGE)
+    except (TierCacheError, OSError) as error:
+        errors.print(f"[red]tiercache:[/] {error}", soft_wrap=True)
+        sys.exit(EXIT_ERROR)
+    except KeyboardInterrupt:
+        errors.print("interrupted")
+        sys.exit(130)

@@ -1,0 +1,208 @@
+"""`tiercache demo`: the main job in one command."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from tiercache.config import parse_size
+from tiercache.errors import ConfigError, TierCacheError
+
+SERVER: Final = "tiercache.integrations.transformers.demo"
+TIERS: Final = ("device", "host", "disk")
+PHASES: Final = {
+    "serve": "first process",
+    "restart": "after kill -9",
+    "speed-host": "speed, host",
+    "speed-disk": "speed, disk",
+    "speed-disk-cold": "speed, disk, page cache dropped",
+}
+
+
+@dataclass
+class Result:
+    """What the two processes reported."""
+
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    figures: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def hits(self) -> dict[str, int]:
+        """Restores by the slowest tier that each needed."""
+        return {tier: sum(row["tier"] == tier for row in self.rows) for tier in TIERS}
+
+    @property
+    def wrong(self) -> int:
+        """Answers that are not bit for bit those of the recompute, in bytes, logits or text."""
+        return sum(not (row["same_text"] and row["same_bytes"] and row["max_logit_diff"] == 0.0) for row in self.rows)
+
+    @property
+    def restart_hits(self) -> int:
+        """Conversations that the second process restored from disk."""
+        return sum(row["phase"] == "restart" and row["tier"] == "disk" for row in self.rows)
+
+    def faults(self) -> list[str]:
+        """Why the demonstration failed; empty if it did not."""
+        faults = [f"{self.wrong} of {len(self.rows)} answers differ from their recompute"] if self.wrong else []
+        faults += [f"nothing was restored from {tier}" for tier, n in self.hits.items() if not n]
+        if not self.restart_hits:
+            faults.append("the second process restored nothing that the first had stored")
+        return faults
+
+    def summary(self) -> dict[str, Any]:
+        """The `summary` of the JSON report."""
+        return {"wrong_outputs": self.wrong, "hits_by_tier": self.hits, **self.figures}
+
+
+def demo(
+    model: Annotated[str, typer.Option(help="Directory of a Hugging Face model. Default: a small Qwen3-Next with random weights.")] = "",
+    directory: Annotated[
+        Path | None, typer.Option("--dir", help="Where the store goes; kept afterwards. Default: a temporary one, removed.")
+    ] = None,
+    device_bytes: Annotated[str, typer.Option(help="Size of the device pools, such as 16MiB. Default: one conversation and a bit.")] = "0",
+    host_bytes: Annotated[str, typer.Option(help="Size of the host arena. Default: about two conversations.")] = "0",
+    disk_bytes: Annotated[str, typer.Option(help="Capacity of the store on disk.")] = "1GiB",
+    turns: Annotated[int, typer.Option(min=1, help="Turns of each conversation before the kill; one more follows.")] = 4,
+    conversations: Annotated[int, typer.Option(min=1, help="Conversations behind one system prompt.")] = 4,
+    context: Annotated[int, typer.Option(min=256, help="Tokens of the prompt whose restore is timed.")] = 4096,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write rows and summary here.")] = None,
+) -> None:
+    """Serve conversations through device, host and disk, kill the process, go on in a second one, and check every answer.
+
+    Every answer is recomputed from its tokens with the same cuts: restored bytes, logits and text must be equal to the last bit. Exit code 1 if one
+    is not, or if a tier was never needed.
+    """
+    console = Console()
+    if model and not Path(model).is_dir():
+        raise ConfigError(f"--model {model} is not a directory; pass one that `save_pretrained` or a download made")
+    if json_file is not None and not json_file.parent.is_dir():
+        raise ConfigError(f"--json {json_file}: its directory does not exist; create it first")
+    with _directory(directory) as where:
+        plan = {
+            "directory": str(where), "model": model, "device_bytes": parse_size(device_bytes), "host_bytes": parse_size(host_bytes),
+            "disk_bytes": parse_size(disk_bytes), "turns": turns, "conversations": conversations, "context": context,
+        }  # fmt: skip
+        result = Result()
+        with _progress(console) as progress:
+            _run(plan | {"phase": "serve"}, "serving, then kill -9", result, progress)
+            _run(plan | {"phase": "restart"}, "second process", result, progress)
+    console.print(_table(result))
+    if json_file is not None:
+        json_file.write_text(json.dumps({"rows": result.rows, "summary": result.summary()}, indent=1) + "\n")
+    _verdict(console, result)
+
+
+@contextmanager
+def _directory(given: Path | None) -> Iterator[Path]:
+    if given is not None:
+        given.mkdir(mode=0o700, parents=True, exist_ok=True)
+        yield given
+        return
+    with tempfile.TemporaryDirectory(prefix="tiercache-demo-") as temporary:
+        yield Path(temporary)
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("[dim]{task.fields[doing]}"),
+        console=console,
+    )  # fmt: skip
+
+
+def _run(plan: dict[str, Any], title: str, result: Result, progress: Progress) -> None:
+    """One server process: feed it the plan, collect its events, kill it where it says that everything is on disk."""
+    task = progress.add_task(title, total=None, doing="loading the model")
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen([sys.executable, "-m", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True) as server,  # noqa: S603
+    ):
+        assert server.stdin is not None
+        assert server.stdout is not None
+        try:
+            server.stdin.write(json.dumps(plan))
+            server.stdin.close()
+            killed = False
+            for line in server.stdout:
+                event = json.loads(line)
+                kind = event.pop("event")
+                if kind == "start":
+                    progress.update(task, total=event["steps"], doing="")
+                elif kind == "row":
+                    result.rows.append(event)
+                    progress.update(task, advance=1, doing=f"{PHASES[event['phase']]}: {event['tier']}")
+                elif kind == "step":
+                    progress.update(task, advance=1, doing=event["what"])
+                elif kind == "summary":
+                    result.figures = event
+                elif kind == "settled":
+                    os.kill(server.pid, signal.SIGKILL)
+                    killed = True
+            code = server.wait()
+        except BaseException:
+            server.kill()
+            raise
+        if code and not killed:
+            errors.seek(0)
+            raise TierCacheError(_last_line(errors.read(), code))
+    progress.update(task, doing="done")
+
+
+def _last_line(stderr: str, code: int) -> str:
+    """The sentence that a failed server process ended with, without its traceback."""
+    lines = [line for line in stderr.splitlines() if line.strip()]
+    last = lines[-1] if lines else ""
+    name, _, message = last.partition(": ")
+    return message if name.startswith("tiercache.") and message else f"the serving process ended with code {code}: {last or 'no message'}"
+
+
+def _table(result: Result) -> Table:
+    table = Table(title="Time to the first token, and what it was checked against", title_style="bold")
+    for name, justify in (
+        ("phase", "left"), ("chat", "right"), ("turn", "right"), ("from", "left"), ("restored", "right"), ("computed", "right"),
+        ("first token", "right"), ("recompute", "right"), ("gain", "right"), ("diff, same cuts", "right"), ("diff, uncut", "right"), ("text", "left"),
+    ):  # fmt: skip
+        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    phase = None
+    for row in result.rows:
+        if phase not in (None, row["phase"]):
+            table.add_section()
+        chat = ("", "") if row["conversation"] < 0 else (str(row["conversation"]), str(row["turn"]))
+        table.add_row(
+            PHASES[row["phase"]] if row["phase"] != phase else "", *chat, row["tier"], str(row["tokens_restored"]),
+            str(row["tokens_prompt"] - row["tokens_restored"]), f"{row['ttft_ms']:.1f} ms", f"{row['ttft_recompute_ms']:.1f} ms",
+            f"{row['ttft_recompute_ms'] / row['ttft_ms']:.1f} x", f"{row['max_logit_diff']:g}", f"{row['max_logit_diff_uncut']:.1e}",
+            "[green]same[/]" if row["same_text"] and row["same_bytes"] else "[red]differs[/]",
+        )  # fmt: skip
+        phase = row["phase"]
+    return table
+
+
+def _verdict(console: Console, result: Result) -> None:
+    figures = result.figures
+    hits = ", ".join(f"{n} from {tier}" for tier, n in result.hits.items())
+    console.print(f"{len(result.rows)} requests: {hits}; {result.restart_hits} conversations survived the kill.")
+    if figures:
+        console.print(
+            f"First token at {result.rows[-1]['tokens_prompt']} tokens: {figures['speedup_host']:.1f} x faster from host, "
+            f"{figures['speedup_disk']:.1f} x from disk, {figures['speedup_disk_cold']:.1f} x from disk with the page cache dropped. "
+            f"Restored at {figures['restore_gbps']:.2f} GB/s, {figures['restore_gbps'] / figures['raw_read_gbps']:.2f} of a plain read."
+        )
+    faults = result.faults()
+    if faults:
+        console.print(f"[red bold]FAILED:[/] {'; '.join(faults)}.")
+        raise typer.Exit(1)
+    console.print("[green bold]PASSED:[/] every restored byte, every logit and every answer equals its recompute with the same cuts.")

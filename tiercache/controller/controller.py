@@ -1,0 +1,295 @@
+"""`HybridCacheController`: the one object that an engine's worker talks to."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Self
+
+import numpy as np
+
+from tiercache.controller.admission import Admission
+from tiercache.controller.lookup import Lookup, look_up
+from tiercache.controller.state import ControllerOptions, ControllerState, Fence
+from tiercache.controller.write_through import write_through
+from tiercache.core import HitPolicy, Locations, PoolName, Tier, TokenArray, as_tokens
+from tiercache.errors import AdmissionError, ClosedError, GeometryError, InputError, SlotError, TokenError
+from tiercache.index import HybridIndex
+from tiercache.keys import Identity, Shard, namespace_of
+from tiercache.metrics import Metrics
+from tiercache.pools import DevicePool, HostArena, HostPool
+from tiercache.storage.base import NamespaceRecord, StorageBackend
+from tiercache.storage.hybrid import HybridStorage
+from tiercache.transfer import CopyEngine, TransferEngine
+
+EngineFactory = Callable[[Mapping[PoolName, DevicePool], Mapping[PoolName, HostPool]], TransferEngine]
+
+
+class HybridCacheController:
+    """Keeps KV pages and recurrent states across requests, on the device, in host memory and in a store.
+
+    A request is `lookup` -> `admit` -> `poll` until ready -> compute from the restored depth, `commit` at every checkpoint and at the end
+    ->
+    `release`. Depths are in tokens and multiples of the page size.
+
+    The caller guarantees: committed slots hold what the model computed for exactly those tokens, under `identity`; a state slot handed to
+    `commit` is not written again; device memory is not touched after `close`.
+
+    The controller owns the host pools, the index and its threads; it closes `storage` and the arena with itself. Nothing here waits for
+    storage, except `flush` and `close`, which say so.
+
+    Thread rule: one owner thread, the engine's. Copies and storage run on threads of their own and hand in events, which each call drains.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        device_pools: Mapping[PoolName, DevicePool],
+        arena: HostArena,
+        storage: StorageBackend | None = None,
+        *,
+        shard: Shard | None = None,
+        options: ControllerOptions | None = None,
+        engine: EngineFactory = CopyEngine,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        options = options or ControllerOptions()
+        page_pools, state_pools = _kinds(identity, device_pools)
+        namespace = namespace_of(identity)
+        host = {name: HostPool(pool.geometry, arena) for name, pool in device_pools.items()}
+        self._backend = storage
+        self._hybrid: HybridStorage | None = None
+        if storage is not None:
+            self._hybrid = HybridStorage(storage, namespace=NamespaceRecord(namespace, identity.public_record()), shard=shard or Shard())
+            for pool in host.values():
+                self._hybrid.register_pool(pool)
+        self._state = ControllerState(
+            index=HybridIndex(
+                page_size=identity.page_size,
+                namespace=namespace,
+                page_pools=page_pools,
+                state_pools=state_pools,
+                refresh="path" if options.refresh_path else "last",
+            ),
+            device=device_pools,
+            host=host,
+            arena=arena,
+            engine=engine(device_pools, host),
+            storage=self._hybrid,
+            metrics=Metrics(device_pools),
+            options=options,
+            page_size=identity.page_size,
+            namespace=namespace,
+            clock=clock,
+        )
+        self._admissions: set[Admission] = set()
+        self._closed = False
+
+    @property
+    def metrics(self) -> Metrics:
+        """Counters of this controller."""
+        return self._state.metrics
+
+    @property
+    def page_size(self) -> int:
+        """Tokens per page."""
+        return self._state.page_size
+
+    def lookup(self, tokens: Any, extra: bytes = b"") -> Lookup:
+        """What is known of a prompt; asks storage in the background about the rest. Changes nothing and never waits.
+
+        `tokens`: integers, ideally a numpy array. `extra`: see `keys.sequence_extra`. TokenError for an empty prompt or bad ids.
+        """
+        self._enter()
+        prompt = as_tokens(tokens)
+        if not len(prompt):
+            raise TokenError("the prompt is empty; pass at least one token")
+        return look_up(self._state, prompt, extra)
+
+    def admit(self, lookup: Lookup, *, tokens: int | None = None, states: int = 0, deadline: float | None = None) -> Admission:
+        """Reserve slots for `tokens` tokens (default: the prompt) and `states` states, and pin what will be read.
+
+        All or nothing: PoolFullError, with nothing changed, if evicting everything that is not in use would not be enough. `deadline`:
+        seconds to wait for storage at most (default: the options').
+        """
+        self._enter()
+        tokens = len(lookup.tokens) if tokens is None else tokens
+        if tokens < len(lookup.tokens):
+            raise InputError(f"an admission for {tokens} tokens cannot hold the prompt of {len(lookup.tokens)}; ask for at least that many")
+        if states < 0:
+            raise InputError(f"{states} states cannot be reserved; pass 0 or more")
+        wait = self._state.options.restore_deadline if deadline is None else deadline
+        admission = Admission(self._state, lookup, tokens, states, self._state.clock() + wait)
+        self._admissions.add(admission)
+        admission.poll()
+        return admission
+
+    def commit(
+        self,
+        admission: Admission,
+        tokens: Any,
+        states: Mapping[int, Mapping[PoolName, int]] | None = None,
+        *,
+        pages: Mapping[PoolName, Locations] | None = None,
+        fence: Fence | None = None,
+    ) -> Mapping[PoolName, Locations]:
+        """Give the full pages of `tokens`, and states by depth in tokens, to the cache; write-through starts behind.
+
+        `tokens` are all tokens of the sequence whose KV is in the slots. `states` slots come from `Admission.take_states`. `pages` may
+        repeat the slot table, to have it checked. `fence`: passed when the device has finished writing and reading those slots (default:
+        it has).
+
+        Returns the slot table to use from now on: where the cache held a page already, its slot takes the place of the request's own,
+        which is freed after the fence. SlotError or InputError, with nothing changed, for slots that are not this admission's, depths that
+        are not whole pages, or tokens that are not those admitted.
+        """
+        self._enter()
+        self._require_mine(admission)
+        admission.require_started()
+        sequence, by_depth = as_tokens(tokens), {}
+        self._check_tokens(admission, sequence)
+        for depth, slots in (states or {}).items():
+            if depth % self.page_size or not 0 < depth <= len(sequence):
+                raise InputError(
+                    f"a state at {depth} tokens cannot be committed; it must be a multiple of {self.page_size} up to the {len(sequence)} given"
+                )
+            by_depth[depth // self.page_size] = dict(slots)
+        admission.slots.check_states(by_depth.values())
+        full = len(sequence) // self.page_size
+        _check_pages(admission, pages, full)
+        table = {p: t[:full] for p, t in admission.pages.items()}
+        inserted = self._state.index.insert(sequence[: full * self.page_size], table, by_depth, admission.lookup.extra)
+        admission.slots.settle(inserted, fence)
+        admission.repin(inserted.node)
+        depths = {depth for depth, _, _ in inserted.adopted_states} | {admission.depth // self.page_size}
+        write_through(self._state, inserted.node, full, depths - {0}, sequence, admission.lookup.extra, fence)
+        return admission.pages
+
+    def release(self, admission: Admission) -> None:
+        """End a request: unpin, give its own slots back. AdmissionError if that was done before."""
+        self._enter()
+        self._require_mine(admission)
+        admission.close()
+        self._admissions.discard(admission)
+
+    def tick(self, wait: float = 0.0) -> bool:
+        """Apply what has happened in the background, after waiting up to `wait` seconds for something to happen; is anything still under way?
+
+        Every call applies events; an idle engine ticks now and then.
+        """
+        self._enter()
+        if wait and self._state.operations:
+            self._state.arrived.wait(wait)
+            self._state.drain()
+        return bool(self._state.operations)
+
+    def evict(self, tier: Tier) -> None:
+        """Free everything in `tier` that no request and no transfer is using: before a sleep, to hand memory over, or to measure a tier below."""
+        self._enter()
+        if tier is Tier.STORAGE:
+            raise InputError("storage is not emptied from here; flush its namespace with the store itself")
+        self._state.evict_all(tier)
+
+    def flush(self, timeout: float = 60.0) -> bool:
+        """Wait until everything committed so far is in storage, and storage has flushed it; False if that took longer than `timeout`
+        seconds.
+        """
+        self._enter()
+        if not self._settle(timeout):
+            return False
+        if self._backend is not None:
+            self._backend.flush()
+        return True
+
+    def close(self, deadline: float | None = None) -> bool:
+        """Drain within `deadline` seconds (default: the options'), or abandon what is left; then release threads, storage and arena.
+
+        True if everything was drained. If a thread still hangs in the store, that stays open, as does the memory under it. Twice is
+        harmless.
+        """
+        if self._closed:
+            return True
+        end = time.monotonic() + (self._state.options.close_deadline if deadline is None else deadline)
+        self._state.drain()
+        for admission in list(self._admissions):
+            admission.close()
+        self._admissions.clear()
+        drained = self._settle(end - time.monotonic())
+        self._closed = True
+        left = max(0.1, end - time.monotonic())
+        idle = [t.close(left) for t in (self._state.queries, self._state.reads, self._state.writes)]
+        self._state.engine.close(left)
+        if self._backend is not None and all(idle):
+            self._backend.close()
+        self._state.drain()
+        self._state.arena.close()
+        return drained and all(idle)
+
+    def check_integrity(self) -> None:
+        """Recount everything; AssertionError on a slot, block or pin that is lost or held twice. For tests, at a quiet moment."""
+        self._state.drain()
+        self._state.check_integrity([a.slots.private() for a in self._admissions])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _settle(self, timeout: float) -> bool:
+        """Drain until nothing is in flight."""
+        end = time.monotonic() + timeout
+        self._state.drain()
+        while self._state.operations:
+            left = end - time.monotonic()
+            if left <= 0:
+                return False
+            self._state.arrived.wait(min(left, 0.1))
+            self._state.drain()
+        return True
+
+    def _enter(self) -> None:
+        if self._closed:
+            raise ClosedError("this controller was closed; make a new one")
+        self._state.drain()
+
+    def _require_mine(self, admission: Admission) -> None:
+        if admission.released:
+            raise AdmissionError("this admission was released already; each is released once, as the last thing")
+        if admission not in self._admissions:
+            raise AdmissionError("this admission belongs to another controller; use the one that made it")
+
+    def _check_tokens(self, admission: Admission, tokens: TokenArray) -> None:
+        prompt = admission.lookup.tokens
+        shared = min(len(prompt), len(tokens))
+        if not np.array_equal(prompt[:shared], tokens[:shared]):
+            raise InputError("the committed tokens do not begin as the admitted prompt does; commit the whole sequence from its start")
+        covered = min((len(t) for t in admission.pages.values()), default=0)
+        if len(tokens) // self.page_size > covered:
+            raise SlotError(f"{len(tokens)} tokens fill more than the {covered} pages of this admission; extend it before computing them")
+
+
+def _check_pages(admission: Admission, pages: Mapping[PoolName, Locations] | None, full: int) -> None:
+    for pool, slots in (pages or {}).items():
+        expected = admission.pages.get(pool)
+        if expected is None or len(slots) < full or not np.array_equal(expected[:full], slots[:full]):
+            raise SlotError(f"the slots given for pool {pool} are not this admission's; commit the slots of its own table")
+
+
+def _kinds(identity: Identity, pools: Mapping[PoolName, DevicePool]) -> tuple[list[PoolName], list[PoolName]]:
+    """The page pools and the state pools among `pools`; GeometryError for what the index cannot serve."""
+    kinds: dict[HitPolicy, list[PoolName]] = {HitPolicy.ALL_PAGES: [], HitPolicy.TRAILING_PAGES: []}
+    for name, pool in pools.items():
+        geometry = pool.geometry
+        if geometry.page_size != identity.page_size:
+            raise GeometryError(
+                f"pool {name} has pages of {geometry.page_size} tokens and the identity {identity.page_size}; make them equal"
+            )
+        if geometry.hit_policy is HitPolicy.TRAILING_PAGES and geometry.trailing != 1:
+            raise GeometryError(
+                f"pool {name} needs its last {geometry.trailing} pages; the controller serves whole prefixes and single states"
+            )
+        kinds[geometry.hit_policy].append(name)
+    if PoolName.KV not in kinds[HitPolicy.ALL_PAGES]:
+        raise GeometryError("there is no page pool named kv; a hit is anchored on KV pages")
+    return kinds[HitPolicy.ALL_PAGES], kinds[HitPolicy.TRAILING_PAGES]

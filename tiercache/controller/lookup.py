@@ -1,0 +1,92 @@
+"""`lookup`: what the index knows of a prompt, and the question put to storage about the rest."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import numpy as np
+
+from tiercache.controller.state import ControllerState
+from tiercache.core import PoolTransfer, PoolTransferResult, Reason, StorageExtra, TokenArray
+from tiercache.index import Match
+from tiercache.keys import page_keys
+
+_log = logging.getLogger(__name__)
+
+
+class StorageQuery:
+    """One `batch_exists_v2` on a background thread.
+
+    `result` is there once `done`; None if it failed, for `reason`. Thread rule: made and read on the owner's thread, run on another.
+    """
+
+    kind = "query"
+
+    def __init__(self, state: ControllerState, tokens: TokenArray, extra: bytes, near_pages: int) -> None:
+        self.done = False
+        self.result: PoolTransferResult | None = None
+        self.reason = Reason.NONE
+        self._state = state
+        self._tokens = tokens
+        self._extra = extra
+        self._near_pages = near_pages
+        state.operations.add(self)
+        state.queries.submit(self._run)
+
+    def _run(self) -> None:
+        state = self._state
+        assert state.storage is not None
+        try:
+            keys = page_keys(state.namespace, self._tokens, state.page_size, extra=self._extra)
+            transfers = [
+                PoolTransfer(p, hit_policy=g.hit_policy, trailing=g.trailing) for p, g in ((p, state.host[p].geometry) for p in state.pools)
+            ]
+            near = keys[: self._near_pages]
+            result = state.storage.batch_exists_v2(keys[self._near_pages :], transfers, StorageExtra(near))
+            state.post(lambda: self._land(result, Reason.NONE))
+        except Exception:  # noqa: BLE001  a store that breaks its contract costs this query, never the thread; counted as an io_error miss
+            _log.exception("asking storage failed")
+            state.post(lambda: self._land(None, Reason.IO_ERROR))
+
+    def _land(self, result: PoolTransferResult | None, reason: Reason) -> None:
+        self.result, self.reason, self.done = result, reason, True
+        self._state.operations.discard(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """A prompt and what was known of it at the time. `query` is None where storage was not asked; `unasked` says why, if it could have
+    been.
+    """
+
+    tokens: TokenArray
+    extra: bytes
+    match: Match
+    near_tokens: int
+    query: StorageQuery | None = None
+    unasked: Reason = Reason.NONE
+
+
+def look_up(state: ControllerState, tokens: TokenArray, extra: bytes) -> Lookup:
+    """Walk the index; ask storage in the background about what lies beyond what is near."""
+    match = state.index.match(tokens, extra)
+    near_tokens = match.near_depth * state.page_size
+    limit = (len(tokens) - 1) // state.page_size
+    if match.near_depth >= limit:
+        return Lookup(tokens, extra, match, near_tokens)
+    if state.storage is None:
+        return Lookup(tokens, extra, match, near_tokens, unasked=Reason.DISABLED)
+    if sum(o.kind == "query" for o in state.operations) >= state.options.max_queries:
+        return Lookup(tokens, extra, match, near_tokens, unasked=Reason.BUSY)
+    query = StorageQuery(state, tokens[: limit * state.page_size], extra, _near_run(state, match, limit))
+    return Lookup(tokens, extra, match, near_tokens, query)
+
+
+def _near_run(state: ControllerState, match: Match, limit: int) -> int:
+    """How many leading pages device or host hold, whether a state makes them restorable or not."""
+    pages, _ = state.index.locations(match, min(match.path_depth, limit))
+    present = np.ones(min(match.path_depth, limit), np.bool_)
+    for at in pages.values():
+        present &= (at.device >= 0) | (at.host >= 0)
+    return int(np.logical_and.accumulate(present).sum())

@@ -1,0 +1,319 @@
+"""Objects on the way between two tiers: `Write` (device -> host -> storage), `Fetch` (storage -> host), `Load` (host -> device).
+
+An operation pins the path that it works on and marks its destinations pending in the index when it is made; it lands on the owner's thread:
+what has been acknowledged is published, the rest is undone, the pins go. It outlives the request that caused it: what arrives late is
+published all the same, for the next one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from tiercache.controller.state import ControllerState, Fence
+from tiercache.core import CacheTransferUnits, HitPolicy, Locations, Outcome, PoolName, PoolTransfer, Reason, Tier
+from tiercache.index import HybridIndex, Node, Pin, Span
+from tiercache.storage.hybrid import reason_of
+from tiercache.transfer import LayerTicket, Ticket
+
+Mask = npt.NDArray[np.bool_]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Neighbouring objects of one pool that move together. A state is the span of the one page on which it ends."""
+
+    pool: PoolName
+    span: Span
+    sources: Locations
+    destinations: Locations
+
+    def units(self) -> CacheTransferUnits:
+        """This piece as transfer units."""
+        return CacheTransferUnits(self.pool, self.sources, self.destinations)
+
+    def reserve(self, index: HybridIndex, tier: Tier) -> None:
+        """Mark the destinations pending."""
+        if self.pool in index.state_pools:
+            index.reserve_state(self.span.node, self.pool, tier, int(self.destinations[0]))
+        else:
+            index.reserve_pages(self.span, self.pool, tier, self.destinations)
+
+    def publish(self, index: HybridIndex, tier: Tier) -> None:
+        """The bytes are there."""
+        if self.pool in index.state_pools:
+            index.publish_state(self.span.node, self.pool, tier, int(self.destinations[0]))
+        else:
+            index.publish_pages(self.span, self.pool, tier, self.destinations)
+
+    def cancel(self, index: HybridIndex, tier: Tier) -> None:
+        """The bytes will not come; the destinations are the caller's again."""
+        if self.pool in index.state_pools:
+            index.cancel_state(self.span.node, self.pool, tier, int(self.destinations[0]))
+        else:
+            index.cancel_pages(self.span, self.pool, tier, self.destinations)
+
+    def note_stored(self, index: HybridIndex, stored: bool) -> None:
+        """The store was seen to have these objects, or not to have them."""
+        if self.pool in index.state_pools:
+            (index.mark_state_stored if stored else index.forget_state_stored)(self.span.node, self.pool)
+        else:
+            (index.mark_stored if stored else index.forget_stored)(self.span, self.pool, np.ones(len(self.destinations), np.bool_))
+
+    def split(self, size: int) -> list[Piece]:
+        """This piece in parts of at most `size` objects."""
+        return [self._part(at, min(at + size, len(self.sources))) for at in range(0, len(self.sources), size)]
+
+    def _part(self, start: int, end: int) -> Piece:
+        span = replace(self.span, start=self.span.start + start, end=self.span.start + end)
+        return Piece(self.pool, span, self.sources[start:end], self.destinations[start:end])
+
+
+class Operation:
+    """What the three kinds share: pins, and a place in the set of operations that `flush` and `close` wait for.
+
+    Thread rule: made and landed on the owner's thread; methods named `_run*` run on a background thread and touch nothing but the store.
+    """
+
+    kind: str
+    destination: Tier
+    """The tier whose locations are pending while the operation runs."""
+
+    def __init__(self, state: ControllerState, pieces: Sequence[Piece], pins: Iterable[Pin]) -> None:
+        self.done = False
+        self.pieces = pieces
+        self._state = state
+        self._pins = list(pins)
+        state.operations.add(self)
+        state.metrics.set("in_flight_operations", self.kind, to=self._count())
+
+    def _finish(self) -> None:
+        self.done = True
+        for piece in self.pieces:
+            self._state.unclaim(self, self.destination, piece.pool, piece.destinations)
+        for pin in self._pins:
+            pin.release()
+        self._pins.clear()
+        self._state.operations.discard(self)
+        self._state.metrics.set("in_flight_operations", self.kind, to=self._count())
+
+    def _count(self) -> int:
+        return sum(o.kind == self.kind for o in self._state.operations)
+
+    def _reserve(self) -> None:
+        for piece in self.pieces:
+            piece.reserve(self._state.index, self.destination)
+            self._state.claim(self, self.destination, piece.pool, piece.destinations)
+
+    def _publish(self) -> None:
+        for piece in self.pieces:
+            piece.publish(self._state.index, self.destination)
+
+    def _cancel(self) -> None:
+        for piece in self.pieces:
+            piece.cancel(self._state.index, self.destination)
+
+
+class Load(Operation):
+    """Host -> device, layer by layer."""
+
+    kind = "load"
+    destination = Tier.DEVICE
+
+    def __init__(self, state: ControllerState, pieces: Sequence[Piece], pins: Iterable[Pin]) -> None:
+        super().__init__(state, pieces, pins)
+        self._reserve()
+        self.ticket: LayerTicket = state.engine.load([p.units() for p in pieces])
+        self.ticket.add_done_callback(lambda _: state.post(self._land))
+
+    def _land(self) -> None:
+        if self.ticket.error is None:
+            self._publish()
+        else:
+            _log.warning("a load to the device failed, its requests recompute: %s", self.ticket.error)
+            self._cancel()
+            for piece in self.pieces:
+                self._state.free_device(piece.pool, piece.destinations)
+        self._finish()
+
+
+class Fetch(Operation):
+    """Storage -> host, verified. Reads run in parts, side by side; each object stands or falls for itself."""
+
+    kind = "fetch"
+    destination = Tier.HOST
+    part = 32
+    """Objects per read: enough to amortise a call, few enough to use every thread."""
+
+    def __init__(self, state: ControllerState, pieces: Sequence[Piece], keys: Sequence[bytes], pins: Iterable[Pin]) -> None:
+        super().__init__(state, pieces, pins)
+        self.reasons: set[Reason] = set()
+        self.failed: list[tuple[PoolName, int]] = []
+        """(pool, depth in pages at which the object ends) of what did not arrive."""
+        self._reserve()
+        parts = [part for piece in pieces for part in piece.split(self.part)]
+        self._left = len(parts)
+        for part in parts:
+            state.reads.submit(partial(self._run, part, keys[part.span.start : part.span.end]))
+
+    def _run(self, part: Piece, keys: Sequence[bytes]) -> None:
+        assert self._state.storage is not None
+        try:
+            outcomes = self._state.storage.batch_get_v2([PoolTransfer(part.pool, keys, part.destinations)])[part.pool]
+        except Exception:  # noqa: BLE001  a store that breaks its contract costs this read, never the thread; counted as ERROR below
+            _log.exception("reading %d objects of pool %s failed", len(keys), part.pool)
+            outcomes = [Outcome.ERROR] * len(keys)
+        self._state.post(partial(self._land, part, outcomes))
+
+    def _land(self, part: Piece, outcomes: Sequence[Outcome]) -> None:
+        index = self._state.index
+        for run, hit in _runs(part, np.array([o is Outcome.HIT for o in outcomes])):
+            if hit:
+                run.publish(index, Tier.HOST)
+                run.note_stored(index, True)
+                continue
+            run.cancel(index, Tier.HOST)
+            run.note_stored(index, False)
+            self._state.free_host(run.pool, run.destinations)
+            self.failed += [(run.pool, depth) for depth in range(run.span.start + 1, run.span.end + 1)]
+        for outcome in outcomes:
+            self._state.metrics.increment("storage_gets_total", part.pool, outcome)
+        self.reasons |= {reason_of(o) for o in outcomes if o is not Outcome.HIT}
+        self._left -= 1
+        if not self._left:
+            self._finish()
+
+
+class Write(Operation):
+    """Device -> host -> storage, behind the engine's back.
+
+    `pieces` go from device to host first; then they and `held` (pieces that the host has already, destinations = handles) go to storage.
+    """
+
+    kind = "write"
+    destination = Tier.HOST
+
+    def __init__(
+        self,
+        state: ControllerState,
+        pieces: Sequence[Piece],
+        held: Sequence[Piece],
+        keys: Sequence[bytes],
+        *,
+        device_pins: Iterable[Pin],
+        host_pins: Iterable[Pin],
+        fence: Fence | None,
+    ) -> None:
+        super().__init__(state, pieces, host_pins)
+        self._device_pins = list(device_pins)
+        self._stored = [*pieces, *held] if state.storage is not None else []
+        self._keys = keys
+        self._mark_storing(True)
+        self._reserve()
+        ticket = state.engine.store([p.units() for p in pieces], after=fence)
+        ticket.add_done_callback(self._run_copied)
+
+    def _run_copied(self, ticket: Ticket) -> None:
+        # The chain goes on without the engine's thread, which may be busy with a forward pass for a long time.
+        self._state.post(partial(self._land_copied, ticket.error is None))
+        if ticket.error is None and self._stored:
+            self._state.writes.submit(self._run_store)
+        else:
+            self._state.post(partial(self._land_stored, {}))
+
+    def _land_copied(self, copied: bool) -> None:
+        if copied:
+            self._publish()
+            for piece in self.pieces:
+                self._state.metrics.increment("written_objects_total", "host", piece.pool, by=len(piece.destinations))
+        else:
+            _log.warning("a copy to the host failed; its write-through is skipped")
+            self._cancel()
+            for piece in self.pieces:
+                self._state.metrics.increment("write_through_skipped_total", piece.pool, "transfer_failed", by=len(piece.destinations))
+        for pin in self._device_pins:
+            pin.release()
+        if not copied:
+            self._mark_storing(False)
+            for piece in self.pieces:
+                self._state.free_host(piece.pool, piece.destinations)
+            self._stored = []
+
+    def _run_store(self) -> None:
+        assert self._state.storage is not None
+        outcomes: dict[int, list[Outcome]] = {}
+        try:
+            # One call for all, so that storage can put each state behind the pages it depends on.
+            answer = self._state.storage.batch_set_v2(self._transfers())
+            taken = dict.fromkeys(answer, 0)
+            for i, piece in enumerate(self._stored):
+                start = taken[piece.pool]
+                taken[piece.pool] += len(piece.destinations)
+                outcomes[i] = answer[piece.pool][start : taken[piece.pool]]
+        except Exception:  # noqa: BLE001  a store that breaks its contract costs this write, never the thread; counted as ERROR below
+            _log.exception("writing to storage failed")
+            outcomes = {i: [Outcome.ERROR] * len(p.destinations) for i, p in enumerate(self._stored)}
+        self._state.post(partial(self._land_stored, outcomes))
+
+    def _transfers(self) -> list[PoolTransfer]:
+        """One transfer a pool, its pieces in order."""
+        transfers = []
+        for pool in dict.fromkeys(p.pool for p in self._stored):
+            pieces = [p for p in self._stored if p.pool is pool]
+            at = np.concatenate([np.arange(p.span.start, p.span.end) for p in pieces]).tolist()
+            is_state = pool in self._state.index.state_pools
+            transfers.append(
+                PoolTransfer(
+                    pool,
+                    keys=[self._keys[i] for i in at],
+                    handles=np.concatenate([p.destinations for p in pieces]),
+                    hit_policy=HitPolicy.TRAILING_PAGES if is_state else HitPolicy.ALL_PAGES,
+                    depths=[i + 1 for i in at],
+                    parents=[self._keys[i - 1] if i else b"" for i in at],
+                )
+            )
+        return transfers
+
+    def _land_stored(self, outcomes: dict[int, list[Outcome]]) -> None:
+        for i, results in outcomes.items():
+            piece = self._stored[i]
+            for run, there in _runs(piece, np.array([o in (Outcome.STORED, Outcome.HIT) for o in results])):
+                if there:
+                    run.note_stored(self._state.index, True)
+                    self._state.metrics.increment("written_objects_total", "storage", run.pool, by=len(run.destinations))
+            for outcome in results:
+                self._state.metrics.increment("storage_sets_total", piece.pool, outcome)
+        self._mark_storing(False)
+        self._finish()
+
+    def _mark_storing(self, storing: bool) -> None:
+        for piece in self._stored:
+            self._state.storing[piece.pool][piece.destinations] = storing
+
+
+def _runs(piece: Piece, flags: Mask) -> list[tuple[Piece, bool]]:
+    """`piece` cut where `flags` (one per object) changes."""
+    cuts = [0, *(np.flatnonzero(flags[1:] != flags[:-1]) + 1).tolist(), len(flags)]
+    return [(piece._part(a, b), bool(flags[a])) for a, b in pairwise(cuts) if b > a]
+
+
+def gather_pieces(
+    pool: PoolName, node: Node, start: int, sources: Locations, wanted: Mask, destinations: Locations | None = None
+) -> list[Piece]:
+    """The runs of `wanted` among neighbouring objects, the first of which is on page `start`, as pieces.
+
+    `destinations` has one entry per wanted object; without it, destinations are the sources.
+    """
+    placed = sources.copy()
+    if destinations is not None:
+        placed[wanted] = destinations
+    whole = Piece(pool, Span(node, start, start + len(sources)), sources, placed)
+    return [run for run, there in _runs(whole, wanted) if there]

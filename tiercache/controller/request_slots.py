@@ -1,0 +1,130 @@
+"""The device slots that a request holds: its table of pages and its spare state slots."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+from tiercache.controller.state import ControllerState, Fence
+from tiercache.core import ABSENT, Locations, PoolName, pending
+from tiercache.errors import PoolFullError, SlotError
+from tiercache.index import Inserted, PageLocations
+
+Mask = npt.NDArray[np.bool_]
+
+
+class RequestSlots:
+    """Slots of one admission.
+
+    `table[pool][i]` is the slot of page i. Where `own[pool][i]`, the slot is this request's alone and goes back with it; elsewhere the
+    index owns it and the request's pins keep it. A state slot is the request's until a commit moves it to the index. Thread rule: the
+    owner's thread.
+    """
+
+    def __init__(self, state: ControllerState, pages: int, resident: Mapping[PoolName, int], states: int) -> None:
+        self._state = state
+        self._total = pages
+        need = {p: pages - resident[p] for p in state.index.page_pools} | dict.fromkeys(state.index.state_pools, states)
+        taken = state.take_device(need)
+        self.table: dict[PoolName, Locations] = {p: np.empty(0, np.int64) for p in state.index.page_pools}
+        self.own: dict[PoolName, Mask] = {p: np.empty(0, np.bool_) for p in state.index.page_pools}
+        self._unused = {p: taken[p] for p in state.index.page_pools}
+        self._spare: dict[PoolName, list[int]] = {p: taken[p].tolist() for p in state.index.state_pools}
+        self._handed_out: dict[PoolName, set[int]] = {p: set() for p in state.index.state_pools}
+
+    def lay_out(self, located: Mapping[PoolName, PageLocations]) -> dict[PoolName, Mask]:
+        """Make the table for a restore of the `located` pages: the index's slots where it has some, this request's for all the rest.
+
+        Returns, per pool, which of the located pages need a load; their slots belong to the index from now on. PoolFullError, without any
+        change, if there are too few.
+        """
+        more = {p: int((at.device == ABSENT).sum()) + self._total - len(at.device) - len(self._mine(p)) for p, at in located.items()}
+        taken = self._state.take_device({p: max(0, n) for p, n in more.items()})
+        need: dict[PoolName, Mask] = {}
+        for pool, at in located.items():
+            mine = np.concatenate([self._mine(pool), taken[pool]])
+            depth = len(at.device)
+            need[pool] = at.device == ABSENT
+            shared = np.where(at.device < ABSENT, pending(at.device), at.device)
+            table = np.concatenate([shared, np.empty(self._total - depth, np.int64)])
+            mask = np.concatenate([need[pool], np.ones(self._total - depth, np.bool_)])
+            count = int(mask.sum())
+            table[mask] = mine[:count]
+            self._state.free_device(pool, mine[count:])
+            self._unused[pool] = mine[:0]
+            self.table[pool] = table
+            mask[:depth] = False
+            self.own[pool] = mask
+        return need
+
+    def _mine(self, pool: PoolName) -> Locations:
+        return np.concatenate([self._unused[pool], self.table[pool][self.own[pool]]])
+
+    def extend(self, pages: int, states: int) -> None:
+        """Cover `pages` pages, and hold `states` more state slots."""
+        more = max(0, pages - self._total)
+        taken = self._state.take_device(dict.fromkeys(self.table, more) | dict.fromkeys(self._spare, states))
+        for pool in self.table:
+            self.table[pool] = np.concatenate([self.table[pool], taken[pool]])
+            self.own[pool] = np.concatenate([self.own[pool], np.ones(more, np.bool_)])
+        for pool, spare in self._spare.items():
+            spare += taken[pool].tolist()
+        self._total += more
+
+    def give_state(self, pool: PoolName) -> int:
+        """Hand one spare state slot of `pool` to the index."""
+        if not self._spare[pool]:
+            self._spare[pool] += self._state.take_device({pool: 1})[pool].tolist()
+        return self._spare[pool].pop()
+
+    def take_states(self) -> dict[PoolName, int]:
+        """One spare slot of each state pool, for the engine to fill."""
+        if not all(self._spare.values()):
+            raise PoolFullError("this admission has no spare state slot left; commit one, or extend the admission by more states")
+        taken = {p: spare.pop() for p, spare in self._spare.items()}
+        for pool, slot in taken.items():
+            self._handed_out[pool].add(slot)
+        return taken
+
+    def return_states(self, slots: Mapping[PoolName, int]) -> None:
+        """Take back slots of `take_states` that will not be committed."""
+        self.check_states([slots])
+        for pool, slot in slots.items():
+            self._handed_out[pool].discard(slot)
+            self._spare[pool].append(slot)
+
+    def check_states(self, states: Iterable[Mapping[PoolName, int]]) -> None:
+        """SlotError unless every slot was handed out by `take_states`, one for each state pool, none twice."""
+        seen: set[tuple[PoolName, int]] = set()
+        for slots in states:
+            if set(slots) != set(self._spare):
+                raise SlotError(f"a state needs a slot of each of {sorted(self._spare)}, not of {sorted(slots)}")
+            for pool, slot in slots.items():
+                if slot not in self._handed_out[pool] or (pool, slot) in seen:
+                    raise SlotError(f"state slot {slot} of pool {pool} is not this admission's; commit slots from take_states, each once")
+                seen.add((pool, slot))
+
+    def settle(self, inserted: Inserted, fence: Fence | None) -> None:
+        """Follow an insert: adopted slots are the index's, duplicates go back once `fence` has passed, rejected states are spare again."""
+        for pool, pages in inserted.pages.items():
+            old, own = self.table[pool][: inserted.depth], self.own[pool][: inserted.depth]
+            self._state.free_device(pool, old[pages.duplicate & own], fence)
+            own &= ~(pages.adopted | pages.duplicate)
+            self.table[pool] = np.concatenate([pages.table, self.table[pool][inserted.depth :]])
+        for _, pool, slot in inserted.adopted_states:
+            self._handed_out[pool].discard(slot)
+        for _, pool, slot in inserted.rejected_states:
+            self._handed_out[pool].discard(slot)
+            self._spare[pool].append(slot)
+
+    def private(self) -> dict[PoolName, Locations]:
+        """Every slot that is this request's alone."""
+        states = {p: np.array([*spare, *self._handed_out[p]], np.int64) for p, spare in self._spare.items()}
+        return {p: self._mine(p) for p in self.table} | states
+
+    def free(self) -> None:
+        """Give everything back."""
+        for pool, slots in self.private().items():
+            self._state.free_device(pool, slots)

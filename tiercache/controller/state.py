@@ -1,0 +1,192 @@
+"""What the parts of a controller share: the index, the pools, the store, the engine that copies, and the queue of what has happened."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from tiercache.controller.io_threads import IoThreads
+from tiercache.core import Locations, PoolName, Tier
+from tiercache.errors import PoolFullError
+from tiercache.index import Eviction, HybridIndex
+from tiercache.metrics import Metrics
+from tiercache.pools import DevicePool, HostArena, HostPool
+from tiercache.storage.hybrid import HybridStorage
+from tiercache.transfer import TransferEngine
+
+
+@dataclass(frozen=True, slots=True)
+class ControllerOptions:
+    """Bounds of a controller. Times in seconds.
+
+    `restore_deadline`: how long an admission may wait for storage before it goes on with what is near; `max_queries`: storage queries in
+    flight, beyond which a lookup does not ask; `read_threads`, `write_threads`: threads on the store.
+    """
+
+    restore_deadline: float = 5.0
+    close_deadline: float = 10.0
+    max_queries: int = 64
+    read_threads: int = 2
+    write_threads: int = 1
+    refresh_path: bool = False
+
+
+class Fence(Protocol):
+    """A point in the device's work, such as a recorded `torch.cuda.Event`."""
+
+    def query(self) -> bool:
+        """Has the device passed it?"""
+
+    def synchronize(self) -> object:
+        """Return once the device has passed it."""
+
+
+class InFlight(Protocol):
+    """Something under way between two tiers; it holds its own pins and reservations until it has landed."""
+
+    kind: str
+    done: bool
+
+
+@dataclass
+class ControllerState:
+    """The shared state of one controller. Thread rule: the owner's thread only, except `post`, which any thread may call."""
+
+    index: HybridIndex
+    device: Mapping[PoolName, DevicePool]
+    host: Mapping[PoolName, HostPool]
+    arena: HostArena
+    engine: TransferEngine
+    storage: HybridStorage | None
+    metrics: Metrics
+    options: ControllerOptions
+    page_size: int
+    namespace: bytes
+    clock: Callable[[], float] = time.monotonic
+    operations: set[InFlight] = field(default_factory=set)
+    _events: queue.SimpleQueue[Callable[[], None]] = field(default_factory=queue.SimpleQueue)
+    _fenced: list[tuple[Fence, PoolName, Locations]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.queries = IoThreads("query", 1)
+        self.reads = IoThreads("read", self.options.read_threads)
+        self.writes = IoThreads("write", self.options.write_threads)
+        self.arrived = threading.Event()
+        # Which operation is filling a slot or a host object: the index in `_claimants`, 0 for none.
+        sizes = {Tier.DEVICE: {p: pool.capacity for p, pool in self.device.items()}, Tier.HOST: dict.fromkeys(self.host, self.arena.blocks)}
+        self._claims = {(tier, p): np.zeros(n, np.int64) for tier, pools in sizes.items() for p, n in pools.items()}
+        self._claimants: dict[int, InFlight] = {}
+        # Which host objects a storage write is reading, so that a second commit does not write them again.
+        self.storing: dict[PoolName, npt.NDArray[np.bool_]] = {p: np.zeros(self.arena.blocks, np.bool_) for p in self.host}
+
+    @property
+    def pools(self) -> tuple[PoolName, ...]:
+        """Every cache kind, page pools first."""
+        return (*self.index.page_pools, *self.index.state_pools)
+
+    def post(self, event: Callable[[], None]) -> None:
+        """Hand an event to the owner's thread. Any thread."""
+        self._events.put(event)
+        self.arrived.set()
+
+    def drain(self) -> None:
+        """Apply every event that has come in, and free what fences have passed."""
+        self.arrived.clear()
+        while True:
+            try:
+                event = self._events.get_nowait()
+            except queue.Empty:
+                break
+            event()
+        if self._fenced:
+            self._free_fenced()
+
+    def claim(self, operation: InFlight, tier: Tier, pool: PoolName, locations: Locations) -> None:
+        """Note that `operation` fills `locations`."""
+        self._claimants[id(operation)] = operation
+        self._claims[tier, pool][locations] = id(operation)
+
+    def unclaim(self, operation: InFlight, tier: Tier, pool: PoolName, locations: Locations) -> None:
+        """The operation has landed."""
+        self._claims[tier, pool][locations] = 0
+        self._claimants.pop(id(operation), None)
+
+    def claimants(self, tier: Tier, pool: PoolName, locations: Locations) -> set[InFlight]:
+        """The operations that fill `locations` (not encoded as pending)."""
+        return {self._claimants[i] for i in np.unique(self._claims[tier, pool][locations]).tolist() if i}
+
+    def take_device(self, need: Mapping[PoolName, int]) -> dict[PoolName, Locations]:
+        """Device slots for every pool of `need`, evicting where there are too few; PoolFullError and no change if that is not enough."""
+        short = {p: n - self.device[p].available for p, n in need.items() if n > self.device[p].available}
+        if short:
+            self._give_back(self.index.evict_device(short), Tier.DEVICE)
+        return {p: self.device[p].alloc(n) for p, n in need.items()}
+
+    def take_host(self, need: Mapping[PoolName, int]) -> dict[PoolName, Locations]:
+        """Host objects for every pool of `need` out of the one budget, evicting where needed; PoolFullError and no change if not enough."""
+        blocks = sum(n * self.host[p].blocks_per_object for p, n in need.items())
+        if blocks > self.arena.blocks:
+            raise PoolFullError(f"{blocks} blocks are needed at once, and the host arena has {self.arena.blocks}; give it more bytes")
+        if blocks > self.arena.available:
+            cost = {p: pool.blocks_per_object for p, pool in self.host.items()}
+            self._give_back(self.index.evict_host(blocks - self.arena.available, cost), Tier.HOST)
+        return {p: self.host[p].alloc(n) for p, n in need.items()}
+
+    def evict_all(self, tier: Tier) -> None:
+        """Free every object of a near tier that is not pinned."""
+        evictable = self.index.evictable(tier)
+        if tier is Tier.DEVICE:
+            self._give_back(self.index.evict_device(evictable), tier)
+        else:
+            cost = {p: pool.blocks_per_object for p, pool in self.host.items()}
+            self._give_back(self.index.evict_host(sum(n * cost[p] for p, n in evictable.items()), cost), tier)
+
+    def free_device(self, pool: PoolName, slots: Locations, fence: Fence | None = None) -> None:
+        """Give slots back, once `fence` has passed."""
+        if not len(slots):
+            return
+        if fence is None or fence.query():
+            self.device[pool].free(slots)
+        else:
+            self._fenced.append((fence, pool, slots))
+
+    def free_host(self, pool: PoolName, handles: Locations) -> None:
+        """Give host objects back."""
+        if len(handles):
+            self.host[pool].free(handles)
+
+    def _free_fenced(self) -> None:
+        waiting, self._fenced = self._fenced, []
+        for fence, pool, slots in waiting:
+            self.free_device(pool, slots, fence)
+
+    def _give_back(self, eviction: Eviction, tier: Tier) -> None:
+        free = self.free_device if tier is Tier.DEVICE else self.free_host
+        for pool, locations in eviction.freed.items():
+            free(pool, locations)
+        self.metrics.increment("evicted_objects_total", tier.name.lower(), "demoted", by=eviction.demoted)
+        self.metrics.increment("evicted_objects_total", tier.name.lower(), "lost", by=eviction.lost)
+
+    def check_integrity(self, private: Sequence[Mapping[PoolName, Locations]]) -> None:
+        """Recount slots and blocks: every one in use belongs to the index, to one of the requests (`private`) or to a fence; none to
+        two.
+        """
+        self.index.check_integrity()
+        for name, pool in self.device.items():
+            fenced = [slots for _, p, slots in self._fenced if p is name]
+            held = np.concatenate([self.index.owned(Tier.DEVICE, name), *fenced, *(slots[name] for slots in private)])
+            assert len(np.unique(held)) == len(held), f"a device slot of pool {name} is held twice"
+            assert len(held) == pool.capacity - pool.available, (
+                f"pool {name}: {len(held)} slots are held, {pool.capacity - pool.available} taken"
+            )
+        blocks = sum((len(self.index.owned(Tier.HOST, p)) * pool.blocks_per_object) for p, pool in self.host.items())
+        assert blocks == self.arena.blocks - self.arena.available, (
+            f"{blocks} blocks are held, {self.arena.blocks - self.arena.available} taken"
+        )

@@ -1,0 +1,365 @@
+"""The structure under the index: one radix tree per distinct `extra`, pins, and counters that follow every change.
+
+The discipline: whoever writes a location calls `_settle(node)` afterwards, whoever may have left a node without purpose `_tidy(node)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from tiercache.core import ABSENT, Locations, PoolName, Tier
+from tiercache.errors import AdmissionError, InputError
+from tiercache.index.base import Match, Span
+from tiercache.index.eviction import UnitQueue, device_pages, device_state, host_unit, stored_leaf
+from tiercache.index.node import BITS, FAR, NEAR, TIERS, Node
+from tiercache.keys import KEY_BYTES
+from tiercache.policy import Policy
+
+TOKEN_BYTES: Final = 8
+
+
+class Walk(NamedTuple):
+    """The nodes that a sequence enters, downwards without the root, and the pages it shares with them; the last may be shared in part."""
+
+    path: list[Node]
+    depth: int
+
+
+class Piece(NamedTuple):
+    """The part of a span that lies in one node: as pages of the node's edge, and as pages of the span."""
+
+    node: Node
+    edge: slice
+    span: slice
+
+
+class Pin:
+    """Holds the pages of the path to a node, and the node's own state, in some tiers; the node keeps its end depth and its identity.
+
+    States further up the path are not held: a restored request reads one state and all pages, and a long conversation's older states would
+    fill the state pool.
+
+    Thread rule: the index's thread only.
+    """
+
+    __slots__ = ("_forest", "node", "tiers")
+
+    def __init__(self, forest: Forest, node: Node, tiers: frozenset[Tier]) -> None:
+        self._forest: Forest | None = forest
+        self.node = node
+        self.tiers = tiers
+
+    def release(self) -> None:
+        """Let go. Raises AdmissionError the second time."""
+        if self._forest is None:
+            raise AdmissionError(f"the pin at depth {self.node.end} was released before; release a pin once")
+        forest, self._forest = self._forest, None
+        forest._unpin(self)
+
+
+class Forest:
+    """Trees of nodes, with what is evictable kept up to date by tier. Thread rule: the index's thread only."""
+
+    def __init__(
+        self,
+        page_size: int,
+        namespace: bytes,
+        page_pools: Sequence[PoolName],
+        state_pools: Sequence[PoolName],
+        policy: Policy,
+        far_limit: int,
+    ) -> None:
+        if page_size < 1:
+            raise InputError(f"page size {page_size} is not possible; use a positive number of tokens, such as 64")
+        if len(namespace) != KEY_BYTES:
+            raise InputError(f"a namespace has {KEY_BYTES} bytes, not {len(namespace)}; use keys.namespace_of")
+        self.page_size = page_size
+        self.namespace = namespace
+        self.page_pools = tuple(page_pools)
+        self.state_pools = tuple(state_pools)
+        self.pools = self.page_pools + self.state_pools
+        if not self.page_pools or len(set(self.pools)) < len(self.pools):
+            raise InputError(f"pools {self.pools} are not possible; name at least one page pool, and each pool once")
+        self._number: Mapping[PoolName, int] = {name: number for number, name in enumerate(self.pools)}
+        self._page_range = range(len(self.page_pools))
+        self._state_range = range(len(self.page_pools), len(self.pools))
+        self._page_bytes = page_size * TOKEN_BYTES
+        self._roots: dict[bytes, Node] = {}
+        self._pins: set[Pin] = set()
+        self._clock = 0
+        self._evictable = [[0] * len(self.pools) for _ in Tier]
+        self._far_pages = 0
+        self._far_limit = far_limit
+        self._device_pages = UnitQueue(device_pages, policy)
+        self._device_states = UnitQueue(device_state, policy)
+        self._host_units = UnitQueue(host_unit, policy)
+        self._stored_leaves = UnitQueue(stored_leaf, policy)
+        self._queues = (self._device_pages, self._device_states, self._host_units, self._stored_leaves)
+
+    def nodes(self) -> Iterator[Node]:
+        """Every node, parents before children, roots included."""
+        stack = list(self._roots.values())
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+    def node_at(self, where: Node | Match, depth: int) -> Node:
+        """The node on the path to `where` whose edge holds page `depth - 1`: it ends at `depth` or below."""
+        node = self._node(where)
+        if not 0 <= depth <= node.end:
+            raise InputError(f"depth {depth} is not on the path to a node that ends at depth {node.end}")
+        return node.covering(depth)
+
+    def pin(self, where: Node | Match, *tiers: Tier) -> Pin:
+        """Hold the path to `where` in `tiers` until the pin's `release`; without tiers only the node's identity is held.
+
+        A match is held with the whole edge that the prompt enters last; `pin(index.node_at(match, match.depth), ...)` holds less.
+        """
+        node = self._node(where)
+        pin = Pin(self, node, frozenset(tiers))
+        for tier in pin.tiers:
+            self._count_pin(node, tier, +1)
+        node.ends += 1
+        self._pins.add(pin)
+        return pin
+
+    def prune(self, node: Node) -> None:
+        """Remove the path to `node` as far as it is empty, unpinned and leads nowhere; a no-op for a node that was removed already."""
+        self._tidy(node)
+
+    # -- finding -------------------------------------------------------------------------------------------------------
+
+    def _node(self, where: Node | Match) -> Node:
+        node = where.node if isinstance(where, Match) else where
+        if node.is_removed:
+            raise InputError(f"the node that ended at depth {node.end} is no longer in the index; pin what must stay, or match again")
+        return node
+
+    def _root(self, extra: bytes) -> Node:
+        """The root for `extra`: one that is not linked yet where nothing has been inserted."""
+        return self._roots.get(extra) or Node.root(len(self.page_pools), len(self.state_pools), extra)
+
+    def _walk(self, root: Node, data: bytes) -> Walk:
+        """Follow `data`, the tokens of whole pages."""
+        size = self._page_bytes
+        path: list[Node] = []
+        children, at = root.children, 0
+        while at < len(data) and (child := children.get(data[at : at + size])) is not None:
+            path.append(child)
+            if not data.startswith(child.edge, at):
+                return Walk(path, (at + _common_bytes(child.edge, data, at)) // size)
+            at += len(child.edge)
+            children = child.children
+        return Walk(path, at // size)
+
+    def _pieces(self, span: Span) -> Iterator[Piece]:
+        """The parts of `span` by node, upwards."""
+        node = self._node(span.node)
+        if not 0 <= span.start <= span.end <= node.end:
+            raise InputError(f"pages [{span.start}, {span.end}) are not on the path to a node that ends at depth {node.end}")
+        for at in node.path():
+            low, high = max(span.start, at.start), min(span.end, at.end)
+            if low < high:
+                yield Piece(at, slice(low - at.start, high - at.start), slice(low - span.start, high - span.start))
+            if at.start <= span.start:
+                return
+
+    def _gather(self, node: Node, depth: int) -> Locations:
+        """`out[tier, page pool, page]` for pages [0, depth) of the path to `node`."""
+        parts = [at.where for at in node.path()]
+        if not parts:
+            return np.empty((len(Tier), len(self.page_pools), 0), np.int64)
+        return np.concatenate(parts[::-1], axis=2)[:, :, :depth]
+
+    # -- growing and shrinking -----------------------------------------------------------------------------------------
+
+    def _path_to(self, data: bytes, extra: bytes) -> Node:
+        """The node that covers the last page of `data`; what is missing of the path is made, with nothing on it."""
+        root = self._root(extra)
+        path, depth = self._walk(root, data)
+        node = path[-1] if path else root
+        if depth * self._page_bytes == len(data):
+            return node
+        if node.end > depth:
+            node = self._split(node, depth)
+        return self._grow(node, data[depth * self._page_bytes :])
+
+    def _grow(self, parent: Node, edge: bytes) -> Node:
+        if parent.parent is None:
+            self._roots[parent.extra] = parent
+        shape = (len(Tier), len(self.page_pools), len(edge) // self._page_bytes)
+        node = Node(parent, edge, np.full(shape, ABSENT), len(self.state_pools), parent.extra)
+        node.last_access = self._clock
+        parent.children[edge[: self._page_bytes]] = node
+        self._offer(parent)
+        return node
+
+    def _split(self, node: Node, depth: int) -> Node:
+        """Cut `node` at `depth` and return the new upper part. State, identity and the ends of pins stay below; pins hold both parts."""
+        parent = node.parent
+        assert parent is not None, "a root has no edge to cut"
+        assert node.start < depth < node.end, "a cut is inside an edge"
+        pages = depth - node.start
+        cut = pages * self._page_bytes
+        self._account(node, -1)
+        upper = Node(parent, node.edge[:cut], node.where[:, :, :pages].copy(), node.state_pools, node.extra)
+        upper.pins = list(node.pins)
+        upper.last_access, upper.hits = node.last_access, node.hits
+        upper.children = {node.edge[cut : cut + self._page_bytes]: node}
+        parent.children[node.edge[: self._page_bytes]] = upper
+        node.parent, node.edge, node.where, node.pages = upper, node.edge[cut:], node.where[:, :, pages:].copy(), node.pages - pages
+        if node.keys is not None:
+            upper.keys, node.keys = node.keys[:pages], node.keys[pages:]
+        # The parent was told what both halves hold together; the lower half announces itself to the upper one anew.
+        upper.shown, node.shown = node.shown, 0
+        for part in (upper, node):
+            part.recount()
+            self._account(part, +1)
+        self._announce(node)
+        self._announce(upper)
+        return upper
+
+    def _merge(self, node: Node) -> Node:
+        """Put a needless node's edge in front of its only child's; the child keeps its end and its identity."""
+        (child,) = node.children.values()
+        parent = node.parent
+        assert parent is not None, "a root is never needless"
+        assert node.pins == child.pins, "all pins on a node without an end of its own come from its only child"
+        self._account(node, -1)
+        self._account(child, -1)
+        parent.children[node.edge[: self._page_bytes]] = child
+        child.parent, child.edge = parent, node.edge + child.edge
+        child.where = np.concatenate([node.where, child.where], axis=2)
+        child.pages += node.pages
+        child.keys = None if node.keys is None or child.keys is None else node.keys + child.keys
+        child.last_access, child.hits = max(node.last_access, child.last_access), max(node.hits, child.hits)
+        child.shown = node.shown
+        self._discard(node)
+        child.recount()
+        self._account(child, +1)
+        self._announce(child)
+        return child
+
+    def _tidy(self, node: Node) -> None:
+        """Remove or merge what has lost its purpose, from `node` upwards."""
+        while (parent := node.parent) is not None:
+            if node.is_spare:
+                del parent.children[node.edge[: self._page_bytes]]
+                self._discard(node)
+                self._offer(parent)
+                node = parent
+            elif node.is_needless:
+                self._merge(node)
+                return
+            else:
+                return
+        if not node.children and not node.ends and self._roots.get(node.extra) is node:
+            del self._roots[node.extra]
+
+    def _discard(self, node: Node) -> None:
+        for queue in self._queues:
+            queue.forget(node)
+        node.detach()
+
+    # -- counting ------------------------------------------------------------------------------------------------------
+
+    def _settle(self, node: Node) -> None:
+        """Derive everything that depends on the node's locations, which were just written."""
+        self._recount(node)
+        self._announce(node)
+
+    def _settle_states(self, node: Node) -> None:
+        """`_settle` where no page's location changed."""
+        self._account(node, -1)
+        node.recount_states()
+        self._account(node, +1)
+        self._announce(node)
+
+    def _recount(self, node: Node) -> None:
+        """The first half of `_settle`, for a node that is announced later."""
+        self._account(node, -1)
+        node.recount()
+        self._account(node, +1)
+
+    def _account(self, node: Node, sign: int) -> None:
+        """Add or subtract what the node contributes to the totals."""
+        for tier in TIERS:
+            if node.own >> tier & 1:
+                if not node.pins[tier]:
+                    self._add_evictable(node, tier, sign, self._page_range)
+                if not node.state_pins[tier]:
+                    self._add_evictable(node, tier, sign, self._state_range)
+        if node.own & (NEAR | FAR) == FAR:
+            self._far_pages += sign * node.pages
+
+    def _add_evictable(self, node: Node, tier: Tier, sign: int, pools: range) -> None:
+        total, counts = self._evictable[tier], node.resident[tier]
+        for pool in pools:
+            total[pool] += sign * counts[pool]
+
+    def _announce(self, node: Node) -> None:
+        """Tell the ancestors what the subtree holds now, and queue every node that this makes evictable, or worth less."""
+        self._offer(node)
+        while (parent := node.parent) is not None:
+            held = node.own
+            for bit in BITS:
+                held |= bool(node.below[bit]) << bit
+            changed = held ^ node.shown
+            if not changed:
+                return
+            for bit in BITS:
+                if changed >> bit & 1:
+                    parent.below[bit] += 1 if held >> bit & 1 else -1
+            node.shown = held
+            node = parent
+            self._offer(node)
+
+    def _offer(self, node: Node) -> None:
+        if node.own:
+            for queue in self._queues:
+                queue.offer(node)
+
+    def _forget_far(self) -> None:
+        """Keep what is known of stored pages alone within its limit: the leaf that is worth least is forgotten first."""
+        while self._far_pages > self._far_limit and (victim := self._stored_leaves.pop()) is not None:
+            node = victim.node
+            node.where[Tier.STORAGE] = ABSENT
+            node.states = None
+            self._settle(node)
+            self._tidy(node)
+
+    # -- pins ----------------------------------------------------------------------------------------------------------
+
+    def _count_pin(self, node: Node, tier: Tier, by: int) -> None:
+        for at in node.path():
+            before = at.pins[tier]
+            at.pins[tier] = after = before + by
+            if not before:
+                self._add_evictable(at, tier, -1, self._page_range)
+            elif not after:
+                self._add_evictable(at, tier, +1, self._page_range)
+                self._offer(at)
+        before = node.state_pins[tier]
+        node.state_pins[tier] = before + by
+        if not before or before + by == 0:
+            self._add_evictable(node, tier, -by, self._state_range)
+
+    def _unpin(self, pin: Pin) -> None:
+        self._pins.remove(pin)
+        for tier in pin.tiers:
+            self._count_pin(pin.node, tier, -1)
+        pin.node.ends -= 1
+        self._offer(pin.node)
+        self._tidy(pin.node)
+        self._forget_far()
+
+
+def _common_bytes(edge: bytes, data: bytes, at: int) -> int:
+    """How many bytes of `edge` are in `data` from `at` on, to a token. Only the last edge of a walk is compared this way."""
+    tokens = min(len(edge), len(data) - at) // TOKEN_BYTES
+    same = np.frombuffer(edge, np.uint64, tokens) == np.frombuffer(data, np.uint64, tokens, at)
+    return TOKEN_BYTES * (tokens if same.all() else int(same.argmin()))

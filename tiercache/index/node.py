@@ -1,0 +1,201 @@
+"""One node of the tree: an edge of whole pages, where each page's objects are, and the state at the edge's end.
+
+A node knows its own contents and what its subtree announced to it; moving nodes about is the work of `forest.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final, Self
+
+import numpy as np
+
+from tiercache.core import ABSENT, Locations, Tier
+from tiercache.index.base import Mask
+
+TIERS: Final = tuple(Tier)
+"""Iterating over an enum class is slow, and this is done at every change of a node."""
+ALIVE: Final = len(Tier)
+"""The bit after the tiers' own: a complete state (every state pool, each in any tier) is here."""
+BITS: Final = range(len(Tier) + 1)
+NEAR: Final = 1 << Tier.DEVICE | 1 << Tier.HOST
+FAR: Final = 1 << Tier.STORAGE
+STORED: Final = 0
+"""The location of everything that is known to be stored: a store finds it by key."""
+
+
+class Node:
+    """An edge and what is known about it. A root has no parent and no pages; a node without a parent that has pages was removed.
+
+    `edge`: the tokens as little-endian u64, a whole number of pages. `children`: by the bytes of their first page. `end`: depth of the last
+    page. `where[tier, page pool, page]` and `states[tier][state pool]` are locations (`ABSENT`, pending, or present), with `STORED` in the
+    storage tier; `states` is None where no state is or is being brought. Thread rule: the index's thread only.
+    """
+
+    __slots__ = (
+        "below",
+        "children",
+        "edge",
+        "end",
+        "ends",
+        "extra",
+        "hits",
+        "in_flight",
+        "keys",
+        "last_access",
+        "near",
+        "own",
+        "pages",
+        "pages_in_flight",
+        "parent",
+        "pins",
+        "resident",
+        "shown",
+        "state_near",
+        "state_pins",
+        "state_pools",
+        "states",
+        "where",
+        "whole",
+    )
+
+    def __init__(self, parent: Node | None, edge: bytes, where: Locations, state_pools: int, extra: bytes) -> None:
+        self.parent = parent
+        self.edge = edge
+        self.where = where
+        self.extra = extra
+        self.pages = int(where.shape[2])
+        self.end: int = self.pages + (parent.end if parent else 0)
+        self.children: dict[bytes, Node] = {}
+        self.keys: list[bytes] | None = None
+        self.state_pools = state_pools
+        self.states: list[list[int]] | None = None
+        self.last_access = 0
+        self.hits = 0
+        self.pins = [0] * len(Tier)
+        """Pins that end on or below this node, by tier: they hold its pages."""
+        self.state_pins = [0] * len(Tier)
+        """Pins that end on this node, by tier: they hold its state as well."""
+        self.ends = 0
+        """Pins that end here: while there are any, the node keeps its end and its identity."""
+        self.below = [0] * len(BITS)
+        """How many children announced the bit: that their subtree holds something of the tier, or a complete state."""
+        self.shown = 0
+        """The bits that the parent was told."""
+        self.recount()
+
+    @classmethod
+    def root(cls, page_pools: int, state_pools: int, extra: bytes) -> Self:
+        """The start of all sequences with this `extra`."""
+        return cls(None, b"", np.empty((len(Tier), page_pools, 0), np.int64), state_pools, extra)
+
+    def recount(self) -> None:
+        """Derive from the locations: the objects present by tier and pool, what is in flight, and how much of the edge is whole."""
+        held = self.where >= 0
+        self.resident: list[list[int]] = held.sum(axis=2).tolist()
+        self.whole = _leading(held, self.resident)
+        """Leading pages of the edge that every page pool has in some tier."""
+        self.near = _leading(held[: Tier.STORAGE], self.resident[: Tier.STORAGE])
+        """The same from device and host alone."""
+        self.pages_in_flight = int(np.count_nonzero(self.where < ABSENT))
+        for counts in self.resident:
+            counts += [0] * self.state_pools
+        self.recount_states()
+
+    def recount_states(self) -> None:
+        """The same where no page's location changed."""
+        first = self.where.shape[1]
+        states = self.states or [[ABSENT] * self.state_pools] * len(TIERS)
+        by_pool = list(zip(*states, strict=True))
+        for counts, tier in zip(self.resident, states, strict=True):
+            counts[first:] = [int(at >= 0) for at in tier]
+        self.in_flight = self.pages_in_flight + sum(at < ABSENT for tier in states for at in tier)
+        self.state_near = bool(by_pool) and all(max(tiers[: Tier.STORAGE]) >= 0 for tiers in by_pool)
+        """Every state pool has a state here on the device or the host."""
+        alive = bool(by_pool) and all(max(tiers) >= 0 for tiers in by_pool)
+        self.own = sum(1 << tier for tier, counts in enumerate(self.resident) if any(counts)) | alive << ALIVE
+        """The bits of the node itself."""
+
+    def clear(self, tier: Tier) -> None:
+        """Nothing but `tier` was held, and it was all taken: what `recount` would find, without looking."""
+        self.resident[tier] = [0] * len(self.resident[tier])
+        self.own = self.whole = self.near = 0
+        self.state_near = False
+
+    @property
+    def start(self) -> int:
+        """Depth before the first page of the edge."""
+        return self.end - self.pages
+
+    @property
+    def is_removed(self) -> bool:
+        """The node was evicted, or merged into its child."""
+        return self.parent is None and self.pages > 0
+
+    @property
+    def is_spare(self) -> bool:
+        """Nothing is here or on its way, nobody counts on the node, and nothing follows it."""
+        return not (self.own or self.in_flight or self.children or self.ends)
+
+    @property
+    def is_needless(self) -> bool:
+        """The node marks neither a branch, nor a state, nor the end of a pin: its edge could be one with its only child's."""
+        return self.parent is not None and len(self.children) == 1 and self.states is None and not self.ends
+
+    @property
+    def is_alive(self) -> bool:
+        """A complete state is at the node's end or below it."""
+        return bool(self.own >> ALIVE or self.below[ALIVE])
+
+    @property
+    def is_complete(self) -> bool:
+        """Every state pool has a state here, each in some tier."""
+        return bool(self.own >> ALIVE)
+
+    def holds(self, tier: Tier) -> bool:
+        """Is anything of the node itself present in `tier`?"""
+        return bool(self.own >> tier & 1)
+
+    def path(self) -> Iterator[Node]:
+        """The node and its ancestors, upwards, without the root."""
+        node = self
+        while node.parent is not None:
+            yield node
+            node = node.parent
+
+    def covering(self, depth: int) -> Node:
+        """The node on the path to here whose edge holds page `depth - 1`; the root for depth 0."""
+        node = self
+        while node.parent is not None and node.start >= depth:
+            node = node.parent
+        return node
+
+    def set_state(self, tier: Tier, pool: int, location: int) -> None:
+        """Write one state's location; the caller settles the node afterwards."""
+        if self.states is None:
+            self.states = [[ABSENT] * self.state_pools for _ in TIERS]
+        self.states[tier][pool] = location
+        if self.states == [[ABSENT] * self.state_pools] * len(TIERS):
+            self.states = None
+
+    def state(self, tier: Tier, pool: int) -> int:
+        """One state's location."""
+        return ABSENT if self.states is None else self.states[tier][pool]
+
+    def detach(self) -> None:
+        """Mark the node as removed: whoever still has it must be able to tell."""
+        self.parent = None
+        self.children = {}
+        self.own = 0
+
+
+def _leading(held: Mask, counts: list[list[int]]) -> int:
+    """Leading pages that each pool has in some tier; `held[tier, pool, page]`, of which `counts` are the sums. Mostly all or nothing."""
+    pages = int(held.shape[2])
+    most = [max(by_tier) for by_tier in zip(*counts, strict=True)]
+    if min(most) == pages:
+        return pages
+    if min(most) == 0:
+        return 0
+    run = held.any(axis=0).all(axis=0)
+    return int(run.argmin()) if not run.all() else pages

@@ -1,0 +1,344 @@
+"""The hybrid prefix index: match, insert, locations, eviction.
+
+A page-granular radix tree over token ids. Pages may be restored up to any depth that is whole; where state pools are registered, a prefix
+is restorable only at the depths that carry a complete state (architecture.md, invariant 6).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Final, Literal
+
+import numpy as np
+
+from tiercache import keys
+from tiercache.core import ABSENT, Locations, PoolName, Tier, TokenArray, as_tokens, full_pages, pending, reusable_pages
+from tiercache.errors import InputError, PoolFullError
+from tiercache.index.base import (
+    Eviction,
+    Inserted,
+    InsertedPages,
+    Match,
+    PageLocations,
+    PathLocations,
+    PlacedState,
+    Span,
+    StateLocation,
+)
+from tiercache.index.checkpoints import checkpoint_depths
+from tiercache.index.eviction import Sweep, UnitQueue, Victim
+from tiercache.index.forest import Pin
+from tiercache.index.integrity import check_integrity
+from tiercache.index.ledger import Ledger
+from tiercache.index.node import ALIVE, Node
+from tiercache.policy import Lru, Policy, UnitKind
+
+MAX_STORED_PAGES: Final = 1 << 20
+"""8 bytes a token, and 24 a page and pool: about half a GiB at 64 tokens a page."""
+
+
+class HybridIndex(Ledger):
+    """Which pages and states exist for which tokens, and in which tiers.
+
+    `page_pools` hold one object a page, `state_pools` one object at a node's end. `policy` ranks what may go (default: LRU). `refresh`:
+    does a hit count for the last matched node only, or for its whole path? `max_stored_pages` bounds what is remembered of pages that are
+    in the store and nowhere else. Thread rule: one owner thread; other threads hand in events.
+    """
+
+    def __init__(
+        self,
+        *,
+        page_size: int,
+        namespace: bytes,
+        page_pools: Sequence[PoolName],
+        state_pools: Sequence[PoolName] = (),
+        policy: Policy | None = None,
+        refresh: Literal["last", "path"] = "last",
+        max_stored_pages: int = MAX_STORED_PAGES,
+    ) -> None:
+        if refresh not in ("last", "path"):
+            raise InputError(f"refresh {refresh!r} is unknown; use 'last' or 'path'")
+        super().__init__(page_size, namespace, page_pools, state_pools, policy or Lru(), max_stored_pages)
+        self._refresh_path = refresh == "path"
+
+    # -- asking --------------------------------------------------------------------------------------------------------
+
+    def match(self, tokens: TokenArray, extra: bytes = b"", *, limit: int | None = None) -> Match:
+        """How much of `tokens` is known and restorable. Read-only.
+
+        `limit` (pages) bounds the restorable depths; by default at least one token is left to compute.
+        """
+        tokens = as_tokens(tokens)
+        pages = full_pages(len(tokens), self.page_size)
+        limit = reusable_pages(len(tokens), self.page_size) if limit is None else min(limit, pages)
+        root = self._root(extra)
+        path, path_depth = self._walk(root, tokens[: pages * self.page_size].tobytes())
+        limit = max(0, min(limit, path_depth))
+        whole = near = state_depth = near_state_depth = 0
+        restorable: list[int] = []
+        for node in path:
+            start, end = node.end - node.pages, node.end
+            if near == start:
+                near += node.near
+            if whole == start:
+                whole += node.whole
+            if node.own and whole == end <= limit and node.is_complete:
+                restorable.append(state_depth := end)
+                if node.state_near and near == end:
+                    near_state_depth = end
+        node = path[-1] if path else root
+        if self.state_pools:
+            return Match(node, path_depth, state_depth, near_state_depth, tuple(restorable))
+        depth = min(whole, limit)
+        return Match(node, path_depth, depth, min(near, limit), (depth,) if depth else ())
+
+    def checkpoint_depths(self, match: Match, prompt_tokens: int) -> tuple[int, ...]:
+        """Depths in pages beyond `match.depth` at which the prompt's prefill should leave states; none without state pools."""
+        if not self.state_pools:
+            return ()
+        return checkpoint_depths(match.depth, match.path_depth, prompt_tokens, self.page_size)
+
+    def locations(self, where: Node | Match, depth: int) -> PathLocations:
+        """Where pages [0, depth) and the states exactly at `depth` are; pending entries as they are, so that loads can be shared."""
+        node = self.node_at(where, depth)
+        at = self._gather(node, depth)
+        pages = {
+            pool: PageLocations(at[Tier.DEVICE, row].copy(), at[Tier.HOST, row].copy(), at[Tier.STORAGE, row] >= 0)
+            for row, pool in enumerate(self.page_pools)
+        }
+        states = {pool: _state_at(node, number, depth) for number, pool in enumerate(self.state_pools)}
+        return PathLocations(pages, states)
+
+    def page_keys(self, where: Node | Match, depth: int) -> list[bytes]:
+        """The keys of pages [0, depth) of the path to `where`; made once per edge."""
+        path = list(self.node_at(where, depth).path())[::-1]
+        chain: list[bytes] = []
+        for node in path:
+            if node.keys is None:
+                parent = chain[-1] if chain else b""
+                edge = np.frombuffer(node.edge, "<u8")
+                node.keys = keys.page_keys(self.namespace, edge, self.page_size, parent, node.extra)
+            chain += node.keys
+        return chain[:depth]
+
+    def evictable(self, tier: Tier) -> Mapping[PoolName, int]:
+        """How many objects of each pool an eviction could free in `tier` now: present and not held by a pin."""
+        return dict(zip(self.pools, self._evictable[tier], strict=True))
+
+    def owned(self, tier: Tier, pool: PoolName) -> Locations:
+        """Every location of a pool in a near tier, present and pending ones alike. Walks the tree; for integrity checks."""
+        number = self._number[pool]
+        state = number - len(self.page_pools)
+        parts = [node.where[tier, number] if state < 0 else np.array([node.state(tier, state)]) for node in self.nodes()]
+        held = np.concatenate([*parts, np.empty(0, np.int64)])
+        owned: Locations = np.where(held < ABSENT, pending(held), held)[held != ABSENT]
+        return owned
+
+    def check_integrity(self) -> None:
+        """Recompute every counter and invariant from scratch. Raises AssertionError naming the first that does not hold."""
+        check_integrity(self)
+
+    # -- changing ------------------------------------------------------------------------------------------------------
+
+    def touch(self, match: Match) -> None:
+        """The match was used: refresh the node at its restorable depth, or with `refresh="path"` everything up to it."""
+        if match.depth:
+            node = self.node_at(match, match.depth)
+            node.hits += 1
+            self._clock += 1
+            self._refresh(node)
+
+    @contextmanager
+    def pinned(self, where: Node | Match, *tiers: Tier) -> Iterator[Pin]:
+        """`pin` for the length of a with-block."""
+        pin = self.pin(where, *tiers)
+        try:
+            yield pin
+        finally:
+            pin.release()
+
+    def insert(
+        self,
+        tokens: TokenArray,
+        pages: Mapping[PoolName, Locations],
+        states: Mapping[int, Mapping[PoolName, int]] | None = None,
+        extra: bytes = b"",
+    ) -> Inserted:
+        """Hand over the device slots of pages [0, d), one array of length d per page pool, and of states by depth.
+
+        What becomes of each slot: see `InsertedPages` and `Inserted`. Only the node that covers page d - 1 is refreshed, and nodes that
+        get a state they did not have. Raises InputError, and changes nothing, for arrays that do not fit.
+        """
+        tokens, states = as_tokens(tokens), states or {}
+        depth = self._check_pages(len(tokens), pages)
+        self._check_states(states, depth)
+        self._clock += 1
+        node = self._path_to(tokens[: depth * self.page_size].tobytes(), extra)
+        answer, changed = self._adopt_pages(node, depth, pages)
+        adopted, rejected = self._adopt_states(node, states)
+        for at in changed:  # not before the states are there: every new page would be queued as dead weight
+            self._announce(at)
+        node = node.covering(depth)
+        self._refresh(node)
+        return Inserted(node, depth, answer, tuple(adopted), tuple(rejected))
+
+    def extend_path(self, tokens: TokenArray, depth: int, extra: bytes = b"") -> Node:
+        """The node that ends exactly at `depth` of `tokens`, made with nothing on it where the tree does not have it yet.
+
+        For objects that come up from storage: pin it, and reserve their places on it. `prune` takes it back; so does a pin's release.
+        """
+        tokens = as_tokens(tokens)
+        if not 1 <= depth <= full_pages(len(tokens), self.page_size):
+            raise InputError(f"depth {depth} is not within the whole pages of {len(tokens)} tokens (page size {self.page_size})")
+        self._clock += 1
+        node = self._path_to(tokens[: depth * self.page_size].tobytes(), extra)
+        return self._split(node, depth) if node.end > depth else node
+
+    def evict_device(self, need: Mapping[PoolName, int]) -> Eviction:
+        """Free at least `need` slots by pool. A need for states alone frees nothing else.
+
+        Raises PoolFullError, and changes nothing, when what is not pinned does not suffice.
+        """
+        wanted = [need.get(pool, 0) for pool in self.pools]
+        if unknown := set(need) - set(self.pools):
+            raise InputError(f"{', '.join(unknown)}: no such pool in this index; it has {', '.join(self.pools)}")
+        for pool, want, there in zip(self.pools, wanted, self._evictable[Tier.DEVICE], strict=True):
+            if want > there:
+                raise PoolFullError(
+                    f"{want} {pool} slots are needed and {there} can be evicted; release admissions or make the pool larger"
+                )
+        sweep = Sweep(Tier.DEVICE, self.pools, len(self.page_pools))
+        # Pages first: leaves give their states back too, and what they leave wanting is then all that states alone must give.
+        self._sweep(sweep, self._device_pages, range(len(self.page_pools)), wanted)
+        self._sweep(sweep, self._device_states, range(len(self.page_pools), len(self.pools)), wanted)
+        self._forget_far()
+        return sweep.result()
+
+    def evict_host(self, blocks: int, cost: Mapping[PoolName, int]) -> Eviction:
+        """Free objects worth at least `blocks` arena blocks, where one object of a pool takes `cost[pool]`.
+
+        Raises PoolFullError, and changes nothing, when what is not pinned does not suffice.
+        """
+        if missing := set(self.pools) - set(cost):
+            raise InputError(f"{', '.join(missing)}: the cost in blocks is missing")
+        each = [cost[pool] for pool in self.pools]
+        there = _total(self._evictable[Tier.HOST], each)
+        if blocks > there:
+            raise PoolFullError(f"{blocks} host blocks are needed and {there} can be evicted; release admissions or make the arena larger")
+        sweep = Sweep(Tier.HOST, self.pools, len(self.page_pools))
+        while _total(sweep.counts, each) < blocks:
+            self._evict(sweep, self._host_units.pop())
+        self._forget_far()
+        return sweep.result()
+
+    # -- parts of insert -----------------------------------------------------------------------------------------------
+
+    def _check_pages(self, tokens: int, pages: Mapping[PoolName, Locations]) -> int:
+        if set(pages) != set(self.page_pools):
+            raise InputError(f"slots came for {', '.join(pages) or 'no pool'}; pass them for {', '.join(self.page_pools)}")
+        depth = len(next(iter(pages.values())))
+        for pool, slots in pages.items():
+            if slots.shape != (depth,) or slots.dtype != np.int64 or (depth and int(slots.min()) < 0):
+                raise InputError(f"{pool}: every page pool needs {depth} int64 slots >= 0, one per page, not {slots!r}")
+        if depth > full_pages(tokens, self.page_size):
+            raise InputError(f"{depth} pages of {self.page_size} tokens are more than {tokens} tokens; pass whole pages only")
+        return depth
+
+    def _check_states(self, states: Mapping[int, Mapping[PoolName, int]], depth: int) -> None:
+        for at, slots in states.items():
+            if not 1 <= at <= depth:
+                raise InputError(f"a state at depth {at} is outside the {depth} pages that came with it; depths are in pages")
+            for pool, slot in slots.items():
+                self._state_number(pool)  # raises for a pool that has no states
+                if slot < 0:
+                    raise InputError(f"{pool}: {slot} is not a slot")
+
+    def _adopt_pages(self, node: Node, depth: int, pages: Mapping[PoolName, Locations]) -> tuple[dict[PoolName, InsertedPages], list[Node]]:
+        """What became of the slots, and the nodes that got some, which are to be announced."""
+        held = self._gather(node, depth)[Tier.DEVICE]
+        absent, present = held == ABSENT, held >= 0
+        given = np.stack([pages[pool] for pool in self.page_pools])
+        table, duplicate, private = np.where(present, held, given), present & (held != given), held < ABSENT
+        missing = absent.any(axis=0)
+        first = int(missing.argmax()) if missing.any() else depth  # a deep path mostly lacks its last pages only
+        changed: list[Node] = []
+        for at, edge, part in self._pieces(Span(node, first, depth)):
+            if missing[first:][part].any():
+                np.copyto(at.where[Tier.DEVICE, :, edge], given[:, first:][:, part], where=absent[:, first:][:, part])
+                self._recount(at)
+                changed.append(at)
+        columns = enumerate(self.page_pools)
+        return {pool: InsertedPages(table[row], absent[row], duplicate[row], private[row]) for row, pool in columns}, changed
+
+    def _adopt_states(self, node: Node, states: Mapping[int, Mapping[PoolName, int]]) -> tuple[list[PlacedState], list[PlacedState]]:
+        adopted: list[PlacedState] = []
+        rejected: list[PlacedState] = []
+        whole = _whole_depth(node) if states else 0
+        for depth in sorted(states):
+            for pool, slot in states[depth].items():
+                at, number = node.covering(depth), self._state_number(pool)
+                held = at.state(Tier.DEVICE, number) if at.end == depth else ABSENT
+                if depth > whole or held not in (ABSENT, slot):
+                    rejected.append(PlacedState(depth, pool, slot))
+                elif held == ABSENT:
+                    adopted.append(PlacedState(depth, pool, slot))
+                    at = at if at.end == depth else self._split(at, depth)
+                    at.set_state(Tier.DEVICE, number, slot)
+                    at.last_access = self._clock
+                    self._settle_states(at)
+        return adopted, rejected
+
+    def _refresh(self, node: Node) -> None:
+        node.last_access = self._clock
+        if self._refresh_path:
+            for above in node.path():
+                above.last_access = self._clock
+
+    # -- parts of evict ------------------------------------------------------------------------------------------------
+
+    def _sweep(self, sweep: Sweep, queue: UnitQueue, wanting: range, wanted: Sequence[int]) -> None:
+        """Evict from `queue` until the pools numbered `wanting` have what is wanted; units that have none of it stay."""
+        passed: list[Node] = []
+        while short := [pool for pool in wanting if sweep.counts[pool] < wanted[pool]]:
+            victim = queue.pop()
+            if queue is self._device_states and victim and not any(victim.node.resident[Tier.DEVICE][pool] for pool in short):
+                passed.append(victim.node)
+            else:
+                self._evict(sweep, victim)
+        for node in passed:
+            queue.offer(node)
+
+    def _evict(self, sweep: Sweep, victim: Victim | None) -> None:
+        assert victim is not None, "the counters say that there is more to evict, and the queue is empty"
+        sweep.take(victim)
+        node = victim.node
+        if victim.kind is UnitKind.STATE:
+            self._settle_states(node)
+        elif not node.in_flight and node.own & ~(1 << ALIVE) == 1 << sweep.tier:
+            self._account(node, -1)  # the usual case deserves a short way: nothing is left, and nothing need be counted
+            node.clear(sweep.tier)
+            self._announce(node)
+        else:
+            self._settle(node)
+        self._tidy(node)
+
+
+def _state_at(node: Node, number: int, depth: int) -> StateLocation:
+    if node.end != depth or not node.pages:
+        return StateLocation(ABSENT, ABSENT, False)
+    return StateLocation(node.state(Tier.DEVICE, number), node.state(Tier.HOST, number), node.state(Tier.STORAGE, number) >= 0)
+
+
+def _whole_depth(node: Node) -> int:
+    """To which depth every page pool has every page of the path in some tier."""
+    whole = 0
+    for at in reversed(list(node.path())):
+        whole = at.start + at.whole
+        if whole < at.end:
+            break
+    return whole
+
+
+def _total(counts: Sequence[int], cost: Sequence[int]) -> int:
+    return sum(count * each for count, each in zip(counts, cost, strict=True))

@@ -1,0 +1,309 @@
+"""The serving half of `tiercache demo`, run as a process of its own so that it can be killed.
+
+Reads a `Plan` as JSON on standard input, writes events as JSON lines on standard output: `start` (steps to come), `row`, `settled`
+(everything committed is on disk; the process may be killed from here on), `summary`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from tiercache.controller import ControllerOptions
+from tiercache.core import PoolName, Tier, TokenArray
+from tiercache.integrations.transformers.audit import Audit, Run
+from tiercache.integrations.transformers.runner import ModelRunner
+from tiercache.integrations.transformers.small import build_small_hybrid
+from tiercache.integrations.transformers.worker import Generation, Worker, split_device_bytes
+from tiercache.storage.registry import open_backend
+
+PAGE_SIZE: Final = 64
+ANSWER_TOKENS: Final = 48
+QUESTION_TOKENS: Final = 160
+SYSTEM_TOKENS: Final = 512
+REPEATS: Final = 5
+TIER_NAMES: Final = {None: "none", Tier.DEVICE: "device", Tier.HOST: "host", Tier.STORAGE: "disk"}
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to serve. Byte sizes of 0 are chosen so that every tier is needed. `phase`: `serve`, or `restart` after the first was killed."""
+
+    phase: str
+    directory: str
+    model: str = ""
+    device_bytes: int = 0
+    host_bytes: int = 0
+    disk_bytes: int = 1 << 30
+    turns: int = 4
+    conversations: int = 4
+    context: int = 4096
+
+
+class Conversations:
+    """Chats about real text, all behind one system prompt: the documentation topics that come with Python. Thread rule: one owner
+    thread.
+    """
+
+    def __init__(self, encode: Callable[[str], list[int]], count: int) -> None:
+        from pydoc_data.topics import topics
+
+        self._text = encode("\n\n".join(f"# {name}\n{topics[name]}" for name in sorted(topics)))
+        self.system = self._text[:SYSTEM_TOKENS]
+        self.histories: list[list[int]] = [list(self.system) for _ in range(count)]
+        self._asked = SYSTEM_TOKENS
+
+    def ask(self, conversation: int) -> TokenArray:
+        """Append the next question to a conversation; returns the prompt."""
+        question = self._take(QUESTION_TOKENS)
+        self.histories[conversation] += question
+        return np.array(self.histories[conversation], np.uint64)
+
+    def hear(self, conversation: int, answer: TokenArray) -> None:
+        """Append the answer."""
+        self.histories[conversation] += answer.tolist()
+
+    def long_prompt(self, tokens: int) -> TokenArray:
+        """A prompt of its own, with nothing in common with the conversations."""
+        return np.array(self._take(tokens), np.uint64)
+
+    def _take(self, tokens: int) -> list[int]:
+        taken = [self._text[(self._asked + n) % len(self._text)] for n in range(tokens)]
+        self._asked += tokens
+        return taken
+
+
+def emit(event: str, **values: Any) -> None:
+    """One event for the parent process."""
+    print(json.dumps({"event": event, **values}), flush=True)  # noqa: T201  standard output is the channel
+
+
+def zigzag(conversations: int, turns: int) -> Iterator[tuple[int, int]]:
+    """(conversation, turn), forwards and backwards in turn: the next visit comes at every distance, so that every tier is needed."""
+    for turn in range(turns):
+        order = range(conversations)
+        for conversation in order if turn % 2 == 0 else reversed(order):
+            yield conversation, turn
+
+
+class Session:
+    """One process of the demonstration. Thread rule: one owner thread."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._model, encode = load_model(plan.model)
+        self._talk = Conversations(encode, plan.conversations)
+        self._runs = Path(plan.directory) / "demo-runs.jsonl"
+        self._worker = self._open(*self._small_pools())
+        self._audit = Audit(self._worker.runner, *self._audit_slots())
+
+    def serve(self) -> None:
+        """The first process: all turns, then on with the next one until it is killed."""
+        self._runs.unlink(missing_ok=True)
+        order = list(zigzag(self._plan.conversations, self._plan.turns))
+        emit("start", steps=len(order))
+        for conversation, turn in order:
+            self._turn("serve", conversation, turn)
+        self._worker.controller.flush()
+        emit("settled")
+        while True:
+            self._worker.serve(self._talk.ask(0), ANSWER_TOKENS)
+
+    def restart(self) -> None:
+        """The second process: the same conversations go on, then the speed of a restore is measured."""
+        runs = [json.loads(line) for line in self._runs.read_text().splitlines()]
+        emit("start", steps=len(runs) + self._plan.conversations + 3)
+        for record in runs:
+            run = Run.from_json(record["run"])
+            self._audit.replay(run)
+            self._talk.ask(record["conversation"])
+            self._talk.hear(record["conversation"], np.array(run.tokens[run.prompt_tokens :], np.uint64))
+            emit("step", what="recompute what the first process computed")
+        for conversation in range(self._plan.conversations):
+            self._turn("restart", conversation, self._plan.turns)
+        self._worker.close()
+        self._measure()
+
+    def _turn(self, phase: str, conversation: int, turn: int) -> None:
+        prompt = self._talk.ask(conversation)
+        self._worker.runner.prefill(self._worker.runner.new_cache(), prompt)  # warm: the first forward of a length allocates
+        generation = self._worker.serve(prompt, ANSWER_TOKENS, audit=True)
+        self._talk.hear(conversation, generation.answer)
+        recompute, uncut = timed([lambda: uncut_prefill(self._worker.runner, prompt)] * REPEATS)
+        verdict = self._audit.check(generation, uncut)
+        with self._runs.open("a") as file:
+            file.write(json.dumps({"conversation": conversation, "run": verdict.run.to_json()}) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        emit_row(
+            phase, conversation, turn, generation, self._bytes(generation), generation.ttft_seconds, recompute,
+            max_logit_diff=verdict.max_logit_diff,
+            max_logit_diff_uncut=verdict.max_logit_diff_uncut,
+            same_text=verdict.same_text,
+            same_bytes=verdict.same_bytes,
+        )  # fmt: skip
+
+    def _measure(self) -> None:
+        """Restore `context` tokens from host and from disk, interleaved with recomputing them."""
+        prompt = self._talk.long_prompt(self._plan.context)
+        self._worker = self._open(*self._ample_pools())
+        first = self._worker.serve(prompt, 1, audit=True)
+        self._worker.controller.flush()
+        verdict = self._audit.check(first)
+        figures: dict[str, float] = {}
+        for phase, tiers in (
+            ("speed-host", [Tier.DEVICE]),
+            ("speed-disk", [Tier.DEVICE, Tier.HOST]),
+            ("speed-disk-cold", [Tier.DEVICE, Tier.HOST]),
+        ):
+            figures |= self._speed(phase, tiers, prompt, verdict.run)
+        emit("summary", **figures)
+        self._worker.close()
+
+    def _speed(self, phase: str, evict: list[Tier], prompt: TokenArray, base: Run) -> dict[str, float]:
+        restores: list[Generation] = []
+        recomputes: list[float] = []
+        raw: list[float] = []
+        uncut = torch.empty(0)
+        for _ in range(REPEATS):
+            for tier in evict:
+                self._worker.controller.evict(tier)
+            if phase.endswith("cold"):
+                drop_page_cache(Path(self._plan.directory))
+            restores.append(self._worker.serve(prompt, 1, audit=True))
+            seconds, uncut = timed([lambda: uncut_prefill(self._worker.runner, prompt)])
+            recomputes.append(seconds)
+            raw.append(raw_read_seconds(Path(self._plan.directory), self._bytes(restores[-1])))
+        median = sorted(restores, key=lambda g: g.ttft_seconds)[REPEATS // 2]
+        recompute = statistics.median(recomputes)
+        verdicts = [self._audit.check(g, uncut) for g in restores]
+        emit_row(
+            phase, -1, 0, median, self._bytes(median), median.ttft_seconds, recompute,
+            max_logit_diff=max(v.max_logit_diff for v in verdicts),
+            max_logit_diff_uncut=max(v.max_logit_diff_uncut for v in verdicts),
+            same_text=all(v.same_text for v in verdicts),
+            same_bytes=all(v.same_bytes for v in verdicts),
+        )  # fmt: skip
+        if phase == "speed-host":
+            return {"speedup_host": recompute / median.ttft_seconds}
+        if phase == "speed-disk-cold":
+            return {"speedup_disk_cold": recompute / median.ttft_seconds}
+        nbytes = self._bytes(median)
+        return {
+            "speedup_disk": recompute / median.ttft_seconds,
+            "restore_gbps": nbytes / statistics.median(g.restore_seconds for g in restores) / 1e9,
+            "raw_read_gbps": nbytes / statistics.median(raw) / 1e9,
+        }
+
+    def _bytes(self, generation: Generation) -> int:
+        geometries = self._worker.runner.layout.geometries
+        return sum(n * geometries[pool].nbytes for (_, pool), n in generation.sources.objects.items())
+
+    def _open(self, device_bytes: int, host_bytes: int) -> Worker:
+        storage = open_backend({"type": "file", "path": str(Path(self._plan.directory) / "store"), "capacity": self._plan.disk_bytes})
+        return Worker(
+            self._model, device_bytes=device_bytes, host_bytes=host_bytes, storage=storage, page_size=PAGE_SIZE,
+            options=ControllerOptions(restore_deadline=30.0),
+        )  # fmt: skip
+
+    def _pages(self, turns: int) -> int:
+        return -(-(SYSTEM_TOKENS + turns * (QUESTION_TOKENS + ANSWER_TOKENS)) // PAGE_SIZE)
+
+    def _small_pools(self) -> tuple[int, int]:
+        """Device: one conversation and a bit. Host: about two."""
+        geometries = ModelRunner(self._model, PAGE_SIZE).layout.geometries
+        page = geometries[PoolName.KV].padded_nbytes
+        state = geometries[PoolName.MAMBA].padded_nbytes if PoolName.MAMBA in geometries else 0
+        pages = self._pages(self._plan.turns + 2)
+        device = self._plan.device_bytes or max(2 * pages * page, pages * page + 8 * state)
+        split_device_bytes(device, geometries)
+        return device, self._plan.host_bytes or 2 * (pages * page + 4 * state)
+
+    def _ample_pools(self) -> tuple[int, int]:
+        geometries = self._worker.runner.layout.geometries
+        needed = sum((self._plan.context // PAGE_SIZE + 2 if p is PoolName.KV else 12) * g.padded_nbytes for p, g in geometries.items())
+        return max(2 * needed, self._plan.device_bytes), max(2 * needed, self._plan.host_bytes)
+
+    def _audit_slots(self) -> tuple[int, int]:
+        requests = self._plan.conversations * (self._plan.turns + 1)
+        return requests * self._pages(self._plan.turns + 1) + 2 * (self._plan.context // PAGE_SIZE) + 64, 6 * requests + 64
+
+
+def load_model(path: str) -> tuple[PreTrainedModel, Callable[[str], list[int]]]:
+    """The model of a local directory with its tokenizer, or the small one with bytes for tokens."""
+    if not path:
+        return build_small_hybrid(), lambda text: list(text.encode())
+    tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    model = AutoModelForCausalLM.from_pretrained(path, local_files_only=True)
+    return model, lambda text: list(tokenizer.encode(text))
+
+
+def uncut_prefill(runner: ModelRunner, prompt: TokenArray) -> torch.Tensor:
+    """What a server without a cache does."""
+    return runner.prefill(runner.new_cache(), prompt)
+
+
+def timed(calls: list[Callable[[], torch.Tensor]]) -> tuple[float, torch.Tensor]:
+    """Median seconds of `calls`, and the result of the last."""
+    seconds, result = [], torch.empty(0)
+    for call in calls:
+        started = time.perf_counter()
+        result = call()
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds), result
+
+
+def emit_row(phase: str, conversation: int, turn: int, g: Generation, nbytes: int, ttft: float, recompute: float, **checks: Any) -> None:
+    """One row of the table."""
+    emit(
+        "row", phase=phase, conversation=conversation, turn=turn, tier=TIER_NAMES[g.tier], tokens_prompt=g.prompt_tokens,
+        tokens_restored=g.restored, bytes_restored=nbytes, restore_ms=g.restore_seconds * 1e3, ttft_ms=ttft * 1e3,
+        ttft_recompute_ms=recompute * 1e3, reason=str(g.reason), **checks,
+    )  # fmt: skip
+
+
+def drop_page_cache(directory: Path) -> None:
+    """Ask the kernel to forget the files of `directory`, so that the next read comes from the device."""
+    for path in directory.rglob("*"):
+        if path.is_file():
+            fd = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(fd)
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(fd)
+
+
+def raw_read_seconds(directory: Path, nbytes: int) -> float:
+    """The floor of a warm restore: one plain read of `nbytes` of the store's largest file into touched memory, read once before."""
+    largest = max((p for p in directory.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    buffer = memoryview(bytearray(min(nbytes, largest.stat().st_size)))
+    fd = os.open(largest, os.O_RDONLY)
+    try:
+        os.preadv(fd, [buffer], 0)
+        started = time.perf_counter()
+        os.preadv(fd, [buffer], 0)
+        return (time.perf_counter() - started) * nbytes / len(buffer)
+    finally:
+        os.close(fd)
+
+
+def main() -> None:
+    """Run the phase that standard input asks for."""
+    session = Session(Plan(**json.load(sys.stdin)))
+    session.serve() if session._plan.phase == "serve" else session.restart()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,292 @@
+"""The reference worker: a Hugging Face model behind a `HybridCacheController`, one request at a time.
+
+It shows what an engine has to do and in which order: restore, cut the prefill at the checkpoints, hand pages and states over at each, take
+snapshots at page boundaries while decoding, commit the newest at the end.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Self
+
+import torch
+from blake3 import blake3
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache
+
+from tiercache.controller import Admission, ControllerOptions, HybridCacheController, Lookup, Sources
+from tiercache.core import PoolName, Reason, Tier, TokenArray, as_tokens
+from tiercache.errors import ConfigError, InputError, PoolFullError, TransferError
+from tiercache.geometry import Geometry
+from tiercache.integrations.transformers.probe import ProbeReport, load
+from tiercache.integrations.transformers.runner import ModelRunner
+from tiercache.keys import Identity
+from tiercache.pools import DevicePool, HostArena
+from tiercache.storage.base import StorageBackend
+
+_log = logging.getLogger(__name__)
+
+_DECODE_SNAPSHOTS = 2
+"""State slots that decoding alternates between, so that the newest complete snapshot survives while the next is taken."""
+_COPY_SECONDS = 1.0
+"""How long a request waits at most for slots that the previous one's copies to the host still hold."""
+_CHECKPOINTS = 3
+"""State slots for one prefill: branch point, prompt end, and a prompt that ends with its page."""
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What became of one request.
+
+    `tokens`: prompt and answer; `bounds`: the depth after every forward pass; `states`: depths at which states were committed. `restored`
+    is in tokens, times in seconds: `restore_seconds` until the cache was filled, `ttft_seconds` until the first logits `[vocab]`.
+    """
+
+    prompt_tokens: int
+    tokens: TokenArray
+    first_logits: torch.Tensor
+    restored: int
+    sources: Sources
+    reason: Reason
+    bounds: tuple[int, ...]
+    states: tuple[int, ...]
+    restore_seconds: float
+    ttft_seconds: float
+    cache: DynamicCache = field(repr=False)
+    restored_state: Mapping[tuple[int, str], torch.Tensor] = field(repr=False, default_factory=dict)
+
+    @property
+    def answer(self) -> TokenArray:
+        """The tokens that were generated."""
+        return self.tokens[self.prompt_tokens :]
+
+    @property
+    def tier(self) -> Tier | None:
+        """The slowest tier that the restore needed; None for a miss."""
+        return self.sources.slowest() if self.restored else None
+
+
+class Worker:
+    """Serves a causal language model with attention, recurrent or mixed layers; greedy decoding.
+
+    `device_bytes` and `host_bytes` bound the pools ("auto" asks the machine for host memory). `storage` is closed with the worker. The
+    identity defaults to the digest of the configuration and every weight, so that no two models ever share a byte; pass one where hashing
+    takes too long.
+
+    Raises UnsupportedModelError for a model that the probe refuses. Thread rule: one owner thread.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        device_bytes: int,
+        host_bytes: int | Literal["auto"] = "auto",
+        storage: StorageBackend | None = None,
+        page_size: int = 64,
+        identity: Identity | None = None,
+        options: ControllerOptions | None = None,
+    ) -> None:
+        self.runner, self.report = load(model, page_size)
+        geometries = self.runner.layout.geometries
+        page_slots, state_slots = split_device_bytes(device_bytes, geometries)
+        self.tensors = self.runner.allocate_pools(page_slots, state_slots)
+        pools = {
+            name: DevicePool.from_tensors(g, self.tensors.states if name is PoolName.MAMBA else self.tensors.kv)
+            for name, g in geometries.items()
+        }
+        block = geometries[PoolName.KV].padded_nbytes
+        arena = HostArena(host_bytes, block)
+        self.controller = HybridCacheController(
+            identity or identity_of(model, self.runner, page_size), pools, arena, storage, options=options
+        )
+
+    @property
+    def probe(self) -> ProbeReport:
+        """What the checks at load found."""
+        return self.report
+
+    def serve(self, tokens: Any, new_tokens: int, *, stop: Iterable[int] = (), extra: bytes = b"", audit: bool = False) -> Generation:
+        """Answer a prompt with up to `new_tokens` greedy tokens; ends early behind a token of `stop`.
+
+        With `audit`, the generation keeps a copy of the restored state, for `Audit`. Where the device pools are too small for the request,
+        it is computed without the cache, for reason `busy`.
+        """
+        prompt = as_tokens(tokens)
+        if new_tokens < 1:
+            raise InputError(f"{new_tokens} new tokens cannot be generated; ask for at least one")
+        started = time.perf_counter()
+        lookup = self.controller.lookup(prompt, extra)
+        states = _CHECKPOINTS + _DECODE_SNAPSHOTS if self.runner.layout.state_geometry else 0
+        admission = self._admit(lookup, len(prompt) + new_tokens, states)
+        try:
+            return _Request(self, admission, prompt, audit, started).run(new_tokens, frozenset(stop))
+        finally:
+            if admission is not None:
+                self.controller.release(admission)
+
+    def _admit(self, lookup: Lookup, tokens: int, states: int) -> Admission | None:
+        """An admission; None if the device pools have no room for it. Copies of the last request still hold slots, for milliseconds."""
+        for last in (False, True):
+            try:
+                return self.controller.admit(lookup, tokens=tokens, states=states)
+            except PoolFullError as error:
+                if last:
+                    _log.warning("computing %d tokens without the cache: %s", tokens, error)
+                deadline = time.monotonic() + _COPY_SECONDS
+                while not last and self.controller.tick(wait=0.01) and time.monotonic() < deadline:
+                    pass
+        return None
+
+    def close(self) -> bool:
+        """Drain and close the controller; see there."""
+        return self.controller.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class _Request:
+    """One `serve`: the live cache and what is committed of it. Without an admission nothing is restored or committed."""
+
+    def __init__(self, worker: Worker, admission: Admission | None, prompt: TokenArray, audit: bool, started: float) -> None:
+        self._worker = worker
+        self._runner = worker.runner
+        self._admission = admission
+        self._audit = audit
+        self._started = started
+        self._tokens: list[int] = prompt.tolist()
+        self._prompt = prompt
+        self._restored_state: dict[tuple[int, str], torch.Tensor] = {}
+        self._bounds: list[int] = []
+        self._states: list[int] = []
+        self._cache, self._exported = self._restore()
+        self._restored = self._exported
+        self._restore_seconds = time.perf_counter() - started
+
+    def run(self, new_tokens: int, stop: frozenset[int]) -> Generation:
+        cuts = self._admission.checkpoints if self._admission else ()
+        logits = first = self._runner.prefill(self._cache, self._prompt, self._restored, cuts, self._hand_over)
+        self._bounds += [*(c for c in cuts if c < len(self._prompt)), len(self._prompt)]
+        ttft = time.perf_counter() - self._started
+        self._decode(logits, new_tokens, stop)
+        return Generation(
+            prompt_tokens=len(self._prompt),
+            tokens=as_tokens(self._tokens),
+            first_logits=first,
+            restored=self._restored,
+            sources=self._admission.sources if self._admission else Sources(),
+            reason=self._admission.reason if self._admission else Reason.BUSY,
+            bounds=tuple(self._bounds),
+            states=tuple(self._states),
+            restore_seconds=self._restore_seconds,
+            ttft_seconds=ttft,
+            cache=self._cache,
+            restored_state=self._restored_state,
+        )
+
+    def _restore(self) -> tuple[DynamicCache, int]:
+        """The cache to continue from, and how many tokens it holds."""
+        while self._admission is not None and (depth := self._admission.wait().depth):
+            pages = self._admission.pages[PoolName.KV][: depth // self._runner.page_size]
+            state = self._admission.restored_states.get(PoolName.MAMBA)
+            try:
+                cache = self._runner.restore(self._worker.tensors, pages, state, wait_layer=self._admission.wait_layer)
+            except TransferError as error:
+                _log.warning("a layer could not be loaded: %s", error)
+                continue  # the next poll names what is still restorable
+            if self._audit and state is not None:
+                self._restored_state = {name: tensor[state].clone() for name, tensor in self._worker.tensors.states.items()}
+            return cache, depth
+        return self._runner.new_cache(), 0
+
+    def _hand_over(self, depth: int) -> None:
+        """The prefill stands at a checkpoint: commit its pages and its state."""
+        if self._admission is not None and depth % self._runner.page_size == 0:
+            self._commit(depth, self._snapshot())
+
+    def _decode(self, logits: torch.Tensor, new_tokens: int, stop: frozenset[int]) -> None:
+        """Greedy decoding. The state at each page boundary goes to one of two slots in turn; the newest is committed at the end."""
+        page_size = self._runner.page_size
+        slots = [self._take() for _ in range(_DECODE_SNAPSHOTS)]
+        newest: tuple[int, Mapping[PoolName, int]] | None = None
+        for count in range(new_tokens):
+            token = int(logits.argmax())
+            self._tokens.append(token)
+            if token in stop or count + 1 == new_tokens:
+                break
+            logits = self._runner.forward(self._cache, [token], len(self._tokens) - 1)
+            self._bounds.append(len(self._tokens))
+            if len(self._tokens) % page_size == 0:
+                newest = (len(self._tokens), slots[0])
+                self._export_state(slots[0])
+                slots.reverse()
+        if self._admission is not None:
+            # The last token was never fed, so the cache holds one token less than the sequence.
+            held = self._runner.layout.length(self._cache)
+            self._commit(held, newest[1] if newest else {}, at=newest[0] if newest else 0)
+
+    def _snapshot(self) -> Mapping[PoolName, int]:
+        slots = self._take()
+        self._export_state(slots)
+        return slots
+
+    def _take(self) -> Mapping[PoolName, int]:
+        return self._admission.take_states() if self._admission is not None else {}
+
+    def _export_state(self, slots: Mapping[PoolName, int]) -> None:
+        for slot in slots.values():
+            self._runner.export_state(self._cache, self._worker.tensors, slot)
+
+    def _commit(self, depth: int, slots: Mapping[PoolName, int], at: int | None = None) -> None:
+        """Commit the first `depth` tokens, with a state at `at` (default: at `depth`) where there is one."""
+        assert self._admission is not None
+        page_size = self._runner.page_size
+        first, last = self._exported // page_size, depth // page_size
+        if last > first:
+            self._runner.export_pages(self._cache, self._worker.tensors, first, self._admission.pages[PoolName.KV][first:last])
+            self._exported = last * page_size
+        states = {depth if at is None else at: slots} if slots else {}
+        self._worker.controller.commit(self._admission, as_tokens(self._tokens[:depth]), states)
+        self._states += states
+
+
+def split_device_bytes(device_bytes: int, geometries: Mapping[PoolName, Geometry]) -> tuple[int, int]:
+    """How many page slots and state slots `device_bytes` give: half for states, because without a state no page is restorable.
+
+    ConfigError if that is too little to hold a single request.
+    """
+    page = geometries[PoolName.KV].nbytes
+    state = geometries[PoolName.MAMBA].nbytes if PoolName.MAMBA in geometries else 0
+    least = _CHECKPOINTS + _DECODE_SNAPSHOTS + 1 if state else 0
+    states = max(least, min(device_bytes // 2 // state, 1 << 16)) if state else 0
+    pages = (device_bytes - states * state) // page
+    if pages < 2:
+        raise ConfigError(
+            f"{device_bytes} device bytes are too few; {least} states and 2 pages of this model take {least * state + 2 * page}"
+        )
+    return pages, states
+
+
+def identity_of(model: PreTrainedModel, runner: ModelRunner, page_size: int) -> Identity:
+    """An identity whose revision is the digest of the configuration and of every weight: equal only for models that compute the same."""
+    digest = blake3(model.config.to_json_string(use_diff=False).encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    dtypes = {name: "+".join(sorted({s.dtype for s in g.segments})) for name, g in runner.layout.geometries.items()}
+    return Identity(
+        model=str(model.config.name_or_path or type(model).__name__),
+        revision=digest.hexdigest(),
+        weights_dtype=str(model.dtype).removeprefix("torch."),
+        kv_dtype=dtypes[PoolName.KV],
+        state_dtype=dtypes.get(PoolName.MAMBA, ""),
+        page_size=page_size,
+        quantization=str(getattr(model.config, "quantization_config", "") or ""),
+    )

@@ -1,0 +1,136 @@
+"""The outside world of a store: every disk and clock call that it makes.
+
+A store is handed an `Env` and calls nothing of `os` or `time` itself, so that a test can hand it `tiercache.testing.FaultEnv` instead and
+decide what the disk does. Nothing is ever patched.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+
+class Transaction(Protocol):
+    """A catalog's transaction, as far as the outside world sees it."""
+
+    def commit(self) -> None:
+        """Make the transaction's changes durable."""
+
+
+class Env:
+    """Real calls. Each raises OSError like the call that it names, and none follows a symbolic link in the last part of a path.
+
+    Thread rule: stateless; share it freely.
+    """
+
+    def open(self, path: str, flags: int, mode: int = 0o600) -> int:
+        """A new file descriptor, closed on exec."""
+        return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
+
+    def close(self, fd: int) -> None:
+        """Close a descriptor."""
+        os.close(fd)
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        """Bytes read into `buffers`, in order; fewer at the end of the file."""
+        return os.preadv(fd, buffers, offset)
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        """Bytes written from `buffers`, in order; perhaps fewer than given."""
+        return os.pwritev(fd, buffers, offset)
+
+    def fdatasync(self, fd: int) -> None:
+        """Return once the file's data is on the medium."""
+        os.fdatasync(fd)
+
+    def fsync(self, fd: int) -> None:
+        """Return once a file, or the entries of a directory, are on the medium."""
+        os.fsync(fd)
+
+    def forget(self, fd: int, offset: int, length: int) -> None:
+        """Drop a range from the page cache, so that the next read comes from the medium."""
+        os.posix_fadvise(fd, offset, length, os.POSIX_FADV_DONTNEED)
+
+    def fallocate(self, fd: int, offset: int, length: int) -> None:
+        """Give the file these bytes on the disk, so that writing them cannot run out of space."""
+        os.posix_fallocate(fd, offset, length)
+
+    def ftruncate(self, fd: int, length: int) -> None:
+        """Cut or extend a file."""
+        os.ftruncate(fd, length)
+
+    def unlink(self, path: str) -> None:
+        """Remove a file."""
+        os.unlink(path)
+
+    def rename(self, source: str, target: str) -> None:
+        """Move a file or directory, atomically, over a file that is there."""
+        os.rename(source, target)
+
+    def mkdir(self, path: str, mode: int = 0o700) -> None:
+        """Make a directory."""
+        os.mkdir(path, mode)
+
+    def chmod(self, path: str, mode: int) -> None:
+        """Set the permissions of a file or directory."""
+        os.chmod(path, mode)
+
+    def listdir(self, path: str) -> list[str]:
+        """The names in a directory, sorted."""
+        return sorted(os.listdir(path))
+
+    def lstat(self, path: str) -> os.stat_result:
+        """What is at a path; a symbolic link is reported as such."""
+        return os.lstat(path)
+
+    def fstat(self, fd: int) -> os.stat_result:
+        """What an open descriptor is."""
+        return os.fstat(fd)
+
+    def statvfs(self, path: str) -> os.statvfs_result:
+        """The file system's sizes."""
+        return os.statvfs(path)
+
+    def try_lock(self, fd: int) -> bool:
+        """Take the exclusive lock of an open file; False where another open file has it, in this process or another."""
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def commit(self, transaction: Transaction) -> None:
+        """Commit a catalog's transaction: the one place where a database, and not this class, writes."""
+        transaction.commit()
+
+    def run(self, arguments: Sequence[str], timeout: float) -> int:
+        """The exit status of a child process; negative where a signal ended it or it ran past `timeout` seconds."""
+        try:
+            # The caller passes its own interpreter and its own file: nothing here comes from a user.
+            return subprocess.run(arguments, stdin=subprocess.DEVNULL, timeout=timeout, check=False).returncode  # noqa: S603
+        except subprocess.TimeoutExpired:
+            return -1
+
+    def boot_id(self) -> str:
+        """A text that changes with every boot of the machine; empty where the system has none."""
+        try:
+            return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        except OSError:
+            return ""
+
+    def getpid(self) -> int:
+        """This process."""
+        return os.getpid()
+
+    def time_ns(self) -> int:
+        """Wall-clock nanoseconds since 1970."""
+        return time.time_ns()
+
+    def monotonic(self) -> float:
+        """Seconds on a clock that never goes back."""
+        return time.monotonic()

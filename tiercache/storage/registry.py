@@ -1,0 +1,78 @@
+"""Opens a store from a URL or a section of the configuration.
+
+    memory://?capacity=64MiB
+    file:///var/lib/tiercache?capacity=200GiB&durability=process
+    {"type": "file", "path": "/var/lib/tiercache", "capacity": "200GiB"}
+
+Backends are found by the entry-point group `tiercache.storage_backends`: a third party adds one without touching this package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib.metadata import entry_points
+from typing import Any, Final
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from tiercache.errors import ConfigError
+from tiercache.storage.base import StorageBackend, StoreContext
+from tiercache.storage.env import Env
+
+GROUP: Final = "tiercache.storage_backends"
+
+
+def open_backend(spec: str | Mapping[str, Any], *, env: Env | None = None) -> StorageBackend:
+    """Open the store that `spec` describes. Raises ConfigError for a bad spec, StorageError where the store cannot be opened."""
+    section = section_of(spec) if isinstance(spec, str) else dict(spec)
+    kind = section.pop("type", None)
+    if not isinstance(kind, str):
+        raise ConfigError(f"storage {spec!r} has no type; give it one of {', '.join(_known())}")
+    return _load(kind).from_config(section, StoreContext(env or Env()))
+
+
+def section_of(url: str) -> dict[str, Any]:
+    """The section that a storage URL stands for: `type`, `address` (what follows //) and `path` where present, and the query's settings."""
+    parts = urlsplit(url)
+    if not parts.scheme or not url.startswith(f"{parts.scheme}://"):
+        raise ConfigError(f"storage {url!r} is not a URL; write type://..., such as file:///var/lib/tiercache?capacity=200GiB")
+    section: dict[str, Any] = {"type": parts.scheme}
+    if parts.netloc:
+        section["address"] = parts.netloc
+    if parts.path:
+        section["path"] = unquote(parts.path)
+    for name, value in parse_qsl(parts.query, keep_blank_values=True):
+        if name in section:
+            raise ConfigError(f"storage {url!r} gives {name!r} twice; keep one")
+        section[name] = value
+    return section
+
+
+def settings_of(kind: str, section: Mapping[str, Any], parsers: Mapping[str, Callable[[Any], Any]]) -> dict[str, Any]:
+    """The values of a backend's section, each through its parser. Raises ConfigError for a setting that the backend does not know."""
+    for name in section:
+        if name not in parsers:
+            raise ConfigError(f"storage type {kind!r} has no setting {name!r}; it has {', '.join(sorted(parsers))}")
+    values: dict[str, Any] = {}
+    for name, value in section.items():
+        try:
+            values[name] = parsers[name](value)
+        except ConfigError as error:
+            raise ConfigError(f"storage type {kind!r}, setting {name!r}: {error}") from error
+    return values
+
+
+def _known() -> list[str]:
+    return sorted({e.name for e in entry_points(group=GROUP)})
+
+
+def _load(kind: str) -> type[StorageBackend]:
+    found = list(entry_points(group=GROUP, name=kind))
+    if not found:
+        raise ConfigError(f"storage type {kind!r} is unknown; use one of {', '.join(_known())}, or install the package that has it")
+    try:
+        backend = found[0].load()
+    except ImportError as error:
+        raise ConfigError(f"storage type {kind!r} needs a package that is not installed ({error}); install its extra") from error
+    if not (isinstance(backend, type) and issubclass(backend, StorageBackend)):
+        raise ConfigError(f"storage type {kind!r} is {found[0].value}, which is not a StorageBackend; fix its entry point")
+    return backend

@@ -1,0 +1,81 @@
+"""Byte arithmetic over lists of buffers: an object is scattered over host blocks and over extents of a file, and never copied between.
+
+Buffers are C-contiguous memoryviews of format "B".
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Final
+
+from tiercache.storage.env import Env
+
+IOV_MAX: Final = os.sysconf("SC_IOV_MAX")
+"""The most buffers that one vectored call takes (Linux: 1024)."""
+
+
+def total(buffers: Sequence[memoryview]) -> int:
+    """Bytes of all buffers together."""
+    return sum(b.nbytes for b in buffers)
+
+
+def usable(buffers: Sequence[memoryview], length: int, *, writable: bool) -> bool:
+    """May a store move `length` bytes through these buffers?"""
+    return total(buffers) >= length > 0 and all(
+        b.c_contiguous and b.ndim == 1 and b.itemsize == 1 and not (writable and b.readonly) for b in buffers
+    )
+
+
+def take(buffers: Sequence[memoryview], start: int, stop: int) -> list[memoryview]:
+    """The views of bytes [start, stop) of all buffers laid end to end."""
+    views: list[memoryview] = []
+    for buffer in buffers:
+        size = buffer.nbytes
+        if stop <= 0:
+            break
+        if start < size:
+            low, high = max(start, 0), min(stop, size)
+            views.append(buffer if high - low == size else buffer[low:high])
+        start -= size
+        stop -= size
+    return views
+
+
+def zero_tail(buffers: Sequence[memoryview], length: int) -> None:
+    """Overwrite what lies behind the first `length` bytes with zeros."""
+    for view in take(buffers, length, total(buffers)):
+        view[:] = bytes(view.nbytes)
+
+
+def write_all(env: Env, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
+    """Write every byte of `buffers` at `offset`; raises OSError."""
+    left = list(buffers)
+    while left:
+        done = env.pwritev(fd, left[:IOV_MAX], offset)
+        if done <= 0:
+            raise OSError(5, "the disk took no bytes")
+        offset += done
+        left = _after(left, done)
+
+
+def read_all(env: Env, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+    """Fill `buffers` from `offset` on; returns the bytes read, fewer than asked only at the end of the file. Raises OSError."""
+    left = list(buffers)
+    start = offset
+    while left:
+        done = env.preadv(fd, left[:IOV_MAX], offset)
+        if done <= 0:
+            break
+        offset += done
+        left = _after(left, done)
+    return offset - start
+
+
+def _after(buffers: list[memoryview], done: int) -> list[memoryview]:
+    """What is left of `buffers` behind their first `done` bytes."""
+    for index, buffer in enumerate(buffers):
+        if done < buffer.nbytes:
+            return [buffer[done:], *buffers[index + 1 :]] if done else buffers[index:]
+        done -= buffer.nbytes
+    return []

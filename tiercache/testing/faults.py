@@ -1,0 +1,206 @@
+"""A disk that fails on demand: `FaultEnv`, an `Env` whose calls follow rules instead of luck.
+
+    env = FaultEnv(seed=1)
+    env.fail("pwritev", at=3, error=errno.ENOSPC)       the third write from now on fails
+    hang = env.hang("preadv")                           the next read waits ...
+    hang.release()                                      ... until now
+    env.tear("pwritev"); env.flip("preadv", at=2)
+
+Rules count from the moment they are made. `calls` counts every call, so that a campaign can first run a scenario without faults and then
+fail each call in turn.
+"""
+
+from __future__ import annotations
+
+import errno as errors
+import os
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from threading import Event, Lock
+from typing import Any, Final, TypeAlias
+
+from tiercache.storage.env import Env
+from tiercache.storage.vectors import take, total
+
+CALLS: Final = (
+    "open", "close", "preadv", "pwritev", "fdatasync", "fsync", "forget", "fallocate", "ftruncate", "unlink", "rename", "mkdir", "chmod",
+    "listdir", "lstat", "fstat", "statvfs", "try_lock", "commit", "run",
+)  # fmt: skip
+"""The calls that can be given rules: everything that touches the disk."""
+
+HANG_SECONDS: Final = 60.0
+"""A hang that nobody releases ends by itself and fails, so that a broken test does not hang as well."""
+
+Call: TypeAlias = Callable[..., Any]
+Effect: TypeAlias = Callable[[Call, tuple[Any, ...]], Any]
+"""What happens instead of a call: it gets the real call and its arguments, and returns or raises in its place."""
+
+
+@dataclass(slots=True)
+class Rule:
+    """Calls number `at` to `at + times - 1` of `call`, counted from the rule's making, have `effect` instead. `fired` counts them.
+
+    Thread rule: guarded by its FaultEnv.
+    """
+
+    call: str
+    effect: Effect
+    at: int = 1
+    times: int = 1
+    seen: int = 0
+    fired: int = 0
+
+    def due(self, call: str) -> bool:
+        """Count one call; does this rule apply to it?"""
+        if call != self.call:
+            return False
+        self.seen += 1
+        hit = self.at <= self.seen < self.at + self.times
+        self.fired += hit
+        return hit
+
+
+@dataclass(slots=True)
+class Hang:
+    """A call that waits: `reached` is set when it began to.
+
+    Thread rule: any thread may wait for `reached` and call `release`.
+    """
+
+    reached: Event = field(default_factory=Event)
+    _released: Event = field(default_factory=Event)
+
+    def release(self) -> None:
+        """Let the call go on, and every later one of this hang."""
+        self._released.set()
+
+    def __call__(self, call: Call, arguments: tuple[Any, ...]) -> Any:
+        """The effect: wait, then make the call."""
+        self.reached.set()
+        if not self._released.wait(HANG_SECONDS):
+            raise OSError(errors.ETIMEDOUT, "nobody released this hang")
+        return call(*arguments)
+
+
+class FaultEnv(Env):
+    """Real calls, but for those that a rule names. What a seed decides (where a write tears, which bit flips) is the same in every run.
+
+    Thread rule: any thread may call or make rules; the count of calls is then the order in which they came.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        self.calls: Counter[str] = Counter()
+        self.rules: list[Rule] = []
+        self._random = random.Random(seed)
+        self._mutex = Lock()
+
+    def add(self, call: str, effect: Effect, *, at: int = 1, times: int = 1) -> Rule:
+        """Make a rule with an effect of your own."""
+        if call not in CALLS:
+            raise ValueError(f"{call!r} is not a call that can fail; use one of {', '.join(CALLS)}")
+        rule = Rule(call, effect, at, times)
+        with self._mutex:
+            self.rules.append(rule)
+        return rule
+
+    def fail(self, call: str, *, at: int = 1, times: int = 1, error: int = errors.EIO) -> Rule:
+        """Raise OSError(`error`) without making the call."""
+
+        def effect(_call: Call, _arguments: tuple[Any, ...]) -> Any:
+            raise OSError(error, os.strerror(error))
+
+        return self.add(call, effect, at=at, times=times)
+
+    def hang(self, call: str, *, at: int = 1, times: int = 1) -> Hang:
+        """Make the call only when the hang is released."""
+        hang = Hang()
+        self.add(call, hang, at=at, times=times)
+        return hang
+
+    def delay(self, call: str, seconds: float, *, at: int = 1, times: int = 1) -> Rule:
+        """Make the call late."""
+
+        def effect(real: Call, arguments: tuple[Any, ...]) -> Any:
+            time.sleep(seconds)
+            return real(*arguments)
+
+        return self.add(call, effect, at=at, times=times)
+
+    def tear(self, call: str = "pwritev", *, at: int = 1, times: int = 1) -> Rule:
+        """Write only a part, chosen by the seed, and report the whole: what a power cut leaves of an acknowledged write."""
+
+        def effect(real: Call, arguments: tuple[Any, ...]) -> Any:
+            fd, buffers, offset = arguments
+            size = total(buffers)
+            part = take(buffers, 0, self._pick(size))
+            if part:
+                real(fd, part, offset)
+            return size
+
+        return self.add(call, effect, at=at, times=times)
+
+    def shorten(self, call: str, *, at: int = 1, times: int = 1) -> Rule:
+        """Read or write fewer bytes than asked, at least one, and say so: what the kernel may always do."""
+
+        def effect(real: Call, arguments: tuple[Any, ...]) -> Any:
+            fd, buffers, offset = arguments
+            return real(fd, take(buffers, 0, max(1, self._pick(total(buffers)))), offset)
+
+        return self.add(call, effect, at=at, times=times)
+
+    def flip(self, call: str = "preadv", *, at: int = 1, times: int = 1) -> Rule:
+        """Flip one bit, chosen by the seed, of what is read or written; the caller's own bytes stay right when it writes."""
+
+        def effect(real: Call, arguments: tuple[Any, ...]) -> Any:
+            fd, buffers, offset = arguments
+            if call == "preadv":
+                done = real(fd, buffers, offset)
+                self._flip(buffers, done)
+                return done
+            copy = memoryview(bytearray(b"".join(buffers)))
+            self._flip([copy], copy.nbytes)
+            return real(fd, [copy], offset)
+
+        return self.add(call, effect, at=at, times=times)
+
+    def clear(self) -> None:
+        """Forget all rules and counts."""
+        with self._mutex:
+            self.rules.clear()
+            self.calls.clear()
+
+    def perform(self, name: str, call: Call, arguments: tuple[Any, ...]) -> Any:
+        """Make one call under the rules. Every rule counts it; the first that is due decides."""
+        with self._mutex:
+            self.calls[name] += 1
+            due = [rule for rule in self.rules if rule.due(name)]
+        return due[0].effect(call, arguments) if due else call(*arguments)
+
+    def _pick(self, below: int) -> int:
+        with self._mutex:
+            return self._random.randrange(below) if below else 0
+
+    def _flip(self, buffers: Sequence[memoryview], size: int) -> None:
+        if size:
+            where = self._pick(size)
+            [view] = take(buffers, where, where + 1)
+            view[0] ^= 1 << self._pick(8)
+
+
+def _ruled(name: str) -> Call:
+    real = getattr(Env, name)
+
+    def call(self: FaultEnv, *arguments: Any) -> Any:
+        return self.perform(name, partial(real, self), arguments)
+
+    call.__name__ = name
+    call.__doc__ = real.__doc__
+    return call
+
+
+for _name in CALLS:
+    setattr(FaultEnv, _name, _ruled(_name))
