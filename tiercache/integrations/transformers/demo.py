@@ -117,8 +117,8 @@ class Session:
             self._turn("serve", conversation, turn)
         self._worker.controller.flush()
         emit("settled")
-        while True:
-            self._worker.serve(self._talk.ask(0), ANSWER_TOKENS)
+        while True:  # so that the kill comes in the middle of work, of which nothing below may be seen
+            self._worker.serve(self._talk.long_prompt(QUESTION_TOKENS), ANSWER_TOKENS)
 
     def restart(self) -> None:
         """The second process: the same conversations go on, then the speed of a restore is measured."""
