@@ -20,7 +20,14 @@ assert {"memory", "file"} <= {e.name for e in entry_points(group="tiercache.stor
 with tempfile.TemporaryDirectory() as directory, open_backend(f"file://{directory}/store?capacity=16MiB") as store:
     assert store.usage().objects == 0
 
-for package in ("tiercache_backends", "tiercache_kernels", "tiercache.controller", "tiercache.index", "tiercache.pools", "tiercache.transfer"):
+for package in (
+    "tiercache_backends",
+    "tiercache_kernels",
+    "tiercache.controller",
+    "tiercache.index",
+    "tiercache.pools",
+    "tiercache.transfer",
+):
     module = importlib.import_module(package)
     for info in pkgutil.walk_packages(module.__path__, package + "."):
         if not info.name.endswith("__main__"):

@@ -96,8 +96,8 @@ class Reason(enum.StrEnum):
 class ObjectKey(NamedTuple):
     """The key of one object in a store.
 
-    `digest` is the layout digest (pool, geometry fingerprint, shard; 32 bytes) followed by the page key (32 bytes): another layout, dtype or
-    rank is another object, and the objects of all pools that belong to one page share its tail.
+    `digest` is the layout digest (pool, geometry fingerprint, shard; 32 bytes) followed by the page key (32 bytes): another layout, dtype
+    or rank is another object, and the objects of all pools that belong to one page share its tail.
     """
 
     pool: PoolName
@@ -118,9 +118,9 @@ class ObjectKey(NamedTuple):
 class ObjectMeta:
     """What a store keeps beside an object's bytes.
 
-    `checksum` covers the payload and the object key (see `storage.checksum`). `parent` (page key) and `depth` (pages up to the object's end)
-    are None where the caller does not know them. The parent is the page key that the object depends on: of a page the page before it, of a
-    state the page on which it ends, which is its own.
+    `checksum` covers the payload and the object key (see `storage.checksum`). `parent` (page key) and `depth` (pages up to the object's
+    end) are None where the caller does not know them. The parent is the page key that the object depends on: of a page the page before it,
+    of a state the page on which it ends, which is its own.
     """
 
     namespace: bytes
@@ -152,8 +152,8 @@ class CacheTransferUnits:
 class PoolTransfer:
     """One pool's part of a storage call.
 
-    `keys` are page keys in sequence order (empty in `batch_exists_v2`: the call's own keys are meant); `handles` the host objects to read or
-    fill, one per key. `depths` (pages up to each object's end) and `parents` are passed on to the store where known.
+    `keys` are page keys in sequence order (empty in `batch_exists_v2`: the call's own keys are meant); `handles` the host objects to read
+    or fill, one per key. `depths` (pages up to each object's end) and `parents` are passed on to the store where known.
     """
 
     pool: PoolName

@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields
 from typing import Final
 
 import msgpack
+import numpy as np
 from blake3 import blake3
 
 from tiercache.core import ObjectKey, PoolName, TokenArray
@@ -80,7 +81,7 @@ def page_keys(namespace: bytes, tokens: TokenArray, page_size: int, parent: byte
     `extra` comes from `sequence_extra` and must be the same for the whole sequence. About 1 us a page.
     """
     tail = len(extra).to_bytes(4, "little") + extra if extra else b""
-    data = memoryview(tokens).cast("B")
+    data = tokens.view(np.uint8).data
     step = page_size * 8
     fresh = blake3(key=namespace).copy
     keys: list[bytes] = []

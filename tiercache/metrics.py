@@ -64,6 +64,7 @@ class Metrics:
 
 
 _TIERS: Final = tuple(t.name.lower() for t in Tier)
+_NEAR: Final = ("device", "host")
 _RESULTS: Final = (HIT, MISS)
 _REASONS: Final = tuple(str(r) for r in Reason)
 
@@ -83,8 +84,7 @@ TABLE: Final = (
         "write_through_skipped_total", Counter, "Objects whose write-through was skipped; they are tried again when next committed.",
         {"pool": None, "reason": ("host_full", "transfer_failed")},
     ),
-    Metric("evicted_objects_total", Counter, "Objects evicted from a tier: still in a lower one, or lost.", {"tier": _TIERS, "fate": ("demoted", "lost")}),
+    Metric("evicted_objects_total", Counter, "Objects evicted: still in a lower tier, or lost.", {"tier": _NEAR, "fate": ("demoted", "lost")}),
     Metric("in_flight_operations", Gauge, "Operations under way.", {"operation": ("query", "fetch", "load", "write")}),
-    Metric("free_objects", Gauge, "Free device slots or, on the host, objects that would still fit.", {"tier": ("device", "host"), "pool": None}),
     Metric("tier_last_read_seconds", Gauge, "When a tier last contributed to a restore, by the wall clock; 0 is never.", {"tier": _TIERS}),
 )  # fmt: skip

@@ -6,8 +6,8 @@ from tiercache.geometry import Geometry, Segment, kv_geometry, mla_geometry, nby
 
 
 def test_qwen3_next_pages_and_states():
-    """From the public config: 12 attention layers of 2 KV heads x 256 in bf16, 36 linear layers of 32 x 128 x 128 fp32 and a conv of 8192 x 4... a page
-    of 64 tokens is 24 segments of 64 KiB, a state 36 x (2 MiB + its conv)."""
+    """From the public config: 12 attention layers with 2 KV heads of 256 in bf16; 36 linear layers with 32 x 128 x 128 in fp32 and a
+    convolution of 8192 x 3 in bf16."""
     kv = kv_geometry(range(3, 48, 4), 2, 256, "bfloat16", 64)
     assert (len(kv.segments), kv.segments[0].nbytes, kv.nbytes) == (24, 64 * 1024, 24 * 64 * 1024)
     assert kv.nbytes / 64 == 24 * 1024

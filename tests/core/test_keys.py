@@ -124,6 +124,10 @@ def test_registering_one_more_pool_leaves_the_others_alone():
     assert layouts(KV, STATE)[PoolName.KV] == layouts(KV)[PoolName.KV]
 
 
+def test_less_than_a_page_has_no_key():
+    assert page_keys(bytes(32), as_tokens([]), 64) == page_keys(bytes(32), as_tokens([1]), 64) == []
+
+
 def test_the_salt_stays_inside():
     record = replace(IDENTITY, salt=b"secret", tenant="acme").public_record()
     assert "salt" not in record

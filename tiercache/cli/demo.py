@@ -8,29 +8,30 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from tiercache.config import parse_size
 from tiercache.errors import ConfigError, TierCacheError
 
+_COLUMNS: Final = ("chat, turn", "from", "restored", "computed", "1st token", "recompute", "gain", "diff", "uncut", "answer")
+_LEGEND: Final = (
+    "restored, computed: tokens of the prompt. recompute: one warmed, uncut prefill (median of 5). diff: largest logit difference to a "
+    "recompute with the same cuts; uncut: to one without cuts, which rounds differently. cold: page cache dropped."
+)
 SERVER: Final = "tiercache.integrations.transformers.demo"
 TIERS: Final = ("device", "host", "disk")
-PHASES: Final = {
-    "serve": "first process",
-    "restart": "after kill -9",
-    "speed-host": "speed, host",
-    "speed-disk": "speed, disk",
-    "speed-disk-cold": "speed, disk, page cache dropped",
-}
+PHASES: Final = {"serve": "first process", "restart": "after kill -9"}
+TIMED: Final = {"speed-host": "from host", "speed-disk": "from disk", "speed-disk-cold": "disk, cold"}
 
 
 @dataclass
@@ -73,8 +74,8 @@ def demo(
     directory: Annotated[
         Path | None, typer.Option("--dir", help="Where the store goes; kept afterwards. Default: a temporary one, removed.")
     ] = None,
-    device_bytes: Annotated[str, typer.Option(help="Size of the device pools, such as 16MiB. Default: one conversation and a bit.")] = "0",
-    host_bytes: Annotated[str, typer.Option(help="Size of the host arena. Default: about two conversations.")] = "0",
+    device_bytes: Annotated[str, typer.Option(help="Size of the device pools, such as 16MiB; auto: one conversation and a bit.")] = "auto",
+    host_bytes: Annotated[str, typer.Option(help="Size of the host arena; auto: about two conversations.")] = "auto",
     disk_bytes: Annotated[str, typer.Option(help="Capacity of the store on disk.")] = "1GiB",
     turns: Annotated[int, typer.Option(min=1, help="Turns of each conversation before the kill; one more follows.")] = 4,
     conversations: Annotated[int, typer.Option(min=1, help="Conversations behind one system prompt.")] = 4,
@@ -83,17 +84,19 @@ def demo(
 ) -> None:
     """Serve conversations through device, host and disk, kill the process, go on in a second one, and check every answer.
 
-    Every answer is recomputed from its tokens with the same cuts: restored bytes, logits and text must be equal to the last bit. Exit code 1 if one
-    is not, or if a tier was never needed.
+    Every answer is recomputed from its tokens with the same cuts: restored bytes, logits and text must be equal to the last bit.
+    Exit code 1 if one is not, or if a tier was never needed.
     """
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=100)
     if model and not Path(model).is_dir():
         raise ConfigError(f"--model {model} is not a directory; pass one that `save_pretrained` or a download made")
     if json_file is not None and not json_file.parent.is_dir():
         raise ConfigError(f"--json {json_file}: its directory does not exist; create it first")
     with _directory(directory) as where:
         plan = {
-            "directory": str(where), "model": model, "device_bytes": parse_size(device_bytes), "host_bytes": parse_size(host_bytes),
+            "directory": str(where), "model": model, "device_bytes": _size(device_bytes), "host_bytes": _size(host_bytes),
             "disk_bytes": parse_size(disk_bytes), "turns": turns, "conversations": conversations, "context": context,
         }  # fmt: skip
         result = Result()
@@ -101,9 +104,15 @@ def demo(
             _run(plan | {"phase": "serve"}, "serving, then kill -9", result, progress)
             _run(plan | {"phase": "restart"}, "second process", result, progress)
     console.print(_table(result))
+    console.print(_LEGEND, style="dim")
     if json_file is not None:
         json_file.write_text(json.dumps({"rows": result.rows, "summary": result.summary()}, indent=1) + "\n")
     _verdict(console, result)
+
+
+def _size(text: str) -> int:
+    """Bytes; 0 for auto."""
+    return 0 if text == "auto" else parse_size(text)
 
 
 @contextmanager
@@ -126,39 +135,45 @@ def _progress(console: Console) -> Progress:
 def _run(plan: dict[str, Any], title: str, result: Result, progress: Progress) -> None:
     """One server process: feed it the plan, collect its events, kill it where it says that everything is on disk."""
     task = progress.add_task(title, total=None, doing="loading the model")
-    with (
-        tempfile.TemporaryFile("w+") as errors,
-        subprocess.Popen([sys.executable, "-m", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True) as server,  # noqa: S603
-    ):
+    command = [sys.executable, "-m", SERVER]
+    with tempfile.TemporaryFile("w+") as errors, subprocess.Popen(  # noqa: S603  our own module in our own interpreter
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
+    ) as server:  # fmt: skip
         assert server.stdin is not None
         assert server.stdout is not None
         try:
             server.stdin.write(json.dumps(plan))
             server.stdin.close()
-            killed = False
-            for line in server.stdout:
-                event = json.loads(line)
-                kind = event.pop("event")
-                if kind == "start":
-                    progress.update(task, total=event["steps"], doing="")
-                elif kind == "row":
-                    result.rows.append(event)
-                    progress.update(task, advance=1, doing=f"{PHASES[event['phase']]}: {event['tier']}")
-                elif kind == "step":
-                    progress.update(task, advance=1, doing=event["what"])
-                elif kind == "summary":
-                    result.figures = event
-                elif kind == "settled":
-                    os.kill(server.pid, signal.SIGKILL)
-                    killed = True
+            settled = _follow(server.stdout, server.pid, result, progress, task)
             code = server.wait()
         except BaseException:
             server.kill()
             raise
-        if code and not killed:
+        if code and not settled:
             errors.seek(0)
             raise TierCacheError(_last_line(errors.read(), code))
     progress.update(task, doing="done")
+
+
+def _follow(events: Iterable[str], pid: int, result: Result, progress: Progress, task: TaskID) -> bool:
+    """Take in a server's events until it ends; True if it was killed, which is what its `settled` asks for."""
+    settled = False
+    for line in events:
+        event = json.loads(line)
+        kind = event.pop("event")
+        if kind == "start":
+            progress.update(task, total=event["steps"], doing="")
+        elif kind == "row":
+            result.rows.append(event)
+            progress.update(task, advance=1, doing=f"from {event['tier']}" if event["tokens_restored"] else "a miss")
+        elif kind == "step":
+            progress.update(task, advance=1, doing=event["what"])
+        elif kind == "summary":
+            result.figures = event
+        elif kind == "settled":
+            os.kill(pid, signal.SIGKILL)
+            settled = True
+    return settled
 
 
 def _last_line(stderr: str, code: int) -> str:
@@ -170,25 +185,33 @@ def _last_line(stderr: str, code: int) -> str:
 
 
 def _table(result: Result) -> Table:
-    table = Table(title="Time to the first token, and what it was checked against", title_style="bold")
-    for name, justify in (
-        ("phase", "left"), ("chat", "right"), ("turn", "right"), ("from", "left"), ("restored", "right"), ("computed", "right"),
-        ("first token", "right"), ("recompute", "right"), ("gain", "right"), ("diff, same cuts", "right"), ("diff, uncut", "right"), ("text", "left"),
-    ):  # fmt: skip
-        table.add_column(name, justify=justify)  # type: ignore[arg-type]
-    phase = None
+    table = Table(title="Where each prompt came from, and what its answer was checked against", title_style="bold", box=SIMPLE_HEAD)
+    for name in _COLUMNS:
+        table.add_column(name, justify="left" if name in ("chat, turn", "from", "answer") else "right", no_wrap=True)
+    phase = ""
     for row in result.rows:
-        if phase not in (None, row["phase"]):
+        title = PHASES.get(row["phase"], "timed")
+        if title != phase:
+            phase = title
             table.add_section()
-        chat = ("", "") if row["conversation"] < 0 else (str(row["conversation"]), str(row["turn"]))
-        table.add_row(
-            PHASES[row["phase"]] if row["phase"] != phase else "", *chat, row["tier"], str(row["tokens_restored"]),
-            str(row["tokens_prompt"] - row["tokens_restored"]), f"{row['ttft_ms']:.1f} ms", f"{row['ttft_recompute_ms']:.1f} ms",
-            f"{row['ttft_recompute_ms'] / row['ttft_ms']:.1f} x", f"{row['max_logit_diff']:g}", f"{row['max_logit_diff_uncut']:.1e}",
-            "[green]same[/]" if row["same_text"] and row["same_bytes"] else "[red]differs[/]",
-        )  # fmt: skip
-        phase = row["phase"]
+            table.add_row(f"[bold]{title}")
+        table.add_row(*_cells(row))
     return table
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    return [
+        TIMED.get(row["phase"]) or f"{row['conversation']}, {row['turn']}",
+        row["tier"],
+        str(row["tokens_restored"]),
+        str(row["tokens_prompt"] - row["tokens_restored"]),
+        f"{row['ttft_ms']:.0f} ms",
+        f"{row['ttft_recompute_ms']:.0f} ms",
+        f"{row['ttft_recompute_ms'] / row['ttft_ms']:.1f} x",
+        f"{row['max_logit_diff']:g}",
+        f"{row['max_logit_diff_uncut']:.0e}",
+        "[green]same[/]" if row["same_text"] and row["same_bytes"] else "[red]DIFFERS[/]",
+    ]
 
 
 def _verdict(console: Console, result: Result) -> None:
