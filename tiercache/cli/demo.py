@@ -24,6 +24,8 @@ from tiercache.config import parse_size
 from tiercache.errors import ConfigError, TierCacheError
 
 _COLUMNS: Final = ("chat, turn", "from", "restored", "computed", "1st token", "recompute", "gain", "diff", "uncut", "answer")
+_WIDE: Final = 95
+"""Columns of a terminal that all of these need."""
 _LEGEND: Final = (
     "restored, computed: tokens of the prompt. recompute: one warmed, uncut prefill (median of 5). diff: largest logit difference to a "
     "recompute with the same cuts; uncut: to one without cuts, which rounds differently. cold: page cache dropped."
@@ -103,7 +105,7 @@ def demo(
         with _progress(console) as progress:
             _run(plan | {"phase": "serve"}, "serving, then kill -9", result, progress)
             _run(plan | {"phase": "restart"}, "second process", result, progress)
-    console.print(_table(result))
+    console.print(_table(result, console.width))
     console.print(_LEGEND, style="dim")
     if json_file is not None:
         json_file.write_text(json.dumps({"rows": result.rows, "summary": result.summary()}, indent=1) + "\n")
@@ -184,9 +186,16 @@ def _last_line(stderr: str, code: int) -> str:
     return message if name.startswith("tiercache.") and message else f"the serving process ended with code {code}: {last or 'no message'}"
 
 
-def _table(result: Result) -> Table:
-    table = Table(title="Where each prompt came from, and what its answer was checked against", title_style="bold", box=SIMPLE_HEAD)
-    for name in _COLUMNS:
+def _table(result: Result, width: int) -> Table:
+    table = Table(
+        title="Where each prompt came from, and what its answer was checked against",
+        title_style="bold",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
+    columns = [n for n, name in enumerate(_COLUMNS) if width >= _WIDE or name not in ("computed", "uncut")]
+    for name in (_COLUMNS[n] for n in columns):
         table.add_column(name, justify="left" if name in ("chat, turn", "from", "answer") else "right", no_wrap=True)
     phase = ""
     for row in result.rows:
@@ -195,7 +204,8 @@ def _table(result: Result) -> Table:
             phase = title
             table.add_section()
             table.add_row(f"[bold]{title}")
-        table.add_row(*_cells(row))
+        cells = _cells(row)
+        table.add_row(*(cells[n] for n in columns))
     return table
 
 
