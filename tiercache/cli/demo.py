@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -92,6 +93,8 @@ def demo(
     console = Console()
     if not console.is_terminal:
         console = Console(width=100)
+    if missing := [name for name in ("torch", "transformers") if find_spec(name) is None]:
+        raise ConfigError(f"the demo runs a model and needs {' and '.join(missing)}; install them with: pip install 'tiercache[worker]'")
     if model and not Path(model).is_dir():
         raise ConfigError(f"--model {model} is not a directory; pass one that `save_pretrained` or a download made")
     if json_file is not None and not json_file.parent.is_dir():
