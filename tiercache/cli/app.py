@@ -7,6 +7,7 @@ from typing import Annotated, Final
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 import tiercache
 from tiercache.cli.demo import demo
@@ -44,10 +45,10 @@ def main() -> None:
     try:
         app()
     except (InputError, ConfigError) as error:
-        errors.print(f"[red]tiercache:[/] {error}", soft_wrap=True)
+        errors.print(f"[red]tiercache:[/] {escape(str(error))}", soft_wrap=True)
         sys.exit(EXIT_USAGE)
     except (TierCacheError, OSError) as error:
-        errors.print(f"[red]tiercache:[/] {error}", soft_wrap=True)
+        errors.print(f"[red]tiercache:[/] {escape(str(error))}", soft_wrap=True)
         sys.exit(EXIT_ERROR)
     except KeyboardInterrupt:
         errors.print("interrupted")

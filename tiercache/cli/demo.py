@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from tiercache import errors
 from tiercache.config import parse_size
 from tiercache.errors import ConfigError, TierCacheError
 
@@ -123,6 +124,8 @@ def _size(text: str) -> int:
 @contextmanager
 def _directory(given: Path | None) -> Iterator[Path]:
     if given is not None:
+        if given.exists() and not given.is_dir():
+            raise ConfigError(f"--dir {given} is a file; name a directory, which is made if it is not there")
         given.mkdir(mode=0o700, parents=True, exist_ok=True)
         yield given
         return
@@ -141,8 +144,8 @@ def _run(plan: dict[str, Any], title: str, result: Result, progress: Progress) -
     """One server process: feed it the plan, collect its events, kill it where it says that everything is on disk."""
     task = progress.add_task(title, total=None, doing="loading the model")
     command = [sys.executable, "-m", SERVER]
-    with tempfile.TemporaryFile("w+") as errors, subprocess.Popen(  # noqa: S603  our own module in our own interpreter
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
+    with tempfile.TemporaryFile("w+") as stderr, subprocess.Popen(  # noqa: S603  our own module in our own interpreter
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True
     ) as server:  # fmt: skip
         assert server.stdin is not None
         assert server.stdout is not None
@@ -155,8 +158,8 @@ def _run(plan: dict[str, Any], title: str, result: Result, progress: Progress) -
             server.kill()
             raise
         if code and not settled:
-            errors.seek(0)
-            raise TierCacheError(_last_line(errors.read(), code))
+            stderr.seek(0)
+            raise _failure(stderr.read(), code)
     progress.update(task, doing="done")
 
 
@@ -181,12 +184,15 @@ def _follow(events: Iterable[str], pid: int, result: Result, progress: Progress,
     return settled
 
 
-def _last_line(stderr: str, code: int) -> str:
-    """The sentence that a failed server process ended with, without its traceback."""
+def _failure(stderr: str, code: int) -> TierCacheError:
+    """The error that a server process ended with, as it was raised there but without its traceback."""
     lines = [line for line in stderr.splitlines() if line.strip()]
-    last = lines[-1] if lines else ""
+    last = lines[-1] if lines else "no message"
     name, _, message = last.partition(": ")
-    return message if name.startswith("tiercache.") and message else f"the serving process ended with code {code}: {last or 'no message'}"
+    kind = getattr(errors, name.removeprefix("tiercache.errors."), None)
+    if isinstance(kind, type) and issubclass(kind, TierCacheError):
+        return kind(message)
+    return TierCacheError(f"the serving process ended with code {code}: {last}")
 
 
 def _table(result: Result, width: int) -> Table:

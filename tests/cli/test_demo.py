@@ -1,0 +1,65 @@
+"""`tiercache demo` as a user runs it: real processes, a real kill, and every mistake in one sentence."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TIERCACHE = str(Path(sys.executable).parent / "tiercache")
+ROW = {
+    "turn", "conversation", "phase", "tier", "tokens_prompt", "tokens_restored", "bytes_restored", "ttft_ms", "ttft_recompute_ms",
+    "max_logit_diff", "same_text",
+}  # fmt: skip
+SUMMARY = {"wrong_outputs", "hits_by_tier", "speedup_disk", "speedup_host", "restore_gbps", "raw_read_gbps"}
+
+
+def tiercache(*arguments):
+    return subprocess.run([TIERCACHE, *map(str, arguments)], capture_output=True, text=True, timeout=220)
+
+
+def test_the_demo_restores_from_every_tier_and_over_a_kill(tmp_path):
+    report = tmp_path / "report.json"
+    done = tiercache("demo", "--dir", tmp_path / "demo", "--turns", 2, "--conversations", 4, "--context", 512, "--json", report)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "PASSED" in done.stdout
+    assert "first process" in done.stdout
+    data = json.loads(report.read_text())
+    rows, summary = data["rows"], data["summary"]
+    assert all(row.keys() >= ROW for row in rows)
+    assert summary.keys() >= SUMMARY
+    assert summary["wrong_outputs"] == 0
+    assert all(summary["hits_by_tier"][tier] > 0 for tier in ("device", "host", "disk"))
+    assert {row["max_logit_diff"] for row in rows} == {0.0}
+    assert all(row["same_text"] for row in rows)
+    restarted = [row for row in rows if row["phase"] == "restart"]
+    assert len(restarted) == 4
+    assert all(row["tier"] == "disk" and row["tokens_restored"] > 0 and row["bytes_restored"] > 0 for row in restarted)
+    assert [row["tier"] for row in rows if row["phase"].startswith("speed")] == ["host", "disk", "disk"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "sentence"),
+    [
+        (["--device-bytes", "5x"], 2, "'5x' is not a size"),
+        (["--device-bytes", "1KiB"], 2, "1024 device bytes are too few"),
+        (["--disk-bytes", "1KiB"], 2, "set capacity to"),
+        (["--model", "nowhere"], 2, "--model nowhere is not a directory"),
+        (["--json", "nowhere/report.json"], 2, "its directory does not exist"),
+        (["--dir", "/dev/null"], 2, "is a file"),
+        (["--turns", "0"], 2, "--turns"),
+    ],
+)
+def test_a_mistake_gets_one_sentence(arguments, code, sentence):
+    done = tiercache("demo", *arguments)
+    assert (done.returncode, "Traceback" in done.stderr) == (code, False)
+    assert sentence in done.stderr.replace("\n", " ")
+
+
+def test_help_and_version():
+    assert "--context" in tiercache("demo", "--help").stdout
+    assert tiercache("--version").stdout.startswith("tiercache ")
+    assert tiercache("nonsense").returncode == 2
