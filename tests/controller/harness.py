@@ -13,7 +13,7 @@ from blake3 import blake3
 
 from tiercache.controller import ControllerOptions, HybridCacheController, Status
 from tiercache.core import PoolName, as_tokens
-from tiercache.errors import TransferError
+from tiercache.errors import PoolFullError, TransferError
 from tiercache.geometry import kv_geometry, state_geometry
 from tiercache.keys import Identity
 from tiercache.pools import DevicePool, HostArena
@@ -36,16 +36,25 @@ class Engine:
     """Serves prompts through a controller. `hybrid` False leaves the states out. Thread rule: one owner thread."""
 
     def __init__(
-        self, storage=None, *, pages=16, states=8, blocks=32, hybrid=True, clock=None, options=None, engine=None, identity=IDENTITY, shard=None
+        self,
+        storage=None,
+        *,
+        pages=16,
+        states=8,
+        blocks=32,
+        hybrid=True,
+        clock=None,
+        options=None,
+        engine=None,
+        identity=IDENTITY,
+        shard=None,
     ):
         self.hybrid = hybrid
         self.tensors = {KV: {(s.layer, s.name): torch.zeros(pages * P, *s.shape[1:]) for s in PAGES.segments}}
         geometries = {KV: PAGES}
         if hybrid:
             geometries[MAMBA] = STATES
-            self.tensors[MAMBA] = {
-                (s.layer, s.name): torch.zeros(states, *s.shape, dtype=getattr(torch, s.dtype)) for s in STATES.segments
-            }
+            self.tensors[MAMBA] = {(s.layer, s.name): torch.zeros(states, *s.shape, dtype=getattr(torch, s.dtype)) for s in STATES.segments}
         self.pools = {name: DevicePool.from_tensors(g, self.tensors[name]) for name, g in geometries.items()}
         self.arena = HostArena(blocks * 4096, 4096)
         extra = {"clock": clock} if clock else {}
@@ -58,9 +67,7 @@ class Engine:
     def serve(self, prompt, answer=(), *, check=True, extra=b""):
         """Restore, compute the rest, commit at every checkpoint and at the end, release. Returns the restored depth in tokens."""
         tokens = as_tokens(list(prompt) + list(answer))
-        admission = self.controller.admit(
-            self.controller.lookup(tokens[: len(prompt)], extra), tokens=len(tokens), states=5 if self.hybrid else 0
-        )
+        admission = self.admit(self.controller.lookup(tokens[: len(prompt)], extra), tokens=len(tokens), states=5 if self.hybrid else 0)
         try:
             depth = self.restore(admission, tokens)
             restored = depth
@@ -78,6 +85,15 @@ class Engine:
             self.controller.release(admission)
         return restored
 
+    def admit(self, lookup, **need):
+        """An admission; copies of earlier requests, which hold slots for a moment, are waited for."""
+        while True:
+            try:
+                return self.controller.admit(lookup, **need)
+            except PoolFullError:
+                if not self.controller.tick(0.01):
+                    raise
+
     def restore(self, admission, tokens):
         """Wait until everything of the restored depth is on the device, and check it."""
         while True:
@@ -87,9 +103,7 @@ class Engine:
                 for layer in range(4):
                     admission.wait_layer(layer)
             except TransferError:
-                while admission.poll() == poll and any(load.ticket.error for load in admission._loads):
-                    self.controller._state.arrived.wait(0.1)
-                continue
+                continue  # pending until the load has landed
             self.verify(admission, tokens, poll.depth // P)
             if self.hybrid and poll.depth:
                 self.verify_state(admission.restored_states[MAMBA], tokens[: poll.depth])
@@ -116,7 +130,9 @@ class Engine:
             slot = int(admission.pages[KV][page])
             for segment in PAGES.segments:
                 rows = self.tensors[KV][segment.layer, segment.name][slot * P : (slot + 1) * P]
-                assert torch.equal(as_bytes(rows), content(tokens[: (page + 1) * P], segment)), f"page {page} {segment.layer}/{segment.name}"
+                assert torch.equal(as_bytes(rows), content(tokens[: (page + 1) * P], segment)), (
+                    f"page {page} {segment.layer}/{segment.name}"
+                )
 
     def verify_state(self, slot, tokens):
         for segment in STATES.segments:

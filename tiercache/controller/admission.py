@@ -7,20 +7,20 @@ PENDING -- storage has answered --> PENDING (fetching) -- all landed --> READY(d
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from tiercache.controller.accounting import Sources, count_restore
 from tiercache.controller.lookup import Lookup
 from tiercache.controller.operations import Fetch, Load, Piece, gather_pieces
-from tiercache.controller.request_slots import RequestSlots
-from tiercache.controller.state import ControllerState, InFlight
-from tiercache.core import ABSENT, Locations, PoolName, Reason, Tier, pending, reusable_pages
-from tiercache.errors import AdmissionError, PoolFullError
-from tiercache.index import Match, Node, PageLocations, Span, StateLocation, checkpoint_depths
+from tiercache.controller.request_slots import Mask, RequestSlots
+from tiercache.controller.state import ControllerState, Fence, InFlight
+from tiercache.core import ABSENT, Locations, PoolName, Reason, Tier, TokenArray, pending, reusable_pages
+from tiercache.errors import AdmissionError, InputError, PoolFullError
+from tiercache.index import Inserted, Match, Node, PageLocations, PathLocations, Span, StateLocation, checkpoint_depths
 
 _MAX_FETCHES = 8
 """Rounds of fetching in one admission: each further round follows an object that turned out missing or corrupt."""
@@ -60,24 +60,31 @@ class Admission:
         self.released = False
         self._state = state
         self._deadline = deadline
+        self._states = states
         self._limit = reusable_pages(len(lookup.tokens), state.page_size)
+        self._sequence = lookup.tokens
         self._depth = 0
+        self._covered = 0
+        self._frozen = False
+        self._keys: list[bytes] = []
         self._missing: set[tuple[PoolName, int]] = set()
-        self._fetched: dict[PoolName, npt.NDArray[np.bool_]] = {p: np.zeros(self._limit, np.bool_) for p in state.pools}
-        self._fetching: set[InFlight] = set()
+        self._unfit: set[int] = set()
+        self._fetched: dict[PoolName, Mask] = {p: np.zeros(self._limit, np.bool_) for p in state.pools}
+        self._fetching: set[Fetch] = set()
         self._fetches = 0
-        self._loads: set[InFlight] = set()
+        self._loads: set[Load] = set()
         self._checkpoints: tuple[int, ...] = ()
         self._restored_states: dict[PoolName, int] = {}
-        match = state.index.match(lookup.tokens, lookup.extra)
-        near = state.index.node_at(match, match.near_depth) if state.index.state_pools else match.node
-        self._pin = state.index.pin(near, Tier.DEVICE, Tier.HOST)
-        located, _ = state.index.locations(match, match.near_depth)
-        resident = {p: int((at.device != ABSENT).sum()) for p, at in located.items()}
+        match = self._match()
+        near = state.index.node_at(match, match.near_depth)
+        located, restored = state.index.locations(near, match.near_depth)
+        resident = {p: int(np.count_nonzero(at.device != ABSENT)) for p, at in located.items()}
+        on_device = all((at.device >= 0).all() for at in located.values()) and all(one.device >= 0 for one in restored.values())
+        self._pin = state.index.pin(near, *((Tier.DEVICE,) if on_device else (Tier.DEVICE, Tier.HOST)))
         try:
             # One state slot more than asked for: the restored state may have to come up from below.
             self.slots = RequestSlots(state, -(-tokens // state.page_size), resident, states + 1)
-        except PoolFullError:
+        except BaseException:
             self._pin.release()
             raise
 
@@ -104,120 +111,165 @@ class Admission:
         return self._restored_states
 
     def poll(self) -> Poll:
-        """Go on as far as possible without waiting, and say how it stands."""
+        """Go on as far as possible without waiting, and say how it stands.
+
+        After a layer has failed it is PENDING until that load has landed, then READY with what is left, or FAILED. PoolFullError, with
+        nothing changed, if then there are too few slots to recompute in: poll again when others have released theirs, or release.
+        """
         self._require_open()
         self._state.drain()
-        if self.status is Status.PENDING:
-            self._advance(freeze=self._state.clock() >= self._deadline)
-        elif any(isinstance(o, Load) and o.ticket.error for o in self._loads):
-            self._fall_back()
-        return Poll(self.status, self.depth, self.reason)
+        return self._go_on(freeze=self._state.clock() >= self._deadline)
 
     def start(self) -> Poll:
         """Freeze the depth at what is near now. What is still on its way from storage lands in the cache for the next request."""
         self._require_open()
         self._state.drain()
-        if self.status is Status.PENDING:
-            self._advance(freeze=True)
-        return self.poll()
+        return self._go_on(freeze=True)
 
     def wait(self) -> Poll:
         """Poll until no longer PENDING, which is at the deadline at the latest. For callers with nothing else to do."""
         while (poll := self.poll()).status is Status.PENDING:
-            self._state.arrived.wait(max(0.0, min(0.1, self._deadline - self._state.clock())))
+            left = 0.1 if self._loads else self._deadline - self._state.clock()
+            self._state.arrived.wait(max(0.0, min(0.1, left)))
         return poll
 
     def wait_layer(self, layer: int) -> None:
         """Return once all of `layer` is in its device slots; TransferError if it cannot be: drop the step's output and poll again."""
         self._require_open()
+        if not self._frozen:
+            raise AdmissionError("this admission is still pending; poll until it is ready, or call start()")
         for load in self._loads:
-            assert isinstance(load, Load)
             load.ticket.wait_layer(layer)
 
     def take_states(self) -> dict[PoolName, int]:
         """A private slot of each state pool, to fill and then hand to `commit`."""
-        self._require_open()
+        self.require_started()
         return self.slots.take_states()
 
     def extend(self, tokens: int, states: int = 0) -> None:
         """Cover `tokens` tokens and hold `states` more state slots; PoolFullError and no change if the pools cannot give them."""
         self.require_started()
+        if states < 0:
+            raise InputError(f"{states} more states cannot be reserved; pass 0 or more")
         self.slots.extend(-(-tokens // self._state.page_size), states)
 
-    def repin(self, node: Node) -> None:
-        """Hold the path to `node`, which a commit has just put the request's pages on, instead of the one restored from."""
-        pin = self._state.index.pin(node, Tier.DEVICE)
-        self._pin.release()
-        self._pin = pin
+    def check_sequence(self, tokens: TokenArray) -> None:
+        """InputError unless `tokens` agree with the prompt and with everything committed so far: its slots are the index's already."""
+        shared = min(len(self._sequence), len(tokens))
+        if not np.array_equal(self._sequence[:shared], tokens[:shared]):
+            raise InputError(
+                "the committed tokens do not begin as the admitted prompt and earlier commits do; commit the whole sequence from its start"
+            )
 
-    def close(self) -> None:
-        """Undo: unpin, give every private slot back. Operations in flight land by themselves."""
+    def follow(self, inserted: Inserted, tokens: TokenArray, fence: Fence | None) -> None:
+        """`inserted` is what the index made of a commit of the full pages `tokens`: use its slots and hold its path from now on."""
+        self.slots.settle(inserted, fence)
+        if len(tokens) > len(self._sequence):
+            self._sequence = tokens.copy()
+        if inserted.depth >= self._covered:  # a shorter commit must not let go of deeper pages that are in the slot table
+            self._hold(inserted.node, inserted.depth)
+
+    def close(self, fence: Fence | None = None) -> None:
+        """Undo: unpin, give every private slot back, both behind `fence`. Operations in flight land by themselves."""
         self._require_open()
         self.released = True
-        self._pin.release()
-        self.slots.free()
+        self._state.retire(self.slots.close(), fence, [self._pin])
 
     def require_started(self) -> None:
-        """AdmissionError while PENDING or after the release."""
+        """AdmissionError while PENDING, after a layer has failed, and after the release."""
         self._require_open()
+        self._follow_loads()
         if self.status is Status.PENDING:
-            raise AdmissionError("this admission is still pending; poll until it is ready, or call start()")
+            what = "lost a layer of its restore; drop what was computed from it and" if self._loads else "is still pending;"
+            raise AdmissionError(f"this admission {what} poll until it is ready, or call start()")
 
     def _require_open(self) -> None:
         if self.released:
             raise AdmissionError("this admission was released already; each is released once, as the last thing")
 
+    def _match(self) -> Match:
+        return self._state.index.match(self.lookup.tokens, self.lookup.extra)
+
+    def _hold(self, node: Node, depth: int) -> None:
+        """Hold pages [0, depth) on the device, where `node` covers the last of them, instead of what was held before."""
+        if self._pin.node is not node or Tier.HOST in self._pin.tiers:
+            before, self._pin = self._pin, self._state.index.pin(node, Tier.DEVICE)
+            before.release()
+        self._covered = depth
+
+    def _go_on(self, *, freeze: bool) -> Poll:
+        self._follow_loads()
+        if self.status is Status.PENDING:
+            if self._loads:
+                self._fall_back()
+            else:
+                self._advance(freeze=freeze)
+        return Poll(self.status, self.depth, self.reason)
+
+    def _follow_loads(self) -> None:
+        """Once a load has failed the admission is PENDING; loads that have landed are forgotten."""
+        if any(load.ticket.error for load in self._loads):
+            self.status = Status.PENDING
+        elif all(load.done for load in self._loads):
+            self._loads.clear()
+
     def _advance(self, *, freeze: bool) -> None:
         query = self.lookup.query
-        if not freeze:
-            if query is not None and not query.done:
-                return
-            if not all(o.done for o in self._fetching):
-                return
+        waiting = (query is not None and not query.done) or not all(fetch.done for fetch in self._fetching)
+        if waiting and not freeze:
+            return
+        if not waiting:
             self._harvest()
-            if self._fetch_next():
+        match = self._match()
+        while not freeze and (target := self._target(match)):
+            if self._fetch(target):
                 return
-        elif (query is not None and not query.done) or not all(o.done for o in self._fetching) or self._target():
+            match = self._match()
+        if waiting or (freeze and self._target(match)):
             self._fail(Reason.TIMEOUT)
-        self._freeze()
+        self._freeze(match, match.near_depth)
 
     def _harvest(self) -> None:
+        """Learn what could not be fetched of this prompt's path. A shared fetch may have failed for pages of another path."""
+        failed: dict[tuple[PoolName, bytes], Reason] = {}
         for fetch in self._fetching:
-            assert isinstance(fetch, Fetch)
-            self._missing.update(fetch.failed)
-            for reason in fetch.reasons:
-                self._fail(reason)
+            failed |= fetch.failed
         self._fetching = set()
+        if failed:
+            mine = {(p, d): failed[p, k] for d, k in enumerate(self._keys, 1) for p in self._state.pools if (p, k) in failed}
+            self._missing.update(mine)
+            for reason in set(mine.values()):
+                self._fail(reason)
 
     def _fail(self, reason: Reason) -> None:
-        self.reason = reason
-        self._state.metrics.increment("restore_failures_total", reason)
+        """Note why the restore is cut short; counted once, however often it is met before the restore is settled."""
+        if reason is not self.reason:
+            self.reason = reason
+            self._state.metrics.increment("restore_failures_total", reason)
 
-    def _fetch_next(self) -> bool:
-        """Begin to fetch what the deepest depth still possible lacks on the host; False if there is nothing deeper than what is near."""
+    def _fetch(self, target: int) -> bool:
+        """Begin to fetch what depth `target` lacks on the host; False if the host has no room for it."""
         state, lookup = self._state, self.lookup
-        target = self._target()
-        if not target or self._fetches == _MAX_FETCHES or state.storage is None:
-            return False
         self._fetches += 1
         node = state.index.extend_path(lookup.tokens, target, lookup.extra)
-        pin = state.index.pin(node, Tier.DEVICE, Tier.HOST)
-        try:
-            self._fetching = self._begin_fetch(node, target)
-        except PoolFullError:
-            self._fail(Reason.BUSY)
-            return False
-        finally:
-            pin.release()
-            state.index.prune(node)
+        with state.index.pinned(node, Tier.DEVICE, Tier.HOST):  # what was made for a fetch that does not come to pass goes with the pin
+            self._keys = state.index.page_keys(node, target)
+            try:
+                self._fetching = self._begin_fetch(node, target)
+            except PoolFullError:
+                self._unfit.add(target)
+                self._fail(Reason.BUSY)
+                return False
         return True
 
-    def _target(self) -> int:
+    def _target(self, match: Match) -> int:
         """The deepest depth, in pages, that storage could still give beyond what is near; 0 if there is none."""
-        match = self._state.index.match(self.lookup.tokens, self.lookup.extra)
-        known = set(match.restorable) | {match.depth}
+        if self._state.storage is None or self._fetches == _MAX_FETCHES:
+            return 0
+        known = {*match.restorable, match.depth}
         if self.lookup.query is not None and self.lookup.query.result is not None:
             known.update(self.lookup.query.result.restorable_prefix_pages)
+        known -= self._unfit
         return max((d for d in known if match.near_depth < d <= self._limit and self._possible(d)), default=0)
 
     def _possible(self, depth: int) -> bool:
@@ -225,11 +277,11 @@ class Admission:
         pages = self._state.index.page_pools
         return not any(d <= depth if pool in pages else d == depth for pool, d in self._missing)
 
-    def _begin_fetch(self, node: Node, depth: int) -> set[InFlight]:
+    def _begin_fetch(self, node: Node, depth: int) -> set[Fetch]:
         state = self._state
         located, states = state.index.locations(node, depth)
         absent = {p: (at.device < 0) & (at.host == ABSENT) for p, at in located.items()}
-        waiting = set()
+        waiting: set[InFlight] = set()
         for pool, at in located.items():
             coming = (at.device < 0) & (at.host < ABSENT)
             waiting |= state.claimants(Tier.HOST, pool, pending(at.host[coming]))
@@ -245,39 +297,45 @@ class Admission:
             start = depth - 1 if pool in states else 0
             pieces += gather_pieces(pool, node, start, np.zeros(len(mask), np.int64), mask, handles[pool])
         if pieces:
-            keys = state.index.page_keys(node, depth)
-            waiting.add(Fetch(state, pieces, keys, [state.index.pin(node, Tier.DEVICE, Tier.HOST)]))
+            waiting.add(Fetch(state, pieces, self._keys, [state.index.pin(node, Tier.DEVICE, Tier.HOST)]))
         return {o for o in waiting if isinstance(o, Fetch)}
 
-    def _freeze(self, *, device_only: bool = False) -> None:
-        """Settle on the deepest depth that is near, make the slot table and start the loads."""
-        state, lookup = self._state, self.lookup
-        match = state.index.match(lookup.tokens, lookup.extra)
-        depth = self._deepest_on_device(match) if device_only else match.near_depth
-        node = state.index.extend_path(lookup.tokens, depth, lookup.extra) if depth and state.index.state_pools else match.node
-        pin = state.index.pin(node, Tier.DEVICE, Tier.HOST)
-        self._pin.release()
-        self._pin = pin
-        located, states = state.index.locations(node, depth)
-        need = self.slots.lay_out(located)
-        self._loads = {o for p, at in located.items() for o in state.claimants(Tier.DEVICE, p, pending(at.device[at.device < ABSENT]))}
-        pieces: list[Piece] = []
+    def _freeze(self, match: Match, depth: int) -> None:
+        """Settle on `depth`, make the slot table and start the loads. PoolFullError, with nothing changed, for want of slots."""
+        node = self._state.index.node_at(match, depth)
+        # Making room may evict; and without a pin, letting go of the one held so far may merge this node away.
+        with nullcontext() if node is self._pin.node else self._state.index.pinned(node, Tier.DEVICE):
+            located = self._state.index.locations(node, depth)
+            need = self.slots.lay_out(located.pages)
+            self._depth = depth
+            self._load(node, located, need)
+            self.status = Status.FAILED if self.reason is not Reason.NONE and not depth else Status.READY
+            if self._state.index.state_pools:
+                self._checkpoints = checkpoint_depths(depth, match.path_depth, len(self.lookup.tokens), self._state.page_size)
+            self._state.index.touch(match)
+            if not self._frozen:
+                self._frozen = True
+                self.slots.keep_states(self._states)
+                self._count(match, *located)
+            self._hold(node, depth)
+
+    def _load(self, node: Node, located: PathLocations, need: Mapping[PoolName, Mask]) -> None:
+        """Start the load of the pages that `need` one and of the state, and join those of other requests."""
+        state, depth, pieces = self._state, self._depth, list[Piece]()
+        self._loads = {load for pool, at in located.pages.items() for load in self._filling(pool, at.device)}
         for pool, mask in need.items():
-            pieces += gather_pieces(pool, node, 0, located[pool].host, mask, self.slots.table[pool][:depth][mask])
-        self._restored_states = {}
-        for pool, one in states.items() if depth else ():
-            self._restored_states[pool] = self._place_state(pool, one, node, depth, pieces)
+            pieces += gather_pieces(pool, node, 0, located.pages[pool].host, mask, self.slots.table[pool][:depth][mask])
+        self._restored_states = {p: self._place_state(p, one, node, depth, pieces) for p, one in located.states.items()} if depth else {}
         if pieces:
-            self._loads.add(Load(state, pieces, [state.index.pin(node, Tier.DEVICE, Tier.HOST)]))
-        self._depth = depth
-        first = self.status is Status.PENDING
-        self.status = Status.FAILED if self.reason is not Reason.NONE and not depth else Status.READY
-        self._checkpoints = (
-            checkpoint_depths(depth, match.path_depth, len(lookup.tokens), state.page_size) if state.index.state_pools else ()
-        )
-        state.index.touch(match)
-        if first:
-            self._count(match, located, states)
+            self._loads.add(Load(state, pieces, [state.index.pin(node, Tier.DEVICE, Tier.HOST)], self.slots.take_back))
+
+    def _filling(self, pool: PoolName, device: Locations) -> Iterator[Load]:
+        """The loads of other requests that are filling some of these slots."""
+        coming = device[device < ABSENT]
+        if len(coming):
+            for operation in self._state.claimants(Tier.DEVICE, pool, pending(coming)):
+                assert isinstance(operation, Load), "only loads fill device slots"
+                yield operation
 
     def _count(self, match: Match, located: Mapping[PoolName, PageLocations], states: Mapping[PoolName, StateLocation]) -> None:
         depth = self._depth
@@ -316,26 +374,31 @@ class Admission:
         if at.device >= 0:
             return at.device
         if at.device < ABSENT:
-            slots = pending(np.array([at.device]))
-            self._loads |= self._state.claimants(Tier.DEVICE, pool, slots)
-            return int(slots[0])
+            slots = np.array([at.device])
+            self._loads.update(self._filling(pool, slots))
+            return int(pending(slots)[0])
         slot = self.slots.give_state(pool)
         pieces.append(Piece(pool, Span(node, depth - 1, depth), np.array([at.host]), np.array([slot])))
         return slot
 
     def _fall_back(self) -> None:
-        """A load failed: fold once more over what is verified on the device."""
-        if not all(o.done for o in self._loads):
-            return  # the failing load has not landed yet, its slots are still being written
+        """A load failed: fold once more over what is verified on the device, as soon as no slot is being written any more."""
+        if not all(load.done for load in self._loads):
+            return
         self._fail(Reason.IO_ERROR)
-        self._freeze(device_only=True)
+        match = self._match()
+        self._freeze(match, self._deepest_on_device(match))
 
     def _deepest_on_device(self, match: Match) -> int:
-        for depth in sorted({*match.restorable, match.near_depth}, reverse=True):
-            if depth > match.near_depth:
-                continue
-            node = self._state.index.extend_path(self.lookup.tokens, depth, self.lookup.extra) if depth else match.node
-            pages, states = self._state.index.locations(node, depth)
-            if all((at.device >= 0).all() for at in pages.values()) and all(one.device >= 0 for one in states.values()):
-                return depth
-        return 0
+        index = self._state.index
+        near = index.node_at(match, match.near_depth)
+        run = min(_leading(at.device >= 0) for at in index.locations(near, match.near_depth).pages.values())
+        if not index.state_pools:
+            return run
+        fit = (d for d in match.restorable if d <= run and all(s.device >= 0 for s in index.locations(near, d).states.values()))
+        return max(fit, default=0)
+
+
+def _leading(flags: Mask) -> int:
+    """How many of `flags` are set before the first that is not."""
+    return len(flags) if flags.all() else int(flags.argmin())

@@ -104,6 +104,8 @@ class HybridCacheController:
         prompt = as_tokens(tokens)
         if not len(prompt):
             raise TokenError("the prompt is empty; pass at least one token")
+        if prompt is tokens or prompt.base is not None:
+            prompt = prompt.copy()  # an engine may use its token buffer again, while the request goes on
         return look_up(self._state, prompt, extra)
 
     def admit(self, lookup: Lookup, *, tokens: int | None = None, states: int = 0, deadline: float | None = None) -> Admission:
@@ -120,8 +122,12 @@ class HybridCacheController:
             raise InputError(f"{states} states cannot be reserved; pass 0 or more")
         wait = self._state.options.restore_deadline if deadline is None else deadline
         admission = Admission(self._state, lookup, tokens, states, self._state.clock() + wait)
+        try:
+            admission.poll()
+        except BaseException:
+            admission.close()
+            raise
         self._admissions.add(admission)
-        admission.poll()
         return admission
 
     def commit(
@@ -151,7 +157,7 @@ class HybridCacheController:
         for depth, slots in (states or {}).items():
             if depth % self.page_size or not 0 < depth <= len(sequence):
                 raise InputError(
-                    f"a state at {depth} tokens cannot be committed; it must be a multiple of {self.page_size} up to the {len(sequence)} given"
+                    f"a state at {depth} tokens cannot be committed; use multiples of {self.page_size} up to the {len(sequence)} given"
                 )
             by_depth[depth // self.page_size] = dict(slots)
         admission.slots.check_states(by_depth.values())
@@ -159,21 +165,23 @@ class HybridCacheController:
         _check_pages(admission, pages, full)
         table = {p: t[:full] for p, t in admission.pages.items()}
         inserted = self._state.index.insert(sequence[: full * self.page_size], table, by_depth, admission.lookup.extra)
-        admission.slots.settle(inserted, fence)
-        admission.repin(inserted.node)
-        depths = {depth for depth, _, _ in inserted.adopted_states} | {admission.depth // self.page_size}
-        write_through(self._state, inserted.node, full, depths - {0}, sequence, admission.lookup.extra, fence)
+        admission.follow(inserted, sequence[: full * self.page_size], fence)
+        depths = {state.depth for state in inserted.adopted_states} | {admission.depth // self.page_size}
+        write_through(self._state, inserted.node, full, depths, fence)
         return admission.pages
 
-    def release(self, admission: Admission) -> None:
-        """End a request: unpin, give its own slots back. AdmissionError if that was done before."""
+    def release(self, admission: Admission, *, fence: Fence | None = None) -> None:
+        """End a request: unpin, give its own slots back. AdmissionError if that was done before.
+
+        `fence`: passed when the device no longer reads or writes the request's slots (default: it does not).
+        """
         self._enter()
         self._require_mine(admission)
-        admission.close()
+        admission.close(fence)
         self._admissions.discard(admission)
 
     def tick(self, wait: float = 0.0) -> bool:
-        """Apply what has happened in the background, after waiting up to `wait` seconds for something to happen; is anything still under way?
+        """Apply what has happened in the background, after up to `wait` seconds if nothing has; is anything still under way?
 
         Every call applies events; an idle engine ticks now and then.
         """
@@ -184,7 +192,10 @@ class HybridCacheController:
         return bool(self._state.operations)
 
     def evict(self, tier: Tier) -> None:
-        """Free everything in `tier` that no request and no transfer is using: before a sleep, to hand memory over, or to measure a tier below."""
+        """Free everything in `tier` that no request and no transfer is using.
+
+        Before a sleep, to hand memory over, or to measure a tier below.
+        """
         self._enter()
         if tier is Tier.STORAGE:
             raise InputError("storage is not emptied from here; flush its namespace with the store itself")
@@ -216,9 +227,8 @@ class HybridCacheController:
         self._admissions.clear()
         drained = self._settle(end - time.monotonic())
         self._closed = True
-        left = max(0.1, end - time.monotonic())
-        idle = [t.close(left) for t in (self._state.queries, self._state.reads, self._state.writes)]
-        self._state.engine.close(left)
+        idle = [t.close(max(0.1, end - time.monotonic())) for t in (self._state.queries, self._state.reads, self._state.writes)]
+        self._state.engine.close(max(0.1, end - time.monotonic()))
         if self._backend is not None and all(idle):
             self._backend.close()
         self._state.drain()
@@ -260,10 +270,7 @@ class HybridCacheController:
             raise AdmissionError("this admission belongs to another controller; use the one that made it")
 
     def _check_tokens(self, admission: Admission, tokens: TokenArray) -> None:
-        prompt = admission.lookup.tokens
-        shared = min(len(prompt), len(tokens))
-        if not np.array_equal(prompt[:shared], tokens[:shared]):
-            raise InputError("the committed tokens do not begin as the admitted prompt does; commit the whole sequence from its start")
+        admission.check_sequence(tokens)
         covered = min((len(t) for t in admission.pages.values()), default=0)
         if len(tokens) // self.page_size > covered:
             raise SlotError(f"{len(tokens)} tokens fill more than the {covered} pages of this admission; extend it before computing them")
@@ -281,6 +288,8 @@ def _kinds(identity: Identity, pools: Mapping[PoolName, DevicePool]) -> tuple[li
     kinds: dict[HitPolicy, list[PoolName]] = {HitPolicy.ALL_PAGES: [], HitPolicy.TRAILING_PAGES: []}
     for name, pool in pools.items():
         geometry = pool.geometry
+        if geometry.pool is not name:
+            raise GeometryError(f"the pool given as {name} is a {geometry.pool} pool; name each by its own kind")
         if geometry.page_size != identity.page_size:
             raise GeometryError(
                 f"pool {name} has pages of {geometry.page_size} tokens and the identity {identity.page_size}; make them equal"

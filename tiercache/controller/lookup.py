@@ -31,7 +31,7 @@ class StorageQuery:
         self._tokens = tokens
         self._extra = extra
         self._near_pages = near_pages
-        state.operations.add(self)
+        state.begin(self)
         state.queries.submit(self._run)
 
     def _run(self) -> None:
@@ -51,7 +51,7 @@ class StorageQuery:
 
     def _land(self, result: PoolTransferResult | None, reason: Reason) -> None:
         self.result, self.reason, self.done = result, reason, True
-        self._state.operations.discard(self)
+        self._state.end(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ def look_up(state: ControllerState, tokens: TokenArray, extra: bytes) -> Lookup:
         return Lookup(tokens, extra, match, near_tokens)
     if state.storage is None:
         return Lookup(tokens, extra, match, near_tokens, unasked=Reason.DISABLED)
-    if sum(o.kind == "query" for o in state.operations) >= state.options.max_queries:
+    if state.in_flight("query") >= state.options.max_queries:
         return Lookup(tokens, extra, match, near_tokens, unasked=Reason.BUSY)
     query = StorageQuery(state, tokens[: limit * state.page_size], extra, _near_run(state, match, limit))
     return Lookup(tokens, extra, match, near_tokens, query)

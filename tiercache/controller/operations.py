@@ -8,8 +8,9 @@ published all the same, for the next one.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 
@@ -73,8 +74,8 @@ class Piece:
         return [self._part(at, min(at + size, len(self.sources))) for at in range(0, len(self.sources), size)]
 
     def _part(self, start: int, end: int) -> Piece:
-        span = replace(self.span, start=self.span.start + start, end=self.span.start + end)
-        return Piece(self.pool, span, self.sources[start:end], self.destinations[start:end])
+        at = self.span
+        return Piece(self.pool, Span(at.node, at.start + start, at.start + end), self.sources[start:end], self.destinations[start:end])
 
 
 class Operation:
@@ -92,56 +93,54 @@ class Operation:
         self.pieces = pieces
         self._state = state
         self._pins = list(pins)
-        state.operations.add(self)
-        state.metrics.set("in_flight_operations", self.kind, to=self._count())
+        state.begin(self)
 
     def _finish(self) -> None:
         self.done = True
-        for piece in self.pieces:
-            self._state.unclaim(self, self.destination, piece.pool, piece.destinations)
         for pin in self._pins:
             pin.release()
         self._pins.clear()
-        self._state.operations.discard(self)
-        self._state.metrics.set("in_flight_operations", self.kind, to=self._count())
-
-    def _count(self) -> int:
-        return sum(o.kind == self.kind for o in self._state.operations)
+        self._state.end(self)
 
     def _reserve(self) -> None:
         for piece in self.pieces:
             piece.reserve(self._state.index, self.destination)
             self._state.claim(self, self.destination, piece.pool, piece.destinations)
 
-    def _publish(self) -> None:
-        for piece in self.pieces:
-            piece.publish(self._state.index, self.destination)
+    def _publish(self, piece: Piece) -> None:
+        self._state.unclaim(self.destination, piece.pool, piece.destinations)
+        piece.publish(self._state.index, self.destination)
 
-    def _cancel(self) -> None:
-        for piece in self.pieces:
-            piece.cancel(self._state.index, self.destination)
+    def _cancel(self, piece: Piece) -> None:
+        """From now on the destinations are for the operation to give back."""
+        self._state.unclaim(self.destination, piece.pool, piece.destinations)
+        piece.cancel(self._state.index, self.destination)
 
 
 class Load(Operation):
-    """Host -> device, layer by layer."""
+    """Host -> device, layer by layer. The slots of one that failed go to `give_back`, for the request that they were reserved by."""
 
     kind = "load"
     destination = Tier.DEVICE
 
-    def __init__(self, state: ControllerState, pieces: Sequence[Piece], pins: Iterable[Pin]) -> None:
+    def __init__(
+        self, state: ControllerState, pieces: Sequence[Piece], pins: Iterable[Pin], give_back: Callable[[PoolName, Locations], None]
+    ) -> None:
         super().__init__(state, pieces, pins)
+        self._give_back = give_back
         self._reserve()
         self.ticket: LayerTicket = state.engine.load([p.units() for p in pieces])
         self.ticket.add_done_callback(lambda _: state.post(self._land))
 
     def _land(self) -> None:
-        if self.ticket.error is None:
-            self._publish()
-        else:
+        if self.ticket.error is not None:
             _log.warning("a load to the device failed, its requests recompute: %s", self.ticket.error)
-            self._cancel()
-            for piece in self.pieces:
-                self._state.free_device(piece.pool, piece.destinations)
+        for piece in self.pieces:
+            if self.ticket.error is None:
+                self._publish(piece)
+            else:
+                self._cancel(piece)
+                self._give_back(piece.pool, piece.destinations)
         self._finish()
 
 
@@ -155,9 +154,8 @@ class Fetch(Operation):
 
     def __init__(self, state: ControllerState, pieces: Sequence[Piece], keys: Sequence[bytes], pins: Iterable[Pin]) -> None:
         super().__init__(state, pieces, pins)
-        self.reasons: set[Reason] = set()
-        self.failed: list[tuple[PoolName, int]] = []
-        """(pool, depth in pages at which the object ends) of what did not arrive."""
+        self.failed: dict[tuple[PoolName, bytes], Reason] = {}
+        """(pool, page key) of what did not arrive, and why. By key, for who waits here may have another path from some page on."""
         self._reserve()
         parts = [part for piece in pieces for part in piece.split(self.part)]
         self._left = len(parts)
@@ -171,22 +169,20 @@ class Fetch(Operation):
         except Exception:  # noqa: BLE001  a store that breaks its contract costs this read, never the thread; counted as ERROR below
             _log.exception("reading %d objects of pool %s failed", len(keys), part.pool)
             outcomes = [Outcome.ERROR] * len(keys)
-        self._state.post(partial(self._land, part, outcomes))
+        self._state.post(partial(self._land, part, keys, outcomes))
 
-    def _land(self, part: Piece, outcomes: Sequence[Outcome]) -> None:
+    def _land(self, part: Piece, keys: Sequence[bytes], outcomes: Sequence[Outcome]) -> None:
         index = self._state.index
         for run, hit in _runs(part, np.array([o is Outcome.HIT for o in outcomes])):
             if hit:
-                run.publish(index, Tier.HOST)
-                run.note_stored(index, True)
-                continue
-            run.cancel(index, Tier.HOST)
-            run.note_stored(index, False)
-            self._state.free_host(run.pool, run.destinations)
-            self.failed += [(run.pool, depth) for depth in range(run.span.start + 1, run.span.end + 1)]
-        for outcome in outcomes:
-            self._state.metrics.increment("storage_gets_total", part.pool, outcome)
-        self.reasons |= {reason_of(o) for o in outcomes if o is not Outcome.HIT}
+                self._publish(run)
+            else:
+                self._cancel(run)
+                self._state.free_host(run.pool, run.destinations)
+            run.note_stored(index, hit)
+        for outcome, count in Counter(outcomes).items():
+            self._state.metrics.increment("storage_gets_total", part.pool, outcome, by=count)
+        self.failed |= {(part.pool, key): reason_of(o) for key, o in zip(keys, outcomes, strict=True) if o is not Outcome.HIT}
         self._left -= 1
         if not self._left:
             self._finish()
@@ -230,22 +226,21 @@ class Write(Operation):
             self._state.post(partial(self._land_stored, {}))
 
     def _land_copied(self, copied: bool) -> None:
-        if copied:
-            self._publish()
-            for piece in self.pieces:
-                self._state.metrics.increment("written_objects_total", "host", piece.pool, by=len(piece.destinations))
-        else:
+        metrics = self._state.metrics
+        if not copied:
             _log.warning("a copy to the host failed; its write-through is skipped")
-            self._cancel()
-            for piece in self.pieces:
-                self._state.metrics.increment("write_through_skipped_total", piece.pool, "transfer_failed", by=len(piece.destinations))
+            self._mark_storing(False)  # before the handles are freed: who takes them next may be storing them
+            self._stored = []
+        for piece in self.pieces:
+            if copied:
+                self._publish(piece)
+                metrics.increment("written_objects_total", "host", piece.pool, by=len(piece.destinations))
+            else:
+                self._cancel(piece)
+                self._state.free_host(piece.pool, piece.destinations)
+                metrics.increment("write_through_skipped_total", piece.pool, "transfer_failed", by=len(piece.destinations))
         for pin in self._device_pins:
             pin.release()
-        if not copied:
-            self._mark_storing(False)
-            for piece in self.pieces:
-                self._state.free_host(piece.pool, piece.destinations)
-            self._stored = []
 
     def _run_store(self) -> None:
         assert self._state.storage is not None
@@ -289,8 +284,8 @@ class Write(Operation):
                 if there:
                     run.note_stored(self._state.index, True)
                     self._state.metrics.increment("written_objects_total", "storage", run.pool, by=len(run.destinations))
-            for outcome in results:
-                self._state.metrics.increment("storage_sets_total", piece.pool, outcome)
+            for outcome, count in Counter(results).items():
+                self._state.metrics.increment("storage_sets_total", piece.pool, outcome, by=count)
         self._mark_storing(False)
         self._finish()
 
@@ -312,8 +307,11 @@ def gather_pieces(
 
     `destinations` has one entry per wanted object; without it, destinations are the sources.
     """
-    placed = sources.copy()
+    if not wanted.any():
+        return []
+    placed = sources
     if destinations is not None:
+        placed = sources.copy()
         placed[wanted] = destinations
     whole = Piece(pool, Span(node, start, start + len(sources)), sources, placed)
     return [run for run, there in _runs(whole, wanted) if there]

@@ -26,6 +26,7 @@ class RequestSlots:
     def __init__(self, state: ControllerState, pages: int, resident: Mapping[PoolName, int], states: int) -> None:
         self._state = state
         self._total = pages
+        self._open = True
         need = {p: pages - resident[p] for p in state.index.page_pools} | dict.fromkeys(state.index.state_pools, states)
         taken = state.take_device(need)
         self.table: dict[PoolName, Locations] = {p: np.empty(0, np.int64) for p in state.index.page_pools}
@@ -47,10 +48,10 @@ class RequestSlots:
             mine = np.concatenate([self._mine(pool), taken[pool]])
             depth = len(at.device)
             need[pool] = at.device == ABSENT
-            shared = np.where(at.device < ABSENT, pending(at.device), at.device)
-            table = np.concatenate([shared, np.empty(self._total - depth, np.int64)])
-            mask = np.concatenate([need[pool], np.ones(self._total - depth, np.bool_)])
-            count = int(mask.sum())
+            table, mask = np.empty(self._total, np.int64), np.ones(self._total, np.bool_)
+            table[:depth] = np.where(at.device < ABSENT, pending(at.device), at.device)
+            mask[:depth] = need[pool]
+            count = int(np.count_nonzero(mask))
             table[mask] = mine[:count]
             self._state.free_device(pool, mine[count:])
             self._unused[pool] = mine[:0]
@@ -59,11 +60,21 @@ class RequestSlots:
             self.own[pool] = mask
         return need
 
+    def take_back(self, pool: PoolName, slots: Locations) -> None:
+        """Slots that were the index's while a load was to fill them, and that will not be filled.
+
+        Pages will have to be computed into them instead. Nothing is restored into a state slot a second time.
+        """
+        if self._open and pool in self._unused:
+            self._unused[pool] = np.concatenate([self._unused[pool], slots])
+        else:
+            self._state.free_device(pool, slots)
+
     def _mine(self, pool: PoolName) -> Locations:
         return np.concatenate([self._unused[pool], self.table[pool][self.own[pool]]])
 
     def extend(self, pages: int, states: int) -> None:
-        """Cover `pages` pages, and hold `states` more state slots."""
+        """Cover `pages` pages, and hold `states` more state slots. PoolFullError, without any change, if there are too few."""
         more = max(0, pages - self._total)
         taken = self._state.take_device(dict.fromkeys(self.table, more) | dict.fromkeys(self._spare, states))
         for pool in self.table:
@@ -75,9 +86,13 @@ class RequestSlots:
 
     def give_state(self, pool: PoolName) -> int:
         """Hand one spare state slot of `pool` to the index."""
-        if not self._spare[pool]:
-            self._spare[pool] += self._state.take_device({pool: 1})[pool].tolist()
         return self._spare[pool].pop()
+
+    def keep_states(self, count: int) -> None:
+        """Hold `count` spare slots of each state pool, and give back what is more."""
+        for pool, spare in self._spare.items():
+            self._state.free_device(pool, np.array(spare[count:], np.int64))
+            del spare[count:]
 
     def take_states(self) -> dict[PoolName, int]:
         """One spare slot of each state pool, for the engine to fill."""
@@ -87,13 +102,6 @@ class RequestSlots:
         for pool, slot in taken.items():
             self._handed_out[pool].add(slot)
         return taken
-
-    def return_states(self, slots: Mapping[PoolName, int]) -> None:
-        """Take back slots of `take_states` that will not be committed."""
-        self.check_states([slots])
-        for pool, slot in slots.items():
-            self._handed_out[pool].discard(slot)
-            self._spare[pool].append(slot)
 
     def check_states(self, states: Iterable[Mapping[PoolName, int]]) -> None:
         """SlotError unless every slot was handed out by `take_states`, one for each state pool, none twice."""
@@ -108,11 +116,16 @@ class RequestSlots:
 
     def settle(self, inserted: Inserted, fence: Fence | None) -> None:
         """Follow an insert: adopted slots are the index's, duplicates go back once `fence` has passed, rejected states are spare again."""
+        duplicates: dict[PoolName, Locations] = {}
         for pool, pages in inserted.pages.items():
-            old, own = self.table[pool][: inserted.depth], self.own[pool][: inserted.depth]
-            self._state.free_device(pool, old[pages.duplicate & own], fence)
+            table, own = self.table[pool].copy(), self.own[pool][: inserted.depth]
+            if (mine := pages.duplicate & own).any():
+                duplicates[pool] = table[: inserted.depth][mine]
             own &= ~(pages.adopted | pages.duplicate)
-            self.table[pool] = np.concatenate([pages.table, self.table[pool][inserted.depth :]])
+            table[: inserted.depth] = pages.table
+            self.table[pool] = table
+        if duplicates:
+            self._state.retire(duplicates, fence)
         for _, pool, slot in inserted.adopted_states:
             self._handed_out[pool].discard(slot)
         for _, pool, slot in inserted.rejected_states:
@@ -124,7 +137,7 @@ class RequestSlots:
         states = {p: np.array([*spare, *self._handed_out[p]], np.int64) for p, spare in self._spare.items()}
         return {p: self._mine(p) for p in self.table} | states
 
-    def free(self) -> None:
-        """Give everything back."""
-        for pool, slots in self.private().items():
-            self._state.free_device(pool, slots)
+    def close(self) -> dict[PoolName, Locations]:
+        """Hand over every slot that is this request's alone, for good."""
+        self._open = False
+        return self.private()

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Protocol
 
 import numpy as np
@@ -14,8 +15,8 @@ import numpy.typing as npt
 
 from tiercache.controller.io_threads import IoThreads
 from tiercache.core import Locations, PoolName, Tier
-from tiercache.errors import PoolFullError
-from tiercache.index import Eviction, HybridIndex
+from tiercache.errors import ConfigError, PoolFullError
+from tiercache.index import Eviction, HybridIndex, Pin
 from tiercache.metrics import Metrics
 from tiercache.pools import DevicePool, HostArena, HostPool
 from tiercache.storage.hybrid import HybridStorage
@@ -37,6 +38,11 @@ class ControllerOptions:
     write_threads: int = 1
     refresh_path: bool = False
 
+    def __post_init__(self) -> None:
+        for name in ("read_threads", "write_threads"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} would leave storage unserved; use 1 or more")
+
 
 class Fence(Protocol):
     """A point in the device's work, such as a recorded `torch.cuda.Event`."""
@@ -55,6 +61,15 @@ class InFlight(Protocol):
     done: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Retired:
+    """Slots and pins that nobody uses any more, but for device work that is queued before `fence`."""
+
+    fence: Fence
+    slots: Mapping[PoolName, Locations]
+    pins: Sequence[Pin]
+
+
 @dataclass
 class ControllerState:
     """The shared state of one controller. Thread rule: the owner's thread only, except `post`, which any thread may call."""
@@ -70,19 +85,18 @@ class ControllerState:
     page_size: int
     namespace: bytes
     clock: Callable[[], float] = time.monotonic
-    operations: set[InFlight] = field(default_factory=set)
+    operations: dict[int, InFlight] = field(default_factory=dict)
     _events: queue.SimpleQueue[Callable[[], None]] = field(default_factory=queue.SimpleQueue)
-    _fenced: list[tuple[Fence, PoolName, Locations]] = field(default_factory=list)
+    _retired: list[Retired] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.queries = IoThreads("query", 1)
         self.reads = IoThreads("read", self.options.read_threads)
         self.writes = IoThreads("write", self.options.write_threads)
         self.arrived = threading.Event()
-        # Which operation is filling a slot or a host object: the index in `_claimants`, 0 for none.
+        # Which operation is filling a slot or a host object: its key in `operations`, 0 for none.
         sizes = {Tier.DEVICE: {p: pool.capacity for p, pool in self.device.items()}, Tier.HOST: dict.fromkeys(self.host, self.arena.blocks)}
         self._claims = {(tier, p): np.zeros(n, np.int64) for tier, pools in sizes.items() for p, n in pools.items()}
-        self._claimants: dict[int, InFlight] = {}
         # Which host objects a storage write is reading, so that a second commit does not write them again.
         self.storing: dict[PoolName, npt.NDArray[np.bool_]] = {p: np.zeros(self.arena.blocks, np.bool_) for p in self.host}
 
@@ -97,7 +111,7 @@ class ControllerState:
         self.arrived.set()
 
     def drain(self) -> None:
-        """Apply every event that has come in, and free what fences have passed."""
+        """Apply every event that has come in, and free what has been retired behind fences that are passed now."""
         self.arrived.clear()
         while True:
             try:
@@ -105,22 +119,34 @@ class ControllerState:
             except queue.Empty:
                 break
             event()
-        if self._fenced:
-            self._free_fenced()
+        if self._retired:
+            self._free_retired()
+
+    def begin(self, operation: InFlight) -> None:
+        """`operation` is under way: `flush` and `close` wait for it."""
+        self.operations[id(operation)] = operation
+        self.metrics.set("in_flight_operations", operation.kind, to=self.in_flight(operation.kind))
+
+    def end(self, operation: InFlight) -> None:
+        """`operation` has landed."""
+        del self.operations[id(operation)]
+        self.metrics.set("in_flight_operations", operation.kind, to=self.in_flight(operation.kind))
+
+    def in_flight(self, kind: str) -> int:
+        """How many operations of a kind are under way."""
+        return sum(o.kind == kind for o in self.operations.values())
 
     def claim(self, operation: InFlight, tier: Tier, pool: PoolName, locations: Locations) -> None:
         """Note that `operation` fills `locations`."""
-        self._claimants[id(operation)] = operation
         self._claims[tier, pool][locations] = id(operation)
 
-    def unclaim(self, operation: InFlight, tier: Tier, pool: PoolName, locations: Locations) -> None:
-        """The operation has landed."""
+    def unclaim(self, tier: Tier, pool: PoolName, locations: Locations) -> None:
+        """What filled `locations` has landed there, or will not. Before they are freed: who takes them next claims them anew."""
         self._claims[tier, pool][locations] = 0
-        self._claimants.pop(id(operation), None)
 
     def claimants(self, tier: Tier, pool: PoolName, locations: Locations) -> set[InFlight]:
         """The operations that fill `locations` (not encoded as pending)."""
-        return {self._claimants[i] for i in np.unique(self._claims[tier, pool][locations]).tolist() if i}
+        return {self.operations[i] for i in np.unique(self._claims[tier, pool][locations]).tolist() if i}
 
     def take_device(self, need: Mapping[PoolName, int]) -> dict[PoolName, Locations]:
         """Device slots for every pool of `need`, evicting where there are too few; PoolFullError and no change if that is not enough."""
@@ -148,24 +174,31 @@ class ControllerState:
             cost = {p: pool.blocks_per_object for p, pool in self.host.items()}
             self._give_back(self.index.evict_host(sum(n * cost[p] for p, n in evictable.items()), cost), tier)
 
-    def free_device(self, pool: PoolName, slots: Locations, fence: Fence | None = None) -> None:
-        """Give slots back, once `fence` has passed."""
-        if not len(slots):
-            return
-        if fence is None or fence.query():
+    def free_device(self, pool: PoolName, slots: Locations) -> None:
+        """Give slots back."""
+        if len(slots):
             self.device[pool].free(slots)
-        else:
-            self._fenced.append((fence, pool, slots))
+
+    def retire(self, slots: Mapping[PoolName, Locations], fence: Fence | None, pins: Sequence[Pin] = ()) -> None:
+        """Give slots back and let go of pins, once the device has passed `fence`."""
+        if fence is not None and not fence.query():
+            self._retired.append(Retired(fence, slots, pins))
+            return
+        for pool, mine in slots.items():
+            self.free_device(pool, mine)
+        for pin in pins:
+            pin.release()
 
     def free_host(self, pool: PoolName, handles: Locations) -> None:
         """Give host objects back."""
         if len(handles):
             self.host[pool].free(handles)
 
-    def _free_fenced(self) -> None:
-        waiting, self._fenced = self._fenced, []
-        for fence, pool, slots in waiting:
-            self.free_device(pool, slots, fence)
+    def _free_retired(self) -> None:
+        passed = [r.fence.query() for r in self._retired]  # first, for what raises here must not lose slots
+        waiting, self._retired = self._retired, [r for r, free in zip(self._retired, passed, strict=True) if not free]
+        for retired in compress(waiting, passed):
+            self.retire(retired.slots, None, retired.pins)
 
     def _give_back(self, eviction: Eviction, tier: Tier) -> None:
         free = self.free_device if tier is Tier.DEVICE else self.free_host
@@ -180,8 +213,8 @@ class ControllerState:
         """
         self.index.check_integrity()
         for name, pool in self.device.items():
-            fenced = [slots for _, p, slots in self._fenced if p is name]
-            held = np.concatenate([self.index.owned(Tier.DEVICE, name), *fenced, *(slots[name] for slots in private)])
+            retired = [r.slots[name] for r in self._retired if name in r.slots]
+            held = np.concatenate([self.index.owned(Tier.DEVICE, name), *retired, *(slots[name] for slots in private)])
             assert len(np.unique(held)) == len(held), f"a device slot of pool {name} is held twice"
             assert len(held) == pool.capacity - pool.available, (
                 f"pool {name}: {len(held)} slots are held, {pool.capacity - pool.available} taken"

@@ -2,38 +2,35 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 
 from tiercache.controller.operations import Piece, Write, gather_pieces
 from tiercache.controller.state import ControllerState, Fence
-from tiercache.core import ABSENT, Locations, PoolName, Tier, TokenArray
+from tiercache.core import ABSENT, Locations, PoolName, Tier
 from tiercache.errors import PoolFullError
-from tiercache.index import Node
+from tiercache.index import Node, PageLocations, Span
 
 
-def write_through(
-    state: ControllerState, node: Node, depth: int, state_depths: Iterable[int], tokens: TokenArray, extra: bytes, fence: Fence | None
-) -> None:
+def write_through(state: ControllerState, node: Node, depth: int, state_depths: Iterable[int], fence: Fence | None) -> None:
     """Send pages [0, depth) on the path to `node`, and the states at `state_depths`, to host and storage, as far as they are not there.
 
     All of a commit's objects fit on the host or none are sent: a state without its pages is worth nothing. Skipped ones are counted and
     considered again by the next commit of their path. Never waits.
     """
     plan = _Plan(state)
-    located, _ = state.index.locations(node, depth)
-    for pool, at in located.items():
-        plan.add(pool, node, 0, at.device, at.host, at.stored)
-    owners = [state.index.extend_path(tokens, end, extra) for end in sorted(state_depths)]
-    for owner in owners:
-        for pool, one in state.index.locations(owner, owner.end)[1].items():
-            plan.add(pool, owner, owner.end - 1, np.array([one.device]), np.array([one.host]), np.array([one.stored]))
+    for pool, at in state.index.locations(node, depth).pages.items():
+        plan.add_pages(pool, node, at)
+    for end in state_depths:
+        if 0 < end <= depth:
+            plan.add_states(state.index.node_at(node, end), end)
     if not plan.copies and not plan.held:
         return
-    device_pins, host_pins = ([state.index.pin(n, tier) for n in (node, *owners)] for tier in (Tier.DEVICE, Tier.HOST))
+    nodes = {node, *(piece.span.node for piece in (*plan.copies, *plan.held))}
+    device_pins, host_pins = ([state.index.pin(n, tier) for n in nodes] for tier in (Tier.DEVICE, Tier.HOST))
     try:
         handles = state.take_host(plan.counts())
     except PoolFullError:
@@ -54,21 +51,33 @@ class _Plan:
         self.copies: list[Piece] = []
         self.held: list[Piece] = []
 
-    def add(self, pool: PoolName, node: Node, start: int, device: Locations, host: Locations, stored: npt.NDArray[np.bool_]) -> None:
-        """Consider neighbouring objects of one pool, the first of which is on page `start`."""
-        missing = (device >= 0) & (host == ABSENT) & ~stored
-        self.copies += gather_pieces(pool, node, start, device, missing)
-        if self._state.storage is None:
+    def add_pages(self, pool: PoolName, node: Node, at: PageLocations) -> None:
+        """Consider the pages of one pool on the path to `node`, from the start."""
+        wanted = ~at.stored
+        self.copies += gather_pieces(pool, node, 0, at.device, wanted & (at.device >= 0) & (at.host == ABSENT))
+        if self._state.storage is not None and (held := wanted & (at.host >= 0)).any():
+            idle = ~self._state.storing[pool][np.maximum(at.host, 0)]
+            self.held += gather_pieces(pool, node, 0, at.host, held & idle)
+
+    def add_states(self, node: Node, depth: int) -> None:
+        """Consider the states at `depth`, which is where `node` ends; if it does not, there are none."""
+        if node.end != depth:
             return
-        idle = ~self._state.storing[pool][np.maximum(host, 0)]
-        self.held += gather_pieces(pool, node, start, host, (host >= 0) & ~stored & idle)
+        for number, pool in enumerate(self._state.index.state_pools):
+            device, host = node.state(Tier.DEVICE, number), node.state(Tier.HOST, number)
+            if node.state(Tier.STORAGE, number) != ABSENT:
+                continue
+            if device >= 0 and host == ABSENT:
+                self.copies.append(_state_piece(pool, node, device))
+            elif host >= 0 and self._state.storage is not None and not self._state.storing[pool][host]:
+                self.held.append(_state_piece(pool, node, host))
 
     def counts(self) -> dict[PoolName, int]:
         """Host objects needed, by pool."""
-        counts: dict[PoolName, int] = {}
+        counts: Counter[PoolName] = Counter()
         for piece in self.copies:
-            counts[piece.pool] = counts.get(piece.pool, 0) + len(piece.sources)
-        return counts
+            counts[piece.pool] += len(piece.sources)
+        return dict(counts)
 
     def placed(self, handles: dict[PoolName, Locations]) -> list[Piece]:
         """The copies with their destinations."""
@@ -79,3 +88,8 @@ class _Plan:
             taken[piece.pool] += len(piece.sources)
             placed.append(replace(piece, destinations=handles[piece.pool][start : taken[piece.pool]]))
         return placed
+
+
+def _state_piece(pool: PoolName, node: Node, location: int) -> Piece:
+    at = np.array([location])
+    return Piece(pool, Span(node, node.end - 1, node.end), at, at)

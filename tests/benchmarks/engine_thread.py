@@ -1,0 +1,136 @@
+"""What a request costs on the engine's thread when the cache has all of it. One JSON line per row; every figure is a median.
+
+    python -m tests.benchmarks.engine_thread
+
+Pages have 64 tokens. The prompt continues a conversation of twelve turns, each of which left a state, among a hundred others of the same
+length. A row is the time that a call keeps the engine's thread, not the time until its background work is over: a host hit's load goes on
+behind the admit.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from tiercache.controller import Admission, ControllerOptions, HybridCacheController, Status
+from tiercache.core import PoolName, Tier, TokenArray
+from tiercache.geometry import Geometry, kv_geometry, state_geometry
+from tiercache.keys import Identity
+from tiercache.pools import DevicePool, HostArena
+from tiercache.storage.registry import open_backend
+
+PAGE = 64
+TURNS = 12
+OTHERS = 100
+REPEATS = 25
+KV, MAMBA = PoolName.KV, PoolName.MAMBA
+TARGET_US = 500
+
+
+class Bench:
+    """A controller with a store, and conversations of `tokens` tokens in it. Objects are tiny: bookkeeping is measured, not copying."""
+
+    def __init__(self, tokens: int) -> None:
+        self._random = np.random.default_rng(7)
+        pages, states = (OTHERS + 4) * (tokens // PAGE), (OTHERS + 4) * (TURNS + 1)
+        kv = kv_geometry([0], kv_heads=1, head_dim=1, dtype="uint8", page_size=PAGE)
+        state = state_geometry([(1, "ssm", (64,), "uint8")], PAGE)
+        pools = {KV: pool_of(kv, pages), MAMBA: pool_of(state, states)}
+        self._tokens = tokens
+        self.controller = HybridCacheController(
+            Identity("bench", "1", "uint8", "uint8", "uint8", PAGE),
+            pools,
+            HostArena((pages + states) * 4096, 4096, huge_pages=False),
+            open_backend("memory://"),
+            options=ControllerOptions(restore_deadline=10.0),
+        )
+        shared = self._fresh(tokens // TURNS // PAGE * PAGE)
+        for _ in range(OTHERS):
+            self.converse(shared)
+        self.history = self.converse(shared)
+        assert self.controller.flush()
+
+    def _fresh(self, count: int) -> TokenArray:
+        return self._random.integers(0, 150_000, count, dtype=np.uint64)
+
+    def converse(self, shared: TokenArray) -> TokenArray:
+        """A conversation whose turns begin with `shared`; every turn leaves a state."""
+        history = np.concatenate([shared, self._fresh(self._tokens - len(shared))])
+        for turn in range(1, TURNS + 1):
+            end = self._tokens * turn // TURNS // PAGE * PAGE
+            admission = self.ready(history[:end])
+            self.controller.commit(admission, history[:end], {end: admission.take_states()})
+            self.controller.release(admission)
+        return history
+
+    def ready(self, prompt: TokenArray) -> Admission:
+        """An admission that has all it can get."""
+        admission = self.controller.admit(self.controller.lookup(prompt), states=1)
+        assert admission.wait().status is not Status.PENDING
+        return admission
+
+    def measure(self, name: str, before: Callable[[], None], target: float | None = None) -> None:
+        """Serve the conversation's next prompt again and again, each time after `before`; `target` is for the three calls together."""
+        controller, times = self.controller, defaultdict[str, list[float]](list)
+        # A repeated request: all but the last token's page is held, and what it commits is new in its last page only.
+        for _ in range(REPEATS):
+            prompt = np.concatenate([self.history, self._fresh(PAGE)])
+            before()
+            with timed(times["lookup"]):
+                lookup = controller.lookup(prompt)
+            with timed(times["admit"]):
+                admission = controller.admit(lookup, states=1)
+            assert admission.wait().depth == len(self.history)
+            admission.wait_layer(0)
+            admission.wait_layer(1)
+            states = {len(prompt): admission.take_states()}
+            with timed(times["commit"]):
+                controller.commit(admission, prompt, states)
+            with timed(times["release"]):
+                controller.release(admission)
+            assert controller.flush()
+        for call, seconds in times.items():
+            report(f"{name}: {call}", seconds, None)
+        three = zip(times["lookup"], times["admit"], times["commit"], strict=True)
+        report(f"{name}: lookup + admit + commit", [sum(each) for each in three], target)
+        report(f"{name}: all four", [sum(each) for each in zip(*times.values(), strict=True)], None)
+
+
+def pool_of(geometry: Geometry, slots: int) -> DevicePool:
+    """A pool in slot form."""
+    return DevicePool.from_tensors(
+        geometry, {(s.layer, s.name): torch.zeros(slots, *s.shape, dtype=torch.uint8) for s in geometry.segments}
+    )
+
+
+@contextmanager
+def timed(times: list[float]) -> Iterator[None]:
+    """Append the seconds that the block took."""
+    start = time.perf_counter()
+    yield
+    times.append(time.perf_counter() - start)
+
+
+def report(name: str, seconds: list[float], target: float | None) -> None:
+    """One row; the target is None where only the sum has one."""
+    print(json.dumps({"name": name, "us": round(statistics.median(seconds) * 1e6, 1), "target_us": target}), flush=True)
+
+
+def main() -> None:
+    """All rows."""
+    for tokens, label in ((8192, "8k tokens"), (32768, "32k tokens")):
+        bench = Bench(tokens)
+        bench.measure(f"{label}, device hit", lambda: None, TARGET_US if tokens == 8192 else None)
+        bench.measure(f"{label}, host hit", lambda b=bench: b.controller.evict(Tier.DEVICE))
+        bench.controller.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,315 @@
+"""Random lives of many requests, on real pools, threads and stores, with faults: whatever is restored is byte-exact, and nothing is lost.
+
+The model is a set: the prefixes that were ever committed, and those of them that came with a state. A restore may be shallower than what
+the model knows (things are evicted, deleted, corrupted), but never anything else.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import threading
+
+import numpy as np
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from tiercache_backends.memory import MemoryBackend
+from tiercache_kernels.reference import copy_segments
+
+from tests.controller.harness import Engine, P, prompt
+from tiercache.controller import ControllerOptions, Status
+from tiercache.core import Outcome, Tier
+from tiercache.errors import PoolFullError
+from tiercache.storage.base import StorageBackend
+from tiercache.storage.registry import open_backend
+from tiercache.transfer import CopyEngine
+
+GETS = [Outcome.MISS, Outcome.CORRUPT, Outcome.THROTTLED, Outcome.ERROR, "raise"]
+SETS = [Outcome.THROTTLED, Outcome.ERROR, "raise"]
+
+
+class Flaky(StorageBackend):
+    """A store whose next calls fail as it was told; what a get does not return it scribbles over. Its medium outlives a `close`.
+
+    Thread rule: as the contract says; the plans are lists, whose pops are atomic.
+    """
+
+    capabilities = MemoryBackend.capabilities
+
+    def __init__(self, inner):
+        self.inner = inner
+        self.gets, self.sets = [], []
+
+    @classmethod
+    def from_config(cls, section, context):
+        raise NotImplementedError
+
+    def get(self, items):
+        outcomes = self.inner.get(items)
+        if not (fault := self._next(self.gets)):
+            return outcomes
+        for item in items:
+            for buffer in item.buffers:
+                buffer[:] = b"\xee" * len(buffer)
+        if fault in (Outcome.MISS, Outcome.CORRUPT):
+            self.inner.delete([item.key for item in items])
+        return [fault] * len(items)
+
+    def set(self, items):
+        fault = self._next(self.sets)
+        return [fault] * len(items) if fault else self.inner.set(items)
+
+    @staticmethod
+    def _next(plan):
+        try:
+            fault = plan.pop()
+        except IndexError:
+            return None
+        if fault == "raise":
+            raise RuntimeError("this store breaks its contract")
+        return fault
+
+    def exists(self, keys):
+        return self.inner.exists(keys)
+
+    def delete(self, keys):
+        return self.inner.delete(keys)
+
+    def scan(self, namespace=None, cursor=b""):
+        return self.inner.scan(namespace, cursor)
+
+    def register_namespace(self, record):
+        self.inner.register_namespace(record)
+
+    def namespaces(self):
+        return self.inner.namespaces()
+
+    def usage(self):
+        return self.inner.usage()
+
+    def flush(self):
+        self.inner.flush()
+
+    def close(self):
+        pass
+
+
+class Fence:
+    """Passed when the test says so."""
+
+    def __init__(self):
+        self._passed = threading.Event()
+        self.query = self._passed.is_set
+        self.open = self._passed.set
+
+    def synchronize(self):
+        assert self._passed.wait(20)
+
+
+class Open:
+    """A request between its admission and its release. `done`: tokens computed and committed; None before the restore."""
+
+    def __init__(self, admission, tokens):
+        self.admission, self.tokens, self.done = admission, tokens, None
+
+
+class Lives(RuleBasedStateMachine):
+    @initialize(hybrid=st.booleans(), blocks=st.sampled_from([3, 12, 80]), file=st.sampled_from([True, False, False]))
+    def begin(self, hybrid, blocks, file):
+        self.hybrid, self.blocks = hybrid, blocks
+        self.directory = tempfile.mkdtemp() if file else None
+        self.medium = None if file else MemoryBackend()
+        self.failing_copies = []
+        self.pages, self.states = set(), set()
+        self.opened, self.fences = [], []
+        self.start()
+
+    def start(self):
+        inner = open_backend(f"file://{self.directory}/store?capacity=8MiB") if self.directory else self.medium
+        self.store = Flaky(inner)
+        self.engine = Engine(
+            self.store,
+            pages=20,
+            states=14,
+            blocks=self.blocks,
+            hybrid=self.hybrid,
+            options=ControllerOptions(restore_deadline=20.0),
+            engine=lambda d, h: CopyEngine(d, h, copier=self.copy),
+        )
+        self.controller = self.engine.controller
+
+    def copy(self, *columns):
+        if self.failing_copies and self.failing_copies.pop():
+            raise OSError("a layer fails")
+        copy_segments(*columns)
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    paths = st.lists(st.integers(1, 2), min_size=1, max_size=5)
+    tails = st.integers(0, P - 1)
+
+    def admit(self, path, tail, answer=()):
+        asked = prompt(*path) + [7] * tail
+        tokens = np.array(asked + prompt(*answer), np.uint64)
+        available = {name: pool.available for name, pool in self.engine.pools.items()}
+        lookup = self.controller.lookup(tokens[: len(asked)])
+        try:
+            admission = self.controller.admit(lookup, tokens=len(tokens), states=4 if self.hybrid else 0)
+        except PoolFullError:
+            assert self.opened or self.fences or self.controller._state.operations, "there is room when nobody holds any"
+            assert all(pool.available >= available[name] for name, pool in self.engine.pools.items())
+            return None
+        return Open(admission, tokens)
+
+    @rule(path=paths, tail=tails, answer=st.lists(st.integers(1, 2), max_size=2), fenced=st.booleans())
+    def serve(self, path, tail, answer, fenced):
+        if request := self.admit(path, tail, answer):
+            self.go_on(request, len(request.tokens), fenced)
+            self.release(request, fenced)
+
+    @precondition(lambda self: len(self.opened) < 3)
+    @rule(path=paths, tail=tails)
+    def keep_open(self, path, tail):
+        if request := self.admit(path, tail):
+            self.opened.append(request)
+
+    @precondition(lambda self: self.opened)
+    @rule(which=st.integers(0, 2))
+    def look(self, which):
+        request = self.opened[which % len(self.opened)]
+        if request.done is None:
+            request.admission.poll()
+
+    @precondition(lambda self: self.opened)
+    @rule(which=st.integers(0, 2))
+    def start_early(self, which):
+        request = self.opened[which % len(self.opened)]
+        if request.done is None and request.admission.poll().status is Status.PENDING and not request.admission._loads:
+            assert request.admission.start().status is not Status.PENDING
+
+    @precondition(lambda self: self.opened)
+    @rule(which=st.integers(0, 2), pages=st.integers(1, 5), fenced=st.booleans())
+    def compute_some(self, which, pages, fenced):
+        request = self.opened[which % len(self.opened)]
+        if self.go_on(request, pages * P, fenced) is None:
+            self.opened.remove(request)
+            self.release(request, fenced)
+
+    @precondition(lambda self: self.opened)
+    @rule(which=st.integers(0, 2), fenced=st.booleans())
+    def let_go(self, which, fenced):
+        self.release(self.opened.pop(which % len(self.opened)), fenced)
+
+    def go_on(self, request, upto, fenced):
+        """Restore if that is still to be done, compute up to `upto` tokens and commit; None if there was no room to fall back."""
+        admission, tokens = request.admission, request.tokens
+        if request.done is None:
+            try:
+                request.done = self.engine.restore(admission, tokens)
+            except PoolFullError:
+                return None
+            known = tuple(tokens[: request.done].tolist())
+            assert not known or known in (self.states if self.hybrid else self.pages)
+        fence = self.fence() if fenced else None
+        for end in sorted({*admission.checkpoints, len(tokens), min(upto, len(tokens))}):
+            if request.done < end <= upto:
+                self.engine.compute(admission, tokens, request.done, end)
+                states = {end: self.engine.take_state(admission, tokens[:end])} if self.hybrid and end % P == 0 else {}
+                self.controller.commit(admission, tokens[:end], states, fence=fence)
+                self.pages |= {tuple(tokens[:n].tolist()) for n in range(P, end + 1, P)}
+                self.states |= {tuple(tokens[:n].tolist()) for n in states}
+                request.done = end
+        self.engine.verify(admission, tokens, request.done // P)
+        return request.done
+
+    def release(self, request, fenced):
+        self.controller.release(request.admission, fence=self.fence() if fenced else None)
+
+    def fence(self):
+        self.fences.append(Fence())
+        return self.fences[-1]
+
+    # -- the world -----------------------------------------------------------------------------------------------------
+
+    @rule(tier=st.sampled_from([Tier.DEVICE, Tier.HOST]))
+    def evict(self, tier):
+        self.controller.evict(tier)
+
+    @rule(number=st.integers(0, 30))
+    def delete(self, number):
+        keys = sorted(entry.key for entry in self.store.scan_all())
+        if keys:
+            self.store.delete([keys[number % len(keys)]])
+
+    @rule(faults=st.lists(st.sampled_from([None, *GETS]), min_size=1, max_size=3))
+    def fail_gets(self, faults):
+        self.store.gets = faults
+
+    @rule(faults=st.lists(st.sampled_from([None, *SETS]), min_size=1, max_size=2))
+    def fail_sets(self, faults):
+        self.store.sets = faults
+
+    @rule(layers=st.lists(st.booleans(), min_size=1, max_size=5))
+    def fail_copies(self, layers):
+        self.failing_copies[:] = layers
+
+    @rule()
+    def tick(self):
+        self.controller.tick(0.001)
+
+    @rule()
+    def quiet(self):
+        """Everything lands; with requests open, everything is accounted for."""
+        for fence in self.fences:
+            fence.open()
+        self.fences.clear()
+        assert self.controller.flush(20)
+        self.engine.check()
+        for request in self.opened:
+            if request.done is not None:
+                self.engine.verify(request.admission, request.tokens, request.done // P)
+
+    @rule()
+    def restart(self):
+        self.quiet()
+        self.opened.clear()
+        self.shut_down()
+        self.start()
+
+    def shut_down(self):
+        assert self.controller.close()
+        if self.directory:
+            self.store.inner.close()
+
+    def teardown(self):
+        if not hasattr(self, "engine"):
+            return
+        try:
+            for request in self.opened:
+                self.controller.release(request.admission)
+            self.opened.clear()
+            self.quiet()
+            self.controller.evict(Tier.DEVICE)
+            self.controller.evict(Tier.HOST)
+            self.engine.check()
+            assert {name: pool.allocator.used for name, pool in self.engine.pools.items()} == dict.fromkeys(self.engine.pools, 0)
+            assert self.engine.arena.available == self.engine.arena.blocks
+            assert not self.controller._state.index._pins
+        finally:
+            self.shut_down()
+            if self.directory:
+                shutil.rmtree(self.directory)
+
+
+# No shrinking: every step has threads behind it, and the failing run's own steps are printed and short.
+Lives.TestCase.settings = settings(
+    max_examples=60,
+    stateful_step_count=30,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+    print_blob=False,
+    phases=[Phase.generate],
+)
+test_random_lives = Lives.TestCase
