@@ -18,6 +18,9 @@ from tiercache.errors import TokenError
 Locations: TypeAlias = npt.NDArray[np.int64]
 """One location per object of a pool in one tier: a device slot or a host handle (both >= 0), or `ABSENT`, or pending."""
 
+Mask: TypeAlias = npt.NDArray[np.bool_]
+"""One flag per object."""
+
 TokenArray: TypeAlias = npt.NDArray[np.uint64]
 
 BLOCK_ALIGN: Final = 4096
@@ -191,17 +194,17 @@ class PoolPresence:
     """Which objects of one pool exist: `present[i]` is the object that ends with page i of the sequence."""
 
     hit_policy: HitPolicy
-    present: npt.NDArray[np.bool_]
+    present: Mask
     trailing: int = 1
 
-    def restorable(self) -> npt.NDArray[np.bool_]:
+    def restorable(self) -> Mask:
         """`out[p - 1]`: does this pool restore prefix p? For p = 1 .. len(present)."""
         if self.hit_policy is HitPolicy.ALL_PAGES:
             return np.logical_and.accumulate(self.present)
         count = np.concatenate([[0], np.cumsum(self.present)])
         ends = np.arange(1, len(self.present) + 1)
         starts = np.maximum(0, ends - self.trailing)
-        needed: npt.NDArray[np.bool_] = count[ends] - count[starts] == ends - starts
+        needed: Mask = count[ends] - count[starts] == ends - starts
         return needed
 
 
@@ -228,7 +231,7 @@ def restorable_prefixes(presence: Mapping[PoolName, PoolPresence], anchor: PoolN
     )
 
 
-def deepest(restorable: npt.NDArray[np.bool_]) -> int:
+def deepest(restorable: Mask) -> int:
     """The largest p with `restorable[p - 1]`, or 0."""
     where = np.flatnonzero(restorable)
     return int(where[-1]) + 1 if len(where) else 0

@@ -84,7 +84,7 @@ TABLE: Final = (
         "write_through_skipped_total", Counter, "Objects whose write-through was skipped; they are tried again when next committed.",
         {"pool": None, "reason": ("host_full", "transfer_failed")},
     ),
-    Metric("evicted_objects_total", Counter, "Objects evicted: still in a lower tier, or lost.", {"tier": _NEAR, "fate": ("demoted", "lost")}),
+    Metric("evicted_objects_total", Counter, "Objects evicted: demoted or lost.", {"tier": _NEAR, "fate": ("demoted", "lost")}),
     Metric("in_flight_operations", Gauge, "Operations under way.", {"operation": ("query", "fetch", "load", "write")}),
     Metric("tier_last_read_seconds", Gauge, "When a tier last contributed to a restore, by the wall clock; 0 is never.", {"tier": _TIERS}),
 )  # fmt: skip

@@ -5,6 +5,7 @@ import time
 
 import numpy as np
 import pytest
+from tiercache_kernels.reference import copy_segments
 
 from tests.controller.harness import IDENTITY, KV, MAMBA, Engine, P, prompt
 from tiercache.controller import ControllerOptions, Poll, Status
@@ -14,7 +15,6 @@ from tiercache.keys import Shard
 from tiercache.storage.registry import open_backend
 from tiercache.testing.faults import FaultEnv
 from tiercache.transfer import CopyEngine
-from tiercache_kernels.reference import copy_segments
 
 
 @pytest.fixture(params=["memory", "file"])
@@ -31,7 +31,7 @@ def evict(engine, *tiers):
 @pytest.mark.parametrize("hybrid", [True, False], ids=["hybrid", "attention"])
 def test_every_tier_gives_back_what_was_computed(store, hybrid):
     engine = Engine(store, hybrid=hybrid)
-    first, again = prompt(1, 2, 3) + [7], prompt(1, 2, 3) + [7, 8]
+    first, again = [*prompt(1, 2, 3), 7], [*prompt(1, 2, 3), 7, 8]
     assert engine.serve(first) == 0
     engine.settle()
     for tiers, source in (([], "device"), ([Tier.DEVICE], "host"), ([Tier.DEVICE, Tier.HOST], "storage")):
@@ -49,10 +49,10 @@ def test_every_tier_gives_back_what_was_computed(store, hybrid):
 def test_a_restart_keeps_the_cache(tmp_path, hybrid):
     url = f"file://{tmp_path}/store?capacity=16MiB"
     engine = Engine(open_backend(url), hybrid=hybrid)
-    engine.serve(prompt(1, 2, 3) + [7])
+    engine.serve([*prompt(1, 2, 3), 7])
     engine.settle()
     engine = engine.restart(url)
-    assert engine.serve(prompt(1, 2, 3) + [9]) == 3 * P
+    assert engine.serve([*prompt(1, 2, 3), 9]) == 3 * P
     assert engine.controller.close()
 
 
@@ -100,7 +100,7 @@ def drop(store, pool, number):
 
 def test_a_state_that_is_missing_in_storage_leaves_the_deepest_below(store):
     engine = Engine(store)
-    engine.serve(prompt(1, 2, 3, 4) + [5])
+    engine.serve([*prompt(1, 2, 3, 4), 5])
     engine.serve(prompt(1, 2, 3, 4) + prompt(5, 6) + [5])
     engine.settle()
     evict(engine, Tier.DEVICE, Tier.HOST)
@@ -114,7 +114,7 @@ def test_a_state_that_is_missing_in_storage_leaves_the_deepest_below(store):
 
 def test_a_page_that_is_missing_in_storage_is_a_miss_of_all_behind_it(store):
     engine = Engine(store)
-    engine.serve(prompt(1, 2, 3, 4) + [5])
+    engine.serve([*prompt(1, 2, 3, 4), 5])
     engine.settle()
     evict(engine, Tier.DEVICE, Tier.HOST)
     drop(store, KV, 1)
@@ -126,7 +126,7 @@ def test_a_page_that_is_missing_in_storage_is_a_miss_of_all_behind_it(store):
 def test_after_a_restart_a_dropped_state_is_a_miss_with_its_reason(tmp_path):
     url = f"file://{tmp_path}/store?capacity=16MiB"
     engine = Engine(open_backend(url))
-    engine.serve(prompt(1, 2, 3) + [5])
+    engine.serve([*prompt(1, 2, 3), 5])
     engine.settle()
     engine.controller.close()
     store = open_backend(url)
@@ -140,7 +140,7 @@ def test_after_a_restart_a_dropped_state_is_a_miss_with_its_reason(tmp_path):
 def test_a_corrupt_object_is_never_served_and_is_stored_anew(tmp_path):
     env = FaultEnv()
     engine = Engine(open_backend(f"file://{tmp_path}/store?capacity=16MiB", env=env))
-    engine.serve(prompt(1, 2, 3) + [5])
+    engine.serve([*prompt(1, 2, 3), 5])
     engine.settle()
     evict(engine, Tier.DEVICE, Tier.HOST)
     env.flip("preadv")
@@ -157,7 +157,7 @@ def test_a_store_that_hangs_never_holds_up_the_engine(tmp_path):
     env = FaultEnv()
     engine = Engine(open_backend(f"file://{tmp_path}/store?capacity=16MiB", env=env), options=ControllerOptions(restore_deadline=0.3))
     controller = engine.controller
-    engine.serve(prompt(1, 2, 3) + [5])
+    engine.serve([*prompt(1, 2, 3), 5])
     engine.settle()
     evict(engine, Tier.DEVICE, Tier.HOST)
     reads, writes = env.hang("preadv", times=1000), env.hang("pwritev", times=1000)
@@ -184,13 +184,13 @@ def test_a_store_that_hangs_never_holds_up_the_engine(tmp_path):
     engine.settle()
     engine.check()
     evict(engine, Tier.DEVICE)
-    assert engine.serve(prompt(1, 2, 3, 4) + [1]) == 4 * P
+    assert engine.serve([*prompt(1, 2, 3, 4), 1]) == 4 * P
 
 
 def test_a_deadline_that_passes_before_anything_was_fetched_is_a_timeout(store):
     now = [0.0]
     engine = Engine(store, clock=lambda: now[0])
-    engine.serve(prompt(1, 2, 3) + [5])
+    engine.serve([*prompt(1, 2, 3), 5])
     engine.settle()
     evict(engine, Tier.DEVICE, Tier.HOST)
     admission = engine.controller.admit(engine.controller.lookup(prompt(1, 2, 3, 4)), deadline=0.0)
@@ -203,7 +203,7 @@ def test_a_deadline_that_passes_before_anything_was_fetched_is_a_timeout(store):
 def test_start_freezes_the_depth_and_late_arrivals_serve_the_next(tmp_path):
     env = FaultEnv()
     engine = Engine(open_backend(f"file://{tmp_path}/store?capacity=16MiB", env=env))
-    engine.serve(prompt(1, 2, 3) + [5])
+    engine.serve([*prompt(1, 2, 3), 5])
     engine.settle()
     evict(engine, Tier.DEVICE, Tier.HOST)
     hang = env.hang("preadv", times=1000)
@@ -270,7 +270,7 @@ def test_a_layer_that_fails_voids_the_restore(store, failing):
         copy_segments(*columns)
 
     engine = Engine(store, engine=lambda d, h: CopyEngine(d, h, copier=copier))
-    engine.serve(prompt(1, 2, 3) + [1])
+    engine.serve([*prompt(1, 2, 3), 1])
     engine.settle()
     evict(engine, Tier.DEVICE)
     armed += ["now", *["later"] * (failing - 1)]
@@ -279,13 +279,13 @@ def test_a_layer_that_fails_voids_the_restore(store, failing):
     engine.settle()
     engine.check()
     evict(engine, Tier.DEVICE)
-    assert engine.serve(prompt(1, 2, 3, 4) + [1]) == 4 * P
+    assert engine.serve([*prompt(1, 2, 3, 4), 1]) == 4 * P
 
 
 def test_requests_that_overlap_share_loads_and_fetches_and_drop_duplicates(store):
     engine = Engine(store, pages=32, states=24)
     controller = engine.controller
-    engine.serve(prompt(1, 2, 3) + [1])
+    engine.serve([*prompt(1, 2, 3), 1])
     engine.settle()
     for tiers in ([Tier.DEVICE, Tier.HOST], [Tier.DEVICE]):
         evict(engine, *tiers)
@@ -379,4 +379,16 @@ def test_many_states_on_a_path_do_not_block_the_state_pool(store):
     for turn in range(1, 12):
         assert engine.serve(prompt(*range(turn), 0)) == max(0, turn - 1) * P
         engine.settle()
+    engine.check()
+
+
+def test_without_states_a_request_holds_only_the_pages_that_it_matched(store):
+    """The rest of the edge that its prompt enters can go while the request runs."""
+    engine = Engine(store, hybrid=False, pages=6)
+    engine.serve(prompt(1, 2, 3, 4, 5, 6))
+    engine.settle()
+    tokens = np.array(prompt(1, 9, 8, 7, 6))
+    admission = engine.controller.admit(engine.controller.lookup(tokens))
+    assert engine.restore(admission, tokens) == P
+    engine.controller.release(admission)
     engine.check()

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.index.model import PAGE, Model, Path, Prefix, path_of, tokens_of
-from tiercache.core import ABSENT, Locations, PoolName, Tier, pending
+from tiercache.core import ABSENT, Locations, Mask, PoolName, Tier, pending
 from tiercache.errors import PoolFullError
-from tiercache.index import Eviction, HybridIndex, Mask, Pin, Span
+from tiercache.index import Eviction, HybridIndex, Pin, Span
 from tiercache.keys import page_keys
 
 KV, INDEXER, MAMBA, SWA = PoolName.KV, PoolName.INDEXER, PoolName.MAMBA, PoolName.SWA

@@ -16,9 +16,9 @@ import numpy as np
 from tiercache.controller.accounting import Sources, count_restore
 from tiercache.controller.lookup import Lookup
 from tiercache.controller.operations import Fetch, Load, Piece, gather_pieces
-from tiercache.controller.request_slots import Mask, RequestSlots
+from tiercache.controller.request_slots import RequestSlots
 from tiercache.controller.state import ControllerState, Fence, InFlight
-from tiercache.core import ABSENT, Locations, PoolName, Reason, Tier, TokenArray, pending, reusable_pages
+from tiercache.core import ABSENT, Locations, Mask, PoolName, Reason, Tier, TokenArray, pending, reusable_pages
 from tiercache.errors import AdmissionError, InputError, PoolFullError
 from tiercache.index import Inserted, Match, Node, PageLocations, PathLocations, Span, StateLocation, checkpoint_depths
 
@@ -76,7 +76,7 @@ class Admission:
         self._checkpoints: tuple[int, ...] = ()
         self._restored_states: dict[PoolName, int] = {}
         match = self._match()
-        near = state.index.node_at(match, match.near_depth)
+        near = self._node_ending(match, match.near_depth)
         located, restored = state.index.locations(near, match.near_depth)
         resident = {p: int(np.count_nonzero(at.device != ABSENT)) for p, at in located.items()}
         on_device = all((at.device >= 0).all() for at in located.values()) and all(one.device >= 0 for one in restored.values())
@@ -190,6 +190,13 @@ class Admission:
     def _match(self) -> Match:
         return self._state.index.match(self.lookup.tokens, self.lookup.extra)
 
+    def _node_ending(self, match: Match, depth: int) -> Node:
+        """The node that ends at `depth`, to be pinned at once. Only where there are no states can it lie inside an edge, whose rest is not
+        ours to hold: the edge is cut, and grows together again when the pin goes.
+        """
+        node = self._state.index.node_at(match, depth)
+        return node if node.end == depth else self._state.index.extend_path(self.lookup.tokens, depth, self.lookup.extra)
+
     def _hold(self, node: Node, depth: int) -> None:
         """Hold pages [0, depth) on the device, where `node` covers the last of them, instead of what was held before."""
         if self._pin.node is not node or Tier.HOST in self._pin.tiers:
@@ -302,7 +309,7 @@ class Admission:
 
     def _freeze(self, match: Match, depth: int) -> None:
         """Settle on `depth`, make the slot table and start the loads. PoolFullError, with nothing changed, for want of slots."""
-        node = self._state.index.node_at(match, depth)
+        node = self._node_ending(match, depth)
         # Making room may evict; and without a pin, letting go of the one held so far may merge this node away.
         with nullcontext() if node is self._pin.node else self._state.index.pinned(node, Tier.DEVICE):
             located = self._state.index.locations(node, depth)

@@ -15,15 +15,12 @@ from functools import partial
 from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
 
 from tiercache.controller.state import ControllerState, Fence
-from tiercache.core import CacheTransferUnits, HitPolicy, Locations, Outcome, PoolName, PoolTransfer, Reason, Tier
+from tiercache.core import CacheTransferUnits, HitPolicy, Locations, Mask, Outcome, PoolName, PoolTransfer, Reason, Tier
 from tiercache.index import HybridIndex, Node, Pin, Span
 from tiercache.storage.hybrid import reason_of
 from tiercache.transfer import LayerTicket, Ticket
-
-Mask = npt.NDArray[np.bool_]
 
 _log = logging.getLogger(__name__)
 

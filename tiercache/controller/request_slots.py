@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 import numpy as np
-import numpy.typing as npt
 
 from tiercache.controller.state import ControllerState, Fence
-from tiercache.core import ABSENT, Locations, PoolName, pending
+from tiercache.core import ABSENT, Locations, Mask, PoolName, pending
 from tiercache.errors import PoolFullError, SlotError
 from tiercache.index import Inserted, PageLocations
-
-Mask = npt.NDArray[np.bool_]
 
 
 class RequestSlots:

@@ -10,15 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
-from tiercache.core import Locations, PoolName
+from tiercache.core import Locations, Mask, PoolName
 
 if TYPE_CHECKING:
     from tiercache.index.node import Node
-
-Mask = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from tiercache.core import ABSENT, Locations, PoolName, Tier, pending
+from tiercache.core import ABSENT, Locations, Mask, PoolName, Tier, pending
 from tiercache.errors import InputError
-from tiercache.index.base import Mask, Span
+from tiercache.index.base import Span
 from tiercache.index.forest import Forest
 from tiercache.index.node import STORED, Node
 

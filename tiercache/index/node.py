@@ -10,8 +10,7 @@ from typing import Final, Self
 
 import numpy as np
 
-from tiercache.core import ABSENT, Locations, Tier
-from tiercache.index.base import Mask
+from tiercache.core import ABSENT, Locations, Mask, Tier
 
 TIERS: Final = tuple(Tier)
 """Iterating over an enum class is slow, and this is done at every change of a node."""

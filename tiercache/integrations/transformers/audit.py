@@ -17,7 +17,7 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from tiercache.core import TokenArray, as_tokens
-from tiercache.errors import PoolFullError
+from tiercache.errors import InputError, PoolFullError
 from tiercache.integrations.transformers.runner import ModelRunner
 from tiercache.integrations.transformers.worker import Generation
 from tiercache.keys import page_keys
@@ -75,7 +75,12 @@ class Audit:
         self._free_state = 0
 
     def check(self, generation: Generation, uncut: torch.Tensor | None = None) -> Verdict:
-        """Recompute a generation and compare. `uncut`: first logits of an uncut prefill, if there is one already; else it is run here."""
+        """Recompute a generation and compare. `uncut`: first logits of an uncut prefill, if there is one already; else it is run here.
+
+        Raises InputError for a generation that was served without `audit`, or that restored what no checked one computed.
+        """
+        if generation.restored and self._pool.states and not generation.restored_state:
+            raise InputError("this generation kept no copy of the state it restored; serve it with audit=True")
         keys = self._keys(generation.tokens)[: generation.restored // self._runner.page_size]
         parts, same_bytes = self._find_parts(generation, keys)
         run = Run(
@@ -116,6 +121,10 @@ class Audit:
     def _build(self, keys: Sequence[bytes], parts: Sequence[int]) -> DynamicCache:
         if not keys:
             return self._runner.new_cache()
+        if not all(key in self._pages for key in keys) or (self._pool.states and keys[-1] not in self._states):
+            raise InputError(
+                "this generation restored what the audit has not seen computed; check generations in the order they were served"
+            )
         slots = np.array([self._pages[key][part] for key, part in zip(keys, parts, strict=False)])
         state = self._states[keys[-1]][parts[-1]] if self._pool.states else None
         return self._runner.restore(self._pool, slots, state)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,10 +23,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from tiercache.controller import ControllerOptions
 from tiercache.core import PoolName, Tier, TokenArray
+from tiercache.errors import ConfigError
 from tiercache.integrations.transformers.audit import Audit, Run
 from tiercache.integrations.transformers.runner import ModelRunner
 from tiercache.integrations.transformers.small import build_small_hybrid
-from tiercache.integrations.transformers.worker import Generation, Worker, split_device_bytes
+from tiercache.integrations.transformers.worker import Generation, Worker, identity_of
 from tiercache.storage.registry import open_backend
 
 PAGE_SIZE: Final = 64
@@ -103,14 +105,16 @@ class Session:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._model, encode = load_model(plan.model)
+        self._require_positions()
         self._talk = Conversations(encode, plan.conversations)
         self._runs = Path(plan.directory) / "demo-runs.jsonl"
+        runner = ModelRunner(self._model, PAGE_SIZE)
+        self._identity = replace(identity_of(self._model, runner, PAGE_SIZE), tenant="demo", salt=self._salt())
         self._worker = self._open(*self._small_pools())
         self._audit = Audit(self._worker.runner, *self._audit_slots())
 
     def serve(self) -> None:
         """The first process: all turns, then on with the next one until it is killed."""
-        self._runs.unlink(missing_ok=True)
         order = list(zigzag(self._plan.conversations, self._plan.turns))
         emit("start", steps=len(order))
         for conversation, turn in order:
@@ -121,9 +125,12 @@ class Session:
             self._worker.serve(self._talk.long_prompt(QUESTION_TOKENS), ANSWER_TOKENS)
 
     def restart(self) -> None:
-        """The second process: the same conversations go on, then the speed of a restore is measured."""
-        runs = [json.loads(line) for line in self._runs.read_text().splitlines()]
-        emit("start", steps=len(runs) + self._plan.conversations + 3)
+        """The second process: the same conversations go on, then the speed of a restore is measured.
+
+        The last conversation takes two turns, so that there is a restore from the device also where each is visited once a process.
+        """
+        runs = [json.loads(line) for line in self._runs.read_text().splitlines()[1:]]
+        emit("start", steps=len(runs) + self._plan.conversations + 4)
         for record in runs:
             run = Run.from_json(record["run"])
             self._audit.replay(run)
@@ -132,6 +139,7 @@ class Session:
             emit("step", what="recompute what the first process computed")
         for conversation in range(self._plan.conversations):
             self._turn("restart", conversation, self._plan.turns)
+        self._turn("restart", self._plan.conversations - 1, self._plan.turns + 1)
         self._worker.close()
         self._measure()
 
@@ -155,8 +163,8 @@ class Session:
         )  # fmt: skip
 
     def _measure(self) -> None:
-        """Restore `context` tokens from host and from disk, interleaved with recomputing them."""
-        prompt = self._talk.long_prompt(self._plan.context)
+        """Restore `context` tokens from host and from disk, interleaved with recomputing them. One more token gives the first logits."""
+        prompt = self._talk.long_prompt(self._plan.context + 1)
         self._worker = self._open(*self._ample_pools())
         first = self._worker.serve(prompt, 1, audit=True)
         self._worker.controller.flush()
@@ -214,21 +222,48 @@ class Session:
         storage = open_backend({"type": "file", "path": str(Path(self._plan.directory) / "store"), "capacity": self._plan.disk_bytes})
         return Worker(
             self._model, device_bytes=device_bytes, host_bytes=host_bytes, storage=storage, page_size=PAGE_SIZE,
-            options=ControllerOptions(restore_deadline=30.0),
+            identity=self._identity, options=ControllerOptions(restore_deadline=30.0),
         )  # fmt: skip
 
-    def _pages(self, turns: int) -> int:
-        return -(-(SYSTEM_TOKENS + turns * (QUESTION_TOKENS + ANSWER_TOKENS)) // PAGE_SIZE)
+    def _longest(self) -> int:
+        """Tokens of the longest conversation: all turns of both processes."""
+        return SYSTEM_TOKENS + (self._plan.turns + 2) * (QUESTION_TOKENS + ANSWER_TOKENS)
+
+    def _salt(self) -> bytes:
+        """What sets this demonstration apart in a directory that may hold an earlier one's, whose runs are not known here.
+
+        The first process draws it and begins the file of runs with it.
+        """
+        if self._plan.phase == "serve":
+            self._runs.write_text(json.dumps({"demonstration": secrets.token_hex(8)}) + "\n")
+        return bytes.fromhex(json.loads(self._runs.read_text().splitlines()[0])["demonstration"])
+
+    def _require_positions(self) -> None:
+        """ConfigError if a sequence would be longer than the model's positions reach."""
+        reach = getattr(self._model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        longest = {"--context": self._plan.context + 1, "--turns": self._longest()}
+        for option, tokens in longest.items():
+            if reach is not None and tokens > reach:
+                raise ConfigError(
+                    f"{option} makes sequences of {tokens} tokens and the model's positions end at {reach}; choose a smaller one"
+                )
 
     def _small_pools(self) -> tuple[int, int]:
-        """Device: one conversation and a bit. Host: about two."""
+        """Device: one conversation and a bit. Host: about two. ConfigError for sizes that do not hold one conversation."""
         geometries = ModelRunner(self._model, PAGE_SIZE).layout.geometries
         page = geometries[PoolName.KV].padded_nbytes
         state = geometries[PoolName.MAMBA].padded_nbytes if PoolName.MAMBA in geometries else 0
-        pages = self._pages(self._plan.turns + 2)
-        device = self._plan.device_bytes or max(2 * pages * page, pages * page + 8 * state)
-        split_device_bytes(device, geometries)
-        return device, self._plan.host_bytes or 2 * (pages * page + 4 * state)
+        pages = -(-self._longest() // PAGE_SIZE)
+        least_device = max(2 * pages * page, pages * page + 8 * state) if state else pages * page
+        # On the host a request needs room for all that it restores, and for what its last commit sends down.
+        least_host = pages * page + 4 * state
+        device = self._plan.device_bytes or max(2 * pages * page, least_device)
+        host = self._plan.host_bytes or 2 * least_host
+        if device < least_device:
+            raise ConfigError(f"--device-bytes {device} do not hold one conversation of {pages} pages; give at least {least_device}")
+        if host < least_host:
+            raise ConfigError(f"--host-bytes {host} do not hold one conversation of {pages} pages; give at least {least_host}")
+        return device, host
 
     def _ample_pools(self) -> tuple[int, int]:
         geometries = self._worker.runner.layout.geometries
@@ -236,17 +271,28 @@ class Session:
         return max(2 * needed, self._plan.device_bytes), max(2 * needed, self._plan.host_bytes)
 
     def _audit_slots(self) -> tuple[int, int]:
-        requests = self._plan.conversations * (self._plan.turns + 1)
-        return requests * self._pages(self._plan.turns + 1) + 2 * (self._plan.context // PAGE_SIZE) + 64, 6 * requests + 64
+        requests = self._plan.conversations * (self._plan.turns + 1) + 1
+        return requests * -(-self._longest() // PAGE_SIZE) + 2 * (self._plan.context // PAGE_SIZE) + 64, 6 * requests + 64
 
 
 def load_model(path: str) -> tuple[PreTrainedModel, Callable[[str], list[int]]]:
-    """The model of a local directory with its tokenizer, or the small one with bytes for tokens."""
+    """The model of a local directory with its tokenizer, or the small one with bytes for tokens. ConfigError where there is none."""
     if not path:
         return build_small_hybrid(), lambda text: list(text.encode())
-    tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-    model = AutoModelForCausalLM.from_pretrained(path, local_files_only=True)
-    return model, lambda text: list(tokenizer.encode(text))
+    if not (Path(path) / "config.json").is_file():
+        raise ConfigError(f"--model {path} holds no config.json; pass a directory that `save_pretrained` or a download made")
+    model = _loaded(path, "causal language model", lambda: AutoModelForCausalLM.from_pretrained(path, local_files_only=True))
+    tokenizer = _loaded(path, "tokenizer", lambda: AutoTokenizer.from_pretrained(path, local_files_only=True))
+    # Without the marks of a text's begin and end: it is cut into many prompts.
+    return model, lambda text: list(tokenizer.encode(text, add_special_tokens=False, verbose=False))
+
+
+def _loaded(path: str, what: str, load: Callable[[], Any]) -> Any:
+    try:
+        return load()
+    except Exception as error:  # what a loader raises depends on the file that it stumbles over
+        first = str(error).strip().partition("\n")[0].rstrip(" :")
+        raise ConfigError(f"--model {path} holds no {what} that transformers can load: {first or type(error).__name__}") from error
 
 
 def uncut_prefill(runner: ModelRunner, prompt: TokenArray) -> torch.Tensor:

@@ -117,9 +117,11 @@ def _fill_attention(held: Any, pool: PoolTensors, layer: LayerLayout, index: tor
 
 def _gather(pool: PoolTensors, t: TensorLayout, index: torch.Tensor) -> torch.Tensor:
     """Pages as the cache keeps them: a new contiguous `[1, heads, tokens, head_dim]`."""
-    pages = pool.pages(t.layer, t.name).index_select(0, index.to(t.device))
-    heads, dim = t.shape
-    return pages.permute(2, 0, 1, 3).reshape(1, heads, len(index) * pool.layout.page_size, dim).contiguous()
+    pages, at, (heads, dim) = pool.pages(t.layer, t.name), index.to(t.device), t.shape
+    gathered = torch.empty((heads, len(index), pool.layout.page_size, dim), dtype=t.dtype, device=t.device)
+    for head in range(heads):  # straight to its place: a gather of whole pages would have to be transposed, a second copy of everything
+        torch.index_select(pages[:, :, head], 0, at, out=gathered[head])
+    return gathered.view(1, heads, len(index) * pool.layout.page_size, dim)
 
 
 def _fill_state(held: Any, pool: PoolTensors, state: StateLayout, slot: int) -> None:

@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
-from tiercache.core import as_tokens
+from tiercache.core import TokenArray, as_tokens
 from tiercache.errors import InputError, TokenError, UnsupportedModelError
 from tiercache.integrations.transformers import device
 from tiercache.integrations.transformers.device import PoolTensors, Slots
@@ -141,11 +141,15 @@ class ModelRunner:
         """A new cache from slots; the next forward is bitwise what it would have been on the cache that was exported. See `device.fill`."""
         return device.fill(self.new_cache(), pool, page_slots, state_slot, wait_layer)
 
-    def _ids(self, tokens: Any) -> torch.Tensor:
+    def checked(self, tokens: Any) -> TokenArray:
+        """Token ids (array, tensor or list) as an array; TokenError if one of them is outside the vocabulary."""
         ids = as_tokens(tokens.cpu().numpy() if isinstance(tokens, torch.Tensor) else tokens)
         if len(ids) and int(ids.max()) >= self.vocab_size:
             raise TokenError(f"token id {int(ids.max())} is outside the model's vocabulary of {self.vocab_size}; use its own tokenizer")
-        return torch.from_numpy(ids.astype(np.int64)).to(self.model.device)
+        return ids
+
+    def _ids(self, tokens: Any) -> torch.Tensor:
+        return torch.from_numpy(self.checked(tokens).astype(np.int64)).to(self.model.device)
 
     def _step(self, cache: DynamicCache, ids: torch.Tensor, start: int, keep: int) -> torch.Tensor:
         out = self._call(cache, ids, start, keep)

@@ -6,18 +6,19 @@ snapshots at page boundaries while decoding, commit the newest at the end.
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Self
+from typing import Any, Final, Literal, Self
 
 import torch
 from blake3 import blake3
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
-from tiercache.controller import Admission, ControllerOptions, HybridCacheController, Lookup, Sources
+from tiercache.controller import Admission, ControllerOptions, EngineFactory, HybridCacheController, Lookup, Sources
 from tiercache.core import PoolName, Reason, Tier, TokenArray, as_tokens
 from tiercache.errors import ConfigError, InputError, PoolFullError, TransferError
 from tiercache.geometry import Geometry
@@ -26,6 +27,7 @@ from tiercache.integrations.transformers.runner import ModelRunner
 from tiercache.keys import Identity
 from tiercache.pools import DevicePool, HostArena
 from tiercache.storage.base import StorageBackend
+from tiercache.transfer import CopyEngine
 
 _log = logging.getLogger(__name__)
 
@@ -74,7 +76,7 @@ class Worker:
 
     `device_bytes` and `host_bytes` bound the pools ("auto" asks the machine for host memory). `storage` is closed with the worker. The
     identity defaults to the digest of the configuration and every weight, so that no two models ever share a byte; pass one where hashing
-    takes too long.
+    takes too long. `engine` makes what copies between device and host.
 
     Raises UnsupportedModelError for a model that the probe refuses. Thread rule: one owner thread.
     """
@@ -89,6 +91,7 @@ class Worker:
         page_size: int = 64,
         identity: Identity | None = None,
         options: ControllerOptions | None = None,
+        engine: EngineFactory = CopyEngine,
     ) -> None:
         self.runner, self.report = load(model, page_size)
         geometries = self.runner.layout.geometries
@@ -101,7 +104,7 @@ class Worker:
         block = geometries[PoolName.KV].padded_nbytes
         arena = HostArena(host_bytes, block)
         self.controller = HybridCacheController(
-            identity or identity_of(model, self.runner, page_size), pools, arena, storage, options=options
+            identity or identity_of(model, self.runner, page_size), pools, arena, storage, options=options, engine=engine
         )
 
     @property
@@ -112,10 +115,12 @@ class Worker:
     def serve(self, tokens: Any, new_tokens: int, *, stop: Iterable[int] = (), extra: bytes = b"", audit: bool = False) -> Generation:
         """Answer a prompt with up to `new_tokens` greedy tokens; ends early behind a token of `stop`.
 
-        With `audit`, the generation keeps a copy of the restored state, for `Audit`. Where the device pools are too small for the request,
-        it is computed without the cache, for reason `busy`.
+        With `audit`, the generation keeps a copy of the restored state, for `Audit`, in time that is not counted. Where the device pools
+        are too small for the request, it is computed without the cache, for reason `busy`.
+
+        Raises TokenError for an empty prompt and for ids outside the vocabulary, InputError for `new_tokens` below 1.
         """
-        prompt = as_tokens(tokens)
+        prompt = self.runner.checked(tokens)
         if new_tokens < 1:
             raise InputError(f"{new_tokens} new tokens cannot be generated; ask for at least one")
         started = time.perf_counter()
@@ -130,16 +135,15 @@ class Worker:
 
     def _admit(self, lookup: Lookup, tokens: int, states: int) -> Admission | None:
         """An admission; None if the device pools have no room for it. Copies of the last request still hold slots, for milliseconds."""
-        for last in (False, True):
+        deadline = time.monotonic() + _COPY_SECONDS
+        while True:
             try:
                 return self.controller.admit(lookup, tokens=tokens, states=states)
             except PoolFullError as error:
-                if last:
+                possible = -(-tokens // self.controller.page_size) <= self.tensors.page_slots
+                if not possible or time.monotonic() > deadline or not self.controller.tick(wait=0.01):
                     _log.warning("computing %d tokens without the cache: %s", tokens, error)
-                deadline = time.monotonic() + _COPY_SECONDS
-                while not last and self.controller.tick(wait=0.01) and time.monotonic() < deadline:
-                    pass
-        return None
+                    return None
 
     def close(self) -> bool:
         """Drain and close the controller; see there."""
@@ -168,7 +172,7 @@ class _Request:
         self._states: list[int] = []
         self._cache, self._exported = self._restore()
         self._restored = self._exported
-        self._restore_seconds = time.perf_counter() - started
+        self._restore_seconds = time.perf_counter() - self._started
 
     def run(self, new_tokens: int, stop: frozenset[int]) -> Generation:
         cuts = self._admission.checkpoints if self._admission else ()
@@ -200,11 +204,19 @@ class _Request:
                 cache = self._runner.restore(self._worker.tensors, pages, state, wait_layer=self._admission.wait_layer)
             except TransferError as error:
                 _log.warning("a layer could not be loaded: %s", error)
-                continue  # the next poll names what is still restorable
-            if self._audit and state is not None:
-                self._restored_state = {name: tensor[state].clone() for name, tensor in self._worker.tensors.states.items()}
+                self._worker.controller.tick(wait=0.01)  # once the load has landed, the next poll names what is still restorable
+                continue
+            if self._audit:
+                self._keep_state(cache)
             return cache, depth
         return self._runner.new_cache(), 0
+
+    def _keep_state(self, cache: DynamicCache) -> None:
+        """Copy the restored state for the audit, out of what the forward will read, and before it writes there; off the clock."""
+        began = time.perf_counter()
+        layout = self._runner.layout
+        self._restored_state = {(t.layer, t.name): layout.tensor_of(cache, t.layer, t.name)[0].clone() for t in layout.state_tensors()}
+        self._started += time.perf_counter() - began
 
     def _hand_over(self, depth: int) -> None:
         """The prefill stands at a checkpoint: commit its pages and its state."""
@@ -264,7 +276,8 @@ def split_device_bytes(device_bytes: int, geometries: Mapping[PoolName, Geometry
     """
     page = geometries[PoolName.KV].nbytes
     state = geometries[PoolName.MAMBA].nbytes if PoolName.MAMBA in geometries else 0
-    least = _CHECKPOINTS + _DECODE_SNAPSHOTS + 1 if state else 0
+    # Besides those that a request fills: the one it restores, and the one that its admission reserves to bring that up from below.
+    least = _CHECKPOINTS + _DECODE_SNAPSHOTS + 2 if state else 0
     states = max(least, min(device_bytes // 2 // state, 1 << 16)) if state else 0
     pages = (device_bytes - states * state) // page
     if pages < 2:
@@ -274,19 +287,36 @@ def split_device_bytes(device_bytes: int, geometries: Mapping[PoolName, Geometry
     return pages, states
 
 
+_NOT_COMPUTED: Final = frozenset({"_name_or_path", "architectures", "dtype", "torch_dtype"})
+"""Configuration entries that saving and loading sets; the weights' own dtypes are in the digest."""
+
+
 def identity_of(model: PreTrainedModel, runner: ModelRunner, page_size: int) -> Identity:
-    """An identity whose revision is the digest of the configuration and of every weight: equal only for models that compute the same."""
-    digest = blake3(model.config.to_json_string(use_diff=False).encode())
+    """An identity whose revision is the digest of class, configuration and every weight: equal only for models that compute the same.
+
+    A model that was saved and loaded again, from whatever directory, keeps its identity; another version of transformers, which writes
+    its number into every configuration, does not.
+    """
+    config = model.config.to_dict()
+    digest = blake3(max_threads=blake3.AUTO)
+    digest.update(json.dumps([type(model).__name__, _computed(config)], sort_keys=True, default=str).encode())
     for name, tensor in sorted(model.state_dict().items()):
-        digest.update(name.encode())
+        digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
     dtypes = {name: "+".join(sorted({s.dtype for s in g.segments})) for name, g in runner.layout.geometries.items()}
     return Identity(
-        model=str(model.config.name_or_path or type(model).__name__),
+        model=type(model).__name__,
         revision=digest.hexdigest(),
         weights_dtype=str(model.dtype).removeprefix("torch."),
         kv_dtype=dtypes[PoolName.KV],
         state_dtype=dtypes.get(PoolName.MAMBA, ""),
         page_size=page_size,
-        quantization=str(getattr(model.config, "quantization_config", "") or ""),
+        quantization=str(config.get("quantization_config") or ""),
     )
+
+
+def _computed(config: Any) -> Any:
+    """A configuration, nested ones too, without what does not enter the computation."""
+    if isinstance(config, Mapping):
+        return {str(key): _computed(value) for key, value in config.items() if key not in _NOT_COMPUTED}
+    return [_computed(value) for value in config] if isinstance(config, list | tuple) else config

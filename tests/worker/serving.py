@@ -1,0 +1,85 @@
+"""Workers over the small models, and what the tests of them share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+
+from tests.models import PAGE, loaded
+from tiercache.controller import ControllerOptions
+from tiercache.core import PoolName, Tier, as_tokens
+from tiercache.integrations.transformers import worker as worker_module
+from tiercache.integrations.transformers.audit import Audit, Verdict
+from tiercache.integrations.transformers.worker import Generation, Worker
+from tiercache.storage.base import StorageBackend
+from tiercache.storage.env import Env
+from tiercache.storage.registry import open_backend
+
+AMPLE = 4 << 20
+
+
+def store(path: Path, env: Env | None = None) -> StorageBackend:
+    """A file store in `path`."""
+    return open_backend({"type": "file", "path": str(path / "store"), "capacity": "64MiB"}, env=env)
+
+
+def serving(name: str, storage: StorageBackend | None = None, **options: Any) -> Worker:
+    """A worker over a family's model, which was probed once per test run."""
+    options = {"device_bytes": AMPLE, "host_bytes": AMPLE, "options": ControllerOptions(restore_deadline=30.0)} | options
+    with patch.object(worker_module, "load", lambda model, page_size: loaded(name)):
+        return Worker(loaded(name)[0].model, storage=storage, page_size=PAGE, **options)
+
+
+def evict(worker: Worker, *tiers: Tier) -> None:
+    """Empty near tiers once everything is further down."""
+    assert worker.controller.flush()
+    for tier in tiers:
+        worker.controller.evict(tier)
+
+
+def objects(worker: Worker, tier: Tier, prompt: Sequence[int], pool: PoolName) -> list[list[torch.Tensor]]:
+    """The bytes that restore `prompt`, where `tier` (device or host) keeps them: its pages in order, or its one state.
+
+    An object is a list of writable parts. What is written there is what the next restore reads.
+    """
+    index = worker.controller._state.index
+    match = index.match(as_tokens(prompt))
+    pages, states = index.locations(match, match.near_depth)
+    held = pages[pool] if pool in pages else states[pool]
+    at = np.atleast_1d(held.device if tier is Tier.DEVICE else held.host).tolist()
+    assert min(at) >= 0, "the tier holds this prefix"
+    if tier is Tier.HOST:
+        return [[torch.frombuffer(block, dtype=torch.uint8) for block in worker.controller._state.host[pool].buffers(n)] for n in at]
+    tensors, layout = worker.tensors, worker.runner.layout
+    if pool in states:
+        return [[tensor[n] for tensor in tensors.states.values()] for n in at]
+    return [[tensors.pages(t.layer, t.name)[n] for t in layout.kv_tensors()] for n in at]
+
+
+def right(audit: Audit, worker: Worker, generation: Generation) -> Verdict:
+    """The verdict on a generation that must equal its recompute to the last bit.
+
+    To an uncut prefill it must be as near as the probe's cuts were, although a conversation adds up many of them; over all families and
+    tests here it is off by at most 0.35 tolerances.
+    """
+    verdict = audit.check(generation)
+    assert verdict.same_bytes
+    assert verdict.max_logit_diff == 0.0
+    assert verdict.same_text
+    assert verdict.max_logit_diff_uncut <= worker.probe.tolerance
+    return verdict
+
+
+def tiers_of(generation: Generation) -> set[Tier]:
+    """The tiers that gave something."""
+    return {tier for (tier, _), count in generation.sources.objects.items() if count}
+
+
+def joined(*parts: Any) -> list[int]:
+    """One prompt out of several arrays or lists of tokens."""
+    return np.concatenate([np.asarray(part, np.int64) for part in parts]).tolist()
