@@ -54,6 +54,9 @@ class Tier(enum.IntEnum):
     HOST = 1
     STORAGE = 2
 
+    def __str__(self) -> str:
+        return self.name.lower()
+
 
 class HitPolicy(enum.StrEnum):
     """Which pages of a pool a prefix needs."""

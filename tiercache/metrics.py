@@ -63,7 +63,7 @@ class Metrics:
         return sum(s.value for s in samples if where.items() <= s.labels.items())
 
 
-_TIERS: Final = tuple(t.name.lower() for t in Tier)
+_TIERS: Final = tuple(str(t) for t in Tier)
 _NEAR: Final = ("device", "host")
 _RESULTS: Final = (HIT, MISS)
 _REASONS: Final = tuple(str(r) for r in Reason)

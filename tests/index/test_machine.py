@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.index.model import PAGE, Model, Path, Prefix, path_of, tokens_of
 from tiercache.core import ABSENT, Locations, Mask, PoolName, Tier, pending
 from tiercache.errors import PoolFullError
-from tiercache.index import Eviction, HybridIndex, Pin, Span
+from tiercache.index import Eviction, HybridIndex, Match, Pin, Span
 from tiercache.keys import page_keys
 
 KV, INDEXER, MAMBA, SWA = PoolName.KV, PoolName.INDEXER, PoolName.MAMBA, PoolName.SWA
@@ -61,6 +61,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.model = Model(self.page_pools, self.state_pools)
         self.holds: list[Hold] = []
         self.flights: list[Flight] = []
+        self.matches: dict[tuple[bytes, Path], Match] = {}
         self.next = 0
 
     def fresh(self, count: int) -> Locations:
@@ -310,6 +311,18 @@ class IndexMachine(RuleBasedStateMachine):
             assert dead & was_there <= taken, "dead weight goes before anything that a state can use"
 
     # -- always --------------------------------------------------------------------------------
+
+    @invariant()
+    def a_current_match_would_come_out_the_same(self) -> None:
+        if not hasattr(self, "index"):
+            return
+        for extra in (b"", b"adapter"):
+            for path in ((0, 0, 0), (0, 1), (1, 0, 1, 0, 1, 1), (1, 1, 1)):
+                match = self.index.match(tokens_of(path), extra)
+                before = self.matches.get((extra, path), match)
+                # Where nothing is known the node is a root, which may be made anew.
+                assert before == match or (not match.path_depth and not before.path_depth) or not self.index.is_current(before)
+                self.matches[extra, path] = match
 
     @invariant()
     def counters_agree(self) -> None:

@@ -49,13 +49,13 @@ def count_restore(
             count = sources.objects.get((tier, pool), 0)
             if count:
                 result, reason = HIT, Reason.NONE
-                metrics.increment("restored_objects_total", tier.name.lower(), pool, by=count)
-                metrics.increment("restored_bytes_total", tier.name.lower(), pool, by=count * state.host[pool].geometry.nbytes)
-                metrics.set("tier_last_read_seconds", tier.name.lower(), to=time.time())
+                metrics.increment("restored_objects_total", str(tier), pool, by=count)
+                metrics.increment("restored_bytes_total", str(tier), pool, by=count * state.host[pool].geometry.nbytes)
+                metrics.set("tier_last_read_seconds", str(tier), to=time.time())
             elif tier is Tier.STORAGE and storage_reason not in (None, Reason.NONE):
                 result, reason = MISS, storage_reason
             else:
                 result, reason = MISS, Reason.PARTIAL_POOLS if pool in held.get(tier, frozenset()) else Reason.ABSENT
-            metrics.increment("lookups_total", tier.name.lower(), pool, result, reason)
+            metrics.increment("lookups_total", str(tier), pool, result, reason)
     metrics.increment("tokens_total", "restored", by=restored)
     metrics.increment("tokens_total", "computed", by=tokens - restored)

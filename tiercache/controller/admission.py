@@ -63,6 +63,7 @@ class Admission:
         self._states = states
         self._limit = reusable_pages(len(lookup.tokens), state.page_size)
         self._sequence = lookup.tokens
+        self._known = lookup.match
         self._depth = 0
         self._covered = 0
         self._frozen = False
@@ -188,7 +189,9 @@ class Admission:
             raise AdmissionError("this admission was released already; each is released once, as the last thing")
 
     def _match(self) -> Match:
-        return self._state.index.match(self.lookup.tokens, self.lookup.extra)
+        if not self._state.index.is_current(self._known):
+            self._known = self._state.index.match(self.lookup.tokens, self.lookup.extra)
+        return self._known
 
     def _node_ending(self, match: Match, depth: int) -> Node:
         """The node that ends at `depth`, to be pinned at once. Only where there are no states can it lie inside an edge, whose rest is not

@@ -204,8 +204,8 @@ class ControllerState:
         free = self.free_device if tier is Tier.DEVICE else self.free_host
         for pool, locations in eviction.freed.items():
             free(pool, locations)
-        self.metrics.increment("evicted_objects_total", tier.name.lower(), "demoted", by=eviction.demoted)
-        self.metrics.increment("evicted_objects_total", tier.name.lower(), "lost", by=eviction.lost)
+        self.metrics.increment("evicted_objects_total", str(tier), "demoted", by=eviction.demoted)
+        self.metrics.increment("evicted_objects_total", str(tier), "lost", by=eviction.lost)
 
     def check_integrity(self, private: Sequence[Mapping[PoolName, Locations]]) -> None:
         """Recount slots and blocks: every one in use belongs to the index, to one of the requests (`private`) or to a fence; none to

@@ -31,6 +31,7 @@ class Match:
     depth: int
     near_depth: int
     restorable: tuple[int, ...]
+    generation: int
 
 
 @dataclass(frozen=True, slots=True)

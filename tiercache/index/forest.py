@@ -90,6 +90,8 @@ class Forest:
         self._roots: dict[bytes, Node] = {}
         self._pins: set[Pin] = set()
         self._clock = 0
+        self._generation = 0
+        """Goes up whenever a match could come out differently from then on."""
         self._evictable = [[0] * len(self.pools) for _ in Tier]
         self._far_pages = 0
         self._far_limit = far_limit
@@ -189,6 +191,7 @@ class Forest:
         return self._grow(node, data[depth * self._page_bytes :])
 
     def _grow(self, parent: Node, edge: bytes) -> Node:
+        self._generation += 1
         if parent.parent is None:
             self._roots[parent.extra] = parent
         shape = (len(Tier), len(self.page_pools), len(edge) // self._page_bytes)
@@ -261,6 +264,7 @@ class Forest:
             del self._roots[node.extra]
 
     def _discard(self, node: Node) -> None:
+        self._generation += 1
         for queue in self._queues:
             queue.forget(node)
         node.detach()
@@ -287,6 +291,7 @@ class Forest:
 
     def _account(self, node: Node, sign: int) -> None:
         """Add or subtract what the node contributes to the totals."""
+        self._generation += 1
         for tier in TIERS:
             if node.own >> tier & 1:
                 if not node.pins[tier]:

@@ -24,7 +24,8 @@ class Ledger(Forest):
 
         Returns which were entered; the others remain the caller's.
         """
-        return self._move(span, pool, tier, np.full(len(span), ABSENT), pending(_offered(span, locations)), locations >= 0)
+        places = pending(_offered(span, locations))
+        return self._write(span, pool, _near(tier), np.full(len(span), ABSENT), places, locations >= 0, reserve=True)
 
     def publish_pages(self, span: Span, pool: PoolName, tier: Tier, locations: Locations) -> Mask:
         """The bytes are there: entries pending at exactly these locations become present. Returns which did."""
@@ -57,7 +58,7 @@ class Ledger(Forest):
 
     def reserve_state(self, node: Node, pool: PoolName, tier: Tier, location: int) -> bool:
         """Enter `location` as pending for the state at the node's end, if the tier has none. Was it entered?"""
-        return self._move_state(node, pool, tier, ABSENT, _pending(location))
+        return self._write_state(node, pool, _near(tier), ABSENT, _pending(location), reserve=True)
 
     def publish_state(self, node: Node, pool: PoolName, tier: Tier, location: int) -> bool:
         """The bytes are there: the state pending at exactly this location becomes present. Did it?"""
@@ -91,7 +92,8 @@ class Ledger(Forest):
         self._forget_far()
         return done
 
-    def _write(self, span: Span, pool: PoolName, tier: Tier, old: Locations, new: Locations, mask: Mask) -> Mask:
+    def _write(self, span: Span, pool: PoolName, tier: Tier, old: Locations, new: Locations, mask: Mask, *, reserve: bool = False) -> Mask:
+        """Entries that are `old` become `new`, under `mask`. With `reserve`, from absent to pending: nothing comes or goes by that."""
         row = self._page_number(pool)
         if mask.shape != (len(span),):
             raise InputError(f"a span of {len(span)} pages needs as many entries, not an array of shape {mask.shape}")
@@ -101,7 +103,10 @@ class Ledger(Forest):
             done[part] = change = (now == old[part]) & mask[part]
             if change.any():
                 now[change] = new[part][change]
-                self._settle(node)
+                if reserve:
+                    node.expect(pages=int(np.count_nonzero(change)))
+                else:
+                    self._settle(node)
         return done
 
     def _read(self, span: Span, pool: PoolName, tier: Tier) -> Locations:
@@ -116,15 +121,18 @@ class Ledger(Forest):
         self._forget_far()
         return done
 
-    def _write_state(self, node: Node, pool: PoolName, tier: Tier, old: int, new: int) -> bool:
+    def _write_state(self, node: Node, pool: PoolName, tier: Tier, old: int, new: int, *, reserve: bool = False) -> bool:
         number = self._state_number(pool)
         if not self._node(node).pages:
             raise InputError("a root carries no state; name the node that ends where the state does")
         if node.state(tier, number) != old:
             return False
         node.set_state(tier, number, new)
-        self._settle_states(node)
-        self._tidy(node)
+        if reserve:
+            node.expect(states=1)
+        else:
+            self._settle_states(node)
+            self._tidy(node)
         return True
 
     def _page_number(self, pool: PoolName) -> int:

@@ -115,6 +115,11 @@ class Node:
         self.own = sum(1 << tier for tier, counts in enumerate(self.resident) if any(counts)) | alive << ALIVE
         """The bits of the node itself."""
 
+    def expect(self, *, pages: int = 0, states: int = 0) -> None:
+        """So many more objects are on their way: what `recount` would find, without looking."""
+        self.pages_in_flight += pages
+        self.in_flight += pages + states
+
     def clear(self, tier: Tier) -> None:
         """Nothing but `tier` was held, and it was all taken: what `recount` would find, without looking."""
         self.resident[tier] = [0] * len(self.resident[tier])

@@ -89,9 +89,13 @@ class HybridIndex(Ledger):
                     near_state_depth = end
         node = path[-1] if path else root
         if self.state_pools:
-            return Match(node, path_depth, state_depth, near_state_depth, tuple(restorable))
+            return Match(node, path_depth, state_depth, near_state_depth, tuple(restorable), self._generation)
         depth = min(whole, limit)
-        return Match(node, path_depth, depth, min(near, limit), (depth,) if depth else ())
+        return Match(node, path_depth, depth, min(near, limit), (depth,) if depth else (), self._generation)
+
+    def is_current(self, match: Match) -> bool:
+        """Would `match` come out the same now?"""
+        return match.generation == self._generation
 
     def checkpoint_depths(self, match: Match, prompt_tokens: int) -> tuple[int, ...]:
         """Depths in pages beyond `match.depth` at which the prompt's prefill should leave states; none without state pools."""

@@ -1,8 +1,24 @@
 """The Hugging Face reference worker: models from transformers, their cache layout, and how they are run and restored."""
 
+from tiercache.integrations.transformers.audit import Audit, Verdict
 from tiercache.integrations.transformers.device import PoolTensors, differences
 from tiercache.integrations.transformers.layout import CacheLayout, inspect_cache
 from tiercache.integrations.transformers.probe import ProbeReport, load, probe
 from tiercache.integrations.transformers.runner import ModelRunner, TailMode
+from tiercache.integrations.transformers.worker import Generation, Worker
 
-__all__ = ["CacheLayout", "ModelRunner", "PoolTensors", "ProbeReport", "TailMode", "differences", "inspect_cache", "load", "probe"]
+__all__ = [
+    "Audit",
+    "CacheLayout",
+    "Generation",
+    "ModelRunner",
+    "PoolTensors",
+    "ProbeReport",
+    "TailMode",
+    "Verdict",
+    "Worker",
+    "differences",
+    "inspect_cache",
+    "load",
+    "probe",
+]
