@@ -6,6 +6,7 @@ So whatever the cache restores can be checked byte for byte, however it came the
 from __future__ import annotations
 
 import itertools
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -35,6 +36,9 @@ def content(tokens, segment) -> torch.Tensor:
 class Engine:
     """Serves prompts through a controller. `hybrid` False leaves the states out. Thread rule: one owner thread."""
 
+    opened: ClassVar[list[HybridCacheController]] = []
+    """Controllers to close behind a test, or their threads pile up."""
+
     def __init__(
         self,
         storage=None,
@@ -62,6 +66,7 @@ class Engine:
         self.controller = HybridCacheController(
             identity, self.pools, self.arena, storage, shard=shard, options=options or ControllerOptions(restore_deadline=10.0), **extra
         )
+        self.opened.append(self.controller)
         self.metrics = self.controller.metrics
 
     def serve(self, prompt, answer=(), *, check=True, extra=b""):
