@@ -3,7 +3,8 @@
     python -m tests.benchmarks.engine_thread
 
 Pages have 64 tokens. The prompt continues a conversation of twelve turns, each of which left a state, among a hundred others of the same
-length. A row is the time that a call keeps the engine's thread, not the time until its background work is over: a host hit's load goes on
+length. "hit": the prompt was served before, so that all of it is held when it is committed; "hit, one page new": its last page and its state
+are new and go on to the host and the store. A row is the time that a call keeps the engine's thread, not the time until its background work is over: a host hit's load goes on
 behind the admit.
 """
 
@@ -76,12 +77,16 @@ class Bench:
         assert admission.wait().status is not Status.PENDING
         return admission
 
-    def measure(self, name: str, before: Callable[[], None], target: float | None = None) -> None:
-        """Serve the conversation's next prompt again and again, each time after `before`; `target` is for the three calls together."""
+    def measure(self, name: str, before: Callable[[], None], target: float | None = None, *, new: bool = True) -> None:
+        """Serve the conversation's next prompt again and again, each time after `before`, with a last page that is `new` each time or not.
+
+        `target` is for the three calls together.
+        """
         controller, times = self.controller, defaultdict[str, list[float]](list)
-        # A repeated request: all but the last token's page is held, and what it commits is new in its last page only.
-        for _ in range(REPEATS):
-            prompt = np.concatenate([self.history, self._fresh(PAGE)])
+        prompt = np.concatenate([self.history, self._fresh(PAGE)])
+        for repeat in range(REPEATS + 1):
+            if new:
+                prompt = np.concatenate([self.history, self._fresh(PAGE)])
             before()
             with timed(times["lookup"]):
                 lookup = controller.lookup(prompt)
@@ -96,6 +101,8 @@ class Bench:
             with timed(times["release"]):
                 controller.release(admission)
             assert controller.flush()
+            if not repeat:  # the first time it is not held yet
+                times.clear()
         for call, seconds in times.items():
             report(f"{name}: {call}", seconds, None)
         three = zip(times["lookup"], times["admit"], times["commit"], strict=True)
@@ -127,8 +134,10 @@ def main() -> None:
     """All rows."""
     for tokens, label in ((8192, "8k tokens"), (32768, "32k tokens")):
         bench = Bench(tokens)
-        bench.measure(f"{label}, device hit", lambda: None, TARGET_US if tokens == 8192 else None)
-        bench.measure(f"{label}, host hit", lambda b=bench: b.controller.evict(Tier.DEVICE))
+        target = TARGET_US if tokens == 8192 else None
+        bench.measure(f"{label}, device hit", lambda: None, target, new=False)
+        bench.measure(f"{label}, device hit, one page new", lambda: None, target)
+        bench.measure(f"{label}, host hit, one page new", lambda b=bench: b.controller.evict(Tier.DEVICE))
         bench.controller.close()
 
 

@@ -83,8 +83,9 @@ class Admission:
         on_device = all((at.device >= 0).all() for at in located.values()) and all(one.device >= 0 for one in restored.values())
         self._pin = state.index.pin(near, *((Tier.DEVICE,) if on_device else (Tier.DEVICE, Tier.HOST)))
         try:
-            # One state slot more than asked for: the restored state may have to come up from below.
-            self.slots = RequestSlots(state, -(-tokens // state.page_size), resident, states + 1)
+            # One state slot more than asked for where the restored state may have to come up from below.
+            spare = states if on_device and match.near_depth == self._limit else states + 1
+            self.slots = RequestSlots(state, -(-tokens // state.page_size), resident, spare)
         except BaseException:
             self._pin.release()
             raise
@@ -350,11 +351,12 @@ class Admission:
     def _count(self, match: Match, located: Mapping[PoolName, PageLocations], states: Mapping[PoolName, StateLocation]) -> None:
         depth = self._depth
         for pool, at in located.items():
-            above = at.device != ABSENT
-            below = ~above & self._fetched[pool][:depth]
-            self.sources.add(Tier.DEVICE, pool, above.sum())
-            self.sources.add(Tier.STORAGE, pool, below.sum())
-            self.sources.add(Tier.HOST, pool, depth - above.sum() - below.sum())
+            there = at.device != ABSENT
+            above = int(np.count_nonzero(there))
+            below = int(np.count_nonzero(self._fetched[pool][:depth] & ~there)) if self._fetches else 0
+            self.sources.add(Tier.DEVICE, pool, above)
+            self.sources.add(Tier.STORAGE, pool, below)
+            self.sources.add(Tier.HOST, pool, depth - above - below)
         for pool, one in states.items() if depth else ():
             fetched = Tier.STORAGE if self._fetched[pool][depth - 1] else Tier.HOST
             self.sources.add(Tier.DEVICE if one.device != ABSENT else fetched, pool, 1)

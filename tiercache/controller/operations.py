@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -199,7 +199,7 @@ class Write(Operation):
         state: ControllerState,
         pieces: Sequence[Piece],
         held: Sequence[Piece],
-        keys: Sequence[bytes],
+        keys: Mapping[int, bytes],
         *,
         device_pins: Iterable[Pin],
         host_pins: Iterable[Pin],

@@ -88,8 +88,9 @@ class RequestSlots:
     def keep_states(self, count: int) -> None:
         """Hold `count` spare slots of each state pool, and give back what is more."""
         for pool, spare in self._spare.items():
-            self._state.free_device(pool, np.array(spare[count:], np.int64))
-            del spare[count:]
+            if spare[count:]:
+                self._state.free_device(pool, np.array(spare[count:], np.int64))
+                del spare[count:]
 
     def take_states(self) -> dict[PoolName, int]:
         """One spare slot of each state pool, for the engine to fill."""

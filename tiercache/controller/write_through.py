@@ -39,7 +39,10 @@ def write_through(state: ControllerState, node: Node, depth: int, state_depths: 
         for pin in (*device_pins, *host_pins):
             pin.release()
         return
-    keys = state.index.page_keys(node, depth) if state.storage is not None else []
+    keys: dict[int, bytes] = {}
+    if state.storage is not None:
+        first = max(0, min(piece.span.start for piece in (*plan.copies, *plan.held)) - 1)
+        keys = dict(enumerate(state.index.page_keys(node, depth, first), first))
     Write(state, plan.placed(handles), plan.held, keys, device_pins=device_pins, host_pins=host_pins, fence=fence)
 
 

@@ -114,17 +114,29 @@ class HybridIndex(Ledger):
         states = {pool: _state_at(node, number, depth) for number, pool in enumerate(self.state_pools)}
         return PathLocations(pages, states)
 
-    def page_keys(self, where: Node | Match, depth: int) -> list[bytes]:
-        """The keys of pages [0, depth) of the path to `where`; made once per edge."""
-        path = list(self.node_at(where, depth).path())[::-1]
-        chain: list[bytes] = []
-        for node in path:
-            if node.keys is None:
-                parent = chain[-1] if chain else b""
-                edge = np.frombuffer(node.edge, "<u8")
-                node.keys = keys.page_keys(self.namespace, edge, self.page_size, parent, node.extra)
-            chain += node.keys
-        return chain[:depth]
+    def page_keys(self, where: Node | Match, depth: int, start: int = 0) -> list[bytes]:
+        """The keys of pages [start, depth) of the path to `where`; made once per edge."""
+        node = self.node_at(where, depth)
+        parts: list[list[bytes]] = []
+        for at in node.path():
+            if at.end <= start:
+                break
+            parts.append(at.keys if at.keys is not None else self._make_keys(at))
+        first = node.end - sum(map(len, parts))
+        return [key for part in reversed(parts) for key in part][start - first : depth - first]
+
+    def _make_keys(self, node: Node) -> list[bytes]:
+        lacking: list[Node] = []
+        parent = b""
+        for at in node.path():
+            if at.keys is not None:
+                parent = at.keys[-1]
+                break
+            lacking.append(at)
+        for at in reversed(lacking):
+            at.keys = made = keys.page_keys(self.namespace, np.frombuffer(at.edge, "<u8"), self.page_size, parent, at.extra)
+            parent = made[-1]
+        return made
 
     def evictable(self, tier: Tier) -> Mapping[PoolName, int]:
         """How many objects of each pool an eviction could free in `tier` now: present and not held by a pin."""

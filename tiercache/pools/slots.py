@@ -18,10 +18,11 @@ def as_locations(values: Any, capacity: int, noun: str) -> Locations:
         return np.empty(0, np.int64)
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise SlotError(f"{noun}s come as a one-dimensional array of integers, not {array.dtype} of shape {array.shape}")
-    outside = (array < 0) | (array >= capacity)
-    if outside.any():
+    array = array.astype(np.int64, copy=False)
+    if array.view(np.uint64).max() >= capacity:  # as unsigned numbers, negative ones are the largest
+        outside = (array < 0) | (array >= capacity)
         raise SlotError(f"{noun} {array[outside][0]} is out of range; there are {capacity}")
-    return array.astype(np.int64, copy=False)
+    return array
 
 
 class SlotAllocator:
