@@ -3,9 +3,9 @@
     python -m tests.benchmarks.engine_thread
 
 Pages have 64 tokens. The prompt continues a conversation of twelve turns, each of which left a state, among a hundred others of the same
-length. "hit": the prompt was served before, so that all of it is held when it is committed; "hit, one page new": its last page and its state
-are new and go on to the host and the store. A row is the time that a call keeps the engine's thread, not the time until its background work is over: a host hit's load goes on
-behind the admit.
+length. "hit": the prompt was served before, so that all of it is held when it is committed. "hit, one page new": its last page and its
+state are new, and go on to the host and the store. A row is the time that a call keeps the engine's thread, not the time until its
+background work is over: a host hit's load goes on behind the admit.
 """
 
 from __future__ import annotations

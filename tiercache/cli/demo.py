@@ -81,7 +81,9 @@ def demo(
     device_bytes: Annotated[str, typer.Option(help="Size of the device pools, such as 16MiB; auto: one conversation and a bit.")] = "auto",
     host_bytes: Annotated[str, typer.Option(help="Size of the host arena; auto: about two conversations.")] = "auto",
     disk_bytes: Annotated[str, typer.Option(help="Capacity of the store on disk.")] = "1GiB",
-    turns: Annotated[int, typer.Option(min=1, help="Turns of each conversation before the kill; one more follows.")] = 4,
+    turns: Annotated[
+        int, typer.Option(min=1, help="Turns of each conversation before the kill; one more follows, two in the last one.")
+    ] = 4,
     conversations: Annotated[int, typer.Option(min=1, help="Conversations behind one system prompt.")] = 4,
     context: Annotated[int, typer.Option(min=256, help="Tokens of the prompt whose restore is timed.")] = 4096,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write rows and summary here.")] = None,
@@ -171,6 +173,8 @@ def _follow(events: Iterable[str], pid: int, result: Result, progress: Progress,
         kind = event.pop("event")
         if kind == "start":
             progress.update(task, total=event["steps"], doing="")
+            if event["pools"]:
+                progress.console.print(event["pools"], style="dim", highlight=False)
         elif kind == "row":
             result.rows.append(event)
             progress.update(task, advance=1, doing=f"from {event['tier']}" if event["tokens_restored"] else "a miss")

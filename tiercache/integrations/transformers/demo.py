@@ -116,7 +116,7 @@ class Session:
     def serve(self) -> None:
         """The first process: all turns, then on with the next one until it is killed."""
         order = list(zigzag(self._plan.conversations, self._plan.turns))
-        emit("start", steps=len(order))
+        emit("start", steps=len(order), pools=self._worker.sizes)
         for conversation, turn in order:
             self._turn("serve", conversation, turn)
         self._worker.controller.flush()
@@ -130,7 +130,7 @@ class Session:
         The last conversation takes two turns, so that there is a restore from the device also where each is visited once a process.
         """
         runs = [json.loads(line) for line in self._runs.read_text().splitlines()[1:]]
-        emit("start", steps=len(runs) + self._plan.conversations + 4)
+        emit("start", steps=len(runs) + self._plan.conversations + 4, pools="")
         for record in runs:
             run = Run.from_json(record["run"])
             self._audit.replay(run)

@@ -103,6 +103,11 @@ class Worker:
         }
         block = geometries[PoolName.KV].padded_nbytes
         arena = HostArena(host_bytes, block)
+        self.sizes = (
+            f"device: {page_slots} pages and {state_slots} states, {sum(map(pool_bytes, pools.values())) >> 10} KiB; {arena.report}"
+        )
+        """How large the pools are and, for the host arena, why."""
+        _log.info("%s", self.sizes)
         self.controller = HybridCacheController(
             identity or identity_of(model, self.runner, page_size), pools, arena, storage, options=options, engine=engine
         )
@@ -267,6 +272,11 @@ class _Request:
         states = {depth if at is None else at: slots} if slots else {}
         self._worker.controller.commit(self._admission, as_tokens(self._tokens[:depth]), states)
         self._states += states
+
+
+def pool_bytes(pool: DevicePool) -> int:
+    """Payload bytes of all slots."""
+    return pool.capacity * pool.geometry.nbytes
 
 
 def split_device_bytes(device_bytes: int, geometries: Mapping[PoolName, Geometry]) -> tuple[int, int]:
