@@ -82,6 +82,10 @@ class FileBackend(StorageBackend):
 
     @classmethod
     def from_config(cls, section: Mapping[str, Any], context: StoreContext) -> Self:
+        if "address" in section:
+            raise ConfigError(
+                f"'file://{section['address']}...' names a host; write three slashes and the whole path, as in file:///var/lib/tiercache"
+            )
         values = settings_of("file", section, {"path": _path, "capacity": parse_size, "durability": _durability})
         for name in ("path", "capacity"):
             if name not in values:
