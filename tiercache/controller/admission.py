@@ -15,15 +15,13 @@ import numpy as np
 
 from tiercache.controller.accounting import Sources, count_restore
 from tiercache.controller.lookup import Lookup
-from tiercache.controller.operations import Fetch, Load, Piece, gather_pieces
+from tiercache.controller.operations import Load, Piece, gather_pieces
+from tiercache.controller.prefetch import Prefetch
 from tiercache.controller.request_slots import RequestSlots
-from tiercache.controller.state import ControllerState, Fence, InFlight
+from tiercache.controller.state import ControllerState, Fence
 from tiercache.core import ABSENT, Locations, Mask, PoolName, Reason, Tier, TokenArray, pending, reusable_pages
-from tiercache.errors import AdmissionError, InputError, PoolFullError
+from tiercache.errors import AdmissionError, InputError
 from tiercache.index import Inserted, Match, Node, PageLocations, PathLocations, Span, StateLocation, checkpoint_depths
-
-_MAX_FETCHES = 8
-"""Rounds of fetching in one admission: each further round follows an object that turned out missing or corrupt."""
 
 
 class Status(enum.StrEnum):
@@ -67,12 +65,7 @@ class Admission:
         self._depth = 0
         self._covered = 0
         self._frozen = False
-        self._keys: list[bytes] = []
-        self._missing: set[tuple[PoolName, int]] = set()
-        self._unfit: set[int] = set()
-        self._fetched: dict[PoolName, Mask] = {p: np.zeros(self._limit, np.bool_) for p in state.pools}
-        self._fetching: set[Fetch] = set()
-        self._fetches = 0
+        self._prefetch = Prefetch(state, lookup, self._limit)
         self._loads: set[Load] = set()
         self._checkpoints: tuple[int, ...] = ()
         self._restored_states: dict[PoolName, int] = {}
@@ -225,91 +218,27 @@ class Admission:
             self._loads.clear()
 
     def _advance(self, *, freeze: bool) -> None:
-        query = self.lookup.query
-        waiting = (query is not None and not query.done) or not all(fetch.done for fetch in self._fetching)
+        waiting = self._prefetch.waiting
         if waiting and not freeze:
             return
         if not waiting:
-            self._harvest()
+            for reason in self._prefetch.harvest():
+                self._fail(reason)
         match = self._match()
-        while not freeze and (target := self._target(match)):
-            if self._fetch(target):
+        while not freeze and (target := self._prefetch.target(match)):
+            if self._prefetch.begin(target):
                 return
+            self._fail(Reason.BUSY)
             match = self._match()
-        if waiting or (freeze and self._target(match)):
+        if waiting or (freeze and self._prefetch.target(match)):
             self._fail(Reason.TIMEOUT)
         self._freeze(match, match.near_depth)
-
-    def _harvest(self) -> None:
-        """Learn what could not be fetched of this prompt's path. A shared fetch may have failed for pages of another path."""
-        failed: dict[tuple[PoolName, bytes], Reason] = {}
-        for fetch in self._fetching:
-            failed |= fetch.failed
-        self._fetching = set()
-        if failed:
-            mine = {(p, d): failed[p, k] for d, k in enumerate(self._keys, 1) for p in self._state.pools if (p, k) in failed}
-            self._missing.update(mine)
-            for reason in set(mine.values()):
-                self._fail(reason)
 
     def _fail(self, reason: Reason) -> None:
         """Note why the restore is cut short; counted once, however often it is met before the restore is settled."""
         if reason is not self.reason:
             self.reason = reason
             self._state.metrics.increment("restore_failures_total", reason)
-
-    def _fetch(self, target: int) -> bool:
-        """Begin to fetch what depth `target` lacks on the host; False if the host has no room for it."""
-        state, lookup = self._state, self.lookup
-        self._fetches += 1
-        node = state.index.extend_path(lookup.tokens, target, lookup.extra)
-        with state.index.pinned(node, Tier.DEVICE, Tier.HOST):  # what was made for a fetch that does not come to pass goes with the pin
-            self._keys = state.index.page_keys(node, target)
-            try:
-                self._fetching = self._begin_fetch(node, target)
-            except PoolFullError:
-                self._unfit.add(target)
-                self._fail(Reason.BUSY)
-                return False
-        return True
-
-    def _target(self, match: Match) -> int:
-        """The deepest depth, in pages, that storage could still give beyond what is near; 0 if there is none."""
-        if self._state.storage is None or self._fetches == _MAX_FETCHES:
-            return 0
-        known = {*match.restorable, match.depth}
-        if self.lookup.query is not None and self.lookup.query.result is not None:
-            known.update(self.lookup.query.result.restorable_prefix_pages)
-        known -= self._unfit
-        return max((d for d in known if match.near_depth < d <= self._limit and self._possible(d)), default=0)
-
-    def _possible(self, depth: int) -> bool:
-        """Was everything that `depth` needs there when we last tried to fetch it?"""
-        pages = self._state.index.page_pools
-        return not any(d <= depth if pool in pages else d == depth for pool, d in self._missing)
-
-    def _begin_fetch(self, node: Node, depth: int) -> set[Fetch]:
-        state = self._state
-        located, states = state.index.locations(node, depth)
-        absent = {p: (at.device < 0) & (at.host == ABSENT) for p, at in located.items()}
-        waiting: set[InFlight] = set()
-        for pool, at in located.items():
-            coming = (at.device < 0) & (at.host < ABSENT)
-            waiting |= state.claimants(Tier.HOST, pool, pending(at.host[coming]))
-            self._fetched[pool][:depth] |= absent[pool] | coming
-        for pool, one in states.items():
-            if one.device < 0 and one.host < ABSENT:
-                waiting |= state.claimants(Tier.HOST, pool, pending(np.array([one.host])))
-            absent[pool] = np.array([one.device < 0 and one.host == ABSENT])
-            self._fetched[pool][depth - 1] |= one.device < 0 and one.host < 0
-        handles = state.take_host({p: int(mask.sum()) for p, mask in absent.items()})
-        pieces: list[Piece] = []
-        for pool, mask in absent.items():
-            start = depth - 1 if pool in states else 0
-            pieces += gather_pieces(pool, node, start, np.zeros(len(mask), np.int64), mask, handles[pool])
-        if pieces:
-            waiting.add(Fetch(state, pieces, self._keys, [state.index.pin(node, Tier.DEVICE, Tier.HOST)]))
-        return {o for o in waiting if isinstance(o, Fetch)}
 
     def _freeze(self, match: Match, depth: int) -> None:
         """Settle on `depth`, make the slot table and start the loads. PoolFullError, with nothing changed, for want of slots."""
@@ -353,17 +282,17 @@ class Admission:
         for pool, at in located.items():
             there = at.device != ABSENT
             above = int(np.count_nonzero(there))
-            below = int(np.count_nonzero(self._fetched[pool][:depth] & ~there)) if self._fetches else 0
+            below = int(np.count_nonzero(self._prefetch.fetched[pool][:depth] & ~there)) if self._prefetch.rounds else 0
             self.sources.add(Tier.DEVICE, pool, above)
             self.sources.add(Tier.STORAGE, pool, below)
             self.sources.add(Tier.HOST, pool, depth - above - below)
         for pool, one in states.items() if depth else ():
-            fetched = Tier.STORAGE if self._fetched[pool][depth - 1] else Tier.HOST
+            fetched = Tier.STORAGE if self._prefetch.fetched[pool][depth - 1] else Tier.HOST
             self.sources.add(Tier.DEVICE if one.device != ABSENT else fetched, pool, 1)
         asked: Reason | None = self.lookup.unasked
         if self.lookup.query is not None:
             asked = self.reason if self.reason is not Reason.NONE else self.lookup.query.reason
-        elif asked is Reason.NONE and not self._fetches:
+        elif asked is Reason.NONE and not self._prefetch.rounds:
             asked = None
         count_restore(self._state, self.sources, self._held(match), asked, len(self.lookup.tokens), self.depth)
 
