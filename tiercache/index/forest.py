@@ -278,15 +278,19 @@ class Forest:
 
     def _settle_states(self, node: Node) -> None:
         """`_settle` where no page's location changed."""
-        self._account(node, -1)
-        node.recount_states()
-        self._account(node, +1)
+        self._recount_states(node)
         self._announce(node)
 
     def _recount(self, node: Node) -> None:
         """The first half of `_settle`, for a node that is announced later."""
         self._account(node, -1)
         node.recount()
+        self._account(node, +1)
+
+    def _recount_states(self, node: Node) -> None:
+        """The first half of `_settle_states`, for a node that is announced later."""
+        self._account(node, -1)
+        node.recount_states()
         self._account(node, +1)
 
     def _account(self, node: Node, sign: int) -> None:

@@ -81,7 +81,20 @@ class Node:
         """How many children announced the bit: that their subtree holds something of the tier, or a complete state."""
         self.shown = 0
         """The bits that the parent was told."""
-        self.recount()
+        # What `recount` finds where nothing is yet, without looking; whoever brings locations along counts them.
+        self.resident: list[list[int]] = [[0] * (where.shape[1] + state_pools) for _ in TIERS]
+        """Objects present, by tier and pool."""
+        self.whole = 0
+        """Leading pages of the edge that every page pool has in some tier."""
+        self.near = 0
+        """The same from device and host alone."""
+        self.pages_in_flight = 0
+        self.in_flight = 0
+        """Places that are pending: of pages, and of pages and states."""
+        self.state_near = False
+        """Every state pool has a state here on the device or the host."""
+        self.own = 0
+        """The bits of the node itself."""
 
     @classmethod
     def root(cls, page_pools: int, state_pools: int, extra: bytes) -> Self:
@@ -91,11 +104,9 @@ class Node:
     def recount(self) -> None:
         """Derive from the locations: the objects present by tier and pool, what is in flight, and how much of the edge is whole."""
         held = self.where >= 0
-        self.resident: list[list[int]] = held.sum(axis=2).tolist()
+        self.resident = held.sum(axis=2).tolist()
         self.whole = _leading(held, self.resident)
-        """Leading pages of the edge that every page pool has in some tier."""
         self.near = _leading(held[: Tier.STORAGE], self.resident[: Tier.STORAGE])
-        """The same from device and host alone."""
         self.pages_in_flight = int(np.count_nonzero(self.where < ABSENT))
         for counts in self.resident:
             counts += [0] * self.state_pools
@@ -110,10 +121,8 @@ class Node:
             counts[first:] = [int(at >= 0) for at in tier]
         self.in_flight = self.pages_in_flight + sum(at < ABSENT for tier in states for at in tier)
         self.state_near = bool(by_pool) and all(max(tiers[: Tier.STORAGE]) >= 0 for tiers in by_pool)
-        """Every state pool has a state here on the device or the host."""
         alive = bool(by_pool) and all(max(tiers) >= 0 for tiers in by_pool)
         self.own = sum(1 << tier for tier, counts in enumerate(self.resident) if any(counts)) | alive << ALIVE
-        """The bits of the node itself."""
 
     def expect(self, *, pages: int = 0, states: int = 0) -> None:
         """So many more objects are on their way: what `recount` would find, without looking."""

@@ -192,8 +192,9 @@ class HybridIndex(Ledger):
         self._clock += 1
         node = self._path_to(tokens[: depth * self.page_size].tobytes(), extra)
         answer, changed = self._adopt_pages(node, depth, pages)
-        adopted, rejected = self._adopt_states(node, states)
-        for at in changed:  # not before the states are there: every new page would be queued as dead weight
+        adopted, rejected = self._adopt_states(node, states, changed)
+        # Not before the states are there, or every new page would be queued as dead weight; of equals, the shallower goes first.
+        for at in sorted(dict.fromkeys(changed), key=lambda at: at.end):
             self._announce(at)
         node = node.covering(depth)
         self._refresh(node)
@@ -287,7 +288,10 @@ class HybridIndex(Ledger):
         columns = enumerate(self.page_pools)
         return {pool: InsertedPages(table[row], absent[row], duplicate[row], private[row]) for row, pool in columns}, changed
 
-    def _adopt_states(self, node: Node, states: Mapping[int, Mapping[PoolName, int]]) -> tuple[list[PlacedState], list[PlacedState]]:
+    def _adopt_states(
+        self, node: Node, states: Mapping[int, Mapping[PoolName, int]], changed: list[Node]
+    ) -> tuple[list[PlacedState], list[PlacedState]]:
+        """What was taken of the states and what was not; adds to `changed` the nodes that got some."""
         adopted: list[PlacedState] = []
         rejected: list[PlacedState] = []
         whole = _whole_depth(node) if states else 0
@@ -302,7 +306,8 @@ class HybridIndex(Ledger):
                     at = at if at.end == depth else self._split(at, depth)
                     at.set_state(Tier.DEVICE, number, slot)
                     at.last_access = self._clock
-                    self._settle_states(at)
+                    self._recount_states(at)
+                    changed.append(at)
         return adopted, rejected
 
     def _refresh(self, node: Node) -> None:
