@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -57,6 +60,20 @@ def test_a_mistake_gets_one_sentence(arguments, code, sentence):
     done = tiercache("demo", *arguments)
     assert (done.returncode, "Traceback" in done.stderr) == (code, False)
     assert sentence in done.stderr.replace("\n", " ")
+
+
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_demo_leaves_nothing_behind(tmp_path, sent, code):
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen([TIERCACHE, "demo"], stdout=subprocess.DEVNULL, env=environment, start_new_session=True) as demo:
+        while not any(tmp_path.glob("tiercache-demo-*/store")):
+            assert demo.poll() is None
+            time.sleep(0.1)
+        demo.send_signal(sent)
+        assert demo.wait(30) == code
+    assert not list(tmp_path.glob("tiercache-demo-*"))
+    with pytest.raises(ProcessLookupError):  # the group of the demo and of the server that it started is empty
+        os.killpg(demo.pid, 0)
 
 
 def test_help_and_version():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from typing import Annotated, Final
 
@@ -15,6 +16,7 @@ from tiercache.errors import ConfigError, InputError, TierCacheError
 
 EXIT_ERROR: Final = 1
 EXIT_USAGE: Final = 2
+EXIT_TERMINATED: Final = 128 + signal.SIGTERM
 
 app = typer.Typer(
     name="tiercache",
@@ -42,6 +44,8 @@ def _root(
 def main() -> None:
     """The console script."""
     errors = Console(stderr=True, highlight=False)
+    # As Ctrl-C does: unwind, so that processes that were started are ended and temporary directories removed.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_TERMINATED))
     try:
         app()
     except (InputError, ConfigError) as error:
@@ -50,6 +54,3 @@ def main() -> None:
     except (TierCacheError, OSError) as error:
         errors.print(f"[red]tiercache:[/] {escape(str(error))}", soft_wrap=True)
         sys.exit(EXIT_ERROR)
-    except KeyboardInterrupt:
-        errors.print("interrupted")
-        sys.exit(130)

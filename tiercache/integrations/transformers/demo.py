@@ -121,7 +121,8 @@ class Session:
             self._turn("serve", conversation, turn)
         self._worker.controller.flush()
         emit("settled")
-        while True:  # so that the kill comes in the middle of work, of which nothing below may be seen
+        parent = os.getppid()
+        while os.getppid() == parent:  # so that the kill comes in the middle of work; if nobody is left to kill, it ends by itself
             self._worker.serve(self._talk.long_prompt(QUESTION_TOKENS), ANSWER_TOKENS)
 
     def restart(self) -> None:
