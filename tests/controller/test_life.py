@@ -36,6 +36,7 @@ def test_every_tier_gives_back_what_was_computed(store, hybrid):
     engine.settle()
     for tiers, source in (([], "device"), ([Tier.DEVICE], "host"), ([Tier.DEVICE, Tier.HOST], "storage")):
         evict(engine, *tiers)
+        assert engine.controller.lookup(again).near_tokens == (0 if source == "storage" else 3 * P)
         before = engine.metrics.total("restored_objects_total", tier=source, pool="kv")
         assert engine.serve(again) == 3 * P
         assert engine.metrics.total("restored_objects_total", tier=source, pool="kv") == before + 3

@@ -684,5 +684,5 @@ def test_checkpoints(depth: int, path_depth: int, tokens: int, expected: tuple[i
 def test_the_branch_point_is_where_a_prompt_leaves_kv_that_has_no_state():
     h = Harness(MAMBA)
     h.insert((1, 2, 3, 4), 4)
-    assert h.index.checkpoint_depths(h.match((1, 2, 9, 9)), 4 * PAGE + 1) == (2, 4)
-    assert Harness().index.checkpoint_depths(Harness().match((1, 2)), 5) == ()
+    match = h.match((1, 2, 9, 9))
+    assert checkpoint_depths(match.depth, match.path_depth, 4 * PAGE + 1, PAGE) == (2, 4)

@@ -56,20 +56,6 @@ def test_pools_free_only_their_own(arena: HostArena) -> None:
         pages.free(mine)
 
 
-def test_slack_is_zeroed_and_the_payload_is_not(arena: HostArena) -> None:
-    pool = HostPool(STATES, arena)
-    handles = pool.alloc(3)
-    for handle in handles.tolist():
-        for buffer in pool.buffers(handle):
-            buffer[:] = b"\xff" * BLOCK
-    pool.zero_slack(handles[:2])
-    for handle, end in zip(handles.tolist(), (b"\0", b"\0", b"\xff"), strict=True):
-        whole = b"".join(pool.buffers(handle))
-        assert whole[: STATES.nbytes] == b"\xff" * STATES.nbytes
-        assert whole[STATES.nbytes : STATES.padded_nbytes] == end * (STATES.padded_nbytes - STATES.nbytes)
-    HostPool(PAGES, arena).zero_slack([])
-
-
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), blocks=st.integers(1, 40))
 def test_any_mix_fills_the_arena_to_the_last_block(data: st.DataObject, blocks: int) -> None:

@@ -94,8 +94,7 @@ def test_what_is_stored_is_loaded_into_other_slots(
             for slot, handle in zip(sources[name].tolist(), handles[name].tolist(), strict=True):
                 held = b"".join(hosts[name].buffers(handle))
                 assert held[: geometry.nbytes] == before[name][slot]
-                assert held[geometry.nbytes : geometry.padded_nbytes] == bytes(geometry.padded_nbytes - geometry.nbytes)
-                assert set(held[geometry.padded_nbytes :]) <= {0xAA}
+                assert set(held[geometry.nbytes :]) <= {0xAA}, "nothing behind the payload is touched"
         assert all(twin.agrees() for twin in twins.values())  # a store leaves the device as it was
 
         loaded = engine.load([CacheTransferUnits(name, handles[name], targets[name]) for name in kinds])

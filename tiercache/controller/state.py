@@ -11,10 +11,9 @@ from itertools import compress
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from tiercache.controller.io_threads import IoThreads
-from tiercache.core import Locations, PoolName, Tier
+from tiercache.core import Locations, Mask, PoolName, Tier
 from tiercache.errors import ConfigError, PoolFullError
 from tiercache.index import Eviction, HybridIndex, Pin
 from tiercache.metrics import Metrics
@@ -98,7 +97,7 @@ class ControllerState:
         sizes = {Tier.DEVICE: {p: pool.capacity for p, pool in self.device.items()}, Tier.HOST: dict.fromkeys(self.host, self.arena.blocks)}
         self._claims = {(tier, p): np.zeros(n, np.int64) for tier, pools in sizes.items() for p, n in pools.items()}
         # Which host objects a storage write is reading, so that a second commit does not write them again.
-        self.storing: dict[PoolName, npt.NDArray[np.bool_]] = {p: np.zeros(self.arena.blocks, np.bool_) for p in self.host}
+        self.storing: dict[PoolName, Mask] = {p: np.zeros(self.arena.blocks, np.bool_) for p in self.host}
 
     @property
     def pools(self) -> tuple[PoolName, ...]:

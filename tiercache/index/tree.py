@@ -26,7 +26,6 @@ from tiercache.index.base import (
     Span,
     StateLocation,
 )
-from tiercache.index.checkpoints import checkpoint_depths
 from tiercache.index.eviction import Sweep, UnitQueue, Victim
 from tiercache.index.forest import Pin
 from tiercache.index.integrity import check_integrity
@@ -96,12 +95,6 @@ class HybridIndex(Ledger):
     def is_current(self, match: Match) -> bool:
         """Would `match` come out the same now?"""
         return match.generation == self._generation
-
-    def checkpoint_depths(self, match: Match, prompt_tokens: int) -> tuple[int, ...]:
-        """Depths in pages beyond `match.depth` at which the prompt's prefill should leave states; none without state pools."""
-        if not self.state_pools:
-            return ()
-        return checkpoint_depths(match.depth, match.path_depth, prompt_tokens, self.page_size)
 
     def locations(self, where: Node | Match, depth: int) -> PathLocations:
         """Where pages [0, depth) and the states exactly at `depth` are; pending entries as they are, so that loads can be shared."""

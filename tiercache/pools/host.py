@@ -69,17 +69,6 @@ class HostPool:
         """The object's blocks in order, whole and writable; the payload is the first `geometry.nbytes` bytes."""
         return [self.arena.view(block) for block in self.blocks([handle])[0].tolist()]
 
-    def zero_slack(self, handles: npt.ArrayLike) -> None:
-        """Zero what lies between the payload and the next multiple of `BLOCK_ALIGN`, which a store may write along with it.
-
-        That part lies within an object's last block, because blocks are multiples of `BLOCK_ALIGN` as well.
-        """
-        start = self.geometry.nbytes - (self.blocks_per_object - 1) * self.arena.block_bytes
-        width = self.geometry.padded_nbytes - self.geometry.nbytes
-        if width:
-            grid = np.frombuffer(self.arena.hold(), np.uint8).reshape(self.arena.blocks, self.arena.block_bytes)
-            grid[self.blocks(handles)[:, -1], start : start + width] = 0
-
     def check_integrity(self) -> None:
         """The blocks of all objects are distinct and allocated; raises AssertionError otherwise. Call it when nothing is under way."""
         handles = np.flatnonzero(self._live)

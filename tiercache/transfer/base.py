@@ -137,7 +137,7 @@ class TransferEngine(ABC):
 
     The implementation must:
     - return at once, without waiting for a copy or a fence, and keep pools and memory referenced until the ticket is done;
-    - write nothing but the bytes of the destinations (of a host object: also its slack up to `padded_nbytes`, which a store zeroes);
+    - write nothing but the payload bytes of the destinations; a host object's slack is zeroed by storage, before it is stored;
     - let a failure fail the ticket, never the process, and end a ticket only when none of its bytes is touched any more;
     - raise SlotError at the call for a slot or handle that cannot be, with nothing started, and ClosedError after `close`.
 

@@ -71,7 +71,7 @@ class CopyEngine(TransferEngine):
             raise ConfigError(f"pool {pool} is not registered with this transfer engine; pass it to the constructor")
         device, host = self._device_pools[pool], self._host_pools[pool]
         # Checked and resolved now, so that a wrong number is the caller's error; copied, so that the caller may reuse its arrays.
-        return _Part(device, host, device.checked(slots).copy(), host.blocks(handles), np.array(handles, np.int64), host.arena.hold())
+        return _Part(device, host, device.checked(slots).copy(), host.blocks(handles), host.arena.hold())
 
     def _submit(self, worker: _Worker, job: _Job) -> None:
         with self._submitting:  # or a job could get behind the mark that ends the worker, and never be answered
@@ -88,7 +88,6 @@ class _Part:
     host: HostPool
     slots: Locations
     blocks: npt.NDArray[np.int64]
-    handles: Locations
     region: memoryview
 
     def descriptors(self) -> Descriptors:
@@ -156,9 +155,6 @@ class _Worker:
             for layer, rows in copies.by_layer():
                 step = f"in layer {layer}"
                 self._copy_layer(job, layer, copies, rows)
-            if job.to_host:
-                for part in job.parts:
-                    part.host.zero_slack(part.handles)
         except Exception as error:  # noqa: BLE001  a fence or a copier may raise anything; it belongs to the ticket
             failure = TransferError(f"a {'store' if job.to_host else 'load'} failed {step}: {str(error) or type(error).__name__}")
             failure.__cause__ = error

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from tiercache.controller import ControllerOptions
 from tiercache.core import PoolName, Tier, TokenArray
 from tiercache.errors import ConfigError
-from tiercache.integrations.transformers.audit import Audit, Run
+from tiercache.integrations.transformers.audit import Audit, Run, Verdict
 from tiercache.integrations.transformers.runner import ModelRunner
 from tiercache.integrations.transformers.small import build_small_hybrid
 from tiercache.integrations.transformers.worker import Generation, Worker, identity_of
@@ -169,18 +169,18 @@ class Session:
         self._worker = self._open(*self._ample_pools())
         first = self._worker.serve(prompt, 1, audit=True)
         self._worker.controller.flush()
-        verdict = self._audit.check(first)
+        filled = self._audit.check(first)
         figures: dict[str, float] = {}
         for phase, tiers in (
             ("speed-host", [Tier.DEVICE]),
             ("speed-disk", [Tier.DEVICE, Tier.HOST]),
             ("speed-disk-cold", [Tier.DEVICE, Tier.HOST]),
         ):
-            figures |= self._speed(phase, tiers, prompt, verdict.run)
+            figures |= self._speed(phase, tiers, prompt, filled)
         emit("summary", **figures)
         self._worker.close()
 
-    def _speed(self, phase: str, evict: list[Tier], prompt: TokenArray, base: Run) -> dict[str, float]:
+    def _speed(self, phase: str, evict: list[Tier], prompt: TokenArray, filled: Verdict) -> dict[str, float]:
         restores: list[Generation] = []
         recomputes: list[float] = []
         raw: list[float] = []
@@ -196,7 +196,7 @@ class Session:
             raw.append(raw_read_seconds(Path(self._plan.directory), self._bytes(restores[-1])))
         median = sorted(restores, key=lambda g: g.ttft_seconds)[REPEATS // 2]
         recompute = statistics.median(recomputes)
-        verdicts = [self._audit.check(g, uncut) for g in restores]
+        verdicts = [filled, *(self._audit.check(g, uncut) for g in restores)]
         emit_row(
             phase, -1, 0, median, self._bytes(median), median.ttft_seconds, recompute,
             max_logit_diff=max(v.max_logit_diff for v in verdicts),
