@@ -36,9 +36,9 @@ class Env:
         """Close a descriptor."""
         os.close(fd)
 
-    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        """Bytes read into `buffers`, in order; fewer at the end of the file."""
-        return os.preadv(fd, buffers, offset)
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int, flags: int = 0) -> int:
+        """Bytes read into `buffers`, in order; fewer at the end of the file. `flags`: such as os.RWF_NOWAIT."""
+        return os.preadv(fd, buffers, offset, flags)
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """Bytes written from `buffers`, in order; perhaps fewer than given."""

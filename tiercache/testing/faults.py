@@ -134,11 +134,11 @@ class FaultEnv(Env):
         """Write only a part, chosen by the seed, and report the whole: what a power cut leaves of an acknowledged write."""
 
         def effect(real: Call, arguments: tuple[Any, ...]) -> Any:
-            fd, buffers, offset = arguments
+            fd, buffers, *place = arguments
             size = total(buffers)
             part = take(buffers, 0, self._pick(size))
             if part:
-                real(fd, part, offset)
+                real(fd, part, *place)
             return size
 
         return self.add(call, effect, at=at, times=times)
@@ -147,8 +147,8 @@ class FaultEnv(Env):
         """Read or write fewer bytes than asked, at least one, and say so: what the kernel may always do."""
 
         def effect(real: Call, arguments: tuple[Any, ...]) -> Any:
-            fd, buffers, offset = arguments
-            return real(fd, take(buffers, 0, max(1, self._pick(total(buffers)))), offset)
+            fd, buffers, *place = arguments
+            return real(fd, take(buffers, 0, max(1, self._pick(total(buffers)))), *place)
 
         return self.add(call, effect, at=at, times=times)
 
@@ -156,14 +156,14 @@ class FaultEnv(Env):
         """Flip one bit, chosen by the seed, of what is read or written; the caller's own bytes stay right when it writes."""
 
         def effect(real: Call, arguments: tuple[Any, ...]) -> Any:
-            fd, buffers, offset = arguments
+            fd, buffers, *place = arguments
             if call == "preadv":
-                done = real(fd, buffers, offset)
+                done = real(fd, buffers, *place)
                 self._flip(buffers, done)
                 return done
             copy = memoryview(bytearray(b"".join(buffers)))
             self._flip([copy], copy.nbytes)
-            return real(fd, [copy], offset)
+            return real(fd, [copy], *place)
 
         return self.add(call, effect, at=at, times=times)
 
