@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 
 class UnitKind(enum.Enum):
@@ -51,6 +54,18 @@ class Unit(Protocol):
         """Pages that must be computed to have the unit again, from the nearest restorable depth above it. Walks the path: O(ancestors)."""
 
 
+class Units(Protocol):
+    """Many units at once, for a policy that can rank them without looking at each. Valid during the call that it is passed to."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Unit: ...
+
+    @property
+    def last_access(self) -> npt.NDArray[Any]:
+        """As `Unit.last_access`, of all: integers of shape (len(self),)."""
+
+
 class Policy(ABC):
     """Ranks evictable units. Thread rule: called by the owner's thread only."""
 
@@ -67,3 +82,7 @@ class Policy(ABC):
         fall while its unit is untouched: the order is kept lazily, so that a rise is noticed when the unit comes to the front and a silent
         fall is not. A worth that decays with age is written with a rising base for new units instead (as in GDSF). The answer is not NaN.
         """
+
+    def rank_all(self, units: Units) -> npt.NDArray[np.float64]:
+        """The rank of each of many units, shape (len(units),): what `rank` says. A store with a million objects asks this way."""
+        return np.fromiter((self.rank(units[i]) for i in range(len(units))), np.float64, len(units))

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from tiercache.policy.base import Policy, Unit
+import numpy as np
+import numpy.typing as npt
+
+from tiercache.policy.base import Policy, Unit, Units
 
 
 class Lru(Policy):
@@ -18,3 +21,7 @@ class Lru(Policy):
     def rank(self, unit: Unit) -> float:
         """The time of the last access."""
         return unit.last_access
+
+    def rank_all(self, units: Units) -> npt.NDArray[np.float64]:
+        """The times of the last accesses."""
+        return units.last_access.astype(np.float64)

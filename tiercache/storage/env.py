@@ -98,11 +98,11 @@ class Env:
 
     def try_lock(self, fd: int) -> bool:
         """Take the exclusive lock of an open file; False where another open file has it, in this process or another."""
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
+        return _flock(fd, fcntl.LOCK_EX)
+
+    def try_share(self, fd: int) -> bool:
+        """Take the shared lock of an open file, or turn an exclusive one into it; False where another open file has it exclusively."""
+        return _flock(fd, fcntl.LOCK_SH)
 
     def commit(self, transaction: Transaction) -> None:
         """Commit a catalog's transaction: the one place where a database, and not this class, writes."""
@@ -134,3 +134,15 @@ class Env:
     def monotonic(self) -> float:
         """Seconds on a clock that never goes back."""
         return time.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        """Let this thread wait."""
+        time.sleep(seconds)
+
+
+def _flock(fd: int, how: int) -> bool:
+    try:
+        fcntl.flock(fd, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -48,15 +48,17 @@ def zero_tail(buffers: Sequence[memoryview], length: int) -> None:
         view[:] = bytes(view.nbytes)
 
 
-def write_all(env: Env, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
-    """Write every byte of `buffers` at `offset`; raises OSError."""
+def write_all(env: Env, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+    """Write every byte of `buffers` at `offset`: how many those were. Raises OSError."""
     left = list(buffers)
+    start = offset
     while left:
         done = env.pwritev(fd, left[:IOV_MAX], offset)
         if done <= 0:
             raise OSError(5, "the disk took no bytes")
         offset += done
         left = _after(left, done)
+    return offset - start
 
 
 def read_all(env: Env, fd: int, buffers: Sequence[memoryview], offset: int) -> int:

@@ -28,7 +28,7 @@ from tiercache.storage.vectors import take, total
 
 CALLS: Final = (
     "open", "close", "preadv", "pwritev", "fdatasync", "fsync", "forget", "fallocate", "ftruncate", "unlink", "rename", "mkdir", "chmod",
-    "listdir", "lstat", "fstat", "statvfs", "try_lock", "commit", "run",
+    "listdir", "lstat", "fstat", "statvfs", "try_lock", "try_share", "commit", "run",
 )  # fmt: skip
 """The calls that can be given rules: everything that touches the disk."""
 

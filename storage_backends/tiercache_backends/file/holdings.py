@@ -9,50 +9,38 @@ Blocks go back to the free space only when the object's removal is in the catalo
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from threading import Event, Lock
-from typing import Final
-
-import numpy as np
-import numpy.typing as npt
+from typing import Final, NamedTuple
 
 from tiercache.core import BLOCK_ALIGN
-from tiercache.storage.residents import Resident, Residents
-from tiercache_backends.file.catalog import Loaded, Placement, placement
+from tiercache.policy import Policy
+from tiercache_backends.file.catalog import Loaded
+from tiercache_backends.file.eviction import EvictionOrder
+from tiercache_backends.file.objects import RESIDENT, Facts, Objects, Placement
+from tiercache_backends.file.recovery import sound_records
 from tiercache_backends.file.space import Extent, Space
 
-_FEW: Final = 1024
 
+class Pin(NamedTuple):
+    """A hold on an object's blocks. `reused`: it was read before."""
 
-class Entry(Resident):
-    """A stored object: its catalog record, kept packed, and who needs its blocks. `pins` counts readers, and a removal under way."""
-
-    __slots__ = ("gone", "pins", "record", "suspect")
-
-    def __init__(self, digest: bytes, parent: bytes | None, record: bytes) -> None:
-        super().__init__(digest, parent)
-        self.record = record
-        self.pins = 0
-        self.gone = False
-        self.suspect = False
-
-    @property
-    def placement(self) -> Placement:
-        """Where it lies."""
-        return placement(self.record)
+    row: int
+    number: int
+    placement: Placement
+    reused: bool
 
 
 @dataclass(slots=True)
 class Claim:
-    """An object that is being written: item `index` of its batch."""
+    """An object that is being written: item `index` of its batch, which depends on the page of node `parent`, where it is not None."""
 
     index: int
     digest: bytes
-    parent: bytes
+    parent_page: bytes | None
+    parent: int | None
     blocks: int
     extents: tuple[Extent, ...] = ()
 
@@ -68,66 +56,102 @@ class Claims:
     done: Event = field(default_factory=Event)
 
 
+@dataclass(slots=True)
+class Leaver:
+    """An object that is being removed. `suspect`: its blocks must be proven before anything is written there again."""
+
+    row: int
+    number: int
+    digest: bytes
+    parent: bytes | None
+    suspect: bool = False
+
+
+@dataclass(slots=True)
+class Departure:
+    """Objects that left together; `removed`, `restored` or `strand` must follow."""
+
+    leavers: list[Leaver] = field(default_factory=list)
+    done: Event = field(default_factory=Event)
+
+    @property
+    def numbers(self) -> list[int]:
+        """Of the catalog records that must go."""
+        return [leaver.number for leaver in self.leavers]
+
+
 class Holdings:
     """The maps of a store and the moves between them.
 
     Thread rule: any thread; each method is one critical section of microseconds to (when much is evicted) milliseconds.
     """
 
-    def __init__(self, slab_blocks: int) -> None:
+    def __init__(self, slab_blocks: int, policy: Policy, *, with_macs: bool) -> None:
         self._mutex: Final = Lock()
-        self._entries: Residents[Entry] = Residents()
+        self._objects = Objects(with_macs=with_macs)
+        self._order = EvictionOrder(self._objects, policy)
+        self._objects.exposed = self._order.offer
         self._busy: dict[bytes, Event] = {}
+        self._gone: dict[int, Leaver] = {}
         self._space = Space(slab_blocks)
-        self._slab_blocks = slab_blocks
-        self._payload = 0
         self._stranded = 0
         self._retired = 0
         self._counts = {"corrupt": 0, "evicted": 0}
 
-    def load(self, loaded: Loaded, slabs: Sequence[Extent]) -> list[bytes]:
-        """Take in the catalog and rebuild the free space. Returns the digests whose extents overlap, lie outside the slabs or are short."""
-        bad = _misplaced(loaded, slabs, self._slab_blocks)
-        sound = [i for i in loaded.order.tolist() if not bad[i]]
-        with _no_collection():
-            self._entries.load(Entry(loaded.digests[i], loaded.parents[i], loaded.records[i]) for i in sound)
-        self._payload = int(loaded.lengths[~bad].sum())
-        kept = ~bad[loaded.owner]
-        starts, counts = loaded.starts[kept], loaded.counts[kept]
-        for slab in slabs:
-            self._space.size += slab.blocks
-            inside = (starts >= slab.start) & (starts < slab.start + slab.blocks)
-            self._space.give(_gaps(slab, starts[inside], counts[inside]))
-        return loaded.damaged + [loaded.digests[i] for i in np.flatnonzero(bad)]
+    def load(self, loaded: Loaded, slabs: Sequence[Extent]) -> list[int]:
+        """Take in the catalog and rebuild the free space. Returns the numbers of records that have no sound place, or are outdated."""
+        sound, unsound, gaps = sound_records(loaded, slabs, self._space.slab_blocks)
+        self._objects.load(sound)
+        self._space.size += sum(slab.blocks for slab in slabs)
+        self._space.give(gaps)
+        return unsound
 
-    def present(self, digests: Iterable[bytes]) -> list[bool]:
+    def present(self, digests: Sequence[bytes]) -> list[bool]:
         """Which objects can be read."""
         with self._mutex:
-            return [digest in self._entries for digest in digests]
+            return [row >= 0 for row in self._objects.find_many(digests)]
 
-    def pin(self, digests: Iterable[bytes]) -> list[Entry | None]:
+    def current(self, keys: Sequence[tuple[int, bytes]]) -> list[bool]:
+        """Which (number, digest) pairs of catalog records speak of an object that can be read."""
+        with self._mutex:
+            rows = self._objects.find_many([digest for _, digest in keys])
+            return [row >= 0 and self._objects.number[row] == number for row, (number, _) in zip(rows, keys, strict=True)]
+
+    def pin(self, digests: Sequence[bytes]) -> list[Pin | None]:
         """Hold the blocks of these objects until `unpin`, and note their use."""
+        objects = self._objects
+        pins: list[Pin | None] = []
         with self._mutex:
-            found = [self._entries.get(digest) for digest in digests]
-            for entry in found:
-                if entry is not None:
-                    entry.pins += 1
-                    self._entries.touch(entry)
-            return found
+            for row in objects.find_many(digests):
+                if row < 0:
+                    pins.append(None)
+                    continue
+                pins.append(Pin(row, objects.number[row], objects.placement(row), objects.hits[row] > 0))
+                objects.pins[row] += 1
+                objects.hits[row] = min(objects.hits[row] + 1, 2**32 - 1)
+                objects.touch(row)
+        return pins
 
-    def unpin(self, entries: Iterable[Entry]) -> list[Extent]:
+    def unpin(self, pins: Iterable[Pin | None]) -> list[Extent]:
         """Undo one pin of each. Returns the extents of suspects that nobody uses any more: to be proven, and then `give` or `retire`."""
+        suspects: list[Extent] = []
         with self._mutex:
-            return self._unpin(entries)
+            for pin in pins:
+                if pin is not None:
+                    self._objects.pins[pin.row] -= 1
+                    if pin.row in self._gone:
+                        suspects += self._vacate(pin.row)
+        return suspects
 
-    def claim(self, wanted: Iterable[tuple[int, bytes, bytes, int]], limit: int) -> Claims:
+    def claim(self, wanted: Iterable[tuple[int, bytes, bytes | None, int]], limit: int) -> Claims:
         """Sort a batch of (index, digest, parent, blocks): at most `limit` are claimed for writing, whatever comes after them waits."""
         claims = Claims()
+        batch = list(wanted)
+        objects = self._objects
         with self._mutex:
-            for index, digest, parent, blocks in wanted:
-                entry = self._entries.get(digest)
-                if entry is not None:
-                    self._entries.touch(entry)
+            for (index, digest, parent, blocks), row in zip(batch, objects.find_many([digest for _, digest, _, _ in batch]), strict=True):
+                if row >= 0:
+                    objects.touch(row)
                     claims.hits.append(index)
                 elif digest in self._busy or len(claims.fresh) == limit:
                     claims.later.append(index)
@@ -136,87 +160,101 @@ class Holdings:
                 else:
                     self._busy[digest] = claims.done
                     # What is being written holds its page in place: evicting that page to make room for it would leave an orphan.
-                    self._entries.hold(parent)
-                    claims.fresh.append(Claim(index, digest, parent, blocks))
+                    held = None if parent is None else objects.hold(parent)
+                    claims.fresh.append(Claim(index, digest, parent, held, blocks))
         return claims
 
     def allocate(self, claims: Sequence[Claim]) -> int:
-        """Give blocks to the claims in order, up to the first that does not fit; returns the blocks that are missing for the rest."""
+        """Give blocks to those claims that have none, as far as they go; returns the blocks that are missing for the rest."""
         with self._mutex:
-            missing = 0
-            for claim in claims:
-                if not claim.extents and not missing:
-                    claim.extents = self._space.allocate(claim.blocks) or ()
-                if not claim.extents:
-                    missing += claim.blocks
-            return max(0, missing - self._space.free)
+            without = [claim for claim in claims if not claim.extents]
+            for claim, extents in zip(without, self._space.allocate_all([claim.blocks for claim in without]), strict=True):
+                claim.extents = extents
+            return max(0, sum(claim.blocks for claim in without if not claim.extents) - self._space.free)
 
-    def publish(self, claims: Claims, records: dict[bytes, bytes]) -> None:
-        """End a batch: what has a record is resident now; the blocks of the rest are free again."""
+    def publish(self, claims: Claims, facts: dict[int, Facts]) -> None:
+        """End a batch: what has facts, by item, is resident now; the blocks of the rest are free again."""
+        objects = self._objects
         with self._mutex:
             for claim in claims.fresh:
-                record = records.get(claim.digest)
-                if record is not None:
-                    self._entries.add(Entry(claim.digest, claim.parent, record))
-                    self._payload += placement(record).length
+                found = facts.get(claim.index)
+                if found is not None:
+                    self._order.offer(objects.add(found, claim.digest, claim.parent_page, claim.extents))
                 else:
                     self._space.give(claim.extents)
-                self._entries.release(claim.parent)
+                if claim.parent is not None:
+                    objects.release(claim.parent)
                 del self._busy[claim.digest]
         claims.done.set()
 
-    def evict(self, blocks: int, objects: int, slack: int) -> tuple[list[Entry], Event]:
-        """Take out the objects to give up: for `blocks` blocks, at least `objects` objects, and a few more for the next sets.
+    def spare(self, budget_blocks: int) -> int:
+        """Blocks that are free, or would be if the slabs grew to this many in all."""
+        with self._mutex:
+            return self._space.free + max(0, budget_blocks - self._space.size)
 
-        The few are what makes `slack` blocks, but not more than `_FEW`, so that nobody waits long for the mutex. `removed` or `restored`
-        must follow.
-        """
-        gained = taken = 0
+    def evict(self, blocks: int, objects: int, most: int) -> Departure:
+        """Take out the objects to give up: for `blocks` blocks and at least `objects` objects, if so much is there and `most` allows it."""
+        departure = Departure()
+        gained = 0
 
-        def enough(entry: Entry) -> bool:
-            nonlocal gained, taken
-            gained += _blocks(entry)
-            taken += 1
-            return gained >= blocks and taken >= objects and (gained >= slack or taken >= _FEW)
+        def enough(row: int) -> bool:
+            nonlocal gained
+            gained += self._objects.blocks(row)
+            self._leave(departure, row)
+            return len(departure.leavers) >= most or (gained >= blocks and len(departure.leavers) >= objects)
 
         with self._mutex:
-            return self._leave(self._entries.victims(enough, spare=lambda entry: entry.pins > 0))
+            self._order.victims(enough)
+        return departure
 
-    def take_out(self, digests: Iterable[bytes], *, only: Callable[[Entry], bool] = lambda _: True) -> tuple[list[Entry], Event]:
-        """Take out these objects, if they are resident and `only` agrees; `removed`, `restored` or `strand` must follow."""
+    def take_out(self, digests: Iterable[bytes]) -> Departure:
+        """Take out these objects, if they are resident."""
+        departure = Departure()
         with self._mutex:
-            found = [e for d in dict.fromkeys(digests) if (e := self._entries.get(d)) is not None and only(e)]
-            for entry in found:
-                self._entries.pop(entry)
-            return self._leave(found)
+            for digest in dict.fromkeys(digests):
+                row = self._objects.find(digest)
+                if row >= 0:
+                    self._leave(departure, row)
+        return departure
 
-    def removed(self, entries: Sequence[Entry], done: Event) -> list[Extent]:
+    def take_out_suspects(self, pins: Iterable[Pin]) -> Departure:
+        """Take out these objects because their blocks are damaged, unless they left by themselves."""
+        departure = Departure()
+        with self._mutex:
+            for pin in pins:
+                if self._objects.number[pin.row] == pin.number and self._objects.state[pin.row] == RESIDENT:
+                    self._leave(departure, pin.row, suspect=True)
+        return departure
+
+    def removed(self, departure: Departure) -> list[Extent]:
         """The catalog has forgotten them: their blocks are free as soon as nobody reads them. Returns as `unpin`."""
+        suspects: list[Extent] = []
         with self._mutex:
-            for entry in entries:
-                entry.gone = True
-                del self._busy[entry.digest]
-            suspects = self._unpin(entries)
-        done.set()
+            for leaver in departure.leavers:
+                self._gone[leaver.row] = leaver
+                del self._busy[leaver.digest]
+                self._objects.pins[leaver.row] -= 1
+                suspects += self._vacate(leaver.row)
+        departure.done.set()
         return suspects
 
-    def restored(self, entries: Sequence[Entry], done: Event) -> None:
+    def restored(self, departure: Departure) -> None:
         """The catalog could not forget them: they are resident again."""
         with self._mutex:
-            for entry in entries:
-                del self._busy[entry.digest]
-                entry.pins -= 1
-                self._entries.add(entry)
-                self._payload += entry.placement.length
-        done.set()
+            for leaver in departure.leavers:
+                del self._busy[leaver.digest]
+                self._objects.pins[leaver.row] -= 1
+                self._objects.enter(leaver.row, leaver.digest, leaver.parent)
+                self._order.offer(leaver.row)
+        departure.done.set()
 
-    def strand(self, entries: Sequence[Entry], done: Event) -> None:
+    def strand(self, departure: Departure) -> None:
         """The catalog could not forget them, and they must not be read: their blocks are lost until the store is opened again."""
         with self._mutex:
-            for entry in entries:
-                del self._busy[entry.digest]
-                self._stranded += _blocks(entry)
-        done.set()
+            for leaver in departure.leavers:
+                del self._busy[leaver.digest]
+                self._stranded += self._objects.blocks(leaver.row)
+        departure.done.set()
 
     def grow(self, extent: Extent) -> None:
         """A slab's new blocks are there."""
@@ -234,108 +272,71 @@ class Holdings:
             self._retired += extent.blocks
 
     def count(self, name: str, n: int) -> None:
-        """Add to one of the counters `corrupt` and `evicted`."""
+        """Add to the counter of this name."""
         with self._mutex:
-            self._counts[name] += n
+            self._counts[name] = self._counts.get(name, 0) + n
+
+    def digests_since(self, number: int) -> list[bytes]:
+        """The objects whose records came after this one."""
+        with self._mutex:
+            rows = self._objects.residents()
+            rows = rows[self._objects.columns["number"][rows] > number]
+            return [self._objects.digest(row) for row in rows.tolist()]
 
     def figures(self) -> dict[str, int]:
-        """objects, payload_bytes, blocks_used, blocks_free, blocks_stranded, blocks_retired, corrupt, evicted."""
+        """What `usage` tells: objects, payload_bytes, the blocks by what they are, memory_bytes of the columns, and all counters."""
         with self._mutex:
             return {
-                "objects": len(self._entries),
-                "payload_bytes": self._payload,
+                "objects": len(self._objects),
+                "payload_bytes": self._objects.payload,
                 "blocks_used": self._space.size - self._space.free,
                 "blocks_free": self._space.free,
                 "blocks_stranded": self._stranded,
                 "blocks_retired": self._retired,
+                "memory_bytes": self._objects.nbytes(),
                 **self._counts,
             }
 
     def orphans(self) -> int:
         """Objects whose page is known and not stored."""
-        return self._entries.orphans()
+        with self._mutex:
+            return self._objects.orphans()
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless, at a quiet moment, free + used = capacity, no two objects share a block and nobody holds a pin."""
         with self._mutex:
             self._space.check_integrity()
+            self._objects.check_integrity()
+            rows = self._objects.residents().tolist()
             assert not self._busy, "nothing is on its way in or out"
-            assert all(not e.pins for e in self._entries), "nobody holds a pin"
-            held = sorted(x for e in self._entries for x in e.placement.extents)
+            assert not self._gone, "nothing that is gone is still read"
+            assert not any(self._objects.pins[row] for row in rows), "nobody holds a pin"
+            held = sorted(extent for row in rows for extent in self._objects.extents(row))
             assert all(a.start + a.blocks <= b.start for a, b in pairwise(held)), "no two objects share a block"
-            used = sum(x.blocks for x in held) + self._stranded + self._retired
+            used = sum(extent.blocks for extent in held) + self._stranded + self._retired
             assert used + self._space.free == self._space.size, "free + used = capacity"
-            assert self._payload == sum(e.placement.length for e in self._entries), "payload bytes are counted right"
 
-    def _leave(self, entries: list[Entry]) -> tuple[list[Entry], Event]:
-        done = Event()
-        for entry in entries:
-            # Busy until the catalog has forgotten it: a set of the same key that overtook the removal would be removed with it.
-            self._busy[entry.digest] = done
-            entry.pins += 1
-            self._payload -= entry.placement.length
-        return entries, done
+    def _leave(self, departure: Departure, row: int, *, suspect: bool = False) -> None:
+        number = self._objects.number[row]
+        digest, parent = self._objects.leave(row)
+        # Busy until the catalog has forgotten it: a set of the same key that overtook the removal would be removed with it.
+        self._busy[digest] = departure.done
+        self._objects.pins[row] += 1
+        departure.leavers.append(Leaver(row, number, digest, parent, suspect))
 
-    def _unpin(self, entries: Iterable[Entry]) -> list[Extent]:
-        suspects: list[Extent] = []
-        for entry in entries:
-            entry.pins -= 1
-            if entry.gone and not entry.pins:
-                if entry.suspect:
-                    suspects += entry.placement.extents
-                else:
-                    self._space.give(entry.placement.extents)
-        return suspects
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Without the garbage collector, which would walk over a million new objects again and again: half of the time of a start."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
+    def _vacate(self, row: int) -> tuple[Extent, ...]:
+        """Give up a row that is gone, if nobody reads it; returns its extents where they are suspect."""
+        if self._objects.pins[row]:
+            return ()
+        leaver = self._gone.pop(row)
+        extents = self._objects.extents(row)
+        self._objects.drop(row)
+        if leaver.suspect:
+            return extents
+        self._space.give(extents)
+        return ()
 
 
 def blocks_for(length: int) -> int:
     """Blocks that `length` bytes take."""
     return -(-length // BLOCK_ALIGN)
-
-
-def _blocks(entry: Entry) -> int:
-    return sum(extent.blocks for extent in entry.placement.extents)
-
-
-def _misplaced(loaded: Loaded, slabs: Sequence[Extent], slab_blocks: int) -> npt.NDArray[np.bool_]:
-    """`out[i]`: do the extents of record i overlap another's, leave their slab, or hold fewer bytes than its length?"""
-    bad = np.zeros(len(loaded.records), np.bool_)
-    limits = np.zeros(max((s.start // slab_blocks + 1 for s in slabs), default=0) + 1, np.int64)
-    for slab in slabs:
-        limits[slab.start // slab_blocks] = slab.start + slab.blocks
-    slab_of = np.clip(loaded.starts // slab_blocks, 0, len(limits) - 1)
-    ends = loaded.starts + loaded.counts
-    outside = (loaded.starts < 0) | (loaded.counts < 1) | (ends > limits[slab_of]) | (loaded.starts // slab_blocks != slab_of)
-    bad[loaded.owner[outside]] = True
-    room = np.bincount(loaded.owner, weights=loaded.counts, minlength=len(bad)).astype(np.int64) * BLOCK_ALIGN
-    bad |= (loaded.lengths == 0) | (room < loaded.lengths.astype(np.int64))
-    order = np.argsort(loaded.starts, kind="stable")
-    reach = np.maximum.accumulate(ends[order])
-    clash = np.flatnonzero(loaded.starts[order][1:] < reach[:-1]) + 1
-    # The one that reaches into a later one is bad as well; it need not be its neighbour in this order.
-    for i in clash.tolist():
-        earlier = order[:i][ends[order[:i]] > loaded.starts[order[i]]]
-        bad[loaded.owner[earlier]] = True
-        bad[loaded.owner[order[i]]] = True
-    return bad
-
-
-def _gaps(slab: Extent, starts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> list[Extent]:
-    """What the extents (disjoint, inside the slab) leave of it."""
-    order = np.argsort(starts)
-    lows = np.concatenate([[slab.start], starts[order] + counts[order]])
-    highs = np.concatenate([starts[order], [slab.start + slab.blocks]])
-    found = highs > lows
-    return [Extent(low, high - low) for low, high in zip(lows[found].tolist(), highs[found].tolist(), strict=True)]

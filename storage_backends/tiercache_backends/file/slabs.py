@@ -1,4 +1,4 @@
-"""The slab files: where the bytes lie. Vectored, buffered, straight from and into the caller's buffers.
+"""The slab files: where the bytes lie. This module opens, grows, cuts, syncs and proves them; `movement.py` moves the bytes.
 
 Overwriting a preallocated file runs at memory speed where one new file per object does not, and cannot run out of disk in the middle.
 """
@@ -6,109 +6,134 @@ Overwriting a preallocated file runs at memory speed where one new file per obje
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
-from typing import Final
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from errno import EAGAIN
+from mmap import mmap
+from typing import Final, Protocol
 
 from tiercache.core import BLOCK_ALIGN
 from tiercache.storage.env import Env
-from tiercache.storage.vectors import read_all, take, total, write_all
+from tiercache.storage.vectors import read_all, write_all
 from tiercache_backends.file.space import Extent
+from tiercache_backends.local.directory import sync_directory
 
-_READ_BYTES: Final = 256 << 10
+
+@dataclass(frozen=True, slots=True)
+class Abilities:
+    """What a file system lets us do, found out by trying. `direct`: O_DIRECT; `nowait`: reads that answer only from the page cache."""
+
+    direct: bool
+    nowait: bool
 
 
-def sync_directory(env: Env, path: str) -> None:
-    """Return once the names in a directory would survive a power cut; raises OSError."""
-    fd = env.open(path, os.O_RDONLY | os.O_DIRECTORY)
+def probe(env: Env, directory: str) -> Abilities:
+    """Try both on a file of one block. A file system that fails in any way gets the plain calls."""
+    path = os.path.join(directory, "probe")
+    block = memoryview(mmap(-1, BLOCK_ALIGN))
+    direct = nowait = False
     try:
-        env.fsync(fd)
+        with suppress(OSError), _opened(env, path, os.O_RDWR | os.O_CREAT) as fd:
+            write_all(env, fd, [block], 0)
+            try:
+                nowait = env.preadv(fd, [block], 0, os.RWF_NOWAIT) >= 0
+            except OSError as error:
+                nowait = error.errno == EAGAIN
+            with _opened(env, path, os.O_RDWR | os.O_DIRECT) as straight:
+                direct = env.pwritev(straight, [block], 0) == env.preadv(straight, [block], 0) == BLOCK_ALIGN
+    finally:
+        with suppress(OSError):
+            env.unlink(path)
+    # Without a way to ask the page cache we could not tell what lies there, and would read past it for ever.
+    return Abilities(direct and nowait, nowait)
+
+
+@contextmanager
+def _opened(env: Env, path: str, flags: int) -> Iterator[int]:
+    fd = env.open(path, flags)
+    try:
+        yield fd
     finally:
         env.close(fd)
+
+
+class Placed(Protocol):
+    """What begins at a block."""
+
+    @property
+    def start(self) -> int:
+        """The number of its first block."""
+
+
+@dataclass(slots=True)
+class Slab:
+    """One open slab file: `fd` goes through the page cache, `direct` past it, where that is possible.
+
+    Thread rule: `blocks` belongs to whoever grows or cuts slabs.
+    """
+
+    fd: int
+    direct: int | None
+    blocks: int = 0
 
 
 class Slabs:
     """The files `000000.slab`, `000001.slab`, ... of one directory, each `slab_blocks` blocks long and the last one perhaps shorter.
 
-    Thread rule: `open`, `grow` and `close` need one caller at a time; reads and writes of different extents may run at once.
+    Thread rule: `open`, `grow` and `close` need one caller at a time; the rest may run at once on different extents.
     """
 
-    def __init__(self, env: Env, directory: str, slab_blocks: int, budget_blocks: int) -> None:
+    def __init__(self, env: Env, directory: str, slab_blocks: int, budget_blocks: int, *, direct: bool) -> None:
         self._env = env
         self._directory: Final = directory
+        self._direct = direct
         self.slab_blocks: Final = slab_blocks
         self.budget_blocks: Final = budget_blocks
-        self._fds: list[int] = []
-        self._blocks: list[int] = []
+        self._slabs: list[Slab] = []
 
     def open(self) -> list[Extent]:
         """Open what is there, within the budget: the blocks that each slab has. Slabs and ends beyond the budget stay until `trim`."""
-        self._fds = []
-        for index in range(len(self._names())):
-            fd = self._env.open(self.path(index), os.O_RDWR | os.O_CREAT)
-            self._fds.append(fd)
-            self._blocks.append(min(self._env.fstat(fd).st_size // BLOCK_ALIGN, self._target(index)))
-        return [Extent(i * self.slab_blocks, count) for i, count in enumerate(self._blocks) if count]
+        for index in range(self._count()):
+            self._add(index)
+            self._slabs[index].blocks = min(self._env.fstat(self._slabs[index].fd).st_size // BLOCK_ALIGN, self._target(index))
+        return [Extent(i * self.slab_blocks, slab.blocks) for i, slab in enumerate(self._slabs) if slab.blocks]
 
     def trim(self) -> None:
         """Give back to the disk what lies beyond the budget or the whole blocks. Call it when the catalog names none of it any more."""
-        for index, fd in enumerate(self._fds):
-            if self._env.fstat(fd).st_size != self._blocks[index] * BLOCK_ALIGN:
-                self._env.ftruncate(fd, self._blocks[index] * BLOCK_ALIGN)
-        while self._fds and not self._target(len(self._fds) - 1):
-            self._env.close(self._fds.pop())
-            self._blocks.pop()
-            self._env.unlink(self.path(len(self._fds)))
+        for slab in self._slabs:
+            if self._env.fstat(slab.fd).st_size != slab.blocks * BLOCK_ALIGN:
+                self._env.ftruncate(slab.fd, slab.blocks * BLOCK_ALIGN)
+        while self._slabs and not self._target(len(self._slabs) - 1):
+            self._release(self._slabs.pop())
+            self._env.unlink(self.path(len(self._slabs)))
 
     def grow(self) -> Extent | None:
         """Preallocate the next slab, or the missing end of one: its new blocks. None when the budget is used up; raises OSError."""
-        for index, (fd, have) in enumerate(zip(self._fds, self._blocks, strict=True)):
-            if have < self._target(index):
-                return self._extend(index, fd)
-        if not self._target(len(self._fds)):
+        for index, slab in enumerate(self._slabs):
+            if slab.blocks < self._target(index):
+                return self._extend(index)
+        if not self._target(len(self._slabs)):
             return None
-        fd = self._env.open(self.path(len(self._fds)), os.O_RDWR | os.O_CREAT)
+        self._add(len(self._slabs))
         try:
             sync_directory(self._env, self._directory)
         except OSError:
-            self._env.close(fd)
+            self._release(self._slabs.pop())
             raise
-        self._fds.append(fd)
-        self._blocks.append(0)
-        return self._extend(len(self._fds) - 1, fd)
+        return self._extend(len(self._slabs) - 1)
 
-    def write(self, extents: Sequence[Extent], buffers: Sequence[memoryview], length: int) -> None:
-        """Write `length` bytes, or whole blocks where the buffers reach that far; raises OSError."""
-        whole = -(-length // BLOCK_ALIGN) * BLOCK_ALIGN
-        size = whole if total(buffers) >= whole else length
-        done = 0
-        for start, count in extents:
-            views = take(buffers, done, min(done + count * BLOCK_ALIGN, size))
-            write_all(self._env, self._fds[start // self.slab_blocks], views, self._offset(start))
-            done += count * BLOCK_ALIGN
+    def slab(self, place: Placed) -> Slab:
+        """The file of blocks that lie in one slab."""
+        return self._slabs[place.start // self.slab_blocks]
 
-    def read(self, extents: Sequence[Extent], buffers: Sequence[memoryview], length: int, seen: Callable[[list[memoryview]], None]) -> bool:
-        """Fill the first `length` bytes of `buffers`, showing each part to `seen` as it comes; False where the file ended first.
-
-        In parts, because a checksum over bytes that are still in the processor's cache costs less. Raises OSError.
-        """
-        done = 0
-        for start, count in extents:
-            fd, offset = self._fds[start // self.slab_blocks], self._offset(start)
-            end = min(done + count * BLOCK_ALIGN, length)
-            while done < end:
-                step = min(_READ_BYTES, end - done)
-                views = take(buffers, done, done + step)
-                if read_all(self._env, fd, views, offset) < step:
-                    return False
-                seen(views)
-                done += step
-                offset += step
-        return True
+    def offset(self, place: Placed) -> int:
+        """Their offset in that file."""
+        return place.start % self.slab_blocks * BLOCK_ALIGN
 
     def proven(self, extent: Extent) -> bool:
         """Do these blocks keep what is written to them? Overwrites them, reads them back from the medium and compares."""
-        fd = self._fds[extent.start // self.slab_blocks]
-        offset, size = self._offset(extent.start), extent.blocks * BLOCK_ALIGN
+        fd, offset, size = self.slab(extent).fd, self.offset(extent), extent.blocks * BLOCK_ALIGN
         pattern = extent.start.to_bytes(8, "little") * (size // 8)
         found = bytearray(size)
         try:
@@ -119,14 +144,34 @@ class Slabs:
         except OSError:
             return False
 
-    def sync(self, extents: Iterable[Extent] | None = None) -> None:
-        """Return once these blocks, or all slabs, are on the medium; raises OSError."""
-        for index in range(len(self._fds)) if extents is None else sorted({e.start // self.slab_blocks for e in extents}):
-            self._env.fdatasync(self._fds[index])
+    def forget(self, extent: Extent) -> None:
+        """Let the next read of these blocks come from the medium; raises OSError."""
+        self._env.forget(self.slab(extent).fd, self.offset(extent), extent.blocks * BLOCK_ALIGN)
+
+    @contextmanager
+    def witnesses(self, extents: Iterable[Extent]) -> Iterator[list[int]]:
+        """Descriptors of the files of these extents, for `sync` by one caller alone.
+
+        The kernel reports a failed write-back once to each open file. On a shared descriptor another thread's sync could be told of the
+        failure of our bytes, and ours would succeed. Raises OSError.
+        """
+        fds: list[int] = []
+        try:
+            for index in sorted({extent.start // self.slab_blocks for extent in extents}):
+                fds.append(self._env.open(self.path(index), os.O_RDWR))  # noqa: PERF401 (those opened before a failure must be closed)
+            yield fds
+        finally:
+            for fd in fds:
+                self._env.close(fd)
+
+    def sync(self, fds: Iterable[int] | None = None) -> None:
+        """Return once these files, or all slabs, are on the medium; raises OSError."""
+        for fd in [slab.fd for slab in self._slabs] if fds is None else fds:
+            self._env.fdatasync(fd)
 
     def locate(self, extent: Extent) -> tuple[str, int]:
         """The file and the offset of an extent."""
-        return self.path(extent.start // self.slab_blocks), self._offset(extent.start)
+        return self.path(extent.start // self.slab_blocks), self.offset(extent)
 
     def path(self, index: int) -> str:
         """The file of slab `index`."""
@@ -134,29 +179,40 @@ class Slabs:
 
     def close(self) -> None:
         """Close every file. Twice is harmless."""
-        fds, self._fds = self._fds, []
-        for fd in fds:
-            self._env.close(fd)
+        while self._slabs:
+            self._release(self._slabs.pop())
 
-    def _extend(self, index: int, fd: int) -> Extent:
-        have, want = self._blocks[index], self._target(index)
+    def _add(self, index: int) -> None:
+        fd = self._env.open(self.path(index), os.O_RDWR | os.O_CREAT)
         try:
-            self._env.fallocate(fd, have * BLOCK_ALIGN, (want - have) * BLOCK_ALIGN)
+            direct = self._env.open(self.path(index), os.O_RDWR | os.O_DIRECT) if self._direct else None
+        except OSError:
+            self._env.close(fd)
+            raise
+        self._slabs.append(Slab(fd, direct))
+
+    def _release(self, slab: Slab) -> None:
+        self._env.close(slab.fd)
+        if slab.direct is not None:
+            self._env.close(slab.direct)
+
+    def _extend(self, index: int) -> Extent:
+        slab, want = self._slabs[index], self._target(index)
+        have = slab.blocks
+        try:
+            self._env.fallocate(slab.fd, have * BLOCK_ALIGN, (want - have) * BLOCK_ALIGN)
         except OSError:
             # A full disk leaves a part behind, which would count towards the cap and serve nobody.
-            self._env.ftruncate(fd, have * BLOCK_ALIGN)
+            self._env.ftruncate(slab.fd, have * BLOCK_ALIGN)
             raise
-        self._blocks[index] = want
+        slab.blocks = want
         return Extent(index * self.slab_blocks + have, want - have)
 
     def _target(self, index: int) -> int:
         """How many blocks slab `index` may have."""
         return max(0, min(self.slab_blocks, self.budget_blocks - index * self.slab_blocks))
 
-    def _offset(self, block: int) -> int:
-        return block % self.slab_blocks * BLOCK_ALIGN
-
-    def _names(self) -> list[str]:
-        """One name for each slab up to the highest that is there; a missing one counts, and is made anew."""
+    def _count(self) -> int:
+        """One for each slab up to the highest that is there; a missing one counts, and is made anew."""
         there = [n for n in self._env.listdir(self._directory) if n.endswith(".slab") and n[:-5].isdigit()]
-        return [f"{i:06d}" for i in range(max((int(n[:-5]) + 1 for n in there), default=0))]
+        return max((int(n[:-5]) + 1 for n in there), default=0)

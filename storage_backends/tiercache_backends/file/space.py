@@ -6,7 +6,7 @@ can be had.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -28,7 +28,7 @@ class Space:
     """
 
     def __init__(self, slab_blocks: int) -> None:
-        self._slab_blocks = slab_blocks
+        self.slab_blocks = slab_blocks
         self._by_start: dict[int, int] = {}
         self._by_end: dict[int, int] = {}
         self._bins: list[dict[int, None]] = [{} for _ in range(slab_blocks.bit_length())]
@@ -58,15 +58,36 @@ class Space:
             self.free -= count
         return tuple(taken)
 
+    def allocate_all(self, sizes: Sequence[int]) -> list[tuple[Extent, ...]]:
+        """Place a batch: the extents of each size, side by side as far as the free extents are long enough; () for those that do not fit.
+
+        A batch is mostly read as it was written, and neighbours move in one call.
+        """
+        places: list[tuple[Extent, ...]] = []
+        run = Extent(0, 0)
+        left = sum(sizes)
+        for blocks in sizes:
+            if blocks > run.blocks:
+                self._end(run)
+                run = self._begin(blocks, left) if blocks <= self.free else Extent(0, 0)
+            if run.blocks:
+                places.append((Extent(run.start, blocks),))
+                run = Extent(run.start + blocks, run.blocks - blocks)
+            else:
+                places.append(self.allocate(blocks) or ())
+            left -= blocks
+        self._end(run)
+        return places
+
     def give(self, extents: Iterable[Extent]) -> None:
         """Take blocks back, joining them with free neighbours of the same slab."""
         for start, count in extents:
             self.free += count
             end = start + count
-            if end % self._slab_blocks and (behind := self._by_start.get(end)):
+            if end % self.slab_blocks and (behind := self._by_start.get(end)):
                 self._unlink(end, behind)
                 end += behind
-            if start % self._slab_blocks and (before := self._by_end.get(start)) is not None:
+            if start % self.slab_blocks and (before := self._by_end.get(start)) is not None:
                 self._unlink(before, start - before)
                 start = before
             self._link(start, end - start)
@@ -79,8 +100,26 @@ class Space:
         ordered = sorted(self._by_start.items())
         for (start, count), (following, _) in pairwise(ordered):
             assert start + count <= following, "free extents are disjoint"
-            assert start + count < following or following % self._slab_blocks == 0, "free neighbours are joined"
-        assert all(s // self._slab_blocks == (s + c - 1) // self._slab_blocks for s, c in ordered), "an extent lies in one slab"
+            assert start + count < following or following % self.slab_blocks == 0, "free neighbours are joined"
+        assert all(s // self.slab_blocks == (s + c - 1) // self.slab_blocks for s, c in ordered), "an extent lies in one slab"
+
+    def _begin(self, least: int, most: int) -> Extent:
+        """Take a free extent for what comes now, of at most `most` blocks; an empty one where none has `least`."""
+        found = self._pick(min(most, self.slab_blocks))
+        if found.blocks < least:
+            found = self._pick(least)
+        if found.blocks < least:
+            return Extent(0, 0)
+        self._unlink(*found)
+        taken = min(found.blocks, most)
+        if found.blocks > taken:
+            self._link(found.start + taken, found.blocks - taken)
+        self.free -= taken
+        return Extent(found.start, taken)
+
+    def _end(self, run: Extent) -> None:
+        if run.blocks:
+            self.give([run])
 
     def _pick(self, blocks: int) -> Extent:
         """A free extent that fits, from the smallest bin where every one does; else one of the largest."""

@@ -9,19 +9,20 @@ the disk works, but for the catalog's writer lock and the one that lets a single
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from errno import EDQUOT, EIO, ENOSPC
-from threading import Event, Lock
+from threading import Lock
 from typing import Any, ClassVar, Final, Self
 
 from tiercache.config import parse_size
-from tiercache.core import BLOCK_ALIGN, ObjectKey, Outcome
+from tiercache.core import BLOCK_ALIGN, ObjectKey, Outcome, PoolName
 from tiercache.errors import ConfigError, StorageError
+from tiercache.policy import Lru, Policy, policy_named
 from tiercache.storage.base import (
     Capabilities,
     GetItem,
     NamespaceRecord,
-    ScanEntry,
     ScanPage,
     SetItem,
     StorageBackend,
@@ -29,56 +30,79 @@ from tiercache.storage.base import (
     Usage,
     storable,
 )
-from tiercache.storage.checksum import Checksum
+from tiercache.storage.checksum import Seal
 from tiercache.storage.env import Env
 from tiercache.storage.gate import CallGate
 from tiercache.storage.registry import settings_of
 from tiercache.storage.vectors import usable
 from tiercache_backends.file.catalog import MAX_EXTENTS, Catalog
-from tiercache_backends.file.directory import Directory
-from tiercache_backends.file.holdings import Claim, Claims, Entry, Holdings, blocks_for
-from tiercache_backends.file.slabs import Slabs, sync_directory
+from tiercache_backends.file.holdings import Claim, Claims, Departure, Holdings, Pin, blocks_for
+from tiercache_backends.file.movement import Movement, Mover
+from tiercache_backends.file.objects import Facts
+from tiercache_backends.file.shares import divide, slab_blocks_for
+from tiercache_backends.file.slabs import Abilities, Slabs, probe
 from tiercache_backends.file.space import Extent
+from tiercache_backends.local.directory import StoreDirectory, sync_directory
 
 _log = logging.getLogger(__name__)
 
+KIND: Final = "tiercache.file"
+VERSION: Final = 2
 _BATCH: Final = 4096
 """Objects per catalog transaction."""
 _SCAN_PAGE: Final = 1024
-_SLACK: Final = 64
-"""An eviction frees up to 1/64 of the store, so that a full store does not pay one catalog transaction for every set."""
+_LOW_WATER: Final = 64
+"""Below 1/64 of its blocks free, a store evicts along with the next set, in the same transaction: no set then has to wait for blocks."""
+_FEW: Final = 1024
+"""Objects that one such eviction gives up at most, so that nobody waits long for it."""
+_IO_THREADS: Final = 8
+_MOST_IO_THREADS: Final = 64
 
 
 class FileBackend(StorageBackend):
     """Objects in preallocated slab files of one directory, at most `capacity` bytes in all, with an LMDB catalog.
 
     `durability`: "process": acknowledged objects survive the death of the process, and after a power cut every object is right or is found
-    out by its checksum; "power": they survive the power cut as well, at the price of one data sync per set.
+    out by its checksum; "power": they survive the power cut as well, at the price of one data sync per set. `io`: "auto" goes past the page
+    cache with O_DIRECT, on `io_threads` threads, for what is not in it; "buffered" never does. `seal` adds a MAC to every object.
 
     Thread rule: as the contract says; reads and writes of several threads run in parallel.
     """
 
     capabilities: ClassVar = Capabilities(persistent=True, bounded=True)
 
-    def __init__(self, path: str, capacity: int, durability: str = "process", env: Env | None = None) -> None:
+    def __init__(
+        self,
+        path: str,
+        capacity: int,
+        durability: str = "process",
+        env: Env | None = None,
+        *,
+        io: str = "auto",
+        io_threads: int = _IO_THREADS,
+        policy: Policy | None = None,
+        seal: Seal | None = None,
+    ) -> None:
         self._env = env or Env()
         self._capacity = capacity
         self._power = durability == "power"
+        self._seal = seal or Seal()
         self._gate = CallGate(f"the store in {path}")
         self._growth = Lock()
         self._cramped = False
-        self._directory = Directory(self._env, path)
+        self._flushed = 0
+        self._doubtful = False
+        self._directory = StoreDirectory(self._env, path, kind=KIND, version=VERSION, database="catalog")
         self._directory.claim()
-        try:
-            self._open()
-        except OSError as error:
-            self._directory.release(clean=False)
-            if isinstance(error, StorageError):
-                raise
-            raise StorageError(f"the store in {self._directory.path} cannot be opened: {error}") from error
-        except BaseException:
-            self._directory.release(clean=False)
-            raise
+        with ExitStack() as undo:
+            undo.callback(self._directory.release, clean=False)
+            try:
+                self._open(undo, io, io_threads, policy or Lru())
+            except OSError as error:
+                if isinstance(error, StorageError):
+                    raise
+                raise StorageError(f"the store in {self._directory.path} cannot be opened: {error}") from error
+            undo.pop_all()
 
     @classmethod
     def from_config(cls, section: Mapping[str, Any], context: StoreContext) -> Self:
@@ -86,10 +110,15 @@ class FileBackend(StorageBackend):
             raise ConfigError(
                 f"'file://{section['address']}...' names a host; write three slashes and the whole path, as in file:///var/lib/tiercache"
             )
-        values = settings_of("file", section, {"path": _path, "capacity": parse_size, "durability": _durability})
+        values = settings_of("file", section, {
+            "path": absolute_path, "capacity": parse_size, "durability": _one_of("process", "power"), "io": _one_of("auto", "buffered"),
+            "io_threads": _thread_count, "mac_key": absolute_path, "policy": _policy,
+        })  # fmt: skip
         for name in ("path", "capacity"):
             if name not in values:
                 raise ConfigError(f"storage type 'file' needs {name!r}, as in file:///var/lib/tiercache?capacity=200GiB")
+        if "mac_key" in values:
+            values["seal"] = Seal.from_file(context.env, values.pop("mac_key"))
         return cls(**values, env=context.env)
 
     def exists(self, keys: Sequence[ObjectKey]) -> list[bool]:
@@ -98,13 +127,11 @@ class FileBackend(StorageBackend):
 
     def get(self, items: Sequence[GetItem]) -> list[Outcome]:
         with self._gate:
-            entries = self._holdings.pin([item.key.digest for item in items])
-            spoiled: dict[bytes, Entry] = {}
+            pins = self._holdings.pin([item.key.digest for item in items])
             try:
-                return [self._read(item, entry, spoiled) for item, entry in zip(items, entries, strict=True)]
+                return self._read(items, pins)
             finally:
-                self._drop(spoiled)
-                self._settle(self._holdings.unpin([entry for entry in entries if entry is not None]))
+                self._settle(self._holdings.unpin(pins))
 
     def set(self, items: Sequence[SetItem]) -> list[Outcome]:
         with self._gate:
@@ -124,8 +151,8 @@ class FileBackend(StorageBackend):
 
     def delete(self, keys: Sequence[ObjectKey]) -> list[bool]:
         with self._gate:
-            entries, done = self._holdings.take_out([key.digest for key in keys])
-            gone = {entry.digest for entry in entries} if self._forget(entries, done) else set()
+            departure = self._holdings.take_out([key.digest for key in keys])
+            gone = {leaver.digest for leaver in departure.leavers} if self._forget(departure) else set()
             answers: list[bool] = []
             for key in keys:
                 answers.append(key.digest in gone)
@@ -135,22 +162,22 @@ class FileBackend(StorageBackend):
     def scan(self, namespace: bytes | None = None, cursor: bytes = b"") -> ScanPage:
         with self._gate:
             try:
-                page = self._catalog.page(cursor, _SCAN_PAGE)
-            except OSError:
-                _log.exception("the catalog in %s cannot be read", self._directory.path)
+                records = [record for part in self._catalog.page(cursor, _SCAN_PAGE) for record in part]
+            except OSError as error:
+                self._failed("scan", error)
                 return ScanPage([], b"")
-            resident = self._holdings.present([digest for digest, _ in page])
-            found = [ScanEntry(*self._catalog.unpack(*pair)) for pair, there in zip(page, resident, strict=True) if there]
-            entries = [entry for entry in found if namespace in (None, entry.meta.namespace)]
-            return ScanPage(entries, page[-1][0] if len(page) == _SCAN_PAGE else b"")
+            found = [(int(record["number"]), self._catalog.entry(record)) for record in records]
+            current = self._holdings.current([(number, entry.key.digest) for number, entry in found])
+            entries = [e for (_, e), there in zip(found, current, strict=True) if there and namespace in (None, e.meta.namespace)]
+            return ScanPage(entries, int(records[-1]["number"]).to_bytes(8) if len(records) == _SCAN_PAGE else b"")
 
     def register_namespace(self, record: NamespaceRecord) -> None:
         with self._gate:
             try:
                 self._catalog.register(record)
-            except OSError:
+            except OSError as error:
                 # It is written along with the next batch; until then only people miss it.
-                _log.warning("the identity of a namespace cannot be saved in %s now", self._directory.path, exc_info=True)
+                self._failed("namespace", error)
 
     def namespaces(self) -> list[NamespaceRecord]:
         with self._gate:
@@ -160,18 +187,21 @@ class FileBackend(StorageBackend):
         with self._gate:
             figures = self._holdings.figures()
             used = figures["blocks_used"] * BLOCK_ALIGN + self._catalog.nbytes()
-            return Usage(figures.pop("objects"), figures.pop("payload_bytes"), used, self._capacity, figures)
+            objects, payload = figures.pop("objects"), figures.pop("payload_bytes")
+            io = "direct" if self._abilities.direct else "buffered"
+            return Usage(objects, payload, used, self._capacity, {"io": io, **figures})
 
     def flush(self) -> None:
         with self._gate:
             try:
-                self._slabs.sync()
-                self._catalog.sync()
+                self._flush()
             except OSError as error:
+                self._failed("flush", error)
                 raise StorageError(f"the store in {self._directory.path} cannot be flushed: {error}") from error
 
     def close(self) -> None:
         if self._gate.close():
+            self._mover.close()
             self._slabs.close()
             self._catalog.close()
             self._directory.release(clean=True)
@@ -179,13 +209,12 @@ class FileBackend(StorageBackend):
     def locate(self, key: ObjectKey) -> list[tuple[str, int, int]]:
         """Where an object lies, for `inspect` and for tests: (file, offset, bytes) in payload order; empty where it is not stored."""
         with self._gate:
-            [entry] = self._holdings.pin([key.digest])
-            if entry is None:
-                return []
+            [pin] = pins = self._holdings.pin([key.digest])
             try:
-                return [(*self._slabs.locate(extent), extent.blocks * BLOCK_ALIGN) for extent in entry.placement.extents]
+                extents = pin.placement.extents if pin else ()
+                return [(*self._slabs.locate(extent), extent.blocks * BLOCK_ALIGN) for extent in extents]
             finally:
-                self._settle(self._holdings.unpin([entry]))
+                self._settle(self._holdings.unpin(pins))
 
     def orphans(self) -> int:
         """Objects whose page is known and not stored: what a crash or a deletion left behind. Walks over all objects."""
@@ -196,66 +225,84 @@ class FileBackend(StorageBackend):
         """Raise AssertionError unless all counts add up; only when no other call is inside."""
         self._holdings.check_integrity()
 
-    def _open(self) -> None:
-        shares = self._directory.prepare(self._capacity)
-        self._catalog = Catalog(self._env, self._directory.catalog, shares.map_bytes)
-        self._slabs = Slabs(self._env, self._directory.slabs, shares.slab_blocks, shares.budget_blocks)
-        try:
-            self._holdings = Holdings(shares.slab_blocks)
-            sync_directory(self._env, self._directory.catalog)
-            stale = self._holdings.load(self._catalog.load(), self._slabs.open())
-            if stale:
-                _log.warning("%d objects in %s have no sound place and are dropped", len(stale), self._directory.path)
-                self._catalog.apply({}, stale)
-            self._slabs.trim()
-        except BaseException:
-            self._slabs.close()
-            self._catalog.close()
-            raise
+    def _open(self, undo: ExitStack, io: str, io_threads: int, policy: Policy) -> None:
+        directory = self._directory
+        fresh = {"block": BLOCK_ALIGN, "slab_blocks": slab_blocks_for(self._capacity), "mac": self._seal.fingerprint}
+        settled = directory.settle(fresh)
+        self._seal.match(settled["mac"], directory.path)
+        slab_blocks = settled["slab_blocks"]
+        if settled["block"] != BLOCK_ALIGN or not isinstance(slab_blocks, int) or not 0 < slab_blocks < 2**31:
+            raise StorageError(f"{directory.at('format')} names impossible sizes; remove {directory.path} to start with an empty store")
+        directory.part(directory.at("slabs"))
+        directory.prove()
+        shares = divide(self._capacity, directory)
+        self._abilities = probe(self._env, directory.at("slabs")) if io == "auto" else Abilities(direct=False, nowait=False)
+        self._catalog = Catalog(self._env, directory.database, shares.map_bytes)
+        undo.callback(self._catalog.close)
+        self._slabs = Slabs(self._env, directory.at("slabs"), slab_blocks, shares.budget_blocks, direct=self._abilities.direct)
+        undo.callback(self._slabs.close)
+        self._mover = Mover(self._env, self._slabs, self._abilities, io_threads)
+        undo.callback(self._mover.close)
+        self._holdings = Holdings(slab_blocks, policy, with_macs=self._seal.fingerprint is not None)
+        sync_directory(self._env, directory.database)
+        loaded = self._catalog.load()
+        unsound = self._holdings.load(loaded, self._slabs.open())
+        if unsound or loaded.damaged:
+            _log.warning("%d records in %s are not sound and are dropped", len(unsound) + len(loaded.damaged), directory.path)
+            self._catalog.apply(removals=unsound, damaged=loaded.damaged)
+        self._slabs.trim()
+        directory.opened()
 
-    def _read(self, item: GetItem, entry: Entry | None, spoiled: dict[bytes, Entry]) -> Outcome:
-        """Read one pinned object; what turns out to be damaged goes into `spoiled`."""
-        if entry is None:
-            return Outcome.MISS
-        length, expected, extents = entry.placement
-        if length != item.length or not usable(item.buffers, length, writable=True):
-            return Outcome.ERROR
-        found = Checksum()
-        try:
-            whole = self._slabs.read(extents, item.buffers, length, found.add)
-        except OSError as error:
-            if error.errno == EIO:
+    def _read(self, items: Sequence[GetItem], pins: Sequence[Pin | None]) -> list[Outcome]:
+        """Read pinned objects; the damaged ones are given up."""
+        outcomes = [Outcome.MISS] * len(items)
+        reads: list[tuple[int, Pin, Movement]] = []
+        for index, (item, pin) in enumerate(zip(items, pins, strict=True)):
+            if pin is None:
+                continue
+            length = pin.placement.length
+            if length != item.length or not usable(item.buffers, length, writable=True):
+                outcomes[index] = Outcome.ERROR
+                continue
+            proof = self._seal.proof(item.key, length)
+            reads.append((index, pin, Movement(pin.placement.extents, item.buffers, length, proof, pin.reused)))
+        self._mover.read([movement for _, _, movement in reads])
+        corrupt: list[Pin] = []
+        unreadable: list[Pin] = []
+        for index, pin, movement in reads:
+            outcomes[index] = self._judge(pin, movement)
+            if outcomes[index] is Outcome.CORRUPT:
+                corrupt.append(pin)
+            elif movement.error is not None and movement.error.errno == EIO:
                 # A block that cannot be read stays so until it is written: keeping the object would keep its next set from healing it.
-                spoiled[entry.digest] = entry
-            _log.warning("an object in %s cannot be read: %s", self._directory.path, error)
-            return Outcome.ERROR
-        if whole and found.seal(item.key) == expected:
-            return Outcome.HIT
-        spoiled[entry.digest] = entry
-        return Outcome.CORRUPT
+                unreadable.append(pin)
+        self._holdings.count("corrupt", self._give_up(corrupt))
+        self._give_up(unreadable)
+        return outcomes
 
-    def _drop(self, spoiled: Mapping[bytes, Entry]) -> None:
-        """Give up damaged objects; their blocks are proven before anything is written there again."""
-        if not spoiled:
-            return
-        entries, done = self._holdings.take_out(spoiled, only=lambda entry: spoiled[entry.digest] is entry)
-        self._holdings.count("corrupt", len(entries))
-        for entry in entries:
-            entry.suspect = True
-        self._forget(entries, done, keep=False)
+    def _give_up(self, damaged: Sequence[Pin]) -> int:
+        """Drop damaged objects, and prove their blocks when nobody reads them any more: how many there were."""
+        departure = self._holdings.take_out_suspects(damaged)
+        self._forget(departure, keep=False)
+        return len(departure.leavers)
 
-    def _forget(self, entries: Sequence[Entry], done: Event, *, keep: bool = True) -> bool:
+    def _judge(self, pin: Pin, movement: Movement) -> Outcome:
+        if movement.error is not None:
+            return self._failed("get", movement.error)
+        assert movement.proof is not None, "a read brings its proof"
+        sound = not movement.short and movement.proof.holds(pin.placement.checksum, pin.placement.mac)
+        return Outcome.HIT if sound else Outcome.CORRUPT
+
+    def _forget(self, departure: Departure, *, keep: bool = True) -> bool:
         """Remove objects that were taken out from the catalog. Where that fails they come back, or without `keep` stay out of sight."""
-        if not entries:
-            done.set()
-            return True
-        try:
-            self._catalog.apply({}, [entry.digest for entry in entries])
-        except OSError as error:
-            _log.warning("the catalog in %s cannot remove %d objects: %s", self._directory.path, len(entries), error)
-            (self._holdings.restored if keep else self._holdings.strand)(entries, done)
-            return False
-        self._settle(self._holdings.removed(entries, done))
+        if departure.leavers:
+            try:
+                self._catalog.apply(removals=departure.numbers)
+            except OSError as error:
+                self._failed("remove", error)
+                (self._holdings.restored if keep else self._holdings.strand)(departure)
+                return False
+        self._settle(self._holdings.removed(departure))
         return True
 
     def _settle(self, suspects: Sequence[Extent]) -> None:
@@ -269,27 +316,24 @@ class FileBackend(StorageBackend):
 
     def _store(self, items: Sequence[SetItem], claims: Claims, outcomes: list[Outcome]) -> None:
         """Write what is claimed and settle every claim, whatever happens."""
-        records: dict[bytes, bytes] = {}
+        facts: dict[int, Facts] = {}
         try:
             self._reserve(claims.fresh)
-            written = [claim for claim in claims.fresh if self._write(items[claim.index], claim, outcomes)]
-            records = self._acknowledge(items, written, outcomes)
+            placed = [claim for claim in claims.fresh if 0 < len(claim.extents) <= MAX_EXTENTS]
+            for claim in claims.fresh:
+                outcomes[claim.index] = Outcome.THROTTLED
+            facts = self._write(items, placed, outcomes)
         finally:
-            self._holdings.publish(claims, records)
+            self._holdings.publish(claims, facts)
 
     def _reserve(self, claims: Sequence[Claim]) -> None:
         """Find blocks for the claims, growing the slabs first and then evicting. Those that get none are left without."""
-        limit = self._slabs.budget_blocks
-        fitting = [c for c in claims if c.blocks <= limit]
+        fitting = [c for c in claims if c.blocks <= self._slabs.budget_blocks]
         if self._catalog.crowded(len(claims)):
             self._evict(0, len(claims))
         while missing := self._holdings.allocate(fitting):
             if not self._grow() and not self._evict(missing, 1):
                 break
-        # What did not fit in order may still fit out of it: a small object behind a large one.
-        for claim in fitting:
-            if not claim.extents:
-                self._holdings.allocate([claim])
 
     def _grow(self) -> bool:
         """Preallocate one more slab; False where the budget or the disk is used up."""
@@ -298,7 +342,7 @@ class FileBackend(StorageBackend):
                 extent = self._slabs.grow()
             except OSError as error:
                 if not self._cramped:
-                    _log.warning("the store in %s cannot grow and goes on with what it has: %s", self._directory.path, error)
+                    self._failed("grow", error)
                 self._cramped = True
                 return False
             if extent is None:
@@ -308,64 +352,127 @@ class FileBackend(StorageBackend):
             return True
 
     def _evict(self, blocks: int, objects: int) -> bool:
-        """Give up objects for at least `blocks` blocks; False if none could be given up."""
-        entries, done = self._holdings.evict(blocks, objects, self._slabs.budget_blocks // _SLACK if blocks else 0)
-        if not self._forget(entries, done) or not entries:
+        """Give up objects for at least `blocks` blocks, in a transaction of its own; False if none could be given up."""
+        departure = self._holdings.evict(blocks, objects, _BATCH)
+        if not self._forget(departure) or not departure.leavers:
             return False
-        self._holdings.count("evicted", len(entries))
+        self._holdings.count("evicted", len(departure.leavers))
         return True
 
-    def _write(self, item: SetItem, claim: Claim, outcomes: list[Outcome]) -> bool:
-        """Write one object's bytes; False, with its outcome noted, where that cannot be."""
-        outcomes[claim.index] = Outcome.THROTTLED
-        if not claim.extents or len(claim.extents) > MAX_EXTENTS:
-            return False
-        try:
-            self._slabs.write(claim.extents, item.buffers, item.meta.length)
-        except OSError as error:
-            outcomes[claim.index] = self._failed(error)
-            if error.errno == EIO:
+    def _ahead(self, changes: int) -> Departure:
+        """Objects to give up along with this many that are being stored, so that the next set finds free blocks."""
+        low = self._slabs.budget_blocks // _LOW_WATER
+        short = low - self._holdings.spare(0 if self._cramped else self._slabs.budget_blocks)
+        most = changes if self._catalog.crowded(changes + _FEW) else _FEW
+        return self._holdings.evict(short, 1, most) if short > 0 else Departure()
+
+    def _write(self, items: Sequence[SetItem], claims: Sequence[Claim], outcomes: list[Outcome]) -> dict[int, Facts]:
+        """Write the bytes of the claims and enter them into the catalog, in one transaction: the facts of what is stored now."""
+        with ExitStack() as stack:
+            try:
+                fds = stack.enter_context(self._slabs.witnesses(e for c in claims for e in c.extents)) if self._power else []
+                written = self._move(items, claims, outcomes)
+                self._slabs.sync(fds)
+                return self._acknowledge(items, written, outcomes) if written else {}
+            except OSError as error:
+                outcome = self._failed("set", error)
+                for claim in claims:
+                    outcomes[claim.index] = outcome
+                return {}
+
+    def _move(self, items: Sequence[SetItem], claims: Sequence[Claim], outcomes: list[Outcome]) -> list[Claim]:
+        """Write the bytes; returns the claims for which that went well."""
+        movements = [Movement(claim.extents, items[claim.index].buffers, items[claim.index].meta.length) for claim in claims]
+        self._mover.write(movements)
+        written: list[Claim] = []
+        for claim, movement in zip(claims, movements, strict=True):
+            if movement.error is None:
+                written.append(claim)
+                continue
+            outcomes[claim.index] = self._failed("set", movement.error)
+            if movement.error.errno == EIO:
                 extents, claim.extents = claim.extents, ()
                 self._settle(extents)
-            return False
-        return True
+        return written
 
-    def _acknowledge(self, items: Sequence[SetItem], written: Sequence[Claim], outcomes: list[Outcome]) -> dict[bytes, bytes]:
-        """Sync where that was promised, and enter the batch into the catalog: the records, or none if it fails."""
-        if not written:
-            return {}
-        now = self._env.time_ns()
-        records = {c.digest: self._catalog.pack(items[c.index].key, items[c.index].meta, c.extents, now + n) for n, c in enumerate(written)}
+    def _acknowledge(self, items: Sequence[SetItem], claims: Sequence[Claim], outcomes: list[Outcome]) -> dict[int, Facts]:
+        """One transaction: enter what was written, and remove what is given up ahead of need. Raises OSError where it fails."""
+        written = [items[claim.index] for claim in claims]
+        macs = [self._seal.stamp(item.key, item.buffers, item.meta.length) for item in written]
+        records, further = self._catalog.pack(written, [claim.extents for claim in claims], macs, self._env.time_ns())
+        departure = self._ahead(len(claims))
         try:
-            if self._power:
-                self._slabs.sync(extent for claim in written for extent in claim.extents)
-            self._catalog.apply(records)
-        except OSError as error:
-            outcome = self._failed(error)
-            records = {}
-        else:
-            outcome = Outcome.STORED
-        for claim in written:
-            outcomes[claim.index] = outcome
-        return records
+            self._catalog.apply(records, further, removals=departure.numbers)
+        except OSError:
+            self._holdings.restored(departure)
+            raise
+        self._holdings.count("evicted", len(departure.leavers))
+        self._settle(self._holdings.removed(departure))
+        facts: dict[int, Facts] = {}
+        for claim, item, number, mac in zip(claims, written, records["number"].tolist(), macs, strict=True):
+            facts[claim.index] = Facts(number, item.meta.length, item.meta.depth or 0, item.meta.checksum, mac)
+            outcomes[claim.index] = Outcome.STORED
+        return facts
 
-    def _failed(self, error: OSError) -> Outcome:
-        """A full disk is a set that comes back later; anything else is an error. Neither touches what is stored."""
-        _log.warning("a set in %s failed: %s", self._directory.path, error)
+    def _flush(self) -> None:
+        newest = self._catalog.newest
+        try:
+            self._slabs.sync()
+        except OSError:
+            self._doubtful = True
+            raise
+        if self._doubtful:
+            # The kernel tells of a failed write-back once, and takes the pages for clean from then on.
+            self._verify_since(self._flushed)
+        self._catalog.sync()
+        self._doubtful, self._flushed = False, newest
+
+    def _verify_since(self, number: int) -> None:
+        """Give up those objects stored after this record whose bytes are not on the medium."""
+        for digest in self._holdings.digests_since(number):
+            [pin] = pins = self._holdings.pin([digest])
+            try:
+                if pin is not None:
+                    for extent in pin.placement.extents:
+                        self._slabs.forget(extent)
+                    # Verification asks for the digest alone, and it covers the pool.
+                    key = ObjectKey(PoolName.KV, digest)
+                    self._read([GetItem(key, [memoryview(bytearray(pin.placement.length))], pin.placement.length)], pins)
+            finally:
+                self._settle(self._holdings.unpin(pins))
+
+    def _failed(self, call: str, error: OSError) -> Outcome:
+        """Count a failure. A full disk is a set that comes back later; anything else is an error. Neither touches what is stored."""
+        _log.warning("a %s in %s failed: %s", call, self._directory.path, error)
+        self._holdings.count(f"{call}_failures", 1)
         return Outcome.THROTTLED if error.errno in (ENOSPC, EDQUOT) else Outcome.ERROR
 
 
-def _wanted(index: int, item: SetItem) -> tuple[int, bytes, bytes, int]:
-    return index, item.key.digest, item.meta.parent or b"", blocks_for(item.meta.length)
+def _wanted(index: int, item: SetItem) -> tuple[int, bytes, bytes | None, int]:
+    return index, item.key.digest, item.meta.parent, blocks_for(item.meta.length)
 
 
-def _path(value: Any) -> str:
+def absolute_path(value: Any) -> str:
+    """A setting that is an absolute path; raises ConfigError."""
     if not isinstance(value, str) or not value.startswith("/"):
         raise ConfigError(f"{value!r} is not an absolute path; write it like /var/lib/tiercache")
     return value
 
 
-def _durability(value: Any) -> str:
-    if value not in ("process", "power"):
-        raise ConfigError(f"{value!r} is not possible; use 'process' or 'power'")
-    return str(value)
+def _one_of(*choices: str) -> Callable[[Any], str]:
+    def parse(value: Any) -> str:
+        if value not in choices:
+            raise ConfigError(f"{value!r} is not possible; use {' or '.join(map(repr, choices))}")
+        return str(value)
+
+    return parse
+
+
+def _thread_count(value: Any) -> int:
+    if not str(value).isascii() or not str(value).isdigit() or not 1 <= int(value) <= _MOST_IO_THREADS:
+        raise ConfigError(f"{value!r} is not a number of threads; use 1 to {_MOST_IO_THREADS}")
+    return int(value)
+
+
+def _policy(value: Any) -> Policy:
+    return value if isinstance(value, Policy) else policy_named(str(value))

@@ -1,0 +1,43 @@
+"""How a `file` store divides its capacity between slabs and catalog."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from tiercache.core import BLOCK_ALIGN
+from tiercache.errors import ConfigError
+from tiercache_backends.local.directory import StoreDirectory
+
+SMALLEST_CAPACITY: Final = 4 << 20
+_SMALLEST_SLAB: Final = 1 << 20
+_SMALLEST_MAP: Final = 2 << 20
+_SLABS: Final = 64
+_CATALOG_SHARE: Final = 32
+_FIXED_BYTES: Final = 256 << 10
+"""Kept free of slabs for the small files, the directories and the file system's own bookkeeping of the large ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """How a capacity is divided. Slabs and catalog together never exceed it, whatever the catalog's file really needs."""
+
+    budget_blocks: int
+    map_bytes: int
+
+
+def slab_blocks_for(capacity: int) -> int:
+    """The blocks of a slab in a store that is made with this capacity."""
+    return max(_SMALLEST_SLAB, 1 << (capacity // _SLABS).bit_length()) // BLOCK_ALIGN
+
+
+def divide(capacity: int, directory: StoreDirectory) -> Shares:
+    """The shares of slabs and catalog, with what else lies in the directory taken off; raises ConfigError where too little is left."""
+    map_bytes = max(_SMALLEST_MAP, capacity // _CATALOG_SHARE // BLOCK_ALIGN * BLOCK_ALIGN, directory.database_bytes())
+    budget = (capacity - map_bytes - _FIXED_BYTES - directory.foreign_bytes(["slabs"])) // BLOCK_ALIGN
+    if capacity < SMALLEST_CAPACITY or budget < _SMALLEST_SLAB // BLOCK_ALIGN:
+        raise ConfigError(
+            f"the store in {directory.path} cannot work in {capacity} bytes: {capacity - budget * BLOCK_ALIGN} of them go to its catalog"
+            f" and to other files there; set capacity to {max(SMALLEST_CAPACITY, capacity + _SMALLEST_SLAB - budget * BLOCK_ALIGN)} or more"
+        )
+    return Shares(budget, map_bytes)

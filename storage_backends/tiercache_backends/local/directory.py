@@ -1,0 +1,327 @@
+"""The directory of a local store: who owns it, which format it has, and whether the LMDB environment inside can be trusted.
+
+DIR/LOCK        held with flock: exclusively by the one owner (its pid in ASCII inside), or shared by several
+DIR/OPENING     shared stores only: held while one of them opens or closes
+DIR/format      JSON {"kind": ..., "version": N, ...}: settled when the store is made
+DIR/state       JSON {"boot_id": ..., "database": [size, mtime_ns] of a clean shutdown, or null while open}
+DIR/<database>/ the LMDB environment
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import stat
+import struct
+import sys
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from errno import EDQUOT, ENOSPC
+from typing import Any, Final
+
+from tiercache.errors import StorageError, StoreFormatError, StoreLockedError
+from tiercache.storage.env import Env
+from tiercache_backends.local import check
+
+_log = logging.getLogger(__name__)
+
+_CHECK_SECONDS: Final = 120.0
+_OPENING_SECONDS: Final = _CHECK_SECONDS + 30
+_POLL_SECONDS: Final = 0.01
+_LMDB_MAGIC: Final = 0xBEEFC0DE
+_LMDB_META: Final = struct.Struct("<16xIIQQI92xQQ")
+"""Page header; magic, version, address, map size, page size; the rest of two tree roots; last page, transaction."""
+
+
+def sync_directory(env: Env, path: str) -> None:
+    """Return once the names in a directory would survive a power cut; raises OSError."""
+    fd = env.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        env.fsync(fd)
+    finally:
+        env.close(fd)
+
+
+class StoreDirectory:
+    """One directory, held by this object from `claim` to `release`.
+
+    In order: `claim`, `settle`, `prove`, open the environment, `opened`; at the end close the environment, then `release`.
+
+    Thread rule: one caller at a time; the store calls it while it opens and closes.
+    """
+
+    def __init__(self, env: Env, path: str, *, kind: str, version: int, database: str) -> None:
+        self._env = env
+        self._kind = kind
+        self._version = version
+        self.path: Final = os.path.abspath(path)
+        self.database: Final = self.at(database)
+        self.sole = True
+        """Does nobody else have the store open? Always true for an exclusive owner; for a shared one it holds until `opened`."""
+        self._shared = False
+        self._lock_fd: int | None = None
+        self._opening_fd: int | None = None
+
+    def claim(self, *, shared: bool = False) -> None:
+        """Make the directory where it is missing and become its owner, or one of its owners; raises StorageError or StoreLockedError."""
+        self._shared = shared
+        try:
+            self._make(self.path, parents=True)
+            names = self._env.listdir(self.path)
+            if "LOCK" not in names and names:
+                raise StorageError(f"{self.path} is not empty and holds no tiercache store; give the store an empty directory of its own")
+            self._lock_fd = self._env.open(self.at("LOCK"), os.O_RDWR | os.O_CREAT)
+            if shared:
+                self._join()
+            else:
+                self._own()
+        except OSError as error:
+            self._let_go()
+            if isinstance(error, StorageError):
+                raise
+            raise StorageError(f"the store in {self.path} cannot be opened: {error}") from error
+        except BaseException:
+            self._let_go()
+            raise
+
+    def settle(self, fresh: Mapping[str, Any]) -> dict[str, Any]:
+        """The store's format: what was settled when it was made, or `fresh` where it is made now or was made by an older version.
+
+        Of an older version the environment is put aside. Raises StoreFormatError for a newer version or another kind of store.
+        """
+        if self.stat("format") is None:
+            self._env.chmod(self.path, 0o700)
+            return self._settle_anew(fresh)
+        found = self._read("format")
+        version = found.get("version")
+        if not isinstance(version, int) or not isinstance(found.get("kind"), str):
+            raise StoreFormatError(f"{self.at('format')} cannot be read; remove {self.path} to start with an empty store")
+        if found["kind"] != self._kind:
+            raise StoreFormatError(f"{self.path} holds a store of kind {found['kind']}, not {self._kind}; use another directory")
+        if version > self._version:
+            raise StoreFormatError(
+                f"{self.path} has format {version} and this tiercache knows formats up to {self._version};"
+                " upgrade tiercache, or use another directory"
+            )
+        if version < self._version:
+            _log.error("%s has format %d, which this tiercache does not read any more", self.path, version)
+            if self.stat(os.path.basename(self.database)) is not None:
+                self._set_aside()
+            return self._settle_anew(fresh)
+        if not fresh.keys() <= found.keys():
+            raise StoreFormatError(f"{self.at('format')} is incomplete; remove {self.path} to start with an empty store")
+        return found
+
+    def prove(self) -> None:
+        """Make the environment's directory, or see to it that what is there does no harm: a damaged one is put aside."""
+        self.part(self.database)
+        if not self.sole:
+            return
+        if not self._trusted() and self._damaged():
+            self._set_aside()
+        self._mark_open()
+
+    def part(self, path: str) -> None:
+        """Make a directory of the store's, or find it there, closed to others."""
+        self._make(path)
+        self._env.chmod(path, 0o700)
+
+    def opened(self) -> None:
+        """The environment is open: others may open it too, if the store is shared."""
+        self._close(self._opening_fd)
+        self._opening_fd = None
+
+    def release(self, *, clean: bool) -> None:
+        """Give up the ownership. `clean`: the environment was closed in order, and the next owner need not check it."""
+        try:
+            if clean and (not self._shared or self._is_last()) and (found := self._data()) is not None:
+                self._write("state", {"boot_id": self._env.boot_id(), "database": [found.st_size, found.st_mtime_ns]})
+        except OSError as error:
+            _log.warning("%s cannot be marked as closed in order, so its database will be checked: %s", self.path, error)
+        finally:
+            self._let_go()
+
+    def database_bytes(self) -> int:
+        """The length of the environment's file."""
+        found = self._data()
+        return found.st_size if found else 0
+
+    def foreign_bytes(self, own: Iterable[str] = ()) -> int:
+        """Bytes of what else lies in the directory, beside the parts named `own`; they count towards a cap as well."""
+        ours = {"LOCK", "OPENING", "format", "state", os.path.basename(self.database), *own}
+        return sum(self._tree_bytes(self.at(name)) for name in self._env.listdir(self.path) if name not in ours)
+
+    def stat(self, name: str) -> os.stat_result | None:
+        """A regular file or a directory of ours; raises StorageError for a link or anything else."""
+        try:
+            found = self._env.lstat(self.at(name))
+        except FileNotFoundError:
+            return None
+        if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
+            raise StorageError(f"{self.at(name)} is neither a file nor a directory; a store follows no links, so remove it")
+        return found
+
+    def at(self, name: str) -> str:
+        """The path of a name in the directory."""
+        return os.path.join(self.path, name)
+
+    def _own(self) -> None:
+        fd = self._held()
+        if not self._env.try_lock(fd):
+            owner = bytearray(32)
+            self._env.preadv(fd, [memoryview(owner)], 0)
+            pid = owner.rstrip(b"\0").decode("ascii", "replace").strip() or "unknown"
+            who = "this process" if pid == str(self._env.getpid()) else f"process {pid}"
+            raise StoreLockedError(f"{self.path} is in use by {who} (pid {pid}); close that store, or give this one a directory of its own")
+        with suppress(OSError):  # the pid is for people; a full disk must not keep a store from opening
+            self._env.ftruncate(fd, 0)
+            self._env.pwritev(fd, [memoryview(f"{self._env.getpid()}\n".encode())], 0)
+
+    def _join(self) -> None:
+        """Become one of the owners. Until `opened` nobody else opens or closes, so that `sole` cannot change under us."""
+        self._begin()
+        fd = self._held()
+        self.sole = self._env.try_lock(fd)
+        if not self._env.try_share(fd):
+            raise StoreLockedError(f"{self.path} is in use by a process that shares it with nobody; close that one first")
+
+    def _begin(self) -> None:
+        self._opening_fd = self._env.open(self.at("OPENING"), os.O_RDWR | os.O_CREAT)
+        deadline = self._env.monotonic() + _OPENING_SECONDS
+        while not self._env.try_lock(self._opening_fd):
+            if self._env.monotonic() > deadline:
+                raise StoreLockedError(f"{self.path} is being opened or closed by another process that does not get on; end that one")
+            self._env.sleep(_POLL_SECONDS)
+
+    def _is_last(self) -> bool:
+        self._begin()
+        return self._env.try_lock(self._held())
+
+    def _held(self) -> int:
+        assert self._lock_fd is not None, "the directory is claimed"
+        return self._lock_fd
+
+    def _let_go(self) -> None:
+        self._close(self._lock_fd)
+        self._close(self._opening_fd)
+        self._lock_fd = self._opening_fd = None
+
+    def _close(self, fd: int | None) -> None:
+        if fd is not None:
+            self._env.close(fd)
+
+    def _settle_anew(self, fresh: Mapping[str, Any]) -> dict[str, Any]:
+        self._write("format", {"kind": self._kind, "version": self._version, **fresh})
+        return self._read("format")
+
+    def _mark_open(self) -> None:
+        """Say that the environment is in use; where even that does not fit on the disk, say nothing, which is not trusted either."""
+        try:
+            self._write("state", {"boot_id": self._env.boot_id(), "database": None})
+        except OSError as error:
+            if error.errno not in (ENOSPC, EDQUOT):
+                raise
+            with suppress(FileNotFoundError):
+                self._env.unlink(self.at("state"))
+
+    def _trusted(self) -> bool:
+        """Can the environment be opened in this process at once?
+
+        After a clean shutdown, if the file is as it was left; and after any death of the owner within this boot, because what LMDB has
+        written is in the page cache. Its two head pages must be plausible in any case.
+        """
+        found = self._data()
+        if found is None:
+            return True
+        state = self._read("state")
+        if not self._plausible(found.st_size):
+            return False
+        if state.get("database") is not None:
+            return bool(state["database"] == [found.st_size, found.st_mtime_ns])
+        return bool(state.get("boot_id")) and state["boot_id"] == self._env.boot_id()
+
+    def _plausible(self, size: int) -> bool:
+        """Do LMDB's two head pages look right, and is the file as long as the newer one says?"""
+        fd = self._env.open(os.path.join(self.database, "data.mdb"), os.O_RDONLY)
+        try:
+            heads = []
+            page = 0
+            for _ in range(2):
+                raw = bytearray(_LMDB_META.size)
+                self._env.preadv(fd, [memoryview(raw)], page)
+                magic, _, _, _, page, last, txn = _LMDB_META.unpack(raw)
+                heads.append((magic == _LMDB_MAGIC, txn, (last + 1) * page))
+            return all(right for right, _, _ in heads) and size >= max(heads, key=lambda h: h[1])[2]
+        finally:
+            self._env.close(fd)
+
+    def _damaged(self) -> bool:
+        """Ask a child process, because a damaged environment ends whoever reads it."""
+        status = self._env.run([sys.executable, "-P", check.__file__, self.database], _CHECK_SECONDS)
+        if status:
+            _log.error("the database in %s is damaged (its check ended with status %d)", self.database, status)
+        return status != 0
+
+    def _set_aside(self) -> None:
+        """Keep one useless environment for a look at it, instead of any earlier one."""
+        aside = self.database + ".damaged"
+        if self.stat(os.path.basename(aside)) is not None:
+            for name in self._env.listdir(aside):
+                self._env.unlink(os.path.join(aside, name))
+        self._env.rename(self.database, aside)
+        self._make(self.database)
+        _log.error("%s was put aside as %s; the store starts empty", self.database, aside)
+
+    def _data(self) -> os.stat_result | None:
+        return self.stat(os.path.join(os.path.basename(self.database), "data.mdb"))
+
+    def _tree_bytes(self, path: str) -> int:
+        found = self._env.lstat(path)
+        inner = self._env.listdir(path) if stat.S_ISDIR(found.st_mode) else []
+        return found.st_blocks * 512 + sum(self._tree_bytes(os.path.join(path, name)) for name in inner)
+
+    def _make(self, path: str, *, parents: bool = False) -> None:
+        """Make a directory of ours, or find one there; raises StorageError where something else is in its place."""
+        if parents and not self._is_there(os.path.dirname(path)):
+            self._make(os.path.dirname(path), parents=True)
+        if not self._is_there(path):
+            with suppress(FileExistsError):  # another opener of a shared store may be a moment ahead
+                self._env.mkdir(path)
+        # Where the store lies may be a link of the administrator's; what lies inside may not.
+        elif not stat.S_ISDIR(self._env.lstat(os.path.realpath(path) if parents else path).st_mode):
+            raise StorageError(f"{path} is not a directory; remove it, or give the store a directory of its own")
+
+    def _is_there(self, path: str) -> bool:
+        try:
+            self._env.lstat(path)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _read(self, name: str) -> dict[str, Any]:
+        """A small JSON file; empty where it is missing or malformed."""
+        found = self.stat(name)
+        raw = bytearray(min(found.st_size if found else 0, 4096))
+        if not raw:
+            return {}
+        fd = self._env.open(self.at(name), os.O_RDONLY)
+        try:
+            self._env.preadv(fd, [memoryview(raw)], 0)
+            value = json.loads(raw.rstrip(b"\0"))
+        except ValueError:
+            return {}
+        finally:
+            self._env.close(fd)
+        return value if isinstance(value, dict) else {}
+
+    def _write(self, name: str, value: dict[str, Any]) -> None:
+        """Replace a small JSON file atomically."""
+        fd = self._env.open(self.at(name + ".new"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        try:
+            self._env.pwritev(fd, [memoryview(json.dumps(value).encode())], 0)
+            self._env.fsync(fd)
+        finally:
+            self._env.close(fd)
+        self._env.rename(self.at(name + ".new"), self.at(name))
+        sync_directory(self._env, self.path)
