@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint types check bench clean
+.PHONY: help install demo test lint types check bench campaign clean
 
 help:  ## Show what can be made
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -35,8 +35,13 @@ types: $(STAMP)  ## mypy --strict on all three packages
 
 check: test lint types  ## Everything that CI runs on the checkout
 
-bench: $(STAMP)  ## Benchmarks: index, keys, engine-thread cost (one JSON line per row)
+bench: $(STAMP)  ## Benchmarks: keys, index, engine-thread cost, copies, local stores (one JSON line per row)
 	$(BIN)/python -m tests.benchmarks
+	$(BIN)/tiercache bench disk --backend file -o json
+	$(BIN)/tiercache bench disk --backend lmdb -o json
+
+campaign: $(STAMP)  ## Crash campaigns over the local stores: some 20 minutes, power cuts need root (ARGS=--quick)
+	$(BIN)/python -m tests.campaign $(ARGS)
 
 clean:  ## Remove the environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist build

@@ -189,7 +189,7 @@ def _damage(path: Path, how: str) -> None:
     size = path.stat().st_size
     with path.open("r+b") as file:
         if how == "truncated":
-            file.truncate(size // 3)
+            file.truncate(4 * 4096)  # far behind that, blocks are only reserved
         elif how == "to a page":
             file.truncate(4096)
         elif how == "zeroed":
@@ -267,7 +267,7 @@ def test_a_flipped_bit_anywhere_in_a_catalog_record_costs_that_record(tmp_path: 
     data = path / "catalog" / "data.mdb"
     whole = data.read_bytes()
     at = whole.index(key(1).digest) - 8
-    for bit in range(0, 192 * 8, 7):
+    for bit in range(0, 192 * 8, 53):
         flipped = bytearray(whole)
         flipped[at + bit // 8] ^= 1 << bit % 8
         data.write_bytes(flipped)
@@ -376,6 +376,25 @@ def test_a_failed_eviction_keeps_what_it_wanted_to_evict(tmp_path: Path) -> None
             assert all(fetch(store, key(m), 100_000) == payload(m, 100_000) for m in left)
             store.check_integrity()
         assert put(store, key("new"), payload("new", 1_000_000)) is STORED
+
+
+def test_a_commit_that_landed_and_reported_a_failure_counts(tmp_path: Path) -> None:
+    env = FaultEnv()
+
+    def late(real: Callable[..., None], arguments: tuple[object]) -> None:
+        real(*arguments)
+        raise OSError(errno.EIO, "after all was done")
+
+    with opened(tmp_path / "s", env=env) as store:
+        put(store, key("old"), payload("old", 9000))
+        env.add("commit", late, times=3)
+        assert put(store, key("a"), payload("a", 9000)) is STORED
+        assert store.delete([key("old")]) == [True]
+        assert put(store, key("b"), payload("b", 9000)) is STORED
+        store.check_integrity()
+    with opened(tmp_path / "s") as store:
+        assert [fetch(store, key(n), 9000) for n in ("a", "b", "old")] == [payload("a", 9000), payload("b", 9000), MISS]
+        store.check_integrity()
 
 
 def test_a_failed_delete_says_so(tmp_path: Path) -> None:

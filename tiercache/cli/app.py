@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 import tiercache
+from tiercache.cli.bench import bench
 from tiercache.cli.demo import demo
 from tiercache.errors import ConfigError, InputError, TierCacheError
 
@@ -26,6 +27,7 @@ app = typer.Typer(
     add_completion=True,
 )
 app.command()(demo)
+app.add_typer(bench, name="bench")
 
 
 def _version(show: bool) -> None:

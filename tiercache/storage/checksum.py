@@ -18,8 +18,8 @@ from xxhash import xxh3_128
 
 from tiercache.core import ObjectKey
 from tiercache.errors import ConfigError, StoreFormatError
-from tiercache.storage.env import Env
-from tiercache.storage.vectors import take
+from tiercache.storage.env import Env, let_go
+from tiercache.storage.vectors import read_all, take
 
 CHECKSUM_BYTES: Final = 16
 MAC_BYTES: Final = 16
@@ -147,7 +147,7 @@ def _secret(env: Env, path: str) -> bytes:
         if found.st_mode & 0o077:
             raise ConfigError(f"the MAC key in {path} can be read by others; make it private with chmod 600")
         raw = bytearray(found.st_size)
-        env.preadv(fd, [memoryview(raw)], 0)
+        read_all(env, fd, [memoryview(raw)], 0)
         return bytes(raw)
     finally:
-        env.close(fd)
+        let_go(env, fd)

@@ -11,6 +11,7 @@ import os
 import subprocess
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -138,6 +139,12 @@ class Env:
     def sleep(self, seconds: float) -> None:
         """Let this thread wait."""
         time.sleep(seconds)
+
+
+def let_go(env: Env, fd: int) -> None:
+    """Close a descriptor on which nothing is pending. It is gone even where the call reports an error, and closing it again is a bug."""
+    with suppress(OSError):
+        env.close(fd)
 
 
 def _flock(fd: int, how: int) -> bool:

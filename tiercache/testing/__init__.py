@@ -1,4 +1,5 @@
 """Conformance suites and faults, shipped in the wheel, for those who write a store: needs pytest and hypothesis.
 
-Import the parts by name: `faults` (FaultEnv), `objects` (test objects), `conformance` (BackendConformance), `stateful` (the state machine).
+Import the parts by name: `faults` (FaultEnv), `crash` (CrashEnv: what a power cut leaves), `objects` (test objects), `conformance`
+(BackendConformance), `stateful` (the state machines), `faulty` and `latency` (wrappers that misbehave).
 """

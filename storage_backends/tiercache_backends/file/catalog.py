@@ -22,10 +22,10 @@ lies about its length would be refused for ever. A record is written when the by
 
 from __future__ import annotations
 
+import logging
 import os
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from errno import EIO, ENOSPC
 from threading import Lock
 from typing import Any, Final, NamedTuple
 
@@ -37,8 +37,11 @@ from numpy.lib.stride_tricks import as_strided
 
 from tiercache.core import ObjectKey, ObjectMeta, PoolName
 from tiercache.storage.base import NamespaceRecord, ScanEntry, SetItem
-from tiercache.storage.env import Env
+from tiercache.storage.env import Env, let_go
 from tiercache_backends.file.space import Extent
+from tiercache_backends.local.failures import os_error
+
+_log = logging.getLogger(__name__)
 
 RECORD: Final = np.dtype([
     ("number", ">u8"), ("digest", "V64"), ("parent", "V32"), ("checksum", "V16"), ("mac", "V16"), ("length", "<u8"), ("stored_at", "<u8"),
@@ -54,6 +57,7 @@ _NUMBER: Final = struct.Struct(">Q")
 _CHUNK: Final = struct.Struct(">Q")
 """Eight bytes, so that what a bulk read returns, keys and records in turn, can be used where it lies."""
 _EXTENT: Final = struct.Struct("<QI")
+_RESERVE_BYTES: Final = 1 << 20
 _POOLS: Final = np.array([pool.encode() for pool in PoolName], "S8")
 _WORDS: Final = RECORD.itemsize // 8
 _WEIGHTS: Final = np.array([(0x9E3779B97F4A7C15 * (2 * i + 1) | 1) % 2**64 for i in range(_WORDS - 1)], np.uint64)
@@ -80,7 +84,9 @@ class Catalog:
 
     def __init__(self, env: Env, path: str, map_bytes: int) -> None:
         self._env = env
+        self._path = path
         self._map_bytes = map_bytes
+        self._reserved = 0
         self._writer = Lock()
         self._ids: dict[bytes, int] = {}
         self._by_id: dict[int, bytes] = {}
@@ -95,8 +101,9 @@ class Catalog:
             self._names = self._lmdb.open_db(b"namespaces")
             self._page_bytes: int = self._lmdb.stat()["psize"]
             self._load_facts()
+            self._reserve()
         except lmdb.Error as error:
-            raise _os_error(error) from error
+            raise self._os_error(error) from error
 
     def load(self) -> Loaded:
         """Every record, in a few large copies: a million take about 0.3 s."""
@@ -107,7 +114,7 @@ class Catalog:
                     stored = self._read(cursor, chunks)
                 extents = {_NUMBER.unpack(k)[0]: _unpack_extents(v) for k, v in txn.cursor(self._extents)}
         except lmdb.Error as error:
-            raise _os_error(error) from error
+            raise self._os_error(error) from error
         records = stored["record"]
         sound = _guards(records) == records["guard"]
         sound &= np.isin(records["pool"], _POOLS)
@@ -148,7 +155,7 @@ class Catalog:
         self,
         records: Records | None = None,
         further: Mapping[int, tuple[Extent, ...]] | None = None,
-        removals: Iterable[int] = (),
+        removals: Sequence[int] = (),
         damaged: Iterable[tuple[bytes, bytes]] = (),
     ) -> None:
         """Change the catalog in one transaction: all of it is durable on return, or none of it and OSError is raised.
@@ -159,7 +166,7 @@ class Catalog:
             try:
                 self._transact(records, further or {}, removals, damaged)
             except lmdb.Error as error:
-                raise _os_error(error) from error
+                raise self._os_error(error) from error
 
     def page(self, cursor: bytes, count: int) -> Iterator[Records]:
         """Records behind `cursor` (a number, 8 bytes, or empty), by age, in arrays until there are `count` or no more. Raises OSError."""
@@ -175,7 +182,7 @@ class Catalog:
                     yield found
                     chunk += 1
         except lmdb.Error as error:
-            raise _os_error(error) from error
+            raise self._os_error(error) from error
 
     def entry(self, record: Any) -> ScanEntry:
         """What a record says about its object."""
@@ -222,15 +229,15 @@ class Catalog:
         return (self._pages + 4 * touched) * self._page_bytes > self._map_bytes
 
     def nbytes(self) -> int:
-        """Bytes of the catalog's file."""
-        return int(self._lmdb.info()["last_pgno"] + 1) * self._page_bytes
+        """Bytes of the catalog's file, with those that are reserved."""
+        return max(self._reserved, self._written())
 
     def sync(self) -> None:
         """Return once the catalog is on the medium; raises OSError."""
         try:
             self._lmdb.sync(True)
         except lmdb.Error as error:
-            raise _os_error(error) from error
+            raise self._os_error(error) from error
 
     def close(self) -> None:
         """Close the environment."""
@@ -246,7 +253,7 @@ class Catalog:
         self,
         records: Records | None,
         further: Mapping[int, tuple[Extent, ...]],
-        removals: Iterable[int],
+        removals: Sequence[int],
         damaged: Iterable[tuple[bytes, bytes]],
     ) -> None:
         txn = self._lmdb.begin(write=True)
@@ -267,20 +274,60 @@ class Catalog:
                 named = self._records.get(namespace)
                 txn.put(namespace, msgpack.packb([self._ids[namespace], dict(named.identity) if named else None]), db=self._names)
             pages = self._used_pages(txn)
-            self._env.commit(txn)
         except BaseException:
             txn.abort()
             raise
+        try:
+            self._env.commit(txn)
+        except BaseException:
+            txn.abort()
+            if not self._landed(records, removals):
+                raise
+            _log.warning("a commit in %s reported a failure, and is there nevertheless", self._path)
         if records is not None:
             self._next += len(records)
         self._unsaved.clear()
         self._pages = pages
+        self._reserve()
+
+    def _landed(self, records: Records | None, removals: Sequence[int]) -> bool:
+        """Did a transaction whose commit failed come about all the same? Taking it for lost would give its blocks to others."""
+        try:
+            with self._lmdb.begin() as txn, txn.cursor(self._objects) as cursor:
+                if records is not None:
+                    return self._is_there(cursor, int(records["number"][0]))
+                return bool(removals) and not self._is_there(cursor, removals[0])
+        except lmdb.Error:
+            return False
+
+    def _is_there(self, cursor: Any, number: int) -> bool:
+        packed = _NUMBER.pack(number)
+        return bool(cursor.set_range_dup(_CHUNK.pack(number >> _CHUNK_BITS), packed) and cursor.value()[:8] == packed)
+
+    def _reserve(self) -> None:
+        """Keep blocks of the disk ready for the next transactions: on a full disk deletions, too, need new pages."""
+        if self._reserved - self._written() >= _RESERVE_BYTES // 2 or self._reserved >= self._map_bytes:
+            return
+        wanted = min(self._map_bytes, self._written() + _RESERVE_BYTES)
+        try:
+            fd = self._env.open(os.path.join(self._path, "data.mdb"), os.O_RDWR)
+            try:
+                self._env.fallocate(fd, 0, wanted)
+                self._env.fdatasync(fd)
+            finally:
+                let_go(self._env, fd)
+        except OSError as error:
+            _log.debug("no space can be kept for the catalog in %s: %s", self._path, error)
+            return
+        self._reserved = wanted
+
+    def _written(self) -> int:
+        return int(self._lmdb.info()["last_pgno"] + 1) * self._page_bytes
 
     def _remove(self, txn: Any, cursor: Any, number: int) -> None:
-        packed = _NUMBER.pack(number)
-        if cursor.set_range_dup(_CHUNK.pack(number >> _CHUNK_BITS), packed) and cursor.value()[:8] == packed:
+        if self._is_there(cursor, number):
             cursor.delete()
-        txn.delete(packed, db=self._extents)
+        txn.delete(_NUMBER.pack(number), db=self._extents)
 
     def _number(self, records: Records) -> None:
         records["number"] = np.arange(self._next, self._next + len(records))
@@ -302,6 +349,9 @@ class Catalog:
     def _used_pages(self, txn: Any) -> int:
         stats = [txn.stat(db) for db in (self._objects, self._extents, self._names)]
         return sum(s["branch_pages"] + s["leaf_pages"] + s["overflow_pages"] for s in stats)
+
+    def _os_error(self, error: lmdb.Error) -> OSError:
+        return os_error(error, self._env, self._path)
 
     def _id(self, namespace: bytes) -> int:
         found = self._ids.get(namespace)
@@ -342,9 +392,3 @@ def _words(records: Records, offset: int, count: int) -> npt.NDArray[np.uint64]:
 def _unpack_extents(raw: memoryview) -> tuple[Extent, ...]:
     whole = len(raw) // _EXTENT.size * _EXTENT.size
     return tuple(map(Extent._make, _EXTENT.iter_unpack(raw[:whole])))
-
-
-def _os_error(error: lmdb.Error) -> OSError:
-    """LMDB's error as the OSError that it stands for."""
-    full = isinstance(error, lmdb.MapFullError) or os.strerror(ENOSPC) in str(error)
-    return OSError(ENOSPC if full else EIO, str(error))

@@ -167,7 +167,8 @@ class Objects:
         self.payload -= self.length[row]
         if parent >= 0:
             self.release(parent)
-        self.pages.tidy(page)
+        if parent != page:
+            self.pages.tidy(page)
         return key
 
     def drop(self, row: int) -> None:

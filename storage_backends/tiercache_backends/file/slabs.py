@@ -14,7 +14,7 @@ from mmap import mmap
 from typing import Final, Protocol
 
 from tiercache.core import BLOCK_ALIGN
-from tiercache.storage.env import Env
+from tiercache.storage.env import Env, let_go
 from tiercache.storage.vectors import read_all, write_all
 from tiercache_backends.file.space import Extent
 from tiercache_backends.local.directory import sync_directory
@@ -55,7 +55,7 @@ def _opened(env: Env, path: str, flags: int) -> Iterator[int]:
     try:
         yield fd
     finally:
-        env.close(fd)
+        let_go(env, fd)
 
 
 class Placed(Protocol):
@@ -162,7 +162,7 @@ class Slabs:
             yield fds
         finally:
             for fd in fds:
-                self._env.close(fd)
+                let_go(self._env, fd)
 
     def sync(self, fds: Iterable[int] | None = None) -> None:
         """Return once these files, or all slabs, are on the medium; raises OSError."""
@@ -187,14 +187,14 @@ class Slabs:
         try:
             direct = self._env.open(self.path(index), os.O_RDWR | os.O_DIRECT) if self._direct else None
         except OSError:
-            self._env.close(fd)
+            let_go(self._env, fd)
             raise
         self._slabs.append(Slab(fd, direct))
 
     def _release(self, slab: Slab) -> None:
-        self._env.close(slab.fd)
+        let_go(self._env, slab.fd)
         if slab.direct is not None:
-            self._env.close(slab.direct)
+            let_go(self._env, slab.direct)
 
     def _extend(self, index: int) -> Extent:
         slab, want = self._slabs[index], self._target(index)

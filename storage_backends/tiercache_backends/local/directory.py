@@ -21,7 +21,8 @@ from errno import EDQUOT, ENOSPC
 from typing import Any, Final
 
 from tiercache.errors import StorageError, StoreFormatError, StoreLockedError
-from tiercache.storage.env import Env
+from tiercache.storage.env import Env, let_go
+from tiercache.storage.vectors import read_all, write_all
 from tiercache_backends.local import check
 
 _log = logging.getLogger(__name__)
@@ -40,7 +41,7 @@ def sync_directory(env: Env, path: str) -> None:
     try:
         env.fsync(fd)
     finally:
-        env.close(fd)
+        let_go(env, fd)
 
 
 class StoreDirectory:
@@ -209,11 +210,12 @@ class StoreDirectory:
 
     def _close(self, fd: int | None) -> None:
         if fd is not None:
-            self._env.close(fd)
+            let_go(self._env, fd)
 
     def _settle_anew(self, fresh: Mapping[str, Any]) -> dict[str, Any]:
-        self._write("format", {"kind": self._kind, "version": self._version, **fresh})
-        return self._read("format")
+        settled = {"kind": self._kind, "version": self._version, **fresh}
+        self._write("format", settled)
+        return settled
 
     def _mark_open(self) -> None:
         """Say that the environment is in use; where even that does not fit on the disk, say nothing, which is not trusted either."""
@@ -249,12 +251,12 @@ class StoreDirectory:
             page = 0
             for _ in range(2):
                 raw = bytearray(_LMDB_META.size)
-                self._env.preadv(fd, [memoryview(raw)], page)
+                read_all(self._env, fd, [memoryview(raw)], page)
                 magic, _, _, _, page, last, txn = _LMDB_META.unpack(raw)
                 heads.append((magic == _LMDB_MAGIC, txn, (last + 1) * page))
             return all(right for right, _, _ in heads) and size >= max(heads, key=lambda h: h[1])[2]
         finally:
-            self._env.close(fd)
+            let_go(self._env, fd)
 
     def _damaged(self) -> bool:
         """Ask a child process, because a damaged environment ends whoever reads it."""
@@ -307,21 +309,21 @@ class StoreDirectory:
             return {}
         fd = self._env.open(self.at(name), os.O_RDONLY)
         try:
-            self._env.preadv(fd, [memoryview(raw)], 0)
+            read_all(self._env, fd, [memoryview(raw)], 0)
             value = json.loads(raw.rstrip(b"\0"))
         except ValueError:
             return {}
         finally:
-            self._env.close(fd)
+            let_go(self._env, fd)
         return value if isinstance(value, dict) else {}
 
     def _write(self, name: str, value: dict[str, Any]) -> None:
         """Replace a small JSON file atomically."""
         fd = self._env.open(self.at(name + ".new"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         try:
-            self._env.pwritev(fd, [memoryview(json.dumps(value).encode())], 0)
+            write_all(self._env, fd, [memoryview(json.dumps(value).encode())], 0)
             self._env.fsync(fd)
         finally:
-            self._env.close(fd)
+            let_go(self._env, fd)
         self._env.rename(self.at(name + ".new"), self.at(name))
         sync_directory(self._env, self.path)

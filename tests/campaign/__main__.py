@@ -1,0 +1,89 @@
+"""What `make campaign` runs: crashes, power cuts and full disks until the counts are convincing, and one table at the end.
+
+    python -m tests.campaign [--backend file,lmdb] [--only kill,clones,power,enospc,soak] [--quick] [--seed N] [-o FILE.json]
+
+Exit status: 1 where something was wrong, lost or failed. `power` and `enospc` mount, which takes root, and say so where they cannot.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from tests.campaign import clones, full_disk, kill, power, soak
+from tests.campaign.report import Row, steps, table
+from tests.campaign.stores import KINDS, available
+
+CAMPAIGNS = {
+    "kill": (kill.campaign, 500, 24),
+    "clones": (clones.campaign, 100, 8),
+    "power": (power.campaign, 50, 4),
+    "enospc": (full_disk.campaign, 10, 1),
+    "soak": (soak.campaign, 120, 15),
+}
+"""Each with its trials (clones: for each durability; soak: seconds), and those of --quick."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run what was asked for; returns the exit status."""
+    options = _options(arguments)
+    signal.signal(signal.SIGTERM, _interrupt)
+    logging.disable(logging.CRITICAL)  # stores warn of every fault that is made for them here
+    # Below the working directory: a real disk, where the directory for temporary files may be memory.
+    with tempfile.TemporaryDirectory(prefix=".campaign-", dir=Path.cwd()) as base, steps() as progress:
+        rows: list[Row] = []
+        for name in options.only:
+            run, full, quick = CAMPAIGNS[name]
+            amount = options.trials or (quick if options.quick else full)
+            for kind in options.backend:
+                rows += run(kind, amount, options.seed, Path(base), progress)
+    _report(rows, options.output)
+    return 0 if all(row.good for row in rows) else 1
+
+
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.campaign", description="Crash campaigns over the local stores.")
+    parser.add_argument("--backend", type=_names(available()), default=available(), help=f"some of {', '.join(KINDS)}")
+    parser.add_argument("--only", type=_names(list(CAMPAIGNS)), default=list(CAMPAIGNS), help=f"some of {', '.join(CAMPAIGNS)}")
+    parser.add_argument("--quick", action="store_true", help="a few trials of each")
+    parser.add_argument("--trials", type=int, help="so many of each (for soak: seconds)")
+    parser.add_argument("--seed", type=int, default=0, help="another seed, other histories; the moments of a kill are not repeatable")
+    parser.add_argument("-o", "--output", type=Path, help="write the result as JSON")
+    return parser.parse_args(arguments)
+
+
+def _names(known: list[str]):
+    def parse(text: str) -> list[str]:
+        names = text.split(",")
+        if unknown := set(names) - set(known):
+            raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))}: not among {', '.join(known)}")
+        return names
+
+    return parse
+
+
+def _interrupt(_number: int, _frame: object) -> None:
+    """End like Ctrl-C, so that everything mounted is unmounted."""
+    raise KeyboardInterrupt
+
+
+def _report(rows: list[Row], output: Path | None) -> None:
+    console = Console(width=None if sys.stdout.isatty() else 220)
+    for row in rows:
+        for note in row.verdict.notes[:20]:
+            console.print(f"{row.campaign} {row.backend}: {note}", markup=False, highlight=False)
+    console.print(table(rows))
+    if output is not None:
+        output.write_text(json.dumps([row.to_json() for row in rows], indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

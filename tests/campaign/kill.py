@@ -1,0 +1,105 @@
+"""kill -9 of a process that writes, again and again over the same store: half of the cycles without evictions, half with."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+from tests.campaign.model import Ledger, Model, Verdict, judge
+from tests.campaign.report import Row, Steps
+from tests.campaign.stores import Subject, check_integrity
+from tests.campaign.victims import Nursery
+from tests.campaign.writer import Order
+
+WORK_SECONDS = 0.08
+ROOMY = (32 << 20, 120)
+"""Capacity and names: some 3 MB of objects, so that nothing is ever evicted."""
+TIGHT = (6 << 20, 400)
+"""Names for twice what fits."""
+
+
+def campaign(kind: str, trials: int, seed: int, base: Path, steps: Steps) -> list[Row]:
+    """Both halves; `file` with both durabilities in turn."""
+    rows = []
+    with Nursery() as nursery:
+        for evicts, (capacity, names) in ((False, ROOMY), (True, TIGHT)):
+            row = Row("kill", f"{kind}, {'full' if evicts else 'roomy'}")
+            directory = Path(tempfile.mkdtemp(dir=base))
+            subject = Subject(kind, directory / "store", capacity)
+            cycles = Cycles(nursery, subject, names, evicts, seed)
+            for n in steps.over(range(trials // 2), f"kill {row.backend}"):
+                row.take(lambda n=n, cycles=cycles: cycles.run(n), f"cycle {n}")
+            row.figures = cycles.figures
+            rows.append(row)
+            shutil.rmtree(directory)
+    return rows
+
+
+class Cycles:
+    """One store that lives through many kills, and what is known about it.
+
+    Thread rule: one thread.
+    """
+
+    def __init__(self, nursery: Nursery, subject: Subject, names: int, evicts: bool, seed: int) -> None:
+        self._nursery, self._subject, self._names, self._evicts = nursery, subject, names, evicts
+        self._seed = seed
+        self._model = Model()
+        self.figures = {"calls": 0, "unanswered": 0, "while opening": 0}
+
+    def run(self, n: int) -> Verdict:
+        """A writer lives and dies; then the store is read here, or every second time by the next writer."""
+        random = Random(self._seed * 100_003 + n)
+        order = self._order(n, random.getrandbits(32))
+        verdict = Verdict()
+        self._nursery.judges = order.judges
+        self._nursery.start(order)
+        try:
+            self._nursery.live(random, WORK_SECONDS)
+        finally:
+            self._nursery.kill()
+        self._take_over(order, verdict)
+        if n % 2 == 0:
+            self._look(order, verdict)
+        return verdict
+
+    def _order(self, n: int, seed: int) -> Order:
+        subject = replace(self._subject, durability="power" if n % 4 > 1 else "process")
+        ledger, model = str(subject.path.parent / f"ledger{n}"), self._model.to_json()
+        # After an even cycle the store is read here, so only the writers of even cycles find one that nobody has looked at.
+        return Order(subject.fields, self._names, seed, ledger, model, evicts=self._evicts, judges=n % 2 == 0)
+
+    def _take_over(self, order: Order, verdict: Verdict) -> None:
+        """What the writer found, and what it did after that."""
+        words = self._nursery.words
+        if "verdict" in words:
+            told = Verdict(**json.loads(words["verdict"]))
+            verdict.add(told)
+            self._model.settle({int(name): turn for name, turn in told.found.items()})
+        elif "open" in words:
+            verdict.recovery.append(float(words["open"]))
+        else:
+            self.figures["while opening"] += 1
+        complaints = Ledger.replay(order.ledger, self._model)
+        verdict.wrong += len(complaints)
+        verdict.notes += complaints
+        self.figures["unanswered"] += bool(self._model.unsure)
+        self.figures["calls"] += Path(order.ledger).read_bytes().count(b'"done"')
+        Path(order.ledger).unlink()
+
+    def _look(self, order: Order, verdict: Verdict) -> None:
+        """Open it here, as the next owner."""
+        with self._subject.recover(self._names, verdict) as store:
+            found = judge(store, self._model, order.must(self._model), self._names)
+            check_integrity(store)
+            evicted = store.usage().details.get("evicted", 0)
+        verdict.add(found)
+        # Nothing tears when a process dies: its writes are in the page cache.
+        verdict.lost += found.torn
+        if evicted and not self._evicts:
+            verdict.notes.append(f"{evicted} objects were evicted, where none had to be")
+        self._model.settle(found.found)

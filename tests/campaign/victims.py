@@ -1,0 +1,108 @@
+"""The campaign's side of the nursery: order a writer, wait, stop it or kill it, and read what it acknowledged."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from random import Random
+from types import TracebackType
+from typing import Self
+
+from tests.campaign.writer import Order
+
+ROOT = Path(__file__).parents[2]
+
+
+class Nursery:
+    """One process that forks writers, one after the other.
+
+    Thread rule: one thread.
+    """
+
+    def __enter__(self) -> Self:
+        # In a session of its own: Ctrl-C is for the campaign, which then ends the nursery in order.
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.campaign.writer"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            start_new_session=True,
+        )
+        self._pid_fd = -1
+        self.words: dict[str, str] = {}
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        if self._pid_fd >= 0:
+            self.kill()
+        self._process.communicate()
+
+    def start(self, order: Order) -> None:
+        """Let a writer be born; it begins to open its store at once."""
+        self.words = {}
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(asdict(order)) + "\n")
+        self._process.stdin.flush()
+        self.hear("pid")
+        # By descriptor: the number may be another process's when the writer has ended by itself.
+        self._pid_fd = os.pidfd_open(int(self.words["pid"]))
+
+    def hear(self, word: str) -> bool:
+        """Read until the writer said it; False where it ended before."""
+        assert self._process.stdout is not None
+        while word not in self.words:
+            line = self._process.stdout.readline()
+            if not line:
+                raise RuntimeError(f"the nursery ended while its writer was to say {word!r}")
+            said, _, rest = line.rstrip("\n").partition(" ")
+            self.words[said] = rest
+            if said == "ended" and word != "ended":
+                return False
+        return True
+
+    def live(self, random: Random, seconds: float) -> None:
+        """Let the writer live for a random while: now and then it does not get as far as a store that is open."""
+        if random.random() < 0.2:
+            time.sleep(random.uniform(0, 0.012))
+        elif self.hear("verdict" if self.judges else "open"):
+            time.sleep(random.uniform(0, seconds))
+
+    judges = False
+
+    def stop(self) -> None:
+        """Suspend the writer; on return none of its threads runs."""
+        self._send(signal.SIGSTOP)
+        while any(state not in "TtZX" for state in _states(int(self.words["pid"]))):
+            time.sleep(0.001)
+
+    def kill(self) -> None:
+        """kill -9, and wait for the end. Raises RuntimeError where the writer had died by itself."""
+        self._send(signal.SIGKILL)
+        self.hear("ended")
+        os.close(self._pid_fd)
+        self._pid_fd = -1
+        if "died" in self.words:
+            raise RuntimeError(json.loads(self.words["died"]))
+        if int(self.words["ended"]) != -signal.SIGKILL:
+            raise RuntimeError(f"the writer ended with status {self.words['ended']}")
+
+    def _send(self, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError):  # it ended by itself, which `kill` reports
+            signal.pidfd_send_signal(self._pid_fd, number)
+
+
+def _states(pid: int) -> list[str]:
+    """One letter for each of a process's threads; none where it is gone."""
+    found = []
+    with suppress(FileNotFoundError, ProcessLookupError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            found.append((task / "stat").read_text().rpartition(")")[2].split()[0])
+    return found

@@ -1,0 +1,99 @@
+"""`tiercache bench disk`: options in, rows out."""
+
+from __future__ import annotations
+
+import enum
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+bench = typer.Typer(no_args_is_help=True, help="Measure this machine, each figure beside the raw limit of the same run.")
+
+
+class Output(enum.StrEnum):
+    """How rows are printed."""
+
+    TABLE = "table"
+    JSON = "json"
+
+
+@bench.callback()
+def _group() -> None:
+    """Measure this machine, each figure beside the raw limit of the same run."""
+
+
+@bench.command()
+def disk(
+    backend: Annotated[str, typer.Option(help="The store to measure: file or lmdb.")] = "file",
+    size: Annotated[str, typer.Option(help="Sizes of an object, multiples of 4KiB, separated by commas.")] = "16KiB,256KiB,1MiB,16MiB",
+    path: Annotated[Path, typer.Option(help="A directory on the disk to measure; what is written there is removed at the end.")] = Path(),
+    threads: Annotated[int, typer.Option(min=1, max=256, help="Threads that call the store at once, each with its part of a batch.")] = 1,
+    repeat: Annotated[int, typer.Option(min=1, max=1000, help="Runs of which the median counts; one more comes first.")] = 5,
+    total: Annotated[
+        str, typer.Option("--bytes", help="What one size may store; more runs, or less of it, make the batches smaller.")
+    ] = "2GiB",
+    durability: Annotated[str, typer.Option(help="process or power; with power the limits sync each batch as well.")] = "process",
+    case: Annotated[
+        str, typer.Option(help="Only these, separated by commas: set-cached, set-uncached, set-fresh, get-warm, get-cold, exists, open.")
+    ] = "",
+    objects: Annotated[int, typer.Option(min=0, help="Fill one more store with so many tiny objects; exists and open on it.")] = 0,
+    output: Annotated[Output, typer.Option("--output", "-o", help="A table, or one JSON object per line and nothing else.")] = Output.TABLE,
+) -> None:
+    """Measure a store on disk beside the raw calls that bound it, and beside one file per page.
+
+    Batches of 128 objects (fewer where they would exceed 256 MiB); all sides take turns and use the same buffers. A set includes the
+    checksums that its caller computes, a get their verification.
+
+    What a disk gives a cache of 1 MiB pages, and how soon a store of a million objects answers:
+
+        tiercache bench disk --path /var/lib --size 1MiB
+
+        tiercache bench disk --size 4KiB --case open --objects 1000000
+    """
+    # Imported here, so that --help needs none of it.
+    from tempfile import TemporaryDirectory
+
+    from tiercache.cli.bench import show
+    from tiercache.cli.bench.machine import machine
+    from tiercache.cli.bench.plan import plan
+    from tiercache.cli.bench.raw import direct_possible
+    from tiercache.cli.bench.run import run
+
+    made = plan(
+        backend=backend, sizes=size, path=path, threads=threads, repeats=repeat, total=total, durability=durability, cases=case,
+        objects=objects,
+    )  # fmt: skip
+    with TemporaryDirectory(prefix=".benchmark-", dir=made.directory) as temporary:
+        root = Path(temporary)
+        here = machine(root, direct=direct_possible(root))
+        # Closed in any case: a run that stops between two rows, because nobody reads them, still has its store open.
+        with _progress(quiet=output is Output.JSON and sys.stdout.isatty()) as say, closing(run(made, root, here, say)) as found:
+            if output is Output.JSON:
+                notes = show.lines(found)
+            else:
+                rows, notes = show.sort(found)
+    said = show.footer(made, here, notes)
+    if output is Output.TABLE:
+        show.table(rows, made, said)
+    else:
+        Console(stderr=True, highlight=False).print("\n".join(said), style="dim", markup=False, soft_wrap=True)
+
+
+@contextmanager
+def _progress(*, quiet: bool) -> Iterator[Callable[[str], None]]:
+    """A line on stderr that says what is being done; nothing where it is no terminal, or would end up between rows."""
+    console = Console(stderr=True)
+    if quiet or not console.is_terminal:
+        yield lambda _: None
+        return
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    # rich would otherwise send stdout through this console as well, and with it the rows.
+    with Progress(*columns, console=console, transient=True, redirect_stdout=False, refresh_per_second=2) as progress:
+        task = progress.add_task("starting")
+        yield lambda doing: progress.update(task, description=doing)

@@ -1,0 +1,232 @@
+"""The cases of `bench disk`: which calls stand beside each other, and in which state the disk and the page cache are before each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from tiercache.cli.bench.lookups import lookups, missing
+from tiercache.cli.bench.machine import Machine, drop, settle, warm
+from tiercache.cli.bench.peer import PEER, Page, PageFiles
+from tiercache.cli.bench.plan import Plan
+from tiercache.cli.bench.raw import DIRECT_THREADS, PIECE, Copier, RawFile, pieces
+from tiercache.cli.bench.rows import Case, Note, Row, peer_target_of, target_of
+from tiercache.cli.bench.subject import Buffers, Subject, batch_keys
+from tiercache.cli.bench.timing import Crew, Side, medians
+from tiercache.core import ObjectKey
+
+STORE: Final = "store"
+_AROUND: Final = f"O_DIRECT x {DIRECT_THREADS}"
+
+
+class SizeBench:
+    """All cases of one size.
+
+    Thread rule: one thread; crews of its own call the disk.
+    """
+
+    def __init__(self, plan: Plan, machine: Machine, buffers: Buffers, say: Callable[[str], None], stack: ExitStack) -> None:
+        self._plan = plan
+        self._machine = machine
+        self._buffers = buffers
+        self._say = say
+        self._callers = stack.enter_context(Crew(plan.threads))
+        self._many = stack.enter_context(Crew(DIRECT_THREADS))
+        self._pages = [[Page(f"{n:03d}-{i:03d}", view) for i, view in enumerate(buffers.views)] for n in range(plan.batches)]
+        self._whole = pieces(self._buffers.views)
+        self._cut = pieces(self._buffers.views, PIECE)
+
+    def steady(self, root: Path) -> Iterator[Row | Note]:
+        """Sets into a store that has no block left which was not written before."""
+        plan, nbytes = self._plan, self._buffers.nbytes
+        capacity = plan.steady_capacity(self._buffers.size)
+        url = plan.url(root / "store", capacity)
+        with (
+            Subject(url, root / "store", self._buffers, self._callers) as subject,
+            RawFile(root / "buffered", nbytes) as buffered,
+            RawFile(root / "direct", nbytes, direct=self._machine.direct) as direct,
+        ):
+            self._say("filling a store")
+            subject.fill(capacity)
+            for file in (buffered, direct):
+                file.write(self._cut, 0, self._many)
+                file.sync()
+            if Case.SET_CACHED in plan.cases:
+                yield from self._set_cached(subject, buffered, PageFiles(root / "pages", durable=plan.durable))
+            if Case.SET_UNCACHED in plan.cases:
+                yield self._set_uncached(subject, buffered, direct)
+            yield from _told(subject)
+
+    def growing(self, root: Path) -> Iterator[Row | Note]:
+        """Sets into blocks that were never written, and gets of what was set."""
+        plan, nbytes = self._plan, self._buffers.nbytes
+        url = plan.url(root / "store", plan.growing_capacity(self._buffers.size))
+        keys = [batch_keys(self._buffers.count) for _ in range(plan.batches)]
+        peer = PageFiles(root / "pages", durable=plan.durable)
+        with (
+            Subject(url, root / "store", self._buffers, self._callers) as subject,
+            RawFile(root / "buffered", plan.batches * nbytes) as buffered,
+            RawFile(root / "direct", plan.batches * nbytes, direct=self._machine.direct) as direct,
+        ):
+            yield from self._set_fresh(subject, buffered, direct, peer, keys)
+            yield from missing(subject, plan.batches * self._buffers.count)
+            if Case.GET_WARM in plan.cases:
+                yield from self._get_warm(root, subject, buffered, peer, keys[1])
+            if Case.GET_COLD in plan.cases:
+                yield from self._get_cold(root, subject, (buffered, direct if self._machine.direct else buffered), peer, keys)
+            known = [key for batch in keys for key in batch]
+            yield from lookups(plan, subject, known, self._say)
+            yield from _told(subject)
+
+    def _set_cached(self, subject: Subject, buffered: RawFile, peer: PageFiles) -> Iterator[Row]:
+        self._say("set, cached blocks")
+        keys = [batch_keys(self._buffers.count) for _ in range(self._plan.batches)]
+        stored: list[ObjectKey] = []
+
+        def free(n: int) -> None:
+            if n:
+                peer.remove([page.name for page in self._pages[n - 1]])
+            settle(peer.directory)
+
+        def give_back(n: int) -> None:
+            subject.delete(stored)
+            stored[:] = keys[n]
+            warm(subject.path)
+
+        found = self._compare_sets(
+            [
+                Side(STORE, lambda n: subject.put(keys[n]), give_back, lambda _: subject.store.flush()),
+                self._buffered_write(buffered, lambda _: 0),
+                Side(PEER, lambda n: peer.put(self._pages[n], self._callers), free, lambda _: settle(peer.directory)),
+            ]
+        )
+        subject.delete(stored)
+        yield from self._rows(Case.SET_CACHED, found)
+
+    def _set_uncached(self, subject: Subject, buffered: RawFile, direct: RawFile) -> Row:
+        self._say("set, uncached blocks")
+        keys = [batch_keys(self._buffers.count) for _ in range(self._plan.batches)]
+
+        def give_back(n: int) -> None:
+            subject.delete(keys[n - 1] if n else ())
+            subject.reopen_cold()
+
+        sides = [
+            Side(STORE, lambda n: subject.put(keys[n]), give_back, lambda _: subject.store.flush()),
+            self._buffered_write(buffered, lambda _: 0, before=lambda _: buffered.drop()),
+            *self._direct_write(direct, lambda _: 0),
+        ]
+        [row] = self._rows(Case.SET_UNCACHED, self._compare_sets(sides))
+        return row
+
+    def _set_fresh(
+        self, subject: Subject, buffered: RawFile, direct: RawFile, peer: PageFiles, keys: Sequence[Sequence[ObjectKey]]
+    ) -> Iterator[Row]:
+        self._say("set, fresh blocks")
+        nbytes = self._buffers.nbytes
+        sides = [
+            Side(STORE, lambda n: subject.put(keys[n]), after=lambda _: subject.store.flush()),
+            self._buffered_write(buffered, lambda n: n * nbytes),
+            *self._direct_write(direct, lambda n: n * nbytes),
+            Side(PEER, lambda n: peer.put(self._pages[n], self._callers), after=lambda _: settle(peer.directory)),
+        ]
+        found = self._compare_sets(sides)
+        if Case.SET_FRESH in self._plan.cases:
+            yield from self._rows(Case.SET_FRESH, found)
+
+    def _get_warm(self, root: Path, subject: Subject, buffered: RawFile, peer: PageFiles, keys: Sequence[ObjectKey]) -> Iterator[Row]:
+        self._say("get, warm")
+        base, pages = self._buffers.nbytes, self._pages[1]
+        warm(root)
+        subject.get(keys)
+        with ExitStack() as stack:
+            if self._plan.backend == "lmdb":
+                copier = stack.enter_context(Copier(buffered.map(base)))
+                limit = Side("copy from map", lambda _: copier.copy(self._whole, self._callers))
+            else:
+                limit = Side("preadv", lambda _: buffered.read(self._whole, base, self._callers))
+            sides = [Side(STORE, lambda _: subject.get(keys)), limit, Side(PEER, lambda _: peer.get(pages, self._callers))]
+            found = self._compare_gets(sides)
+        yield from self._rows(Case.GET_WARM, found)
+
+    def _get_cold(
+        self, root: Path, subject: Subject, files: tuple[RawFile, RawFile], peer: PageFiles, keys: Sequence[Sequence[ObjectKey]]
+    ) -> Iterator[Row | Note]:
+        self._say("get, cold")
+        buffered, source = files
+        nbytes = self._buffers.nbytes
+        drop(peer.directory)
+        buffered.drop()
+        if buffered.cached() and not self._machine.in_memory:
+            yield Note("the page cache could not be dropped here: get cold is no colder than get warm")
+        how = _AROUND if self._machine.direct else f"preadv x {DIRECT_THREADS}"
+        sides = [
+            # Before every round anew: reading one batch may have read ahead into the next one's.
+            Side(STORE, lambda n: subject.get(keys[n]), lambda _: subject.reopen_cold(keys[0][0])),
+            Side(how, lambda n: source.read(self._cut, n * nbytes, self._many), lambda _: source.drop()),
+            Side(PEER, lambda n: peer.get(self._pages[n], self._callers)),
+        ]
+        yield from self._rows(Case.GET_COLD, self._compare_gets(sides))
+
+    def _buffered_write(self, file: RawFile, base: Callable[[int], int], before: Callable[[int], object] = lambda _: None) -> Side:
+        """The way through the page cache, with as many threads as call the store."""
+
+        def write(n: int) -> None:
+            file.write(self._whole, base(n), self._callers)
+            if self._plan.durable:
+                file.sync()
+
+        return Side("pwritev", write, before, lambda _: file.sync())
+
+    def _direct_write(self, file: RawFile, base: Callable[[int], int]) -> list[Side]:
+        """The way around the page cache, where there is one."""
+
+        def write(n: int) -> None:
+            file.write(self._cut, base(n), self._many)
+            if self._plan.durable:
+                file.sync()
+
+        return [Side(_AROUND, write, after=lambda _: file.sync())] if self._machine.direct else []
+
+    def _compare_sets(self, sides: Sequence[Side]) -> dict[str, float]:
+        def ready(side: Side) -> Side:
+            def before(n: int) -> None:
+                side.before(n)
+                # Reads the buffers as well: whatever a side's preparation left in the processor's caches, all sides start alike.
+                self._buffers.check()
+
+            return replace(side, before=before)
+
+        return medians([ready(side) for side in sides], self._plan.repeats)
+
+    def _compare_gets(self, sides: Sequence[Side]) -> dict[str, float]:
+        def looked_at(side: Side) -> Side:
+            def before(n: int) -> None:
+                side.before(n)
+                self._buffers.wipe()
+
+            return replace(side, before=before, after=lambda _: self._buffers.check())
+
+        return medians([looked_at(side) for side in sides], self._plan.repeats)
+
+    def _rows(self, case: Case, found: dict[str, float]) -> Iterator[Row]:
+        """The store beside the fastest raw way, and beside one file per page where that was measured."""
+        plan, buffers = self._plan, self._buffers
+        name = f"{plan.backend} {case.words}"
+        raw = {way: seconds for way, seconds in found.items() if way not in (STORE, PEER)}
+        limit = min(raw, key=lambda way: raw[way])
+        target = None if plan.durable else target_of(plan.backend, case, buffers.size, buffers.count)
+        yield Row(name, buffers.size, buffers.count, found[STORE], buffers.nbytes, limit, raw[limit], target)
+        if PEER in found:
+            target = None if plan.durable else peer_target_of(plan.backend, case)
+            yield Row(f"{name} / peer", buffers.size, buffers.count, found[STORE], buffers.nbytes, PEER, found[PEER], target)
+
+
+def _told(subject: Subject) -> Iterator[Note]:
+    """What the store says about how it reads and writes."""
+    told = {name: value for name, value in subject.usage().details.items() if name.startswith(("io", "direct"))}
+    if told:
+        yield Note("the store says: " + ", ".join(f"{name} {value}" for name, value in told.items()))

@@ -1,0 +1,62 @@
+"""The cases that move no bytes: `exists`, and `open` up to the first hit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+from tiercache.cli.bench.plan import Plan
+from tiercache.cli.bench.rows import Case, Note, Row, size_text, target_of
+from tiercache.cli.bench.subject import Buffers, Subject, batch_keys
+from tiercache.cli.bench.timing import Crew, Side, medians
+from tiercache.core import ObjectKey
+from tiercache.errors import StorageError
+
+_KEYS: Final = 1600
+"""Of one `exists`: the pages and states of a long prompt."""
+
+
+def lookups(plan: Plan, subject: Subject, known: Sequence[ObjectKey], say: Callable[[str], None]) -> Iterator[Row]:
+    """`exists` and `open` on a store that holds `known`, which are asked for again and again where they are few."""
+
+    def row(case: Case, objects: int, side: Side) -> Row:
+        say(case.words)
+        seconds = medians([side], plan.repeats)[side.name]
+        return Row(
+            f"{plan.backend} {case.words}", subject.size, objects, seconds, target=target_of(plan.backend, case, subject.size, objects)
+        )
+
+    def to_first_hit(_: int) -> None:
+        subject.open()
+        subject.first_hit(known[-1])
+
+    if Case.EXISTS in plan.cases:
+        asked = [known[i % len(known)] for i in range(_KEYS)]
+        yield row(Case.EXISTS, _KEYS, Side("store", lambda _: _all_there(subject.store.exists(asked))))
+    if Case.OPEN in plan.cases:
+        yield row(Case.OPEN, subject.usage().objects, Side("store", to_first_hit, before=lambda _: subject.close()))
+
+
+def many(plan: Plan, buffers: Buffers, root: Path, say: Callable[[str], None]) -> Iterator[Row | Note]:
+    """The same on a store of its own with as many tiny objects as the plan asks for."""
+    known: list[ObjectKey] = []
+    with Crew(plan.threads) as callers, Subject(plan.url(root / "store", plan.many_capacity), root / "store", buffers, callers) as subject:
+        for done in range(0, plan.objects, buffers.count):
+            say(f"filling, {done:,} objects")
+            keys = batch_keys(buffers.count)
+            subject.put(keys)
+            known += keys[:: max(1, plan.objects // _KEYS)]
+        yield from missing(subject, -(-plan.objects // buffers.count) * buffers.count)
+        yield from lookups(plan, subject, known, say)
+
+
+def missing(subject: Subject, stored: int) -> Iterator[Note]:
+    """A note where a store evicted while it was filled, because it was then measured at something else."""
+    if (kept := subject.usage().objects) < stored:
+        yield Note(f"the store kept only {kept:,} of {stored:,} objects of {size_text(subject.size)}")
+
+
+def _all_there(answers: Sequence[bool]) -> None:
+    if not all(answers):
+        raise StorageError("the store does not know objects that it has stored, so nothing can be said about its speed")

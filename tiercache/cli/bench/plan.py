@@ -1,0 +1,139 @@
+"""What a run does: its options, checked before anything is written."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+from urllib.parse import quote
+
+from tiercache.cli.bench.machine import free_bytes
+from tiercache.cli.bench.rows import MIB, Case
+from tiercache.config import parse_size
+from tiercache.core import BLOCK_ALIGN
+from tiercache.errors import ConfigError
+
+BACKENDS: Final = ("file", "lmdb")
+DURABILITIES: Final = ("process", "power")
+BATCH: Final = 128
+"""Objects of a batch, where they are small enough for `BATCH_BYTES`."""
+BATCH_BYTES: Final = 256 * MIB
+TINY: Final = BLOCK_ALIGN
+"""Bytes of an object where only their number counts."""
+STEADY_BATCHES: Final = 4
+"""Batches that fit the store whose blocks are used over and over."""
+_SPARE: Final = 64 * MIB
+"""What a store may need beside the objects; also the least size of one."""
+_LAYOUTS: Final = 5
+"""Store, two raw files and one file per page hold the same objects at once; the store may need twice their bytes."""
+_TINY_ROOM: Final = 4
+"""Capacity per tiny object, in its own bytes: the catalog's entry is no smaller for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One run of `bench disk`.
+
+    `total`: bytes that one size may store, cut into `repeats` batches and one that is not counted. `objects`: how many tiny ones to fill a
+    store of its own with, or 0.
+
+    Thread rule: immutable.
+    """
+
+    backend: str
+    sizes: tuple[int, ...]
+    directory: Path
+    threads: int
+    repeats: int
+    total: int
+    durable: bool
+    cases: frozenset[Case]
+    objects: int
+
+    @property
+    def batches(self) -> int:
+        """Batches of one size: one for each repeat and one that is not counted."""
+        return self.repeats + 1
+
+    def count(self, size: int) -> int:
+        """Objects of one batch."""
+        return min(BATCH, min(BATCH_BYTES, self.total // self.batches) // size)
+
+    def growing_capacity(self, size: int) -> int:
+        """Of a store that takes every batch of a size and evicts none; twice their bytes, because a store rounds up and keeps a reserve."""
+        return 2 * self.batches * self.count(size) * size + _SPARE
+
+    def steady_capacity(self, size: int) -> int:
+        """Of a store that a few batches fill, so that every further one goes over blocks that were written before."""
+        return STEADY_BATCHES * self.count(size) * size + _SPARE
+
+    @property
+    def many_capacity(self) -> int:
+        """Of the store that takes the tiny objects."""
+        return _TINY_ROOM * (self.objects * TINY + _SPARE)
+
+    @property
+    def needed(self) -> int:
+        """Bytes of disk that the run needs at most at once."""
+        largest = max(self.count(size) * size for size in self.sizes)
+        steady = 2 * STEADY_BATCHES * largest
+        return max(_LAYOUTS * self.batches * largest, steady, 2 * self.objects * TINY) + 2 * _SPARE
+
+    def url(self, path: Path, capacity: int) -> str:
+        """The URL of a store at `path`."""
+        power = "&durability=power" if self.durable else ""
+        return f"{self.backend}://{quote(str(path))}?capacity={capacity}{power}"
+
+
+def plan(
+    *, backend: str, sizes: str, path: Path, threads: int, repeats: int, total: str, durability: str, cases: str, objects: int
+) -> Plan:  # fmt: skip
+    """The plan that the options describe; raises ConfigError for one that cannot be carried out."""
+    _one_of("--backend", backend, BACKENDS)
+    _one_of("--durability", durability, DURABILITIES)
+    for name in cases.split(",") if cases else ():
+        _one_of("--case", name.strip(), list(Case))
+    made = Plan(
+        backend, tuple(_size("--size", text) for text in sizes.split(",")), _directory(path), threads, repeats, _size("--bytes", total),
+        durability == "power", frozenset(Case(name.strip()) for name in cases.split(",")) if cases else frozenset(Case), objects,
+    )  # fmt: skip
+    for size in made.sizes:
+        _check(made, size)
+    if (free := free_bytes(made.directory)) < made.needed:
+        raise ConfigError(
+            f"{made.directory} has {free // MIB} MiB free and the run needs {-(-made.needed // MIB)} MiB; name another directory with"
+            " --path, or measure less with --bytes, --size, --repeat or --objects"
+        )
+    return made
+
+
+def _check(made: Plan, size: int) -> None:
+    if size < 1 or size % BLOCK_ALIGN or size > BATCH_BYTES:
+        raise ConfigError(f"--size {size} is not possible; use multiples of 4KiB (as host blocks are) of at most {BATCH_BYTES // MIB}MiB")
+    if made.count(size) < 1:
+        raise ConfigError(
+            f"--bytes {made.total} do not hold {made.batches} batches (one for each --repeat and one that is not counted) of one object"
+            f" of {size} bytes; give at least {made.batches * size}, or smaller sizes"
+        )
+
+
+def _size(option: str, text: str) -> int:
+    try:
+        return parse_size(text.strip())
+    except ConfigError as error:
+        raise ConfigError(f"{option}: {error}") from error
+
+
+def _one_of(option: str, value: str, known: Iterable[str]) -> None:
+    if value not in known:
+        raise ConfigError(f"{option} {value!r} is not known; use {', '.join(known)}")
+
+
+def _directory(path: Path) -> Path:
+    if not path.is_dir():
+        raise ConfigError(f"--path {path} is not a directory; name one on the disk that is to be measured")
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise ConfigError(f"--path {path} cannot be written to; name a directory of your own")
+    return path.resolve()

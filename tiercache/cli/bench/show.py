@@ -1,0 +1,86 @@
+"""How a run looks: rows as a table or as lines of JSON on stdout, progress on stderr."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from tiercache.cli.bench.machine import Machine
+from tiercache.cli.bench.plan import Plan
+from tiercache.cli.bench.rows import Note, Row, size_text
+
+_COLUMNS: Final = ("case", "size", "GB/s", "limit", "ratio", "us each", "limit is", "target", "met")
+_LEFT: Final = ("case", "limit is")
+_WIDTH: Final = 100
+_FEWEST: Final = 5
+"""Repeats whose median says something."""
+
+
+def lines(found: Iterable[Row | Note]) -> list[Note]:
+    """Print each row as a line of JSON as soon as it is there; the notes are handed back."""
+    notes: list[Note] = []
+    for item in found:
+        if isinstance(item, Note):
+            notes.append(item)
+        else:
+            sys.stdout.write(item.line() + "\n")
+            sys.stdout.flush()
+    return notes
+
+
+def sort(found: Iterable[Row | Note]) -> tuple[list[Row], list[Note]]:
+    """Wait for everything; rows and notes apart."""
+    everything = list(found)
+    return [item for item in everything if isinstance(item, Row)], [item for item in everything if isinstance(item, Note)]
+
+
+def table(rows: Sequence[Row], plan: Plan, said: Sequence[str]) -> None:
+    """Print all rows, a section per size, and what was said about them."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(width=_WIDTH, highlight=False)
+    shown = Table(title=f"{plan.backend} store", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for name in _COLUMNS:
+        shown.add_column(name, justify="left" if name in _LEFT else "right", no_wrap=True)
+    for row, before in zip(rows, [*rows[:1], *rows], strict=False):
+        if row.size != before.size:
+            shown.add_section()
+        shown.add_row(*_cells(row))
+    console.print(shown)
+    for sentence in said:
+        console.print(sentence, style="dim", markup=False)
+
+
+def footer(plan: Plan, machine: Machine, notes: Sequence[Note]) -> list[str]:
+    """What has to be known to read the figures, as sentences."""
+    said = [
+        f"{machine}. Durability {'power' if plan.durable else 'process'}; calling threads: {plan.threads}; medians of {plan.repeats}"
+        " interleaved runs over the same buffers; a store's set includes its checksums, its get their check.",
+        "limit: GB/s of the fastest raw way, object by object. / peer: beside one file per page, written under a temporary name and"
+        " renamed, without checksums.",
+    ]
+    if machine.in_memory:
+        said.append(f"The files were on {machine.file_system}: these are figures of memory, not of a disk.")
+    if plan.repeats < _FEWEST:
+        said.append(f"Medians of fewer than {_FEWEST} runs say little; raise --repeat.")
+    # Several sizes may have the same to say.
+    return said + [f"{text[0].upper()}{text[1:]}." for text in dict.fromkeys(note.text for note in notes)]
+
+
+def _cells(row: Row) -> list[str]:
+    wanted = [str(row.target or ""), {None: "", True: "[green]yes[/]", False: "[red]no[/]"}[row.met]]
+    # The title names the store already, and columns are scarce.
+    start = [row.name.partition(" ")[2], size_text(row.size)]
+    if not row.payload:
+        return [*start, "", "", "", f"{row.us_per_object:.2f}", f"{row.objects:,} in {_time(row.seconds)}", *wanted]
+    speeds = [f"{row.gbps:.2f}", f"{row.limit_gbps:.2f}", f"{row.ratio:.2f}"]
+    return [*start, *speeds, f"{row.us_per_object:.1f}", row.limit, *wanted]
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.2f} ms"

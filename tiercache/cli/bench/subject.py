@@ -1,0 +1,178 @@
+"""The store that is measured, and the buffers that every side of a comparison shares."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+from typing import Final, Self
+
+from tiercache.cli.bench.machine import drop
+from tiercache.cli.bench.timing import Crew, split
+from tiercache.core import ObjectKey, ObjectMeta, Outcome, PoolName
+from tiercache.errors import StorageError
+from tiercache.keys import Shard, layout_digest, object_key
+from tiercache.storage import GetItem, SetItem, StorageBackend, Usage, open_backend
+from tiercache.storage.checksum import checksum
+
+_LAYOUT: Final = layout_digest(PoolName.KV, bytes(32), Shard())
+_NAMESPACE: Final = bytes(32)
+_STRIDE: Final = 1 << 20
+
+
+class Buffers:
+    """A batch's objects in shared, page-aligned memory, as in the host arena, and touched before anything is timed.
+
+    Thread rule: `views` may be used by any thread; the methods by one.
+    """
+
+    def __init__(self, size: int, count: int) -> None:
+        self.size: Final = size
+        self.count: Final = count
+        self._whole = memoryview(mmap.mmap(-1, size * count))
+        for part in self._parts():
+            part[:] = os.urandom(part.nbytes)  # nothing below us shall be able to compress it
+        self.views: Final = [self._whole[at : at + size] for at in range(0, size * count, size)]
+        self._digest = self._sum()
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole batch."""
+        return self._whole.nbytes
+
+    def wipe(self) -> None:
+        """Overwrite everything with zeros, so that `check` tells what was read from what was there."""
+        zeros = bytes(_STRIDE)
+        for part in self._parts():
+            part[:] = zeros[: part.nbytes]
+
+    def check(self) -> None:
+        """Raise StorageError unless the buffers hold what they held at first."""
+        if self._sum() != self._digest:
+            raise StorageError("a read came back with other bytes than were written; no figure of this run means anything")
+
+    def _parts(self) -> list[memoryview]:
+        return [self._whole[at : at + _STRIDE] for at in range(0, self.nbytes, _STRIDE)]
+
+    def _sum(self) -> bytes:
+        return checksum(ObjectKey(PoolName.KV, b""), [self._whole], self.nbytes)
+
+
+class Subject:
+    """One store, called with whole batches as HybridStorage calls it: a set is handed checksums that its caller computes.
+
+    With a crew of several callers each takes a run of neighbours of the batch.
+
+    Thread rule: one thread; the crew's threads call the store inside.
+    """
+
+    def __init__(self, url: str, path: Path, buffers: Buffers, callers: Crew) -> None:
+        self.path: Final = path
+        self.size: Final = buffers.size
+        self._url = url
+        self._buffers = buffers
+        self._callers = callers
+        self._spans = split(range(buffers.count), callers.threads)
+        self._store: StorageBackend | None = open_backend(url)
+
+    @property
+    def store(self) -> StorageBackend:
+        """The open store."""
+        assert self._store is not None, "the store is open"
+        return self._store
+
+    def open(self) -> None:
+        """Open the store again."""
+        self._store = open_backend(self._url)
+
+    def close(self) -> None:
+        """Close the store if it is open."""
+        store, self._store = self._store, None
+        if store is not None:
+            store.close()
+
+    def reopen_cold(self, used: ObjectKey | None = None) -> None:
+        """The same store with nothing of it in the page cache, but past what a store does only at its first call.
+
+        That call is a get of `used`, an object that nobody will time; without one it is a set, a get and a delete of a new object, which
+        may bring more of the store's own pages into the page cache.
+        """
+        # Closed meanwhile, because what a store has mapped cannot be dropped.
+        self.close()
+        drop(self.path)
+        self.open()
+        if used is not None:
+            self.first_hit(used)
+        else:
+            self._stir()
+
+    def put(self, keys: Sequence[ObjectKey]) -> None:
+        """Set a batch, checksums included."""
+        parents = {child: parent.page_key for parent, child in pairwise(keys)}
+
+        def put_span(span: Sequence[int]) -> None:
+            items = [self._set_item(keys[i], self._buffers.views[i], parents.get(keys[i]), i) for i in span]
+            _expect("set", self.store.set(items), Outcome.STORED)
+
+        self._callers.each(put_span, self._spans)
+
+    def get(self, keys: Sequence[ObjectKey]) -> None:
+        """Get a batch into the buffers."""
+        views, size = self._buffers.views, self._buffers.size
+
+        def get_span(span: Sequence[int]) -> None:
+            _expect("get", self.store.get([GetItem(keys[i], (views[i],), size) for i in span]), Outcome.HIT)
+
+        self._callers.each(get_span, self._spans)
+
+    def first_hit(self, key: ObjectKey) -> None:
+        """Get one object."""
+        _expect("get", self.store.get([GetItem(key, (self._buffers.views[0],), self._buffers.size)]), Outcome.HIT)
+
+    def delete(self, keys: Sequence[ObjectKey]) -> None:
+        """Remove objects; those that were evicted are gone already."""
+        self.store.delete(keys)
+
+    def fill(self, nbytes: int) -> None:
+        """Store and delete so much that every block which the store can have has been written."""
+        written: list[ObjectKey] = []
+        for _ in range(-(-nbytes // self._buffers.nbytes)):
+            keys = batch_keys(self._buffers.count)
+            with suppress(StorageError):  # a store that is full may refuse the rest
+                self.put(keys)
+            written += keys
+        self.delete(written)
+        self.store.flush()
+
+    def usage(self) -> Usage:
+        """What the store says it holds."""
+        return self.store.usage()
+
+    def _stir(self) -> None:
+        key = batch_keys(1)[0]
+        _expect("set", self.store.set([self._set_item(key, self._buffers.views[0], None, 0)]), Outcome.STORED)
+        self.first_hit(key)
+        self.delete([key])
+
+    def _set_item(self, key: ObjectKey, view: memoryview, parent: bytes | None, index: int) -> SetItem:
+        size = self._buffers.size
+        return SetItem(key, (view,), ObjectMeta(_NAMESPACE, size, checksum(key, (view,), size), parent, index + 1))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def batch_keys(count: int) -> list[ObjectKey]:
+    """Keys that no store has seen; the objects of a batch are the pages of one sequence."""
+    return [object_key(PoolName.KV, _LAYOUT, os.urandom(32)) for _ in range(count)]
+
+
+def _expect(call: str, outcomes: Sequence[Outcome], wanted: Outcome) -> None:
+    if other := next((outcome for outcome in outcomes if outcome is not wanted), None):
+        raise StorageError(f"the store answered a {call} with {other} where {wanted} was expected, so nothing can be said about its speed")

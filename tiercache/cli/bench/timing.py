@@ -1,0 +1,91 @@
+"""Interleaved timing, and threads that share one list of work."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Final, Self, TypeVar
+
+T = TypeVar("T")
+
+
+def _nothing(_: int) -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One of several ways to do the same, each handed the number of the round. Only `run` is timed.
+
+    Thread rule: immutable; `medians` calls it from one thread.
+    """
+
+    name: str
+    run: Callable[[int], object]
+    before: Callable[[int], object] = _nothing
+    after: Callable[[int], object] = _nothing
+
+
+def medians(sides: Sequence[Side], repeats: int) -> dict[str, float]:
+    """Median seconds of each side over `repeats` rounds. Round 0 comes before these and is not counted.
+
+    Every round runs all sides, each time from another one on, so that a slow phase of the machine, or what one side leaves behind for the
+    next, does not always meet the same side.
+    """
+    times: dict[str, list[float]] = {side.name: [] for side in sides}
+    for n in range(repeats + 1):
+        first = n % len(sides)
+        for side in (*sides[first:], *sides[:first]):
+            side.before(n)
+            started = time.perf_counter()
+            side.run(n)
+            seconds = time.perf_counter() - started
+            side.after(n)
+            if n:
+                times[side.name].append(seconds)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+class Crew:
+    """`threads` threads that take jobs from one shared list; a crew of one is the caller itself.
+
+    Thread rule: `each` is for one caller at a time.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self.threads: Final = threads
+        self._pool = ThreadPoolExecutor(threads, "bench") if threads > 1 else None
+
+    def each(self, call: Callable[[T], object], jobs: Iterable[T]) -> None:
+        """Call `call` with every job; raises what a call raised, after all threads have stopped."""
+        # One iterator for all: a job costs one `next`, not a future of its own, and a thread that is slow simply takes fewer.
+        shared = iter(list(jobs))
+
+        def drain() -> None:
+            for job in shared:
+                call(job)
+
+        if self._pool is None:
+            drain()
+            return
+        futures = [self._pool.submit(drain) for _ in range(self.threads)]
+        wait(futures)
+        for future in futures:
+            future.result()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
+
+
+def split(jobs: Sequence[T], parts: int) -> list[Sequence[T]]:
+    """`jobs` in `parts` runs of neighbours, of nearly equal length and none empty."""
+    bounds = [len(jobs) * n // parts for n in range(parts + 1)]
+    return [jobs[low:high] for low, high in pairwise(bounds) if low < high]

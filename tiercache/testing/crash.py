@@ -1,0 +1,248 @@
+"""A power cut at any call: `CrashEnv` knows what was not synced yet, and copies a directory as the cut could have left it.
+
+    env = CrashEnv()
+    store = open_backend(url, env=env)
+    env.at_call("commit", 3, lambda: env.clone(directory, target, seed=7))      before the third commit from now on
+    store.set(...)
+    open_backend(url of target, env=RebootedEnv())                              what is left of it?
+
+The model is a journalling file system above a disk with 512-byte sectors, and stricter than most:
+
+- What a file got since its last fdatasync or fsync may be there or not, write by write, and a write may tear between any two sectors.
+- Sizes (ftruncate, fallocate, a write past the end) of one file change in order; where the cut falls in that order is open.
+- Names (a new file, unlink, rename, mkdir) change in order over the whole tree. The fsync of a directory makes its changes durable, and
+  every earlier one with them; the fsync of a file does not.
+- Whatever was not done through the Env counts as synced. That is right for LMDB between two calls: it writes only inside `Env.commit`,
+  which syncs before it returns. A cut inside a commit is not seen here, nor what an environment risks that syncs less than LMDB does by
+  itself; those take a real file system (`make campaign`, `power`).
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from random import Random
+from threading import RLock
+from typing import Any, Final
+
+import numpy as np
+
+from tiercache.storage.env import Env
+from tiercache.storage.vectors import total
+from tiercache.testing.faults import Call, FaultEnv, Rule
+from tiercache.testing.unsynced import SECTOR, Named, Node, Unsynced, Written, undo
+
+_BLOCK: Final = 4096
+
+
+class RebootedEnv(Env):
+    """The outside world after the power came back: another boot.
+
+    Thread rule: stateless; share it freely.
+    """
+
+    def boot_id(self) -> str:
+        """Not that of this boot."""
+        return "the boot after the power cut"
+
+
+class CrashEnv(FaultEnv):
+    """A FaultEnv that can also lose the power. Faults come first: what a rule tears or drops was never written, for the clone either.
+
+    Thread rule: as FaultEnv; calls that change the disk wait for each other, and for a clone.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(seed)
+        self._world = RLock()
+        self._files: dict[tuple[int, int], Unsynced] = {}
+        self._open: dict[int, Unsynced | str] = {}
+        self._names: list[Named] = []
+        self._watched: Final[dict[str, Callable[..., Any]]] = {
+            "open": self._on_open, "close": self._on_close, "pwritev": self._on_write, "fallocate": self._on_fallocate,
+            "ftruncate": self._on_truncate, "fdatasync": self._on_sync, "fsync": self._on_sync, "unlink": self._on_unlink,
+            "rename": self._on_rename, "mkdir": self._on_mkdir, "commit": lambda call, transaction: call(transaction),
+        }  # fmt: skip
+
+    def at_call(self, name: str, n: int, action: Callable[[], object], *, after: bool = False) -> Rule:
+        """Do `action` in the middle: before the n-th call of `name` from now on, or right after it."""
+
+        def effect(real: Call, arguments: tuple[Any, ...]) -> Any:
+            if after:
+                done = real(*arguments)
+                action()
+                return done
+            action()
+            return real(*arguments)
+
+        return self.add(name, effect, at=n)
+
+    def clone(self, source: str | Path, target: str | Path, seed: int) -> None:
+        """Make `target` what a power cut at this instant could leave of the directory `source`. The same seed, the same cut."""
+        random = Random(seed)
+        with self._world:
+            tree = self._tree(os.path.realpath(source))
+            for change in reversed(self._names[random.randint(0, len(self._names)) :]):
+                undo(tree, change)
+            root = os.path.realpath(source)
+            Path(target).mkdir(mode=0o700)
+            for path in sorted(p for p in tree if p.startswith(root + os.sep)):
+                copy = os.path.join(target, os.path.relpath(path, root))
+                node = tree[path]
+                if node.directory:
+                    os.mkdir(copy, 0o700)
+                else:
+                    _write_sparse(copy, node.unsynced.left(node.read(), random) if node.unsynced else node.read())
+
+    def unsynced(self) -> int:
+        """How many pieces (writes, sizes, names) are not synced now."""
+        with self._world:
+            return len(self._names) + sum(len(f.writes) + len(f.sizes) for f in self._files.values())
+
+    def perform(self, name: str, call: Call, arguments: tuple[Any, ...]) -> Any:
+        """As FaultEnv, noting what the real call changes."""
+        return super().perform(name, partial(self._watch, name, call), arguments)
+
+    def _watch(self, name: str, call: Call, *arguments: Any) -> Any:
+        watcher = self._watched.get(name)
+        if watcher is None:
+            return call(*arguments)
+        with self._world:
+            return watcher(call, *arguments)
+
+    def _on_open(self, call: Call, path: str, flags: int, *mode: int) -> int:
+        known = os.path.lexists(path)
+        cut = _read(path) if known and flags & os.O_TRUNC else b""
+        fd: int = call(path, flags, *mode)
+        found = os.fstat(fd)
+        if stat.S_ISDIR(found.st_mode):
+            self._open[fd] = os.path.realpath(path)
+            return fd
+        if not known:
+            self._files[_identity(found)] = Unsynced()
+            self._names.append(Named("create", _entry(path)))
+        file = self._open[fd] = self._files.setdefault(_identity(found), Unsynced())
+        assert isinstance(file, Unsynced)
+        if cut:
+            file.writes.append(Written(0, _padded(cut), len(file.sizes)))
+            file.sizes.append(len(cut))
+        return fd
+
+    def _on_close(self, call: Call, fd: int) -> None:
+        self._open.pop(fd, None)
+        call(fd)
+
+    def _on_write(self, call: Call, fd: int, buffers: Sequence[memoryview], offset: int) -> Any:
+        return self._change(fd, offset, total(buffers), lambda: call(fd, buffers, offset))
+
+    def _on_fallocate(self, call: Call, fd: int, offset: int, length: int) -> None:
+        self._change(fd, offset, 0, lambda: call(fd, offset, length))
+
+    def _on_truncate(self, call: Call, fd: int, length: int) -> None:
+        self._change(fd, length, max(0, os.fstat(fd).st_size - length), lambda: call(fd, length), truncates=True)
+
+    def _change(self, fd: int, offset: int, length: int, act: Callable[[], Any], *, truncates: bool = False) -> Any:
+        """Change a file, and note what `length` bytes at `offset` and its size were; also where the call fails half-way."""
+        file = self._open.get(fd)
+        if not isinstance(file, Unsynced):
+            return act()
+        size = os.fstat(fd).st_size
+        before = _sectors(fd, offset, length)
+        try:
+            return act()
+        finally:
+            if before:
+                file.writes.append(Written(offset // SECTOR, before, len(file.sizes) if truncates else None))
+            if os.fstat(fd).st_size != size:
+                file.sizes.append(size)
+
+    def _on_sync(self, call: Call, fd: int) -> None:
+        call(fd)
+        what = self._open.get(fd)
+        if isinstance(what, Unsynced):
+            what.writes.clear()
+            what.sizes.clear()
+        elif what is not None:
+            last = max((i for i, change in enumerate(self._names) if change.touches(what)), default=-1)
+            del self._names[: last + 1]
+
+    def _on_unlink(self, call: Call, path: str) -> None:
+        buried = self._about_to_go(path)
+        call(path)
+        self._gone(Named("unlink", _entry(path), buried=buried))
+
+    def _on_rename(self, call: Call, source: str, target: str) -> None:
+        buried = self._about_to_go(target)
+        call(source, target)
+        self._gone(Named("rename", _entry(source), _entry(target), buried))
+
+    def _on_mkdir(self, call: Call, path: str, *mode: int) -> None:
+        call(path, *mode)
+        self._names.append(Named("mkdir", _entry(path)))
+
+    def _gone(self, change: Named) -> None:
+        """Note a change, and let go of the file that it removed: its inode's number may be another's soon."""
+        self._names.append(change)
+        if change.buried is not None:
+            self._files = {identity: file for identity, file in self._files.items() if file is not change.buried.unsynced}
+
+    def _about_to_go(self, path: str) -> Node | None:
+        """A file that may lose its name now, as it is."""
+        try:
+            found = os.lstat(path)
+        except FileNotFoundError:
+            return None
+        if not stat.S_ISREG(found.st_mode):
+            return None
+        content = _read(path)
+        return Node(False, self._files.get(_identity(found)), lambda: content)
+
+    def _tree(self, root: str) -> dict[str, Node]:
+        """Everything below a directory as it is now."""
+        tree = {root: Node(True)}
+        for where, directories, files in os.walk(root):
+            tree |= {os.path.join(where, name): Node(True) for name in directories}
+            for path in (os.path.join(where, name) for name in files):
+                tree[path] = Node(False, self._files.get(_identity(os.lstat(path))), partial(_read, path))
+        return tree
+
+
+def _identity(found: os.stat_result) -> tuple[int, int]:
+    return found.st_dev, found.st_ino
+
+
+def _entry(path: str) -> str:
+    """A path whose directory, but not itself, is resolved."""
+    whole = os.path.abspath(path)
+    return os.path.join(os.path.realpath(os.path.dirname(whole)), os.path.basename(whole))
+
+
+def _padded(data: bytes) -> bytes:
+    return data + bytes(-len(data) % SECTOR)
+
+
+def _sectors(fd: int, offset: int, length: int) -> bytes:
+    """The whole sectors around a range, zeros behind the end. Through a descriptor of its own: `fd` may be write-only, or O_DIRECT."""
+    if not length:
+        return b""
+    start, stop = offset // SECTOR * SECTOR, -(-(offset + length) // SECTOR) * SECTOR
+    with open(f"/proc/self/fd/{fd}", "rb", buffering=0) as file:
+        found = os.pread(file.fileno(), stop - start, start)
+    return found + bytes(stop - start - len(found))
+
+
+def _read(path: str) -> bytes:
+    return Path(path).read_bytes()
+
+
+def _write_sparse(path: str, content: bytes) -> None:
+    """A new file whose blocks of zeros are holes."""
+    blocks = np.frombuffer(content + bytes(-len(content) % _BLOCK), np.uint8).reshape(-1, _BLOCK)
+    with open(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+        for block in np.flatnonzero(blocks.any(axis=1)).tolist():
+            file.seek(block * _BLOCK)
+            file.write(content[block * _BLOCK : (block + 1) * _BLOCK])
+        file.truncate(len(content))
