@@ -124,7 +124,8 @@ class ObjectKey(NamedTuple):
 class ObjectMeta:
     """What a store keeps beside an object's bytes.
 
-    `checksum` covers the payload and the object key (see `storage.checksum`). `parent` (page key) and `depth` (pages up to the object's
+    `checksum` covers the payload and the object key (see `storage.checksum`); in a set it may be empty, and the store then computes it in
+    the pass in which it writes. `parent` (page key) and `depth` (pages up to the object's
     end) are None where the caller does not know them. The parent is the page key that the object depends on: of a page the page before it,
     of a state the page on which it ends, which is its own.
     """

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import replace
 from heapq import nsmallest
 from threading import Lock
 from typing import Any, ClassVar, Final, Self
@@ -22,6 +23,7 @@ from tiercache.storage.base import (
     StorageBackend,
     StoreContext,
     Usage,
+    checksum_of,
     storable,
 )
 from tiercache.storage.checksum import checksum
@@ -135,7 +137,8 @@ class MemoryBackend(StorageBackend):
         with self._mutex:
             if self._touched(item.key.digest):
                 return Outcome.HIT
-        fresh = _Object(item.key, item.meta, b"".join(take(item.buffers, 0, item.meta.length)))
+        meta = replace(item.meta, checksum=checksum_of(item))
+        fresh = _Object(item.key, meta, b"".join(take(item.buffers, 0, meta.length)))
         with self._mutex:
             if self._touched(fresh.digest):
                 return Outcome.HIT

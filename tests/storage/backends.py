@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from errno import ENOSPC, ENXIO
 from pathlib import Path
+from typing import Any
 
 from tiercache_backends.file import FileBackend
 from tiercache_backends.memory import MemoryBackend
 
-from tiercache.core import ObjectKey
-from tiercache.storage.base import StorageBackend
+from tiercache.core import ObjectKey, ObjectMeta, Outcome
+from tiercache.storage.base import GetItem, StorageBackend
+from tiercache.storage.vectors import take, usable
+from tiercache.storage.wrappers import unwrap
 from tiercache.testing.conformance import BackendConformance
+from tiercache.testing.faults import FaultEnv
 
 
 class MemoryHooks(BackendConformance):
@@ -18,27 +26,80 @@ class MemoryHooks(BackendConformance):
         return MemoryBackend(capacity or 0)
 
     def corrupt(self, store: StorageBackend, k: ObjectKey) -> None:
-        assert isinstance(store, MemoryBackend)
-        found = store._objects.get(k.digest)
-        assert found is not None
-        found.payload = bytes([found.payload[0] ^ 1]) + found.payload[1:]
+        self.flip(store, k, 0)
+
+    def flip(self, store: StorageBackend, k: ObjectKey, bit: int) -> None:
+        found = self.object_of(store, k)
+        data = bytearray(found.payload)
+        data[bit // 8] ^= 1 << bit % 8
+        found.payload = bytes(data)
+
+    def truncate(self, store: StorageBackend, k: ObjectKey) -> None:
+        memory, found = unwrap(store), self.object_of(store, k)
+        assert isinstance(memory, MemoryBackend)
+        # The dict counts the bytes that it has; were they not taken off here, the cut would look like a leak afterwards.
+        memory._used -= len(found.payload) - len(found.payload) // 2
+        found.payload = found.payload[: len(found.payload) // 2]
 
     def swap(self, store: StorageBackend, a: ObjectKey, b: ObjectKey) -> None:
-        assert isinstance(store, MemoryBackend)
-        x, y = store._objects.get(a.digest), store._objects.get(b.digest)
-        assert x is not None
-        assert y is not None
+        x, y = self.object_of(store, a), self.object_of(store, b)
         x.payload, y.payload = y.payload, x.payload
+
+    def check(self, store: StorageBackend) -> None:
+        memory = unwrap(store)
+        assert isinstance(memory, MemoryBackend)
+        assert memory._used == sum(len(o.payload) for o in memory._objects)
+
+    def object_of(self, store: StorageBackend, k: ObjectKey) -> Any:
+        memory = unwrap(store)
+        assert isinstance(memory, MemoryBackend)
+        found = memory._objects.get(k.digest)
+        assert found is not None
+        return found
+
+
+class TrustingStore(MemoryBackend):
+    """Gives back what it has, whatever that is by now: the kind of store that `Verified` is for."""
+
+    def _get(self, item: GetItem) -> Outcome:
+        with self._mutex:
+            found = self._objects.get(item.key.digest)
+            if found is None:
+                return Outcome.MISS
+            if found.meta.length != item.length or not usable(item.buffers, item.length, writable=True):
+                return Outcome.ERROR
+            self._objects.touch(found)
+            left = memoryview(found.payload)
+        for view in take(item.buffers, 0, len(left)):
+            view[:] = left[: view.nbytes]
+            left = left[view.nbytes :]
+        return Outcome.HIT
+
+
+class TrustingHooks(MemoryHooks):
+    def open_store(self, path: Path, capacity: int | None = None) -> StorageBackend:
+        return TrustingStore(capacity or 0)
 
 
 class FileHooks(BackendConformance):
+    env: FaultEnv
+
     def open_store(self, path: Path, capacity: int | None = None) -> StorageBackend:
-        return FileBackend(str(path), capacity or self.large)
+        self.env = FaultEnv()
+        return FileBackend(str(path), capacity or self.large, env=self.env)
 
     def corrupt(self, store: StorageBackend, k: ObjectKey) -> None:
+        self.flip(store, k, 0)
+
+    def flip(self, store: StorageBackend, k: ObjectKey, bit: int) -> None:
         data = bytearray(self.bytes_of(store, k))
-        data[0] ^= 1
+        data[bit // 8] ^= 1 << bit % 8
         self.overwrite(store, k, bytes(data))
+
+    def truncate(self, store: StorageBackend, k: ObjectKey) -> None:
+        places = file_of(store).locate(k)
+        path, offset, size = places[len(places) // 2]
+        os.truncate(path, offset + size // 4)
 
     def swap(self, store: StorageBackend, a: ObjectKey, b: ObjectKey) -> None:
         x, y = self.bytes_of(store, a), self.bytes_of(store, b)
@@ -46,22 +107,80 @@ class FileHooks(BackendConformance):
         self.overwrite(store, b, x)
 
     def check(self, store: StorageBackend) -> None:
-        assert isinstance(store, FileBackend)
-        store.check_integrity()
+        file_of(store).check_integrity()
+
+    def kill(self, store: StorageBackend, path: Path, capacity: int | None = None) -> StorageBackend:
+        left = path.with_name(path.name + ".left")
+        copy_tree(path, left)
+        store.close()
+        shutil.rmtree(path)
+        left.rename(path)
+        return self.open_store(path, capacity)
+
+    def fill_disk(self, store: StorageBackend) -> None:
+        for call in ("fallocate", "pwritev", "commit"):
+            self.env.fail(call, times=1_000_000, error=ENOSPC)
+
+    def free_disk(self, store: StorageBackend) -> None:
+        self.env.clear()
 
     def bytes_of(self, store: StorageBackend, k: ObjectKey) -> bytes:
-        assert isinstance(store, FileBackend)
         found = b""
-        for path, offset, size in store.locate(k):
+        for path, offset, size in file_of(store).locate(k):
             fd = os.open(path, os.O_RDONLY)
             found += os.pread(fd, size, offset)
             os.close(fd)
         return found
 
     def overwrite(self, store: StorageBackend, k: ObjectKey, data: bytes) -> None:
-        assert isinstance(store, FileBackend)
-        for path, offset, size in store.locate(k):
+        for path, offset, size in file_of(store).locate(k):
             fd = os.open(path, os.O_WRONLY)
             os.pwrite(fd, data[:size], offset)
             os.close(fd)
             data = data[size:]
+
+
+def file_of(store: StorageBackend) -> FileBackend:
+    inner = unwrap(store)
+    assert isinstance(inner, FileBackend)
+    return inner
+
+
+def wrapped(hooks: type[BackendConformance], wrap: Callable[[StorageBackend], StorageBackend], **more: Any) -> type[BackendConformance]:
+    """The hooks of a store inside a wrapper: what lies behind the store's back is the same."""
+
+    def open_store(self: BackendConformance, path: Path, capacity: int | None = None) -> StorageBackend:
+        return wrap(hooks.open_store(self, path, capacity))
+
+    return type(f"Wrapped{hooks.__name__}", (hooks,), {"open_store": open_store, **more})
+
+
+def without_checksum(_self: BackendConformance, meta: ObjectMeta) -> ObjectMeta:
+    """What a scan through `Verified` says: the checksum is the inner store's."""
+    return replace(meta, checksum=b"")
+
+
+def copy_tree(source: Path, target: Path) -> None:
+    """Copy a directory with the holes in its files: preallocated slabs and map files are mostly that."""
+    shutil.copytree(source, target, copy_function=_copy_file)
+
+
+def _copy_file(source: str, target: str) -> None:
+    with open(source, "rb") as old, open(target, "wb") as new:
+        end, at = os.fstat(old.fileno()).st_size, 0
+        while (at := _next_data(old.fileno(), at, end)) < end:
+            stop = os.lseek(old.fileno(), at, os.SEEK_HOLE)
+            os.lseek(new.fileno(), at, os.SEEK_SET)
+            while at < stop:
+                at += os.sendfile(new.fileno(), old.fileno(), at, stop - at)
+        os.truncate(new.fileno(), end)
+    shutil.copystat(source, target)
+
+
+def _next_data(fd: int, at: int, end: int) -> int:
+    try:
+        return os.lseek(fd, at, os.SEEK_DATA)
+    except OSError as error:
+        if error.errno == ENXIO:
+            return end
+        raise

@@ -1,12 +1,29 @@
-"""The contract, over every store."""
+"""The contract, over every store and every wrapper: the suite, and random histories beside a dict."""
 
 from __future__ import annotations
 
 import pytest
 from hypothesis import HealthCheck, settings
+from hypothesis.stateful import run_state_machine_as_test
 
-from tests.storage.backends import FileHooks, MemoryHooks
-from tiercache.testing.stateful import BackendMachine
+from tests.storage.backends import FileHooks, MemoryHooks, TrustingHooks, without_checksum, wrapped
+from tiercache.storage.base import StorageBackend
+from tiercache.storage.checksum import Seal
+from tiercache.storage.wrappers import Metered, Verified
+from tiercache.testing.conformance import BackendConformance
+from tiercache.testing.faulty import Faulty, Rates
+from tiercache.testing.latency import Latency
+from tiercache.testing.stateful import BackendMachine, EvictingMachine
+
+OFTEN = Rates(error=0.05, throttled=0.05, corrupt=0.05, miss=0.05)
+
+
+def sealed(inner: StorageBackend) -> StorageBackend:
+    return Verified(inner, Seal(bytes(range(32))))
+
+
+def faulty(inner: StorageBackend) -> StorageBackend:
+    return Faulty(inner, OFTEN, seed=3)
 
 
 class TestMemory(MemoryHooks):
@@ -17,19 +34,37 @@ class TestFile(FileHooks):
     pass
 
 
-class MemoryMachine(BackendMachine):
-    suite = MemoryHooks
-
-
-class FileMachine(BackendMachine):
-    suite = FileHooks
-
+TestMetered = wrapped(MemoryHooks, Metered)
+TestVerified = wrapped(TrustingHooks, Verified, scanned=without_checksum)
+TestVerifiedAndSealedMemory = wrapped(MemoryHooks, sealed, scanned=without_checksum)
+TestFaultyThatIsWell = wrapped(MemoryHooks, lambda inner: Faulty(inner, Rates()))
+TestLatency = wrapped(MemoryHooks, lambda inner: Latency(inner, 0.001, sleep=lambda _: None))
+STORES = {
+    "memory": (MemoryHooks, 40, 30),
+    "file": (FileHooks, 25, 25),
+    "metered memory": (wrapped(MemoryHooks, Metered), 10, 10),
+    "metered file": (wrapped(FileHooks, Metered), 5, 5),
+    "verified trusting memory": (wrapped(TrustingHooks, Verified, scanned=without_checksum), 25, 15),
+    "sealed file": (wrapped(FileHooks, sealed, scanned=without_checksum), 15, 10),
+    "faulty memory": (wrapped(MemoryHooks, faulty, faults=OFTEN.outcomes), 30, 20),
+    "faulty file": (wrapped(FileHooks, faulty, faults=OFTEN.outcomes), 15, 10),
+    "late memory": (wrapped(MemoryHooks, lambda inner: Latency(inner, 1, sleep=lambda _: None)), 5, 5),
+    "metered, verified, faulty file": (
+        wrapped(FileHooks, lambda inner: Metered(Verified(faulty(inner))), scanned=without_checksum, faults=OFTEN.outcomes),
+        10,
+        10,
+    ),
+}
+"""Hooks, and how many histories each of the two machines tries."""
 
 _QUICK = settings(deadline=None, stateful_step_count=25, suppress_health_check=list(HealthCheck))
 
 
-@pytest.mark.parametrize(("machine", "examples"), [(MemoryMachine, 60), (FileMachine, 25)])
-def test_random_histories_match_a_dict(machine: type[BackendMachine], examples: int) -> None:
-    from hypothesis.stateful import run_state_machine_as_test
+@pytest.mark.parametrize(("hooks", "examples"), [pytest.param(hooks, n, id=name) for name, (hooks, n, _) in STORES.items()])
+def test_random_histories_match_a_dict(hooks: type[BackendConformance], examples: int) -> None:
+    run_state_machine_as_test(type("M", (BackendMachine,), {"suite": hooks}), settings=settings(_QUICK, max_examples=examples))
 
-    run_state_machine_as_test(machine, settings=settings(_QUICK, max_examples=examples))
+
+@pytest.mark.parametrize(("hooks", "examples"), [pytest.param(hooks, n, id=name) for name, (hooks, _, n) in STORES.items()])
+def test_random_histories_of_a_full_store_lose_only_what_they_may(hooks: type[BackendConformance], examples: int) -> None:
+    run_state_machine_as_test(type("M", (EvictingMachine,), {"suite": hooks}), settings=settings(_QUICK, max_examples=examples))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, NamedTuple, Self
 
 from tiercache.core import ObjectKey, ObjectMeta, Outcome
-from tiercache.storage.checksum import CHECKSUM_BYTES
+from tiercache.storage.checksum import CHECKSUM_BYTES, checksum
 from tiercache.storage.env import Env
 from tiercache.storage.vectors import usable
 
@@ -52,12 +52,17 @@ def storable(item: SetItem) -> bool:
     meta = item.meta
     return (
         len(item.key.digest) == DIGEST_BYTES
-        and len(meta.checksum) == CHECKSUM_BYTES
+        and len(meta.checksum) in (0, CHECKSUM_BYTES)
         and 0 < len(meta.namespace) <= NAMESPACE_BYTES
         and (meta.parent is None or len(meta.parent) == DIGEST_BYTES // 2)
         and (meta.depth is None or 0 <= meta.depth < 2**32)
         and usable(item.buffers, meta.length, writable=False)
     )
+
+
+def checksum_of(item: SetItem) -> bytes:
+    """The checksum of a well-formed item to write: the caller's, or where that is empty the one of its bytes."""
+    return item.meta.checksum or checksum(item.key, item.buffers, item.meta.length)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import os
 import stat
 import struct
 from collections.abc import Iterable, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from blake3 import blake3
 from xxhash import xxh3_128
@@ -60,8 +60,15 @@ def checksum(key: ObjectKey, buffers: Sequence[memoryview], length: int) -> byte
     return whole.seal(key)
 
 
+class Sealed(NamedTuple):
+    """What a store keeps of an object's bytes to know them again."""
+
+    checksum: bytes
+    mac: bytes
+
+
 class Proof:
-    """Decides whether the payload that comes piece by piece is what was stored under `key`.
+    """What is known of an object's payload as it passes piece by piece: while it is written, to seal it; while it is read, to judge it.
 
     Thread rule: one thread at a time.
     """
@@ -80,9 +87,14 @@ class Proof:
             for view in views:
                 self._mac.update(view)
 
-    def holds(self, checksum: bytes, mac: bytes) -> bool:
-        """Were these the bytes? Nothing can be added after that."""
-        return self._sum.seal(self._key) == checksum and (self._mac is None or self._mac.digest(MAC_BYTES) == mac)
+    def seal(self) -> Sealed:
+        """The seal of the bytes that passed. Nothing can be added after that."""
+        return Sealed(self._sum.seal(self._key), NO_MAC if self._mac is None else self._mac.digest(MAC_BYTES))
+
+    def holds(self, sealed: Sealed) -> bool:
+        """Were these the bytes? Without a MAC key of one's own the MAC does not count. Nothing can be added after that."""
+        found = self.seal()
+        return found.checksum == sealed.checksum and (self._mac is None or found.mac == sealed.mac)
 
 
 class Seal:

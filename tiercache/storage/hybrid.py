@@ -28,7 +28,6 @@ from tiercache.errors import InputError
 from tiercache.geometry import Geometry
 from tiercache.keys import KEY_BYTES, Shard, layout_digest, object_key
 from tiercache.storage.base import GetItem, NamespaceRecord, SetItem, StorageBackend
-from tiercache.storage.checksum import checksum
 from tiercache.storage.vectors import take, total, zero_tail
 
 ANCHOR: Final = PoolName.KV
@@ -163,24 +162,21 @@ class HybridStorage:
     def _set(self, parts: Mapping[int, tuple[PoolTransfer, list[list[memoryview]], list[bool]]]) -> dict[int, list[Outcome]]:
         """One round of writes; `parts` holds a transfer, its buffers and which of its objects are to be held back."""
         keys = {i: [self._registered(t.pool).key(k) for k in t.keys] for i, (t, _, _) in parts.items()}
-        # Asked first, because the checksum of an object that the store has already is the dearest part of an otherwise free answer.
-        wanted = [key for part in keys.values() for key in part]
-        present = iter(self.backend.exists(wanted) if wanted else ())
         outcomes: dict[int, list[Outcome]] = {}
         items: list[SetItem] = []
         places: list[tuple[int, int]] = []
         for i, (transfer, buffers, blocked) in parts.items():
-            outcomes[i] = [Outcome.HIT if next(present) else Outcome.THROTTLED for _ in transfer.keys]
+            outcomes[i] = [Outcome.THROTTLED] * len(transfer.keys)
             for j, key in enumerate(keys[i]):
-                if outcomes[i][j] is Outcome.THROTTLED and not blocked[j]:
-                    items.append(SetItem(key, buffers[j], self._seal(transfer, j, key, buffers[j])))
+                if not blocked[j]:
+                    items.append(SetItem(key, buffers[j], self._meta(transfer, j, key, buffers[j])))
                     places.append((i, j))
         for (i, j), outcome in zip(places, self.backend.set(items) if items else (), strict=True):
             outcomes[i][j] = outcome
         return outcomes
 
-    def _seal(self, transfer: PoolTransfer, j: int, key: ObjectKey, buffers: list[memoryview]) -> ObjectMeta:
-        """Zero the object's slack and describe it."""
+    def _meta(self, transfer: PoolTransfer, j: int, key: ObjectKey, buffers: list[memoryview]) -> ObjectMeta:
+        """Zero the object's slack and describe it. The store computes the checksum while it writes: the bytes pass once."""
         length = self._registered(transfer.pool).pool.geometry.nbytes
         zero_tail(buffers, length)
         hangs = transfer.hit_policy is not HitPolicy.ALL_PAGES
@@ -188,7 +184,7 @@ class HybridStorage:
         return ObjectMeta(
             namespace=self.namespace.namespace,
             length=length,
-            checksum=checksum(key, buffers, length),
+            checksum=b"",
             parent=parent or None,
             depth=transfer.depths[j] if transfer.depths else None,
         )

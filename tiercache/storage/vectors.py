@@ -23,7 +23,7 @@ def total(buffers: Sequence[memoryview]) -> int:
 def usable(buffers: Sequence[memoryview], length: int, *, writable: bool) -> bool:
     """May a store move `length` bytes through these buffers?"""
     return total(buffers) >= length > 0 and all(
-        b.c_contiguous and b.ndim == 1 and b.itemsize == 1 and not (writable and b.readonly) for b in buffers
+        b.c_contiguous and b.ndim == 1 and b.format == "B" and not (writable and b.readonly) for b in buffers
     )
 
 

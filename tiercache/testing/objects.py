@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from hashlib import blake2b, shake_128
+from hashlib import blake2b
 from random import Random
+
+from blake3 import blake3
 
 from tiercache.core import ObjectKey, ObjectMeta, Outcome, PoolName
 from tiercache.keys import Shard, layout_digest, object_key
@@ -28,7 +30,7 @@ def key(name: object, pool: PoolName = PoolName.KV) -> ObjectKey:
 
 def payload(name: object, length: int) -> bytes:
     """Bytes that look random, the same for the same name."""
-    return shake_128(repr(name).encode()).digest(length)
+    return blake3(repr(name).encode()).digest(length=length)
 
 
 def split(data: bytearray, pieces: int, seed: int = 0) -> list[memoryview]:
@@ -80,6 +82,11 @@ def chain(name: object, length: int) -> list[tuple[ObjectKey, bytes | None]]:
     """The keys of a sequence's pages, each with the page key of the one before it."""
     pages = [page_key((name, depth)) for depth in range(length)]
     return [(key((name, depth)), pages[depth - 1] if depth else None) for depth in range(length)]
+
+
+def state_of(name: object) -> ObjectKey:
+    """The key of the state that hangs on the page `name`; its parent is its own page key."""
+    return key(name, PoolName.MAMBA)
 
 
 def outcomes(items: Sequence[Outcome]) -> dict[Outcome, int]:

@@ -37,6 +37,7 @@ from numpy.lib.stride_tricks import as_strided
 
 from tiercache.core import ObjectKey, ObjectMeta, PoolName
 from tiercache.storage.base import NamespaceRecord, ScanEntry, SetItem
+from tiercache.storage.checksum import Sealed
 from tiercache.storage.env import Env, let_go
 from tiercache_backends.file.space import Extent
 from tiercache_backends.local.failures import os_error
@@ -131,15 +132,15 @@ class Catalog:
         )
 
     def pack(
-        self, items: Sequence[SetItem], places: Sequence[tuple[Extent, ...]], macs: Sequence[bytes], stored_at: int
+        self, items: Sequence[SetItem], places: Sequence[tuple[Extent, ...]], seals: Sequence[Sealed], stored_at: int
     ) -> tuple[Records, dict[int, tuple[Extent, ...]]]:
         """The records of a batch, not yet numbered, and by position the further extents of those that have more than one."""
         records = np.zeros(len(items), RECORD)
         metas = [item.meta for item in items]
         records["digest"] = _column([item.key.digest for item in items], 64)
         records["parent"] = _column([m.parent or bytes(32) for m in metas], 32)
-        records["checksum"] = _column([m.checksum for m in metas], 16)
-        records["mac"] = _column(macs, 16)
+        records["checksum"] = _column([sealed.checksum for sealed in seals], 16)
+        records["mac"] = _column([sealed.mac for sealed in seals], 16)
         records["length"] = [m.length for m in metas]
         records["stored_at"] = stored_at
         records["start"] = [place[0].start for place in places]
@@ -219,14 +220,16 @@ class Catalog:
         with self._writer:
             return list(self._records.values())
 
-    def crowded(self, changes: int) -> bool:
-        """Should the store evict for the catalog's sake before it makes this many changes?
+    def crowded(self, records: int, removals: int) -> bool:
+        """Should the store evict for the catalog's sake before it adds this many records and takes away this many?
 
-        A transaction copies the pages that it touches, and LMDB uses the old ones again only two transactions later; an eviction and a set
-        make two of them, and a full map refuses even deletions. So there must be room for four copies of all that the changes can touch.
+        New records fill pages at the end; a removal touches a page of records and some above it. A transaction copies what it touches, and
+        LMDB uses the old pages again only two transactions later; an eviction and a set make two of them, and a full map refuses even
+        deletions. So there must be room for four copies of all that is touched.
         """
-        touched = min(self._pages, 2 * changes + 16)
-        return (self._pages + 4 * touched) * self._page_bytes > self._map_bytes
+        added = records * RECORD.itemsize // self._page_bytes + 8
+        touched = min(self._pages, 2 * removals + 8)
+        return (self._pages + added + 4 * (touched + added)) * self._page_bytes > self._map_bytes
 
     def nbytes(self) -> int:
         """Bytes of the catalog's file, with those that are reserved."""

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from errno import EAGAIN, EINVAL
-from functools import partial
 from mmap import mmap
+from operator import attrgetter
 from threading import Lock
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 from tiercache.core import BLOCK_ALIGN
 from tiercache.storage.checksum import Proof
@@ -27,11 +27,15 @@ from tiercache_backends.file.slabs import Abilities, Slabs
 from tiercache_backends.file.space import Extent
 
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _CACHED_BYTES: Final = 256 << 10
 """Of one read from the page cache: a checksum over bytes that are still in the processor's cache costs less."""
 _DEVICE_BYTES: Final = 1 << 20
 """Of one call past the page cache: large enough for a device's full speed, small enough that eight of them share an object."""
+_SHARE_BYTES: Final = 4 << 20
+_CACHE_THREADS: Final = 2
+"""For reads from the page cache: one copies while the other verifies. More would take cores from those who compute."""
 _PAD: Final = memoryview(mmap(-1, BLOCK_ALIGN))
 """Takes in what lies between a payload's end and its block's end, where the caller's buffers do not. Nobody reads it."""
 _SECTOR: Final = 512
@@ -40,7 +44,7 @@ _ZEROS: Final = memoryview(bytes(BLOCK_ALIGN))
 
 @dataclass(slots=True)
 class Movement:
-    """One object on its way. `error` and `short` say how a call ended; a read that went well has shown all payload to `proof`.
+    """One object on its way. `error` and `short` say how a call ended; where all went well the proof has seen all of the payload.
 
     Thread rule: a movement belongs to one thread at a time; `left` and `pending` are guarded by its Mover's lock.
     """
@@ -81,6 +85,11 @@ class Run:
     parts: list[Part]
     views: list[memoryview]
 
+    @property
+    def is_whole(self) -> bool:
+        """Does it hold all of every object that it has a part of?"""
+        return all(total(part.payload) == part.movement.length for part in self.parts)
+
     def apart(self) -> list[Run]:
         """A run for each part, so that a bad block hurts one object only."""
         runs, start = [], self.start
@@ -106,27 +115,37 @@ class Mover:
         self._mutex = Lock()
 
     def write(self, movements: Sequence[Movement]) -> None:
-        """Write whole blocks: the payload, and behind it what the buffers hold there, else zeros."""
+        """Write whole blocks: the payload, and behind it what the buffers hold there, else zeros. The proofs see it on its way."""
         device: list[Run] = []
         for run in self._runs(movements, _DEVICE_BYTES, _ZEROS):
-            if self._abilities.direct and not self._cached(run):
+            direct = self._abilities.direct and not self._cached(run)
+            # What a run holds whole is shown by the thread that writes it; of what is cut up the pieces are shown here, in their order.
+            if not (direct and run.is_whole):
+                self._show(run)
+            if direct:
                 device.append(run)
             else:
                 self._write(run, direct=False)
-        self._spread(partial(self._write, direct=True), device)
+        self._spread(self._write_device, device, self._threads)
 
     def read(self, movements: Sequence[Movement]) -> None:
         """Fill the buffers up to the payload's length, and perhaps what they hold behind it, and show the payload to the proofs."""
         cold: list[Run] = []
-        for run in self._runs(movements, _CACHED_BYTES, _PAD):
-            if self._abilities.nowait and self._read_cached(run):
-                self._show(run)
-                continue
-            for movement, payload, _ in run.parts:
-                movement.left += 1
-                movement.pending.append(payload)
-            cold.append(run)
-        self._spread(self._read_cold, _joined(cold, self._slabs.slab_blocks))
+
+        def read(runs: list[Run]) -> None:
+            for run in runs:
+                if self._abilities.nowait and self._read_cached(run):
+                    self._show(run)
+                    continue
+                for movement, payload, _ in run.parts:
+                    movement.left += 1
+                    movement.pending.append(payload)
+                cold.append(run)
+
+        self._spread(read, _shares(self._runs(movements, _CACHED_BYTES, _PAD)), _CACHE_THREADS)
+        # Two threads may have found them out of order.
+        cold.sort(key=attrgetter("start"))
+        self._spread(self._read_cold, _joined(cold, self._slabs.slab_blocks), self._threads)
 
     def close(self) -> None:
         """End the threads. Call it when nobody is inside."""
@@ -157,6 +176,11 @@ class Mover:
                     start += step
         if run.blocks:
             yield run
+
+    def _write_device(self, run: Run) -> None:
+        if run.is_whole:
+            self._show(run)
+        self._write(run, direct=True)
 
     def _write(self, run: Run, *, direct: bool) -> None:
         slab, offset = self._slabs.slab(run), self._slabs.offset(run)
@@ -219,7 +243,7 @@ class Mover:
             return None
 
     def _show(self, run: Run) -> None:
-        """Let the proofs see what was read: now, or when what comes before it has been read."""
+        """Let the proofs see the payload: now, or when what comes before it has been read."""
         for movement, payload, _ in run.parts:
             if movement.pending:
                 movement.pending.append(payload)
@@ -237,24 +261,40 @@ class Mover:
         except OSError:
             return False
 
-    def _spread(self, task: Callable[[Run], None], runs: Iterable[Run]) -> None:
-        """Do something with each run, on this thread and as many others as help. The task reports its failures through the movements."""
-        waiting = deque(runs)
+    def _spread(self, task: Callable[[T], None], shares: Iterable[T], threads: int) -> None:
+        """Do a task for each share, on this thread and others that help. It reports its failures through the movements."""
+        waiting = deque(shares)
 
         def work() -> None:
             while waiting:
                 try:
-                    run = waiting.popleft()
+                    share = waiting.popleft()
                 except IndexError:
                     return
-                task(run)
+                task(share)
 
-        helpers = [self._pool.submit(work) for _ in range(min(self._threads, len(waiting)) - 1)]
+        helpers = [self._pool.submit(work) for _ in range(min(threads, len(waiting)) - 1)]
         work()
         for helper in helpers:
             # One that never began is not waited for: threads that hang in another call's disk must not hold this one up.
             if not helper.cancel():
                 helper.result()
+
+
+def _shares(runs: Iterable[Run]) -> list[list[Run]]:
+    """Runs in shares that are worth a thread's while, each with whole objects only: the proof of an object sees its bytes in order."""
+    shares: list[list[Run]] = []
+    blocks = _SHARE_BYTES // BLOCK_ALIGN
+    held = blocks
+    last: Movement | None = None
+    for run in runs:
+        if held >= blocks and run.parts[0].movement is not last:
+            shares.append([])
+            held = 0
+        shares[-1].append(run)
+        held += run.blocks
+        last = run.parts[-1].movement
+    return shares
 
 
 def _part(movement: Movement, start: int, size: int, filler: memoryview) -> Part:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tiercache.storage.base import DIGEST_BYTES
-from tiercache.storage.checksum import CHECKSUM_BYTES, MAC_BYTES, NO_MAC
+from tiercache.storage.checksum import CHECKSUM_BYTES, MAC_BYTES, NO_MAC, Sealed
 from tiercache_backends.file.catalog import DEPTH_KNOWN, PARENT_KNOWN, Loaded, words_of
 from tiercache_backends.file.pages import NONE, PAGE_KEY_BYTES, Ints, Links, Pages, Words, column_of, grown, link_groups
 from tiercache_backends.file.space import Extent
@@ -33,8 +33,7 @@ class Placement(NamedTuple):
     """What reading an object takes."""
 
     length: int
-    checksum: bytes
-    mac: bytes
+    sealed: Sealed
     extents: tuple[Extent, ...]
 
 
@@ -44,8 +43,7 @@ class Facts(NamedTuple):
     number: int
     length: int
     depth: int
-    checksum: bytes
-    mac: bytes
+    sealed: Sealed
 
 
 class Objects:
@@ -127,7 +125,7 @@ class Objects:
     def add(self, facts: Facts, digest: bytes, parent: bytes | None, extents: tuple[Extent, ...]) -> int:
         """Take in a new object: its row."""
         row = self._take()
-        self.number[row], self.length[row], self.depth[row], checksum, mac = facts
+        self.number[row], self.length[row], self.depth[row], (checksum, mac) = facts
         self._checksum[row * CHECKSUM_BYTES : (row + 1) * CHECKSUM_BYTES] = checksum
         if self._mac is not None:
             self._mac[row * MAC_BYTES : (row + 1) * MAC_BYTES] = mac
@@ -226,7 +224,7 @@ class Objects:
         """Where an object lies and how it is verified."""
         at = row * CHECKSUM_BYTES
         mac = NO_MAC if self._mac is None else bytes(self._mac[at : at + MAC_BYTES])
-        return Placement(self.length[row], bytes(self._checksum[at : at + CHECKSUM_BYTES]), mac, self.extents(row))
+        return Placement(self.length[row], Sealed(bytes(self._checksum[at : at + CHECKSUM_BYTES]), mac), self.extents(row))
 
     def extents(self, row: int) -> tuple[Extent, ...]:
         """The blocks of an object, in payload order."""

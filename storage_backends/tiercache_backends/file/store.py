@@ -30,7 +30,7 @@ from tiercache.storage.base import (
     Usage,
     storable,
 )
-from tiercache.storage.checksum import Seal
+from tiercache.storage.checksum import NO_MAC, Seal, Sealed
 from tiercache.storage.env import Env
 from tiercache.storage.gate import CallGate
 from tiercache.storage.registry import settings_of
@@ -290,7 +290,7 @@ class FileBackend(StorageBackend):
         if movement.error is not None:
             return self._failed("get", movement.error)
         assert movement.proof is not None, "a read brings its proof"
-        sound = not movement.short and movement.proof.holds(pin.placement.checksum, pin.placement.mac)
+        sound = not movement.short and movement.proof.holds(pin.placement.sealed)
         return Outcome.HIT if sound else Outcome.CORRUPT
 
     def _forget(self, departure: Departure, *, keep: bool = True) -> bool:
@@ -329,7 +329,7 @@ class FileBackend(StorageBackend):
     def _reserve(self, claims: Sequence[Claim]) -> None:
         """Find blocks for the claims, growing the slabs first and then evicting. Those that get none are left without."""
         fitting = [c for c in claims if c.blocks <= self._slabs.budget_blocks]
-        if self._catalog.crowded(len(claims)):
+        if self._catalog.crowded(len(claims), len(claims)):
             self._evict(0, len(claims))
         while missing := self._holdings.allocate(fitting):
             if not self._grow() and not self._evict(missing, 1):
@@ -363,7 +363,7 @@ class FileBackend(StorageBackend):
         """Objects to give up along with this many that are being stored, so that the next set finds free blocks."""
         low = self._slabs.budget_blocks // _LOW_WATER
         short = low - self._holdings.spare(0 if self._cramped else self._slabs.budget_blocks)
-        most = changes if self._catalog.crowded(changes + _FEW) else _FEW
+        most = changes if self._catalog.crowded(changes, _FEW) else _FEW
         return self._holdings.evict(short, 1, most) if short > 0 else Departure()
 
     def _write(self, items: Sequence[SetItem], claims: Sequence[Claim], outcomes: list[Outcome]) -> dict[int, Facts]:
@@ -380,14 +380,20 @@ class FileBackend(StorageBackend):
                     outcomes[claim.index] = outcome
                 return {}
 
-    def _move(self, items: Sequence[SetItem], claims: Sequence[Claim], outcomes: list[Outcome]) -> list[Claim]:
-        """Write the bytes; returns the claims for which that went well."""
-        movements = [Movement(claim.extents, items[claim.index].buffers, items[claim.index].meta.length) for claim in claims]
+    def _move(self, items: Sequence[SetItem], claims: Sequence[Claim], outcomes: list[Outcome]) -> list[tuple[Claim, Sealed]]:
+        """Write the bytes; returns the claims for which that went well, with the seals of their objects."""
+        movements: list[Movement] = []
+        for claim in claims:
+            key, buffers, meta = items[claim.index]
+            proof = None if meta.checksum and not self._seal.fingerprint else self._seal.proof(key, meta.length)
+            movements.append(Movement(claim.extents, buffers, meta.length, proof))
         self._mover.write(movements)
-        written: list[Claim] = []
+        written: list[tuple[Claim, Sealed]] = []
         for claim, movement in zip(claims, movements, strict=True):
+            given = items[claim.index].meta.checksum
             if movement.error is None:
-                written.append(claim)
+                checksum, mac = movement.proof.seal() if movement.proof else (given, NO_MAC)
+                written.append((claim, Sealed(given or checksum, mac)))
                 continue
             outcomes[claim.index] = self._failed("set", movement.error)
             if movement.error.errno == EIO:
@@ -395,12 +401,16 @@ class FileBackend(StorageBackend):
                 self._settle(extents)
         return written
 
-    def _acknowledge(self, items: Sequence[SetItem], claims: Sequence[Claim], outcomes: list[Outcome]) -> dict[int, Facts]:
+    def _acknowledge(self, items: Sequence[SetItem], written: Sequence[tuple[Claim, Sealed]], outcomes: list[Outcome]) -> dict[int, Facts]:
         """One transaction: enter what was written, and remove what is given up ahead of need. Raises OSError where it fails."""
-        written = [items[claim.index] for claim in claims]
-        macs = [self._seal.stamp(item.key, item.buffers, item.meta.length) for item in written]
-        records, further = self._catalog.pack(written, [claim.extents for claim in claims], macs, self._env.time_ns())
-        departure = self._ahead(len(claims))
+        metas = [items[claim.index].meta for claim, _ in written]
+        records, further = self._catalog.pack(
+            [items[claim.index] for claim, _ in written],
+            [claim.extents for claim, _ in written],
+            [sealed for _, sealed in written],
+            self._env.time_ns(),
+        )
+        departure = self._ahead(len(written))
         try:
             self._catalog.apply(records, further, removals=departure.numbers)
         except OSError:
@@ -409,8 +419,8 @@ class FileBackend(StorageBackend):
         self._holdings.count("evicted", len(departure.leavers))
         self._settle(self._holdings.removed(departure))
         facts: dict[int, Facts] = {}
-        for claim, item, number, mac in zip(claims, written, records["number"].tolist(), macs, strict=True):
-            facts[claim.index] = Facts(number, item.meta.length, item.meta.depth or 0, item.meta.checksum, mac)
+        for (claim, sealed), meta, number in zip(written, metas, records["number"].tolist(), strict=True):
+            facts[claim.index] = Facts(number, meta.length, meta.depth or 0, sealed)
             outcomes[claim.index] = Outcome.STORED
         return facts
 

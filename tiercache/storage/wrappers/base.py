@@ -1,0 +1,104 @@
+"""What every wrapper does: pass each call on to the store inside, and close only when no call is under way."""
+
+# ruff: noqa: D102 (the contract documents these methods)
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, ParamSpec, Self, TypeVar
+
+from tiercache.core import ObjectKey, Outcome
+from tiercache.errors import ConfigError
+from tiercache.storage.base import (
+    Capabilities,
+    GetItem,
+    NamespaceRecord,
+    ScanPage,
+    SetItem,
+    StorageBackend,
+    StoreContext,
+    Usage,
+)
+from tiercache.storage.gate import CallGate
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Item = TypeVar("Item", GetItem, SetItem)
+
+
+class Wrapper(StorageBackend):
+    """A store that passes every call on to `inner`, which belongs to it from now on: closing the wrapper closes `inner`.
+
+    Subclasses override the calls that they change and make them through `_perform`; `capabilities` stay those of `inner`.
+
+    Thread rule: as the contract says, and as good as the inner store's. A wrapper has a gate of its own, because a call of it may be
+    between two calls of the inner store when `close` comes, and must still end as if it had not.
+    """
+
+    def __init__(self, inner: StorageBackend) -> None:
+        self.inner: Final = inner
+        self._gate: Final = CallGate(f"the {type(self).__name__} store")
+
+    @classmethod
+    def from_config(cls, section: Mapping[str, Any], context: StoreContext) -> Self:
+        """Always raises ConfigError: a wrapper needs a store to wrap, which no section can name."""
+        raise ConfigError(f"{cls.__name__} is put around a store in code and has no section; construct it with the store that it wraps")
+
+    @property
+    def capabilities(self) -> Capabilities:  # type: ignore[override]  # of the one store inside, and so not of the class
+        return self.inner.capabilities
+
+    def exists(self, keys: Sequence[ObjectKey]) -> list[bool]:
+        return self._perform("exists", self.inner.exists, keys)
+
+    def get(self, items: Sequence[GetItem]) -> list[Outcome]:
+        return self._perform("get", self.inner.get, items)
+
+    def set(self, items: Sequence[SetItem]) -> list[Outcome]:
+        return self._perform("set", self.inner.set, items)
+
+    def delete(self, keys: Sequence[ObjectKey]) -> list[bool]:
+        return self._perform("delete", self.inner.delete, keys)
+
+    def scan(self, namespace: bytes | None = None, cursor: bytes = b"") -> ScanPage:
+        return self._perform("scan", self.inner.scan, namespace, cursor)
+
+    def register_namespace(self, record: NamespaceRecord) -> None:
+        self._perform("register_namespace", self.inner.register_namespace, record)
+
+    def namespaces(self) -> list[NamespaceRecord]:
+        return self._perform("namespaces", self.inner.namespaces)
+
+    def usage(self) -> Usage:
+        return self._perform("usage", self.inner.usage)
+
+    def flush(self) -> None:
+        self._perform("flush", self.inner.flush)
+
+    def close(self) -> None:
+        if self._gate.close():
+            self.inner.close()
+
+    def _perform(self, operation: str, call: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+        """Make one call of the contract; the place for what concerns all of them. `operation` is its name."""
+        with self._gate:
+            return call(*arguments, **named)
+
+
+OPERATIONS: Final = ("exists", "get", "set", "delete", "scan", "register_namespace", "namespaces", "usage", "flush")
+"""The calls that `Wrapper._perform` is told about."""
+
+
+def unwrap(store: StorageBackend) -> StorageBackend:
+    """The store inside all wrappers."""
+    while isinstance(store, Wrapper):
+        store = store.inner
+    return store
+
+
+def decide(items: Sequence[Item], verdict: Callable[[Item], Outcome | None], rest: Callable[[list[Item]], list[Outcome]]) -> list[Outcome]:
+    """Answer each item by `verdict` where it has one, and the others, in order and in one call, by `rest`."""
+    verdicts = [verdict(item) for item in items]
+    left = [item for item, known in zip(items, verdicts, strict=True) if known is None]
+    answers = iter(rest(left) if left else ())
+    return [next(answers) if known is None else known for known in verdicts]

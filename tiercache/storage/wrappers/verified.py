@@ -1,0 +1,129 @@
+"""Verification around a store that does not check what it gives back, and a guard against tampering around any store.
+
+Behind each payload lies a trailer of 32 bytes: the object's checksum, into which the key is mixed, then the MAC of the `Seal`, or zeros
+where that has no key. The trailer is part of the object that the inner store sees, written and read by the same vectored call, so that no
+payload is copied. It has one size in both cases: where a key is given later, or changed, the old objects are found corrupt, dropped and
+taken anew.
+"""
+
+# ruff: noqa: D102 (the contract documents these methods)
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from threading import Lock
+from typing import Final
+
+from tiercache.core import Outcome
+from tiercache.storage.base import GetItem, ScanPage, SetItem, StorageBackend, Usage, checksum_of, storable
+from tiercache.storage.checksum import CHECKSUM_BYTES, MAC_BYTES, Seal, Sealed
+from tiercache.storage.vectors import take, usable
+from tiercache.storage.wrappers.base import Wrapper, decide
+
+TRAILER_BYTES: Final = CHECKSUM_BYTES + MAC_BYTES
+
+
+class Verified(Wrapper):
+    """`inner`, each of whose objects is checked again on every get. CORRUPT objects are deleted, and counted in `usage().details`.
+
+    A `seal` with a key makes the check one that only the key's holders can satisfy: whoever writes to the medium can make a reader miss,
+    but not read bytes that no holder stored under that object's key. Without one the check finds accidents.
+
+    The caller guarantees that all objects of `inner` were stored through a `Verified`. What `inner` holds of an object is payload and
+    trailer, and the checksum that it is told covers both. The lengths of `scan` and `usage` are the payloads'; the checksum of a `scan`
+    stays the inner store's, because a scan reads no object: whoever stores a scanned object elsewhere computes its checksum anew.
+    A set costs one pass over the payload for the inner store's checksum, and one for the MAC where there is a key; also that of an object
+    which is there already, so ask `exists` first.
+
+    Thread rule: as `Wrapper`; the one lock that is held across I/O serves second looks at objects that failed, and only they need it.
+    """
+
+    def __init__(self, inner: StorageBackend, seal: Seal | None = None) -> None:
+        super().__init__(inner)
+        self._seal: Final = seal or Seal()
+        self._second_look: Final = Lock()
+        self._counting: Final = Lock()
+        self._corrupt = 0
+        self._told_corrupt = 0
+
+    def get(self, items: Sequence[GetItem]) -> list[Outcome]:
+        return self._perform("get", self._get, items)
+
+    def set(self, items: Sequence[SetItem]) -> list[Outcome]:
+        return self._perform("set", self._set, items)
+
+    def scan(self, namespace: bytes | None = None, cursor: bytes = b"") -> ScanPage:
+        page = super().scan(namespace, cursor)
+        return page._replace(entries=[e._replace(meta=replace(e.meta, length=e.meta.length - TRAILER_BYTES)) for e in page.entries])
+
+    def usage(self) -> Usage:
+        usage = super().usage()
+        inner = usage.details.get("corrupt", self._told_corrupt)
+        corrupt = self._corrupt + (inner if isinstance(inner, int) else 0)
+        payload = usage.payload_bytes - usage.objects * TRAILER_BYTES
+        return replace(usage, payload_bytes=payload, details={**usage.details, "corrupt": corrupt})
+
+    def _get(self, items: Sequence[GetItem]) -> list[Outcome]:
+        # Refused here, because the inner store sees a trailer's room more than the caller gave.
+        return decide(items, lambda item: None if usable(item.buffers, item.length, writable=True) else Outcome.ERROR, self._read)
+
+    def _read(self, items: Sequence[GetItem]) -> list[Outcome]:
+        answers, sound = self._fetch(items)
+        self._count_told(items, answers)
+        for i, item in enumerate(items):
+            if answers[i] is Outcome.HIT and not sound[i]:
+                answers[i] = self._look_again(item)
+        return answers
+
+    def _look_again(self, item: GetItem) -> Outcome:
+        """Read an object that failed once more, and drop it if it still fails.
+
+        Without the lock, one reader could drop it and somebody store it anew before a second reader drops it: what was acknowledged would
+        be gone.
+        """
+        with self._second_look:
+            [answer], [sound] = self._fetch([item])
+            if answer is not Outcome.HIT or sound:
+                return answer
+            self._corrupt += 1
+            self.inner.delete([item.key])
+            return Outcome.CORRUPT
+
+    def _count_told(self, items: Sequence[GetItem], answers: Sequence[Outcome]) -> None:
+        """Count what the inner store found itself: some say it in a batch's answers only."""
+        told = {item.key.digest for item, answer in zip(items, answers, strict=True) if answer is Outcome.CORRUPT}
+        if told:
+            with self._counting:
+                self._told_corrupt += len(told)
+
+    def _fetch(self, items: Sequence[GetItem]) -> tuple[list[Outcome], list[bool]]:
+        """What the inner store answers, and which of its hits are what was stored."""
+        trailers = [bytearray(TRAILER_BYTES) for _ in items]
+        wanted = [
+            GetItem(item.key, [*take(item.buffers, 0, item.length), memoryview(trailer)], item.length + TRAILER_BYTES)
+            for item, trailer in zip(items, trailers, strict=True)
+        ]
+        answers = self.inner.get(wanted)
+        pairs = zip(items, trailers, answers, strict=True)
+        return answers, [answer is Outcome.HIT and self._is_sound(item, bytes(trailer)) for item, trailer, answer in pairs]
+
+    def _is_sound(self, item: GetItem, trailer: bytes) -> bool:
+        proof = self._seal.proof(item.key, item.length)
+        proof.add(take(item.buffers, 0, item.length))
+        return proof.holds(Sealed(trailer[:CHECKSUM_BYTES], trailer[CHECKSUM_BYTES:]))
+
+    def _set(self, items: Sequence[SetItem]) -> list[Outcome]:
+        # Those that are held already are sealed and passed on as well: the inner store must know the whole batch to evict none of it.
+        return decide(items, lambda item: None if storable(item) else Outcome.ERROR, self._seal_and_set)
+
+    def _seal_and_set(self, items: Sequence[SetItem]) -> list[Outcome]:
+        return self.inner.set([self._sealed(item) for item in items])
+
+    def _sealed(self, item: SetItem) -> SetItem:
+        """The item with its trailer. The caller's checksum goes into it unseen: if it is wrong, the next get says so."""
+        length = item.meta.length
+        trailer = checksum_of(item) + self._seal.stamp(item.key, item.buffers, length)
+        views = [*take(item.buffers, 0, length), memoryview(trailer)]
+        whole = length + TRAILER_BYTES
+        return SetItem(item.key, views, replace(item.meta, length=whole, checksum=b""))

@@ -1,0 +1,168 @@
+"""Bounded stores: the cap at every instant, suffixes first, and nothing lost for what does not fit."""
+
+# ruff: noqa: D102 (a test is named for what it checks)
+
+from __future__ import annotations
+
+from random import Random
+from threading import Event
+
+import pytest
+
+from tiercache.core import ObjectKey
+from tiercache.storage.base import StorageBackend
+from tiercache.testing.conformance.hooks import HIT, MISS, STORED, THROTTLED, BackendHooks
+from tiercache.testing.conformance.threads import run_all
+from tiercache.testing.objects import chain, content, fetch, key, payload, put, state_of, to_get, to_set
+
+SIZE = 60_000
+
+
+class Eviction(BackendHooks):
+    """Thread rule: as `BackendHooks`."""
+
+    def test_the_cap_is_what_was_asked_for(self, bounded: StorageBackend) -> None:
+        assert bounded.usage().capacity_bytes == self.small
+        assert bounded.usage().used_bytes <= self.small
+
+    def test_the_cap_holds_and_suffixes_go_first(self, bounded: StorageBackend) -> None:
+        parents: dict[ObjectKey, bytes | None] = {}
+        for sequence in range(20):
+            for k, parent in chain(sequence, 12):
+                parents[k] = parent
+                assert put(bounded, k, payload(k, SIZE), parent) is STORED
+                assert bounded.usage().used_bytes <= self.small
+        kept = {entry.key for entry in bounded.scan_all()}
+        assert len(kept) < len(parents), "something was evicted"
+        assert len(kept) * SIZE > self.small // 3, "not more than was needed"
+        pages = {k.page_key for k in kept}
+        assert all(parents[k] is None or parents[k] in pages for k in kept), "no page went before its descendants"
+        assert {k for k, _ in chain(19, 12)} <= kept, "the newest stay"
+        for k in kept:
+            assert fetch(bounded, k, SIZE) == payload(k, SIZE)
+
+    def test_pages_and_states_are_evicted_jointly(self, bounded: StorageBackend) -> None:
+        """Sequences with states here and there, read and extended at random: after every call, what is left hangs together."""
+        random = Random(7)
+        stored: set[ObjectKey] = set()
+        depths = dict.fromkeys(range(20), 0)
+        for turn in range(150):
+            sequence = random.choice(list(depths))
+            depth = depths[sequence] = 1 + depths[sequence] % 8
+            pages = chain(sequence, depth)
+            items = [to_set(k, payload(k, SIZE), parent=parent, depth=n + 1) for n, (k, parent) in enumerate(pages)]
+            states = [state_of((sequence, n)) for n in range(depth) if (sequence + n) % 3 == 0]
+            items += [to_set(k, payload(k, 2 * SIZE), parent=k.page_key) for k in states]
+            assert set(bounded.set(items)) <= {STORED, HIT}
+            stored |= {item.key for item in items}
+            assert all(bounded.exists([item.key for item in items])), "a call gives up nothing of its own"
+            usage = bounded.usage()
+            assert usage.used_bytes <= self.small
+            found = {entry.key: entry.meta for entry in bounded.scan_all()}
+            assert usage.payload_bytes == sum(meta.length for meta in found.values())
+            lost = [k for k, meta in found.items() if meta.parent is not None and _page(meta.parent) not in found]
+            assert not lost, f"turn {turn}: {len(lost)} objects are left without their page"
+        assert len(found) < len(stored), "something was evicted"
+
+    def test_a_state_goes_before_its_page_and_does_not_hold_deeper_pages_back(self, bounded: StorageBackend) -> None:
+        pages = chain("s", 3)
+        for k, parent in pages:
+            put(bounded, k, payload(k, SIZE), parent)
+        state = state_of(("s", 1))
+        put(bounded, state, payload(state, SIZE), state.page_key)
+        order: list[ObjectKey] = []
+        watched = [k for k, _ in pages] + [state]
+        for n in range(300):
+            put(bounded, key(n), payload(n, SIZE))
+            gone = [k for k, there in zip(watched, bounded.exists(watched), strict=True) if not there and k not in order]
+            order += sorted(gone, key=watched.index, reverse=True)
+        assert set(order) == set(watched)
+        place = {k: order.index(k) for k in watched}
+        assert place[pages[2][0]] < place[pages[1][0]] < place[pages[0][0]]
+        assert place[state] < place[pages[1][0]]
+
+    def test_the_recently_used_stay(self, bounded: StorageBackend) -> None:
+        put(bounded, key("hot"), payload("hot", SIZE))
+        put(bounded, key("cold"), payload("cold", SIZE))
+        for n in range(250):
+            put(bounded, key(n), payload(n, SIZE))
+            assert fetch(bounded, key("hot"), SIZE) == payload("hot", SIZE)
+        assert bounded.exists([key("hot"), key("cold")]) == [True, False]
+
+    def test_an_object_larger_than_the_store_is_throttled_and_costs_nothing(self, bounded: StorageBackend) -> None:
+        for n in range(200):
+            put(bounded, key(n), payload(n, SIZE))
+        before = {entry.key for entry in bounded.scan_all()}
+        assert put(bounded, key("big"), bytes(self.small + 1)) is THROTTLED
+        assert {entry.key for entry in bounded.scan_all()} == before
+        big, small = to_set(key("big"), bytes(self.small + 1)), to_set(key("b"), payload("b", 5000))
+        assert bounded.set([big, small]) == [THROTTLED, STORED]
+        assert fetch(bounded, key("b"), 5000) == payload("b", 5000)
+
+    def test_a_batch_larger_than_the_store_keeps_its_beginning(self, bounded: StorageBackend) -> None:
+        put(bounded, key("old"), payload("old", 5000))
+        items = [to_set(k, payload(k, 100_000), parent=parent) for k, parent in chain("long", 120)]
+        answers = bounded.set(items)
+        stored = answers.count(STORED)
+        assert 0 < stored < 120
+        assert answers == [STORED] * stored + [THROTTLED] * (120 - stored)
+        assert bounded.exists([item.key for item in items]) == [True] * stored + [False] * (120 - stored)
+        assert bounded.usage().used_bytes <= self.small
+
+    def test_a_sequence_longer_than_the_store_stops_growing(self, bounded: StorageBackend) -> None:
+        """To store its next page, a page that it hangs on would have to go: that would be worth nothing."""
+        stored: list[ObjectKey] = []
+        for k, parent in chain("long", 200):
+            answer = put(bounded, k, payload(k, SIZE), parent)
+            if answer is not STORED:
+                break
+            stored.append(k)
+        assert answer is THROTTLED
+        assert put(bounded, k, payload(k, SIZE), parent) is THROTTLED
+        assert [fetch(bounded, k, SIZE) for k in stored] == [payload(k, SIZE) for k in stored]
+        assert len(stored) * SIZE > self.small // 3, "it had the whole store"
+        assert put(bounded, key("other"), payload("other", SIZE)) is STORED, "others may take the end of it"
+
+    @pytest.mark.parametrize("size", [100, SIZE])
+    def test_space_comes_back(self, bounded: StorageBackend, size: int) -> None:
+        """What is deleted makes room: nothing else ever needs to go."""
+        put(bounded, key("keep"), payload("keep", SIZE))
+        batch = min(500, self.small // (6 * size))
+        for turn in range(20):
+            names = [(turn, n) for n in range(batch)]
+            assert bounded.set([to_set(key(name), payload(name, size)) for name in names]) == [STORED] * batch
+            assert bounded.delete([key(name) for name in names]) == [True] * batch
+        assert bounded.exists([key("keep")]) == [True]
+        assert (bounded.usage().objects, bounded.usage().payload_bytes) == (1, SIZE)
+
+    def test_threads_that_fill_a_full_store(self, bounded: StorageBackend) -> None:
+        done = Event()
+
+        def work(turn: int) -> None:
+            for n in range(40):
+                name = (turn, n)
+                assert put(bounded, key(name), payload(name, 100_000)) in (STORED, THROTTLED)
+                item = to_get(key(name), 100_000)
+                assert bounded.get([item])[0] in (HIT, MISS)
+                assert content(item) in (payload(name, 100_000), b"\xaa" * 100_000)
+
+        def fill() -> None:
+            try:
+                run_all(*(lambda turn=turn: work(turn) for turn in range(4)))
+            finally:
+                done.set()
+
+        def watch() -> None:
+            while not done.is_set():
+                assert bounded.usage().used_bytes <= self.small
+
+        run_all(fill, watch)
+        usage = bounded.usage()
+        assert usage.payload_bytes == usage.objects * 100_000
+        assert usage.objects > self.small // 300_000, "a full store is well used"
+
+
+def _page(page_key: bytes) -> ObjectKey:
+    """The KV object of the page with this key."""
+    k = key("any")
+    return k._replace(digest=k.layout + page_key)

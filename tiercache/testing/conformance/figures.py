@@ -1,0 +1,115 @@
+"""What a store says about itself: scans, usage, namespaces."""
+
+# ruff: noqa: D102 (a test is named for what it checks)
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tiercache.core import ObjectKey, ObjectMeta, PoolName
+from tiercache.storage.base import NamespaceRecord, SetItem, StorageBackend
+from tiercache.testing.conformance.hooks import HIT, SIZES, STORED, BackendHooks
+from tiercache.testing.objects import NAMESPACE, OTHER_NAMESPACE, fetch, key, page_key, payload, put, to_set
+
+
+class Figures(BackendHooks):
+    """Thread rule: as `BackendHooks`."""
+
+    def test_a_scan_names_everything_once(self, store: StorageBackend) -> None:
+        state = key("b", PoolName.MAMBA)
+        items = [
+            to_set(key("a"), payload("a", 5000), parent=page_key("parent"), depth=7),
+            to_set(state, payload("b", 100), namespace=OTHER_NAMESPACE, parent=state.page_key),
+        ]
+        store.set([*items, items[0]])
+        assert _sorted(self._scan(store)) == _sorted(self._expected(items))
+        assert [e.key for e in store.scan_all(NAMESPACE)] == [key("a")]
+        assert [e.key for e in store.scan_all(OTHER_NAMESPACE)] == [state]
+        assert list(store.scan_all(bytes(32))) == []
+
+    def test_metadata_come_back_to_their_limits(self, store: StorageBackend) -> None:
+        items = [to_set(key(n), payload(n, 100)) for n in range(6)]
+        meta = [item.meta for item in items]
+        limits = [
+            meta[0],
+            replace(meta[1], depth=0),
+            replace(meta[2], depth=2**32 - 1),
+            replace(meta[3], parent=bytes(32)),
+            replace(meta[4], namespace=b"n"),
+            replace(meta[5], namespace=bytes(64)),
+        ]
+        items = [item._replace(meta=limit) for item, limit in zip(items, limits, strict=True)]
+        assert store.set(items) == [STORED] * len(items)
+        assert _sorted(self._scan(store)) == _sorted(self._expected(items))
+
+    def test_a_scan_of_a_namespace_goes_through_all_pages(self, store: StorageBackend) -> None:
+        rare = range(0, 2600, 650)
+        store.set([to_set(key(n), payload(n, 16), namespace=OTHER_NAMESPACE if n in rare else NAMESPACE) for n in range(2600)])
+        assert {e.key for e in store.scan_all(OTHER_NAMESPACE)} == {key(n) for n in rare}
+        assert len(list(store.scan_all(NAMESPACE))) == 2600 - len(rare)
+
+    def test_objects_may_come_and_go_during_a_scan(self, store: StorageBackend) -> None:
+        names = range(2500)
+        store.set([to_set(key(n), payload(n, 64)) for n in names])
+        gone: set[ObjectKey] = set()
+        seen: list[ObjectKey] = []
+        cursor, turn = b"", 0
+        while cursor or not turn:
+            page = store.scan(None, cursor)
+            seen += [e.key for e in page.entries]
+            cursor = page.cursor
+            leaving = [key(n) for n in range(turn, 2500, 50)]
+            gone.update(leaving)
+            store.delete(leaving)
+            store.set([to_set(key(n), payload(n, 64)) for n in range(3000 + 10 * turn, 3010 + 10 * turn)])
+            turn += 1
+            assert turn < 1000, "a scan ends"
+        assert len(seen) == len(set(seen))
+        assert set(seen) >= {key(n) for n in names} - gone
+
+    def test_usage_is_the_sum(self, store: StorageBackend) -> None:
+        for n, size in enumerate(SIZES):
+            put(store, key(n), payload(n, size))
+            put(store, key(n), payload("again", size))
+        store.delete([key(0), key(0)])
+        fetch(store, key(1), 17)
+        usage = store.usage()
+        assert (usage.objects, usage.payload_bytes) == (len(SIZES) - 1, sum(SIZES[1:]))
+        assert usage.used_bytes >= usage.payload_bytes
+        assert usage.payload_bytes == sum(entry.meta.length for entry in store.scan_all())
+        store.delete([key(n) for n in range(len(SIZES))])
+        assert (store.usage().objects, store.usage().payload_bytes) == (0, 0)
+        assert store.usage().used_bytes <= usage.used_bytes
+
+    def test_namespaces_are_remembered(self, store: StorageBackend) -> None:
+        records = [
+            NamespaceRecord(NAMESPACE, {"model": "m", "page_size": 64}),
+            NamespaceRecord(bytes(64), {"model": "", "größe": 2**63 - 1}),
+            NamespaceRecord(b"n", {}),
+        ]
+        for record in [*records, *records]:
+            store.register_namespace(record)
+        put(store, key("a"), payload("a", 10))
+        store.set([to_set(key("b"), payload("b", 10), namespace=OTHER_NAMESPACE)])
+        found = store.namespaces()
+        assert len(found) == len(records)
+        assert {r.namespace: dict(r.identity) for r in found} == {r.namespace: dict(r.identity) for r in records}
+        store.delete([key("a"), key("b")])
+        assert len(store.namespaces()) == len(records)
+
+    def test_flush(self, store: StorageBackend) -> None:
+        store.flush()
+        put(store, key("a"), payload("a", 10))
+        store.flush()
+        assert fetch(store, key("a"), 10) == payload("a", 10)
+        assert put(store, key("a"), payload("a", 10)) is HIT
+
+    def _scan(self, store: StorageBackend) -> list[tuple[ObjectKey, ObjectMeta]]:
+        return [(entry.key, self.scanned(entry.meta)) for entry in store.scan_all()]
+
+    def _expected(self, items: list[SetItem]) -> list[tuple[ObjectKey, ObjectMeta]]:
+        return [(item.key, self.scanned(item.meta)) for item in items]
+
+
+def _sorted(found: list[tuple[ObjectKey, ObjectMeta]]) -> list[tuple[ObjectKey, ObjectMeta]]:
+    return sorted(found, key=lambda pair: pair[0].digest)

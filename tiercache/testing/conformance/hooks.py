@@ -1,0 +1,105 @@
+"""What the suite needs to know about a store: how to open it, and how to write behind its back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from tiercache.core import ObjectKey, ObjectMeta, Outcome
+from tiercache.errors import ClosedError
+from tiercache.storage.base import StorageBackend
+
+HIT, MISS, STORED = Outcome.HIT, Outcome.MISS, Outcome.STORED
+CORRUPT, THROTTLED, ERROR = Outcome.CORRUPT, Outcome.THROTTLED, Outcome.ERROR
+
+SIZES = (1, 4095, 4096, 4097, 10_000, 65_536)
+
+
+class BackendHooks:
+    """The hooks; `open_store`, `corrupt` and `swap` must be supplied. While a hook runs, no call is inside the store.
+
+    Thread rule: one instance per test, on one thread.
+    """
+
+    large = 1 << 30
+    """Capacity in bytes that holds everything that a test without `capacity` stores."""
+
+    small = 8 << 20
+    """The smallest capacity with which a bounded store works well; not below 4 MiB."""
+
+    faults: ClassVar[AbstractSet[Outcome]] = frozenset()
+    """What an item may be answered at any time, without a reason that a test could see. Only the state machines know what to do with it."""
+
+    def open_store(self, path: Path, capacity: int | None = None) -> StorageBackend:
+        """Open a store that keeps its data in `path`, if anywhere; `capacity` None means plenty (see `large`)."""
+        raise NotImplementedError
+
+    def corrupt(self, store: StorageBackend, k: ObjectKey) -> None:
+        """Change a bit of the stored payload behind the store's back."""
+        raise NotImplementedError
+
+    def swap(self, store: StorageBackend, a: ObjectKey, b: ObjectKey) -> None:
+        """Exchange the stored payloads of two objects of one length behind the store's back."""
+        raise NotImplementedError
+
+    def check(self, store: StorageBackend) -> None:
+        """Raise AssertionError unless the store's own counts add up; no call is inside."""
+
+    def flip(self, store: StorageBackend, k: ObjectKey, bit: int) -> None:
+        """Change bit number `bit` of the stored payload behind the store's back. Default: whichever bit `corrupt` changes."""
+        self.corrupt(store, k)
+
+    def truncate(self, store: StorageBackend, k: ObjectKey) -> None:
+        """End the medium in the middle of an object's payload; what was stored later may be lost with it. Without it nothing is cut."""
+
+    def kill(self, store: StorageBackend, path: Path, capacity: int | None = None) -> StorageBackend:
+        """Open, in `path`, what a process that is killed now leaves there. Default: close `store` in order, and open it again."""
+        store.close()
+        return self.open_store(path, capacity)
+
+    def fill_disk(self, store: StorageBackend) -> None:
+        """From now on the medium takes no more bytes. Without it no disk fills."""
+
+    def free_disk(self, store: StorageBackend) -> None:
+        """Undo `fill_disk`."""
+
+    def scanned(self, meta: ObjectMeta) -> ObjectMeta:
+        """The part of an object's `meta` that a scan gives back: all of it."""
+        return meta
+
+    def has(self, hook: str) -> bool:
+        """Is this hook more than its default?"""
+        return getattr(type(self), hook) is not getattr(BackendHooks, hook)
+
+    def need(self, store: StorageBackend, capability: str) -> None:
+        """Skip the test unless the store declares the capability."""
+        if not getattr(store.capabilities, capability):
+            store.close()
+            pytest.skip(f"the store does not declare {capability}")
+
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Iterator[StorageBackend]:
+        """A store with room; checked at the end, if it is open."""
+        opened = self.open_store(tmp_path / "store")
+        yield opened
+        self._finish(opened)
+
+    @pytest.fixture
+    def bounded(self, tmp_path: Path) -> Iterator[StorageBackend]:
+        """A store that is soon full."""
+        opened = self.open_store(tmp_path / "store", self.small)
+        self.need(opened, "bounded")
+        yield opened
+        self._finish(opened)
+
+    def _finish(self, store: StorageBackend) -> None:
+        try:
+            store.usage()
+        except ClosedError:
+            return
+        self.check(store)
+        store.close()
