@@ -15,6 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
+from tiercache.storage.pagecache import cached_bytes
+
 
 class Transaction(Protocol):
     """A catalog's transaction, as far as the outside world sees it."""
@@ -37,9 +39,9 @@ class Env:
         """Close a descriptor."""
         os.close(fd)
 
-    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int, flags: int = 0) -> int:
-        """Bytes read into `buffers`, in order; fewer at the end of the file. `flags`: such as os.RWF_NOWAIT."""
-        return os.preadv(fd, buffers, offset, flags)
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        """Bytes read into `buffers`, in order; fewer at the end of the file."""
+        return os.preadv(fd, buffers, offset)
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """Bytes written from `buffers`, in order; perhaps fewer than given."""
@@ -56,6 +58,10 @@ class Env:
     def forget(self, fd: int, offset: int, length: int) -> None:
         """Drop a range from the page cache, so that the next read comes from the medium."""
         os.posix_fadvise(fd, offset, length, os.POSIX_FADV_DONTNEED)
+
+    def cached(self, fd: int, offset: int, length: int) -> bool:
+        """Is all of a range, of whole pages, in the page cache now? The question brings nothing into it."""
+        return cached_bytes(fd, offset, length) == length
 
     def fallocate(self, fd: int, offset: int, length: int) -> None:
         """Give the file these bytes on the disk, so that writing them cannot run out of space."""

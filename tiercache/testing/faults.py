@@ -27,8 +27,8 @@ from tiercache.storage.env import Env
 from tiercache.storage.vectors import take, total
 
 CALLS: Final = (
-    "open", "close", "preadv", "pwritev", "fdatasync", "fsync", "forget", "fallocate", "ftruncate", "unlink", "rename", "mkdir", "chmod",
-    "listdir", "lstat", "fstat", "statvfs", "try_lock", "try_share", "commit", "run",
+    "open", "close", "preadv", "pwritev", "fdatasync", "fsync", "forget", "cached", "fallocate", "ftruncate", "unlink", "rename", "mkdir",
+    "chmod", "listdir", "lstat", "fstat", "statvfs", "try_lock", "try_share", "commit", "run",
 )  # fmt: skip
 """The calls that can be given rules: everything that touches the disk."""
 

@@ -83,7 +83,6 @@ class EvictionOrder:
         rows = objects.leaves()
         rows = rows[objects.columns["queued"][rows] == 0]
         if not len(rows):
-            self._horizon = -inf
             return False
         ranks = self._policy.rank_all(UnitViews(objects, rows))
         wanted = max(_FRONT, len(rows) // _SHARE)

@@ -7,13 +7,11 @@ that is read for the second time is let into the page cache.
 
 from __future__ import annotations
 
-import logging
-import os
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from errno import EAGAIN, EINVAL
+from errno import EINVAL
 from mmap import mmap
 from operator import attrgetter
 from threading import Lock
@@ -23,10 +21,9 @@ from tiercache.core import BLOCK_ALIGN
 from tiercache.storage.checksum import Proof
 from tiercache.storage.env import Env
 from tiercache.storage.vectors import IOV_MAX, read_all, take, total, write_all
-from tiercache_backends.file.slabs import Abilities, Slabs
+from tiercache_backends.file.slabs import Slabs
 from tiercache_backends.file.space import Extent
 
-_log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _CACHED_BYTES: Final = 256 << 10
@@ -35,7 +32,7 @@ _DEVICE_BYTES: Final = 1 << 20
 """Of one call past the page cache: large enough for a device's full speed, small enough that eight of them share an object."""
 _SHARE_BYTES: Final = 4 << 20
 _CACHE_THREADS: Final = 2
-"""For reads from the page cache: one copies while the other verifies. More would take cores from those who compute."""
+"""For the page cache: one copies while the other computes checksums. More would take cores from those who compute tokens."""
 _PAD: Final = memoryview(mmap(-1, BLOCK_ALIGN))
 """Takes in what lies between a payload's end and its block's end, where the caller's buffers do not. Nobody reads it."""
 _SECTOR: Final = 512
@@ -66,11 +63,11 @@ class Movement:
 
 
 class Part(NamedTuple):
-    """What one object contributes to a run: buffers for its payload, and what fills up its last block."""
+    """What one object contributes to a run: the buffers that move, whole blocks of them, and what of those is payload."""
 
     movement: Movement
     payload: list[memoryview]
-    rest: list[memoryview]
+    views: list[memoryview]
 
 
 @dataclass(slots=True)
@@ -94,8 +91,7 @@ class Run:
         """A run for each part, so that a bad block hurts one object only."""
         runs, start = [], self.start
         for part in self.parts:
-            views = part.payload + part.rest
-            runs.append(Run(start, total(views) // BLOCK_ALIGN, [part], views))
+            runs.append(Run(start, total(part.views) // BLOCK_ALIGN, [part], part.views))
             start += runs[-1].blocks
         return runs
 
@@ -106,10 +102,10 @@ class Mover:
     Thread rule: any thread; movements of different objects run in parallel.
     """
 
-    def __init__(self, env: Env, slabs: Slabs, abilities: Abilities, threads: int) -> None:
+    def __init__(self, env: Env, slabs: Slabs, threads: int, *, direct: bool) -> None:
         self._env = env
         self._slabs = slabs
-        self._abilities = abilities
+        self._direct = direct
         self._threads = threads
         self._pool = ThreadPoolExecutor(threads, "tiercache-file")
         self._mutex = Lock()
@@ -117,15 +113,19 @@ class Mover:
     def write(self, movements: Sequence[Movement]) -> None:
         """Write whole blocks: the payload, and behind it what the buffers hold there, else zeros. The proofs see it on its way."""
         device: list[Run] = []
-        for run in self._runs(movements, _DEVICE_BYTES, _ZEROS):
-            direct = self._abilities.direct and not self._cached(run)
-            # What a run holds whole is shown by the thread that writes it; of what is cut up the pieces are shown here, in their order.
-            if not (direct and run.is_whole):
-                self._show(run)
-            if direct:
-                device.append(run)
-            else:
-                self._write(run, direct=False)
+
+        def write(runs: list[Run]) -> None:
+            for run in runs:
+                direct = not self._cached(run)
+                # What a run holds whole is shown by the thread that writes it; of what is cut up the pieces are shown in their order.
+                if not (direct and run.is_whole):
+                    self._show(run)
+                if direct:
+                    device.append(run)
+                else:
+                    self._write(run, direct=False)
+
+        self._spread(write, _shares(self._runs(movements, _DEVICE_BYTES, _ZEROS)), _CACHE_THREADS)
         self._spread(self._write_device, device, self._threads)
 
     def read(self, movements: Sequence[Movement]) -> None:
@@ -134,7 +134,8 @@ class Mover:
 
         def read(runs: list[Run]) -> None:
             for run in runs:
-                if self._abilities.nowait and self._read_cached(run):
+                if self._cached(run):
+                    self._read(run, direct=False)
                     self._show(run)
                     continue
                 for movement, payload, _ in run.parts:
@@ -169,8 +170,7 @@ class Mover:
                     step = min(end - start, room)
                     part = _part(movement, done, step * BLOCK_ALIGN, filler)
                     run.parts.append(part)
-                    run.views += part.payload
-                    run.views += part.rest
+                    run.views += part.views
                     run.blocks += step
                     done += step * BLOCK_ALIGN
                     start += step
@@ -193,16 +193,6 @@ class Mover:
                     self._write(single, direct=direct)
             else:
                 run.parts[0].movement.error = error
-
-    def _read_cached(self, run: Run) -> bool:
-        """Was all of it in the page cache, and is in the buffers now?"""
-        slab, offset = self._slabs.slab(run), self._slabs.offset(run)
-        try:
-            return self._env.preadv(slab.fd, run.views[:IOV_MAX], offset, os.RWF_NOWAIT) == run.blocks * BLOCK_ALIGN
-        except OSError as error:
-            if error.errno != EAGAIN:
-                _log.debug("a read from the page cache failed, so the device is asked: %s", error)
-            return False
 
     def _read_cold(self, run: Run) -> None:
         self._read(run, direct=not any(part.movement.reused for part in run.parts))
@@ -251,15 +241,13 @@ class Mover:
                 movement.proof.add(payload)
 
     def _cached(self, run: Run) -> bool:
-        """Are these blocks in the page cache, as far as a look at the first and the last of them tells?"""
-        if not self._abilities.nowait:
-            return False
-        slab, offset = self._slabs.slab(run), self._slabs.offset(run)
-        byte = [memoryview(bytearray(1))]
+        """Are these blocks in the page cache? Where that cannot be asked, everything goes through it."""
+        if not self._direct:
+            return True
         try:
-            return all(self._env.preadv(slab.fd, byte, at, os.RWF_NOWAIT) == 1 for at in {offset, offset + (run.blocks - 1) * BLOCK_ALIGN})
+            return self._env.cached(self._slabs.slab(run).fd, self._slabs.offset(run), run.blocks * BLOCK_ALIGN)
         except OSError:
-            return False
+            return True
 
     def _spread(self, task: Callable[[T], None], shares: Iterable[T], threads: int) -> None:
         """Do a task for each share, on this thread and others that help. It reports its failures through the movements."""
@@ -301,11 +289,11 @@ def _part(movement: Movement, start: int, size: int, filler: memoryview) -> Part
     """Bytes [start, start + size) of an object's blocks."""
     buffers, length, end = movement.buffers, movement.length, start + size
     if end <= length:
-        return Part(movement, take(buffers, start, end), [])
+        views = take(buffers, start, end)
+        return Part(movement, views, views)
     payload = take(buffers, start, length)
-    if total(buffers) >= end:
-        return Part(movement, payload, take(buffers, length, end))
-    return Part(movement, payload, [filler[: end - length]])
+    whole = total(buffers) >= end
+    return Part(movement, payload, take(buffers, start, end) if whole else [*payload, filler[: end - length]])
 
 
 def _joined(runs: Sequence[Run], slab_blocks: int) -> list[Run]:

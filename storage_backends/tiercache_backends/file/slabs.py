@@ -9,7 +9,6 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from errno import EAGAIN
 from mmap import mmap
 from typing import Final, Protocol
 
@@ -20,33 +19,24 @@ from tiercache_backends.file.space import Extent
 from tiercache_backends.local.directory import sync_directory
 
 
-@dataclass(frozen=True, slots=True)
-class Abilities:
-    """What a file system lets us do, found out by trying. `direct`: O_DIRECT; `nowait`: reads that answer only from the page cache."""
+def goes_direct(env: Env, directory: str) -> bool:
+    """Can files in this directory be moved with O_DIRECT, and the page cache be asked what it holds? Tries both, on a file of one block.
 
-    direct: bool
-    nowait: bool
-
-
-def probe(env: Env, directory: str) -> Abilities:
-    """Try both on a file of one block. A file system that fails in any way gets the plain calls."""
+    Without the question we could not tell what lies in the cache, and would go past it for ever. A file system that fails in any way gets
+    the plain calls.
+    """
     path = os.path.join(directory, "probe")
     block = memoryview(mmap(-1, BLOCK_ALIGN))
-    direct = nowait = False
     try:
-        with suppress(OSError), _opened(env, path, os.O_RDWR | os.O_CREAT) as fd:
-            write_all(env, fd, [block], 0)
-            try:
-                nowait = env.preadv(fd, [block], 0, os.RWF_NOWAIT) >= 0
-            except OSError as error:
-                nowait = error.errno == EAGAIN
-            with _opened(env, path, os.O_RDWR | os.O_DIRECT) as straight:
-                direct = env.pwritev(straight, [block], 0) == env.preadv(straight, [block], 0) == BLOCK_ALIGN
+        with _opened(env, path, os.O_RDWR | os.O_CREAT) as fd, _opened(env, path, os.O_RDWR | os.O_DIRECT) as straight:
+            moved = env.pwritev(straight, [block], 0) == env.preadv(straight, [block], 0) == BLOCK_ALIGN
+            env.cached(fd, 0, BLOCK_ALIGN)
+            return moved
+    except OSError:
+        return False
     finally:
         with suppress(OSError):
             env.unlink(path)
-    # Without a way to ask the page cache we could not tell what lies there, and would read past it for ever.
-    return Abilities(direct and nowait, nowait)
 
 
 @contextmanager

@@ -40,7 +40,7 @@ from tiercache_backends.file.holdings import Claim, Claims, Departure, Holdings,
 from tiercache_backends.file.movement import Movement, Mover
 from tiercache_backends.file.objects import Facts
 from tiercache_backends.file.shares import divide, slab_blocks_for
-from tiercache_backends.file.slabs import Abilities, Slabs, probe
+from tiercache_backends.file.slabs import Slabs, goes_direct
 from tiercache_backends.file.space import Extent
 from tiercache_backends.local.directory import StoreDirectory, sync_directory
 
@@ -188,7 +188,7 @@ class FileBackend(StorageBackend):
             figures = self._holdings.figures()
             used = figures["blocks_used"] * BLOCK_ALIGN + self._catalog.nbytes()
             objects, payload = figures.pop("objects"), figures.pop("payload_bytes")
-            io = "direct" if self._abilities.direct else "buffered"
+            io = "direct" if self._direct else "buffered"
             return Usage(objects, payload, used, self._capacity, {"io": io, **figures})
 
     def flush(self) -> None:
@@ -236,12 +236,12 @@ class FileBackend(StorageBackend):
         directory.part(directory.at("slabs"))
         directory.prove()
         shares = divide(self._capacity, directory)
-        self._abilities = probe(self._env, directory.at("slabs")) if io == "auto" else Abilities(direct=False, nowait=False)
+        self._direct = io == "auto" and goes_direct(self._env, directory.at("slabs"))
         self._catalog = Catalog(self._env, directory.database, shares.map_bytes)
         undo.callback(self._catalog.close)
-        self._slabs = Slabs(self._env, directory.at("slabs"), slab_blocks, shares.budget_blocks, direct=self._abilities.direct)
+        self._slabs = Slabs(self._env, directory.at("slabs"), slab_blocks, shares.budget_blocks, direct=self._direct)
         undo.callback(self._slabs.close)
-        self._mover = Mover(self._env, self._slabs, self._abilities, io_threads)
+        self._mover = Mover(self._env, self._slabs, io_threads, direct=self._direct)
         undo.callback(self._mover.close)
         self._holdings = Holdings(slab_blocks, policy, with_macs=self._seal.fingerprint is not None)
         sync_directory(self._env, directory.database)

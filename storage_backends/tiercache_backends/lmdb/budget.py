@@ -1,0 +1,75 @@
+"""How much of the map may be used, and how much may change at once. Arithmetic only.
+
+LMDB never overwrites a page: a transaction copies what it changes, and what it gives up is used again two transactions later, or when the
+last reader that began before is done. A full map refuses even deletions, because they change pages too. So a part of the map stays free for
+what is given up and cannot be used yet, and a transaction takes a small part of that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from tiercache.errors import ConfigError
+
+SMALLEST_CAPACITY: Final = 4 << 20
+_FIXED_BYTES: Final = 256 << 10
+"""For the lock file, the small files and the directories."""
+_BOOKKEEPING: Final = 2048
+"""One byte in so many is left to the file system's own records of where the large file lies."""
+_BATCH_BYTES: Final = 8 << 20
+_BATCH_OBJECTS: Final = 256
+_PAGES_A_CHANGE: Final = 2
+"""An object's own neighbourhood in the tree, and its parent's."""
+
+
+def map_bytes(capacity: int, foreign: int, path: str) -> int:
+    """The map's share of a capacity, beside `foreign` bytes of other files; raises ConfigError where too little is left."""
+    room = (capacity - _FIXED_BYTES - foreign) * (_BOOKKEEPING - 1) // _BOOKKEEPING >> 16 << 16
+    if capacity < SMALLEST_CAPACITY or room < SMALLEST_CAPACITY // 2:
+        raise ConfigError(
+            f"the store in {path} cannot work in {capacity} bytes, of which other files there take {foreign};"
+            f" set capacity to {SMALLEST_CAPACITY + foreign} or more"
+        )
+    return room
+
+
+def capacity_for(map_size: int, foreign: int) -> int:
+    """A capacity that gives at least this map."""
+    return (map_size + (1 << 16)) * _BOOKKEEPING // (_BOOKKEEPING - 1) + 1 + _FIXED_BYTES + foreign
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What a map of `map_pages` allows.
+
+    Thread rule: immutable.
+    """
+
+    map_pages: int
+    page_bytes: int
+
+    @property
+    def limit(self) -> int:
+        """Pages that may be in use: 85 %."""
+        return self.map_pages * 85 // 100
+
+    @property
+    def squeezed(self) -> int:
+        """Pages that may be in use where the free ones turned out to be too scattered: 70 %."""
+        return self.map_pages * 70 // 100
+
+    @property
+    def burst(self) -> int:
+        """Pages that one transaction may fill, unless it is for a single object."""
+        return max(16, min(_BATCH_BYTES // self.page_bytes, self.map_pages // 32))
+
+    @property
+    def slack(self) -> int:
+        """Pages that an eviction frees beyond what is needed, so that not every set has to evict."""
+        return self.map_pages // 32
+
+    @property
+    def changes(self) -> int:
+        """Objects that one transaction may store, remove or touch."""
+        return max(16, min(_BATCH_OBJECTS, self.map_pages // 32 // _PAGES_A_CHANGE))

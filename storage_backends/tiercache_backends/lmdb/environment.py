@@ -1,0 +1,183 @@
+"""The LMDB environment of a store: one per directory and process, its transactions, and its failures as OSErrors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from errno import ENOSPC
+from threading import Lock
+from typing import Any, Final, TypeVar
+
+import lmdb
+
+from tiercache.errors import ClosedError, StorageError
+from tiercache.storage.env import Env, let_go
+from tiercache_backends.lmdb.queue import Queue
+from tiercache_backends.local.failures import os_error
+
+T = TypeVar("T")
+
+_READERS: Final = 1024
+"""Places for read transactions of all processes together; 64 bytes each, in the lock file."""
+_SPARE: Final = 8
+_NAMES: Final = ("objects", "parts", "ages", "namespaces", "facts")
+_DAMAGE: Final = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.PanicError, lmdb.InvalidError)
+_open: Final[set[tuple[int, int, int]]] = set()
+"""Process, device and inode of what is open here: LMDB's locks do not tell two openers of one process apart."""
+_open_lock: Final = Lock()
+
+
+class MapFullError(OSError):
+    """LMDB found no free pages, or none that lie together, that nobody reads any more; the transaction is undone."""
+
+
+class Environment:
+    """An open environment. Every failure is an OSError.
+
+    Thread rule: any thread may call; one writes at a time, in this process and in all others. Readers wait for nobody.
+    """
+
+    def __init__(self, env: Env, path: str, map_bytes: int, *, last_sync: bool) -> None:
+        self._env = env
+        self._pid = env.getpid()
+        self._queue = Queue(env, os.path.join(path, "WRITER"))
+        self._damaged = False
+        self.path: Final = path
+        self._claim()
+        try:
+            self._lmdb = lmdb.open(
+                path,
+                map_size=map_bytes,
+                max_dbs=len(_NAMES),
+                max_readers=_READERS,
+                max_spare_txns=_SPARE,
+                mode=0o600,
+                metasync=last_sync,
+            )
+        except lmdb.Error as error:
+            self._let_go()
+            raise self._os_error(error) from error
+        except BaseException:
+            self._let_go()
+            raise
+        try:
+            self.objects, self.parts, self.ages, self.names, self.facts = self.write(self._databases)
+            self.page_bytes: int = self._lmdb.stat()["psize"]
+        except BaseException:
+            self.close()
+            raise
+
+    def read(self, work: Callable[[Any], T]) -> T:
+        """Do `work`, briefly, in a read transaction, whose values are views of the map: none may outlive it. Raises OSError."""
+        self._check_process()
+        try:
+            with self._begin() as txn:
+                return work(txn)
+        except lmdb.Error as error:
+            raise self._os_error(error) from error
+
+    def write(self, work: Callable[[Any], T]) -> T:
+        """Do `work` in a write transaction: all of it is done on return, or nothing is and an OSError is raised."""
+        self._check_process()
+        with self._queue:
+            try:
+                txn = self._lmdb.begin(write=True)
+                try:
+                    result = work(txn)
+                    self._env.commit(txn)
+                except BaseException:
+                    txn.abort()
+                    raise
+            except lmdb.Error as error:
+                raise self._os_error(error) from error
+            return result
+
+    def resize(self, map_bytes: int) -> None:
+        """Change the map's size; no transaction of this process may be under way."""
+        try:
+            self._lmdb.set_mapsize(map_bytes)
+        except lmdb.Error as error:
+            raise self._os_error(error) from error
+
+    def used_pages(self, txn: Any) -> int:
+        """Pages in use as the transaction sees it, but for LMDB's own list of free ones."""
+        stats = [self._lmdb.stat(), *(txn.stat(db) for db in (self.objects, self.parts, self.ages, self.names, self.facts))]
+        return 2 + sum(int(s["branch_pages"] + s["leaf_pages"] + s["overflow_pages"]) for s in stats)
+
+    def clear_readers(self) -> int:
+        """Forget the read transactions of processes that died: until then no page that they might read is used again."""
+        with suppress(lmdb.Error):
+            return int(self._lmdb.reader_check())
+        return 0
+
+    def lagging(self) -> int:
+        """Read transactions of living processes that hold back pages which were given up since they began."""
+        newest = self._lmdb.info()["last_txnid"]
+        began = [int(line.split()[2]) for line in self._lmdb.readers().splitlines()[1:] if line.split()[2].isdigit()]
+        return sum(1 for txn in began if txn + 1 < newest)
+
+    def readers(self) -> int:
+        """Read transactions that are under way now, of all processes."""
+        return sum(line.split()[2].isdigit() for line in self._lmdb.readers().splitlines()[1:])
+
+    def map_bytes(self) -> int:
+        """The size of the map."""
+        return int(self._lmdb.info()["map_size"])
+
+    def file_pages(self) -> int:
+        """Pages of the file; it never shrinks."""
+        return int(self._lmdb.info()["last_pgno"]) + 1
+
+    def sync(self) -> None:
+        """Return once the file is on the medium; raises OSError."""
+        # The same as LMDB's own sync, through the store's Env: a descriptor of one's own reaches the same pages.
+        fd = self._env.open(os.path.join(self.path, "data.mdb"), os.O_RDWR)
+        try:
+            self._env.fdatasync(fd)
+        finally:
+            let_go(self._env, fd)
+
+    def is_ours(self) -> bool:
+        """Was it opened in this process, and not before a fork?"""
+        return self._env.getpid() == self._pid
+
+    def close(self) -> bool:
+        """Close the environment; False where LMDB found it damaged while it was open."""
+        self._lmdb.close()
+        self._let_go()
+        return not self._damaged
+
+    def _databases(self, txn: Any) -> list[Any]:
+        return [self._lmdb.open_db(name.encode(), txn) for name in _NAMES]
+
+    def _begin(self) -> Any:
+        try:
+            return self._lmdb.begin(buffers=True)
+        except lmdb.ReadersFullError:
+            self.clear_readers()
+            return self._lmdb.begin(buffers=True)
+
+    def _check_process(self) -> None:
+        if self._env.getpid() != self._pid:
+            raise ClosedError(f"the store in {self.path} was opened before this process was forked; open it again in this process")
+
+    def _claim(self) -> None:
+        found = self._env.lstat(self.path)
+        self._identity = (self._pid, found.st_dev, found.st_ino)
+        with _open_lock:
+            if self._identity in _open:
+                raise StorageError(f"{self.path} is open in this process already; use that store from all threads, or close it first")
+            _open.add(self._identity)
+
+    def _let_go(self) -> None:
+        with _open_lock:
+            _open.discard(self._identity)
+
+    def _os_error(self, error: lmdb.Error) -> OSError:
+        """LMDB's error as the OSError that it stands for."""
+        if isinstance(error, lmdb.MapFullError):
+            return MapFullError(ENOSPC, str(error))
+        if isinstance(error, _DAMAGE):
+            self._damaged = True
+        return os_error(error, self._env, self.path)

@@ -1,0 +1,89 @@
+"""Gets: one object at a time, from LMDB's map into the caller's buffers, checked on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Final, NamedTuple
+
+from tiercache.core import Outcome
+from tiercache.storage.base import DIGEST_BYTES, GetItem
+from tiercache.storage.checksum import Seal, Sealed
+from tiercache.storage.vectors import usable
+from tiercache_backends.lmdb import payload
+from tiercache_backends.lmdb.chores import Chores
+from tiercache_backends.lmdb.environment import Environment
+from tiercache_backends.lmdb.records import Record, place_of
+from tiercache_backends.lmdb.tally import Tally
+
+_AT_ONCE: Final = 1024
+"""Keys that are looked up in one transaction: pages that are given up meanwhile cannot be used again before it ends."""
+
+
+class Found(NamedTuple):
+    """How a get went, and which object it met: where it was CORRUPT, `number` is the one to remove (None: whatever lies there)."""
+
+    outcome: Outcome
+    number: int | None = None
+
+
+class Reader:
+    """Reads objects.
+
+    Thread rule: any thread may call; readers wait for nobody.
+    """
+
+    def __init__(self, environment: Environment, seal: Seal, chores: Chores, tally: Tally) -> None:
+        self._environment = environment
+        self._seal = seal
+        self._chores = chores
+        self._tally = tally
+
+    def present(self, places: Sequence[bytes]) -> list[bool]:
+        """Which objects are there and not known to be damaged. Where that cannot be found out, none is."""
+        answers: list[bool] = []
+        for start in range(0, len(places), _AT_ONCE):
+            some = places[start : start + _AT_ONCE]
+            try:
+                answers += self._environment.read(partial(self._present, some))
+            except OSError as error:
+                self._tally.failed("a look-up", error)
+                answers += [False] * len(some)
+        return answers
+
+    def fetch(self, item: GetItem) -> Found:
+        """Read and verify one object."""
+        if len(item.key.digest) != DIGEST_BYTES:
+            return Found(Outcome.MISS)
+        try:
+            return self._environment.read(partial(self._fetch, item))
+        except OSError as error:
+            self._tally.failed("a get", error)
+            return Found(Outcome.ERROR)
+
+    def _present(self, places: Sequence[bytes], txn: Any) -> list[bool]:
+        get, objects = txn.get, self._environment.objects
+        if not self._chores.any_spoiled():
+            return [len(place) == DIGEST_BYTES and get(place, db=objects) is not None for place in places]
+        found = ((place, Record.unpack(get(place, b"", db=objects)) if len(place) == DIGEST_BYTES else None) for place in places)
+        return [record is not None and not self._chores.is_spoiled(place, record.number) for place, record in found]
+
+    def _fetch(self, item: GetItem, txn: Any) -> Found:
+        key, buffers, length = item
+        place = place_of(key.digest)
+        value = txn.get(place, db=self._environment.objects)
+        if value is None:
+            return Found(Outcome.MISS)
+        record = Record.unpack(value)
+        if record is None:
+            return Found(Outcome.CORRUPT)
+        if self._chores.is_spoiled(place, record.number):
+            return Found(Outcome.MISS)
+        if record.length != length or not usable(buffers, length, writable=True):
+            return Found(Outcome.ERROR)
+        proof = self._seal.proof(key, length)
+        with txn.cursor(self._environment.parts) as cursor:
+            whole = payload.read(cursor, record.number, length, buffers, proof.add)
+        if whole and proof.holds(Sealed(record.checksum, record.mac)):
+            return Found(Outcome.HIT, record.number)
+        return Found(Outcome.CORRUPT, record.number)

@@ -1,0 +1,198 @@
+"""What lies in the environment of an `lmdb` store, byte by byte.
+
+The format, version 1. Integers are little-endian unless they are keys, which LMDB sorts as bytes: those are big-endian.
+
+    DIR/LOCK, OPENING, format, state    see local/directory.py
+    DIR/database/                       the LMDB environment, with five databases, and WRITER, held with flock by who writes:
+
+    objects:    place of the object, 64 bytes       ->  record
+                page key, 32 bytes                  ->  u32: how many stored objects name this page as their parent
+    parts:      u64 object's number, u32 part       ->  the payload, in pieces (see payload.py)
+    ages:       u64 tick                            ->  place; the smallest tick was used least recently
+    namespaces: namespace, 1 to 64 bytes            ->  msgpack [id, identity without its salt, or nil]
+    facts:      "facts"                             ->  next number, next tick, objects, payload bytes, evicted, corrupt: u64 each
+                "size"                              ->  capacity, map bytes: u64 each
+
+    place  = page key (32 bytes), layout digest (32 bytes): the object key's digest with its halves exchanged. The objects of one page and
+             the count of those that depend on it are neighbours, so that a set touches one page of the tree and not three.
+    record = u64 number     unique and rising; never used again
+             u64 tick       recency, see above
+             u64 length     payload bytes
+             u32 namespace  id
+             u32 depth      pages up to the object's end
+             u8  flags      1: parent is known, 2: depth is known
+             7 bytes        0
+             16 bytes       checksum (storage.checksum)
+             16 bytes       MAC (storage.checksum), zeros without a key
+             32 bytes       parent, or zeros
+             rest           pool name, ASCII
+
+Every object has an entry in `ages`, but for those that an eviction walked past because others depend on them: they get it back when the
+last of these is gone.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Final, NamedTuple
+
+from tiercache.core import ObjectKey, ObjectMeta, PoolName
+from tiercache.storage.checksum import Sealed
+
+HALF: Final = 32
+_RECORD: Final = struct.Struct("<QQQIIB7x16s16s32s")
+_FACTS: Final = struct.Struct("<6Q")
+_SIZE: Final = struct.Struct("<QQ")
+_TICK: Final = struct.Struct(">Q")
+_PART: Final = struct.Struct(">QI")
+_COUNT: Final = struct.Struct("<I")
+_PARENT_KNOWN: Final = 1
+_DEPTH_KNOWN: Final = 2
+
+FACTS: Final = b"facts"
+SIZE: Final = b"size"
+
+
+def place_of(digest: bytes) -> bytes:
+    """Where an object lies in `objects`. Its own inverse."""
+    return digest[HALF:] + digest[:HALF]
+
+
+def part_key(number: int, part: int) -> bytes:
+    """The key of a piece of an object's payload."""
+    return _PART.pack(number, part)
+
+
+def number_of(key: bytes) -> int:
+    """The object that a piece belongs to."""
+    return int(_PART.unpack(key)[0])
+
+
+def tick_key(tick: int) -> bytes:
+    """The key of an age."""
+    return _TICK.pack(tick)
+
+
+def tick_of(key: bytes) -> int:
+    """The tick of an age's key."""
+    return int(_TICK.unpack(key)[0])
+
+
+def count_value(count: int) -> bytes:
+    """How many objects depend on a page, as it is stored."""
+    return _COUNT.pack(count)
+
+
+def count_of(value: bytes) -> int:
+    """The count in a stored value."""
+    return int(_COUNT.unpack(value)[0])
+
+
+class Record(NamedTuple):
+    """What the store knows about one object."""
+
+    number: int
+    tick: int
+    length: int
+    namespace: int
+    depth: int
+    flags: int
+    checksum: bytes
+    mac: bytes
+    parent: bytes
+    pool: bytes
+
+    @classmethod
+    def of(cls, number: int, tick: int, key: ObjectKey, meta: ObjectMeta, namespace: int, sealed: Sealed) -> Record:
+        """The record of an object that is stored now."""
+        known = (meta.parent is not None) * _PARENT_KNOWN | (meta.depth is not None) * _DEPTH_KNOWN
+        return cls(
+            number,
+            tick,
+            meta.length,
+            namespace,
+            meta.depth or 0,
+            known,
+            sealed.checksum,
+            sealed.mac,
+            meta.parent or bytes(HALF),
+            key.pool.encode(),
+        )
+
+    @classmethod
+    def unpack(cls, value: bytes | memoryview) -> Record | None:
+        """The record in a stored value; None where it is not one."""
+        if len(value) <= _RECORD.size:
+            return None
+        return cls._make((*_RECORD.unpack_from(value), bytes(value[_RECORD.size :])))
+
+    def pack(self) -> bytes:
+        """The bytes that are stored."""
+        return _RECORD.pack(*self[:-1]) + self.pool
+
+    @property
+    def depends_on(self) -> bytes:
+        """The page key on which the object depends; empty where that is not known."""
+        return self.parent if self.flags & _PARENT_KNOWN else b""
+
+    @property
+    def sealed(self) -> Sealed:
+        """What proves the payload."""
+        return Sealed(self.checksum, self.mac)
+
+    def hangs_on(self, place: bytes) -> bool:
+        """Does the object, which lies at `place`, hang on its page rather than be it? Nothing depends on it then."""
+        return self.depends_on == place[:HALF]
+
+    def meta(self, namespace: bytes) -> ObjectMeta:
+        """What a scan reports."""
+        return ObjectMeta(
+            namespace=namespace,
+            length=self.length,
+            checksum=self.checksum,
+            parent=self.depends_on or None,
+            depth=self.depth if self.flags & _DEPTH_KNOWN else None,
+        )
+
+    def key(self, place: bytes) -> ObjectKey | None:
+        """The object's key; None where this version does not know its pool."""
+        try:
+            return ObjectKey(PoolName(self.pool.decode()), place_of(place))
+        except ValueError:
+            return None
+
+
+class Facts(NamedTuple):
+    """What is true of the store as a whole."""
+
+    next_number: int = 1
+    next_tick: int = 1
+    objects: int = 0
+    payload_bytes: int = 0
+    evicted: int = 0
+    corrupt: int = 0
+
+    @classmethod
+    def unpack(cls, value: bytes | memoryview | None) -> Facts:
+        """The stored facts; those of an empty store where there are none."""
+        return cls(*_FACTS.unpack(value)) if value is not None and len(value) == _FACTS.size else cls()
+
+    def pack(self) -> bytes:
+        """The bytes that are stored."""
+        return _FACTS.pack(*self)
+
+
+class Size(NamedTuple):
+    """How large the store may be, as all who share it agreed: `capacity` as it was set, and the map's share of it, in bytes."""
+
+    capacity: int
+    map_bytes: int
+
+    @classmethod
+    def unpack(cls, value: bytes | None) -> Size | None:
+        """The stored size; None in a new store."""
+        return cls(*_SIZE.unpack(value)) if value is not None and len(value) == _SIZE.size else None
+
+    def pack(self) -> bytes:
+        """The bytes that are stored."""
+        return _SIZE.pack(*self)

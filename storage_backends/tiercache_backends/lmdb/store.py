@@ -1,0 +1,229 @@
+"""The `lmdb` store: values inside LMDB, shared by the processes of one host without a daemon.
+
+A set: look what is missing -> one write transaction per few megabytes, which first evicts what it needs. A get: one short read transaction
+per object, checked while it is copied. Who reads never waits; who writes waits for the one other writer, of whatever process.
+"""
+
+# ruff: noqa: D102 (the contract documents these methods)
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, ClassVar, Final, Self
+
+import msgpack
+
+from tiercache.config import parse_size
+from tiercache.core import ObjectKey, Outcome
+from tiercache.errors import ConfigError, StorageError
+from tiercache.storage.base import (
+    DIGEST_BYTES,
+    Capabilities,
+    GetItem,
+    NamespaceRecord,
+    ScanEntry,
+    ScanPage,
+    SetItem,
+    StorageBackend,
+    StoreContext,
+    Usage,
+    storable,
+)
+from tiercache.storage.checksum import Seal
+from tiercache.storage.env import Env
+from tiercache.storage.gate import CallGate
+from tiercache.storage.registry import settings_of
+from tiercache_backends.lmdb import audit
+from tiercache_backends.lmdb.chores import Chores
+from tiercache_backends.lmdb.opening import Opened, open_environment
+from tiercache_backends.lmdb.reading import Reader
+from tiercache_backends.lmdb.records import FACTS, Facts, Record, place_of
+from tiercache_backends.lmdb.tally import Tally
+from tiercache_backends.lmdb.writing import Writer
+
+_SCAN_PAGE: Final = 1024
+
+
+class LmdbBackend(StorageBackend):
+    """Objects inside one LMDB environment, at most `capacity` bytes with everything beside it, for any number of processes of one host.
+
+    All of them give the same capacity. They must see each other's process ids: containers that share a directory share their pid namespace.
+    A process that forks opens the store again in the child. One that is stopped within a write has the sets of all others THROTTLED until
+    it goes on or dies; one that is stopped within a get holds up nobody until the map is full. Nothing may cut LMDB's file while it is
+    open: reading a mapped file behind its end ends the process.
+
+    `durability`: "process": acknowledged objects survive the death of any process, and after a power cut the store is as it was after some
+    transaction, of which only the last may be missing; "power": that one survives as well, at the price of a second sync per transaction.
+
+    Thread rule: as the contract says; reads run in parallel, and of all writes of all processes one at a time.
+    """
+
+    capabilities: ClassVar = Capabilities(persistent=True, shared=True, bounded=True)
+
+    def __init__(self, path: str, capacity: int, durability: str = "process", env: Env | None = None, mac_key: str | None = None) -> None:
+        env = env or Env()
+        self._gate = CallGate(f"the store in {path}")
+        self._capacity = capacity
+        seal = Seal.from_file(env, mac_key) if mac_key is not None else Seal()
+        self._store: Opened = open_environment(env, path, capacity, seal, last_sync=durability == "power")
+        self._environment = self._store.environment
+        self._tally = Tally(path)
+        self._chores = Chores(self._environment, self._store.budget, self._tally)
+        self._reader = Reader(self._environment, seal, self._chores, self._tally)
+        self._writer = Writer(self._environment, self._store.budget, seal, self._chores, self._tally)
+
+    @classmethod
+    def from_config(cls, section: Mapping[str, Any], context: StoreContext) -> Self:
+        if "address" in section:
+            raise ConfigError(
+                f"'lmdb://{section['address']}...' names a host; write three slashes and the whole path, as in lmdb:///var/lib/tiercache-lmdb"
+            )
+        values = settings_of("lmdb", section, {"path": _path, "capacity": parse_size, "durability": _durability, "mac_key": _path})
+        for name in ("path", "capacity"):
+            if name not in values:
+                raise ConfigError(f"storage type 'lmdb' needs {name!r}, as in lmdb:///var/lib/tiercache-lmdb?capacity=8GiB")
+        return cls(**values, env=context.env)
+
+    def exists(self, keys: Sequence[ObjectKey]) -> list[bool]:
+        with self._gate:
+            return self._reader.present([place_of(key.digest) for key in keys])
+
+    def get(self, items: Sequence[GetItem]) -> list[Outcome]:
+        with self._gate:
+            found = [self._reader.fetch(item) for item in items]
+            damaged = {place_of(i.key.digest): f.number for i, f in zip(items, found, strict=True) if f.outcome is Outcome.CORRUPT}
+            if damaged:
+                self._chores.drop(damaged)
+            self._chores.touch([place_of(i.key.digest) for i, f in zip(items, found, strict=True) if f.outcome is Outcome.HIT])
+            return [f.outcome for f in found]
+
+    def set(self, items: Sequence[SetItem]) -> list[Outcome]:
+        with self._gate:
+            sound = {i: place_of(item.key.digest) for i, item in enumerate(items) if storable(item)}
+            first: dict[bytes, int] = {}
+            for i, place in sound.items():
+                first.setdefault(place, i)
+            there = dict(zip(first, self._reader.present(list(first)), strict=True))
+            stored = self._writer.store({place: items[i] for place, i in first.items() if not there[place]}, list(first))
+            self._chores.touch([place for place in first if there[place]])
+            outcomes = [Outcome.ERROR] * len(items)
+            for i, place in sound.items():
+                outcome = stored.get(place, Outcome.HIT)
+                outcomes[i] = Outcome.HIT if outcome is Outcome.STORED and first[place] != i else outcome
+            return outcomes
+
+    def delete(self, keys: Sequence[ObjectKey]) -> list[bool]:
+        with self._gate:
+            places = dict.fromkeys(place_of(key.digest) for key in keys if len(key.digest) == DIGEST_BYTES)
+            gone = self._chores.remove(list(places))
+            answers: list[bool] = []
+            for key in keys:
+                answers.append(place_of(key.digest) in gone)
+                gone.discard(place_of(key.digest))
+            return answers
+
+    def scan(self, namespace: bytes | None = None, cursor: bytes = b"") -> ScanPage:
+        with self._gate:
+            try:
+                return self._environment.read(partial(self._page, namespace, cursor))
+            except OSError as error:
+                self._tally.failed("a scan", error)
+                return ScanPage([], b"")
+
+    def register_namespace(self, record: NamespaceRecord) -> None:
+        with self._gate:
+            self._chores.register(record)
+
+    def namespaces(self) -> list[NamespaceRecord]:
+        with self._gate:
+            try:
+                known = self._environment.read(self._names)
+            except OSError as error:
+                self._tally.failed("reading the namespaces", error)
+                return []
+            return [NamespaceRecord(name, identity) for name, (_, identity) in known.items() if identity is not None]
+
+    def usage(self) -> Usage:
+        with self._gate:
+            figures: dict[str, int] = {}
+            facts, used = Facts(), self._capacity
+            try:
+                facts, pages = self._environment.read(self._totals)
+                disk = self._store.disk_bytes()
+                # Pages of the file that nothing uses will be used before it grows.
+                used = disk - max(0, self._store.data_bytes() - pages * self._environment.page_bytes)
+                figures = {"map_pages_used": pages, "disk_bytes": disk, "readers": self._environment.readers()}
+            except OSError as error:
+                self._tally.failed("counting what is used", error)
+            figures |= self._tally.figures() | {
+                "evicted": facts.evicted,
+                "corrupt": facts.corrupt,
+                "map_pages": self._store.budget.map_pages,
+                "map_pages_limit": self._store.budget.limit,
+                "recency_waiting": self._chores.waiting(),
+            }
+            return Usage(facts.objects, facts.payload_bytes, used, self._capacity, figures)
+
+    def flush(self) -> None:
+        with self._gate:
+            self._chores.settle()
+            try:
+                self._environment.sync()
+            except OSError as error:
+                raise StorageError(f"the store in {self._store.path} cannot be flushed: {error}") from error
+
+    def close(self) -> None:
+        if self._gate.close():
+            if self._environment.is_ours():
+                self._chores.settle()
+            self._store.close()
+
+    def orphans(self) -> int:
+        """Objects whose page is known and not stored: what a deletion left behind. Walks over all objects; raises OSError."""
+        with self._gate:
+            return audit.orphans(self._environment)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless all databases agree; only when no other thread is inside. Raises OSError where it cannot read."""
+        with self._gate:
+            audit.check(self._environment)
+
+    def _totals(self, txn: Any) -> tuple[Facts, int]:
+        facts, hidden = Facts.unpack(txn.get(FACTS, db=self._environment.facts)), self._chores.hidden(txn)
+        facts = facts._replace(objects=facts.objects - hidden.objects, payload_bytes=facts.payload_bytes - hidden.payload_bytes)
+        return facts, self._environment.used_pages(txn)
+
+    def _page(self, namespace: bytes | None, cursor: bytes, txn: Any) -> ScanPage:
+        names = {number: name for name, (number, _) in self._names(txn).items()}
+        entries: list[ScanEntry] = []
+        seen = 0
+        with txn.cursor(self._environment.objects) as walk:
+            found = walk.set_range(cursor[:DIGEST_BYTES] + b"\0" if cursor else b"\0")
+            while found and seen < _SCAN_PAGE:
+                place = bytes(walk.key())
+                record = Record.unpack(walk.value()) if len(place) == DIGEST_BYTES else None
+                key = record.key(place) if record is not None else None
+                seen += 1
+                if record is not None and key is not None and not self._chores.is_spoiled(place, record.number):
+                    meta = record.meta(names.get(record.namespace, b""))
+                    if namespace in (None, meta.namespace):
+                        entries.append(ScanEntry(key, meta))
+                found = walk.next()
+            return ScanPage(entries, place if found else b"")
+
+    def _names(self, txn: Any) -> dict[bytes, tuple[int, dict[str, str | int] | None]]:
+        with txn.cursor(self._environment.names) as cursor:
+            return {bytes(name): tuple(msgpack.unpackb(value)) for name, value in cursor}
+
+
+def _path(value: Any) -> str:
+    if not isinstance(value, str) or not value.startswith("/"):
+        raise ConfigError(f"{value!r} is not an absolute path; write it like /var/lib/tiercache-lmdb")
+    return value
+
+
+def _durability(value: Any) -> str:
+    if value not in ("process", "power"):
+        raise ConfigError(f"{value!r} is not possible; use 'process' or 'power'")
+    return str(value)

@@ -1,0 +1,45 @@
+"""What went wrong in this process, counted."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from errno import EAGAIN, EDQUOT, ENOSPC
+from threading import Lock
+from typing import Final
+
+from tiercache.core import Outcome
+
+_log = logging.getLogger(__name__)
+
+_KINDS: Final = {ENOSPC: "full", EDQUOT: "full", EAGAIN: "busy"}
+"""What may pass: a full disk or map, and another writer that does not get on."""
+
+
+class Tally:
+    """Counts of this process: of calls that met a `full` disk or map, a `busy` store, or other `failures`.
+
+    Thread rule: any thread may call.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path: Final = path
+        self._mutex = Lock()
+        self._counts: Counter[str] = Counter()
+
+    def count(self, what: str, by: int = 1) -> None:
+        """It happened so many times more."""
+        with self._mutex:
+            self._counts[what] += by
+
+    def failed(self, what: str, error: OSError) -> Outcome:
+        """The outcome of what a failure hit. What may pass is a set that comes back later."""
+        kind = _KINDS.get(error.errno or 0, "failures")
+        self.count(kind)
+        _log.warning("%s in %s failed: %s", what, self._path, error)
+        return Outcome.ERROR if kind == "failures" else Outcome.THROTTLED
+
+    def figures(self) -> dict[str, int]:
+        """All counts."""
+        with self._mutex:
+            return {"full": 0, "busy": 0, "failures": 0, **self._counts}

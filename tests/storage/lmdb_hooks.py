@@ -1,0 +1,106 @@
+"""The conformance hooks of the `lmdb` store: how to open it, and how to write behind its back."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from errno import ENOSPC
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tiercache_backends.lmdb import LmdbBackend
+from tiercache_backends.lmdb.records import Record, part_key, place_of
+
+from tests.storage.backends import copy_tree
+from tiercache.core import ObjectKey
+from tiercache.storage.base import StorageBackend
+from tiercache.storage.wrappers import unwrap
+from tiercache.testing.conformance import BackendConformance
+from tiercache.testing.faults import FaultEnv
+
+
+class LmdbHooks(BackendConformance):
+    """There is no `truncate`: a process that reads a mapped file behind its end is ended by the system, whatever it does."""
+
+    env: FaultEnv
+
+    def open_store(self, path: Path, capacity: int | None = None) -> StorageBackend:
+        self.env = FaultEnv()
+        return LmdbBackend(str(path), capacity or self.large, env=self.env)
+
+    def corrupt(self, store: StorageBackend, k: ObjectKey) -> None:
+        self.flip(store, k, 0)
+
+    def flip(self, store: StorageBackend, k: ObjectKey, bit: int) -> None:
+        for offset, size in locate(store, k):
+            if bit < size * 8:
+                flip(data_file(store), offset + bit // 8, 1 << bit % 8)
+                return
+            bit -= size * 8
+
+    def swap(self, store: StorageBackend, a: ObjectKey, b: ObjectKey) -> None:
+        fd = os.open(data_file(store), os.O_RDWR)
+        for (x, size), (y, other) in zip(locate(store, a), locate(store, b), strict=True):
+            assert size == other
+            one, two = os.pread(fd, size, x), os.pread(fd, size, y)
+            os.pwrite(fd, two, x)
+            os.pwrite(fd, one, y)
+        os.close(fd)
+
+    def check(self, store: StorageBackend) -> None:
+        lmdb_of(store).check_integrity()
+
+    def kill(self, store: StorageBackend, path: Path, capacity: int | None = None) -> StorageBackend:
+        left = path.with_name(path.name + ".left")
+        copy_tree(path, left)
+        store.close()
+        shutil.rmtree(path)
+        left.rename(path)
+        return self.open_store(path, capacity)
+
+    def fill_disk(self, store: StorageBackend) -> None:
+        self.env.fail("commit", times=1_000_000, error=ENOSPC)
+
+    def free_disk(self, store: StorageBackend) -> None:
+        self.env.clear()
+
+
+def lmdb_of(store: StorageBackend) -> LmdbBackend:
+    inner = unwrap(store)
+    assert isinstance(inner, LmdbBackend)
+    return inner
+
+
+def flip(path: str, offset: int, mask: int) -> None:
+    """Change bits of a byte of a file."""
+    fd = os.open(path, os.O_RDWR)
+    [value] = os.pread(fd, 1, offset)
+    os.pwrite(fd, bytes([value ^ mask]), offset)
+    os.close(fd)
+
+
+def data_file(store: StorageBackend) -> str:
+    """LMDB's file."""
+    return os.path.join(lmdb_of(store)._environment.path, "data.mdb")
+
+
+def locate(store: StorageBackend, k: ObjectKey) -> list[tuple[int, int]]:
+    """Where the pieces of an object lie in LMDB's file, as (offset, bytes): their addresses, less where the file is mapped."""
+    environment = lmdb_of(store)._environment
+    with open("/proc/self/maps") as maps:
+        ours = [line.split()[0] for line in maps if line.rstrip().endswith(os.path.realpath(data_file(store)))]
+    bases = [int(bounds.split("-")[0], 16) for bounds in ours]
+
+    def pieces(txn: Any) -> list[tuple[int, int]]:
+        record = Record.unpack(txn.get(place_of(k.digest), db=environment.objects))
+        assert record is not None
+        found = []
+        part = 0
+        while (value := txn.get(part_key(record.number, part), db=environment.parts)) is not None:
+            address = np.frombuffer(value, np.uint8).ctypes.data
+            found.append((address - max(base for base in bases if base <= address), len(value)))
+            part += 1
+        return found
+
+    return environment.read(pieces)
