@@ -26,6 +26,7 @@ from tests.storage.lmdb_hooks import LmdbHooks, data_file, flip, locate
 from tests.storage.sharer import size_of
 from tiercache.core import Outcome, PoolName
 from tiercache.errors import ClosedError, ConfigError, StorageError, StoreFormatError
+from tiercache.storage.checksum import Seal
 from tiercache.storage.env import Env
 from tiercache.storage.registry import open_backend
 from tiercache.testing.faults import FaultEnv
@@ -469,7 +470,7 @@ def test_a_mac_finds_what_a_checksum_would_pass(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_bytes(os.urandom(32))
     secret.chmod(0o600)
-    with opened(tmp_path / "s", mac_key=str(secret)) as store:
+    with opened(tmp_path / "s", seal=Seal.from_file(Env(), str(secret))) as store:
         assert put(store, key("a"), payload("a", 200_000)) is STORED
         assert put(store, key("b"), payload("b", 200_000)) is STORED
         environment = store._environment
@@ -481,7 +482,7 @@ def test_a_mac_finds_what_a_checksum_would_pass(tmp_path: Path) -> None:
         assert fetch(store, key("a"), 200_000) is CORRUPT
     with pytest.raises(StoreFormatError, match="made with a MAC key"):
         opened(tmp_path / "s")
-    with opened(tmp_path / "s", mac_key=str(secret)) as store:
+    with opened(tmp_path / "s", seal=Seal.from_file(Env(), str(secret))) as store:
         assert fetch(store, key("b"), 200_000) == payload("b", 200_000)
 
 

@@ -111,6 +111,10 @@ class Env:
         """Take the shared lock of an open file, or turn an exclusive one into it; False where another open file has it exclusively."""
         return _flock(fd, fcntl.LOCK_SH)
 
+    def unlock(self, fd: int) -> None:
+        """Give up the lock of an open file, also for descriptors of it that a forked process inherited."""
+        fcntl.flock(fd, fcntl.LOCK_UN)
+
     def commit(self, transaction: Transaction) -> None:
         """Commit a catalog's transaction: the one place where a database, and not this class, writes."""
         transaction.commit()

@@ -28,7 +28,7 @@ from tiercache.storage.vectors import take, total
 
 CALLS: Final = (
     "open", "close", "preadv", "pwritev", "fdatasync", "fsync", "forget", "cached", "fallocate", "ftruncate", "unlink", "rename", "mkdir",
-    "chmod", "listdir", "lstat", "fstat", "statvfs", "try_lock", "try_share", "commit", "run",
+    "chmod", "listdir", "lstat", "fstat", "statvfs", "try_lock", "try_share", "unlock", "commit", "run",
 )  # fmt: skip
 """The calls that can be given rules: everything that touches the disk."""
 
@@ -108,9 +108,11 @@ class FaultEnv(Env):
         return rule
 
     def fail(self, call: str, *, at: int = 1, times: int = 1, error: int = errors.EIO) -> Rule:
-        """Raise OSError(`error`) without making the call."""
+        """Raise OSError(`error`) without making the call; a descriptor is closed all the same, as Linux does it."""
 
-        def effect(_call: Call, _arguments: tuple[Any, ...]) -> Any:
+        def effect(real: Call, arguments: tuple[Any, ...]) -> Any:
+            if call == "close":
+                real(*arguments)
             raise OSError(error, os.strerror(error))
 
         return self.add(call, effect, at=at, times=times)

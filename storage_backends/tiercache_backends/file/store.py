@@ -9,15 +9,14 @@ the disk works, but for the catalog's writer lock and the one that lets a single
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from errno import EDQUOT, EIO, ENOSPC
 from threading import Lock
 from typing import Any, ClassVar, Final, Self
 
-from tiercache.config import parse_size
 from tiercache.core import BLOCK_ALIGN, ObjectKey, Outcome, PoolName
-from tiercache.errors import ConfigError, StorageError
+from tiercache.errors import StorageError
 from tiercache.policy import Lru, Policy, policy_named
 from tiercache.storage.base import (
     Capabilities,
@@ -33,7 +32,6 @@ from tiercache.storage.base import (
 from tiercache.storage.checksum import NO_MAC, Seal, Sealed
 from tiercache.storage.env import Env
 from tiercache.storage.gate import CallGate
-from tiercache.storage.registry import settings_of
 from tiercache.storage.vectors import usable
 from tiercache_backends.file.catalog import MAX_EXTENTS, Catalog
 from tiercache_backends.file.holdings import Claim, Claims, Departure, Holdings, Pin, blocks_for
@@ -43,6 +41,7 @@ from tiercache_backends.file.shares import divide, slab_blocks_for
 from tiercache_backends.file.slabs import Slabs, goes_direct
 from tiercache_backends.file.space import Extent
 from tiercache_backends.local.directory import StoreDirectory, sync_directory
+from tiercache_backends.local.settings import between, local_settings, one_of
 
 _log = logging.getLogger(__name__)
 
@@ -106,19 +105,10 @@ class FileBackend(StorageBackend):
 
     @classmethod
     def from_config(cls, section: Mapping[str, Any], context: StoreContext) -> Self:
-        if "address" in section:
-            raise ConfigError(
-                f"'file://{section['address']}...' names a host; write three slashes and the whole path, as in file:///var/lib/tiercache"
-            )
-        values = settings_of("file", section, {
-            "path": absolute_path, "capacity": parse_size, "durability": _one_of("process", "power"), "io": _one_of("auto", "buffered"),
-            "io_threads": _thread_count, "mac_key": absolute_path, "policy": _policy,
-        })  # fmt: skip
-        for name in ("path", "capacity"):
-            if name not in values:
-                raise ConfigError(f"storage type 'file' needs {name!r}, as in file:///var/lib/tiercache?capacity=200GiB")
-        if "mac_key" in values:
-            values["seal"] = Seal.from_file(context.env, values.pop("mac_key"))
+        values = local_settings(
+            "file", section, context, "file:///var/lib/tiercache?capacity=200GiB",
+            io=one_of("auto", "buffered"), io_threads=between(1, _MOST_IO_THREADS, "threads"), policy=_policy,
+        )  # fmt: skip
         return cls(**values, env=context.env)
 
     def exists(self, keys: Sequence[ObjectKey]) -> list[bool]:
@@ -460,28 +450,6 @@ class FileBackend(StorageBackend):
 
 def _wanted(index: int, item: SetItem) -> tuple[int, bytes, bytes | None, int]:
     return index, item.key.digest, item.meta.parent, blocks_for(item.meta.length)
-
-
-def absolute_path(value: Any) -> str:
-    """A setting that is an absolute path; raises ConfigError."""
-    if not isinstance(value, str) or not value.startswith("/"):
-        raise ConfigError(f"{value!r} is not an absolute path; write it like /var/lib/tiercache")
-    return value
-
-
-def _one_of(*choices: str) -> Callable[[Any], str]:
-    def parse(value: Any) -> str:
-        if value not in choices:
-            raise ConfigError(f"{value!r} is not possible; use {' or '.join(map(repr, choices))}")
-        return str(value)
-
-    return parse
-
-
-def _thread_count(value: Any) -> int:
-    if not str(value).isascii() or not str(value).isdigit() or not 1 <= int(value) <= _MOST_IO_THREADS:
-        raise ConfigError(f"{value!r} is not a number of threads; use 1 to {_MOST_IO_THREADS}")
-    return int(value)
 
 
 def _policy(value: Any) -> Policy:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import stat
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
@@ -15,7 +13,7 @@ from tiercache.storage.env import Env
 from tiercache_backends.lmdb.budget import Budget, capacity_for, map_bytes
 from tiercache_backends.lmdb.environment import Environment
 from tiercache_backends.lmdb.records import SIZE, Size
-from tiercache_backends.local.directory import StoreDirectory
+from tiercache_backends.local.directory import StoreDirectory, tree_bytes
 
 _log = logging.getLogger(__name__)
 
@@ -45,21 +43,17 @@ class Opened:
 
     def disk_bytes(self) -> int:
         """Bytes that the directory and everything in it take on the disk now; raises OSError."""
-        return _tree_bytes(self.env, self.path)
+        return tree_bytes(self.env, self.path)
 
     def data_bytes(self) -> int:
         """Bytes on the disk of LMDB's file, which grows up to the map and never shrinks; raises OSError."""
-        return _tree_bytes(self.env, os.path.join(self.directory.database, "data.mdb"))
+        return tree_bytes(self.env, os.path.join(self.directory.database, "data.mdb"))
 
     def close(self) -> None:
         """Close the environment and give up the directory. In a forked child both are the parent's and stay as they are."""
         if self.environment.is_ours():
             sound = self.environment.close()
-            if not sound:
-                # Without it the next opener does not take the data on trust.
-                with suppress(OSError):
-                    self.env.unlink(self.directory.at("state"))
-            self.directory.release(clean=sound)
+            self.directory.release(clean=sound, suspect=not sound)
 
 
 def open_environment(env: Env, path: str, capacity: int, seal: Seal, *, last_sync: bool) -> Opened:
@@ -122,18 +116,8 @@ def _trim_aside(env: Env, directory: StoreDirectory, capacity: int) -> None:
     """Remove data that were put aside as damaged where they would leave too little room."""
     aside = directory.database + ".damaged"
     name = os.path.basename(aside)
-    if directory.stat(name) is None or _tree_bytes(env, aside) <= capacity // _ASIDE_SHARE:
+    if directory.stat(name) is None or tree_bytes(env, aside) <= capacity // _ASIDE_SHARE:
         return
     _log.warning("%s takes too much of the store's capacity and is removed", aside)
     for inner in env.listdir(aside):
         env.unlink(os.path.join(aside, inner))
-
-
-def _tree_bytes(env: Env, path: str) -> int:
-    """Bytes on the disk; what goes meanwhile counts as nothing."""
-    try:
-        found = env.lstat(path)
-        inner = env.listdir(path) if stat.S_ISDIR(found.st_mode) else []
-    except FileNotFoundError:
-        return 0
-    return found.st_blocks * 512 + sum(_tree_bytes(env, os.path.join(path, name)) for name in inner)

@@ -9,6 +9,7 @@ process that writes was stopped.
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from errno import EAGAIN
 from threading import Lock
 from typing import Final
@@ -51,6 +52,8 @@ class Queue:
             raise
 
     def __exit__(self, *exc: object) -> None:
+        with suppress(OSError):  # a process that was forked meanwhile has the descriptor too
+            self._env.unlock(self._fd)
         let_go(self._env, self._fd)
         self._ours.release()
 

@@ -14,9 +14,8 @@ from typing import Any, ClassVar, Final, Self
 
 import msgpack
 
-from tiercache.config import parse_size
 from tiercache.core import ObjectKey, Outcome
-from tiercache.errors import ConfigError, StorageError
+from tiercache.errors import StorageError
 from tiercache.storage.base import (
     DIGEST_BYTES,
     Capabilities,
@@ -33,7 +32,6 @@ from tiercache.storage.base import (
 from tiercache.storage.checksum import Seal
 from tiercache.storage.env import Env
 from tiercache.storage.gate import CallGate
-from tiercache.storage.registry import settings_of
 from tiercache_backends.lmdb import audit
 from tiercache_backends.lmdb.chores import Chores
 from tiercache_backends.lmdb.opening import Opened, open_environment
@@ -41,6 +39,7 @@ from tiercache_backends.lmdb.reading import Reader
 from tiercache_backends.lmdb.records import FACTS, Facts, Record, place_of
 from tiercache_backends.lmdb.tally import Tally
 from tiercache_backends.lmdb.writing import Writer
+from tiercache_backends.local.settings import local_settings
 
 _SCAN_PAGE: Final = 1024
 
@@ -61,11 +60,10 @@ class LmdbBackend(StorageBackend):
 
     capabilities: ClassVar = Capabilities(persistent=True, shared=True, bounded=True)
 
-    def __init__(self, path: str, capacity: int, durability: str = "process", env: Env | None = None, mac_key: str | None = None) -> None:
-        env = env or Env()
+    def __init__(self, path: str, capacity: int, durability: str = "process", env: Env | None = None, *, seal: Seal | None = None) -> None:
+        env, seal = env or Env(), seal or Seal()
         self._gate = CallGate(f"the store in {path}")
         self._capacity = capacity
-        seal = Seal.from_file(env, mac_key) if mac_key is not None else Seal()
         self._store: Opened = open_environment(env, path, capacity, seal, last_sync=durability == "power")
         self._environment = self._store.environment
         self._tally = Tally(path)
@@ -75,14 +73,7 @@ class LmdbBackend(StorageBackend):
 
     @classmethod
     def from_config(cls, section: Mapping[str, Any], context: StoreContext) -> Self:
-        if "address" in section:
-            raise ConfigError(
-                f"'lmdb://{section['address']}...' names a host; write three slashes and the whole path, as in lmdb:///var/lib/tiercache-lmdb"
-            )
-        values = settings_of("lmdb", section, {"path": _path, "capacity": parse_size, "durability": _durability, "mac_key": _path})
-        for name in ("path", "capacity"):
-            if name not in values:
-                raise ConfigError(f"storage type 'lmdb' needs {name!r}, as in lmdb:///var/lib/tiercache-lmdb?capacity=8GiB")
+        values = local_settings("lmdb", section, context, "lmdb:///var/lib/tiercache-lmdb?capacity=8GiB")
         return cls(**values, env=context.env)
 
     def exists(self, keys: Sequence[ObjectKey]) -> list[bool]:
@@ -215,15 +206,3 @@ class LmdbBackend(StorageBackend):
     def _names(self, txn: Any) -> dict[bytes, tuple[int, dict[str, str | int] | None]]:
         with txn.cursor(self._environment.names) as cursor:
             return {bytes(name): tuple(msgpack.unpackb(value)) for name, value in cursor}
-
-
-def _path(value: Any) -> str:
-    if not isinstance(value, str) or not value.startswith("/"):
-        raise ConfigError(f"{value!r} is not an absolute path; write it like /var/lib/tiercache-lmdb")
-    return value
-
-
-def _durability(value: Any) -> str:
-    if value not in ("process", "power"):
-        raise ConfigError(f"{value!r} is not possible; use 'process' or 'power'")
-    return str(value)

@@ -44,6 +44,16 @@ def sync_directory(env: Env, path: str) -> None:
         let_go(env, fd)
 
 
+def tree_bytes(env: Env, path: str) -> int:
+    """Bytes that a path and everything below it take on the disk; what goes meanwhile counts as nothing. Raises OSError."""
+    try:
+        found = env.lstat(path)
+        inner = env.listdir(path) if stat.S_ISDIR(found.st_mode) else []
+    except FileNotFoundError:
+        return 0
+    return found.st_blocks * 512 + sum(tree_bytes(env, os.path.join(path, name)) for name in inner)
+
+
 class StoreDirectory:
     """One directory, held by this object from `claim` to `release`.
 
@@ -133,13 +143,19 @@ class StoreDirectory:
         self._close(self._opening_fd)
         self._opening_fd = None
 
-    def release(self, *, clean: bool) -> None:
-        """Give up the ownership. `clean`: the environment was closed in order, and the next owner need not check it."""
+    def release(self, *, clean: bool, suspect: bool = False) -> None:
+        """Give up the ownership.
+
+        `clean`: the environment was closed in order, and the next owner need not check it; `suspect`: it must, even within this boot.
+        """
         try:
-            if clean and (not self._shared or self._is_last()) and (found := self._data()) is not None:
+            if suspect:
+                with suppress(FileNotFoundError):
+                    self._env.unlink(self.at("state"))
+            elif clean and (not self._shared or self._is_last()) and (found := self._data()) is not None:
                 self._write("state", {"boot_id": self._env.boot_id(), "database": [found.st_size, found.st_mtime_ns]})
         except OSError as error:
-            _log.warning("%s cannot be marked as closed in order, so its database will be checked: %s", self.path, error)
+            _log.warning("%s cannot be marked as it was left: %s", self.path, error)
         finally:
             self._let_go()
 
@@ -151,7 +167,7 @@ class StoreDirectory:
     def foreign_bytes(self, own: Iterable[str] = ()) -> int:
         """Bytes of what else lies in the directory, beside the parts named `own`; they count towards a cap as well."""
         ours = {"LOCK", "OPENING", "format", "state", os.path.basename(self.database), *own}
-        return sum(self._tree_bytes(self.at(name)) for name in self._env.listdir(self.path) if name not in ours)
+        return sum(tree_bytes(self._env, self.at(name)) for name in self._env.listdir(self.path) if name not in ours)
 
     def stat(self, name: str) -> os.stat_result | None:
         """A regular file or a directory of ours; raises StorageError for a link or anything else."""
@@ -277,11 +293,6 @@ class StoreDirectory:
 
     def _data(self) -> os.stat_result | None:
         return self.stat(os.path.join(os.path.basename(self.database), "data.mdb"))
-
-    def _tree_bytes(self, path: str) -> int:
-        found = self._env.lstat(path)
-        inner = self._env.listdir(path) if stat.S_ISDIR(found.st_mode) else []
-        return found.st_blocks * 512 + sum(self._tree_bytes(os.path.join(path, name)) for name in inner)
 
     def _make(self, path: str, *, parents: bool = False) -> None:
         """Make a directory of ours, or find one there; raises StorageError where something else is in its place."""
