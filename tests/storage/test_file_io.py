@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from tiercache_backends.file import FileBackend
+from tiercache_backends.file.pace import Pace
 
 from tiercache.core import ObjectMeta, Outcome
 from tiercache.errors import ConfigError, StorageError, StoreFormatError
@@ -91,16 +92,38 @@ def test_the_page_cache_is_used_where_it_helps_and_left_alone_where_it_does_not(
     with FileBackend(str(real_disk), CAPACITY, env=env) as store:
         env.doors("")
         assert put_aligned(store, "a", size) is STORED
-        assert set(env.doors("pwritev")) == {"direct"}, "blocks that are not cached are written past the cache"
+        assert set(env.doors("pwritev")) == {"buffered"}
         assert get_aligned(store, "a", size) == payload("a", size)
-        assert set(env.doors("preadv")) == {"direct"}
-        assert get_aligned(store, "a", size) == payload("a", size)
-        assert set(env.doors("preadv")) == {"buffered"}, "what is read again is let into the cache"
+        assert set(env.doors("preadv")) == {"buffered"}, "what is in the cache is read there"
         store.delete([key("a")])
-        assert put_aligned(store, "b", size) is STORED
-        assert set(env.doors("pwritev")) == {"buffered"}, "cached blocks are overwritten where they are"
+        put_aligned(store, "b", size)
         drop_caches(real_disk)
+        env.doors("")
         assert get_aligned(store, "b", size) == payload("b", size)
+        assert set(env.doors("preadv")) == {"direct"}, "what is not comes from the device"
+        assert get_aligned(store, "b", size) == payload("b", size)
+        assert set(env.doors("preadv")) == {"buffered"}, "what is read again is let into the cache"
+        drop_caches(real_disk)
+        for direct, seconds in ((False, 10.0), (True, 1.0)):
+            store._mover._pace.note(direct, 1 << 30, seconds)
+        assert put_aligned(store, "c", size) is STORED
+        assert set(env.doors("pwritev")) == {"direct"}, "that way was the faster one"
+        assert get_aligned(store, "c", size) == payload("c", size)
+
+
+def test_the_pace_of_both_ways_is_watched() -> None:
+    pace = Pace()
+    assert not pace.chooses_direct(), "the way through the cache is tried first"
+    pace.note(False, 1 << 30, 1.0)
+    assert pace.chooses_direct(), "then the other"
+    pace.note(True, 1 << 30, 0.5)
+    choices = [pace.chooses_direct() for _ in range(64)]
+    assert choices.count(False) == 2, "the slower one is tried now and then"
+    for _ in range(10):
+        pace.note(True, 1 << 30, 100.0)
+    assert sum(pace.chooses_direct() for _ in range(64)) == 2, "the disk became slow"
+    pace.note(False, 4096, 1000.0)
+    assert sum(pace.chooses_direct() for _ in range(64)) == 2, "a small write says nothing"
 
 
 def test_buffers_that_the_device_cannot_take_go_through_the_cache(real_disk: Path) -> None:

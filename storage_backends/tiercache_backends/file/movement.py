@@ -1,8 +1,7 @@
-"""Moves objects between buffers and slabs: which calls, through which door, on which threads.
+"""Moves objects between buffers and slabs: through which door, on which threads.
 
-Objects that lie side by side move in one vectored call. What is in the page cache is read and overwritten there, at memory speed, on the
-caller's thread; what is not goes past it with O_DIRECT on several threads, at the device's speed and without pushing others out. An object
-that is read for the second time is let into the page cache.
+What is in the page cache is read and overwritten there, at memory speed. What is not is read past it with O_DIRECT on several threads, at
+the device's speed and without pushing others out, unless it is read for the second time; and it is written whichever way is faster.
 """
 
 from __future__ import annotations
@@ -10,90 +9,26 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from errno import EINVAL
 from mmap import mmap
-from operator import attrgetter
 from threading import Lock
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, TypeVar
 
 from tiercache.core import BLOCK_ALIGN
-from tiercache.storage.checksum import Proof
 from tiercache.storage.env import Env
-from tiercache.storage.vectors import IOV_MAX, read_all, take, total, write_all
+from tiercache.storage.vectors import read_all, write_all
+from tiercache_backends.file.pace import Pace
+from tiercache_backends.file.runs import Movement, Run, runs_of, shares_of
 from tiercache_backends.file.slabs import Slabs
-from tiercache_backends.file.space import Extent
 
 T = TypeVar("T")
 
-_CACHED_BYTES: Final = 256 << 10
-"""Of one read from the page cache: a checksum over bytes that are still in the processor's cache costs less."""
-_DEVICE_BYTES: Final = 1 << 20
-"""Of one call past the page cache: large enough for a device's full speed, small enough that eight of them share an object."""
-_SHARE_BYTES: Final = 4 << 20
 _CACHE_THREADS: Final = 2
 """For the page cache: one copies while the other computes checksums. More would take cores from those who compute tokens."""
 _PAD: Final = memoryview(mmap(-1, BLOCK_ALIGN))
 """Takes in what lies between a payload's end and its block's end, where the caller's buffers do not. Nobody reads it."""
 _SECTOR: Final = 512
 _ZEROS: Final = memoryview(bytes(BLOCK_ALIGN))
-
-
-@dataclass(slots=True)
-class Movement:
-    """One object on its way. `error` and `short` say how a call ended; where all went well the proof has seen all of the payload.
-
-    Thread rule: a movement belongs to one thread at a time; `left` and `pending` are guarded by its Mover's lock.
-    """
-
-    extents: tuple[Extent, ...]
-    buffers: Sequence[memoryview]
-    length: int
-    proof: Proof | None = None
-    reused: bool = False
-    error: OSError | None = None
-    short: bool = False
-    left: int = 0
-    pending: list[list[memoryview]] = field(default_factory=list)
-
-    @property
-    def failed(self) -> bool:
-        """Did a call not do all that it should?"""
-        return self.short or self.error is not None
-
-
-class Part(NamedTuple):
-    """What one object contributes to a run: the buffers that move, whole blocks of them, and what of those is payload."""
-
-    movement: Movement
-    payload: list[memoryview]
-    views: list[memoryview]
-
-
-@dataclass(slots=True)
-class Run:
-    """Adjacent blocks that one call moves.
-
-    Thread rule: one thread at a time.
-    """
-
-    start: int
-    blocks: int
-    parts: list[Part]
-    views: list[memoryview]
-
-    @property
-    def is_whole(self) -> bool:
-        """Does it hold all of every object that it has a part of?"""
-        return all(total(part.payload) == part.movement.length for part in self.parts)
-
-    def apart(self) -> list[Run]:
-        """A run for each part, so that a bad block hurts one object only."""
-        runs, start = [], self.start
-        for part in self.parts:
-            runs.append(Run(start, total(part.views) // BLOCK_ALIGN, [part], part.views))
-            start += runs[-1].blocks
-        return runs
 
 
 class Mover:
@@ -109,24 +44,26 @@ class Mover:
         self._threads = threads
         self._pool = ThreadPoolExecutor(threads, "tiercache-file")
         self._mutex = Lock()
+        self._pace = Pace()
 
     def write(self, movements: Sequence[Movement]) -> None:
         """Write whole blocks: the payload, and behind it what the buffers hold there, else zeros. The proofs see it on its way."""
-        device: list[Run] = []
+        uncached: list[Run] = []
 
         def write(runs: list[Run]) -> None:
             for run in runs:
-                direct = not self._cached(run)
+                cached = self._cached(run)
                 # What a run holds whole is shown by the thread that writes it; of what is cut up the pieces are shown in their order.
-                if not (direct and run.is_whole):
+                if cached or not run.is_whole:
                     self._show(run)
-                if direct:
-                    device.append(run)
-                else:
+                if cached:
                     self._write(run, direct=False)
+                else:
+                    uncached.append(run)
 
-        self._spread(write, _shares(self._runs(movements, _DEVICE_BYTES, _ZEROS)), _CACHE_THREADS)
-        self._spread(self._write_device, device, self._threads)
+        self._spread(write, shares_of(runs_of(movements, _ZEROS, self._slabs.slab_blocks)), _CACHE_THREADS)
+        if uncached:
+            self._write_uncached(uncached)
 
     def read(self, movements: Sequence[Movement]) -> None:
         """Fill the buffers up to the payload's length, and perhaps what they hold behind it, and show the payload to the proofs."""
@@ -143,44 +80,25 @@ class Mover:
                     movement.pending.append(payload)
                 cold.append(run)
 
-        self._spread(read, _shares(self._runs(movements, _CACHED_BYTES, _PAD)), _CACHE_THREADS)
-        # Two threads may have found them out of order.
-        cold.sort(key=attrgetter("start"))
-        self._spread(self._read_cold, _joined(cold, self._slabs.slab_blocks), self._threads)
+        self._spread(read, shares_of(runs_of(movements, _PAD, self._slabs.slab_blocks)), _CACHE_THREADS)
+        self._spread(self._read_cold, cold, self._threads)
 
     def close(self) -> None:
         """End the threads. Call it when nobody is inside."""
         self._pool.shutdown()
 
-    def _runs(self, movements: Sequence[Movement], limit: int, filler: memoryview) -> Iterable[Run]:
-        """Cut objects into parts of at most `limit` bytes, and join those of neighbours up to that size."""
-        run = Run(0, 0, [], [])
-        most = limit // BLOCK_ALIGN
-        for movement in movements:
-            done = 0
-            for start, count in movement.extents:
-                end = start + count
-                while start < end:
-                    room = most - run.blocks
-                    adjacent = run.blocks and run.start + run.blocks == start and start % self._slabs.slab_blocks
-                    if not adjacent or room < min(end - start, most) or len(run.views) + len(movement.buffers) >= IOV_MAX:
-                        if run.blocks:
-                            yield run
-                        run, room = Run(start, 0, [], []), most
-                    step = min(end - start, room)
-                    part = _part(movement, done, step * BLOCK_ALIGN, filler)
-                    run.parts.append(part)
-                    run.views += part.views
-                    run.blocks += step
-                    done += step * BLOCK_ALIGN
-                    start += step
-        if run.blocks:
-            yield run
+    def _write_uncached(self, runs: Sequence[Run]) -> None:
+        """Write blocks that are not in the page cache, through it or past it: the way that has been faster lately."""
 
-    def _write_device(self, run: Run) -> None:
-        if run.is_whole:
-            self._show(run)
-        self._write(run, direct=True)
+        def write(run: Run) -> None:
+            if run.is_whole:
+                self._show(run)
+            self._write(run, direct=direct)
+
+        direct = self._pace.chooses_direct()
+        started = self._env.monotonic()
+        self._spread(write, runs, self._threads if direct else _CACHE_THREADS)
+        self._pace.note(direct, sum(run.blocks for run in runs) * BLOCK_ALIGN, self._env.monotonic() - started)
 
     def _write(self, run: Run, *, direct: bool) -> None:
         slab, offset = self._slabs.slab(run), self._slabs.offset(run)
@@ -267,48 +185,3 @@ class Mover:
             # One that never began is not waited for: threads that hang in another call's disk must not hold this one up.
             if not helper.cancel():
                 helper.result()
-
-
-def _shares(runs: Iterable[Run]) -> list[list[Run]]:
-    """Runs in shares that are worth a thread's while, each with whole objects only: the proof of an object sees its bytes in order."""
-    shares: list[list[Run]] = []
-    blocks = _SHARE_BYTES // BLOCK_ALIGN
-    held = blocks
-    last: Movement | None = None
-    for run in runs:
-        if held >= blocks and run.parts[0].movement is not last:
-            shares.append([])
-            held = 0
-        shares[-1].append(run)
-        held += run.blocks
-        last = run.parts[-1].movement
-    return shares
-
-
-def _part(movement: Movement, start: int, size: int, filler: memoryview) -> Part:
-    """Bytes [start, start + size) of an object's blocks."""
-    buffers, length, end = movement.buffers, movement.length, start + size
-    if end <= length:
-        views = take(buffers, start, end)
-        return Part(movement, views, views)
-    payload = take(buffers, start, length)
-    whole = total(buffers) >= end
-    return Part(movement, payload, take(buffers, start, end) if whole else [*payload, filler[: end - length]])
-
-
-def _joined(runs: Sequence[Run], slab_blocks: int) -> list[Run]:
-    """The same, with neighbours joined into calls that suit a device."""
-    joined: list[Run] = []
-    for run in runs:
-        last = joined[-1] if joined else None
-        if (
-            last is not None
-            and last.start + last.blocks == run.start
-            and run.start % slab_blocks
-            and (last.blocks + run.blocks) * BLOCK_ALIGN <= _DEVICE_BYTES
-            and len(last.views) + len(run.views) <= IOV_MAX
-        ):
-            joined[-1] = Run(last.start, last.blocks + run.blocks, last.parts + run.parts, last.views + run.views)
-        else:
-            joined.append(run)
-    return joined

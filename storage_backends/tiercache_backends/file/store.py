@@ -11,8 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from errno import EDQUOT, EIO, ENOSPC
-from threading import Lock
+from errno import EIO
 from typing import Any, ClassVar, Final, Self
 
 from tiercache.core import BLOCK_ALIGN, ObjectKey, Outcome, PoolName
@@ -29,17 +28,18 @@ from tiercache.storage.base import (
     Usage,
     storable,
 )
-from tiercache.storage.checksum import NO_MAC, Seal, Sealed
+from tiercache.storage.checksum import Seal
 from tiercache.storage.env import Env
 from tiercache.storage.gate import CallGate
 from tiercache.storage.vectors import usable
-from tiercache_backends.file.catalog import MAX_EXTENTS, Catalog
-from tiercache_backends.file.holdings import Claim, Claims, Departure, Holdings, Pin, blocks_for
-from tiercache_backends.file.movement import Movement, Mover
-from tiercache_backends.file.objects import Facts
+from tiercache_backends.file.catalog import Catalog
+from tiercache_backends.file.holdings import Holdings, Pin, blocks_for
+from tiercache_backends.file.movement import Mover
+from tiercache_backends.file.removal import Removal
+from tiercache_backends.file.runs import Movement
 from tiercache_backends.file.shares import divide, slab_blocks_for
 from tiercache_backends.file.slabs import Slabs, goes_direct
-from tiercache_backends.file.space import Extent
+from tiercache_backends.file.writing import BATCH, Writer
 from tiercache_backends.local.directory import StoreDirectory, sync_directory
 from tiercache_backends.local.settings import between, local_settings, one_of
 
@@ -47,13 +47,7 @@ _log = logging.getLogger(__name__)
 
 KIND: Final = "tiercache.file"
 VERSION: Final = 2
-_BATCH: Final = 4096
-"""Objects per catalog transaction."""
 _SCAN_PAGE: Final = 1024
-_LOW_WATER: Final = 64
-"""Below 1/64 of its blocks free, a store evicts along with the next set, in the same transaction: no set then has to wait for blocks."""
-_FEW: Final = 1024
-"""Objects that one such eviction gives up at most, so that nobody waits long for it."""
 _IO_THREADS: Final = 8
 _MOST_IO_THREADS: Final = 64
 
@@ -84,11 +78,8 @@ class FileBackend(StorageBackend):
     ) -> None:
         self._env = env or Env()
         self._capacity = capacity
-        self._power = durability == "power"
         self._seal = seal or Seal()
         self._gate = CallGate(f"the store in {path}")
-        self._growth = Lock()
-        self._cramped = False
         self._flushed = 0
         self._doubtful = False
         self._directory = StoreDirectory(self._env, path, kind=KIND, version=VERSION, database="catalog")
@@ -96,7 +87,7 @@ class FileBackend(StorageBackend):
         with ExitStack() as undo:
             undo.callback(self._directory.release, clean=False)
             try:
-                self._open(undo, io, io_threads, policy or Lru())
+                self._open(undo, durability, io, io_threads, policy or Lru())
             except OSError as error:
                 if isinstance(error, StorageError):
                     raise
@@ -121,18 +112,18 @@ class FileBackend(StorageBackend):
             try:
                 return self._read(items, pins)
             finally:
-                self._settle(self._holdings.unpin(pins))
+                self._removal.settle(self._holdings.unpin(pins))
 
     def set(self, items: Sequence[SetItem]) -> list[Outcome]:
         with self._gate:
             outcomes = [Outcome.ERROR] * len(items)
             todo = [i for i, item in enumerate(items) if storable(item)]
             while todo:
-                claims = self._holdings.claim([_wanted(i, items[i]) for i in todo], _BATCH)
+                claims = self._holdings.claim([_wanted(i, items[i]) for i in todo], BATCH)
                 for i in claims.hits:
                     outcomes[i] = Outcome.HIT
                 if claims.fresh:
-                    self._store(items, claims, outcomes)
+                    self._writer.store(items, claims, outcomes)
                 # Our own claims are settled by now, so two calls that wait for each other's objects cannot both wait for ever.
                 for event in claims.waits:
                     event.wait()
@@ -142,7 +133,7 @@ class FileBackend(StorageBackend):
     def delete(self, keys: Sequence[ObjectKey]) -> list[bool]:
         with self._gate:
             departure = self._holdings.take_out([key.digest for key in keys])
-            gone = {leaver.digest for leaver in departure.leavers} if self._forget(departure) else set()
+            gone = {leaver.digest for leaver in departure.leavers} if self._removal.forget(departure) else set()
             answers: list[bool] = []
             for key in keys:
                 answers.append(key.digest in gone)
@@ -154,7 +145,7 @@ class FileBackend(StorageBackend):
             try:
                 records = [record for part in self._catalog.page(cursor, _SCAN_PAGE) for record in part]
             except OSError as error:
-                self._failed("scan", error)
+                self._removal.failed("scan", error)
                 return ScanPage([], b"")
             found = [(int(record["number"]), self._catalog.entry(record)) for record in records]
             current = self._holdings.current([(number, entry.key.digest) for number, entry in found])
@@ -167,7 +158,7 @@ class FileBackend(StorageBackend):
                 self._catalog.register(record)
             except OSError as error:
                 # It is written along with the next batch; until then only people miss it.
-                self._failed("namespace", error)
+                self._removal.failed("namespace", error)
 
     def namespaces(self) -> list[NamespaceRecord]:
         with self._gate:
@@ -186,7 +177,7 @@ class FileBackend(StorageBackend):
             try:
                 self._flush()
             except OSError as error:
-                self._failed("flush", error)
+                self._removal.failed("flush", error)
                 raise StorageError(f"the store in {self._directory.path} cannot be flushed: {error}") from error
 
     def close(self) -> None:
@@ -204,7 +195,7 @@ class FileBackend(StorageBackend):
                 extents = pin.placement.extents if pin else ()
                 return [(*self._slabs.locate(extent), extent.blocks * BLOCK_ALIGN) for extent in extents]
             finally:
-                self._settle(self._holdings.unpin(pins))
+                self._removal.settle(self._holdings.unpin(pins))
 
     def orphans(self) -> int:
         """Objects whose page is known and not stored: what a crash or a deletion left behind. Walks over all objects."""
@@ -215,7 +206,7 @@ class FileBackend(StorageBackend):
         """Raise AssertionError unless all counts add up; only when no other call is inside."""
         self._holdings.check_integrity()
 
-    def _open(self, undo: ExitStack, io: str, io_threads: int, policy: Policy) -> None:
+    def _open(self, undo: ExitStack, durability: str, io: str, io_threads: int, policy: Policy) -> None:
         directory = self._directory
         fresh = {"block": BLOCK_ALIGN, "slab_blocks": slab_blocks_for(self._capacity), "mac": self._seal.fingerprint}
         settled = directory.settle(fresh)
@@ -235,6 +226,10 @@ class FileBackend(StorageBackend):
         undo.callback(self._mover.close)
         self._holdings = Holdings(slab_blocks, policy, with_macs=self._seal.fingerprint is not None)
         sync_directory(self._env, directory.database)
+        self._removal = Removal(directory.path, self._catalog, self._slabs, self._holdings)
+        self._writer = Writer(
+            self._env, self._catalog, self._slabs, self._mover, self._holdings, self._removal, self._seal, power=durability == "power"
+        )
         loaded = self._catalog.load()
         unsound = self._holdings.load(loaded, self._slabs.open())
         if unsound or loaded.damaged:
@@ -266,153 +261,17 @@ class FileBackend(StorageBackend):
             elif movement.error is not None and movement.error.errno == EIO:
                 # A block that cannot be read stays so until it is written: keeping the object would keep its next set from healing it.
                 unreadable.append(pin)
-        self._holdings.count("corrupt", self._give_up(corrupt))
-        self._give_up(unreadable)
+        if corrupt or unreadable:
+            self._holdings.count("corrupt", self._removal.give_up(corrupt))
+            self._removal.give_up(unreadable)
         return outcomes
-
-    def _give_up(self, damaged: Sequence[Pin]) -> int:
-        """Drop damaged objects, and prove their blocks when nobody reads them any more: how many there were."""
-        departure = self._holdings.take_out_suspects(damaged)
-        self._forget(departure, keep=False)
-        return len(departure.leavers)
 
     def _judge(self, pin: Pin, movement: Movement) -> Outcome:
         if movement.error is not None:
-            return self._failed("get", movement.error)
+            return self._removal.failed("get", movement.error)
         assert movement.proof is not None, "a read brings its proof"
         sound = not movement.short and movement.proof.holds(pin.placement.sealed)
         return Outcome.HIT if sound else Outcome.CORRUPT
-
-    def _forget(self, departure: Departure, *, keep: bool = True) -> bool:
-        """Remove objects that were taken out from the catalog. Where that fails they come back, or without `keep` stay out of sight."""
-        if departure.leavers:
-            try:
-                self._catalog.apply(removals=departure.numbers)
-            except OSError as error:
-                self._failed("remove", error)
-                (self._holdings.restored if keep else self._holdings.strand)(departure)
-                return False
-        self._settle(self._holdings.removed(departure))
-        return True
-
-    def _settle(self, suspects: Sequence[Extent]) -> None:
-        """Prove blocks that held a damaged object, and retire those that fail."""
-        for extent in suspects:
-            if self._slabs.proven(extent):
-                self._holdings.give(extent)
-            else:
-                _log.error("%d blocks in %s do not keep their data and are retired", extent.blocks, self._slabs.locate(extent)[0])
-                self._holdings.retire(extent)
-
-    def _store(self, items: Sequence[SetItem], claims: Claims, outcomes: list[Outcome]) -> None:
-        """Write what is claimed and settle every claim, whatever happens."""
-        facts: dict[int, Facts] = {}
-        try:
-            self._reserve(claims.fresh)
-            placed = [claim for claim in claims.fresh if 0 < len(claim.extents) <= MAX_EXTENTS]
-            for claim in claims.fresh:
-                outcomes[claim.index] = Outcome.THROTTLED
-            facts = self._write(items, placed, outcomes)
-        finally:
-            self._holdings.publish(claims, facts)
-
-    def _reserve(self, claims: Sequence[Claim]) -> None:
-        """Find blocks for the claims, growing the slabs first and then evicting. Those that get none are left without."""
-        fitting = [c for c in claims if c.blocks <= self._slabs.budget_blocks]
-        if self._catalog.crowded(len(claims), len(claims)):
-            self._evict(0, len(claims))
-        while missing := self._holdings.allocate(fitting):
-            if not self._grow() and not self._evict(missing, 1):
-                break
-
-    def _grow(self) -> bool:
-        """Preallocate one more slab; False where the budget or the disk is used up."""
-        with self._growth:
-            try:
-                extent = self._slabs.grow()
-            except OSError as error:
-                if not self._cramped:
-                    self._failed("grow", error)
-                self._cramped = True
-                return False
-            if extent is None:
-                return False
-            self._cramped = False
-            self._holdings.grow(extent)
-            return True
-
-    def _evict(self, blocks: int, objects: int) -> bool:
-        """Give up objects for at least `blocks` blocks, in a transaction of its own; False if none could be given up."""
-        departure = self._holdings.evict(blocks, objects, _BATCH)
-        if not self._forget(departure) or not departure.leavers:
-            return False
-        self._holdings.count("evicted", len(departure.leavers))
-        return True
-
-    def _ahead(self, changes: int) -> Departure:
-        """Objects to give up along with this many that are being stored, so that the next set finds free blocks."""
-        low = self._slabs.budget_blocks // _LOW_WATER
-        short = low - self._holdings.spare(0 if self._cramped else self._slabs.budget_blocks)
-        most = changes if self._catalog.crowded(changes, _FEW) else _FEW
-        return self._holdings.evict(short, 1, most) if short > 0 else Departure()
-
-    def _write(self, items: Sequence[SetItem], claims: Sequence[Claim], outcomes: list[Outcome]) -> dict[int, Facts]:
-        """Write the bytes of the claims and enter them into the catalog, in one transaction: the facts of what is stored now."""
-        with ExitStack() as stack:
-            try:
-                fds = stack.enter_context(self._slabs.witnesses(e for c in claims for e in c.extents)) if self._power else []
-                written = self._move(items, claims, outcomes)
-                self._slabs.sync(fds)
-                return self._acknowledge(items, written, outcomes) if written else {}
-            except OSError as error:
-                outcome = self._failed("set", error)
-                for claim in claims:
-                    outcomes[claim.index] = outcome
-                return {}
-
-    def _move(self, items: Sequence[SetItem], claims: Sequence[Claim], outcomes: list[Outcome]) -> list[tuple[Claim, Sealed]]:
-        """Write the bytes; returns the claims for which that went well, with the seals of their objects."""
-        movements: list[Movement] = []
-        for claim in claims:
-            key, buffers, meta = items[claim.index]
-            proof = None if meta.checksum and not self._seal.fingerprint else self._seal.proof(key, meta.length)
-            movements.append(Movement(claim.extents, buffers, meta.length, proof))
-        self._mover.write(movements)
-        written: list[tuple[Claim, Sealed]] = []
-        for claim, movement in zip(claims, movements, strict=True):
-            given = items[claim.index].meta.checksum
-            if movement.error is None:
-                checksum, mac = movement.proof.seal() if movement.proof else (given, NO_MAC)
-                written.append((claim, Sealed(given or checksum, mac)))
-                continue
-            outcomes[claim.index] = self._failed("set", movement.error)
-            if movement.error.errno == EIO:
-                extents, claim.extents = claim.extents, ()
-                self._settle(extents)
-        return written
-
-    def _acknowledge(self, items: Sequence[SetItem], written: Sequence[tuple[Claim, Sealed]], outcomes: list[Outcome]) -> dict[int, Facts]:
-        """One transaction: enter what was written, and remove what is given up ahead of need. Raises OSError where it fails."""
-        metas = [items[claim.index].meta for claim, _ in written]
-        records, further = self._catalog.pack(
-            [items[claim.index] for claim, _ in written],
-            [claim.extents for claim, _ in written],
-            [sealed for _, sealed in written],
-            self._env.time_ns(),
-        )
-        departure = self._ahead(len(written))
-        try:
-            self._catalog.apply(records, further, removals=departure.numbers)
-        except OSError:
-            self._holdings.restored(departure)
-            raise
-        self._holdings.count("evicted", len(departure.leavers))
-        self._settle(self._holdings.removed(departure))
-        facts: dict[int, Facts] = {}
-        for (claim, sealed), meta, number in zip(written, metas, records["number"].tolist(), strict=True):
-            facts[claim.index] = Facts(number, meta.length, meta.depth or 0, sealed)
-            outcomes[claim.index] = Outcome.STORED
-        return facts
 
     def _flush(self) -> None:
         newest = self._catalog.newest
@@ -439,13 +298,7 @@ class FileBackend(StorageBackend):
                     key = ObjectKey(PoolName.KV, digest)
                     self._read([GetItem(key, [memoryview(bytearray(pin.placement.length))], pin.placement.length)], pins)
             finally:
-                self._settle(self._holdings.unpin(pins))
-
-    def _failed(self, call: str, error: OSError) -> Outcome:
-        """Count a failure. A full disk is a set that comes back later; anything else is an error. Neither touches what is stored."""
-        _log.warning("a %s in %s failed: %s", call, self._directory.path, error)
-        self._holdings.count(f"{call}_failures", 1)
-        return Outcome.THROTTLED if error.errno in (ENOSPC, EDQUOT) else Outcome.ERROR
+                self._removal.settle(self._holdings.unpin(pins))
 
 
 def _wanted(index: int, item: SetItem) -> tuple[int, bytes, bytes | None, int]:

@@ -48,7 +48,7 @@ def disk(
     """Measure a store on disk beside the raw calls that bound it, and beside one file per page.
 
     Batches of 128 objects (fewer where they would exceed 256 MiB); all sides take turns and use the same buffers. A set includes the
-    checksums that its caller computes, a get their verification.
+    checksums, a get their verification.
 
     What a disk gives a cache of 1 MiB pages, and how soon a store of a million objects answers:
 

@@ -62,7 +62,7 @@ class Buffers:
 
 
 class Subject:
-    """One store, called with whole batches as HybridStorage calls it: a set is handed checksums that its caller computes.
+    """One store, called with whole batches as HybridStorage calls it: the store computes the checksums.
 
     With a crew of several callers each takes a run of neighbours of the batch.
 
@@ -159,7 +159,7 @@ class Subject:
 
     def _set_item(self, key: ObjectKey, view: memoryview, parent: bytes | None, index: int) -> SetItem:
         size = self._buffers.size
-        return SetItem(key, (view,), ObjectMeta(_NAMESPACE, size, checksum(key, (view,), size), parent, index + 1))
+        return SetItem(key, (view,), ObjectMeta(_NAMESPACE, size, b"", parent, index + 1))
 
     def __enter__(self) -> Self:
         return self

@@ -1,0 +1,42 @@
+"""Through the page cache or past it: measured, not decided."""
+
+from __future__ import annotations
+
+from threading import Lock
+from typing import Final
+
+_TELLING_BYTES: Final = 4 << 20
+_TRY_EVERY: Final = 32
+_MEMORY: Final = 0.5
+
+
+class Pace:
+    """Which way to write blocks that are not in the page cache.
+
+    Through the cache a burst runs at memory speed, and what was written can be read from there; until the kernel has to fetch fresh
+    memory for it, or makes writers wait for the disk. Past it the device sets the speed. No fixed rule is right on all machines and at all
+    times, so both are measured, the slower one every now and then.
+
+    Thread rule: any thread.
+    """
+
+    def __init__(self) -> None:
+        self._mutex = Lock()
+        self._rates: dict[bool, float] = {}
+        self._turns = 0
+
+    def chooses_direct(self) -> bool:
+        """Is it to go past the page cache this time?"""
+        with self._mutex:
+            self._turns += 1
+            if len(self._rates) < 2:
+                return bool(self._rates)
+            better = self._rates[True] > self._rates[False]
+            return better if self._turns % _TRY_EVERY else not better
+
+    def note(self, direct: bool, nbytes: int, seconds: float) -> None:
+        """So it went. Small writes say nothing."""
+        if nbytes >= _TELLING_BYTES and seconds > 0:
+            with self._mutex:
+                rate = nbytes / seconds
+                self._rates[direct] = _MEMORY * self._rates.get(direct, rate) + (1 - _MEMORY) * rate

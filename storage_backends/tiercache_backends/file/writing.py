@@ -1,0 +1,159 @@
+"""Sets of a `file` store: reserve blocks -> write -> one catalog transaction -> publish. What must go for that goes along."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from errno import EIO
+from threading import Lock
+from typing import Final
+
+from tiercache.core import Outcome
+from tiercache.storage.base import SetItem
+from tiercache.storage.checksum import NO_MAC, Seal, Sealed
+from tiercache.storage.env import Env
+from tiercache_backends.file.catalog import MAX_EXTENTS, Catalog
+from tiercache_backends.file.holdings import Claim, Claims, Departure, Holdings
+from tiercache_backends.file.movement import Mover
+from tiercache_backends.file.objects import Facts
+from tiercache_backends.file.removal import Removal
+from tiercache_backends.file.runs import Movement
+from tiercache_backends.file.slabs import Slabs
+
+BATCH: Final = 4096
+"""Objects per catalog transaction."""
+_LOW_WATER: Final = 64
+"""Below 1/64 of its blocks free, a store evicts along with the next set, in the same transaction: no set then has to wait for blocks."""
+_FEW: Final = 1024
+"""Objects that one such eviction gives up at most, so that nobody waits long for it."""
+
+
+class Writer:
+    """Stores what a batch has claimed. With `power` a set is on the medium before it is acknowledged.
+
+    Thread rule: any thread.
+    """
+
+    def __init__(
+        self, env: Env, catalog: Catalog, slabs: Slabs, mover: Mover, holdings: Holdings, removal: Removal, seal: Seal, *, power: bool
+    ) -> None:
+        self._env = env
+        self._catalog = catalog
+        self._slabs = slabs
+        self._mover = mover
+        self._holdings = holdings
+        self._removal = removal
+        self._seal = seal
+        self._power = power
+        self._growth = Lock()
+        self._cramped = False
+
+    def store(self, items: Sequence[SetItem], claims: Claims, outcomes: list[Outcome]) -> None:
+        """Write what is claimed and settle every claim, whatever happens."""
+        facts: dict[int, Facts] = {}
+        try:
+            self._reserve(claims.fresh)
+            placed = [claim for claim in claims.fresh if 0 < len(claim.extents) <= MAX_EXTENTS]
+            for claim in claims.fresh:
+                outcomes[claim.index] = Outcome.THROTTLED
+            facts = self._write(items, placed, outcomes)
+        finally:
+            self._holdings.publish(claims, facts)
+
+    def _reserve(self, claims: Sequence[Claim]) -> None:
+        """Find blocks for the claims, growing the slabs first and then evicting. Those that get none are left without."""
+        fitting = [c for c in claims if c.blocks <= self._slabs.budget_blocks]
+        if self._catalog.crowded(len(claims), len(claims)):
+            self._evict(0, len(claims))
+        while missing := self._holdings.allocate(fitting):
+            if not self._grow() and not self._evict(missing, 1):
+                break
+
+    def _grow(self) -> bool:
+        """Preallocate one more slab; False where the budget or the disk is used up."""
+        with self._growth:
+            try:
+                extent = self._slabs.grow()
+            except OSError as error:
+                if not self._cramped:
+                    self._removal.failed("grow", error)
+                self._cramped = True
+                return False
+            if extent is None:
+                return False
+            self._cramped = False
+            self._holdings.grow(extent)
+            return True
+
+    def _evict(self, blocks: int, objects: int) -> bool:
+        """Give up objects for at least `blocks` blocks, in a transaction of its own; False if none could be given up."""
+        departure = self._holdings.evict(blocks, objects, BATCH)
+        if not self._removal.forget(departure) or not departure.leavers:
+            return False
+        self._holdings.count("evicted", len(departure.leavers))
+        return True
+
+    def _ahead(self, changes: int) -> Departure:
+        """Objects to give up along with this many that are being stored, so that the next set finds free blocks."""
+        low = self._slabs.budget_blocks // _LOW_WATER
+        short = low - self._holdings.spare(0 if self._cramped else self._slabs.budget_blocks)
+        most = changes if self._catalog.crowded(changes, _FEW) else _FEW
+        return self._holdings.evict(short, 1, most) if short > 0 else Departure()
+
+    def _write(self, items: Sequence[SetItem], claims: Sequence[Claim], outcomes: list[Outcome]) -> dict[int, Facts]:
+        """Write the bytes of the claims and enter them into the catalog, in one transaction: the facts of what is stored now."""
+        with ExitStack() as stack:
+            try:
+                fds = stack.enter_context(self._slabs.witnesses(e for c in claims for e in c.extents)) if self._power else []
+                written = self._move(items, claims, outcomes)
+                self._slabs.sync(fds)
+                return self._acknowledge(items, written, outcomes) if written else {}
+            except OSError as error:
+                outcome = self._removal.failed("set", error)
+                for claim in claims:
+                    outcomes[claim.index] = outcome
+                return {}
+
+    def _move(self, items: Sequence[SetItem], claims: Sequence[Claim], outcomes: list[Outcome]) -> list[tuple[Claim, Sealed]]:
+        """Write the bytes; returns the claims for which that went well, with the seals of their objects."""
+        movements: list[Movement] = []
+        for claim in claims:
+            key, buffers, meta = items[claim.index]
+            proof = None if meta.checksum and not self._seal.fingerprint else self._seal.proof(key, meta.length)
+            movements.append(Movement(claim.extents, buffers, meta.length, proof))
+        self._mover.write(movements)
+        written: list[tuple[Claim, Sealed]] = []
+        for claim, movement in zip(claims, movements, strict=True):
+            given = items[claim.index].meta.checksum
+            if movement.error is None:
+                checksum, mac = movement.proof.seal() if movement.proof else (given, NO_MAC)
+                written.append((claim, Sealed(given or checksum, mac)))
+                continue
+            outcomes[claim.index] = self._removal.failed("set", movement.error)
+            if movement.error.errno == EIO:
+                extents, claim.extents = claim.extents, ()
+                self._removal.settle(extents)
+        return written
+
+    def _acknowledge(self, items: Sequence[SetItem], written: Sequence[tuple[Claim, Sealed]], outcomes: list[Outcome]) -> dict[int, Facts]:
+        """One transaction: enter what was written, and remove what is given up ahead of need. Raises OSError where it fails."""
+        metas = [items[claim.index].meta for claim, _ in written]
+        records, further = self._catalog.pack(
+            [items[claim.index] for claim, _ in written],
+            [claim.extents for claim, _ in written],
+            [sealed for _, sealed in written],
+            self._env.time_ns(),
+        )
+        departure = self._ahead(len(written))
+        try:
+            self._catalog.apply(records, further, removals=departure.numbers)
+        except OSError:
+            self._holdings.restored(departure)
+            raise
+        self._holdings.count("evicted", len(departure.leavers))
+        self._removal.settle(self._holdings.removed(departure))
+        facts: dict[int, Facts] = {}
+        for (claim, sealed), meta, number in zip(written, metas, records["number"].tolist(), strict=True):
+            facts[claim.index] = Facts(number, meta.length, meta.depth or 0, sealed)
+            outcomes[claim.index] = Outcome.STORED
+        return facts
