@@ -172,7 +172,7 @@ def test_objects_fill_a_fragmented_store(tmp_path: Path) -> None:
         names = range(2000)
         store.set([to_set(key(n), payload(n, 4096)) for n in names])
         store.delete([key(n) for n in names[::2]])
-        while store._holdings.figures()["blocks_free"] > 1200 or store._grow():
+        while store._holdings.figures()["blocks_free"] > 1200 or store._writer._grow():
             if put(store, key(("fill", store.usage().objects)), bytes(1 << 20)) is not STORED:
                 break
         big = payload("big", 3 << 20)
