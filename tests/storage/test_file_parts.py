@@ -29,6 +29,10 @@ def digest(page: int, layout: int = 0) -> bytes:
     return LAYOUTS[layout] + page_key(page)
 
 
+def add(objects: Objects, facts: Facts, d: bytes, parent: bytes | None, extents: tuple[Extent, ...]) -> int:
+    return objects.add(facts, d, None if parent is None else objects.hold(parent), extents)
+
+
 class Deepest(Policy):
     """The deepest page first, whatever its age: an order that has nothing to do with recency, and no vectorised form."""
 
@@ -61,7 +65,7 @@ class OrderMachine(RuleBasedStateMachine):
         if d in self.model:
             return
         self.number += 1
-        row = self.objects.add(Facts(self.number, 100 + page, page, SEALED), d, parent, (Extent(self.number, 1),))
+        row = add(self.objects, Facts(self.number, 100 + page, page, SEALED), d, parent, (Extent(self.number, 1),))
         self.order.offer(row)
         self.model[d], self.rows[d] = parent, row
 
@@ -142,7 +146,7 @@ def test_thousands_of_leaves_go_in_order() -> None:
     objects = Objects(with_macs=False)
     order = EvictionOrder(objects, Lru())
     objects.exposed = order.offer
-    rows = [objects.add(Facts(n + 1, 1, 0, SEALED), digest(n), None, (Extent(n, 1),)) for n in range(5000)]
+    rows = [add(objects, Facts(n + 1, 1, 0, SEALED), digest(n), None, (Extent(n, 1),)) for n in range(5000)]
     shuffled = rows[:]
     Random(1).shuffle(shuffled)
     for row in shuffled:
@@ -161,8 +165,8 @@ def test_thousands_of_leaves_go_in_order() -> None:
 
 def test_what_a_policy_sees() -> None:
     objects = Objects(with_macs=False)
-    rows = [objects.add(Facts(n + 1, 1, n + 1, SEALED), digest(n), page_key(n - 1) if n else None, (Extent(n, 1),)) for n in range(5)]
-    state = objects.add(Facts(9, 1, 2, SEALED), digest(1, 2), page_key(1), (Extent(9, 1),))
+    rows = [add(objects, Facts(n + 1, 1, n + 1, SEALED), digest(n), page_key(n - 1) if n else None, (Extent(n, 1),)) for n in range(5)]
+    state = add(objects, Facts(9, 1, 2, SEALED), digest(1, 2), page_key(1), (Extent(9, 1),))
     views = [UnitView(objects, row) for row in rows]
     assert [v.depth for v in views] == [1, 2, 3, 4, 5]
     assert [v.children for v in views] == [1, 2, 1, 1, 0]
@@ -187,7 +191,7 @@ def test_loading_all_at_once_is_adding_one_by_one(data: st.DataObject) -> None:
         records[i]["number"], records[i]["digest"], records[i]["length"] = i + 1, np.void(d), 10 + i
         records[i]["parent"], records[i]["flags"] = np.void(above or bytes(32)), PARENT_KNOWN * (above is not None)
         records[i]["start"], records[i]["blocks"] = i, 1
-        one_by_one.add(Facts(i + 1, 10 + i, 0, SEALED), d, above, (Extent(i, 1),))
+        add(one_by_one, Facts(i + 1, 10 + i, 0, SEALED), d, above, (Extent(i, 1),))
     at_once.load(Loaded(records, {}, []))
     for objects in (one_by_one, at_once):
         objects.check_integrity()

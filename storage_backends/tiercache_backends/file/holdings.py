@@ -39,7 +39,6 @@ class Claim:
 
     index: int
     digest: bytes
-    parent_page: bytes | None
     parent: int | None
     blocks: int
     extents: tuple[Extent, ...] = ()
@@ -161,7 +160,7 @@ class Holdings:
                     self._busy[digest] = claims.done
                     # What is being written holds its page in place: evicting that page to make room for it would leave an orphan.
                     held = None if parent is None else objects.hold(parent)
-                    claims.fresh.append(Claim(index, digest, parent, held, blocks))
+                    claims.fresh.append(Claim(index, digest, held, blocks))
         return claims
 
     def allocate(self, claims: Sequence[Claim]) -> int:
@@ -179,11 +178,11 @@ class Holdings:
             for claim in claims.fresh:
                 found = facts.get(claim.index)
                 if found is not None:
-                    self._order.offer(objects.add(found, claim.digest, claim.parent_page, claim.extents))
+                    self._order.offer(objects.add(found, claim.digest, claim.parent, claim.extents))
                 else:
                     self._space.give(claim.extents)
-                if claim.parent is not None:
-                    objects.release(claim.parent)
+                    if claim.parent is not None:
+                        objects.release(claim.parent)
                 del self._busy[claim.digest]
         claims.done.set()
 

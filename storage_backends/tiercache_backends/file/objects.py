@@ -122,8 +122,8 @@ class Objects:
         found: list[int] = rows.tolist()
         return found
 
-    def add(self, facts: Facts, digest: bytes, parent: bytes | None, extents: tuple[Extent, ...]) -> int:
-        """Take in a new object: its row."""
+    def add(self, facts: Facts, digest: bytes, parent: int | None, extents: tuple[Extent, ...]) -> int:
+        """Take in a new object: its row. `parent` is the node that `hold` gave for the page it depends on; the hold is the object's now."""
         row = self._take()
         self.number[row], self.length[row], self.depth[row], (checksum, mac) = facts
         self._checksum[row * CHECKSUM_BYTES : (row + 1) * CHECKSUM_BYTES] = checksum
@@ -134,19 +134,12 @@ class Objects:
             self._further[row] = extents[1:]
         self.hits[row] = self.pins[row] = 0
         self.touch(row)
-        self.enter(row, digest, parent)
+        self._enter(row, digest, NONE if parent is None else parent)
         return row
 
     def enter(self, row: int, digest: bytes, parent: bytes | None) -> None:
-        """Let a row be found by its key, and let it depend on the page `parent`."""
-        page = self.pages.obtain(digest[_LAYOUT_BYTES:])
-        self.page[row], self.next[row] = page, self.pages.first[page]
-        self.pages.first[page] = row
-        self.parent[row] = NONE if parent is None else self.hold(parent)
-        self.layout[row] = self._layouts.obtain(digest[:_LAYOUT_BYTES])
-        self.state[row], self.queued[row] = RESIDENT, 0
-        self.count += 1
-        self.payload += self.length[row]
+        """Let a row that left be found again, and let it depend on the page `parent`."""
+        self._enter(row, digest, NONE if parent is None else self.hold(parent))
 
     def leave(self, row: int) -> tuple[bytes, bytes | None]:
         """Let a resident row be found no more and depend on nothing: the digest and the parent with which it could enter again."""
@@ -254,6 +247,16 @@ class Objects:
         assert len(rows) == self.count, "objects are counted right"
         assert sum(self.length[row] for row in rows) == self.payload, "payload bytes are counted right"
         assert all(self.find(self.digest(row)) == row for row in rows), "an object is found by its key"
+
+    def _enter(self, row: int, digest: bytes, parent: int) -> None:
+        page = self.pages.obtain(digest[_LAYOUT_BYTES:])
+        self.page[row], self.next[row] = page, self.pages.first[page]
+        self.pages.first[page] = row
+        self.parent[row] = parent
+        self.layout[row] = self._layouts.obtain(digest[:_LAYOUT_BYTES])
+        self.state[row], self.queued[row] = RESIDENT, 0
+        self.count += 1
+        self.payload += self.length[row]
 
     def _take(self) -> int:
         row = self._free
