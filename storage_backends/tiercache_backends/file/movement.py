@@ -6,13 +6,11 @@ the device's speed and without pushing others out, unless it is read for the sec
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from errno import EINVAL
 from mmap import mmap
 from threading import Lock
-from typing import Final, TypeVar
+from typing import Final
 
 from tiercache.core import BLOCK_ALIGN
 from tiercache.storage.env import Env
@@ -20,11 +18,8 @@ from tiercache.storage.vectors import read_all, write_all
 from tiercache_backends.file.pace import Pace
 from tiercache_backends.file.runs import Movement, Run, runs_of, shares_of
 from tiercache_backends.file.slabs import Slabs
+from tiercache_backends.local.crew import MEMORY_THREADS, Crew
 
-T = TypeVar("T")
-
-_CACHE_THREADS: Final = 2
-"""For the page cache: one copies while the other computes checksums. More would take cores from those who compute tokens."""
 _PAD: Final = memoryview(mmap(-1, BLOCK_ALIGN))
 """Takes in what lies between a payload's end and its block's end, where the caller's buffers do not. Nobody reads it."""
 _SECTOR: Final = 512
@@ -41,8 +36,7 @@ class Mover:
         self._env = env
         self._slabs = slabs
         self._direct = direct
-        self._threads = threads
-        self._pool = ThreadPoolExecutor(threads, "tiercache-file")
+        self._crew = Crew(threads, "tiercache-file")
         self._mutex = Lock()
         self._pace = Pace()
 
@@ -61,7 +55,7 @@ class Mover:
                 else:
                     uncached.append(run)
 
-        self._spread(write, shares_of(runs_of(movements, _ZEROS, self._slabs.slab_blocks)), _CACHE_THREADS)
+        self._crew.spread(write, shares_of(runs_of(movements, _ZEROS, self._slabs.slab_blocks)), MEMORY_THREADS)
         if uncached:
             self._write_uncached(uncached)
 
@@ -80,12 +74,12 @@ class Mover:
                     movement.pending.append(payload)
                 cold.append(run)
 
-        self._spread(read, shares_of(runs_of(movements, _PAD, self._slabs.slab_blocks)), _CACHE_THREADS)
-        self._spread(self._read_cold, cold, self._threads)
+        self._crew.spread(read, shares_of(runs_of(movements, _PAD, self._slabs.slab_blocks)), MEMORY_THREADS)
+        self._crew.spread(self._read_cold, cold, self._crew.threads)
 
     def close(self) -> None:
         """End the threads. Call it when nobody is inside."""
-        self._pool.shutdown()
+        self._crew.close()
 
     def _write_uncached(self, runs: Sequence[Run]) -> None:
         """Write blocks that are not in the page cache, through it or past it: the way that has been faster lately."""
@@ -97,7 +91,7 @@ class Mover:
 
         direct = self._pace.chooses_direct()
         started = self._env.monotonic()
-        self._spread(write, runs, self._threads if direct else _CACHE_THREADS)
+        self._crew.spread(write, runs, self._crew.threads if direct else MEMORY_THREADS)
         self._pace.note(direct, sum(run.blocks for run in runs) * BLOCK_ALIGN, self._env.monotonic() - started)
 
     def _write(self, run: Run, *, direct: bool) -> None:
@@ -166,22 +160,3 @@ class Mover:
             return self._env.cached(self._slabs.slab(run).fd, self._slabs.offset(run), run.blocks * BLOCK_ALIGN)
         except OSError:
             return True
-
-    def _spread(self, task: Callable[[T], None], shares: Iterable[T], threads: int) -> None:
-        """Do a task for each share, on this thread and others that help. It reports its failures through the movements."""
-        waiting = deque(shares)
-
-        def work() -> None:
-            while waiting:
-                try:
-                    share = waiting.popleft()
-                except IndexError:
-                    return
-                task(share)
-
-        helpers = [self._pool.submit(work) for _ in range(min(threads, len(waiting)) - 1)]
-        work()
-        for helper in helpers:
-            # One that never began is not waited for: threads that hang in another call's disk must not hold this one up.
-            if not helper.cancel():
-                helper.result()

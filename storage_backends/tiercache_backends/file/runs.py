@@ -10,12 +10,11 @@ from tiercache.core import BLOCK_ALIGN
 from tiercache.storage.checksum import Proof
 from tiercache.storage.vectors import IOV_MAX, take, total
 from tiercache_backends.file.space import Extent
+from tiercache_backends.local.crew import SHARE_BYTES
 
 CALL_BYTES: Final = 1 << 20
 """Of one call: enough for a device's full speed, so little that eight of them share an object, and that the bytes are still in the
 processor's cache when their checksum is computed."""
-SHARE_BYTES: Final = 4 << 20
-"""What is worth a thread's while."""
 
 
 @dataclass(slots=True)

@@ -53,7 +53,8 @@ class LmdbBackend(StorageBackend):
     open: reading a mapped file behind its end ends the process.
 
     `durability`: "process": acknowledged objects survive the death of any process, and after a power cut the store is as it was after some
-    transaction, of which only the last may be missing; "power": that one survives as well, at the price of a second sync per transaction.
+    transaction, of which only the last may be missing, and not a deletion; "power": that one survives as well, at the price of a second
+    sync per transaction.
 
     Thread rule: as the contract says; reads run in parallel, and of all writes of all processes one at a time.
     """
@@ -64,7 +65,8 @@ class LmdbBackend(StorageBackend):
         env, seal = env or Env(), seal or Seal()
         self._gate = CallGate(f"the store in {path}")
         self._capacity = capacity
-        self._store: Opened = open_environment(env, path, capacity, seal, last_sync=durability == "power")
+        self._power = durability == "power"
+        self._store: Opened = open_environment(env, path, capacity, seal, last_sync=self._power)
         self._environment = self._store.environment
         self._tally = Tally(path)
         self._chores = Chores(self._environment, self._store.budget, self._tally)
@@ -108,6 +110,8 @@ class LmdbBackend(StorageBackend):
         with self._gate:
             places = dict.fromkeys(place_of(key.digest) for key in keys if len(key.digest) == DIGEST_BYTES)
             gone = self._chores.remove(list(places))
+            if gone and not self._power:
+                self._make_last()
             answers: list[bool] = []
             for key in keys:
                 answers.append(place_of(key.digest) in gone)
@@ -179,6 +183,13 @@ class LmdbBackend(StorageBackend):
         """Raise AssertionError unless all databases agree; only when no other thread is inside. Raises OSError where it cannot read."""
         with self._gate:
             audit.check(self._environment)
+
+    def _make_last(self) -> None:
+        """See to it that the last transaction survives a power cut: what somebody deleted shall not come back."""
+        try:
+            self._environment.sync()
+        except OSError as error:
+            self._tally.failed("making a deletion last", error)
 
     def _totals(self, txn: Any) -> tuple[Facts, int]:
         facts, hidden = Facts.unpack(txn.get(FACTS, db=self._environment.facts)), self._chores.hidden(txn)
