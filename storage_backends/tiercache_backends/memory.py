@@ -9,7 +9,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from heapq import nsmallest
 from threading import Lock
-from typing import Any, ClassVar, Final, Self
+from typing import Any, Final, Self
 
 from tiercache.config import parse_size
 from tiercache.core import ObjectKey, ObjectMeta, Outcome
@@ -53,7 +53,7 @@ class MemoryBackend(StorageBackend):
     Thread rule: as the contract says; one mutex, never held while bytes are copied or checked.
     """
 
-    capabilities: ClassVar = Capabilities(bounded=True)
+    capabilities = Capabilities(bounded=True)
 
     def __init__(self, capacity: int = 0) -> None:
         self._capacity = capacity
@@ -61,6 +61,7 @@ class MemoryBackend(StorageBackend):
         self._mutex = Lock()
         self._objects: Residents[_Object] = Residents()
         self._used = 0
+        self._corrupt = 0
         self._namespaces: dict[bytes, NamespaceRecord] = {}
 
     @classmethod
@@ -103,7 +104,7 @@ class MemoryBackend(StorageBackend):
 
     def usage(self) -> Usage:
         with self._gate, self._mutex:
-            return Usage(len(self._objects), self._used, self._used, self._capacity)
+            return Usage(len(self._objects), self._used, self._used, self._capacity, {"corrupt": self._corrupt})
 
     def flush(self) -> None:
         with self._gate:
@@ -124,7 +125,7 @@ class MemoryBackend(StorageBackend):
             payload = memoryview(found.payload)
         if len(payload) != item.length or checksum(item.key, [payload], item.length) != found.meta.checksum:
             with self._mutex:
-                self._drop(found)
+                self._corrupt += self._drop(found)
             return Outcome.CORRUPT
         for view in take(item.buffers, 0, item.length):
             view[:] = payload[: view.nbytes]
@@ -145,7 +146,7 @@ class MemoryBackend(StorageBackend):
             if not self._make_room(fresh, own):
                 return Outcome.THROTTLED
             self._objects.add(fresh)
-            self._used += len(fresh.payload)
+            self._used += fresh.meta.length
         return Outcome.STORED
 
     def _touched(self, digest: bytes) -> bool:
@@ -162,7 +163,7 @@ class MemoryBackend(StorageBackend):
             return not self._capacity or self._used + size <= self._capacity
 
         def paid(gone: _Object) -> bool:
-            self._used -= len(gone.payload)
+            self._used -= gone.meta.length
             return fits()
 
         if not fits() and size <= self._capacity:
@@ -175,5 +176,5 @@ class MemoryBackend(StorageBackend):
         if item is None or self._objects.get(item.digest) is not item:
             return False
         self._objects.pop(item)
-        self._used -= len(item.payload)
+        self._used -= item.meta.length
         return True

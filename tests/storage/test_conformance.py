@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from tests.storage.backends import FileHooks, MemoryHooks, TrustingHooks, without_checksum, wrapped
+from tests.storage.lmdb_hooks import LmdbHooks
 from tiercache.storage.base import StorageBackend
 from tiercache.storage.checksum import Seal
 from tiercache.storage.wrappers import Metered, Verified
@@ -51,6 +52,11 @@ STORES = {
     "late memory": (wrapped(MemoryHooks, lambda inner: Latency(inner, 1, sleep=lambda _: None)), 5, 5),
     "metered, verified, faulty file": (
         wrapped(FileHooks, lambda inner: Metered(Verified(faulty(inner))), scanned=without_checksum, faults=OFTEN.outcomes),
+        10,
+        10,
+    ),
+    "metered, verified, faulty lmdb": (
+        wrapped(LmdbHooks, lambda inner: Metered(Verified(faulty(inner))), scanned=without_checksum, faults=OFTEN.outcomes),
         10,
         10,
     ),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Final, NamedTuple, Self
+from typing import Any, Final, NamedTuple, Self
 
 from tiercache.core import ObjectKey, ObjectMeta, Outcome
 from tiercache.storage.checksum import CHECKSUM_BYTES, checksum
@@ -138,7 +138,8 @@ class StorageBackend(ABC):
     Thread rule: every method may be called from any number of threads at once; `close` waits for calls that are inside.
     """
 
-    capabilities: ClassVar[Capabilities]
+    capabilities: Capabilities
+    """Of a store its class's, of a wrapper those of the store inside."""
 
     @classmethod
     @abstractmethod

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from errno import EIO
-from typing import Any, ClassVar, Final, Self
+from typing import Any, Final, Self
 
 from tiercache.core import BLOCK_ALIGN, ObjectKey, Outcome, PoolName
 from tiercache.errors import StorageError
@@ -62,7 +62,7 @@ class FileBackend(StorageBackend):
     Thread rule: as the contract says; reads and writes of several threads run in parallel.
     """
 
-    capabilities: ClassVar = Capabilities(persistent=True, bounded=True)
+    capabilities = Capabilities(persistent=True, bounded=True)
 
     def __init__(
         self,

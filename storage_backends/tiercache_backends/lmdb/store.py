@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar, Final, Self
+from typing import Any, Final, Self
 
 import msgpack
 
@@ -59,7 +59,7 @@ class LmdbBackend(StorageBackend):
     Thread rule: as the contract says; reads run in parallel, and of all writes of all processes one at a time.
     """
 
-    capabilities: ClassVar = Capabilities(persistent=True, shared=True, bounded=True)
+    capabilities = Capabilities(persistent=True, shared=True, bounded=True)
 
     def __init__(self, path: str, capacity: int, durability: str = "process", env: Env | None = None, *, seal: Seal | None = None) -> None:
         env, seal = env or Env(), seal or Seal()

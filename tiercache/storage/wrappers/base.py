@@ -10,7 +10,6 @@ from typing import Any, Final, ParamSpec, Self, TypeVar
 from tiercache.core import ObjectKey, Outcome
 from tiercache.errors import ConfigError
 from tiercache.storage.base import (
-    Capabilities,
     GetItem,
     NamespaceRecord,
     ScanPage,
@@ -37,16 +36,13 @@ class Wrapper(StorageBackend):
 
     def __init__(self, inner: StorageBackend) -> None:
         self.inner: Final = inner
+        self.capabilities = inner.capabilities
         self._gate: Final = CallGate(f"the {type(self).__name__} store")
 
     @classmethod
     def from_config(cls, section: Mapping[str, Any], context: StoreContext) -> Self:
         """Always raises ConfigError: a wrapper needs a store to wrap, which no section can name."""
         raise ConfigError(f"{cls.__name__} is put around a store in code and has no section; construct it with the store that it wraps")
-
-    @property
-    def capabilities(self) -> Capabilities:  # type: ignore[override]  # of the one store inside, and so not of the class
-        return self.inner.capabilities
 
     def exists(self, keys: Sequence[ObjectKey]) -> list[bool]:
         return self._perform("exists", self.inner.exists, keys)
