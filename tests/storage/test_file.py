@@ -13,10 +13,12 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from random import Random
 
 import pytest
 from tiercache_backends.file import FileBackend
 
+from tests.storage import owner
 from tests.storage.backends import FileHooks
 from tiercache.core import Outcome, PoolName
 from tiercache.errors import ConfigError, StorageError, StoreFormatError, StoreLockedError
@@ -223,6 +225,31 @@ def test_a_damaged_catalog_costs_the_contents_and_nothing_else(
         assert "put aside" in caplog.text
     with opened(path) as store:
         assert fetch(store, key("new"), 5000) == payload("new", 5000)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_garbage_in_any_page_of_the_catalog_is_survived(tmp_path: Path, seed: int) -> None:
+    """Within the catalog's tree, its free list or its records: the next owner has what can be believed, and a store that works."""
+    random = Random(seed)
+    path = tmp_path / "s"
+    with opened(path) as store:
+        store.set([to_set(key(n), payload(n, owner.SIZE)) for n in range(owner.COUNT)])
+        store.delete([key(n) for n in range(0, owner.COUNT, 3)])
+        store.set([to_set(key(n), payload(n, owner.SIZE)) for n in range(0, owner.COUNT, 6)])
+    data = path / "catalog" / "data.mdb"
+    raw = bytearray(data.read_bytes())
+    pages = [p for p in range(8192, len(raw), 4096) if any(raw[p : p + 4096])]
+    page = random.choice(pages)
+    if seed % 2:
+        raw[page : page + 4096] = random.randbytes(4096)
+    else:
+        for _ in range(20):
+            raw[random.choice(pages) + random.randrange(4096)] = random.randrange(256)
+    data.write_bytes(raw)
+    for _ in range(2):
+        child = _child(path, "read")
+        assert child.wait(60) == 0
+        child.communicate()
 
 
 def test_after_an_unclean_shutdown_a_sound_catalog_passes_its_check(tmp_path: Path) -> None:

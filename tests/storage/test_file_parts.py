@@ -192,7 +192,7 @@ def test_loading_all_at_once_is_adding_one_by_one(data: st.DataObject) -> None:
         records[i]["parent"], records[i]["flags"] = np.void(above or bytes(32)), PARENT_KNOWN * (above is not None)
         records[i]["start"], records[i]["blocks"] = i, 1
         add(one_by_one, Facts(i + 1, 10 + i, 0, SEALED), d, above, (Extent(i, 1),))
-    at_once.load(Loaded(records, {}, []))
+    at_once.load(Loaded(records, {}))
     for objects in (one_by_one, at_once):
         objects.check_integrity()
     keys = list(wanted)
@@ -254,5 +254,5 @@ def test_of_two_records_of_one_object_the_later_one_counts() -> None:
     for i, d in enumerate([digest(0), digest(1), digest(0)]):
         records[i]["number"], records[i]["digest"], records[i]["length"] = i + 1, np.void(d), 4096
         records[i]["start"], records[i]["blocks"] = i, 1
-    sound, unsound, gaps = sound_records(Loaded(records, {}, []), [Extent(0, 8)], 8)
+    sound, unsound, gaps = sound_records(Loaded(records, {}), [Extent(0, 8)], 8)
     assert (sound.records["number"].tolist(), unsound, gaps) == ([2, 3], [1], [Extent(0, 1), Extent(3, 5)])

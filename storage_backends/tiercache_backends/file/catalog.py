@@ -8,6 +8,7 @@ The format, version 2. All integers are little-endian, but for `number`.
 
     objects:    u64 number >> 12, big-endian  ->  records of 192 bytes, many under one key (DUPFIXED), sorted by number
     extents:    number                        ->  the extents behind the first: u64 first block, u32 blocks, in payload order
+                "opened"                      ->  written at every start, to see whether that can be done
     namespaces: namespace, 1 to 64 bytes      ->  msgpack [id, identity without its salt, or nil]
 
     record = u64 number, big-endian: counts every object ever stored, so that a batch is written into one or two pages, and records lie
@@ -25,7 +26,8 @@ from __future__ import annotations
 import logging
 import os
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from errno import EIO
 from threading import Lock
 from typing import Any, Final, NamedTuple
 
@@ -40,7 +42,7 @@ from tiercache.storage.base import NamespaceRecord, ScanEntry, SetItem
 from tiercache.storage.checksum import Sealed
 from tiercache.storage.env import Env, let_go
 from tiercache_backends.file.space import Extent
-from tiercache_backends.local.failures import os_error
+from tiercache_backends.local.failures import DamagedError, os_error
 
 _log = logging.getLogger(__name__)
 
@@ -52,12 +54,15 @@ RECORD: Final = np.dtype([
 PARENT_KNOWN: Final = 1
 DEPTH_KNOWN: Final = 2
 MAX_EXTENTS: Final = 1 + 2**16 - 1
-_STORED: Final = np.dtype([("chunk", "V8"), ("record", RECORD)])
+_STORED: Final = np.dtype([("chunk", ">u8"), ("record", RECORD)])
+_MOST_NUMBERS: Final = 2**48
 _CHUNK_BITS: Final = 12
 _NUMBER: Final = struct.Struct(">Q")
 _CHUNK: Final = struct.Struct(">Q")
 """Eight bytes, so that what a bulk read returns, keys and records in turn, can be used where it lies."""
 _EXTENT: Final = struct.Struct("<QI")
+_MARK: Final = b"opened"
+"""A key of `extents` that is no number."""
 _RESERVE_BYTES: Final = 1 << 20
 _POOLS: Final = np.array([pool.encode() for pool in PoolName], "S8")
 _WORDS: Final = RECORD.itemsize // 8
@@ -69,12 +74,15 @@ Records = npt.NDArray[Any]
 
 
 class Loaded(NamedTuple):
-    """The catalog's sound records by age, the further extents of those that have any, and what is not a record of ours."""
+    """The catalog's sound records by age, and the further extents of those that have any.
+
+    `damaged`: there were others, or they were out of order. LMDB finds nothing reliably then, so the catalog must be written anew.
+    """
 
     records: Records
     extents: dict[int, tuple[Extent, ...]]
     """By number."""
-    damaged: list[tuple[bytes, bytes]]
+    damaged: bool = False
 
 
 class Catalog:
@@ -88,6 +96,8 @@ class Catalog:
         self._path = path
         self._map_bytes = map_bytes
         self._reserved = 0
+        self.is_damaged = False
+        """Did LMDB contradict itself since it was opened?"""
         self._writer = Lock()
         self._ids: dict[bytes, int] = {}
         self._by_id: dict[int, bytes] = {}
@@ -97,39 +107,73 @@ class Catalog:
         self._pages = 0
         try:
             self._lmdb = lmdb.open(path, map_size=map_bytes, max_dbs=8, mode=0o600, max_spare_txns=4)
+        except lmdb.Error as error:
+            raise self._os_error(error) from error
+        try:
             self._objects = self._lmdb.open_db(b"objects", dupsort=True, dupfixed=True)
             self._extents = self._lmdb.open_db(b"extents")
             self._names = self._lmdb.open_db(b"namespaces")
             self._page_bytes: int = self._lmdb.stat()["psize"]
             self._load_facts()
             self._reserve()
-        except lmdb.Error as error:
-            raise self._os_error(error) from error
+        except BaseException as error:
+            self._lmdb.close()
+            if isinstance(error, lmdb.Error):
+                raise self._os_error(error) from error
+            raise
 
     def load(self) -> Loaded:
-        """Every record, in a few large copies: a million take about 0.3 s."""
+        """Every record, in a few large copies: a million take about 0.3 s. Raises DamagedError where LMDB cannot find its way."""
         try:
             with self._lmdb.begin(buffers=True) as txn:
                 with txn.cursor(self._objects) as cursor:
                     chunks = [bytes(k) for k in cursor.iternext_nodup(keys=True, values=False)]
                     stored = self._read(cursor, chunks)
-                extents = {_NUMBER.unpack(k)[0]: _unpack_extents(v) for k, v in txn.cursor(self._extents)}
+                pairs = [(bytes(k), bytes(v)) for k, v in txn.cursor(self._extents)]
         except lmdb.Error as error:
             raise self._os_error(error) from error
+        except ValueError as error:
+            raise DamagedError(EIO, f"records of other sizes than were written: {error}") from error
+        extents = {_NUMBER.unpack(k)[0]: _unpack_extents(v) for k, v in pairs if len(k) == _NUMBER.size}
         records = stored["record"]
+        numbers = records["number"]
         sound = _guards(records) == records["guard"]
-        sound &= np.isin(records["pool"], _POOLS)
+        sound &= np.isin(records["pool"], _POOLS) & (numbers < _MOST_NUMBERS)
         if extents:
-            held = np.fromiter((len(extents.get(n, ())) for n in records["number"].tolist()), np.int64, len(records))
+            held = np.fromiter((len(extents.get(n, ())) for n in numbers.tolist()), np.int64, len(records))
             sound &= held == records["more"]
         else:
             sound &= records["more"] == 0
-        damaged = stored[~sound]
-        return Loaded(
-            records if sound.all() else records[sound],
-            extents,
-            [(d["chunk"].tobytes(), d["record"].tobytes()) for d in damaged],
-        )
+        in_order = (numbers[1:] > numbers[:-1]).all() and (stored["chunk"] == numbers >> np.uint64(_CHUNK_BITS)).all()
+        if sound.all() and in_order:
+            return Loaded(records, extents)
+        kept = records[sound]
+        return Loaded(kept[np.argsort(kept["number"], kind="stable")], extents, damaged=True)
+
+    def try_writing(self) -> None:
+        """Make one small change, because a catalog that can be read need not be fit to be written; raises OSError."""
+        with self._writer:
+            try:
+                txn = self._lmdb.begin(write=True)
+                try:
+                    txn.put(_MARK, self._next.to_bytes(8), db=self._extents)
+                    self._env.commit(txn)
+                except BaseException:
+                    txn.abort()
+                    raise
+            except lmdb.Error as error:
+                raise self._os_error(error) from error
+
+    def restore(self, loaded: Loaded, names: Catalog) -> None:
+        """Write what was saved from a damaged catalog into this one, which is empty, with what `names` knows of namespaces.
+
+        Gives the records new numbers, in place, and returns when all of it is durable; raises OSError.
+        """
+        with self._writer:
+            self._ids, self._by_id, self._records = names._ids, names._by_id, names._records
+            self._unsaved = set(self._ids)
+        further = {i: loaded.extents[n] for i, n in enumerate(loaded.records["number"].tolist()) if n in loaded.extents}
+        self.apply(loaded.records, further)
 
     def pack(
         self, items: Sequence[SetItem], places: Sequence[tuple[Extent, ...]], seals: Sequence[Sealed], stored_at: int
@@ -157,7 +201,6 @@ class Catalog:
         records: Records | None = None,
         further: Mapping[int, tuple[Extent, ...]] | None = None,
         removals: Sequence[int] = (),
-        damaged: Iterable[tuple[bytes, bytes]] = (),
     ) -> None:
         """Change the catalog in one transaction: all of it is durable on return, or none of it and OSError is raised.
 
@@ -165,7 +208,7 @@ class Catalog:
         """
         with self._writer:
             try:
-                self._transact(records, further or {}, removals, damaged)
+                self._transact(records, further or {}, removals)
             except lmdb.Error as error:
                 raise self._os_error(error) from error
 
@@ -257,20 +300,17 @@ class Catalog:
         records: Records | None,
         further: Mapping[int, tuple[Extent, ...]],
         removals: Sequence[int],
-        damaged: Iterable[tuple[bytes, bytes]],
     ) -> None:
         txn = self._lmdb.begin(write=True)
         try:
             with txn.cursor(self._objects) as cursor:
                 for number in removals:
                     self._remove(txn, cursor, number)
-                for chunk, value in damaged:
-                    if cursor.set_key_dup(chunk, value):
-                        cursor.delete()
                 if records is not None:
                     self._number(records)
                     pairs = list(zip(map(_CHUNK.pack, (records["number"] >> _CHUNK_BITS).tolist()), _rows(records), strict=True))
-                    assert cursor.putmulti(pairs, dupdata=True, append=True)[1] == len(pairs), "numbers rise"
+                    if cursor.putmulti(pairs, dupdata=True, append=True)[1] != len(pairs):
+                        raise DamagedError(EIO, "the catalog is out of order and takes no new records")
                     for index, extents in further.items():
                         txn.put(_NUMBER.pack(int(records["number"][index])), b"".join(_EXTENT.pack(*e) for e in extents), db=self._extents)
             for namespace in self._unsaved:
@@ -339,13 +379,17 @@ class Catalog:
     def _load_facts(self) -> None:
         with self._lmdb.begin() as txn:
             for namespace, value in txn.cursor(self._names):
-                number, identity = msgpack.unpackb(value)
+                try:
+                    number, identity = msgpack.unpackb(value)
+                except (ValueError, TypeError, msgpack.UnpackException):
+                    _log.warning("what is known of a namespace in %s is not readable", self._path)
+                    continue
                 self._ids[namespace] = number
                 self._by_id[number] = namespace
                 if identity is not None:
                     self._records[namespace] = NamespaceRecord(namespace, identity)
             with txn.cursor(self._objects) as cursor:
-                if cursor.last() and cursor.last_dup():
+                if cursor.last() and cursor.last_dup() and len(cursor.value()) == RECORD.itemsize:
                     self._next = _NUMBER.unpack(cursor.value()[:8])[0] + 1
             self._pages = self._used_pages(txn)
 
@@ -354,7 +398,9 @@ class Catalog:
         return sum(s["branch_pages"] + s["leaf_pages"] + s["overflow_pages"] for s in stats)
 
     def _os_error(self, error: lmdb.Error) -> OSError:
-        return os_error(error, self._env, self._path)
+        found = os_error(error, self._env, self._path)
+        self.is_damaged |= isinstance(found, DamagedError)
+        return found
 
     def _id(self, namespace: bytes) -> int:
         found = self._ids.get(namespace)
@@ -392,6 +438,6 @@ def _words(records: Records, offset: int, count: int) -> npt.NDArray[np.uint64]:
     return as_strided(records.getfield(np.uint64, offset), (len(records), count), (records.strides[0], 8))
 
 
-def _unpack_extents(raw: memoryview) -> tuple[Extent, ...]:
+def _unpack_extents(raw: bytes) -> tuple[Extent, ...]:
     whole = len(raw) // _EXTENT.size * _EXTENT.size
     return tuple(map(Extent._make, _EXTENT.iter_unpack(raw[:whole])))

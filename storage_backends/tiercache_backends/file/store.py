@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from errno import EIO
+from errno import EDQUOT, EIO, ENOSPC
 from typing import Any, Final, Self
 
 from tiercache.core import BLOCK_ALIGN, ObjectKey, Outcome, PoolName
@@ -32,7 +32,7 @@ from tiercache.storage.checksum import Seal
 from tiercache.storage.env import Env
 from tiercache.storage.gate import CallGate
 from tiercache.storage.vectors import usable
-from tiercache_backends.file.catalog import Catalog
+from tiercache_backends.file.catalog import Catalog, Loaded
 from tiercache_backends.file.holdings import Holdings, Pin, blocks_for
 from tiercache_backends.file.movement import Mover
 from tiercache_backends.file.removal import Removal
@@ -41,6 +41,7 @@ from tiercache_backends.file.shares import divide, slab_blocks_for
 from tiercache_backends.file.slabs import Slabs, goes_direct
 from tiercache_backends.file.writing import BATCH, Writer
 from tiercache_backends.local.directory import StoreDirectory, sync_directory
+from tiercache_backends.local.failures import DamagedError
 from tiercache_backends.local.settings import between, local_settings, one_of
 
 _log = logging.getLogger(__name__)
@@ -185,7 +186,7 @@ class FileBackend(StorageBackend):
             self._mover.close()
             self._slabs.close()
             self._catalog.close()
-            self._directory.release(clean=True)
+            self._directory.release(clean=not self._catalog.is_damaged, suspect=self._catalog.is_damaged)
 
     def locate(self, key: ObjectKey) -> list[tuple[str, int, int]]:
         """Where an object lies, for `inspect` and for tests: (file, offset, bytes) in payload order; empty where it is not stored."""
@@ -218,8 +219,7 @@ class FileBackend(StorageBackend):
         directory.prove()
         shares = divide(self._capacity, directory)
         self._direct = io == "auto" and goes_direct(self._env, directory.at("slabs"))
-        self._catalog = Catalog(self._env, directory.database, shares.map_bytes)
-        undo.callback(self._catalog.close)
+        loaded = self._open_catalog(undo, shares.map_bytes)
         self._slabs = Slabs(self._env, directory.at("slabs"), slab_blocks, shares.budget_blocks, direct=self._direct)
         undo.callback(self._slabs.close)
         self._mover = Mover(self._env, self._slabs, io_threads, direct=self._direct)
@@ -230,13 +230,49 @@ class FileBackend(StorageBackend):
         self._writer = Writer(
             self._env, self._catalog, self._slabs, self._mover, self._holdings, self._removal, self._seal, power=durability == "power"
         )
-        loaded = self._catalog.load()
         unsound = self._holdings.load(loaded, self._slabs.open())
-        if unsound or loaded.damaged:
-            _log.warning("%d records in %s are not sound and are dropped", len(unsound) + len(loaded.damaged), directory.path)
-            self._catalog.apply(removals=unsound, damaged=loaded.damaged)
+        if unsound:
+            _log.warning("%d records in %s have no sound place and are dropped", len(unsound), directory.path)
+            self._catalog.apply(removals=unsound)
         self._slabs.trim()
         directory.opened()
+
+    def _open_catalog(self, undo: ExitStack, map_bytes: int) -> Loaded:
+        """Open the catalog and read it: one that LMDB cannot read is put aside, one with damaged parts is written anew from the rest."""
+        directory = self._directory
+
+        def opened() -> Catalog:
+            catalog = Catalog(self._env, directory.database, map_bytes)
+            undo.callback(catalog.close)  # twice is harmless
+            return catalog
+
+        try:
+            self._catalog = opened()
+            loaded = self._catalog.load()
+        except DamagedError as error:
+            _log.error("the catalog in %s is damaged: %s", directory.database, error)
+            directory.set_aside()
+            self._catalog = opened()
+            return self._catalog.load()
+        if not loaded.damaged and not directory.suspect and self._is_writable():
+            return loaded
+        _log.warning("the catalog in %s has damaged parts; it is written anew from the rest", directory.database)
+        old = self._catalog
+        old.close()
+        directory.discard()
+        self._catalog = opened()
+        self._catalog.restore(loaded, old)
+        return self._catalog.load()
+
+    def _is_writable(self) -> bool:
+        try:
+            self._catalog.try_writing()
+        except DamagedError:
+            return False
+        except OSError as error:
+            if error.errno not in (ENOSPC, EDQUOT):
+                raise
+        return True
 
     def _read(self, items: Sequence[GetItem], pins: Sequence[Pin | None]) -> list[Outcome]:
         """Read pinned objects; the damaged ones are given up."""

@@ -70,6 +70,8 @@ class StoreDirectory:
         self.database: Final = self.at(database)
         self.sole = True
         """Does nobody else have the store open? Always true for an exclusive owner; for a shared one it holds until `opened`."""
+        self.suspect = False
+        """Did the last owner find the environment contradicting itself? Known from `prove` on."""
         self._shared = False
         self._lock_fd: int | None = None
         self._opening_fd: int | None = None
@@ -118,7 +120,7 @@ class StoreDirectory:
         if version < self._version:
             _log.error("%s has format %d, which this tiercache does not read any more", self.path, version)
             if self.stat(os.path.basename(self.database)) is not None:
-                self._set_aside()
+                self.set_aside()
             return self._settle_anew(fresh)
         if not fresh.keys() <= found.keys():
             raise StoreFormatError(f"{self.at('format')} is incomplete; remove {self.path} to start with an empty store")
@@ -130,8 +132,21 @@ class StoreDirectory:
         if not self.sole:
             return
         if not self._trusted() and self._damaged():
-            self._set_aside()
+            self.set_aside()
         self._mark_open()
+
+    def set_aside(self) -> None:
+        """Keep a useless environment for a look at it, instead of any earlier one, and make room for a new one."""
+        aside = self.database + ".damaged"
+        if self.stat(os.path.basename(aside)) is not None:
+            self._empty(aside)
+        self._env.rename(self.database, aside)
+        self._make(self.database)
+        _log.error("%s was put aside as %s; the store starts empty", self.database, aside)
+
+    def discard(self) -> None:
+        """Remove an environment of which everything that is worth it is in memory."""
+        self._empty(self.database)
 
     def part(self, path: str) -> None:
         """Make a directory of the store's, or find it there, closed to others."""
@@ -150,8 +165,7 @@ class StoreDirectory:
         """
         try:
             if suspect:
-                with suppress(FileNotFoundError):
-                    self._env.unlink(self.at("state"))
+                self._write("state", {"boot_id": self._env.boot_id(), "database": None, "suspect": True})
             elif clean and (not self._shared or self._is_last()) and (found := self._data()) is not None:
                 self._write("state", {"boot_id": self._env.boot_id(), "database": [found.st_size, found.st_mtime_ns]})
         except OSError as error:
@@ -253,7 +267,8 @@ class StoreDirectory:
         if found is None:
             return True
         state = self._read("state")
-        if not self._plausible(found.st_size):
+        self.suspect = bool(state.get("suspect"))
+        if self.suspect or not self._plausible(found.st_size):
             return False
         if state.get("database") is not None:
             return bool(state["database"] == [found.st_size, found.st_mtime_ns])
@@ -281,15 +296,9 @@ class StoreDirectory:
             _log.error("the database in %s is damaged (its check ended with status %d)", self.database, status)
         return status != 0
 
-    def _set_aside(self) -> None:
-        """Keep one useless environment for a look at it, instead of any earlier one."""
-        aside = self.database + ".damaged"
-        if self.stat(os.path.basename(aside)) is not None:
-            for name in self._env.listdir(aside):
-                self._env.unlink(os.path.join(aside, name))
-        self._env.rename(self.database, aside)
-        self._make(self.database)
-        _log.error("%s was put aside as %s; the store starts empty", self.database, aside)
+    def _empty(self, path: str) -> None:
+        for name in self._env.listdir(path):
+            self._env.unlink(os.path.join(path, name))
 
     def _data(self) -> os.stat_result | None:
         return self.stat(os.path.join(os.path.basename(self.database), "data.mdb"))
