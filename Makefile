@@ -40,7 +40,7 @@ bench: $(STAMP)  ## Benchmarks: keys, index, engine-thread cost, copies, local s
 	$(BIN)/tiercache bench disk --backend file -o json
 	$(BIN)/tiercache bench disk --backend lmdb -o json
 
-campaign: $(STAMP)  ## Crash campaigns over the local stores: some 20 minutes, power cuts need root (ARGS=--quick)
+campaign: $(STAMP)  ## Crash campaigns over the local stores: some 10 minutes, power cuts need root (ARGS=--quick)
 	$(BIN)/python -m tests.campaign $(ARGS)
 
 clean:  ## Remove the environment and caches
