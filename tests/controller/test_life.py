@@ -144,10 +144,10 @@ def test_a_corrupt_object_is_never_served_and_is_stored_anew(tmp_path):
     engine.serve([*prompt(1, 2, 3), 5])
     engine.settle()
     evict(engine, Tier.DEVICE, Tier.HOST)
-    env.flip("preadv")
+    env.spoil()
     assert engine.serve(prompt(1, 2, 3, 4)) == 0
     assert engine.metrics.value("restore_failures_total", "checksum") == 1
-    assert engine.metrics.total("storage_gets_total", outcome="corrupt") == 1
+    assert engine.metrics.total("storage_gets_total", outcome="corrupt") >= 1
     engine.settle()
     evict(engine, Tier.DEVICE, Tier.HOST)
     assert engine.serve(prompt(1, 2, 3, 4)) == 3 * P

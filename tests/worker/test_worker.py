@@ -190,7 +190,7 @@ def test_bits_that_flip_on_the_way_from_disk_never_reach_the_model(name: str, tm
     with serving(name, store(tmp_path, env)) as worker:
         right(audit, worker, worker.serve(LONG[1], 4))
         evict(worker, Tier.DEVICE, Tier.HOST)
-        env.flip("preadv", times=1000)
+        env.spoil(times=1000)
         generation = worker.serve(LONG[1], 4, audit=True)
         assert (generation.restored, generation.reason) == (0, Reason.CHECKSUM)
         assert worker.controller.metrics.value("restore_failures_total", Reason.CHECKSUM) >= 1

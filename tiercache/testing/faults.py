@@ -169,6 +169,18 @@ class FaultEnv(Env):
 
         return self.add(call, effect, at=at, times=times)
 
+    def spoil(self, *, at: int = 1, times: int = 1) -> Rule:
+        """Flip the first bit of every buffer that is read: of the many objects that a call may move, none that begins in one is right."""
+
+        def effect(real: Call, arguments: tuple[Any, ...]) -> Any:
+            done = real(*arguments)
+            for buffer in arguments[1]:
+                if buffer.nbytes:
+                    buffer[0] ^= 1
+            return done
+
+        return self.add("preadv", effect, at=at, times=times)
+
     def clear(self) -> None:
         """Forget all rules and counts."""
         with self._mutex:
