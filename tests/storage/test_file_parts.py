@@ -10,10 +10,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
-from tiercache_backends.file.catalog import PARENT_KNOWN, RECORD, Loaded
+from tiercache_backends.file.catalog import Loaded
 from tiercache_backends.file.eviction import EvictionOrder, UnitView
 from tiercache_backends.file.objects import Facts, Objects
 from tiercache_backends.file.pages import Pages
+from tiercache_backends.file.records import PARENT_KNOWN, RECORD
 from tiercache_backends.file.recovery import sound_records
 from tiercache_backends.file.space import Extent, Space
 

@@ -11,14 +11,7 @@ The format, version 2. All integers are little-endian, but for `number`.
                 "opened"                      ->  written at every start, to see whether that can be done
     namespaces: namespace, 1 to 64 bytes      ->  msgpack [id, identity without its salt, or nil]
 
-    record = u64 number, big-endian: counts every object ever stored, so that a batch is written into one or two pages, and records lie
-                         in the order of their age; 64 digest of the object key; 32 parent or zeros; 16 checksum; 16 MAC or zeros;
-             u64 length  payload bytes; u64 stored_at, nanoseconds since 1970;
-             u64 first block and u32 blocks of the first extent; u16 further extents; u8 flags: 1 parent is known, 2 depth is known; u8 0;
-             u32 depth   pages up to the object's end; u32 namespace id; 8 pool name, ASCII, zero-padded; u64 guard
-
-An extent lies inside one slab. The guard is a weighted sum of the record's other words: LMDB does not check its pages, and a record that
-lies about its length would be refused for ever. A record is written when the bytes are, and removed before its blocks are used again.
+`records.py` says what a record is. One is written when the object's bytes are, and removed before its blocks are used again.
 """
 
 from __future__ import annotations
@@ -35,42 +28,24 @@ import lmdb
 import msgpack
 import numpy as np
 import numpy.typing as npt
-from numpy.lib.stride_tricks import as_strided
 
-from tiercache.core import ObjectKey, ObjectMeta, PoolName
 from tiercache.storage.base import NamespaceRecord, ScanEntry, SetItem
 from tiercache.storage.checksum import Sealed
 from tiercache.storage.env import Env, let_go
+from tiercache_backends.file.records import RECORD, Records, entry, pack, pack_extents, rows, seal, sound, unpack_extents
 from tiercache_backends.file.space import Extent
 from tiercache_backends.local.failures import DamagedError, os_error
 
 _log = logging.getLogger(__name__)
 
-RECORD: Final = np.dtype([
-    ("number", ">u8"), ("digest", "V64"), ("parent", "V32"), ("checksum", "V16"), ("mac", "V16"), ("length", "<u8"), ("stored_at", "<u8"),
-    ("start", "<u8"), ("blocks", "<u4"), ("more", "<u2"), ("flags", "u1"), ("reserved", "u1"), ("depth", "<u4"), ("namespace", "<u4"),
-    ("pool", "S8"), ("guard", "<u8"),
-])  # fmt: skip
-PARENT_KNOWN: Final = 1
-DEPTH_KNOWN: Final = 2
-MAX_EXTENTS: Final = 1 + 2**16 - 1
 _STORED: Final = np.dtype([("chunk", ">u8"), ("record", RECORD)])
-_MOST_NUMBERS: Final = 2**48
 _CHUNK_BITS: Final = 12
 _NUMBER: Final = struct.Struct(">Q")
 _CHUNK: Final = struct.Struct(">Q")
 """Eight bytes, so that what a bulk read returns, keys and records in turn, can be used where it lies."""
-_EXTENT: Final = struct.Struct("<QI")
 _MARK: Final = b"opened"
 """A key of `extents` that is no number."""
 _RESERVE_BYTES: Final = 1 << 20
-_POOLS: Final = np.array([pool.encode() for pool in PoolName], "S8")
-_WORDS: Final = RECORD.itemsize // 8
-_WEIGHTS: Final = np.array([(0x9E3779B97F4A7C15 * (2 * i + 1) | 1) % 2**64 for i in range(_WORDS - 1)], np.uint64)
-"""Odd, so that no flip of a single bit leaves the sum as it was."""
-
-Records = npt.NDArray[Any]
-"""An array of dtype RECORD."""
 
 
 class Loaded(NamedTuple):
@@ -134,21 +109,20 @@ class Catalog:
             raise self._os_error(error) from error
         except ValueError as error:
             raise DamagedError(EIO, f"records of other sizes than were written: {error}") from error
-        extents = {_NUMBER.unpack(k)[0]: _unpack_extents(v) for k, v in pairs if len(k) == _NUMBER.size}
+        extents = {_NUMBER.unpack(k)[0]: unpack_extents(v) for k, v in pairs if len(k) == _NUMBER.size}
         records = stored["record"]
         numbers = records["number"]
-        sound = _guards(records) == records["guard"]
-        sound &= np.isin(records["pool"], _POOLS) & (numbers < _MOST_NUMBERS)
+        kept = sound(records)
         if extents:
             held = np.fromiter((len(extents.get(n, ())) for n in numbers.tolist()), np.int64, len(records))
-            sound &= held == records["more"]
+            kept &= held == records["more"]
         else:
-            sound &= records["more"] == 0
+            kept &= records["more"] == 0
         in_order = (numbers[1:] > numbers[:-1]).all() and (stored["chunk"] == numbers >> np.uint64(_CHUNK_BITS)).all()
-        if sound.all() and in_order:
+        if kept.all() and in_order:
             return Loaded(records, extents)
-        kept = records[sound]
-        return Loaded(kept[np.argsort(kept["number"], kind="stable")], extents, damaged=True)
+        left = records[kept]
+        return Loaded(left[np.argsort(left["number"], kind="stable")], extents, damaged=True)
 
     def try_writing(self) -> None:
         """Make one small change, because a catalog that can be read need not be fit to be written; raises OSError."""
@@ -179,21 +153,7 @@ class Catalog:
         self, items: Sequence[SetItem], places: Sequence[tuple[Extent, ...]], seals: Sequence[Sealed], stored_at: int
     ) -> tuple[Records, dict[int, tuple[Extent, ...]]]:
         """The records of a batch, not yet numbered, and by position the further extents of those that have more than one."""
-        records = np.zeros(len(items), RECORD)
-        metas = [item.meta for item in items]
-        records["digest"] = _column([item.key.digest for item in items], 64)
-        records["parent"] = _column([m.parent or bytes(32) for m in metas], 32)
-        records["checksum"] = _column([sealed.checksum for sealed in seals], 16)
-        records["mac"] = _column([sealed.mac for sealed in seals], 16)
-        records["length"] = [m.length for m in metas]
-        records["stored_at"] = stored_at
-        records["start"] = [place[0].start for place in places]
-        records["blocks"] = [place[0].blocks for place in places]
-        records["more"] = [len(place) - 1 for place in places]
-        records["flags"] = [(m.parent is not None) * PARENT_KNOWN | (m.depth is not None) * DEPTH_KNOWN for m in metas]
-        records["depth"] = [m.depth or 0 for m in metas]
-        records["namespace"] = [self._id(m.namespace) for m in metas]
-        records["pool"] = [item.key.pool.encode() for item in items]
+        records = pack(items, places, seals, [self._id(item.meta.namespace) for item in items], stored_at)
         return records, {i: place[1:] for i, place in enumerate(places) if len(place) > 1}
 
     def apply(
@@ -230,17 +190,7 @@ class Catalog:
 
     def entry(self, record: Any) -> ScanEntry:
         """What a record says about its object."""
-        flags = int(record["flags"])
-        return ScanEntry(
-            ObjectKey(PoolName(record["pool"].decode()), record["digest"].tobytes()),
-            ObjectMeta(
-                namespace=self._by_id.get(int(record["namespace"]), b""),
-                length=int(record["length"]),
-                checksum=record["checksum"].tobytes(),
-                parent=record["parent"].tobytes() if flags & PARENT_KNOWN else None,
-                depth=int(record["depth"]) if flags & DEPTH_KNOWN else None,
-            ),
-        )
+        return entry(record, self._by_id.get(int(record["namespace"]), b""))
 
     def register(self, record: NamespaceRecord) -> None:
         """Remember a namespace's identity; raises OSError."""
@@ -307,12 +257,12 @@ class Catalog:
                 for number in removals:
                     self._remove(txn, cursor, number)
                 if records is not None:
-                    self._number(records)
-                    pairs = list(zip(map(_CHUNK.pack, (records["number"] >> _CHUNK_BITS).tolist()), _rows(records), strict=True))
+                    seal(records, self._next)
+                    pairs = list(zip(map(_CHUNK.pack, (records["number"] >> _CHUNK_BITS).tolist()), rows(records), strict=True))
                     if cursor.putmulti(pairs, dupdata=True, append=True)[1] != len(pairs):
                         raise DamagedError(EIO, "the catalog is out of order and takes no new records")
                     for index, extents in further.items():
-                        txn.put(_NUMBER.pack(int(records["number"][index])), b"".join(_EXTENT.pack(*e) for e in extents), db=self._extents)
+                        txn.put(_NUMBER.pack(int(records["number"][index])), pack_extents(extents), db=self._extents)
             for namespace in self._unsaved:
                 named = self._records.get(namespace)
                 txn.put(namespace, msgpack.packb([self._ids[namespace], dict(named.identity) if named else None]), db=self._names)
@@ -372,10 +322,6 @@ class Catalog:
             cursor.delete()
         txn.delete(_NUMBER.pack(number), db=self._extents)
 
-    def _number(self, records: Records) -> None:
-        records["number"] = np.arange(self._next, self._next + len(records))
-        records["guard"] = _guards(records)
-
     def _load_facts(self) -> None:
         with self._lmdb.begin() as txn:
             for namespace, value in txn.cursor(self._names):
@@ -413,31 +359,3 @@ class Catalog:
                 self._ids[namespace] = number
                 self._unsaved.add(namespace)
             return self._ids[namespace]
-
-
-def _column(values: Sequence[bytes], width: int) -> npt.NDArray[Any]:
-    return np.frombuffer(b"".join(values), f"V{width}")
-
-
-def _rows(records: Records) -> Iterator[bytes]:
-    raw = records.tobytes()
-    return (raw[i : i + RECORD.itemsize] for i in range(0, len(raw), RECORD.itemsize))
-
-
-def _guards(records: Records) -> npt.NDArray[np.uint64]:
-    return _words(records, 0, _WORDS - 1) @ _WEIGHTS
-
-
-def words_of(records: Records, name: str) -> npt.NDArray[np.uint64]:
-    """A field of byte strings as rows of words, where it lies: shape (len(records), words)."""
-    dtype, offset = RECORD.fields[name][:2]  # type: ignore[index]
-    return _words(records, offset, dtype.itemsize // 8)
-
-
-def _words(records: Records, offset: int, count: int) -> npt.NDArray[np.uint64]:
-    return as_strided(records.getfield(np.uint64, offset), (len(records), count), (records.strides[0], 8))
-
-
-def _unpack_extents(raw: bytes) -> tuple[Extent, ...]:
-    whole = len(raw) // _EXTENT.size * _EXTENT.size
-    return tuple(map(Extent._make, _EXTENT.iter_unpack(raw[:whole])))

@@ -10,8 +10,9 @@ import numpy.typing as npt
 
 from tiercache.storage.base import DIGEST_BYTES
 from tiercache.storage.checksum import CHECKSUM_BYTES, MAC_BYTES, NO_MAC, Sealed
-from tiercache_backends.file.catalog import DEPTH_KNOWN, PARENT_KNOWN, Loaded, words_of
+from tiercache_backends.file.catalog import Loaded
 from tiercache_backends.file.pages import NONE, PAGE_KEY_BYTES, Ints, Links, Pages, Words, column_of, grown, link_groups
+from tiercache_backends.file.records import DEPTH_KNOWN, PARENT_KNOWN, words_of
 from tiercache_backends.file.space import Extent
 
 _FIRST_ROWS: Final = 1024

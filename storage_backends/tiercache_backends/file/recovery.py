@@ -12,8 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from tiercache.core import BLOCK_ALIGN
-from tiercache_backends.file.catalog import Loaded, Records, words_of
+from tiercache_backends.file.catalog import Loaded
 from tiercache_backends.file.pages import Ints
+from tiercache_backends.file.records import Records, words_of
 from tiercache_backends.file.space import Extent
 
 _MANY: Final = 4096

@@ -12,10 +12,11 @@ from tiercache.core import Outcome
 from tiercache.storage.base import SetItem
 from tiercache.storage.checksum import NO_MAC, Seal, Sealed
 from tiercache.storage.env import Env
-from tiercache_backends.file.catalog import MAX_EXTENTS, Catalog
+from tiercache_backends.file.catalog import Catalog
 from tiercache_backends.file.holdings import Claim, Claims, Departure, Holdings
 from tiercache_backends.file.movement import Mover
 from tiercache_backends.file.objects import Facts
+from tiercache_backends.file.records import MAX_EXTENTS
 from tiercache_backends.file.removal import Removal
 from tiercache_backends.file.runs import Movement
 from tiercache_backends.file.slabs import Slabs
