@@ -78,9 +78,21 @@ class TrustingHooks(MemoryHooks):
         return TrustingStore(capacity or 0)
 
 
-class FileHooks(BackendConformance):
+class LocalHooks(BackendConformance):
+    """Of a store in a directory, opened with the faults in `env`."""
+
     env: FaultEnv
 
+    def kill(self, store: StorageBackend, path: Path, capacity: int | None = None) -> StorageBackend:
+        left = path.with_name(path.name + ".left")
+        copy_tree(path, left)
+        store.close()
+        shutil.rmtree(path)
+        left.rename(path)
+        return self.open_store(path, capacity)
+
+
+class FileHooks(LocalHooks):
     def open_store(self, path: Path, capacity: int | None = None) -> StorageBackend:
         self.env = FaultEnv()
         return FileBackend(str(path), capacity or self.large, env=self.env)
@@ -105,14 +117,6 @@ class FileHooks(BackendConformance):
 
     def check(self, store: StorageBackend) -> None:
         file_of(store).check_integrity()
-
-    def kill(self, store: StorageBackend, path: Path, capacity: int | None = None) -> StorageBackend:
-        left = path.with_name(path.name + ".left")
-        copy_tree(path, left)
-        store.close()
-        shutil.rmtree(path)
-        left.rename(path)
-        return self.open_store(path, capacity)
 
     def fill_disk(self, store: StorageBackend) -> None:
         for call in ("fallocate", "pwritev", "commit"):

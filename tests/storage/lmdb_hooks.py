@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from errno import ENOSPC
 from pathlib import Path
 from typing import Any
@@ -12,18 +11,15 @@ import numpy as np
 from tiercache_backends.lmdb import LmdbBackend
 from tiercache_backends.lmdb.records import Record, part_key, place_of
 
-from tests.storage.backends import copy_tree
+from tests.storage.backends import LocalHooks
 from tiercache.core import ObjectKey
 from tiercache.storage.base import StorageBackend
 from tiercache.storage.wrappers import unwrap
-from tiercache.testing.conformance import BackendConformance
 from tiercache.testing.faults import FaultEnv
 
 
-class LmdbHooks(BackendConformance):
+class LmdbHooks(LocalHooks):
     """There is no `truncate`: a process that reads a mapped file behind its end is ended by the system, whatever it does."""
-
-    env: FaultEnv
 
     def open_store(self, path: Path, capacity: int | None = None) -> StorageBackend:
         self.env = FaultEnv()
@@ -50,14 +46,6 @@ class LmdbHooks(BackendConformance):
 
     def check(self, store: StorageBackend) -> None:
         lmdb_of(store).check_integrity()
-
-    def kill(self, store: StorageBackend, path: Path, capacity: int | None = None) -> StorageBackend:
-        left = path.with_name(path.name + ".left")
-        copy_tree(path, left)
-        store.close()
-        shutil.rmtree(path)
-        left.rename(path)
-        return self.open_store(path, capacity)
 
     def fill_disk(self, store: StorageBackend) -> None:
         self.env.fail("commit", times=1_000_000, error=ENOSPC)

@@ -667,3 +667,16 @@ def test_threads_read_write_delete_and_scan_at_once(tmp_path: Path) -> None:
             list(pool.map(work, range(4)))
         assert store.usage().details["failures"] == 0
         store.check_integrity()
+
+
+@pytest.mark.parametrize("durability", ["process", "power"])
+def test_a_deletion_is_on_the_medium_when_it_is_answered(tmp_path: Path, durability: str) -> None:
+    """With `power` every commit is; else LMDB leaves its last page to the next sync, which a deletion makes itself."""
+    env = FaultEnv()
+    with LmdbBackend(str(tmp_path / "s"), 8 << 20, durability, env) as store:
+        put(store, key("a"), payload("a", 5000))
+        env.clear()
+        assert store.delete([key("b")]) == [False]
+        assert env.calls["fdatasync"] == 0, "nothing was deleted"
+        assert store.delete([key("a")]) == [True]
+        assert env.calls["fdatasync"] == (durability == "process")

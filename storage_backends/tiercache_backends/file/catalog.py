@@ -260,6 +260,7 @@ class Catalog:
                     seal(records, self._next)
                     pairs = list(zip(map(_CHUNK.pack, (records["number"] >> _CHUNK_BITS).tolist()), rows(records), strict=True))
                     if cursor.putmulti(pairs, dupdata=True, append=True)[1] != len(pairs):
+                        self.is_damaged = True
                         raise DamagedError(EIO, "the catalog is out of order and takes no new records")
                     for index, extents in further.items():
                         txn.put(_NUMBER.pack(int(records["number"][index])), pack_extents(extents), db=self._extents)
@@ -272,9 +273,9 @@ class Catalog:
             raise
         try:
             self._env.commit(txn)
-        except BaseException:
+        except BaseException as error:
             txn.abort()
-            if not self._landed(records, removals):
+            if not isinstance(error, OSError | lmdb.Error) or not self._landed(records, removals):
                 raise
             _log.warning("a commit in %s reported a failure, and is there nevertheless", self._path)
         if records is not None:
