@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint types check bench campaign clean
+.PHONY: help install demo test lint types check proto docs bench campaign clean
 
 help:  ## Show what can be made
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -34,6 +34,12 @@ types: $(STAMP)  ## mypy --strict on all three packages
 	$(BIN)/mypy
 
 check: test lint types  ## Everything that CI runs on the checkout
+
+proto: $(STAMP)  ## Generate tiercache/wire/v1 from proto/ (the tests compare)
+	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=. --pyi_out=. proto/tiercache/wire/v1/*.proto
+
+docs: $(STAMP)  ## Write docs/metrics.md from the table of metrics (the tests compare)
+	$(BIN)/python -m tiercache.metrics > docs/metrics.md
 
 bench: $(STAMP)  ## Benchmarks: keys, index, engine-thread cost, copies, local stores (one JSON line per row)
 	$(BIN)/python -m tests.benchmarks

@@ -99,6 +99,14 @@ class Reason(enum.StrEnum):
     DISABLED = "disabled"
 
 
+class Verb(enum.StrEnum):
+    """What a principal of a daemon may do."""
+
+    READ = "read"
+    WRITE = "write"
+    ADMIN = "admin"
+
+
 class ObjectKey(NamedTuple):
     """The key of one object in a store.
 
@@ -185,12 +193,14 @@ class PoolTransferResult:
 
     `restorable_prefix_pages` are all depths at which every pool can be restored, ascending and sparse; `kv_hit_pages` its maximum, or 0;
     `extra_pool_hit_pages[X]` the deepest depth within the stored KV run that pool X alone allows; `kv_run_pages` the length of that run.
+    `reason` is NONE, or why the store could not be asked: nothing is restorable then, and it may hold everything.
     """
 
     kv_hit_pages: int
     extra_pool_hit_pages: Mapping[PoolName, int]
     restorable_prefix_pages: tuple[int, ...]
     kv_run_pages: int
+    reason: Reason = Reason.NONE
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@
     ├── StorageError(OSError)
     │   ├── StoreLockedError              another process owns the directory
     │   └── StoreFormatError              the directory holds a format that this version does not know
+    ├── WireError(ValueError)             a message from the other end of a connection is malformed or beyond a limit
     ├── AdmissionError(RuntimeError)      an admission is used after its release, or out of order
     ├── UnsupportedModelError(ValueError) a model cannot be served; the message names the layer
     └── ClosedError(RuntimeError)         the object was closed
@@ -68,6 +69,10 @@ class StoreLockedError(StorageError):
 
 class StoreFormatError(StorageError):
     """The directory holds a format that this version does not know."""
+
+
+class WireError(TierCacheError, ValueError):
+    """A message from the other end of a connection is malformed or beyond a limit."""
 
 
 class AdmissionError(TierCacheError, RuntimeError):

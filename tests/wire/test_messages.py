@@ -1,0 +1,104 @@
+"""What goes onto the wire comes back equal; what was never a message of ours is refused in words."""
+
+from __future__ import annotations
+
+import pytest
+from google.protobuf.message import DecodeError
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tiercache.core import ObjectKey, ObjectMeta, Outcome, PoolName
+from tiercache.errors import WireError
+from tiercache.wire import messages
+from tiercache.wire.v1 import storage_pb2 as pb
+
+KEYS = st.lists(st.builds(ObjectKey, st.sampled_from(PoolName), st.binary(min_size=64, max_size=64)), max_size=20)
+METAS = st.builds(
+    ObjectMeta,
+    st.binary(max_size=64),
+    st.integers(0, 2**64 - 1),
+    st.sampled_from([b"", bytes(16)]),
+    st.none() | st.binary(min_size=32, max_size=32),
+    st.none() | st.integers(0, 2**32 - 1),
+)
+
+
+def over_the_wire(message: pb.Keys) -> pb.Keys:
+    return pb.Keys.FromString(message.SerializeToString())
+
+
+@given(KEYS)
+def test_keys(keys: list[ObjectKey]) -> None:
+    assert messages.read_keys(over_the_wire(messages.keys(keys)), 20) == keys
+
+
+@given(METAS)
+def test_metas(meta: ObjectMeta) -> None:
+    assert messages.read_meta(pb.ObjectMeta.FromString(messages.meta(meta).SerializeToString())) == meta
+
+
+@given(st.lists(st.booleans(), max_size=40))
+def test_bits(flags: list[bool]) -> None:
+    assert messages.read_bits(messages.bits(flags), len(flags)) == flags
+
+
+@given(st.lists(st.sampled_from(Outcome), max_size=40))
+def test_outcomes(outcomes: list[Outcome]) -> None:
+    assert messages.read_outcomes(messages.outcomes(outcomes).outcomes, len(outcomes)) == outcomes
+
+
+def test_every_outcome_has_the_number_of_the_proto() -> None:
+    assert {f"OUTCOME_{outcome.name}": number for outcome, number in messages.NUMBER_OF.items()} | {"OUTCOME_UNSPECIFIED": 0} == dict(
+        pb.Outcome.items()
+    )
+
+
+def test_an_outcome_of_a_newer_version_is_an_error_of_that_object_alone() -> None:
+    assert messages.read_outcomes([1, 77, 0], 3) == [Outcome.HIT, Outcome.ERROR, Outcome.ERROR]
+
+
+@given(st.binary(max_size=200))
+def test_any_message_of_keys_is_read_or_refused(data: bytes) -> None:
+    try:
+        message = pb.Keys.FromString(data)
+    except DecodeError:
+        return
+    try:
+        keys = messages.read_keys(message, 5)
+    except WireError:
+        return
+    assert len(keys) <= 5
+    assert all(len(key.digest) == 64 and isinstance(key.pool, PoolName) for key in keys)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        pb.Keys(digests=bytes(63), pools=["kv"], pool_of=b"\0"),
+        pb.Keys(digests=bytes(64), pools=["kv"], pool_of=b"\0\0"),
+        pb.Keys(digests=bytes(64), pools=["kv"], pool_of=b"\1"),
+        pb.Keys(digests=bytes(64), pools=["nothing of ours"], pool_of=b"\0"),
+        pb.Keys(digests=bytes(64 * 6), pools=["kv"], pool_of=bytes(6)),
+    ],
+)
+def test_malformed_keys_are_refused(message: pb.Keys) -> None:
+    with pytest.raises(WireError):
+        messages.read_keys(message, 5)
+
+
+def test_too_few_or_too_many_answers_are_refused() -> None:
+    for numbers in ([], [1, 1, 1]):
+        with pytest.raises(WireError):
+            messages.read_outcomes(numbers, 2)
+    for data in (b"", b"\0\0"):
+        with pytest.raises(WireError):
+            messages.read_bits(data, 8)
+
+
+def test_a_mapping_is_bounded() -> None:
+    both = {"model": "m", "page_size": 64}
+    assert messages.read_mapping(messages.texts(both), messages.numbers(both)) == both
+    with pytest.raises(WireError):
+        messages.read_mapping({str(i): "" for i in range(40)}, {str(i): i for i in range(40)})
+    with pytest.raises(WireError):
+        messages.read_mapping({"model": "x" * 5000}, {})

@@ -1,0 +1,1 @@
+"""Generated from `proto/tiercache/wire/v1` by `make proto`; not edited by hand."""
