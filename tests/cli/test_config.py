@@ -1,0 +1,161 @@
+"""`tiercache config` as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tiercache.cli.config import EXAMPLE
+from tiercache.config.settings import DEFAULT_FILE, load
+
+TIERCACHE = str(Path(sys.executable).parent / "tiercache")
+NODE = """
+host_bytes = "1GiB"
+listen = ["127.0.0.1:7070"]
+[[principals]]
+name = "worker-1"
+token_file = "{token}"
+verbs = ["write", "read"]
+[limits]
+idle = "5s"
+"""
+
+
+@pytest.fixture
+def node(tmp_path):
+    token = tmp_path / "token"
+    token.write_text("hunter2-hunter2-hunter2\n")
+    token.chmod(0o600)
+    file = tmp_path / "node.toml"
+    file.write_text(NODE.format(token=token))
+    return file
+
+
+def config(*arguments, **variables):
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TIERCACHE_")}
+    environment |= {"COLUMNS": "80", **variables}
+    done = subprocess.run([TIERCACHE, "config", *map(str, arguments)], capture_output=True, text=True, timeout=60, env=environment)
+    assert "Traceback" not in done.stderr, done.stderr
+    assert "hunter2" not in done.stdout + done.stderr
+    return done
+
+
+def refused(*arguments, **variables):
+    done = config(*arguments, **variables)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("tiercache: ")
+    assert done.stderr.count("\n") == 1
+    return done.stderr
+
+
+def test_check_says_what_would_be_served_to_whom(node):
+    done = config("check", node)
+    assert (done.returncode, done.stderr) == (0, "")
+    said = done.stdout
+    assert said.startswith(f"{node}: fine\n")
+    assert "/var/lib/tiercache/store, 64GiB" in said
+    assert "/var/lib/tiercache/run/grpc.sock" in said
+    assert "127.0.0.1:7070, no TLS, tokens" in said
+    assert f"worker-1 by token_file {node.parent}/token: read, write in all namespaces" in said
+    assert "1GiB in flight, 256MiB of one client" in said
+    assert "cut after 5s without progress" in said
+    assert "warning" not in said
+
+
+def test_check_warns_and_is_content(node):
+    done = config("check", node, TIERCACHE_LISTEN="0.0.0.0:1", TIERCACHE_INSECURE_BIND="true")
+    assert done.returncode == 0
+    assert "warning: tokens travel in clear to 0.0.0.0:1 (insecure_bind)" in done.stdout
+
+
+def test_check_finds_its_file(node, tmp_path):
+    assert config("check", TIERCACHE_CONFIG=str(node)).stdout.startswith(f"{node}: fine\n")
+    assert "does not exist" in refused("check", TIERCACHE_CONFIG=str(tmp_path / "none"))
+    if not DEFAULT_FILE.exists():
+        assert f"TIERCACHE_CONFIG is not set and {DEFAULT_FILE} does not exist" in refused("check")
+
+
+def test_check_looks_at_the_files_unless_told_otherwise(node):
+    (node.parent / "token").chmod(0o644)
+    assert f"{node}: principals[0].token_file: {node.parent}/token can be read or changed by others" in refused("check", node)
+    assert config("check", "--no-files", node).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("limits.idel = 1", "limits.idel is not a setting; did you mean limits.idle?"),
+        ("[limits", "is not TOML"),
+        ('"[red]x" = 1', '"[red]x" is not a setting'),
+        ('storage = "lmbd:///x"', "storage: type 'lmbd' is unknown; use one of file, grpc, lmdb, memory"),
+        ('listen = ["0.0.0.0:1"]', "other machines can reach 0.0.0.0:1 without authentication"),
+    ],
+)
+def test_a_mistake_gets_one_sentence(tmp_path, text, sentence):
+    file = tmp_path / "node.toml"
+    file.write_text(text)
+    for verb in ("check", "show"):
+        if verb == "check" or "storage" not in text:  # which stores are installed is the concern of `check`
+            message = refused(verb, file)
+            assert f"{file}" in message
+            assert sentence in message
+
+
+def test_show_tells_where_each_value_comes_from(node):
+    done = config("show", node, TIERCACHE_DRAIN="3s")
+    assert done.returncode == 0
+    rows = {line.split()[0]: line.split() for line in reversed(done.stdout.splitlines()) if line.strip()}
+    assert rows["drain"][1:3] == ["3s", "environment"]
+    assert rows["host_bytes"][1:3] == ["1GiB", "file"]
+    assert rows["limits.idle"][1:3] == ["5s", "file"]
+    assert rows["limits.call"][1:3] == ["1min", "default"]
+    assert rows["limits.client_bytes"][1:3] == ["256MiB", "default"]
+    assert "SIGTERM" in done.stdout
+
+
+def test_show_as_json(node):
+    said = json.loads(config("show", node, "-o", "json").stdout)
+    assert said["file"] == str(node)
+    assert said["settings"]["limits"]["idle"] == "5s"
+    assert said["settings"]["sockets"] == "/var/lib/tiercache/run"
+    assert (said["origins"]["limits.idle"], said["origins"]["principals[0].name"]) == ("file", "file")
+    assert said["origins"]["principals[0].namespaces"] == "default"
+
+
+def test_show_as_toml_can_be_loaded_again(node, tmp_path):
+    again = tmp_path / "again.toml"
+    again.write_text(config("show", node, "-o", "toml", TIERCACHE_STORAGE="memory://").stdout)
+    assert 'idle = "5s"  # file' in again.read_text()
+    assert 'storage = "memory://"  # environment' in again.read_text()
+    assert load(again) == load(node, {"storage": "memory://"})
+
+
+def test_show_needs_no_file():
+    said = json.loads(config("show", "-o", "json", TIERCACHE_CONFIG="").stdout)
+    assert said["file"] is None or DEFAULT_FILE.exists()
+
+
+def test_schema_is_one():
+    made = json.loads(config("schema").stdout)
+    assert made["$schema"].endswith("2020-12/schema")
+    assert made["additionalProperties"] is False
+    assert {"directory", "host_bytes", "disk_bytes", "listen", "principals"} <= made["properties"].keys()
+
+
+def test_the_example_of_the_help_loads(tmp_path):
+    helped = config("--help").stdout
+    shown = [line.strip() for line in helped.splitlines()]
+    for line in EXAMPLE.splitlines():
+        assert line.strip() in shown
+    file = tmp_path / "example.toml"
+    file.write_text(EXAMPLE)
+    assert load(file).principals[0].tenant == "acme"
+    assert tomllib.loads(EXAMPLE)["tls"]["client_ca"] == "/etc/tiercache/clients.crt"
+    for verb in ("check", "show", "schema"):
+        assert "tiercache config" in config(verb, "--help").stdout

@@ -1,0 +1,235 @@
+"""The settings of the daemon: names, types, defaults, and what each is for. What they must obey together is in `rules`.
+
+A docstring below a setting is its description in `tiercache config schema`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Final, Self
+from urllib.parse import quote
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+from tiercache.config import rules
+from tiercache.config.addresses import Address, parse_address
+from tiercache.config.fields import (
+    AbsolutePath,
+    Count,
+    DiskBytes,
+    Duration,
+    Flag,
+    HostBytes,
+    Listed,
+    ListenOrNone,
+    Listens,
+    MessageBytes,
+    Name,
+    Namespaces,
+    ObjectBytes,
+    Size,
+    StorageUrl,
+    Subject,
+    Text,
+    UserId,
+    Verbs,
+)
+from tiercache.core import Verb
+from tiercache.errors import ConfigError
+
+_MIB: Final = 2**20
+_OBJECT_BYTES: Final = 256 * _MIB
+"""More than a state of any model known in 2026, before it is sharded."""
+
+
+class _Table(BaseModel):
+    """A table of the file. Frozen; knows no other keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, hide_input_in_errors=True)
+
+
+class Tls(_Table):
+    """Certificates of the TCP addresses. All are PEM files, read when the daemon starts."""
+
+    certificate: AbsolutePath | None = None
+    """The daemon's certificate, and those between it and the root."""
+    key: AbsolutePath | None = None
+    """The private key of the certificate; readable by the daemon's user alone."""
+    client_ca: AbsolutePath | None = None
+    """Who signs the certificates of clients. Where it is given, a client must show one (mutual TLS)."""
+
+
+class Principal(_Table):
+    """Somebody who may call the daemon, known by one credential: a user id, a token or a certificate."""
+
+    name: Name
+    """What the audit log and the metrics call this principal."""
+    uid: UserId | None = None
+    """Credential: the user id of the process at the other end of a unix socket."""
+    token_file: AbsolutePath | None = None
+    """Credential: a file with a token of 16 to 4096 bytes; readable by the daemon's user alone."""
+    san: Subject | None = None
+    """Credential: a subject alternative name of the client's certificate, such as worker-1.example or spiffe://example/worker-1."""
+    tenant: Text = ""
+    """The tenant whose objects this principal sees; one of [tenants]."""
+    verbs: Verbs = frozenset({Verb.READ, Verb.WRITE})
+    """What this principal may do: read, write, admin."""
+    namespaces: Namespaces = ("*",)
+    """Namespaces that this principal may use, in 64 hex digits as `tiercache ls` prints them; "*" is all."""
+
+    @property
+    def credential(self) -> str:
+        """Which credential this is, and where it is found; never a secret."""
+        return next(f"{kind} {value}" for kind, value in self._credentials().items() if value is not None)
+
+    @model_validator(mode="after")
+    def _one_credential(self) -> Self:
+        given = [kind for kind, value in self._credentials().items() if value is not None]
+        if len(given) != 1:
+            has = f"has {len(given)} credentials ({', '.join(given)})" if given else "has no credential"
+            raise ConfigError(f"principal {self.name} {has}; give exactly one of uid, token_file and san")
+        return self
+
+    def _credentials(self) -> dict[str, int | str | Path | None]:
+        return {"uid": self.uid, "token_file": self.token_file, "san": self.san}
+
+
+class Tenant(_Table):
+    """Somebody whose objects nobody else can name."""
+
+    salt_file: AbsolutePath
+    """32 to 4096 secret bytes that separate this tenant's objects from all others; never change them: its objects would be lost."""
+
+
+class Limits(_Table):
+    """What one client, and all of them together, may use."""
+
+    clients: Count = 512
+    """Connections and sessions in total."""
+    streams: Count = 256
+    """Calls under way in total."""
+    streams_per_client: Count = 32
+    """Calls of one client under way."""
+    client_bytes: ObjectBytes | None = None
+    """Payload bytes of one client in flight. Default: an eighth of host_bytes, or object_bytes where that is more."""
+    principal_bytes: ObjectBytes | None = None
+    """Payload bytes of all clients of one principal in flight. Default: half of host_bytes, or a quarter of several principals."""
+    keys_per_batch: Count = 4096
+    """Keys that one call may name."""
+    message_bytes: MessageBytes = 2 * _MIB
+    """The largest message; objects travel in chunks of about 1 MiB."""
+    object_bytes: ObjectBytes | None = None
+    """The largest object. Default: 256MiB, or a quarter of host_bytes where that is less."""
+    attached_bytes: Size = 64 * 1024 * _MIB
+    """Shared memory that one client may attach; 0 turns attaching off."""
+    idle: Duration = 10.0
+    """A stream that makes no progress for so long is cut."""
+    call: Duration = 60.0
+    """The longest deadline that a call may have."""
+
+
+class MetricsSettings(_Table):
+    """The metrics endpoint, for Prometheus."""
+
+    listen: ListenOrNone = ""
+    """Address of the endpoint, such as 127.0.0.1:9464; empty turns it off."""
+    public: Flag = False
+    """Allow an address that other machines reach: metrics show names of principals and tenants, and nothing can be changed there."""
+
+    @property
+    def address(self) -> Address | None:
+        """`listen`, parsed; None where it is off."""
+        return parse_address(self.listen) if self.listen else None
+
+
+class Settings(BaseSettings):
+    """All settings of the daemon. Frozen; made by `load`, which alone looks at files and variables."""
+
+    model_config = SettingsConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, hide_input_in_errors=True, title="tiercache"
+    )
+
+    directory: AbsolutePath = Path("/var/lib/tiercache")
+    """Where the store (in DIR/store) and the unix sockets (in DIR/run) lie."""
+    storage: StorageUrl = ""
+    """URL of another store than the file store in DIR/store, such as lmdb:///var/lib/tiercache/lmdb?capacity=64GiB."""
+    disk_bytes: DiskBytes = 64 * 1024 * _MIB
+    """Capacity of the file store in DIR/store."""
+    host_bytes: HostBytes = 512 * _MIB
+    """Memory for what is in flight: half for payloads, half for messages."""
+    sockets: AbsolutePath | None = None
+    """Directory of the unix sockets, grpc.sock and attach.sock. Default: DIR/run."""
+    unix: Flag = True
+    """Serve the unix sockets."""
+    listen: Listens = ()
+    """TCP addresses as host:port; port 0 is any free one."""
+    insecure_bind: Flag = False
+    """Allow addresses that other machines reach without TLS and authentication. Whoever reaches them may then read and change the cache."""
+    drain: Duration = 10.0
+    """How long calls under way may take to end after SIGTERM."""
+    tls: Tls | None = None
+    """Certificates of the TCP addresses."""
+    principals: Annotated[tuple[Principal, ...], Listed] = ()
+    """Who may call, and what each may do."""
+    tenants: dict[Name, Tenant] = Field(default_factory=dict)
+    """Tenants by name."""
+    limits: Limits = Limits()
+    """What one client, and all of them together, may use."""
+    metrics: MetricsSettings = MetricsSettings()
+    """The metrics endpoint, for Prometheus."""
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Nothing but the arguments: `load` brings the environment, and knows afterwards what came from there."""
+        return (init_settings,)
+
+    def check(self) -> Self:
+        """These settings, where they fit together; raises ConfigError where they do not. Opens nothing: see `files.check_files`."""
+        rules.check(self)
+        return self
+
+    @property
+    def store_url(self) -> str:
+        """The store to open."""
+        return self.storage or f"file://{quote(str(self.directory / 'store'))}?capacity={self.disk_bytes}"
+
+    @property
+    def socket_directory(self) -> Path:
+        """Where the unix sockets lie."""
+        return self.sockets or self.directory / "run"
+
+    @property
+    def addresses(self) -> tuple[Address, ...]:
+        """`listen`, parsed."""
+        return tuple(parse_address(text) for text in self.listen)
+
+    @property
+    def payload_bytes(self) -> int:
+        """Payload bytes in flight in total."""
+        return self.host_bytes // 2 // _MIB * _MIB
+
+    @property
+    def object_bytes(self) -> int:
+        """The largest object."""
+        given = [size for size in (self.limits.client_bytes, self.limits.principal_bytes) if size is not None]
+        return self.limits.object_bytes or min(_OBJECT_BYTES, self.payload_bytes // 2, *given)
+
+    @property
+    def client_bytes(self) -> int:
+        """Payload bytes in flight of one client."""
+        # Never below the largest object, or that could not be moved at all.
+        return self.limits.client_bytes or min(max(self.payload_bytes // 4, self.object_bytes), self.principal_bytes)
+
+    @property
+    def principal_bytes(self) -> int:
+        """Payload bytes in flight of all clients of one principal."""
+        share = self.payload_bytes // 2 if len(self.principals) > 1 else self.payload_bytes
+        return self.limits.principal_bytes or max(share, self.object_bytes)

@@ -1,0 +1,40 @@
+"""The configuration of the daemon: one TOML file, variables and flags, as one frozen object.
+
+    load(Path("/etc/tiercache/tiercache.toml"), {"listen": ["127.0.0.1:7070"]})
+
+Flags come before variables (`TIERCACHE_LIMITS__IDLE=5s`), these before the file, the file before the defaults. Read `models`
+(the settings), `fields` (their types), `rules` (what they obey together), `loading` (where they come from), `files` (what they name),
+`document` (how they are written).
+"""
+
+from tiercache.config.addresses import Address, parse_address
+from tiercache.config.files import check_certificates, check_files, read_salt, read_secret, read_token
+from tiercache.config.loading import DEFAULT_FILE, Loaded, Origin, find_file, load, printable, resolve
+from tiercache.config.models import Limits, MetricsSettings, Principal, Settings, Tenant, Tls
+from tiercache.config.rules import warnings
+from tiercache.core import Verb
+
+__all__ = [
+    "DEFAULT_FILE",
+    "Address",
+    "Limits",
+    "Loaded",
+    "MetricsSettings",
+    "Origin",
+    "Principal",
+    "Settings",
+    "Tenant",
+    "Tls",
+    "Verb",
+    "check_certificates",
+    "check_files",
+    "find_file",
+    "load",
+    "parse_address",
+    "printable",
+    "read_salt",
+    "read_secret",
+    "read_token",
+    "resolve",
+    "warnings",
+]
