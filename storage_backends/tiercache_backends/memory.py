@@ -27,6 +27,7 @@ from tiercache.storage.base import (
     storable,
 )
 from tiercache.storage.checksum import checksum
+from tiercache.storage.env import Env
 from tiercache.storage.gate import CallGate
 from tiercache.storage.registry import settings_of
 from tiercache.storage.residents import Resident, Residents
@@ -38,13 +39,18 @@ _SCAN_PAGE: Final = 1024
 class _Object(Resident):
     """An object and its bytes."""
 
-    __slots__ = ("key", "meta", "payload")
+    __slots__ = ("key", "meta", "payload", "stored_at")
 
-    def __init__(self, key: ObjectKey, meta: ObjectMeta, payload: bytes) -> None:
+    def __init__(self, key: ObjectKey, meta: ObjectMeta, payload: bytes, stored_at: float) -> None:
         super().__init__(key.digest, meta.parent)
         self.key = key
         self.meta = meta
         self.payload = payload
+        self.stored_at = stored_at
+
+    def entry(self) -> ScanEntry:
+        """What a scan says of it."""
+        return ScanEntry(self.key, self.meta, self.stored_at)
 
 
 class MemoryBackend(StorageBackend):
@@ -55,8 +61,9 @@ class MemoryBackend(StorageBackend):
 
     capabilities = Capabilities(bounded=True)
 
-    def __init__(self, capacity: int = 0) -> None:
+    def __init__(self, capacity: int = 0, env: Env | None = None) -> None:
         self._capacity = capacity
+        self._env = env or Env()
         self._gate = CallGate("the memory store")
         self._mutex = Lock()
         self._objects: Residents[_Object] = Residents()
@@ -66,7 +73,7 @@ class MemoryBackend(StorageBackend):
 
     @classmethod
     def from_config(cls, section: Mapping[str, Any], context: StoreContext) -> Self:
-        return cls(**settings_of("memory", section, {"capacity": parse_size}))
+        return cls(**settings_of("memory", section, {"capacity": parse_size}), env=context.env)
 
     def exists(self, keys: Sequence[ObjectKey]) -> list[bool]:
         with self._gate, self._mutex:
@@ -91,8 +98,13 @@ class MemoryBackend(StorageBackend):
         with self._gate, self._mutex:
             behind = (o for o in self._objects if o.digest > cursor and namespace in (None, o.meta.namespace))
             page: Iterable[_Object] = nsmallest(_SCAN_PAGE, behind, key=lambda o: o.digest)
-        entries = [ScanEntry(o.key, o.meta) for o in page]
+        entries = [o.entry() for o in page]
         return ScanPage(entries, entries[-1].key.digest if len(entries) == _SCAN_PAGE else b"")
+
+    def describe(self, keys: Sequence[ObjectKey]) -> list[ScanEntry | None]:
+        with self._gate, self._mutex:
+            found = [self._objects.get(key.digest) for key in keys]
+        return [None if o is None else o.entry() for o in found]
 
     def register_namespace(self, record: NamespaceRecord) -> None:
         with self._gate, self._mutex:
@@ -139,7 +151,7 @@ class MemoryBackend(StorageBackend):
             if self._touched(item.key.digest):
                 return Outcome.HIT
         meta = replace(item.meta, checksum=checksum_of(item))
-        fresh = _Object(item.key, meta, b"".join(take(item.buffers, 0, meta.length)))
+        fresh = _Object(item.key, meta, b"".join(take(item.buffers, 0, meta.length)), self._env.time_ns() / 1e9)
         with self._mutex:
             if self._touched(fresh.digest):
                 return Outcome.HIT
@@ -176,5 +188,6 @@ class MemoryBackend(StorageBackend):
         if item is None or self._objects.get(item.digest) is not item:
             return False
         self._objects.pop(item)
+        item.payload = b""  # its entry in the queue for eviction may stay for a while
         self._used -= item.meta.length
         return True

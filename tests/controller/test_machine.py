@@ -79,6 +79,9 @@ class Flaky(StorageBackend):
     def scan(self, namespace=None, cursor=b""):
         return self.inner.scan(namespace, cursor)
 
+    def describe(self, keys):
+        return self.inner.describe(keys)
+
     def register_namespace(self, record):
         self.inner.register_namespace(record)
 

@@ -5,12 +5,15 @@ import errno
 import fcntl
 import mmap
 import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tiercache.errors import ClosedError, ConfigError, PoolFullError, SlotError
 from tiercache.pools import HostArena, MemoryReadings, arena, plan_auto_size, read_memory
@@ -55,10 +58,23 @@ def test_the_address_and_the_fd_are_the_same_bytes() -> None:
 
 def test_it_is_sealed_against_resizing() -> None:
     one = HostArena(4096, 4096)
-    assert fcntl.fcntl(one.fd, fcntl.F_GET_SEALS) == fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+    assert fcntl.fcntl(one.fd, fcntl.F_GET_SEALS) == fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
     for nbytes in (0, 1 << 20):
         with pytest.raises(PermissionError):
             os.ftruncate(one.fd, nbytes)
+    one.close()
+
+
+def test_who_maps_it_may_seal_it_further() -> None:
+    one = HostArena(2 * 4096, 4096, huge_pages=False)
+    other = mmap.mmap(one.fd, 2 * 4096)
+    fcntl.fcntl(one.fd, fcntl.F_ADD_SEALS, 0x10 | fcntl.F_SEAL_SEAL)  # F_SEAL_FUTURE_WRITE, which the module does not name
+    one.view(1)[:4] = b"ours"
+    other[:6] = b"theirs"
+    assert (bytes(one.view(0)[:6]), other[4096:4100]) == (b"theirs", b"ours")
+    with pytest.raises(PermissionError):
+        mmap.mmap(one.fd, 2 * 4096)
+    other.close()
     one.close()
 
 
@@ -214,3 +230,209 @@ def test_reading_where_nothing_can_be_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         plan_auto_size(readings)
     HostArena(4096, 4096, readings=readings).close()
+
+
+# --- embargoes -------------------------------------------------------------------------------------------------------------------------
+
+BLOCK = 4096
+BLOCKS = 12
+
+
+@pytest.mark.parametrize(
+    ("ranges", "touched"),
+    [
+        ([], set()),
+        ([(5000, 0)], set()),
+        ([(0, 1)], {0}),
+        ([(4095, 1), (4095, 2)], {0, 1}),
+        ([(4096, 4096)], {1}),
+        ([(3 * BLOCK - 1, 2 * BLOCK + 2), (4 * BLOCK, 10)], {2, 3, 4, 5}),
+        ([(0, BLOCKS * BLOCK)], set(range(BLOCKS))),
+    ],
+)
+def test_an_embargo_is_on_every_block_that_a_range_touches(ranges: list[tuple[int, int]], touched: set[int]) -> None:
+    one = HostArena(BLOCKS * BLOCK, BLOCK)
+    blocks = one.alloc(BLOCKS)
+    lift = one.embargo(ranges)
+    one.free(blocks)
+    assert (one.available, one.withheld) == (BLOCKS - len(touched), len(touched))
+    assert set(one.alloc(one.available).tolist()) == set(range(BLOCKS)) - touched
+    with pytest.raises(PoolFullError):
+        one.alloc(1)
+    lift()
+    assert set(one.alloc(len(touched)).tolist()) == touched
+    one.check_integrity()
+    one.close()
+
+
+@pytest.mark.parametrize("bad", [(-1, 5), (0, -1), (BLOCKS * BLOCK, 1), (5, BLOCKS * BLOCK), (1 << 62, 1 << 62)])
+def test_an_embargo_outside_the_arena_is_refused(bad: tuple[int, int]) -> None:
+    one = HostArena(BLOCKS * BLOCK, BLOCK)
+    with pytest.raises(SlotError, match="not inside"):
+        one.embargo([(0, BLOCK), bad])
+    assert one.available == BLOCKS
+    one.close()
+
+
+def test_a_block_under_embargo_is_freed_once() -> None:
+    one = HostArena(BLOCKS * BLOCK, BLOCK)
+    blocks = one.alloc(4)
+    lift = one.embargo([(int(b) * BLOCK, BLOCK) for b in blocks[:3]])
+    for wrong in ([blocks[0], blocks[0]], [blocks[3], blocks[0], blocks[0]], [blocks[0], BLOCKS], [blocks[0], blocks[3], blocks[3]]):
+        with pytest.raises(SlotError):
+            one.free(wrong)
+        assert (one.available, one.withheld) == (BLOCKS - 4, 0), "all or nothing"
+    one.free([blocks[0], blocks[3]])
+    for wrong in ([blocks[0]], [blocks[1], blocks[0]], [blocks[3]]):
+        with pytest.raises(SlotError, match="free already"):
+            one.free(wrong)
+    assert (one.available, one.withheld) == (BLOCKS - 3, 1)
+    lift()
+    with pytest.raises(SlotError, match="free already"):
+        one.free([blocks[0]])
+    one.free(blocks[1:3])
+    assert (one.available, one.withheld) == (BLOCKS, 0)
+    one.check_integrity()
+    one.close()
+
+
+def test_the_last_of_several_embargoes_counts_and_each_is_lifted_once() -> None:
+    one = HostArena(BLOCKS * BLOCK, BLOCK)
+    first, second = one.embargo([(0, 3 * BLOCK)]), one.embargo([(2 * BLOCK, 3 * BLOCK), (2 * BLOCK, 1)])
+    assert one.available == BLOCKS - 5, "what was free is withheld as well"
+    first()
+    first()
+    assert (one.available, one.withheld) == (BLOCKS - 3, 3)
+    second()
+    assert (one.available, one.withheld) == (BLOCKS, 0)
+    second()
+    assert not one._embargoes.active, "the allocator is used directly again"
+    one.check_integrity()
+    one.close()
+
+
+def test_an_embargo_may_outlive_the_arena() -> None:
+    one = HostArena(BLOCKS * BLOCK, BLOCK)
+    blocks = one.alloc(2)
+    lift = one.embargo([(0, BLOCKS * BLOCK)])
+    one.close()
+    lift()
+    one.embargo([(0, 1)])()
+    one.free(blocks)
+    one.check_integrity()
+
+
+def test_embargoes_come_and_go_on_other_threads() -> None:
+    one = HostArena(64 * BLOCK, BLOCK)
+
+    def watch(seed: int) -> None:
+        random = np.random.default_rng(seed)
+        for _ in range(200):
+            lifts = [one.embargo([(int(random.integers(64)) * BLOCK, 1)]) for _ in range(3)]
+            for lift in lifts:
+                lift()
+
+    with ThreadPoolExecutor(3) as pool:
+        watchers = [pool.submit(watch, seed) for seed in range(3)]
+        held: set[int] = set()
+        while not all(watcher.done() for watcher in watchers):
+            taken = one.alloc(min(7, one.available) // 2).tolist()
+            assert not held & set(taken)
+            held |= set(taken)
+            if len(held) > 20:
+                one.free(sorted(held)[::2])
+                held -= set(sorted(held)[::2])
+        for watcher in watchers:
+            watcher.result()
+    one.free(sorted(held))
+    assert (one.available, one.withheld) == (64, 0)
+    one.check_integrity()
+    one.close()
+
+
+class EmbargoMachine(RuleBasedStateMachine):
+    """{alloc, free, embargo, lift} against sets: who has a block, and who bars it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.arena = HostArena(BLOCKS * BLOCK, BLOCK, huge_pages=False)
+        self.held: set[int] = set()
+        self.barred: list[tuple[set[int], Callable[[], None]]] = []
+        self.lifted: list[Callable[[], None]] = []
+
+    @property
+    def free_blocks(self) -> set[int]:
+        return set(range(BLOCKS)) - self.held - self.under
+
+    @property
+    def under(self) -> set[int]:
+        return set().union(*(blocks for blocks, _ in self.barred))
+
+    @rule(n=st.integers(0, BLOCKS))
+    def alloc(self, n: int) -> None:
+        free = self.free_blocks
+        if n > len(free):
+            with pytest.raises(PoolFullError):
+                self.arena.alloc(n)
+            return
+        taken = self.arena.alloc(n).tolist()
+        assert len(set(taken)) == n
+        assert set(taken) <= free
+        self.held |= set(taken)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
+        blocks = data.draw(st.lists(st.sampled_from(sorted(self.held)), unique=True))
+        self.arena.free(blocks)
+        self.held -= set(blocks)
+
+    @rule(blocks=st.lists(st.integers(0, BLOCKS - 1), min_size=1, unique=True), again=st.booleans(), data=st.data())
+    def free_wrongly(self, blocks: list[int], again: bool, data: st.DataObject) -> None:
+        if again:
+            blocks = [*blocks, data.draw(st.sampled_from(blocks))]
+        if again or not set(blocks) <= self.held:
+            with pytest.raises(SlotError):
+                self.arena.free(blocks)
+
+    @rule(ranges=st.lists(st.tuples(st.integers(0, BLOCKS * BLOCK), st.integers(0, 3 * BLOCK)), max_size=3))
+    def embargo(self, ranges: list[tuple[int, int]]) -> None:
+        ranges = [(at, min(length, BLOCKS * BLOCK - at)) for at, length in ranges]
+        touched = {byte // BLOCK for at, length in ranges for byte in (*range(at, at + length, BLOCK), at + length - 1) if length}
+        self.barred.append((touched, self.arena.embargo(ranges)))
+
+    @precondition(lambda self: self.barred)
+    @rule(data=st.data())
+    def lift(self, data: st.DataObject) -> None:
+        _, lift = self.barred.pop(data.draw(st.integers(0, len(self.barred) - 1)))
+        lift()
+        self.lifted.append(lift)
+
+    @precondition(lambda self: self.lifted)
+    @rule(data=st.data())
+    def lift_again(self, data: st.DataObject) -> None:
+        data.draw(st.sampled_from(self.lifted))()
+
+    @rule()
+    def look(self) -> None:
+        """Not an invariant: what comes and goes between two looks must come out right, too."""
+        assert self.arena.available == len(self.free_blocks)
+        assert self.arena.withheld == BLOCKS - len(self.held) - len(self.free_blocks)
+        assert self.arena._embargoes.active == bool(self.barred)
+        self.arena.check_integrity()
+
+    @invariant()
+    def used_blocks_are_used(self) -> None:
+        assert self.arena.allocator.allocated(sorted(self.held)).all()
+
+    def teardown(self) -> None:
+        self.look()
+        for _, lift in self.barred:
+            lift()
+        self.arena.free(sorted(self.held))
+        assert self.arena.available == BLOCKS
+        self.arena.close()
+
+
+EmbargoMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestEmbargoes = EmbargoMachine.TestCase

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
+from tiercache_backends.file import FileBackend
+from tiercache_backends.lmdb import LmdbBackend
 
 from tests.storage.backends import FileHooks, MemoryHooks, TrustingHooks, without_checksum, wrapped
 from tests.storage.lmdb_hooks import LmdbHooks
+from tiercache.core import Reason
+from tiercache.errors import StorageError
 from tiercache.storage.base import StorageBackend
 from tiercache.storage.checksum import Seal
 from tiercache.storage.wrappers import Metered, Verified
 from tiercache.testing.conformance import BackendConformance
 from tiercache.testing.faulty import Faulty, Rates
 from tiercache.testing.latency import Latency
+from tiercache.testing.objects import key, payload, put
+from tiercache.testing.outage import Outage
 from tiercache.testing.stateful import BackendMachine, EvictingMachine
 
 OFTEN = Rates(error=0.05, throttled=0.05, corrupt=0.05, miss=0.05)
@@ -39,6 +47,7 @@ TestMetered = wrapped(MemoryHooks, Metered)
 TestVerified = wrapped(TrustingHooks, Verified, scanned=without_checksum)
 TestVerifiedAndSealedMemory = wrapped(MemoryHooks, sealed, scanned=without_checksum)
 TestFaultyThatIsWell = wrapped(MemoryHooks, lambda inner: Faulty(inner, Rates()))
+TestOutageThatIsNone = wrapped(MemoryHooks, Outage)
 TestLatency = wrapped(MemoryHooks, lambda inner: Latency(inner, 0.001, sleep=lambda _: None))
 STORES = {
     "memory": (MemoryHooks, 40, 30),
@@ -62,6 +71,24 @@ STORES = {
     ),
 }
 """Hooks, and how many histories each of the two machines tries."""
+
+
+@pytest.mark.parametrize("hooks", [FileHooks, LmdbHooks])
+def test_a_store_that_cannot_read_its_catalog_does_not_call_it_empty(hooks: type[BackendConformance], tmp_path: Path) -> None:
+    store = hooks().open_store(tmp_path / "s")
+    put(store, key("a"), payload("a", 5000))
+    inside = store._catalog if isinstance(store, FileBackend) else store._environment  # type: ignore[attr-defined]
+    inside._lmdb.close()
+    for call in (store.scan, lambda: store.describe([key("a")])):
+        with pytest.raises(StorageError, match="cannot be"):
+            call()
+    if isinstance(store, LmdbBackend):  # the other has these in memory
+        for call in (store.usage, store.namespaces):
+            with pytest.raises(StorageError, match="cannot be"):
+                call()
+    assert store.outage() is Reason.NONE
+    store.close()
+
 
 _QUICK = settings(deadline=None, stateful_step_count=25, suppress_health_check=list(HealthCheck))
 

@@ -15,9 +15,11 @@ from tiercache.core import HitPolicy, ObjectKey, Outcome, PoolName, PoolTransfer
 from tiercache.errors import InputError
 from tiercache.geometry import Geometry, kv_geometry, state_geometry
 from tiercache.keys import Shard
-from tiercache.storage.base import NamespaceRecord, SetItem
-from tiercache.storage.hybrid import HybridStorage, reason_of
+from tiercache.pools import HostArena, HostPool
+from tiercache.storage.base import NamespaceRecord, SetItem, SharedMemory
+from tiercache.storage.hybrid import HybridStorage, is_outage
 from tiercache.testing.objects import NAMESPACE, page_key
+from tiercache.testing.outage import Outage
 
 KV, MAMBA, SWA, INDEXER = PoolName.KV, PoolName.MAMBA, PoolName.SWA, PoolName.INDEXER
 BLOCK = 4096
@@ -30,14 +32,15 @@ class ByteArrayPool:
 
     geometry: Geometry
     objects: int = 16
-    memory: bytearray = field(init=False)
+    memory: SharedMemory | None = None
+    data: bytearray = field(init=False)
 
     def __post_init__(self) -> None:
-        self.memory = bytearray(self.objects * self.geometry.padded_nbytes)
+        self.data = bytearray(self.objects * self.geometry.padded_nbytes)
 
     def buffers(self, handle: int) -> list[memoryview]:
         size = self.geometry.padded_nbytes
-        whole = memoryview(self.memory)[handle * size : (handle + 1) * size]
+        whole = memoryview(self.data)[handle * size : (handle + 1) * size]
         return [whole[at : at + BLOCK] for at in reversed(range(0, size, BLOCK))]
 
     def fill(self, handle: int, seed: int) -> bytes:
@@ -245,7 +248,8 @@ def test_bad_input_is_refused_before_anything_is_touched() -> None:
 
 
 def test_every_outcome_has_a_reason() -> None:
-    assert {o: reason_of(o) for o in Outcome} == {
+    hybrid, _ = storage()
+    assert {o: hybrid.reason_of(o) for o in Outcome} == {
         Outcome.HIT: Reason.NONE,
         Outcome.STORED: Reason.NONE,
         Outcome.MISS: Reason.ABSENT,
@@ -253,3 +257,52 @@ def test_every_outcome_has_a_reason() -> None:
         Outcome.THROTTLED: Reason.BUSY,
         Outcome.ERROR: Reason.IO_ERROR,
     }
+
+
+def test_during_an_outage_what_is_not_answered_has_its_reason() -> None:
+    backend = Outage(MemoryBackend())
+    hybrid = HybridStorage(backend, namespace=RECORD)
+    hybrid.register_pool(kv_pool())
+    hybrid.register_pool(state_pool())
+    hybrid.batch_set_v2([kv(0, 1), states(1)])
+    found = hybrid.batch_exists_v2(pages(0, 1), [ASK_STATES])
+    assert (found.kv_hit_pages, found.reason) == (2, Reason.NONE)
+    assert hybrid.batch_exists_v2(pages(7), [ASK_STATES]).reason is Reason.NONE, "absent is no outage"
+
+    backend.begin()
+    nothing = hybrid.batch_exists_v2(pages(0, 1), [ASK_STATES])
+    assert (nothing.restorable_prefix_pages, nothing.reason) == ((), Reason.UNAVAILABLE)
+    assert hybrid.batch_exists_v2([], []).reason is Reason.NONE, "nothing was asked"
+    hybrid.batch_exists_v2(pages(0), [])
+    assert hybrid.batch_get_v2([kv(0, 1)]) == {KV: [Outcome.MISS] * 2}
+    reasons = {o: hybrid.reason_of(o) for o in Outcome}
+    assert (reasons[Outcome.MISS], reasons[Outcome.ERROR]) == (Reason.UNAVAILABLE, Reason.UNAVAILABLE)
+    assert (reasons[Outcome.HIT], reasons[Outcome.CORRUPT], reasons[Outcome.THROTTLED]) == (Reason.NONE, Reason.CHECKSUM, Reason.BUSY)
+    assert {o for o, reason in reasons.items() if is_outage(reason)} == {Outcome.MISS, Outcome.ERROR}
+    assert hybrid.batch_set_v2([kv(3), states(3)]) == {KV: [Outcome.ERROR], MAMBA: [Outcome.THROTTLED]}
+
+    backend.end()
+    assert hybrid.batch_exists_v2(pages(0, 1), [ASK_STATES]) == found
+    assert hybrid.batch_get_v2([kv(0, 1)]) == {KV: [Outcome.HIT] * 2}
+    assert hybrid.reason_of(Outcome.MISS) is Reason.ABSENT
+
+
+def test_a_pool_s_memory_is_made_known_to_the_store() -> None:
+    class Watching(MemoryBackend):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attached: list[SharedMemory] = []
+
+        def attach(self, memory: SharedMemory) -> None:
+            self.attached.append(memory)
+
+    backend = Watching()
+    hybrid = HybridStorage(backend, namespace=RECORD)
+    hybrid.register_pool(kv_pool())
+    assert backend.attached == []
+    arena = HostArena(1 << 20, BLOCK, huge_pages=False)
+    hybrid.register_pool(HostPool(state_pool().geometry, arena))
+    with pytest.raises(InputError, match="another geometry"):
+        hybrid.register_pool(HostPool(kv_geometry([0], 2, 24, "bfloat16", 16), arena))
+    assert backend.attached == [arena]
+    arena.close()

@@ -68,7 +68,7 @@ def test_stores_open_by_url_and_by_section(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
-        ("nothing://", "'nothing' is unknown; use one of file, lmdb, memory"),
+        ("nothing://", "'nothing' is unknown; use one of file, grpc, lmdb, memory"),
         ("/var/lib/x", "not a URL"),
         ("memory:", "not a URL"),
         ({}, "no type"),

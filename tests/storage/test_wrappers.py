@@ -12,9 +12,10 @@ from prometheus_client import CollectorRegistry
 from tiercache_backends.memory import MemoryBackend
 
 from tests.storage.backends import FileHooks, MemoryHooks, TrustingHooks, TrustingStore
-from tiercache.core import ObjectKey, Outcome, PoolName
-from tiercache.errors import ClosedError, ConfigError
-from tiercache.storage.base import GetItem, NamespaceRecord, StorageBackend, StoreContext
+from tiercache.core import ObjectKey, Outcome, PoolName, Reason
+from tiercache.errors import ClosedError, ConfigError, StorageError
+from tiercache.pools import HostArena
+from tiercache.storage.base import GetItem, NamespaceRecord, SharedMemory, StorageBackend, StoreContext
 from tiercache.storage.checksum import Seal
 from tiercache.storage.env import Env
 from tiercache.storage.wrappers import Metered, ReadOnly, StoreMetrics, Verified, Wrapper, unwrap
@@ -24,6 +25,7 @@ from tiercache.testing.conformance import BackendConformance
 from tiercache.testing.faulty import Faulty, Rates
 from tiercache.testing.latency import Latency
 from tiercache.testing.objects import NAMESPACE, content, fetch, key, payload, put, to_get, to_set
+from tiercache.testing.outage import Outage
 
 HIT, MISS, STORED = Outcome.HIT, Outcome.MISS, Outcome.STORED
 CORRUPT, THROTTLED, ERROR = Outcome.CORRUPT, Outcome.THROTTLED, Outcome.ERROR
@@ -37,6 +39,7 @@ def call_everything(store: StorageBackend) -> None:
     store.set([to_set(key("b"), payload("b", 100)), to_set(key("a"), payload("a", 5000))])
     store.delete([key("b"), key("x")])
     store.scan()
+    store.describe([key("a"), key("x"), key("a")])
     store.register_namespace(RECORD)
     store.namespaces()
     store.usage()
@@ -67,10 +70,32 @@ def test_wrappers_nest_and_have_the_capabilities_of_the_store_inside(tmp_path: P
         inner.usage()
 
 
-@pytest.mark.parametrize("kind", [Metered, ReadOnly, Verified, Faulty, Latency])
+@pytest.mark.parametrize("kind", [Metered, ReadOnly, Verified, Faulty, Latency, Outage])
 def test_a_wrapper_has_no_section(kind: type[Wrapper]) -> None:
     with pytest.raises(ConfigError, match=f"{kind.__name__} is put around a store in code"):
         kind.from_config({}, StoreContext(Env()))
+
+
+def test_wrappers_pass_on_outages_and_memory() -> None:
+    class Watching(MemoryBackend):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attached: list[SharedMemory] = []
+
+        def attach(self, memory: SharedMemory) -> None:
+            self.attached.append(memory)
+
+    inner = Watching()
+    cut = Outage(inner)
+    arena = HostArena(4096, 4096, huge_pages=False)
+    with Metered(Verified(ReadOnly(Faulty(Latency(cut, 0.0), Rates())))) as store:
+        store.attach(arena)
+        assert inner.attached == [arena]
+        assert store.outage() is Reason.NONE
+        cut.begin()
+        assert store.exists([key("a")]) == [False]
+        assert store.outage() is Reason.UNAVAILABLE
+    arena.close()
 
 
 def test_a_wrapper_closes_behind_the_calls_inside_it() -> None:
@@ -121,6 +146,7 @@ def test_metered_counts_calls_items_bytes_and_answers() -> None:
     assert items("exists") == {"hit": 1, "miss": 1}
     assert items("delete") == {"hit": 1, "miss": 1}
     assert items("scan") == {"hit": 1}
+    assert items("describe") == {"hit": 2, "miss": 1}
     assert value("bytes_total", operation="set") == 5000 + 100
     assert value("bytes_total", operation="get") == 2 * 5000
     for operation in OPERATIONS:
@@ -318,3 +344,29 @@ def test_a_fault_is_no_answer_to_nonsense() -> None:
     assert Faulty(MemoryBackend(), Rates(error=1.0)).delete([key("a")]) == [False]
     with pytest.raises(ValueError, match="rates"):
         Rates(error=0.6, miss=0.6)
+
+
+def test_an_outage_answers_nothing_and_loses_nothing() -> None:
+    store = Outage(MemoryBackend())
+    put(store, key("a"), payload("a", 5000))
+    store.begin()
+    assert store.outage() is Reason.NONE, "nobody has found out"
+    item = to_get(key("a"), 5000)
+    assert (store.get([item]), content(item)) == ([MISS], b"\xaa" * 5000)
+    assert store.outage() is Reason.UNAVAILABLE
+    assert store.set([to_set(key("b"), payload("b", 10))] * 2) == [ERROR] * 2
+    assert (store.exists([key("a")]), store.delete([key("a"), key("x")])) == ([False], [False, False])
+    store.register_namespace(RECORD)
+    for call in (store.scan, store.usage, store.namespaces, store.flush, lambda: store.describe([key("a")])):
+        with pytest.raises(StorageError, match="out of reach"):
+            call()
+    store.end()
+    assert store.outage() is Reason.UNAVAILABLE, "nobody has found out"
+    assert fetch(store, key("a"), 5000) == payload("a", 5000)
+    assert store.outage() is Reason.NONE
+    assert store.exists([key("a"), key("b")]) == [True, False]
+    assert store.namespaces() == [RECORD]
+    store.begin()
+    store.close()
+    with pytest.raises(ClosedError):
+        store.exists([key("a")])

@@ -232,7 +232,8 @@ class HybridCacheController:
         if self._backend is not None and all(idle):
             self._backend.close()
         self._state.drain()
-        self._state.arena.close()
+        if all(idle):  # else a thread that hangs in the store still works with the arena's memory
+            self._state.arena.close()
         return drained and all(idle)
 
     def check_integrity(self) -> None:

@@ -18,7 +18,9 @@ _log = logging.getLogger(__name__)
 class StorageQuery:
     """One `batch_exists_v2` on a background thread.
 
-    `result` is there once `done`; None if it failed, for `reason`. Thread rule: made and read on the owner's thread, run on another.
+    `result` is there once `done`; None if it failed, for `reason`, which also names an outage that it met.
+
+    Thread rule: made and read on the owner's thread, run on another.
     """
 
     kind = "query"
@@ -44,7 +46,7 @@ class StorageQuery:
             ]
             near = keys[: self._near_pages]
             result = state.storage.batch_exists_v2(keys[self._near_pages :], transfers, StorageExtra(near))
-            state.post(lambda: self._land(result, Reason.NONE))
+            state.post(lambda: self._land(result, result.reason))
         except Exception:  # noqa: BLE001  a store that breaks its contract costs this query, never the thread; counted as an io_error miss
             _log.exception("asking storage failed")
             state.post(lambda: self._land(None, Reason.IO_ERROR))

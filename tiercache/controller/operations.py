@@ -19,7 +19,7 @@ import numpy as np
 from tiercache.controller.state import ControllerState, Fence
 from tiercache.core import CacheTransferUnits, HitPolicy, Locations, Mask, Outcome, PoolName, PoolTransfer, Reason, Tier
 from tiercache.index import HybridIndex, Node, Pin, Span
-from tiercache.storage.hybrid import reason_of
+from tiercache.storage.hybrid import is_outage
 from tiercache.transfer import LayerTicket, Ticket
 
 _log = logging.getLogger(__name__)
@@ -162,26 +162,30 @@ class Fetch(Operation):
             state.reads.submit(partial(self._run, part, keys[part.span.start : part.span.end]))
 
     def _run(self, part: Piece, keys: Sequence[bytes]) -> None:
-        assert self._state.storage is not None
+        storage = self._state.storage
+        assert storage is not None
         try:
-            outcomes = self._state.storage.batch_get_v2([PoolTransfer(part.pool, keys, part.destinations)])[part.pool]
+            outcomes = storage.batch_get_v2([PoolTransfer(part.pool, keys, part.destinations)])[part.pool]
+            reasons = {outcome: storage.reason_of(outcome) for outcome in set(outcomes)}
         except Exception:  # noqa: BLE001  a store that breaks its contract costs this read, never the thread; counted as ERROR below
             _log.exception("reading %d objects of pool %s failed", len(keys), part.pool)
-            outcomes = [Outcome.ERROR] * len(keys)
-        self._state.post(partial(self._land, part, keys, outcomes))
+            outcomes, reasons = [Outcome.ERROR] * len(keys), {Outcome.ERROR: Reason.IO_ERROR}
+        self._state.post(partial(self._land, part, keys, outcomes, reasons))
 
-    def _land(self, part: Piece, keys: Sequence[bytes], outcomes: Sequence[Outcome]) -> None:
+    def _land(self, part: Piece, keys: Sequence[bytes], outcomes: Sequence[Outcome], reasons: Mapping[Outcome, Reason]) -> None:
         index = self._state.index
+        away = any(map(is_outage, reasons.values()))
         for run, hit in _runs(part, np.array([o is Outcome.HIT for o in outcomes])):
             if hit:
                 self._publish(run)
             else:
                 self._cancel(run)
                 self._state.free_host(run.pool, run.destinations)
-            run.note_stored(index, hit)
+            if hit or not away:  # what met an outage may be there all the same
+                run.note_stored(index, hit)
         for outcome, count in Counter(outcomes).items():
             self._state.metrics.increment("storage_gets_total", part.pool, outcome, by=count)
-        self.failed |= {(part.pool, key): reason_of(o) for key, o in zip(keys, outcomes, strict=True) if o is not Outcome.HIT}
+        self.failed |= {(part.pool, key): reasons[o] for key, o in zip(keys, outcomes, strict=True) if o is not Outcome.HIT}
         self._left -= 1
         if not self._left:
             self._finish()

@@ -12,6 +12,7 @@ from tiercache.controller.state import ControllerState, InFlight
 from tiercache.core import ABSENT, Mask, PoolName, Reason, Tier, pending
 from tiercache.errors import PoolFullError
 from tiercache.index import Match, Node
+from tiercache.storage.hybrid import is_outage
 
 _MAX_ROUNDS: Final = 8
 """Each further round follows an object that turned out missing or corrupt, or a depth that the host has no room for."""
@@ -34,6 +35,7 @@ class Prefetch:
         self._missing: set[tuple[PoolName, int]] = set()
         self._unfit: set[int] = set()
         self._fetching: set[Fetch] = set()
+        self._cut_off = False
 
     @property
     def waiting(self) -> bool:
@@ -49,7 +51,9 @@ class Prefetch:
         self._fetching = set()
         mine = {(p, d): failed[p, k] for d, k in enumerate(self._keys, 1) for p in self._state.pools if (p, k) in failed} if failed else {}
         self._missing.update(mine)
-        return set(mine.values())
+        reasons = set(mine.values())
+        self._cut_off |= any(map(is_outage, reasons))
+        return reasons
 
     def begin(self, target: int) -> bool:
         """Begin to fetch what depth `target` lacks on the host; False if the host has no room for it."""
@@ -66,12 +70,17 @@ class Prefetch:
         return True
 
     def target(self, match: Match) -> int:
-        """The deepest depth, in pages, that storage could still give beyond what is near; 0 if there is none."""
-        if self._state.storage is None or self.rounds == _MAX_ROUNDS:
+        """The deepest depth, in pages, that storage could still give beyond what is near; 0 if there is none.
+
+        There is none during an outage: a fetch would evict others from the host for nothing.
+        """
+        query = self._lookup.query
+        cut_off = self._cut_off or (query is not None and is_outage(query.reason))
+        if self._state.storage is None or cut_off or self.rounds == _MAX_ROUNDS:
             return 0
         known = {*match.restorable, match.depth}
-        if self._lookup.query is not None and self._lookup.query.result is not None:
-            known.update(self._lookup.query.result.restorable_prefix_pages)
+        if query is not None and query.result is not None:
+            known.update(query.result.restorable_prefix_pages)
         known -= self._unfit
         return max((d for d in known if match.near_depth < d <= self._limit and self._possible(d)), default=0)
 

@@ -155,13 +155,21 @@ class ControllerState:
         return {p: self.device[p].alloc(n) for p, n in need.items()}
 
     def take_host(self, need: Mapping[PoolName, int]) -> dict[PoolName, Locations]:
-        """Host objects for every pool of `need` out of the one budget, evicting where needed; PoolFullError and no change if not enough."""
+        """Host objects for every pool of `need` out of the one budget, evicting where needed.
+
+        PoolFullError if that is not enough, with nothing taken; and nothing evicted, but for what went under an embargo.
+        """
         blocks = sum(n * self.host[p].blocks_per_object for p, n in need.items())
         if blocks > self.arena.blocks:
             raise PoolFullError(f"{blocks} blocks are needed at once, and the host arena has {self.arena.blocks}; give it more bytes")
         if blocks > self.arena.available:
             cost = {p: pool.blocks_per_object for p, pool in self.host.items()}
             self._give_back(self.index.evict_host(blocks - self.arena.available, cost), Tier.HOST)
+            # An embargo may withhold what was evicted; half an allocation would be lost with the error of the other half.
+            if blocks > self.arena.available:
+                raise PoolFullError(
+                    f"{blocks} blocks are needed, {self.arena.available} are free and {self.arena.withheld} under an embargo"
+                )
         return {p: self.host[p].alloc(n) for p, n in need.items()}
 
     def evict_all(self, tier: Tier) -> None:
@@ -219,6 +227,5 @@ class ControllerState:
                 f"pool {name}: {len(held)} slots are held, {pool.capacity - pool.available} taken"
             )
         blocks = sum((len(self.index.owned(Tier.HOST, p)) * pool.blocks_per_object) for p, pool in self.host.items())
-        assert blocks == self.arena.blocks - self.arena.available, (
-            f"{blocks} blocks are held, {self.arena.blocks - self.arena.available} taken"
-        )
+        taken = self.arena.blocks - self.arena.available - self.arena.withheld
+        assert blocks == taken, f"{blocks} blocks are held, {taken} taken"

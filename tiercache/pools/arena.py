@@ -11,7 +11,7 @@ import os
 import re
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +22,10 @@ import numpy.typing as npt
 
 from tiercache.core import BLOCK_ALIGN, Locations
 from tiercache.errors import ClosedError, ConfigError, SlotError
+from tiercache.pools.embargo import Embargoes
 from tiercache.pools.slots import SlotAllocator
+
+_NOUN: Final = "arena block"
 
 _MADV_POPULATE_WRITE: Final = 23  # Linux 5.14; the mmap module does not name it, and its madvise keeps the GIL
 _TOUCH_BYTES: Final = 64 << 20  # what one thread faults in per system call: enough to be efficient, little enough to share out evenly
@@ -119,7 +122,8 @@ class HostArena:
     constructor returns, on huge pages where the system has them; `report` says what came of it. Another process maps the same bytes through
     `fd`; the seals keep everyone from resizing it. /dev/shm is not used. Raises ConfigError for a size that is not possible.
 
-    Thread rule: `alloc`, `free` and `close` belong to one owner thread; `view`, `hold`, `address` and `fd` may be used from any.
+    Thread rule: `alloc`, `free`, `available`, `withheld` and `close` belong to one owner thread; `view`, `hold`, `embargo`, `address`,
+    `nbytes` and `fd` may be used from any.
     """
 
     def __init__(
@@ -143,7 +147,8 @@ class HostArena:
         if blocks < 1:
             raise ConfigError(f"an arena of {_size(plan.nbytes)} does not hold one block of {_size(block_bytes)}; make it larger")
         self.block_bytes = block_bytes
-        self.allocator = SlotAllocator(blocks, noun="arena block")
+        self.allocator = SlotAllocator(blocks, noun=_NOUN)
+        self._embargoes = Embargoes(self.allocator, noun=_NOUN)
         region = _map(blocks * block_bytes, readings, huge_pages)
         self.fd = region.fd
         self._close_fd = weakref.finalize(self, os.close, region.fd)
@@ -174,16 +179,44 @@ class HostArena:
     @property
     def available(self) -> int:
         """Free blocks."""
+        if self._embargoes.active:
+            self._embargoes.settle()
         return self.allocator.available
+
+    @property
+    def withheld(self) -> int:
+        """Blocks that are neither free nor anybody's: they would be free without their embargo."""
+        if self._embargoes.active:
+            self._embargoes.settle()
+        return self._embargoes.withheld
 
     def alloc(self, n_blocks: int) -> Locations:
         """Take blocks: int64, shape [n_blocks], not necessarily adjacent. Raises PoolFullError, with nothing taken, if fewer are free."""
         self._check_open()
+        if self._embargoes.active:
+            self._embargoes.settle()
         return self.allocator.alloc(n_blocks)
 
     def free(self, blocks: npt.ArrayLike) -> None:
         """Give blocks back, all or none (SlotError). Allowed after `close`, so that owners can wind up in any order."""
-        self.allocator.free(blocks)
+        if self._embargoes.active:
+            self._embargoes.free(blocks)
+        else:
+            self.allocator.free(blocks)
+
+    def embargo(self, ranges: Sequence[tuple[int, int]]) -> Callable[[], None]:
+        """Hand out no block that one of these (offset, length) byte ranges touches, until the callable that comes back is called.
+
+        Such a block can be freed, and is withheld then: it comes back with the owner's next `alloc`, `free` or `available` behind the last
+        lift of the embargoes on it, which may overlap. Lifting twice is harmless, as is all of it after `close`. Raises SlotError for a
+        range that is not inside the arena. Any thread; a block that is free must not be on its way out in an `alloc` meanwhile.
+        """
+        for offset, length in ranges:
+            if offset < 0 or length < 0 or offset + length > self.nbytes:
+                raise SlotError(f"{length} bytes at {offset} are not inside the arena's {self.nbytes}")
+        size = self.block_bytes
+        spans = [np.arange(offset // size, -(-(offset + length) // size), dtype=np.int64) for offset, length in ranges if length]
+        return self._embargoes.begin(np.unique(np.concatenate(spans)) if spans else np.empty(0, np.int64))
 
     def view(self, block: int) -> memoryview:
         """The bytes of a block, writable; a slice, not a copy. The region stays mapped for as long as a view lives."""
@@ -198,8 +231,9 @@ class HostArena:
         return self._view[:]
 
     def check_integrity(self) -> None:
-        """Free and used blocks partition the arena; raises AssertionError otherwise. Call it when nothing is under way."""
+        """Free, used and withheld blocks partition the arena; raises AssertionError otherwise. Call it when nothing is under way."""
         self.allocator.check_integrity()
+        self._embargoes.check_integrity()
 
     def close(self) -> None:
         """Release the region; twice is harmless. Where views are still out, it is unmapped when the last of them goes."""
@@ -248,7 +282,9 @@ def _map_memfd(nbytes: int, flags: int, pages: str) -> _Region:
     fd = os.memfd_create("tiercache-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | flags)
     try:
         os.ftruncate(fd, nbytes)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        # No F_SEAL_SEAL: a daemon that maps the arena adds F_SEAL_FUTURE_WRITE and F_SEAL_SEAL itself, so that nobody can punch holes
+        # into what it reads.
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         region = mmap.mmap(fd, nbytes)
     except BaseException:
         os.close(fd)

@@ -36,6 +36,11 @@ class HostPool:
         return self.geometry.pool
 
     @property
+    def memory(self) -> HostArena:
+        """Where the buffers of all objects lie."""
+        return self.arena
+
+    @property
     def available(self) -> int:
         """How many objects fit now, if no other pool takes blocks."""
         return self.arena.available // self.blocks_per_object

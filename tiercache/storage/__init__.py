@@ -6,7 +6,7 @@ Read `base` (the contract), `hybrid` (storage v2), `registry` (opening one); the
 
 from tiercache.storage.base import Capabilities, GetItem, NamespaceRecord, SetItem, StorageBackend, StoreContext, Usage
 from tiercache.storage.env import Env
-from tiercache.storage.hybrid import HybridStorage, reason_of
+from tiercache.storage.hybrid import HybridStorage
 from tiercache.storage.registry import open_backend
 
 __all__ = [
@@ -20,5 +20,4 @@ __all__ = [
     "StoreContext",
     "Usage",
     "open_backend",
-    "reason_of",
 ]

@@ -7,11 +7,11 @@ into these. Backends are found by the entry-point group `tiercache.storage_backe
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple, Self
+from typing import Any, Final, NamedTuple, Protocol, Self
 
-from tiercache.core import ObjectKey, ObjectMeta, Outcome
+from tiercache.core import ObjectKey, ObjectMeta, Outcome, Reason
 from tiercache.storage.checksum import CHECKSUM_BYTES, checksum
 from tiercache.storage.env import Env
 from tiercache.storage.vectors import usable
@@ -97,10 +97,11 @@ class Usage:
 
 
 class ScanEntry(NamedTuple):
-    """One stored object as `scan` reports it."""
+    """One stored object as `scan` and `describe` report it. `stored_at`: seconds since 1970; None where the store keeps no time."""
 
     key: ObjectKey
     meta: ObjectMeta
+    stored_at: float | None = None
 
 
 class ScanPage(NamedTuple):
@@ -108,6 +109,31 @@ class ScanPage(NamedTuple):
 
     entries: Sequence[ScanEntry]
     cursor: bytes
+
+
+class SharedMemory(Protocol):
+    """Memory in which the buffers of items may lie: one memfd that another process can map (`pools.HostArena` is one).
+
+    Thread rule: any thread may use it, until its owner closes it.
+    """
+
+    @property
+    def fd(self) -> int:
+        """The memfd: sealed against resizing, not against further seals, every page of it present."""
+
+    @property
+    def address(self) -> int:
+        """Where this process has its first byte mapped."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes from there on."""
+
+    def embargo(self, ranges: Sequence[tuple[int, int]]) -> Callable[[], None]:
+        """Do not hand out the blocks under these (offset, length) ranges again, freed or not, until the callable that comes back is called.
+
+        For a store that gave up waiting for another process which may still write there.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,11 +151,15 @@ class StorageBackend(ABC):
 
     The implementation must:
     - answer item by item, in input order; one bad item never fails the batch, and nothing but `ClosedError` (use after close) is raised,
-      except by `flush`, which raises StorageError where it cannot keep its promise;
+      except by `flush`, which raises StorageError where it cannot keep its promise, and by `scan`, `describe`, `namespaces` and `usage` of
+      a store that cannot be asked (see `outage`), which raise it too, for an empty answer would be a lie;
     - tell objects apart by the digest of their key alone (it covers the pool);
     - return HIT from a get only if exactly the bytes that were stored under this key, `length` of them, are in the buffers: it checks the
-      checksum of `ObjectMeta` first. A mismatch is CORRUPT: the object is dropped, so that the next set of that key stores it anew;
+      checksum of `ObjectMeta` first. A mismatch is CORRUPT: the object is dropped, so that the next set of that key stores it anew. The
+      buffers may be shared with somebody who writes to them, so a store that reads into them looks a second time, in memory of its own,
+      before it drops anything; ERROR if the object is sound;
     - leave the buffers of an item alone that it refuses before reading (a wrong length or a read-only buffer is ERROR, absent is MISS);
+    - store no object that is not what the checksum of its set says, or find that out at its first get: ERROR then, or CORRUPT;
     - answer HIT to a set of a key that it holds, without rewriting it; an object is visible to others only whole, and only after its set is
       acknowledged to be STORED;
     - keep its cap at every instant; a store that is full and cannot evict answers THROTTLED and loses nothing it holds;
@@ -167,6 +197,10 @@ class StorageBackend(ABC):
         """A page of the stored objects, of one namespace or all. Objects that come or go during a scan may be seen or not; others are."""
 
     @abstractmethod
+    def describe(self, keys: Sequence[ObjectKey]) -> list[ScanEntry | None]:
+        """What a scan would say of each of these objects; None where there is none. Does not count as a use."""
+
+    @abstractmethod
     def register_namespace(self, record: NamespaceRecord) -> None:
         """Remember whose objects a namespace's are. Repeating it is harmless."""
 
@@ -185,6 +219,16 @@ class StorageBackend(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release everything. Twice is harmless; other methods then raise ClosedError."""
+
+    def outage(self) -> Reason:
+        """Why the store answers nothing at present, for the reason of a miss: NONE where it answers. Its latest call decides."""
+        return Reason.NONE
+
+    def attach(self, memory: SharedMemory) -> None:  # noqa: B027  most stores have no use for it
+        """Buffers of later items may lie in `memory`: a store that is another process may let it move payloads there itself.
+
+        Harmless twice, and for every other store. The memory stays open until `close` of the store returns.
+        """
 
     def scan_all(self, namespace: bytes | None = None) -> Iterator[ScanEntry]:
         """Every entry of a scan, page by page."""

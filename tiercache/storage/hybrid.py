@@ -6,7 +6,7 @@ This is the only place that turns hit policies into answers; the fold itself is 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 import numpy as np
@@ -27,7 +27,7 @@ from tiercache.core import (
 from tiercache.errors import InputError
 from tiercache.geometry import Geometry
 from tiercache.keys import KEY_BYTES, Shard, layout_digest, object_key
-from tiercache.storage.base import GetItem, NamespaceRecord, SetItem, StorageBackend
+from tiercache.storage.base import GetItem, NamespaceRecord, SetItem, SharedMemory, StorageBackend
 from tiercache.storage.vectors import take, total, zero_tail
 
 ANCHOR: Final = PoolName.KV
@@ -43,9 +43,9 @@ _REASONS: Final = {
 }
 
 
-def reason_of(outcome: Outcome) -> Reason:
-    """Why an object of a get or a set did not make it; NONE where it did."""
-    return _REASONS[outcome]
+def is_outage(reason: Reason) -> bool:
+    """Does the reason of a failed get or set come from the store's outage? Then it says nothing of the object."""
+    return reason not in _REASONS.values()
 
 
 class HostObjects(Protocol):
@@ -54,6 +54,10 @@ class HostObjects(Protocol):
     @property
     def geometry(self) -> Geometry:
         """The bytes of one object."""
+
+    @property
+    def memory(self) -> SharedMemory | None:
+        """The memory in which all buffers lie, if it is one that another process can map; the store may use it until it is closed."""
 
     def buffers(self, handle: int) -> list[memoryview]:
         """The blocks of an object in order: writable byte views, each a multiple of 4 KiB; raises SlotError for an unknown handle."""
@@ -91,12 +95,23 @@ class HybridStorage:
         backend.register_namespace(namespace)
 
     def register_pool(self, pool: HostObjects) -> None:
-        """Make a cache kind known. Raises InputError if its name is taken by a pool of another geometry."""
+        """Make a cache kind known, and its memory to the store. Raises InputError if its name is taken by a pool of another geometry."""
         name = pool.geometry.pool
         layout = layout_digest(name, pool.geometry.fingerprint, self.shard)
         if name in self._pools and self._pools[name].layout != layout:
             raise InputError(f"pool {name} is registered with another geometry; make a HybridStorage of its own for this one")
         self._pools[name] = _Registered(pool, layout)
+        if pool.memory is not None:
+            self.backend.attach(pool.memory)
+
+    def reason_of(self, outcome: Outcome) -> Reason:
+        """Why an object of a get or a set did not make it, asked right after the call; NONE where it did.
+
+        A store that is out of reach answers MISS or ERROR without knowing: the reason is the outage's then. Where another thread's call
+        ends or meets the outage in between, the reason may be the wrong one of the two.
+        """
+        away = self.backend.outage() if outcome in (Outcome.MISS, Outcome.ERROR) else Reason.NONE
+        return _REASONS[outcome] if away is Reason.NONE else away
 
     def batch_exists_v2(
         self, keys: Sequence[bytes], transfers: Sequence[PoolTransfer], extra: StorageExtra | None = None
@@ -104,7 +119,8 @@ class HybridStorage:
         """Which depths could be restored. `keys` follow `extra.prefix_keys`; a transfer gives a pool's hit policy, and no keys of its own.
 
         The anchor pool is always asked for `keys`, and counts as present in the prefix. All other pools are looked up inside the prefix
-        too, because every depth in 1 .. K is answered for. One call of the backend. Raises InputError.
+        too, because every depth in 1 .. K is answered for. One call of the backend; where that met an outage, `reason` says so. Raises
+        InputError.
         """
         prefix = (extra or StorageExtra()).prefix_keys
         sequence = [*prefix, *keys]
@@ -117,13 +133,15 @@ class HybridStorage:
         for name in asked:
             registered = self._registered(name)
             wanted += [registered.key(k) for k in (keys if name is ANCHOR else sequence)]
-        answers = iter(self.backend.exists(wanted))
+        there = self.backend.exists(wanted)
+        reason = self.backend.outage() if wanted and not any(there) else Reason.NONE
+        answers = iter(there)
         presence: dict[PoolName, PoolPresence] = {}
         for name, transfer in asked.items():
             known = len(prefix) if name is ANCHOR else 0
             found = [True] * known + [next(answers) for _ in range(len(sequence) - known)]
             presence[name] = PoolPresence(transfer.hit_policy, np.array(found, np.bool_), transfer.trailing)
-        return restorable_prefixes(presence, ANCHOR)
+        return replace(restorable_prefixes(presence, ANCHOR), reason=reason)
 
     def batch_get_v2(self, transfers: Sequence[PoolTransfer], extra: StorageExtra | None = None) -> dict[PoolName, list[Outcome]]:
         """Read objects into host handles, all pools in one call of the backend; outcomes in the order of each pool's keys.

@@ -44,7 +44,7 @@ class Faulty(Wrapper):
       that was there. THROTTLED and MISS leave buffers and object alone: the next get may find it.
     - set: ERROR and THROTTLED, with nothing stored. The other rates do not apply.
     - exists: False at the rate of `miss`. delete: False, with nothing removed, at the rate of `error`.
-    - Whatever is answered HIT, STORED or True is true. Scans, figures and malformed items are `inner`'s.
+    - Whatever is answered HIT, STORED or True is true. Scans, descriptions, figures and malformed items are `inner`'s.
 
     What a seed decides is the same in every run, item by item in the order of the calls.
 

@@ -54,7 +54,8 @@ def parent_of(name: int) -> bytes | None:
 
 
 class BackendMachine(RuleBasedStateMachine):
-    """{set, get, exists, delete, corrupt, reopen, kill, fill the disk} against a dict. `suite` opens a store with room for everything.
+    """{set, get, exists, describe, delete, corrupt, reopen, kill, fill the disk} against a dict. `suite` opens a store with room for
+    everything.
 
     Thread rule: hypothesis runs one at a time.
     """
@@ -100,6 +101,15 @@ class BackendMachine(RuleBasedStateMachine):
         keys = [key_of(n) for n in names]
         for k, there in zip(keys, self.store.exists(keys), strict=True):
             assert there == (k in self.model) or (not there and Outcome.MISS in self.hooks.faults)
+
+    @rule(names=BATCHES)
+    def describe(self, names: list[int]) -> None:
+        """What is said of each object is what a scan would say; a corrupted one is still believed in."""
+        keys = [key_of(n) for n in names]
+        for k, entry in zip(keys, self.store.describe(keys), strict=True):
+            assert (entry is not None) == (k in self.model)
+            if entry is not None:
+                assert (entry.key, self.hooks.scanned(entry.meta)) == (k, self.hooks.scanned(self.model[k].meta))
 
     @rule(names=BATCHES)
     def delete(self, names: list[int]) -> None:

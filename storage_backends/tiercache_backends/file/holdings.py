@@ -110,6 +110,11 @@ class Holdings:
         with self._mutex:
             return [row >= 0 for row in self._objects.find_many(digests)]
 
+    def numbers(self, digests: Sequence[bytes]) -> list[int]:
+        """The number of each object's catalog record; 0 where the object cannot be read. Does not count as a use."""
+        with self._mutex:
+            return [self._objects.number[row] if row >= 0 else 0 for row in self._objects.find_many(digests)]
+
     def current(self, keys: Sequence[tuple[int, bytes]]) -> list[bool]:
         """Which (number, digest) pairs of catalog records speak of an object that can be read."""
         with self._mutex:

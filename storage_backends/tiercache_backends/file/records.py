@@ -90,6 +90,7 @@ def entry(record: Any, namespace: bytes) -> ScanEntry:
             parent=record["parent"].tobytes() if flags & PARENT_KNOWN else None,
             depth=int(record["depth"]) if flags & DEPTH_KNOWN else None,
         ),
+        int(record["stored_at"]) / 1e9,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -114,6 +114,13 @@ def shares_of(runs: Iterable[Run]) -> list[list[Run]]:
         held += run.blocks
         last = run.parts[-1].movement
     return shares
+
+
+def pieces_of(extents: Iterable[Extent], most: int = CALL_BYTES // BLOCK_ALIGN) -> Iterator[Extent]:
+    """The same blocks in the same order, in extents of at most `most`."""
+    for start, count in extents:
+        for at in range(start, start + count, most):
+            yield Extent(at, min(most, start + count - at))
 
 
 def _part(movement: Movement, start: int, size: int, filler: memoryview) -> Part:

@@ -22,6 +22,7 @@ _FIXED_BYTES: Final = 256 << 10
 class Shares:
     """How a capacity is divided. Slabs and catalog together never exceed it, whatever the catalog's file really needs."""
 
+    capacity: int
     budget_blocks: int
     map_bytes: int
 
@@ -33,11 +34,23 @@ def slab_blocks_for(capacity: int) -> int:
 
 def divide(capacity: int, directory: StoreDirectory) -> Shares:
     """The shares of slabs and catalog, with what else lies in the directory taken off; raises ConfigError where too little is left."""
-    map_bytes = max(_SMALLEST_MAP, capacity // _CATALOG_SHARE // BLOCK_ALIGN * BLOCK_ALIGN, directory.database_bytes())
+    map_bytes = _map_bytes(capacity, directory)
     budget = (capacity - map_bytes - _FIXED_BYTES - directory.foreign_bytes(["slabs"])) // BLOCK_ALIGN
     if capacity < SMALLEST_CAPACITY or budget < _SMALLEST_SLAB // BLOCK_ALIGN:
         raise ConfigError(
             f"the store in {directory.path} cannot work in {capacity} bytes: {capacity - budget * BLOCK_ALIGN} of them go to its catalog"
             f" and to other files there; set capacity to {max(SMALLEST_CAPACITY, capacity + _SMALLEST_SLAB - budget * BLOCK_ALIGN)} or more"
         )
-    return Shares(budget, map_bytes)
+    return Shares(capacity, budget, map_bytes)
+
+
+def as_found(there: int, directory: StoreDirectory) -> Shares:
+    """The shares that leave a store as it is: `there` blocks of slabs stay, whatever its capacity was, and beside whatever else."""
+    taken = directory.database_bytes() + _FIXED_BYTES + directory.foreign_bytes(["slabs"])
+    capacity = directory.capacity or taken + there * BLOCK_ALIGN
+    map_bytes = _map_bytes(capacity, directory)
+    return Shares(capacity, max(there, (capacity - map_bytes - taken + directory.database_bytes()) // BLOCK_ALIGN), map_bytes)
+
+
+def _map_bytes(capacity: int, directory: StoreDirectory) -> int:
+    return max(_SMALLEST_MAP, capacity // _CATALOG_SHARE // BLOCK_ALIGN * BLOCK_ALIGN, directory.database_bytes())

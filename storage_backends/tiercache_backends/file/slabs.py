@@ -39,6 +39,22 @@ def goes_direct(env: Env, directory: str) -> bool:
             env.unlink(path)
 
 
+def blocks_there(env: Env, directory: str, slab_blocks: int) -> int:
+    """Blocks up to the end of the last slab in a directory."""
+    count = _count(env, directory)
+    return max(0, count - 1) * slab_blocks + (env.lstat(_path(directory, count - 1)).st_size // BLOCK_ALIGN if count else 0)
+
+
+def _path(directory: str, index: int) -> str:
+    return os.path.join(directory, f"{index:06d}.slab")
+
+
+def _count(env: Env, directory: str) -> int:
+    """One for each slab up to the highest that is there; a missing one counts, and is made anew."""
+    there = [n for n in env.listdir(directory) if n.endswith(".slab") and n[:-5].isdigit()]
+    return max((int(n[:-5]) + 1 for n in there), default=0)
+
+
 @contextmanager
 def _opened(env: Env, path: str, flags: int) -> Iterator[int]:
     fd = env.open(path, flags)
@@ -84,7 +100,7 @@ class Slabs:
 
     def open(self) -> list[Extent]:
         """Open what is there, within the budget: the blocks that each slab has. Slabs and ends beyond the budget stay until `trim`."""
-        for index in range(self._count()):
+        for index in range(_count(self._env, self._directory)):
             self._add(index)
             self._slabs[index].blocks = min(self._env.fstat(self._slabs[index].fd).st_size // BLOCK_ALIGN, self._target(index))
         return [Extent(i * self.slab_blocks, slab.blocks) for i, slab in enumerate(self._slabs) if slab.blocks]
@@ -165,7 +181,7 @@ class Slabs:
 
     def path(self, index: int) -> str:
         """The file of slab `index`."""
-        return os.path.join(self._directory, f"{index:06d}.slab")
+        return _path(self._directory, index)
 
     def close(self) -> None:
         """Close every file. Twice is harmless."""
@@ -201,8 +217,3 @@ class Slabs:
     def _target(self, index: int) -> int:
         """How many blocks slab `index` may have."""
         return max(0, min(self.slab_blocks, self.budget_blocks - index * self.slab_blocks))
-
-    def _count(self) -> int:
-        """One for each slab up to the highest that is there; a missing one counts, and is made anew."""
-        there = [n for n in self._env.listdir(self._directory) if n.endswith(".slab") and n[:-5].isdigit()]
-        return max((int(n[:-5]) + 1 for n in there), default=0)

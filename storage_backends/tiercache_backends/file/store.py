@@ -12,6 +12,8 @@ import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from errno import EDQUOT, EIO, ENOSPC
+from mmap import mmap
+from threading import Lock
 from typing import Any, Final, Self
 
 from tiercache.core import BLOCK_ALIGN, ObjectKey, Outcome, PoolName
@@ -21,6 +23,7 @@ from tiercache.storage.base import (
     Capabilities,
     GetItem,
     NamespaceRecord,
+    ScanEntry,
     ScanPage,
     SetItem,
     StorageBackend,
@@ -36,9 +39,9 @@ from tiercache_backends.file.catalog import Catalog, Loaded
 from tiercache_backends.file.holdings import Holdings, Pin, blocks_for
 from tiercache_backends.file.movement import Mover
 from tiercache_backends.file.removal import Removal
-from tiercache_backends.file.runs import Movement
-from tiercache_backends.file.shares import divide, slab_blocks_for
-from tiercache_backends.file.slabs import Slabs, goes_direct
+from tiercache_backends.file.runs import Movement, pieces_of
+from tiercache_backends.file.shares import as_found, divide, slab_blocks_for
+from tiercache_backends.file.slabs import Slabs, blocks_there, goes_direct
 from tiercache_backends.file.writing import BATCH, Writer
 from tiercache_backends.local.directory import StoreDirectory, sync_directory
 from tiercache_backends.local.failures import DamagedError
@@ -58,7 +61,8 @@ class FileBackend(StorageBackend):
 
     `durability`: "process": acknowledged objects survive the death of the process, and after a power cut every object is right or is found
     out by its checksum; "power": they survive the power cut as well, at the price of one data sync per set. `io`: "auto" goes past the page
-    cache with O_DIRECT, on `io_threads` threads, for what is not in it; "buffered" never does. `seal` adds a MAC to every object.
+    cache with O_DIRECT, on `io_threads` threads, for what is not in it; "buffered" never does. `seal` adds a MAC to every object. A
+    `capacity` of None ("kept" in a URL) opens a store that is there as it was, and makes, grows or gives up nothing by that.
 
     Thread rule: as the contract says; reads and writes of several threads run in parallel.
     """
@@ -68,7 +72,7 @@ class FileBackend(StorageBackend):
     def __init__(
         self,
         path: str,
-        capacity: int,
+        capacity: int | None,
         durability: str = "process",
         env: Env | None = None,
         *,
@@ -78,17 +82,17 @@ class FileBackend(StorageBackend):
         seal: Seal | None = None,
     ) -> None:
         self._env = env or Env()
-        self._capacity = capacity
         self._seal = seal or Seal()
         self._gate = CallGate(f"the store in {path}")
         self._flushed = 0
+        self._looking = Lock()
         self._doubtful = False
-        self._directory = StoreDirectory(self._env, path, kind=KIND, version=VERSION, database="catalog")
+        self._directory = StoreDirectory(self._env, path, kind=KIND, version=VERSION, database="catalog", as_found=capacity is None)
         self._directory.claim()
         with ExitStack() as undo:
             undo.callback(self._directory.release, clean=False)
             try:
-                self._open(undo, durability, io, io_threads, policy or Lru())
+                self._open(undo, capacity, durability, io, io_threads, policy or Lru())
             except OSError as error:
                 if isinstance(error, StorageError):
                     raise
@@ -147,11 +151,24 @@ class FileBackend(StorageBackend):
                 records = [record for part in self._catalog.page(cursor, _SCAN_PAGE) for record in part]
             except OSError as error:
                 self._removal.failed("scan", error)
-                return ScanPage([], b"")
+                raise StorageError(f"the store in {self._directory.path} cannot be scanned: {error}") from error
             found = [(int(record["number"]), self._catalog.entry(record)) for record in records]
             current = self._holdings.current([(number, entry.key.digest) for number, entry in found])
             entries = [e for (_, e), there in zip(found, current, strict=True) if there and namespace in (None, e.meta.namespace)]
             return ScanPage(entries, int(records[-1]["number"]).to_bytes(8) if len(records) == _SCAN_PAGE else b"")
+
+    def describe(self, keys: Sequence[ObjectKey]) -> list[ScanEntry | None]:
+        with self._gate:
+            # First who is resident, then their records: a record is never changed and its number never used again, so what is found is
+            # true of the object that was there, and what left in between is not found.
+            numbers = self._holdings.numbers([key.digest for key in keys])
+            try:
+                records = self._catalog.find(sorted({*numbers} - {0}))
+            except OSError as error:
+                self._removal.failed("describe", error)
+                raise StorageError(f"the catalog of the store in {self._directory.path} cannot be read: {error}") from error
+            entries = {int(record["number"]): self._catalog.entry(record) for record in records}
+            return [entries.get(number) for number in numbers]
 
     def register_namespace(self, record: NamespaceRecord) -> None:
         with self._gate:
@@ -207,9 +224,9 @@ class FileBackend(StorageBackend):
         """Raise AssertionError unless all counts add up; only when no other call is inside."""
         self._holdings.check_integrity()
 
-    def _open(self, undo: ExitStack, durability: str, io: str, io_threads: int, policy: Policy) -> None:
+    def _open(self, undo: ExitStack, capacity: int | None, durability: str, io: str, io_threads: int, policy: Policy) -> None:
         directory = self._directory
-        fresh = {"block": BLOCK_ALIGN, "slab_blocks": slab_blocks_for(self._capacity), "mac": self._seal.fingerprint}
+        fresh = {"block": BLOCK_ALIGN, "slab_blocks": slab_blocks_for(capacity or 0), "mac": self._seal.fingerprint}
         settled = directory.settle(fresh)
         self._seal.match(settled["mac"], directory.path)
         slab_blocks = settled["slab_blocks"]
@@ -217,7 +234,12 @@ class FileBackend(StorageBackend):
             raise StorageError(f"{directory.at('format')} names impossible sizes; remove {directory.path} to start with an empty store")
         directory.part(directory.at("slabs"))
         directory.prove()
-        shares = divide(self._capacity, directory)
+        if capacity is None:
+            shares = as_found(blocks_there(self._env, directory.at("slabs"), slab_blocks), directory)
+        else:
+            shares = divide(capacity, directory)
+            directory.keep(capacity)
+        self._capacity = shares.capacity
         self._direct = io == "auto" and goes_direct(self._env, directory.at("slabs"))
         loaded = self._open_catalog(undo, shares.map_bytes)
         self._slabs = Slabs(self._env, directory.at("slabs"), slab_blocks, shares.budget_blocks, direct=self._direct)
@@ -291,7 +313,7 @@ class FileBackend(StorageBackend):
         corrupt: list[Pin] = []
         unreadable: list[Pin] = []
         for index, pin, movement in reads:
-            outcomes[index] = self._judge(pin, movement)
+            outcomes[index] = self._judge(items[index].key, pin, movement)
             if outcomes[index] is Outcome.CORRUPT:
                 corrupt.append(pin)
             elif movement.error is not None and movement.error.errno == EIO:
@@ -302,12 +324,30 @@ class FileBackend(StorageBackend):
             self._removal.give_up(unreadable)
         return outcomes
 
-    def _judge(self, pin: Pin, movement: Movement) -> Outcome:
+    def _judge(self, key: ObjectKey, pin: Pin, movement: Movement) -> Outcome:
         if movement.error is not None:
             return self._removal.failed("get", movement.error)
         assert movement.proof is not None, "a read brings its proof"
-        sound = not movement.short and movement.proof.holds(pin.placement.sealed)
-        return Outcome.HIT if sound else Outcome.CORRUPT
+        if not movement.short and movement.proof.holds(pin.placement.sealed):
+            return Outcome.HIT
+        # The buffers may be shared with somebody who writes to them: no reason to give up an object that is sound.
+        return Outcome.ERROR if self._is_sound(key, pin) else Outcome.CORRUPT
+
+    def _is_sound(self, key: ObjectKey, pin: Pin) -> bool:
+        """Look at an object in memory of our own; one at a time, for it costs time that somebody else may make us spend."""
+        proof = self._seal.proof(key, pin.placement.length)
+        left = pin.placement.length
+        with self._looking:
+            for extent in pieces_of(pin.placement.extents):
+                size = min(left, extent.blocks * BLOCK_ALIGN)
+                room = memoryview(mmap(-1, extent.blocks * BLOCK_ALIGN))
+                movement = Movement((extent,), [room], size)
+                self._mover.read([movement])
+                if movement.failed:
+                    return False
+                proof.add([room[:size]])
+                left -= size
+        return proof.holds(pin.placement.sealed)
 
     def _flush(self) -> None:
         newest = self._catalog.newest

@@ -35,6 +35,7 @@ class Opened:
     directory: StoreDirectory
     environment: Environment
     budget: Budget
+    capacity: int
 
     @property
     def path(self) -> str:
@@ -56,9 +57,12 @@ class Opened:
             self.directory.release(clean=sound, suspect=not sound)
 
 
-def open_environment(env: Env, path: str, capacity: int, seal: Seal, *, last_sync: bool) -> Opened:
-    """Open or make the store in `path`; raises ConfigError, StorageError or what StoreDirectory raises, and leaves nothing open then."""
-    directory = StoreDirectory(env, path, kind=KIND, version=VERSION, database=_DATABASE)
+def open_environment(env: Env, path: str, capacity: int | None, seal: Seal, *, last_sync: bool) -> Opened:
+    """Open or make the store in `path`; with a capacity of None open the one that is there, as it is.
+
+    Raises ConfigError, StorageError or what StoreDirectory raises, and leaves nothing open then.
+    """
+    directory = StoreDirectory(env, path, kind=KIND, version=VERSION, database=_DATABASE, as_found=capacity is None)
     directory.claim(shared=True)
     try:
         opened = _open(env, directory, capacity, seal, last_sync)
@@ -71,11 +75,26 @@ def open_environment(env: Env, path: str, capacity: int, seal: Seal, *, last_syn
     return opened
 
 
-def _open(env: Env, directory: StoreDirectory, capacity: int, seal: Seal, last_sync: bool) -> Opened:
+def _open(env: Env, directory: StoreDirectory, capacity: int | None, seal: Seal, last_sync: bool) -> Opened:
     seal.match(directory.settle({"mac": seal.fingerprint}).get("mac"), directory.path)
     directory.prove()
     for name in ("data.mdb", "lock.mdb"):  # LMDB itself would follow a link
         directory.stat(os.path.join(_DATABASE, name))
+    wanted = None if capacity is None else _wanted(env, directory, capacity)
+    # Without a size LMDB maps what the last writer had mapped.
+    environment = Environment(env, directory.database, wanted.map_bytes if wanted else 0, last_sync=last_sync)
+    try:
+        environment.clear_readers()
+        size = _agree(directory, environment, wanted) if wanted else _found(directory, environment)
+        budget = Budget(size.map_bytes // environment.page_bytes, environment.page_bytes)
+        return Opened(env, directory, environment, budget, size.capacity)
+    except BaseException:
+        environment.close()
+        raise
+
+
+def _wanted(env: Env, directory: StoreDirectory, capacity: int) -> Size:
+    """The size that a capacity stands for."""
     if directory.sole:
         _trim_aside(env, directory, capacity)
     foreign = directory.foreign_bytes()
@@ -85,14 +104,17 @@ def _open(env: Env, directory: StoreDirectory, capacity: int, seal: Seal, last_s
             f"the store in {directory.path} has grown to {directory.database_bytes()} bytes, which a capacity of {capacity} does not hold;"
             f" set capacity to {capacity_for(directory.database_bytes(), foreign)} or more, or remove the directory to start empty"
         )
-    environment = Environment(env, directory.database, wanted.map_bytes, last_sync=last_sync)
-    try:
-        environment.clear_readers()
-        size = _agree(directory, environment, wanted)
-        return Opened(env, directory, environment, Budget(size.map_bytes // environment.page_bytes, environment.page_bytes))
-    except BaseException:
-        environment.close()
-        raise
+    return wanted
+
+
+def _found(directory: StoreDirectory, environment: Environment) -> Size:
+    """The size that the store has."""
+    found = environment.read(lambda txn: Size.unpack(txn.get(SIZE, db=environment.facts)))
+    if found is None:
+        raise StorageError(f"{directory.database} does not say how large it may be, and so holds nothing; open it with a capacity first")
+    if environment.map_bytes() != found.map_bytes:
+        environment.resize(found.map_bytes)
+    return found
 
 
 def _agree(directory: StoreDirectory, environment: Environment, wanted: Size) -> Size:

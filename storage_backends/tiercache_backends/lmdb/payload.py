@@ -106,6 +106,20 @@ def read(cursor: Any, number: int, length: int, buffers: Sequence[memoryview], a
     return False
 
 
+def look(cursor: Any, number: int, length: int, add: Add) -> bool:
+    """Show a payload to `add` where it lies in the map, which no caller can change; False where a piece is missing or too long."""
+    if not cursor.set_range(part_key(number, 0)):
+        return False
+    for part, (key, piece) in enumerate(cursor.iternext()):
+        length -= piece.nbytes
+        if length < 0 or key != part_key(number, part):
+            return False
+        add((piece,))
+        if not length:
+            return True
+    return False
+
+
 class Whole:
     """Fills one buffer from its start, and shows what it filled to `add`.
 

@@ -47,7 +47,8 @@ _SCAN_PAGE: Final = 1024
 class LmdbBackend(StorageBackend):
     """Objects inside one LMDB environment, at most `capacity` bytes with everything beside it, for any number of processes of one host.
 
-    All of them give the same capacity. They must see each other's process ids: containers that share a directory share their pid namespace.
+    All of them give the same capacity, or None ("kept" in a URL): a store that is there, with the capacity that it has. They must see each
+    other's process ids: containers that share a directory share their pid namespace.
     A process that forks opens the store again in the child. One that is stopped within a write has the sets of all others THROTTLED until
     it goes on or dies; one that is stopped within a get holds up nobody until the map is full. Nothing may cut LMDB's file while it is
     open: reading a mapped file behind its end ends the process.
@@ -61,12 +62,14 @@ class LmdbBackend(StorageBackend):
 
     capabilities = Capabilities(persistent=True, shared=True, bounded=True)
 
-    def __init__(self, path: str, capacity: int, durability: str = "process", env: Env | None = None, *, seal: Seal | None = None) -> None:
+    def __init__(
+        self, path: str, capacity: int | None, durability: str = "process", env: Env | None = None, *, seal: Seal | None = None
+    ) -> None:
         env, seal = env or Env(), seal or Seal()
         self._gate = CallGate(f"the store in {path}")
-        self._capacity = capacity
         self._power = durability == "power"
         self._store: Opened = open_environment(env, path, capacity, seal, last_sync=self._power)
+        self._capacity = self._store.capacity
         self._environment = self._store.environment
         self._tally = Tally(path)
         self._chores = Chores(self._environment, self._store.budget, self._tally)
@@ -123,8 +126,18 @@ class LmdbBackend(StorageBackend):
             try:
                 return self._environment.read(partial(self._page, namespace, cursor))
             except OSError as error:
-                self._tally.failed("a scan", error)
-                return ScanPage([], b"")
+                raise self._unreadable("a scan", error) from error
+
+    def describe(self, keys: Sequence[ObjectKey]) -> list[ScanEntry | None]:
+        with self._gate:
+            places = [place_of(key.digest) for key in keys]
+            entries: list[ScanEntry | None] = []
+            try:
+                for start in range(0, len(places), _SCAN_PAGE):
+                    entries += self._environment.read(partial(self._entries, places[start : start + _SCAN_PAGE]))
+            except OSError as error:
+                raise self._unreadable("a description", error) from error
+            return entries
 
     def register_namespace(self, record: NamespaceRecord) -> None:
         with self._gate:
@@ -135,14 +148,11 @@ class LmdbBackend(StorageBackend):
             try:
                 known = self._environment.read(self._names)
             except OSError as error:
-                self._tally.failed("reading the namespaces", error)
-                return []
+                raise self._unreadable("reading the namespaces", error) from error
             return [NamespaceRecord(name, identity) for name, (_, identity) in known.items() if identity is not None]
 
     def usage(self) -> Usage:
         with self._gate:
-            figures: dict[str, int] = {}
-            facts, used = Facts(), self._capacity
             try:
                 facts, pages = self._environment.read(self._totals)
                 disk = self._store.disk_bytes()
@@ -150,7 +160,7 @@ class LmdbBackend(StorageBackend):
                 used = disk - max(0, self._store.data_bytes() - pages * self._environment.page_bytes)
                 figures = {"map_pages_used": pages, "disk_bytes": disk, "readers": self._environment.readers()}
             except OSError as error:
-                self._tally.failed("counting what is used", error)
+                raise self._unreadable("counting what is used", error) from error
             figures |= self._tally.figures() | {
                 "evicted": facts.evicted,
                 "corrupt": facts.corrupt,
@@ -184,6 +194,10 @@ class LmdbBackend(StorageBackend):
         with self._gate:
             audit.check(self._environment)
 
+    def _unreadable(self, what: str, error: OSError) -> StorageError:
+        self._tally.failed(what, error)
+        return StorageError(f"the store in {self._store.path} cannot be read: {error}")
+
     def _make_last(self) -> None:
         """See to it that the last transaction survives a power cut: what somebody deleted shall not come back."""
         try:
@@ -204,15 +218,25 @@ class LmdbBackend(StorageBackend):
             found = walk.set_range(cursor[:DIGEST_BYTES] + b"\0" if cursor else b"\0")
             while found and seen < _SCAN_PAGE:
                 place = bytes(walk.key())
-                record = Record.unpack(walk.value()) if len(place) == DIGEST_BYTES else None
-                key = record.key(place) if record is not None else None
+                entry = self._entry(place, walk.value(), names)
                 seen += 1
-                if record is not None and key is not None and not self._chores.is_spoiled(place, record.number):
-                    meta = record.meta(names.get(record.namespace, b""))
-                    if namespace in (None, meta.namespace):
-                        entries.append(ScanEntry(key, meta))
+                if entry is not None and namespace in (None, entry.meta.namespace):
+                    entries.append(entry)
                 found = walk.next()
             return ScanPage(entries, place if found else b"")
+
+    def _entries(self, places: Sequence[bytes], txn: Any) -> list[ScanEntry | None]:
+        names = {number: name for name, (number, _) in self._names(txn).items()}
+        values = ((place, txn.get(place, db=self._environment.objects) if len(place) == DIGEST_BYTES else None) for place in places)
+        return [None if value is None else self._entry(place, value, names) for place, value in values]
+
+    def _entry(self, place: bytes, value: Any, names: Mapping[int, bytes]) -> ScanEntry | None:
+        """What is said of the object at a place; None where there is none that anybody could have."""
+        record = Record.unpack(value) if len(place) == DIGEST_BYTES else None
+        key = record.key(place) if record is not None else None
+        if record is None or key is None or self._chores.is_spoiled(place, record.number):
+            return None
+        return ScanEntry(key, record.meta(names.get(record.namespace, b"")))
 
     def _names(self, txn: Any) -> dict[bytes, tuple[int, dict[str, str | int] | None]]:
         with txn.cursor(self._environment.names) as cursor:

@@ -3,7 +3,7 @@
 DIR/LOCK        held with flock: exclusively by the one owner (its pid in ASCII inside), or shared by several
 DIR/OPENING     shared stores only: held while one of them opens or closes
 DIR/format      JSON {"kind": ..., "version": N, ...}: settled when the store is made
-DIR/state       JSON {"boot_id": ..., "database": [size, mtime_ns] of a clean shutdown, or null while open}
+DIR/state       JSON {"boot_id": ..., "database": [size, mtime_ns] of a clean shutdown, or null while open, "capacity": where it is known}
 DIR/<database>/ the LMDB environment
 """
 
@@ -57,21 +57,25 @@ def tree_bytes(env: Env, path: str) -> int:
 class StoreDirectory:
     """One directory, held by this object from `claim` to `release`.
 
-    In order: `claim`, `settle`, `prove`, open the environment, `opened`; at the end close the environment, then `release`.
+    In order: `claim`, `settle`, `prove`, open the environment, `opened`; at the end close the environment, then `release`. With `as_found`
+    nothing is made, put aside or started anew: what would need that is a StorageError.
 
     Thread rule: one caller at a time; the store calls it while it opens and closes.
     """
 
-    def __init__(self, env: Env, path: str, *, kind: str, version: int, database: str) -> None:
+    def __init__(self, env: Env, path: str, *, kind: str, version: int, database: str, as_found: bool = False) -> None:
         self._env = env
         self._kind = kind
         self._version = version
+        self._as_found = as_found
         self.path: Final = os.path.abspath(path)
         self.database: Final = self.at(database)
         self.sole = True
         """Does nobody else have the store open? Always true for an exclusive owner; for a shared one it holds until `opened`."""
         self.suspect = False
         """Did the last owner find the environment contradicting itself? Known from `prove` on."""
+        self.capacity: int | None = None
+        """What the last owner's store might take, where that is known; since `prove`."""
         self._shared = False
         self._lock_fd: int | None = None
         self._opening_fd: int | None = None
@@ -80,6 +84,8 @@ class StoreDirectory:
         """Make the directory where it is missing and become its owner, or one of its owners; raises StorageError or StoreLockedError."""
         self._shared = shared
         try:
+            if self._as_found and not self._is_there(self.at("format")):
+                raise StorageError(f"{self.path} holds no tiercache store; name the directory of one, or give a capacity to make one there")
             self._make(self.path, parents=True)
             names = self._env.listdir(self.path)
             if "LOCK" not in names and names:
@@ -118,6 +124,10 @@ class StoreDirectory:
                 " upgrade tiercache, or use another directory"
             )
         if version < self._version:
+            if self._as_found:
+                raise StoreFormatError(
+                    f"{self.path} has format {version}, which this tiercache does not read any more; look at it with the one that made it"
+                )
             _log.error("%s has format %d, which this tiercache does not read any more", self.path, version)
             if self.stat(os.path.basename(self.database)) is not None:
                 self.set_aside()
@@ -131,12 +141,16 @@ class StoreDirectory:
         self.part(self.database)
         if not self.sole:
             return
+        kept = self._read("state").get("capacity")
+        self.capacity = kept if isinstance(kept, int) and kept > 0 else None
         if not self._trusted() and self._damaged():
             self.set_aside()
         self._mark_open()
 
     def set_aside(self) -> None:
         """Keep a useless environment for a look at it, instead of any earlier one, and make room for a new one."""
+        if self._as_found:
+            raise StorageError(f"{self.database} is damaged and says nothing any more; whoever opens the store to use it starts empty")
         aside = self.database + ".damaged"
         if self.stat(os.path.basename(aside)) is not None:
             self._empty(aside)
@@ -144,12 +158,20 @@ class StoreDirectory:
         self._make(self.database)
         _log.error("%s was put aside as %s; the store starts empty", self.database, aside)
 
+    def keep(self, capacity: int) -> None:
+        """Remember the capacity with which the store opens, for who will open it as found."""
+        if capacity != self.capacity:
+            self.capacity = capacity
+            self._mark_open()
+
     def discard(self) -> None:
         """Remove an environment of which everything that is worth it is in memory."""
         self._empty(self.database)
 
     def part(self, path: str) -> None:
         """Make a directory of the store's, or find it there, closed to others."""
+        if self._as_found and not self._is_there(path):
+            raise StorageError(f"{path} is missing, so nothing was stored in {self.path} yet, or it was removed; nothing can be shown")
         self._make(path)
         self._env.chmod(path, 0o700)
 
@@ -165,9 +187,9 @@ class StoreDirectory:
         """
         try:
             if suspect:
-                self._write("state", {"boot_id": self._env.boot_id(), "database": None, "suspect": True})
+                self._write_state(None, suspect=True)
             elif clean and (not self._shared or self._is_last()) and (found := self._data()) is not None:
-                self._write("state", {"boot_id": self._env.boot_id(), "database": [found.st_size, found.st_mtime_ns]})
+                self._write_state([found.st_size, found.st_mtime_ns])
         except OSError as error:
             _log.warning("%s cannot be marked as it was left: %s", self.path, error)
         finally:
@@ -250,12 +272,16 @@ class StoreDirectory:
     def _mark_open(self) -> None:
         """Say that the environment is in use; where even that does not fit on the disk, say nothing, which is not trusted either."""
         try:
-            self._write("state", {"boot_id": self._env.boot_id(), "database": None})
+            self._write_state(None)
         except OSError as error:
             if error.errno not in (ENOSPC, EDQUOT):
                 raise
             with suppress(FileNotFoundError):
                 self._env.unlink(self.at("state"))
+
+    def _write_state(self, database: list[int] | None, **more: Any) -> None:
+        known = {} if self.capacity is None else {"capacity": self.capacity}
+        self._write("state", {"boot_id": self._env.boot_id(), "database": database, **known, **more})
 
     def _trusted(self) -> bool:
         """Can the environment be opened in this process at once?

@@ -20,7 +20,7 @@ def local_settings(kind: str, section: Mapping[str, Any], context: StoreContext,
         raise ConfigError(
             f"'{kind}://{section['address']}...' names a host; write three slashes and the whole path, as in {example.partition('?')[0]}"
         )
-    parsers = {"path": absolute_path, "capacity": parse_size, "durability": one_of("process", "power"), "mac_key": absolute_path, **more}
+    parsers = {"path": absolute_path, "capacity": capacity_of, "durability": one_of("process", "power"), "mac_key": absolute_path, **more}
     values = settings_of(kind, section, parsers)
     for name in ("path", "capacity"):
         if name not in values:
@@ -28,6 +28,11 @@ def local_settings(kind: str, section: Mapping[str, Any], context: StoreContext,
     if "mac_key" in values:
         values["seal"] = Seal.from_file(context.env, values.pop("mac_key"))
     return values
+
+
+def capacity_of(value: Any) -> int | None:
+    """Bytes; None for "kept": the store must be there, and opens with what it has, whatever that is."""
+    return None if value == "kept" else parse_size(value)
 
 
 def absolute_path(value: Any) -> str:

@@ -1,6 +1,6 @@
 """Stores around stores: what one of them adds to any backend, in one place instead of behind a flag in each.
 
-Read `base` (what a wrapper passes on), then `metered`, `read_only`, `verified`. `tiercache.testing` has `faulty` and `latency`.
+Read `base` (what a wrapper passes on), then `metered`, `read_only`, `verified`. `tiercache.testing` has `faulty`, `latency` and `outage`.
 """
 
 from tiercache.storage.wrappers.base import Wrapper, unwrap

@@ -7,13 +7,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, ParamSpec, Self, TypeVar
 
-from tiercache.core import ObjectKey, Outcome
+from tiercache.core import ObjectKey, Outcome, Reason
 from tiercache.errors import ConfigError
 from tiercache.storage.base import (
     GetItem,
     NamespaceRecord,
+    ScanEntry,
     ScanPage,
     SetItem,
+    SharedMemory,
     StorageBackend,
     StoreContext,
     Usage,
@@ -59,6 +61,9 @@ class Wrapper(StorageBackend):
     def scan(self, namespace: bytes | None = None, cursor: bytes = b"") -> ScanPage:
         return self._perform("scan", self.inner.scan, namespace, cursor)
 
+    def describe(self, keys: Sequence[ObjectKey]) -> list[ScanEntry | None]:
+        return self._perform("describe", self.inner.describe, keys)
+
     def register_namespace(self, record: NamespaceRecord) -> None:
         self._perform("register_namespace", self.inner.register_namespace, record)
 
@@ -75,13 +80,19 @@ class Wrapper(StorageBackend):
         if self._gate.close():
             self.inner.close()
 
+    def outage(self) -> Reason:
+        return self.inner.outage()
+
+    def attach(self, memory: SharedMemory) -> None:
+        self.inner.attach(memory)
+
     def _perform(self, operation: str, call: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
         """Make one call of the contract; the place for what concerns all of them. `operation` is its name."""
         with self._gate:
             return call(*arguments, **named)
 
 
-OPERATIONS: Final = ("exists", "get", "set", "delete", "scan", "register_namespace", "namespaces", "usage", "flush")
+OPERATIONS: Final = ("exists", "get", "set", "delete", "scan", "describe", "register_namespace", "namespaces", "usage", "flush")
 """The calls that `Wrapper._perform` is told about."""
 
 

@@ -12,7 +12,7 @@ from tiercache.storage.wrappers.base import Wrapper
 
 
 class ReadOnly(Wrapper):
-    """Gets, scans and figures of `inner`; sets, deletions and registrations change nothing.
+    """Gets, scans, descriptions and figures of `inner`; sets, deletions and registrations change nothing.
 
     - A set of a key that the store holds is HIT: the object is there, and that is what a controller writes down.
     - Any other well-formed set is THROTTLED, the outcome that says "not taken, nothing lost, nothing broken". A controller does not write

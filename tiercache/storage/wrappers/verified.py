@@ -15,8 +15,8 @@ from dataclasses import replace
 from threading import Lock
 from typing import Final
 
-from tiercache.core import Outcome
-from tiercache.storage.base import GetItem, ScanPage, SetItem, StorageBackend, Usage, checksum_of, storable
+from tiercache.core import ObjectKey, Outcome
+from tiercache.storage.base import GetItem, ScanEntry, ScanPage, SetItem, StorageBackend, Usage, checksum_of, storable
 from tiercache.storage.checksum import CHECKSUM_BYTES, MAC_BYTES, Seal, Sealed
 from tiercache.storage.vectors import take, usable
 from tiercache.storage.wrappers.base import Wrapper, decide
@@ -31,8 +31,8 @@ class Verified(Wrapper):
     but not read bytes that no holder stored under that object's key. Without one the check finds accidents.
 
     The caller guarantees that all objects of `inner` were stored through a `Verified`. What `inner` holds of an object is payload and
-    trailer, and the checksum that it is told covers both. The lengths of `scan` and `usage` are the payloads'; the checksum of a `scan`
-    stays the inner store's, because a scan reads no object: whoever stores a scanned object elsewhere computes its checksum anew.
+    trailer, and the checksum that it is told covers both. The lengths of `scan`, `describe` and `usage` are the payloads'; the checksum
+    of the first two stays the inner store's, because neither reads an object: whoever stores one elsewhere computes its checksum anew.
     A set costs one pass over the payload for the inner store's checksum, and one for the MAC where there is a key; also that of an object
     which is there already, so ask `exists` first.
 
@@ -55,7 +55,10 @@ class Verified(Wrapper):
 
     def scan(self, namespace: bytes | None = None, cursor: bytes = b"") -> ScanPage:
         page = super().scan(namespace, cursor)
-        return page._replace(entries=[e._replace(meta=replace(e.meta, length=e.meta.length - TRAILER_BYTES)) for e in page.entries])
+        return page._replace(entries=[_without_trailer(entry) for entry in page.entries])
+
+    def describe(self, keys: Sequence[ObjectKey]) -> list[ScanEntry | None]:
+        return [None if entry is None else _without_trailer(entry) for entry in super().describe(keys)]
 
     def usage(self) -> Usage:
         usage = super().usage()
@@ -127,3 +130,7 @@ class Verified(Wrapper):
         views = [*take(item.buffers, 0, length), memoryview(trailer)]
         whole = length + TRAILER_BYTES
         return SetItem(item.key, views, replace(item.meta, length=whole, checksum=b""))
+
+
+def _without_trailer(entry: ScanEntry) -> ScanEntry:
+    return entry._replace(meta=replace(entry.meta, length=entry.meta.length - TRAILER_BYTES))

@@ -13,11 +13,16 @@ A test of something that a backend does not declare in its `Capabilities` is ski
 
 import pytest
 
-_THEMES = ("batches", "damage", "eviction", "figures", "full_disk", "objects", "persistence", "refusals", "sharing", "threads")
+_THEMES = (
+    "attaching", "batches", "damage", "describing", "eviction", "figures", "full_disk", "objects", "persistence", "refusals", "sharing",
+    "threads",
+)  # fmt: skip
 pytest.register_assert_rewrite(*(f"{__name__}.{theme}" for theme in _THEMES))
 
+from tiercache.testing.conformance.attaching import Attaching
 from tiercache.testing.conformance.batches import Batches
 from tiercache.testing.conformance.damage import Damage
+from tiercache.testing.conformance.describing import Describing
 from tiercache.testing.conformance.eviction import Eviction
 from tiercache.testing.conformance.figures import Figures
 from tiercache.testing.conformance.full_disk import FullDisk
@@ -31,7 +36,9 @@ from tiercache.testing.conformance.threads import Threads
 __all__ = ["BackendConformance", "BackendHooks"]
 
 
-class BackendConformance(Objects, Batches, Refusals, Damage, FullDisk, Figures, Threads, Eviction, Persistence, Sharing):
+class BackendConformance(
+    Objects, Batches, Refusals, Damage, FullDisk, Figures, Describing, Threads, Eviction, Persistence, Sharing, Attaching
+):
     """Subclass it, supply the hooks (see `BackendHooks`), and pytest runs the contract over your store.
 
     Thread rule: pytest makes one instance per test.

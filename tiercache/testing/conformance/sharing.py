@@ -32,6 +32,7 @@ class Sharing(BackendHooks):
             assert fetch(store, key("theirs"), SIZE) == payload("theirs", SIZE)
             assert put(store, key("theirs"), payload("theirs", SIZE)) is HIT
             assert {entry.key for entry in store.scan_all()} == {key("mine"), key("theirs")}
+            assert [entry is not None for entry in store.describe([key("theirs"), key("nobody's")])] == [True, False]
             assert store.usage().objects == peer.objects() == 2
             assert store.delete([key("theirs")]) == [True]
             assert peer.exists(["theirs"]) == [False]

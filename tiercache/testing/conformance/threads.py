@@ -98,6 +98,8 @@ class Threads(BackendHooks):
             for _ in range(80):
                 assert fetch(store, key("a"), 30_000) in (data, MISS)
                 store.exists([key("a")])
+                [entry] = store.describe([key("a")])
+                assert entry is None or (entry.key, entry.meta.length) == (key("a"), 30_000)
 
         run_all(write, write, read, read)
         assert store.exists([key("a")]) == [False]
@@ -160,6 +162,8 @@ class Threads(BackendHooks):
             lambda: store.get([to_get(key("a"), 100)]),
             lambda: store.set([to_set(key("b"), b"b")]),
             lambda: store.delete([key("a")]),
+            lambda: store.describe([]),
+            lambda: store.describe([key("a")]),
             store.scan,
             store.namespaces,
             store.usage,

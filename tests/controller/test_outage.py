@@ -1,0 +1,213 @@
+"""A store out of reach: what was there is a miss with its reason, nothing is forgotten, and hits come back by themselves."""
+
+import numpy as np
+import pytest
+from tiercache_backends.memory import MemoryBackend
+
+from tests.controller.harness import KV, MAMBA, Engine, P, prompt
+from tiercache.controller import Status
+from tiercache.core import Reason, Tier
+from tiercache.errors import PoolFullError, StorageError
+from tiercache.storage.registry import open_backend
+from tiercache.testing.outage import Outage
+
+
+@pytest.fixture(params=["memory", "file"])
+def store(request, tmp_path):
+    return Outage(open_backend("memory://" if request.param == "memory" else f"file://{tmp_path}/store?capacity=16MiB"))
+
+
+class FallsAway(Outage):
+    """Its outage begins with the next get, where that is said: after the query was answered."""
+
+    soon = False
+
+    def get(self, items):
+        if self.soon:
+            self.begin()
+        return super().get(items)
+
+
+def served(engine, *ids):
+    engine.serve([*prompt(*ids), 5])
+    engine.settle()
+
+
+def evict(engine):
+    engine.controller.evict(Tier.DEVICE)
+    engine.controller.evict(Tier.HOST)
+    engine.check()
+
+
+def land(engine):
+    while engine.controller.tick(0.01):
+        pass
+    engine.check()
+
+
+def known_to_be_stored(engine, tokens):
+    """Which pages of a prompt, and whether the state at its end, the index believes to be in the store."""
+    index = engine.controller._state.index
+    match = index.match(np.array(tokens, np.uint64), b"")
+    node = index.node_at(match, len(tokens) // P)
+    return index.locations(node, len(tokens) // P).pages[KV].stored.tolist(), node.state(Tier.STORAGE, 0) != -1
+
+
+@pytest.mark.parametrize("hybrid", [True, False], ids=["hybrid", "attention"])
+def test_lookups_during_an_outage_say_so_and_hits_come_back(store, hybrid):
+    engine = Engine(store, hybrid=hybrid)
+    served(engine, 1, 2, 3)
+    evict(engine)
+    store.begin()
+    gets = engine.metrics.total("storage_gets_total")
+    before = engine.metrics.total("lookups_total", tier="storage", reason="absent")
+    for turn in range(1, 3):
+        admission = engine.controller.admit(engine.controller.lookup(prompt(1, 2, 3, 4)))
+        poll = admission.wait()
+        assert (poll.status, poll.depth) == (Status.READY, 0)
+        engine.controller.release(admission)
+        assert engine.metrics.value("lookups_total", "storage", "kv", "miss", "unavailable") == turn
+    assert engine.metrics.total("lookups_total", tier="storage", reason="unavailable") == (4 if hybrid else 2)
+    assert engine.metrics.total("lookups_total", tier="storage", reason="absent") == before
+    assert engine.metrics.total("storage_gets_total") == gets, "nothing is evicted for a fetch that cannot be"
+    store.end()
+    assert engine.serve(prompt(1, 2, 3, 4)) == 3 * P
+    assert engine.metrics.total("lookups_total", tier="storage", result="hit") == (2 if hybrid else 1)
+    land(engine)
+
+
+def test_a_new_process_asks_during_an_outage(store):
+    engine = Engine(store)
+    served(engine, 1, 2, 3)
+    with_none = Engine(store)
+    store.begin()
+    assert with_none.serve(prompt(1, 2, 3, 4)) == 0
+    assert with_none.metrics.value("lookups_total", "storage", "mamba", "miss", "unavailable") == 1
+    assert with_none.metrics.total("lookups_total", tier="storage", reason="absent") == 0
+    store.end()
+
+
+def test_what_is_near_is_restored_during_an_outage(store):
+    engine = Engine(store)
+    served(engine, 1, 2, 3)
+    engine.controller.evict(Tier.DEVICE)
+    store.begin()
+    assert engine.serve(prompt(1, 2, 3, 4)) == 3 * P
+    assert engine.metrics.value("lookups_total", "host", "kv", "hit", "none") == 1
+    land(engine)
+
+
+def test_a_fetch_that_meets_an_outage_is_tried_once_and_forgets_nothing():
+    store = FallsAway(MemoryBackend())
+    engine = Engine(store)
+    served(engine, 1, 2, 3)
+    served(engine, 1, 2)
+    evict(engine)
+    assert known_to_be_stored(engine, prompt(1, 2, 3)) == ([True] * 3, True)
+    store.soon = True
+    admission = engine.controller.admit(engine.controller.lookup(prompt(1, 2, 3, 4)))
+    poll = admission.wait()
+    assert (poll.status, poll.depth, poll.reason) == (Status.FAILED, 0, Reason.UNAVAILABLE)
+    engine.controller.release(admission)
+    assert admission._prefetch.rounds == 1, "the depths below would fail alike"
+    assert engine.metrics.value("restore_failures_total", "unavailable") == 1
+    assert engine.metrics.total("restore_failures_total") == 1
+    for pool in ("kv", "mamba"):
+        assert engine.metrics.value("lookups_total", "storage", pool, "miss", "unavailable") == 1
+    assert known_to_be_stored(engine, prompt(1, 2, 3)) == ([True] * 3, True)
+    engine.check()
+    store.soon = False
+    store.end()
+    assert engine.serve(prompt(1, 2, 3, 4)) == 3 * P
+    land(engine)
+
+
+def test_what_is_gone_after_an_outage_is_found_out_then():
+    store = FallsAway(MemoryBackend())
+    engine = Engine(store)
+    served(engine, 1, 2, 3)
+    evict(engine)
+    store.begin()
+    store.inner.delete([entry.key for entry in store.inner.scan_all() if entry.key.pool is MAMBA])
+    assert engine.controller.admit(engine.controller.lookup(prompt(1, 2, 3, 4))).wait().depth == 0
+    assert known_to_be_stored(engine, prompt(1, 2, 3))[1]
+    store.end()
+    assert engine.controller.admit(engine.controller.lookup(prompt(1, 2, 3, 4))).wait().reason is Reason.ABSENT
+    assert not known_to_be_stored(engine, prompt(1, 2, 3))[1]
+
+
+def test_what_could_not_be_stored_is_stored_with_the_next_commit(store):
+    engine = Engine(store)
+    store.begin()
+    engine.serve([*prompt(1, 2, 3), 5])
+    land(engine)
+    assert engine.metrics.total("storage_sets_total", outcome="error") == 3
+    assert engine.metrics.total("storage_sets_total", outcome="throttled") == 1
+    assert known_to_be_stored(engine, prompt(1, 2, 3)) == ([False] * 3, False)
+    with pytest.raises(StorageError, match="out of reach"):
+        engine.controller.flush(20)
+    store.end()
+    served(engine, 1, 2, 3)
+    evict(engine)
+    assert engine.serve(prompt(1, 2, 3, 4)) == 3 * P
+    land(engine)
+
+
+@pytest.mark.parametrize("method", ["exists", "outage"])
+def test_a_query_that_raises_costs_the_query(method):
+    class Broken(Outage):
+        broken = False
+
+    def broken(self, *arguments):
+        if self.broken:
+            raise StorageError("this store breaks its contract")
+        return getattr(Outage, method)(self, *arguments)
+
+    setattr(Broken, method, broken)
+    store = Broken(MemoryBackend())
+    engine = Engine(store)
+    served(engine, 1, 2, 3)
+    evict(engine)
+    other = Engine(store)
+    store.broken = True
+    assert other.serve(prompt(9, 2, 3, 4)) == 0
+    assert other.metrics.value("lookups_total", "storage", "kv", "miss", "io_error") == 1
+    store.broken = False
+    assert engine.serve(prompt(1, 2, 3, 4)) == 3 * P
+    land(engine)
+    land(other)
+
+
+def test_an_arena_under_embargo_stops_write_through_and_loses_no_block(store):
+    engine = Engine(store)
+    served(engine, 1, 2, 3)
+    lift = engine.arena.embargo([(0, engine.arena.nbytes)])
+    engine.check()
+    engine.serve([*prompt(6, 7), 5])
+    land(engine)
+    assert engine.metrics.total("write_through_skipped_total", reason="host_full") > 0
+    evict(engine)
+    assert engine.arena.available == 0
+    assert engine.serve(prompt(1, 2, 3, 4)) == 0, "there is no room for what storage has"
+    assert engine.metrics.value("restore_failures_total", "busy") == 1
+    lift()
+    evict(engine)
+    assert engine.arena.available == engine.arena.blocks
+    assert engine.serve(prompt(1, 2, 3, 4)) == 3 * P
+    land(engine)
+
+
+def test_half_an_allocation_is_no_leak(store):
+    """What is evicted to make room for pages and a state goes under an embargo: there is room for the pages alone."""
+    engine = Engine(store, blocks=20)
+    served(engine, 1, 2, 3)
+    state, free = engine.controller._state, engine.arena.available
+    used = np.concatenate([state.host[p].blocks(state.index.owned(Tier.HOST, p)).reshape(-1) for p in (KV, MAMBA)])
+    lift = engine.arena.embargo([(int(block) * 4096, 4096) for block in used])
+    with pytest.raises(PoolFullError, match="under an embargo"):
+        state.take_host({KV: free - 1, MAMBA: 1})
+    assert engine.arena.available == free
+    engine.check()
+    lift()
+    assert engine.arena.available > free
+    engine.check()
