@@ -1,0 +1,480 @@
+"""Clients on the same host that mean harm with the memory that they share: the daemon neither crashes nor grows, and no object is lost."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from tests.daemon.hosts import HOST_BYTES, MIB, NAMESPACE, Daemon, Good, Worker, attach_socket, clients, key, serving, until
+from tiercache.core import ObjectKey, ObjectMeta
+from tiercache.errors import WireError
+from tiercache.wire import memory, messages
+from tiercache.wire.v1 import attach_pb2
+from tiercache.wire.v1 import storage_pb2 as pb
+
+SEALED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+FUTURE_WRITE = 0x10
+HIT, STORED, MISS, CORRUPT, ERROR = pb.OUTCOME_HIT, pb.OUTCOME_STORED, pb.OUTCOME_MISS, pb.OUTCOME_CORRUPT, pb.OUTCOME_ERROR
+KEPT = 64
+"""Mappings that the daemon keeps for a while, for processes that live and may come back (`mappings`), each with two descriptors."""
+OBJECTS = {key(n, "o"): bytes([n]) * MIB for n in range(8)}
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    directory = tmp_path_factory.mktemp("a")
+    body = f"""
+        directory = "{directory}"
+        disk_bytes = "64MiB"
+        host_bytes = {HOST_BYTES}
+        [limits]
+        idle = "1s"
+        clients = 64
+        attached_bytes = "64MiB"
+    """
+    with serving(directory, body) as daemon:
+        with Worker(daemon) as client, Region(8 * MIB) as region:  # every thread and every buffer that there will be
+            filler = [key(n, "filler") for n in range(60)]  # every slab of the store has a descriptor
+            for k in filler:
+                client.set({k: bytes(MIB)})
+            client.delete(filler)
+            client.set(OBJECTS)
+            assert client.attach(region.fd, region.nbytes).region == 1
+            for _ in range(20):
+                into(client, region, 1, OBJECTS)
+                client.get(dict.fromkeys(OBJECTS, MIB))
+        yield daemon
+
+
+@pytest.fixture(autouse=True)
+def unharmed(daemon: Daemon, request: pytest.FixtureRequest) -> Iterator[None]:
+    """After every attack: it lives, holds what it held, and serves others."""
+    before = daemon.figures()
+    yield
+    assert daemon.alive(), daemon.log.read_text()[-4000:]
+    until(lambda: daemon.figures().descriptors <= before.descriptors + 2 * KEPT, 10)
+    after = daemon.figures()
+    print(f"\n{request.node.name}: memory {before.memory / MIB:.0f} -> {after.memory / MIB:.0f} MiB, descriptors {after.descriptors}")
+    until(lambda: daemon.figures().memory <= before.memory + HOST_BYTES // 4, 10)  # what was freed is given back every two seconds
+    with Worker(daemon) as client:
+        assert client.get(dict.fromkeys(list(OBJECTS)[:2], MIB)) == list(OBJECTS.values())[:2]
+
+
+class Region:
+    """A memfd with all its pages, as a client should make it, or without some of what that takes."""
+
+    def __init__(
+        self, nbytes: int, *, seals: int = SEALED, touched: bool = True, flags: int = os.MFD_ALLOW_SEALING, name: str = "hostile"
+    ) -> None:
+        self.nbytes = nbytes
+        self.fd = os.memfd_create(name, os.MFD_CLOEXEC | flags)
+        os.ftruncate(self.fd, nbytes)
+        self.map = mmap.mmap(self.fd, nbytes)
+        if touched:
+            self.map[:] = bytes(nbytes)
+        if seals:
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals)
+
+    def __enter__(self) -> Region:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.map.close()
+        with suppress(OSError):
+            os.close(self.fd)
+
+
+def places(spots: list[tuple[int, int, int]]) -> pb.Places:
+    """One extent for each item: region, offset, size."""
+    regions, offsets, sizes = zip(*spots, strict=True)
+    return pb.Places(counts=[1] * len(spots), regions=regions, offsets=offsets, sizes=sizes)
+
+
+def into(
+    client: Worker, region: Region, number: int, objects: dict[ObjectKey, bytes], at: Callable[[int], int] = lambda n: n * MIB
+) -> list[int]:
+    request = pb.GetIntoRequest(
+        keys=messages.keys(list(objects)),
+        lengths=[MIB] * len(objects),
+        places=places([(number, at(n) % region.nbytes, MIB) for n in range(len(objects))]),
+    )
+    return list(client.call("GetInto", request).outcomes)
+
+
+def store_from(client: Worker, keys: list[ObjectKey], spots: list[tuple[int, int, int]], checksum: bytes = b"") -> list[int]:
+    metas = [messages.meta(ObjectMeta(NAMESPACE, size, checksum, None, None)) for _, _, size in spots]
+    return list(client.call("SetFrom", pb.SetFromRequest(keys=messages.keys(keys), metas=metas, places=places(spots))).outcomes)
+
+
+def refused(answer: attach_pb2.Answer) -> str:
+    assert answer.refusal
+    assert not answer.region
+    return answer.refusal
+
+
+def a_file() -> int:
+    fd = os.open("/tmp", os.O_TMPFILE | os.O_RDWR)
+    os.ftruncate(fd, MIB)
+    return fd
+
+
+def a_pipe() -> int:
+    read, write = os.pipe()
+    os.close(write)
+    return read
+
+
+def read_only() -> int:
+    with Region(MIB) as region:
+        return os.open(f"/proc/self/fd/{region.fd}", os.O_RDONLY)
+
+
+NOT_MEMORY: dict[str, Callable[[], int]] = {
+    "file": a_file,
+    "pipe": a_pipe,
+    "directory": lambda: os.open("/", os.O_RDONLY),
+    "device": lambda: os.open("/dev/zero", os.O_RDWR),
+    "socket": lambda: socket.socket().detach(),
+    "read-only": read_only,
+    "unsealable": lambda: os.dup(Region(MIB, flags=0, seals=0).fd),
+    "unsealed": lambda: os.dup(Region(MIB, seals=0).fd),
+    "growing only": lambda: os.dup(Region(MIB, seals=fcntl.F_SEAL_GROW).fd),
+    "untouched": lambda: os.dup(Region(MIB, touched=False).fd),
+}
+
+
+@pytest.mark.parametrize("kind", NOT_MEMORY)
+def test_what_is_no_sound_memory_is_refused(daemon: Daemon, kind: str) -> None:
+    fd = NOT_MEMORY[kind]()
+    with Worker(daemon) as client:
+        refused(client.attach(fd, MIB))
+        client.call("Hello", b"")
+    os.close(fd)
+
+
+def test_a_memfd_that_nobody_may_write_is_refused(daemon: Daemon) -> None:
+    with Worker(daemon) as client, Region(MIB, seals=0) as region:
+        region.map.close()
+        fcntl.fcntl(region.fd, fcntl.F_ADD_SEALS, SEALED | fcntl.F_SEAL_WRITE)
+        refused(client.attach(region.fd, MIB))
+
+
+@pytest.mark.parametrize("more", [fcntl.F_SEAL_SEAL, FUTURE_WRITE])
+def test_seals_that_stand_in_the_way_do_no_harm(daemon: Daemon, more: int) -> None:
+    with Worker(daemon) as client, Region(MIB, seals=SEALED | more) as region:
+        answer = client.attach(region.fd, MIB)
+        assert bool(answer.region) != bool(answer.refusal)
+
+
+@pytest.mark.parametrize("declared", [0, 1, 4096, MIB - 1, MIB + 1, 2 * MIB, 2**40, 2**63, 2**64 - 1])
+def test_lies_about_the_size(daemon: Daemon, declared: int) -> None:
+    with Worker(daemon) as client, Region(MIB) as region:
+        refused(client.attach(region.fd, declared))
+
+
+def test_more_than_may_be_attached(daemon: Daemon) -> None:
+    with Worker(daemon) as client, Region(40 * MIB) as one, Region(40 * MIB) as two:
+        assert client.attach(one.fd, 40 * MIB).region
+        assert "attached_bytes" in refused(client.attach(two.fd, 40 * MIB))
+
+
+def test_a_memfd_of_a_terabyte_without_pages(daemon: Daemon) -> None:
+    fd = os.memfd_create("hostile", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, 1 << 40)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALED)
+    with Worker(daemon) as client:
+        refused(client.attach(fd, 1 << 40))
+    os.close(fd)
+
+
+def test_a_thousand_regions(daemon: Daemon) -> None:
+    with Worker(daemon) as client, Region(4096) as region:
+        answers = [client.attach(region.fd, 4096) for _ in range(1000)]
+        assert sum(bool(answer.region) for answer in answers) < 100
+        assert daemon.figures().descriptors < 300
+
+
+def test_regions_in_many_sessions(daemon: Daemon) -> None:
+    with clients(30, lambda: Worker(daemon)) as many, Region(4096) as region:
+        for client in many:
+            assert isinstance(client, Worker)
+            for _ in range(20):
+                client.attach(region.fd, 4096)
+        assert daemon.figures().descriptors < 30 * 20 * 2
+
+
+def test_one_memory_in_many_sessions_at_once(daemon: Daemon) -> None:
+    """All find the same mapping, however they come between each other's steps, and it goes with the last of them."""
+    with clients(8, lambda: Worker(daemon)) as many:
+        for _ in range(10):
+            with Region(MIB) as region:
+                for client in many:
+                    memory.send(client.sock, attach_pb2.Request(attach=attach_pb2.Attach(bytes=MIB)), region.fd)
+                for client in many:
+                    answer = client.answer()
+                    if answer.region:
+                        memory.send(client.sock, attach_pb2.Request(detach=attach_pb2.Detach(region=answer.region)))
+                        client.answer()
+        assert all(client.call("Hello", b"").principal for client in many)
+
+
+def punched(region: Region) -> None:
+    with suppress(OSError):
+        fcntl_fallocate(region.fd, region.nbytes)
+    with suppress(OSError):
+        region.map.madvise(mmap.MADV_REMOVE, 0, region.nbytes)
+
+
+def fcntl_fallocate(fd: int, nbytes: int) -> None:
+    import ctypes
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.fallocate(fd, 3, ctypes.c_long(0), ctypes.c_long(nbytes)):  # KEEP_SIZE | PUNCH_HOLE
+        raise OSError(ctypes.get_errno(), "fallocate")
+
+
+def shrunk(region: Region) -> None:
+    with suppress(OSError):
+        os.ftruncate(region.fd, 0)
+
+
+def grown(region: Region) -> None:
+    with suppress(OSError):
+        os.ftruncate(region.fd, 2 * region.nbytes)
+
+
+def closed(region: Region) -> None:
+    os.close(region.fd)
+    region.fd = -1
+
+
+def unmapped(region: Region) -> None:
+    region.map.close()
+
+
+@pytest.mark.parametrize("harm", [punched, shrunk, grown, closed, unmapped])
+def test_memory_that_is_changed_after_it_was_attached(daemon: Daemon, harm: Callable[[Region], None]) -> None:
+    """It may cost the client its session; the daemon neither dies of it nor pays for the pages."""
+    before = daemon.figures().memory
+    for _ in range(5):
+        with Worker(daemon) as client, Region(8 * MIB) as region:
+            if not client.attach(region.fd, region.nbytes).region:
+                break  # too often
+            harm(region)
+            with suppress(grpc.RpcError):
+                assert set(into(client, region, 1, OBJECTS)) <= {HIT, ERROR}
+                punched(region) if harm is punched else None
+                into(client, region, 1, OBJECTS)
+    assert daemon.figures().memory < before + 16 * MIB
+
+
+def test_places_that_are_not_there(daemon: Daemon) -> None:
+    k = next(iter(OBJECTS))
+    wrong = [
+        (0, 0, MIB), (2, 0, MIB), (1, MIB, MIB), (1, 0, 2 * MIB), (1, 2**64 - 4096, MIB), (1, 2**64 - 4096, 4096), (1, 0, 2**64 - 4096),
+        (1, 1, MIB), (1, 0, MIB - 1), (1, 0, 0), (2**32 - 1, 0, MIB), (1, 4096, MIB),
+    ]  # fmt: skip
+    with Worker(daemon) as client, Worker(daemon) as other, Region(MIB) as region, Region(4 * MIB) as theirs:
+        assert client.attach(region.fd, MIB).region == 1
+        for _ in range(3):
+            other.attach(theirs.fd, 4 * MIB)  # regions of another session are none of this one's
+        for spot in wrong:
+            request = pb.GetIntoRequest(keys=messages.keys([k]), lengths=[MIB], places=places([spot]))
+            assert client.refused("GetInto", request) is grpc.StatusCode.INVALID_ARGUMENT, spot
+            metas = [messages.meta(ObjectMeta(NAMESPACE, MIB, b"", None, None))]
+            assert client.refused("SetFrom", pb.SetFromRequest(keys=messages.keys([k]), metas=metas, places=places([spot]))) is (
+                grpc.StatusCode.INVALID_ARGUMENT
+            ), spot
+        # Fewer bytes than the object has.
+        request = pb.GetIntoRequest(keys=messages.keys([k]), lengths=[MIB], places=places([(1, 0, 4096)]))
+        assert list(client.call("GetInto", request).outcomes) == [ERROR]
+        assert into(client, region, 1, {k: b""}) == [HIT]
+
+
+def test_more_extents_than_a_call_may_have(daemon: Daemon) -> None:
+    with Worker(daemon) as client, Region(MIB) as region:
+        client.attach(region.fd, MIB)
+        for count in (20_000, 300_000):
+            request = pb.GetIntoRequest(
+                keys=messages.keys([key(1)]), lengths=[1],
+                places=pb.Places(counts=[count], regions=[1] * count, offsets=[0] * count, sizes=[4096] * count),
+            )  # fmt: skip
+            assert client.refused("GetInto", request) is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_overlapping_places_cost_nobody_an_object(daemon: Daemon) -> None:
+    """All objects into one place, at once and again and again: what is there in the end is the client's trouble, the objects stay."""
+    with clients(4, lambda: Worker(daemon)) as many, Region(MIB) as region:
+        for client in many:
+            assert isinstance(client, Worker)
+            client.attach(region.fd, MIB)
+
+        def hit(client: Any) -> None:
+            for _ in range(10):
+                assert set(into(client, region, 1, OBJECTS, at=lambda _: 0)) <= {HIT, ERROR}
+
+        threads = [threading.Thread(target=hit, args=(client,)) for client in many]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert many[0].exists(list(OBJECTS)) == [True] * len(OBJECTS)
+
+
+@contextmanager
+def scribbling(region: Region, seconds: float) -> Iterator[Callable[[], bool]]:
+    """Overwrites the region all the time; tells whether it still does. Through the client's own mapping: another would be noticed."""
+    end = time.monotonic() + seconds
+    target = np.frombuffer(region.map, np.uint8)
+
+    def run() -> None:
+        n = 0
+        while time.monotonic() < end:
+            n += 1
+            target[:] = n & 255
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield lambda: time.monotonic() < end
+    finally:
+        thread.join()
+
+
+def test_scribbling_into_a_get_costs_nobody_an_object(daemon: Daemon) -> None:
+    """The store checks what it reads where it lies; it does not take the client's own bytes for damage."""
+    with Worker(daemon) as client, Region(8 * MIB) as region:
+        client.attach(region.fd, region.nbytes)
+        seen: set[int] = set()
+        with scribbling(region, 1.5) as goes_on:
+            while goes_on():
+                seen |= set(into(client, region, 1, OBJECTS))
+        print(sorted(seen))
+        assert seen <= {HIT, ERROR}
+        assert client.exists(list(OBJECTS)) == [True] * len(OBJECTS)
+        assert client.get(dict.fromkeys(OBJECTS, MIB)) == list(OBJECTS.values())
+
+
+def test_scribbling_into_a_set_hurts_that_object_alone(daemon: Daemon) -> None:
+    keys = [key(n, "torn") for n in range(8)]
+    with Worker(daemon) as client, Region(8 * MIB) as region:
+        client.attach(region.fd, region.nbytes)
+        with scribbling(region, 1) as goes_on:
+            while goes_on():
+                assert set(store_from(client, keys, [(1, n * MIB, MIB) for n in range(8)])) <= {STORED, HIT, ERROR}
+                client.delete(keys)
+        store_from(client, keys, [(1, n * MIB, MIB) for n in range(8)])
+        assert client.get(dict.fromkeys(keys, MIB)) == [bytes(region.map[n * MIB : (n + 1) * MIB]) for n in range(8)]
+        assert client.get(dict.fromkeys(OBJECTS, MIB)) == list(OBJECTS.values())
+        client.delete(keys)
+
+
+def test_a_checksum_that_lies_is_found_out_at_the_latest_when_it_is_read(daemon: Daemon) -> None:
+    with Worker(daemon) as client, Region(MIB) as region:
+        client.attach(region.fd, region.nbytes)
+        outcomes = store_from(client, [key(1, "lie")], [(1, 0, MIB)], b"l" * 16)
+        assert outcomes in ([STORED], [ERROR])
+        assert client.get({key(1, "lie"): MIB}) == [None]
+        client.delete([key(1, "lie")])
+
+
+VICTIM = """
+import sys
+sys.path.insert(0, {root!r})
+from pathlib import Path
+from tests.daemon.test_attach import *
+daemon = Daemon(None, Path(sys.argv[1]), [], None)
+client, region = Worker(daemon), Region(32 * MIB, name="hostile-victim")
+assert client.attach(region.fd, region.nbytes).region
+print("on", flush=True)
+while True:
+    into(client, region, 1, OBJECTS)
+    store_from(client, [key(n, "v") for n in range(32)], [(1, n * MIB, MIB) for n in range(32)])
+"""
+
+
+def test_a_client_that_is_killed_in_the_middle_is_gone_within_seconds(daemon: Daemon) -> None:
+    before = daemon.figures()
+    root = str(Path(__file__).parents[2])
+    for _ in range(3):
+        process = subprocess.Popen([sys.executable, "-c", VICTIM.format(root=root), str(daemon.directory)], stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"on\n"
+        time.sleep(0.3)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        until(lambda: "hostile-victim" not in Path(f"/proc/{daemon.pid}/maps").read_text(), 10)
+        until(lambda: daemon.figures().descriptors <= before.descriptors, 10)
+
+
+GARBAGE = [
+    b"", b"\0", b"x" * 4096, b"x" * 5000, b"\xff" * 100, b"\x0a", b"\x0a\x05", b"\x12\x02\x08\x63", b"\x0a\x80\x80\x80\x80\x10",
+    attach_pb2.Request().SerializeToString() + b"\x1a\x00", b"\x0a\x0b\x08" + b"\xff" * 10, os.urandom(300),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fds", [0, 1, 2, 20])
+def test_garbage_packets_with_and_without_descriptors(daemon: Daemon, fds: int) -> None:
+    with Region(MIB) as region:
+        for packet in GARBAGE:
+            with attach_socket(daemon) as sock:
+                memory.receive(sock, attach_pb2.Session)
+                with suppress(OSError):
+                    socket.send_fds(sock, [packet], [region.fd] * fds)
+                    sock.recv(4096)
+
+
+def test_descriptors_where_none_belong(daemon: Daemon) -> None:
+    with Region(MIB) as region:
+        for fds in (1, 2, 5):
+            with Worker(daemon) as client:
+                assert client.attach(region.fd, MIB).region == 1
+                memory.send(client.sock, attach_pb2.Request(detach=attach_pb2.Detach(region=9)), *[region.fd] * fds)
+                with suppress(WireError, OSError, AssertionError):
+                    refused(client.answer())
+        with Worker(daemon) as client:
+            memory.send(client.sock, attach_pb2.Request(attach=attach_pb2.Attach(bytes=MIB)), region.fd, region.fd)
+            with suppress(WireError, OSError, AssertionError):
+                refused(client.answer())
+        with Worker(daemon) as client:
+            memory.send(client.sock, attach_pb2.Request(attach=attach_pb2.Attach(bytes=MIB)))
+            refused(client.answer())
+
+
+def test_a_flood_of_packets_whose_answers_nobody_reads(daemon: Daemon) -> None:
+    packet = attach_pb2.Request(detach=attach_pb2.Detach(region=1)).SerializeToString()
+    with Good(lambda: Worker(daemon)) as good, attach_socket(daemon) as sock:
+        sock.settimeout(0.2)
+        with suppress(OSError):
+            for _ in range(200_000):
+                sock.send(packet)
+    assert good.p99 < 5
+
+
+def test_detaching_and_using_at_once(daemon: Daemon) -> None:
+    """What is detached while it is used stays mapped until it is not used any more."""
+    with Worker(daemon) as client, Region(8 * MIB) as region:
+        for number in range(1, 6):
+            assert client.attach(region.fd, region.nbytes).region == number
+            keys = messages.keys(list(OBJECTS) * 8)
+            spots = places([(number, n % 8 * MIB, MIB) for n in range(64)])
+            call = client.stream("GetInto", iter([pb.GetIntoRequest(keys=keys, lengths=[MIB] * 64, places=spots).SerializeToString()]))
+            memory.send(client.sock, attach_pb2.Request(detach=attach_pb2.Detach(region=number)))
+            assert client.answer().region == number
+            with suppress(grpc.RpcError):
+                list(call)

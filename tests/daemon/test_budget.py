@@ -1,0 +1,119 @@
+"""Budgets beside a plain model: never more held than allowed, nobody waits who could be served, nothing is lost when a waiter gives up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tiercache.daemon.budget import Budget
+
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["take", "try", "give", "cancel"]), st.integers(0, 2), st.integers(0, 12)), min_size=1, max_size=40
+)
+
+
+def run(scenario: Callable[[], Any]) -> None:
+    asyncio.run(scenario())
+
+
+async def settle() -> None:
+    for _ in range(3):
+        await asyncio.sleep(0)
+
+
+@settings(max_examples=150, deadline=None)
+@given(STEPS)
+def test_random_takers(steps: list[tuple[str, int, int]]) -> None:
+    async def scenario() -> None:
+        total = Budget(20)
+        principals = [Budget(15, total), Budget(20, total)]
+        clients = [Budget(8, principals[0]), Budget(12, principals[0]), Budget(12, principals[1])]
+        held: list[tuple[Budget, int]] = []
+        waiting: list[tuple[Budget, int, asyncio.Task[None]]] = []
+        for what, who, units in steps:
+            client = clients[who]
+            if what == "take" and units <= client.largest:
+                waiting.append((client, units, asyncio.create_task(client.take(units))))
+            elif what == "try" and client.try_take(units):
+                held.append((client, units))
+            elif what == "give" and held:
+                budget, many = held.pop(units % len(held))
+                budget.give(many)
+            elif what == "cancel" and waiting:
+                waiting.pop(units % len(waiting))[2].cancel()
+            await settle()
+            held += [(budget, many) for budget, many, task in waiting if task.done()]
+            waiting = [entry for entry in waiting if not entry[2].done()]
+            for budget in clients:
+                assert budget.held == sum(many for b, many in held if b is budget) <= budget.limit
+            assert principals[0].held == clients[0].held + clients[1].held <= 15
+            assert total.held == sum(c.held for c in clients) <= 20
+            if waiting:  # the first in line is served as soon as it can be
+                budget, many, _ = waiting[0]
+                assert budget._lacking(many) is not None
+        for _, _, task in waiting:
+            task.cancel()
+        await settle()
+        for budget, many in held:
+            budget.give(many)
+        assert total.held == 0
+        assert not total._queue
+
+    run(scenario)
+
+
+def test_who_waits_for_a_client_does_not_hold_up_another() -> None:
+    async def scenario() -> None:
+        total = Budget(10)
+        one, other = Budget(4, total), Budget(4, total)
+        await one.take(4)
+        late = asyncio.create_task(one.take(1))
+        await settle()
+        await asyncio.wait_for(other.take(3), 1)
+        assert not late.done()
+        one.give(4)
+        await asyncio.wait_for(late, 1)
+
+    run(scenario)
+
+
+def test_a_large_wish_is_not_starved_by_small_ones() -> None:
+    async def scenario() -> None:
+        total = Budget(10)
+        one, other = Budget(10, total), Budget(10, total)
+        await one.take(5)
+        large = asyncio.create_task(other.take(8))
+        await settle()
+        assert not one.try_take(1), "somebody waits for the total"
+        one.give(5)
+        await asyncio.wait_for(large, 1)
+
+    run(scenario)
+
+
+def test_what_can_never_be_is_refused() -> None:
+    async def scenario() -> None:
+        with pytest.raises(ValueError, match="never more than 3"):
+            await Budget(5, Budget(3)).take(4)
+
+    run(scenario)
+
+
+def test_a_waiter_that_gives_up_as_it_is_served_gives_back() -> None:
+    async def scenario() -> None:
+        total = Budget(1)
+        await total.take(1)
+        waiter = asyncio.create_task(total.take(1))
+        await settle()
+        total.give(1)
+        waiter.cancel()
+        await settle()
+        assert total.held == (0 if waiter.cancelled() else 1)
+        assert waiter.cancelled()
+
+    run(scenario)

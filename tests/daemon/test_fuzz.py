@@ -1,0 +1,225 @@
+"""Everything that takes bytes from outside, with bytes that nobody meant: a documented answer, never INTERNAL, never a hang."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.daemon.hosts import MIB, Daemon, Worker, attach_socket, get_request, key, set_messages
+from tests.daemon.test_attach import Region, places
+from tiercache.config.settings import load
+from tiercache.core import ObjectMeta
+from tiercache.daemon import Node
+from tiercache.errors import WireError
+from tiercache.storage.registry import open_backend
+from tiercache.wire import memory, messages
+from tiercache.wire.frames import decode, read_message
+from tiercache.wire.methods import METHODS
+from tiercache.wire.v1 import attach_pb2
+from tiercache.wire.v1 import storage_pb2 as pb
+
+DOCUMENTED = {
+    grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.PERMISSION_DENIED,
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+}
+FUZZ = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+KEYS = messages.keys([key(n) for n in range(3)])
+METAS = [messages.meta(ObjectMeta(b"n", 4096, b"", b"p" * 32, n)) for n in range(3)]
+PLACES = places([(1, n * 4096, 4096) for n in range(3)])
+SOUND: dict[str, bytes] = {
+    "Hello": pb.HelloRequest(client="c").SerializeToString(),
+    "Exists": pb.ExistsRequest(keys=KEYS).SerializeToString(),
+    "Get": get_request({key(n): 4096 for n in range(3)}),
+    "Set": next(set_messages({key(n): bytes(4096) for n in range(3)})),
+    "GetInto": pb.GetIntoRequest(keys=KEYS, lengths=[4096] * 3, places=PLACES).SerializeToString(),
+    "SetFrom": pb.SetFromRequest(keys=KEYS, metas=METAS, places=PLACES).SerializeToString(),
+    "Delete": pb.DeleteRequest(keys=KEYS).SerializeToString(),
+    "Describe": pb.DescribeRequest(keys=KEYS).SerializeToString(),
+    "Scan": pb.ScanRequest(namespace=b"n", cursor=bytes(8)).SerializeToString(),
+    "Register": pb.RegisterRequest(namespace=pb.Namespace(namespace=b"n", texts={"a": "b"}, numbers={"c": 1})).SerializeToString(),
+    "Namespaces": b"",
+    "Usage": b"",
+    "Flush": b"",
+}
+
+
+@pytest.fixture(scope="module", params=["memory", "file", "lmdb"])
+def worker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
+    """A client of a live node of this process, with memory attached."""
+    directory = tmp_path_factory.mktemp("f")
+    given = {"directory": str(directory), "host_bytes": "48MiB", "limits": {"idle": "1s", "attached_bytes": "1MiB"}}
+    if request.param == "memory":
+        given["storage"] = "memory://?capacity=1MiB"
+    elif request.param == "lmdb":
+        given["storage"] = f"lmdb://{directory}/lmdb?capacity=64MiB"
+    else:
+        given["disk_bytes"] = "64MiB"
+    with Node(load(None, given)), Region(64 << 10) as region:
+        daemon = Daemon(None, directory, [], directory)  # type: ignore[arg-type]
+        with Worker(daemon) as client:
+            assert client.attach(region.fd, region.nbytes).region == 1
+            yield client
+
+
+def check(client: Worker, method: str, requests: list[bytes]) -> None:
+    """It answers, or refuses as documented, in time."""
+    try:
+        for reply in client.stream(method, iter(requests), 10):
+            METHODS[method].reply.FromString(reply)
+    except grpc.RpcError as error:
+        code, details = error.code(), error.details()
+        assert code in DOCUMENTED, (method, code, details)
+        assert code is not grpc.StatusCode.DEADLINE_EXCEEDED, (method, details)
+
+
+@st.composite
+def mutated(draw: Any) -> tuple[str, list[bytes]]:
+    """A sound request of some method with some of its bytes changed, cut out, repeated or moved."""
+    method = draw(st.sampled_from(sorted(SOUND)))
+    data = bytearray(SOUND[method])
+    for _ in range(draw(st.integers(1, 6))):
+        at = draw(st.integers(0, len(data)))
+        kind = draw(st.integers(0, 3))
+        if kind == 0:
+            data[at : at + 1] = bytes([draw(st.integers(0, 255))])
+        elif kind == 1:
+            del data[at : at + draw(st.integers(1, 40))]
+        elif kind == 2:
+            data[at:at] = draw(st.binary(max_size=12))
+        else:
+            data += data[at:]
+    return method, [bytes(data)] * draw(st.integers(0, 2))
+
+
+@FUZZ
+@given(mutated())
+def test_sound_requests_with_errors(worker: Worker, case: tuple[str, list[bytes]]) -> None:
+    check(worker, *case)
+
+
+@settings(FUZZ, max_examples=60)
+@given(st.sampled_from(sorted(SOUND)), st.lists(st.binary(max_size=400), max_size=3))
+def test_any_bytes(worker: Worker, method: str, requests: list[bytes]) -> None:
+    check(worker, method, requests)
+
+
+U64 = st.integers(0, 2**64 - 1)
+U32 = st.integers(0, 2**32 - 1)
+COLUMN = st.lists(st.one_of(st.sampled_from([0, 1, 4095, 4096, 8192, 2**63, 2**64 - 4096]), U64), max_size=5)
+BATCH = st.builds(
+    pb.Keys,
+    digests=st.one_of(st.just(KEYS.digests), st.binary(max_size=256)),
+    pools=st.lists(st.sampled_from(["kv", "mamba", "x"]), max_size=3),
+    pool_of=st.binary(max_size=4),
+)
+SPOTS = st.builds(
+    pb.Places, counts=st.lists(U32, max_size=4), regions=st.lists(st.integers(0, 3), max_size=5), offsets=COLUMN, sizes=COLUMN
+)
+DESCRIPTION = st.builds(
+    pb.ObjectMeta, namespace=st.binary(max_size=70), length=st.one_of(st.integers(0, 9000), U64), checksum=st.binary(max_size=20),
+    parent=st.one_of(st.none(), st.binary(max_size=40)), depth=st.one_of(st.none(), U32),
+)  # fmt: skip
+MESSAGES = {
+    "Get": st.builds(pb.GetRequest, keys=BATCH, lengths=COLUMN),
+    "GetInto": st.builds(pb.GetIntoRequest, keys=BATCH, lengths=COLUMN, places=SPOTS),
+    "SetFrom": st.builds(pb.SetFromRequest, keys=BATCH, metas=st.lists(DESCRIPTION, max_size=4), places=SPOTS),
+    "Scan": st.builds(pb.ScanRequest, namespace=st.one_of(st.none(), st.binary(max_size=70)), cursor=st.binary(max_size=130)),
+    "Describe": st.builds(pb.DescribeRequest, keys=BATCH),
+    "Delete": st.builds(pb.DeleteRequest, keys=BATCH),
+    "Register": st.builds(
+        pb.RegisterRequest,
+        namespace=st.builds(
+            pb.Namespace, namespace=st.binary(max_size=70), texts=st.dictionaries(st.text(max_size=5), st.text(max_size=5), max_size=3),
+            numbers=st.dictionaries(st.text(max_size=5), st.integers(-(2**63), 2**63 - 1), max_size=3),
+        ),
+    ),
+}  # fmt: skip
+
+
+@FUZZ
+@given(st.sampled_from(sorted(MESSAGES)).flatmap(lambda name: st.tuples(st.just(name), MESSAGES[name])))
+def test_messages_that_make_no_sense(worker: Worker, case: tuple[str, Any]) -> None:
+    check(worker, case[0], [case[1].SerializeToString()])
+
+
+PIECES = st.builds(
+    pb.SetPieces, sizes=st.lists(st.integers(0, 300), max_size=4), begins=st.lists(st.booleans(), max_size=4), keys=BATCH,
+    metas=st.lists(DESCRIPTION, max_size=4),
+)  # fmt: skip
+
+
+@settings(FUZZ, max_examples=80)
+@given(st.lists(st.tuples(PIECES, st.binary(max_size=600)), max_size=4))
+def test_pieces_in_any_order(worker: Worker, stream: list[tuple[pb.SetPieces, bytes]]) -> None:
+    check(worker, "Set", [pb.SetRequest(pieces=pieces, payload=payload).SerializeToString() for pieces, payload in stream])
+
+
+@settings(FUZZ, max_examples=60)
+@given(st.lists(st.binary(max_size=300), max_size=3), st.integers(0, 3))
+def test_packets_of_the_attach_socket(worker: Worker, packets: list[bytes], fds: int) -> None:
+    directory = Path(worker.sock.getpeername()).parents[1]
+    with attach_socket(Daemon(None, directory, [], directory)) as sock, suppress(OSError):  # type: ignore[arg-type]
+        memory.receive(sock, attach_pb2.Session)
+        for packet in packets:
+            socket.send_fds(sock, [packet], [worker.sock.fileno()] * fds)
+            if packet:
+                sock.recv(4096)
+
+
+@given(st.binary(max_size=200), st.integers(0, 2))
+def test_a_packet_is_read_or_refused_and_its_descriptors_are_accounted_for(data: bytes, fds: int) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with left, right:
+        socket.send_fds(left, [data], [0] * fds)
+        with suppress(WireError):
+            _, found = memory.receive(right, attach_pb2.Request, most_fds=1)
+            for fd in found:
+                os.close(fd)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@given(st.one_of(st.binary(max_size=200), st.sampled_from(sorted(SOUND.values()))), st.integers(0, 300))
+def test_frames_are_read_as_the_generated_code_reads_them(data: bytes, cut: int) -> None:
+    data = data[: len(data) - cut] if cut < len(data) else data
+    try:
+        header, payload = decode(data, pb.SetPieces)
+    except WireError:
+        return
+    assert payload.nbytes <= len(data)
+    assert header.ByteSize() <= 2 * len(data)
+
+
+@pytest.mark.parametrize("field", [b"\x12\0", b"\x22\0", b"\x9a\x01\0", b"\x08\x01"])
+def test_a_message_of_nothing_but_fields_is_refused_before_it_is_built(field: bytes) -> None:
+    with pytest.raises(WireError, match="fields"):
+        read_message(field * (MIB // len(field)), pb.SetFromRequest, 4 * MIB)
+    with pytest.raises(WireError, match="fields"):
+        decode(field * (MIB // len(field)), pb.SetPieces)
+
+
+@pytest.mark.parametrize("kind", ["memory", "file", "lmdb"])
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.one_of(st.none(), st.binary(max_size=70)), st.binary(max_size=200))
+def test_any_cursor_is_a_cursor(tmp_path: Path, kind: str, namespace: bytes | None, cursor: bytes) -> None:
+    """Callers hand cursors in; a store makes nothing of those that it did not give out."""
+    if not hasattr(test_any_cursor_is_a_cursor, kind):
+        url = "memory://" if kind == "memory" else f"{kind}://{tmp_path}/s?capacity=64MiB"
+        setattr(test_any_cursor_is_a_cursor, kind, open_backend(url))
+    store = getattr(test_any_cursor_is_a_cursor, kind)
+    assert not store.scan(namespace, cursor).entries

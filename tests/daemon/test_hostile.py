@@ -1,0 +1,596 @@
+"""Clients that mean harm, against a daemon process: they get a refusal without content, and nobody else notices much.
+
+Every attack runs beside a client that keeps to the protocol. While it lasts, and after it: the daemon lives, that client is served within
+seconds, the memory that clients can make the daemon hold stays within its idle figure and 1.1 times host_bytes (see `hosts.figures` for
+what is counted), and memory, descriptors and threads come back to what they were.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from tests.daemon.hosts import (
+    HOST_BYTES,
+    MIB,
+    STORE_BYTES,
+    TOKENS,
+    Client,
+    Daemon,
+    Good,
+    Http2,
+    Watch,
+    Worker,
+    attach_socket,
+    clients,
+    figures,
+    key,
+    secret,
+    serving,
+    set_messages,
+    status,
+    until,
+)
+from tiercache.core import ObjectMeta
+from tiercache.wire import messages
+from tiercache.wire.frames import encode
+from tiercache.wire.methods import METHODS, SERVICE
+from tiercache.wire.v1 import storage_pb2 as pb
+
+IDLE = 0.5
+KEYS = 512
+MESSAGE = 2 * MIB
+THREADS = 24
+"""More than there may be at any time: the store's and the event loop's, which are made when they are first needed, and stay."""
+P99 = 5.0
+"""Seconds; a good client may have to wait until what a bad one holds is cut after `limits.idle`, and the machine may be busy."""
+BIG = {key(n, "big"): MIB for n in range(6)}
+
+BODY = """
+directory = "{directory}"
+storage = "memory://?capacity={store}"
+host_bytes = {host}
+listen = ["127.0.0.1:0"]
+[limits]
+idle = "0.5s"
+call = "3s"
+clients = 64
+keys_per_batch = 512
+message_bytes = "2MiB"
+[[principals]]
+name = "mallory"
+token_file = "{mallory}"
+"""
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    """Its store is full, so that the objects that attackers store take no more than was there before."""
+    directory = tmp_path_factory.mktemp("d")
+    mallory = secret(directory / "mallory", TOKENS["mallory"])
+    with serving(directory, BODY.format(directory=directory, store=STORE_BYTES, host=HOST_BYTES, mallory=mallory)) as daemon:
+        with Worker(daemon) as client:
+            client.set({k: os.urandom(size) for k, size in BIG.items()})
+            client.set({key(n, "fill"): os.urandom(64 << 10) for n in range(32)})
+            with ThreadPoolExecutor(24) as pool:  # every thread that there will be
+                list(pool.map(lambda _: client.get(dict.fromkeys(BIG, MIB)), range(48)))
+        with Good(lambda: Worker(daemon)):
+            time.sleep(0.3)
+        daemon.first = daemon.figures()
+        yield daemon
+
+
+@pytest.fixture
+def mallory(daemon: Daemon) -> Callable[[], Client]:
+    """Clients of a principal who may read and write, and no more."""
+    return lambda: Client(f"127.0.0.1:{daemon.ports[0]}", [("authorization", f"Bearer {TOKENS['mallory']}")])
+
+
+BEARER = {"authorization": f"Bearer {TOKENS['mallory']}"}
+
+
+def tcp(daemon: Daemon) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", daemon.ports[0]), timeout=10)
+
+
+@contextmanager
+def attack(daemon: Daemon, request: pytest.FixtureRequest) -> Iterator[Good]:
+    """Measure what happens inside; afterwards everything is as before."""
+    before, first = daemon.figures(), daemon.first
+    with Watch(daemon.pid) as watch, Good(lambda: Worker(daemon)) as good:
+        yield good
+    assert daemon.alive(), daemon.log.read_text()[-4000:]
+
+    def settled() -> bool:
+        now = daemon.figures()
+        little = now.memory <= first.memory + HOST_BYTES // 2
+        return little and now.descriptors <= before.descriptors + 2 and now.threads <= first.threads + THREADS
+
+    with suppress(AssertionError):
+        until(settled, 15, 0.1)
+    after = daemon.figures()
+    print(
+        f"\n{request.node.name}: idle {before.memory / MIB:.0f} MiB, peak +{(watch.peak - before.memory) / MIB:.1f},"
+        f" after {(after.memory - before.memory) / MIB:+.1f}; descriptors {before.descriptors} -> {after.descriptors},"
+        f" threads {before.threads} -> {after.threads}; good client {len(good.seconds)} rounds, p99 {good.p99 * 1e3:.0f} ms"
+    )
+    assert watch.peak <= first.memory + 1.1 * HOST_BYTES
+    assert good.p99 < P99
+    assert settled(), (before, after)
+
+
+@pytest.fixture
+def attacked(daemon: Daemon, request: pytest.FixtureRequest) -> Iterator[Good]:
+    with attack(daemon, request) as good:
+        yield good
+
+
+def at_once(count: int, work: Callable[[int], Any]) -> list[Any]:
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(work, range(count)))
+
+
+@pytest.mark.usefixtures("attacked")
+class TestWhoDoesNotMoveOn:
+    """Reads nothing, or sends next to nothing."""
+
+    def test_readers_that_do_not_read_are_cut(self, mallory: Callable[[], Client]) -> None:
+        wanted = pb.GetRequest(keys=messages.keys([key(n % 6, "big") for n in range(48)]), lengths=[MIB] * 48).SerializeToString()
+        with clients(6, mallory) as hostile:
+            calls = [client.stream("Get", iter([wanted]), 3) for client in hostile for _ in range(8)]
+            time.sleep(2.5 * IDLE)
+            ends = []
+            for call in calls:
+                with pytest.raises(grpc.RpcError) as info:
+                    list(call)
+                ends.append(info.value.code())
+        assert set(ends) == {grpc.StatusCode.DEADLINE_EXCEEDED}
+
+    def test_senders_of_one_byte_a_second_are_cut(self, daemon: Daemon) -> None:
+        methods = {stream: ("Set", "Exists", "Hello")[stream // 2 % 3] for stream in range(1, 33, 2)}
+        with ExitStack() as stack:
+            conns = [Http2(stack.enter_context(tcp(daemon))) for _ in range(8)]
+            for conn in conns:
+                for stream, method in methods.items():
+                    conn.open(stream, METHODS[method].path, BEARER)
+                    conn.data(stream, b"\0" + MIB.to_bytes(4))
+            for _ in range(5):
+                for conn in conns:
+                    for stream in methods:
+                        with suppress(OSError):
+                            conn.data(stream, b"x")
+                time.sleep(IDLE)
+            assert sum(ended(conn.sock) for conn in conns) > 0  # those that had their turn; the others hold nothing while they wait
+
+    def test_messages_that_never_end_hold_no_more_than_their_share(self, daemon: Daemon) -> None:
+        """Two MiB, but for the last byte, in as many streams as there may be."""
+        with ExitStack() as stack:
+            conns = [Http2(stack.enter_context(tcp(daemon))) for _ in range(8)]
+
+            def send(number: int) -> None:
+                conn = conns[number]
+                with suppress(OSError):
+                    conn.sock.settimeout(0.3)
+                    for stream in range(1, 33, 2):
+                        conn.open(stream, METHODS["Set" if stream % 4 == 1 else "Describe"].path, BEARER)
+                        conn.data(stream, b"\0" + (MESSAGE - 16).to_bytes(4))
+                    for _ in range((MESSAGE >> 14) - 1):
+                        for stream in range(1, 33, 2):
+                            conn.data(stream, bytes(16 << 10))
+
+            at_once(8, send)
+            time.sleep(1.5 * IDLE)
+
+
+def ended(sock: socket.socket) -> int:
+    """How many streams the other end has ended so far."""
+    sock.settimeout(0.1)
+    data = b""
+    with suppress(OSError):
+        while piece := sock.recv(1 << 20):
+            data += piece
+    count = at = 0
+    while at + 9 <= len(data):
+        size, kind, flags = int.from_bytes(data[at : at + 3]), data[at + 3], data[at + 4]
+        count += kind == 3 or (kind in (0, 1) and flags & 1)
+        at += 9 + size
+    return count
+
+
+class TestSilence:
+    """Connections that say nothing."""
+
+    def test_a_thousand_tcp_connections(self, daemon: Daemon, attacked: Good, mallory: Callable[[], Client]) -> None:
+        with ExitStack() as stack:
+            for _ in range(1000):
+                with suppress(OSError):
+                    stack.enter_context(tcp(daemon))
+            time.sleep(IDLE)
+            with Worker(daemon) as worker:
+                worker.call("Hello", b"")
+        with mallory() as client:
+            client.call("Hello", b"")
+
+    def test_a_thousand_unix_connections(self, daemon: Daemon, attacked: Good) -> None:
+        refused = 0
+        with ExitStack() as stack:
+            kept = [stack.enter_context(attach_socket(daemon)) for _ in range(1000)]
+            time.sleep(IDLE)
+            for sock in kept:
+                sock.setblocking(False)
+                with suppress(OSError):
+                    refused += b"limits.clients" in sock.recv(4096)
+        assert refused > 900
+        until(lambda: _works(lambda: Worker(daemon)))
+
+    def test_a_thousand_connections_to_the_grpc_socket(self, daemon: Daemon, attacked: Good) -> None:
+        with ExitStack() as stack:
+            for _ in range(1000):
+                sock = stack.enter_context(socket.socket(socket.AF_UNIX))
+                sock.settimeout(0.2)
+                with suppress(OSError):
+                    sock.connect(str(daemon.directory / "run/grpc.sock"))
+        until(lambda: _works(lambda: Worker(daemon)))
+
+
+def _works(make: Callable[[], Client]) -> bool:
+    try:
+        with make() as client:
+            client.call("Hello", b"", timeout=2)
+    except (grpc.RpcError, OSError, AssertionError):
+        return False
+    return True
+
+
+def keys_of(count: int, pools: int = 1) -> pb.Keys:
+    return pb.Keys(digests=bytes(64 * count), pools=["kv"] * pools, pool_of=bytes(count))
+
+
+def header(**columns: Any) -> bytes:
+    return encode(pb.SetPieces(**columns), [])
+
+
+ONE_OF_MANY = pb.SetPieces(sizes=[1], begins=[True], keys=keys_of(1), metas=[pb.ObjectMeta(namespace=b"n" * 64, length=4 * MIB)])
+META = messages.meta(ObjectMeta(b"n", 1, b"", None, None))
+LIES = {
+    "Get": [
+        pb.GetRequest(keys=keys_of(1), lengths=[2**64 - 1]),
+        pb.GetRequest(keys=keys_of(1), lengths=[0]),
+        pb.GetRequest(keys=keys_of(1), lengths=[2**40]),
+        pb.GetRequest(keys=keys_of(KEYS + 1), lengths=[1] * (KEYS + 1)),
+        pb.GetRequest(keys=keys_of(0), lengths=[1] * 10_000),
+        pb.GetRequest(keys=pb.Keys(digests=bytes(64), pools=[], pool_of=b"\xff"), lengths=[1]),
+        pb.GetRequest(keys=pb.Keys(digests=bytes(64), pools=["nothing"], pool_of=b"\0"), lengths=[1]),
+        b"\x12" + b"\xff\xff\xff\xff\x0f",
+        b"\x12\xfa\xff\x7f" + bytes(2 * MIB - 100),
+    ],
+    "Exists": [pb.ExistsRequest(keys=pb.Keys(digests=bytes(63), pool_of=b"\0", pools=["kv"])), pb.ExistsRequest(keys=keys_of(20_000))],
+    "Set": [
+        header(sizes=[2**64 - 1], begins=[True], keys=keys_of(1), metas=[META]),
+        header(sizes=[2**63, 2**63], begins=[True, True], keys=keys_of(2), metas=[META, META]),
+        header(sizes=[0], begins=[True], keys=keys_of(1), metas=[pb.ObjectMeta(namespace=b"n", length=2**64 - 1)]),
+        header(sizes=[0], begins=[True], keys=keys_of(1), metas=[pb.ObjectMeta(namespace=b"n", length=0)]),
+        header(sizes=[0], begins=[True], keys=keys_of(1), metas=[pb.ObjectMeta(namespace=b"n", length=HOST_BYTES)]),
+        header(sizes=[0] * 100_000, begins=[False] * 100_000),
+        header(sizes=[0], begins=[False]),
+        header(sizes=[0] * 400, begins=[True] + [False] * 399, keys=keys_of(1), metas=[pb.ObjectMeta(namespace=b"n", length=64)]),
+        b"\x0a\xfe\xff\x7f" + b"\x22\0" * (MIB - 16),
+        b"\x1a\0" * (MIB - 16),
+        b"\x0a" + b"\xff" * 9 + b"\x01",
+    ],
+    "SetFrom": [b"\x12\0" * (MIB - 16), pb.SetFromRequest(keys=keys_of(2), metas=[META])],
+    "GetInto": [
+        pb.GetIntoRequest(keys=keys_of(1), lengths=[1], places=pb.Places(counts=[2**32 - 1])),
+        pb.GetIntoRequest(keys=keys_of(1), lengths=[1], places=pb.Places(counts=[9**5], regions=[1] * 9**5, offsets=[0], sizes=[1] * 9**5)),
+    ],
+    "Register": [
+        pb.RegisterRequest(),
+        pb.RegisterRequest(namespace=pb.Namespace(namespace=bytes(65))),
+        pb.RegisterRequest(namespace=pb.Namespace(namespace=b"nn", texts={str(n): "" for n in range(65)})),
+        pb.RegisterRequest(namespace=pb.Namespace(namespace=b"nn", texts={"a": "b" * 5000})),
+        pb.RegisterRequest(namespace=pb.Namespace(namespace=b"nn", texts={str(n): "" for n in range(200_000)})),
+    ],
+}  # fmt: skip
+
+
+def raw(request: Any) -> bytes:
+    return request if isinstance(request, bytes) else request.SerializeToString()
+
+
+@pytest.mark.usefixtures("attacked")
+class TestLies:
+    """Messages that promise what is not there, or mean nothing."""
+
+    def test_every_lie_is_refused(self, daemon: Daemon) -> None:
+        with Worker(daemon) as client:
+            for name, requests in LIES.items():
+                for number, request in enumerate(requests):
+                    code = client.refused(name, raw(request))
+                    assert code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED), (name, number, code)
+
+    def test_lies_in_crowds(self, mallory: Callable[[], Client]) -> None:
+        requests = [(name, raw(request)) for name, several in LIES.items() for request in several]
+        with clients(4, mallory) as hostile:
+
+            def lie(number: int) -> None:
+                for name, request in requests * 2:
+                    hostile[number % 4].refused(name, request)
+
+            at_once(16, lie)
+
+    def test_garbage_is_refused(self, mallory: Callable[[], Client]) -> None:
+        rng = random.Random(1)
+        with mallory() as client:
+            for method in METHODS:
+                for _ in range(40):
+                    with suppress(grpc.RpcError):  # what is garbage to one method may be an empty request to another
+                        garbage = [rng.randbytes(rng.randrange(1, 300)) for _ in range(rng.randrange(1, 4))]
+                        list(client.stream(method, iter(garbage), 5))
+            assert client.call("Hello", b"").principal == "mallory"
+
+    def test_no_message_above_the_limit(self, mallory: Callable[[], Client]) -> None:
+        with mallory() as client:
+            for name in METHODS:
+                if name != "Delete":
+                    assert client.refused(name, bytes(3 * MIB)) in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.INVALID_ARGUMENT)
+
+
+@pytest.mark.usefixtures("attacked")
+class TestAmplification:
+    """Little on the wire, much in memory."""
+
+    def test_one_byte_objects_by_the_thousand(self, mallory: Callable[[], Client]) -> None:
+        tiny = [list(set_messages({key(n, f"t{who}-"): b"x" for n in range(KEYS)})) for who in range(8)]
+        with clients(4, mallory) as hostile:
+            at_once(16, lambda n: [list(hostile[n % 4].stream("Set", iter(tiny[n % 8]), 20)) for _ in range(3)])
+
+    def test_objects_that_are_begun_and_never_finished(self, mallory: Callable[[], Client]) -> None:
+        """Each is charged for its whole length, so that few are under way at once; their first message brings much beside."""
+        begun = encode(
+            ONE_OF_MANY, [memoryview(b"x")]
+        ) + b"\x1a\xa0\x8d\x06" + bytes(100_000)  # fmt: skip
+
+        def requests() -> Iterator[bytes]:
+            yield begun
+            time.sleep(3 * IDLE)
+
+        with clients(4, mallory) as hostile:
+            codes = at_once(32, lambda n: status(hostile[n % 4].stream("Set", requests(), 2)))
+        assert grpc.StatusCode.DEADLINE_EXCEEDED in codes
+
+    def test_large_messages_of_small_pieces(self, mallory: Callable[[], Client]) -> None:
+        """A two-MiB message that carries a few bytes of an object is not kept for their sake."""
+        item = pb.SetPieces(sizes=[1], begins=[True], keys=keys_of(1), metas=[pb.ObjectMeta(namespace=b"n", length=3)])
+        more = encode(pb.SetPieces(sizes=[1], begins=[False]), [memoryview(b"x")])
+        junk = b"\x1a" + bytes([0xF0, 0xFF, 0x7B]) + bytes(0x1EFFFF0)[: 0x7B << 14 | 0x3FF0]
+
+        def requests() -> Iterator[bytes]:
+            yield encode(item, [memoryview(b"x")]) + junk[: MESSAGE - 400]
+            yield more
+            time.sleep(2 * IDLE)
+
+        with clients(4, mallory) as hostile:
+            at_once(16, lambda n: status(hostile[n % 4].stream("Set", requests(), 2)))
+
+    def test_thousands_of_pieces(self, mallory: Callable[[], Client]) -> None:
+        objects = {key(n, "p"): bytes(64) for n in range(KEYS)}
+        first = pb.SetPieces(
+            sizes=[1, 63] * KEYS, begins=[True, False] * KEYS, keys=messages.keys(list(objects)),
+            metas=[pb.ObjectMeta(namespace=b"n", length=64)] * KEYS,
+        )  # fmt: skip
+        whole = encode(first, [memoryview(bytes(64 * KEYS))])
+        with clients(4, mallory) as hostile:
+            at_once(16, lambda n: list(hostile[n % 4].stream("Set", iter([whole]), 20)))
+
+    def test_registering_without_end(self, mallory: Callable[[], Client]) -> None:
+        codes = []
+        with mallory() as client:
+            for n in range(700):
+                record = pb.Namespace(namespace=n.to_bytes(4), texts={str(i): "x" * 100 for i in range(30)})
+                try:
+                    client.call("Register", pb.RegisterRequest(namespace=record))
+                except grpc.RpcError as error:
+                    codes.append(error.code())
+            assert set(codes) == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+            assert len(client.call("Namespaces", b"").namespaces) < 700
+
+
+@pytest.mark.usefixtures("attacked")
+class TestCrowds:
+    """Everything at once."""
+
+    def test_more_calls_than_may_be(self, mallory: Callable[[], Client]) -> None:
+        request = pb.ExistsRequest(keys=keys_of(KEYS)).SerializeToString()
+        answered = refused = 0
+        with clients(8, mallory) as hostile:
+            calls = [client.stream("Exists", iter([request]), 8) for client in hostile for _ in range(150)]
+            for call in calls:
+                try:
+                    answered += len(list(call))
+                except grpc.RpcError as error:
+                    assert error.code() in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.DEADLINE_EXCEEDED)  # noqa: PT017
+                    refused += 1
+        assert answered
+
+    @pytest.mark.parametrize("method", ["Get", "Exists", "Set"])
+    def test_calls_that_are_cancelled_at_once(self, mallory: Callable[[], Client], method: str) -> None:
+        requests = {
+            "Get": [pb.GetRequest(keys=messages.keys([key(n % 6, "big") for n in range(48)]), lengths=[MIB] * 48).SerializeToString()],
+            "Exists": [pb.ExistsRequest(keys=keys_of(KEYS)).SerializeToString()],
+            "Set": list(set_messages({key(n, "c"): bytes(MIB // 2) for n in range(4)})),
+            "Scan": [b""],
+        }[method]
+        end = time.monotonic() + 1.5
+        with clients(4, mallory) as hostile:
+
+            def hit(number: int) -> None:
+                while time.monotonic() < end:
+                    call = hostile[number % 4].stream(method, iter(requests), 5)
+                    time.sleep(0.001 * (number % 4))
+                    call.cancel()
+
+            at_once(8, hit)
+
+    @pytest.mark.parametrize("method", ["Get", "Set"])
+    def test_connections_that_vanish_in_the_middle(self, daemon: Daemon, method: str) -> None:
+        whole = pb.GetRequest(keys=messages.keys([key(n % 6, "big") for n in range(24)]), lengths=[MIB] * 24).SerializeToString()
+        if method == "Set":
+            whole = next(set_messages({key(0, "v"): bytes(MIB)}))
+        for _ in range(40):
+            with tcp(daemon) as sock:
+                conn = Http2(sock)
+                for stream in range(1, 17, 2):
+                    conn.open(stream, METHODS[method].path, BEARER)
+                    conn.data(stream, (b"\0" + len(whole).to_bytes(4) + whole)[: 8 << 10])
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # RST
+
+    def test_rapid_reset(self, daemon: Daemon) -> None:
+        """CVE-2023-44487: streams that are opened and reset, without end."""
+        end = time.monotonic() + 1.5
+
+        def hit(_: int) -> None:
+            while time.monotonic() < end:
+                with suppress(OSError), tcp(daemon) as sock:
+                    conn = Http2(sock)
+                    for stream in range(1, 2001, 2):
+                        conn.open(stream, METHODS["Hello"].path, BEARER)
+                        conn.frame(3, 0, stream, b"\0\0\0\x08")
+
+        at_once(4, hit)
+
+    @pytest.mark.parametrize("flood", ["ping", "continuation"])
+    def test_floods_of_frames(self, daemon: Daemon, flood: str) -> None:
+        end = time.monotonic() + 1.0
+
+        def hit(_: int) -> None:
+            while time.monotonic() < end:
+                with suppress(OSError), tcp(daemon) as sock:
+                    conn = Http2(sock)
+                    conn.open(1, METHODS["Set"].path, BEARER)
+                    if flood == "continuation":
+                        conn.frame(1, 0, 3, b"\x10\x01a\x01b")
+                    for _ in range(2000):
+                        if flood == "ping":
+                            conn.frame(6, 0, 0, bytes(8))
+                        else:
+                            conn.frame(9, 0, 3, b"\x10\x01a\x7f\x00" + b"b" * 127)
+
+        at_once(4, hit)
+
+
+@pytest.mark.usefixtures("attacked")
+class TestStrangers:
+    """Whoever is not known learns nothing and holds nothing."""
+
+    def test_nothing_is_told_to_strangers(self, daemon: Daemon) -> None:
+        target = f"127.0.0.1:{daemon.ports[0]}"
+        wrong: list[list[tuple[str, str]]] = [
+            [], [("authorization", "Bearer wrong")], [("authorization", TOKENS["mallory"])], [("authorization", "Basic x")],
+            [("authorization", f"Bearer {TOKENS['mallory'][:-1]}")], [("authorization", f"Bearer  {TOKENS['mallory']}")],
+            [("authorization", f"bearer {TOKENS['mallory']}")], [("authorization", f"Bearer {TOKENS['mallory']} ")],
+        ]  # fmt: skip
+        for metadata in wrong[:-1]:
+            with Client(target, metadata) as client:
+                assert {client.refused(name) for name in METHODS} == {grpc.StatusCode.UNAUTHENTICATED}
+                for path in ("/grpc.health.v1.Health/Watch", "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"):
+                    assert client.refused(path, b"") is grpc.StatusCode.UNAUTHENTICATED
+                for path in (
+                    f"/{SERVICE}/Nothing",
+                    "/",
+                    "/x/y",
+                    "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo",
+                    f"/{SERVICE}/get",
+                ):
+                    assert client.refused(path, b"") is grpc.StatusCode.UNIMPLEMENTED
+
+    def test_health_checks_hold_nothing(self, daemon: Daemon) -> None:
+        """A probe has no credentials: it is answered whatever it asks, and before it has asked."""
+        with ExitStack() as stack:
+            conns = [Http2(stack.enter_context(tcp(daemon))) for _ in range(16)]
+            for conn in conns:
+                with suppress(OSError):
+                    conn.sock.settimeout(0.2)
+                    for stream in range(1, 65, 2):
+                        conn.open(stream, "/grpc.health.v1.Health/Check")
+                        conn.data(stream, b"\0" + (MESSAGE - 1).to_bytes(4) + bytes(1000))
+            with Client(f"127.0.0.1:{daemon.ports[0]}") as client:
+                assert list(client.stream("/grpc.health.v1.Health/Check", iter([b""]), 5)) == [b"\x08\x01"]
+
+    def test_a_call_needs_a_deadline_and_no_deadline_is_too_long(self, mallory: Callable[[], Client]) -> None:
+        with mallory() as client:
+            assert client.refused("Hello", b"", timeout=None) is grpc.StatusCode.INVALID_ARGUMENT
+            assert client.call("Hello", b"", timeout=1e9).principal == "mallory"
+            never = client.stream("Set", _slowly(), 1e9)
+            started = time.monotonic()
+            assert status(never) is grpc.StatusCode.DEADLINE_EXCEEDED
+            assert time.monotonic() - started < 10
+
+    def test_metadata_are_bounded(self, daemon: Daemon) -> None:
+        with Client(f"127.0.0.1:{daemon.ports[0]}", [("authorization", "Bearer " + "x" * 60_000)]) as client:
+            assert client.refused("Hello") in (
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                grpc.StatusCode.UNAUTHENTICATED,
+                grpc.StatusCode.UNAVAILABLE,
+            )
+
+    def test_a_session_is_good_for_one_client_and_ends_with_its_connection(self, daemon: Daemon, mallory: Callable[[], Client]) -> None:
+        with Worker(daemon) as one, Client(daemon.grpc) as thief:
+            assert thief.refused("Hello") is grpc.StatusCode.UNAUTHENTICATED
+            assert thief.refused("Hello", metadata=[("tiercache-session-bin", bytes(32))]) is grpc.StatusCode.UNAUTHENTICATED
+            assert thief.refused("Hello", metadata=[("authorization", f"Bearer {TOKENS['mallory']}")]) is grpc.StatusCode.UNAUTHENTICATED
+            with mallory() as other:
+                # Over TCP the token counts, and no session does.
+                assert other.call("Hello", b"", metadata=[*other.metadata, ("tiercache-session-bin", one.token)]).principal == "mallory"
+                assert other.refused("Hello", metadata=[("tiercache-session-bin", one.token)]) is grpc.StatusCode.UNAUTHENTICATED
+            one.sock.close()
+            until(lambda: _gone(one))
+
+
+def _slowly() -> Iterator[bytes]:
+    """Something every now and then, for ever: never idle, never done."""
+    for number in range(1000):
+        yield from set_messages({key(number % 4, "s"): b"x"})
+        time.sleep(0.3)
+
+
+def _gone(client: Client) -> bool:
+    try:
+        client.call("Hello", b"")
+    except grpc.RpcError as error:
+        return error.code() is grpc.StatusCode.UNAUTHENTICATED
+    return False
+
+
+@pytest.mark.slow
+def test_a_minute_of_everything(daemon: Daemon, request: pytest.FixtureRequest, mallory: Callable[[], Client], tmp_path: Path) -> None:
+    """All kinds together, in one crowd, for a minute."""
+    lies = [(name, raw(lie)) for name, several in LIES.items() for lie in several]
+    wanted = pb.GetRequest(keys=messages.keys([key(n % 6, "big") for n in range(48)]), lengths=[MIB] * 48).SerializeToString()
+    end = time.monotonic() + 60
+
+    def hit(number: int) -> None:
+        rng = random.Random(number)
+        while time.monotonic() < end:
+            with suppress(grpc.RpcError, AssertionError, OSError), mallory() as client:
+                for _ in range(rng.randrange(1, 20)):
+                    name, lie = rng.choice(lies)
+                    client.refused(name, lie)
+                    calls = [client.stream("Get", iter([wanted]), 3) for _ in range(rng.randrange(4))]
+                    time.sleep(rng.random() * 0.2)
+                    for call in calls:
+                        call.cancel()
+                    list(client.stream("Set", set_messages({key(n, f"m{number}"): bytes(MIB) for n in range(8)}), 5))
+
+    with attack(daemon, request):
+        at_once(16, hit)
+    assert figures(daemon.pid).memory

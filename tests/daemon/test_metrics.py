@@ -1,0 +1,485 @@
+"""What a node says of itself, from calls over real sockets: figures that add up, and a scrape that nobody can hold up."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import chain, repeat
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from tiercache_backends.memory import MemoryBackend
+
+from tests.core.test_metrics import ask
+from tests.daemon.hosts import until
+from tiercache.config.settings import Settings
+from tiercache.core import ObjectKey, Outcome, PoolName
+from tiercache.daemon import Node
+from tiercache.daemon.meters import Figures, Meters, exposed
+from tiercache.errors import StorageError
+from tiercache.metrics import NODE, TABLE, endpoint
+from tiercache.metrics.families import label_sets
+from tiercache.storage.base import SetItem, StorageBackend, Usage
+from tiercache.storage.wrappers import Wrapper
+from tiercache.testing.latency import Latency
+from tiercache.testing.objects import key, payload, put, to_set
+from tiercache.wire import memory, messages
+from tiercache.wire.frames import cut, decode, encode
+from tiercache.wire.methods import ATTACH_SOCKET, GRPC_SOCKET, METHODS, SESSION_METADATA
+from tiercache.wire.v1 import attach_pb2
+from tiercache.wire.v1 import storage_pb2 as pb
+
+SIZE = 5000
+TOKENS = {"reader": "reader-" + "r" * 24, "writer": "writer-" + "w" * 24}
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint, "_FRESH_SECONDS", 0.0)
+
+
+class Scrape:
+    """All samples of one scrape."""
+
+    def __init__(self, address: str) -> None:
+        status, text = ask(int(address.rpartition(":")[2]))
+        assert status == 200
+        self.samples = {
+            (s.name.removeprefix("tiercache_"), *sorted(s.labels.items()))
+            : s.value for family in text_string_to_metric_families(text) for s in family.samples
+        }  # fmt: skip
+
+    def __call__(self, name: str, **where: str) -> float:
+        found = [value for (shown, *labels), value in self.samples.items() if shown == name and where.items() <= dict(labels).items()]
+        assert found, (name, where)
+        return sum(found)
+
+
+def settings_of(path: Path, **more: Any) -> Settings:
+    given = {
+        "directory": path,
+        "host_bytes": "512MiB",
+        "listen": ["127.0.0.1:0"],
+        "unix": False,
+        "metrics": {"listen": "127.0.0.1:0"},
+        "drain": 2,
+    }
+    return Settings(**(given | more)).check()  # type: ignore[arg-type]
+
+
+@contextmanager
+def serving(path: Path, store: StorageBackend | None = None, **more: Any) -> Iterator[tuple[Node, grpc.Channel]]:
+    with Node(settings_of(path, **more), store or MemoryBackend()) as node:
+        target = f"unix:{path}/run/{GRPC_SOCKET}" if more.get("unix") else node.addresses[0]
+        with grpc.insecure_channel(target, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
+            yield node, channel
+
+
+def call(channel: grpc.Channel, name: str, request: Any, *, token: str = "", session: bytes = b"", timeout: float | None = 20) -> Any:
+    """One call; streams of bytes where the method has some."""
+    method = METHODS[name]
+    metadata: list[tuple[str, str | bytes]] = [("authorization", f"Bearer {token}")] if token else []
+    if session:
+        metadata.append((SESSION_METADATA, session))
+    if method.streams == "reply":
+        return list(channel.unary_stream(method.path, request.__class__.SerializeToString)(request, timeout, metadata))
+    if method.streams == "request":
+        return channel.stream_unary(method.path, None, method.reply.FromString)(iter(request), timeout, metadata)
+    serialize = bytes if isinstance(request, bytes) else request.__class__.SerializeToString
+    return channel.unary_unary(method.path, serialize, method.reply.FromString)(request, timeout, metadata)
+
+
+def pieces(items: list[SetItem]) -> list[bytes]:
+    frames = []
+    for message in cut([item.meta.length for item in items]):
+        begun = [items[piece.item] for piece in message if not piece.start]
+        header = pb.SetPieces(
+            keys=messages.keys([item.key for item in begun]),
+            metas=[messages.meta(item.meta) for item in begun],
+            begins=[not piece.start for piece in message],
+            sizes=[piece.stop - piece.start for piece in message],
+        )
+        frames.append(encode(header, [memoryview(b"".join(items[p.item].buffers))[p.start : p.stop] for p in message]))
+    return frames
+
+
+def exists(keys: list[ObjectKey]) -> pb.ExistsRequest:
+    return pb.ExistsRequest(keys=messages.keys(keys))
+
+
+def get(keys: list[ObjectKey], length: int = SIZE) -> pb.GetRequest:
+    return pb.GetRequest(keys=messages.keys(keys), lengths=[length] * len(keys))
+
+
+def refused(code: grpc.StatusCode, *arguments: Any, **named: Any) -> None:
+    with pytest.raises(grpc.RpcError) as told:
+        call(*arguments, **named)
+    assert told.value.code() is code, told.value
+
+
+def ended(node: Node, calls: int) -> Scrape:
+    """A scrape after so many calls have ended at the node's side, which is a moment after the client was told."""
+    until(lambda: Scrape(node.metrics_address)("node_calls_total") >= calls)
+    return Scrape(node.metrics_address)
+
+
+def test_every_label_set_is_at_0_from_the_start(tmp_path: Path) -> None:
+    principals = [{"name": name, "token_file": secret(tmp_path, name)} for name in TOKENS]
+    with serving(tmp_path, principals=principals) as (node, _):
+        scrape = Scrape(node.metrics_address)
+        known = {"principal": [*TOKENS, "owner", "anonymous"], "version": ["x"], "store": ["MemoryBackend"]}
+        for row in TABLE:
+            if row.name.startswith(("node_", "store_")) and row.kind.__name__ == "Counter":
+                for labels in label_sets(row, known):
+                    if row.name not in ("node_disk_written_bytes_total", "node_store_evicted_objects_total"):
+                        assert scrape(row.name, **dict(zip(row.label_names, labels, strict=True))) == 0, (row.name, labels)
+        assert scrape("node_call_seconds_count", method="Get") == 0
+        assert (
+            scrape("node_held_bytes") == scrape("node_calls_under_way") == scrape("node_last_read_seconds") == scrape("node_sessions") == 0
+        )
+        assert scrape("node_held_limit_bytes", budget="payload") > 1 << 20
+        assert scrape("node_calls_limit") == 256
+        assert scrape("node_workers") == 16
+        assert scrape("node_build_info") == 1
+        assert time.time() - scrape("node_start_time_seconds") < 60
+        assert scrape("node_resident_bytes") > 1 << 20
+        shown = {name for name, *_ in scrape.samples}
+        rows = {row.name for row in NODE if row.kind.__name__ != "Histogram"} - {"node_store_evicted_objects_total"}
+        assert rows - shown <= {"node_disk_written_bytes_total"}
+
+
+def test_figures_add_up_after_known_calls(tmp_path: Path) -> None:
+    items = [to_set(key(n), payload(n, SIZE)) for n in range(3)] + [to_set(key(9, PoolName.MAMBA), payload(9, SIZE))]
+    damaged = to_set(key("bad"), payload("bad", SIZE))
+    damaged.buffers[0][0] ^= 1
+    with serving(tmp_path) as (node, channel):
+        call(channel, "Hello", pb.HelloRequest())
+        assert len(call(channel, "Set", pieces([*items, damaged])).outcomes) == 5
+        call(channel, "Exists", exists([key(0), key(1), key("x"), key(9, PoolName.MAMBA), key("y", PoolName.MAMBA)]))
+        frames = call(channel, "Get", get([key(0), key(2), key("x")]))
+        assert sum(decode(frame, pb.GetPieces)[1].nbytes for frame in frames) == 2 * SIZE
+        refused(grpc.StatusCode.INVALID_ARGUMENT, channel, "Exists", exists([key(0)]), timeout=None)
+        refused(grpc.StatusCode.INVALID_ARGUMENT, channel, "Exists", b"\xff\xff\xff")
+        refused(grpc.StatusCode.INVALID_ARGUMENT, channel, "Exists", exists([key(n) for n in range(4097)]))
+        refused(grpc.StatusCode.INVALID_ARGUMENT, channel, "Get", get([key(0)], 1 << 40))
+        refused(grpc.StatusCode.PERMISSION_DENIED, channel, "Delete", pb.DeleteRequest(keys=messages.keys([key(0)])))
+        refused(grpc.StatusCode.FAILED_PRECONDITION, channel, "GetInto", pb.GetIntoRequest(keys=messages.keys([key(0)]), lengths=[SIZE]))
+        scrape = ended(node, 10)
+    assert {method: scrape("node_calls_total", method=method) for method in METHODS if scrape("node_calls_total", method=method)} == {
+        "Hello": 1, "Set": 1, "Exists": 4, "Get": 2, "Delete": 1, "GetInto": 1,
+    }  # fmt: skip
+    assert scrape("node_calls_total", code="OK") == 4
+    assert scrape("node_calls_total", method="Exists", code="INVALID_ARGUMENT") == 3
+    assert scrape("node_calls_total", code="PERMISSION_DENIED") == scrape("node_calls_total", code="FAILED_PRECONDITION") == 1
+    assert scrape("node_call_seconds_count") == 10
+    assert scrape("node_call_seconds_count", method="Exists") == 4
+    assert scrape("node_refused_total", reason="deadline") == 1
+    assert scrape("node_refused_total", reason="limit") == 2
+    assert scrape("node_refused_total", reason="malformed") == 2
+    assert scrape("node_refused_total", reason="permission") == 1
+    assert scrape("node_refused_total") == 6
+    assert scrape("node_principal_calls_total", principal="anonymous") == scrape("node_principal_calls_total") == 10
+    assert scrape("node_payload_bytes_total", plane="stream", direction="in") == 5 * SIZE
+    assert scrape("node_payload_bytes_total", plane="stream", direction="out") == 2 * SIZE
+    assert scrape("node_payload_bytes_total", plane="shared") == 0
+    assert scrape("node_principal_bytes_total", principal="anonymous", direction="in") == 5 * SIZE
+    assert scrape("node_principal_bytes_total") == 7 * SIZE
+    assert scrape("node_damaged_objects_total") == 1
+    assert scrape("node_lookups_total", operation="exists", pool="kv", result="hit") == 2
+    assert scrape("node_lookups_total", operation="exists", pool="kv", result="miss", reason="absent") == 1
+    assert scrape("node_lookups_total", operation="exists", pool="mamba", result="hit") == 1
+    assert scrape("node_lookups_total", operation="exists") == 5
+    assert scrape("node_lookups_total", operation="get", pool="kv", result="hit") == 2
+    assert scrape("node_lookups_total", operation="get", result="miss", reason="absent") == 1
+    assert scrape("node_lookups_total", tier="storage") == 8
+    assert 0 <= time.time() - scrape("node_last_read_seconds") < 60
+    assert scrape("store_items_total", store="MemoryBackend", operation="set", outcome="stored") == 4
+    assert scrape("store_bytes_total", operation="set") == 4 * SIZE
+    assert scrape("store_calls_total", operation="get") == 1
+    assert (
+        scrape("store_calls_under_way") == scrape("node_calls_under_way") == scrape("node_held_bytes") == scrape("node_workers_busy") == 0
+    )
+
+
+def test_callers_are_told_apart_and_no_label_is_theirs_to_choose(tmp_path: Path) -> None:
+    principals = [
+        {"name": "reader", "token_file": secret(tmp_path, "reader"), "verbs": ["read"]},
+        {"name": "writer", "token_file": secret(tmp_path, "writer")},
+    ]
+    with serving(tmp_path, principals=principals) as (node, channel):
+        before = Scrape(node.metrics_address).samples.keys()
+        for _ in range(3):
+            call(channel, "Exists", exists([key(0)]), token=TOKENS["reader"])
+        call(channel, "Set", pieces([to_set(key(0), payload(0, SIZE))]), token=TOKENS["writer"])
+        refused(grpc.StatusCode.PERMISSION_DENIED, channel, "Set", [], token=TOKENS["reader"])
+        refused(grpc.StatusCode.UNAUTHENTICATED, channel, "Exists", exists([key(0)]), token="guessed-" * 4)
+        refused(grpc.StatusCode.UNAUTHENTICATED, channel, "Hello", pb.HelloRequest())
+        with pytest.raises(grpc.RpcError, match="UNAUTHENTICATED"):
+            list(channel.stream_stream("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")(iter([b""]), 10))
+        with pytest.raises(grpc.RpcError, match="UNIMPLEMENTED"):
+            channel.unary_unary("/tiercache.wire.v1.Storage/Nonsense")(b"", timeout=10)
+        scrape = ended(node, 7)
+    assert scrape.samples.keys() == before
+    assert scrape("node_principal_calls_total", principal="reader") == 4
+    assert scrape("node_principal_calls_total", principal="writer") == 1
+    assert scrape("node_principal_bytes_total", principal="writer", direction="in") == SIZE
+    assert scrape("node_refused_total", reason="unauthenticated") == 3
+    assert scrape("node_refused_total", reason="permission") == 1
+    assert scrape("node_calls_total") == 7, "neither reflection nor what does not exist"
+
+
+def test_sessions_and_shared_memory(tmp_path: Path) -> None:
+    store = MemoryBackend()
+    put(store, key(0), payload(0, SIZE))
+    with serving(tmp_path, store, unix=True, listen=[]) as (node, channel), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as attach:
+        attach.settimeout(10)
+        attach.connect(str(tmp_path / "run" / ATTACH_SOCKET))
+        session = memory.receive(attach, attach_pb2.Session)[0]
+        assert session is not None
+        fd = memory.create(1 << 20, "test")
+        mine = memory.Region(fd, 1 << 20)
+        mine.populate()
+        memory.send(attach, attach_pb2.Request(attach=attach_pb2.Attach(bytes=1 << 20)), fd)
+        answer = memory.receive(attach, attach_pb2.Answer)[0]
+        assert answer is not None
+        assert answer.region, answer
+        memory.send(attach, attach_pb2.Request(detach=attach_pb2.Detach(region=77)))
+        memory.receive(attach, attach_pb2.Answer)
+        scrape = Scrape(node.metrics_address)
+        assert scrape("node_sessions") == 1
+        assert scrape("node_attached_bytes") == 1 << 20
+        assert scrape("node_refused_total", reason="malformed") == 1
+
+        def places(at: int) -> pb.Places:
+            return pb.Places(counts=[1], regions=[answer.region], offsets=[at], sizes=[8192])
+
+        into = pb.GetIntoRequest(keys=messages.keys([key(0)]), lengths=[SIZE], places=places(0))
+        assert call(channel, "GetInto", into, session=session.token).outcomes == [messages.NUMBER_OF[Outcome.HIT]]
+        assert bytes(mine.view[:SIZE]) == payload(0, SIZE)
+        meta = messages.meta(to_set(key(1), payload(1, SIZE)).meta)
+        mine.view[8192 : 8192 + SIZE] = payload(1, SIZE)
+        request = pb.SetFromRequest(keys=messages.keys([key(1)]), metas=[meta], places=places(8192))
+        for _ in range(2):  # the second time it is there already, and nothing is moved
+            call(channel, "SetFrom", request, session=session.token)
+        refused(grpc.StatusCode.UNAUTHENTICATED, channel, "GetInto", into, session=b"x" * 32)
+        scrape = ended(node, 4)
+        assert scrape("node_payload_bytes_total", plane="shared", direction="in") == SIZE
+        assert scrape("node_payload_bytes_total", plane="shared", direction="out") == SIZE
+        assert scrape("node_payload_bytes_total", plane="stream") == 0
+        assert scrape("node_principal_bytes_total", principal="owner") == 2 * SIZE
+        assert scrape("node_lookups_total", operation="get", result="hit") == 1
+        attach.close()
+        until(lambda: Scrape(node.metrics_address)("node_sessions") == 0)
+        assert Scrape(node.metrics_address)("node_attached_bytes") == 0
+
+
+def test_a_client_that_leaves_and_one_that_stands_still(tmp_path: Path) -> None:
+    go_on = threading.Event()
+    store = Latency(MemoryBackend(), {"exists": 1}, lambda _: waits(go_on))
+    with serving(tmp_path, store, limits={"idle": 0.3, "streams": 4, "streams_per_client": 4}) as (node, channel):
+        method = METHODS["Exists"]
+        ask_exists = channel.unary_unary(method.path, method.request.SerializeToString, method.reply.FromString)
+        waiting = [ask_exists.future(exists([key(0)]), 20) for _ in range(3)]
+        until(lambda: Scrape(node.metrics_address)("store_calls_under_way") == 3)
+        scrape = Scrape(node.metrics_address)
+        assert scrape("node_calls_under_way", method="Exists") == scrape("node_calls_under_way") == 3
+        assert scrape("node_workers_busy") == 3
+        waiting[0].cancel()
+        until(lambda: Scrape(node.metrics_address)("node_calls_total", method="Exists", code="CANCELLED") == 1)
+        go_on.set()
+        for late in waiting[1:]:
+            late.result(20)
+
+        def nothing() -> Iterator[bytes]:
+            go_on.wait(30)
+            time.sleep(2)
+            yield from ()
+
+        refused(grpc.StatusCode.DEADLINE_EXCEEDED, channel, "Set", nothing())
+        scrape = ended(node, 4)
+        assert scrape("node_refused_total", reason="idle") == scrape("node_refused_total") == 1
+        assert scrape("node_calls_total", method="Set", code="DEADLINE_EXCEEDED") == 1
+        assert scrape("node_calls_under_way") == 0
+
+
+def test_too_many_calls_are_busy(tmp_path: Path) -> None:
+    go_on = threading.Event()
+    store = Latency(MemoryBackend(), {"flush": 1}, lambda _: waits(go_on))
+    with serving(tmp_path, store, limits={"streams": 2, "streams_per_client": 8}) as (node, channel):
+        method = METHODS["Flush"]
+        flush = channel.unary_unary(method.path, method.request.SerializeToString, method.reply.FromString)
+        waiting = [flush.future(pb.FlushRequest(), 20) for _ in range(2)]
+        until(lambda: Scrape(node.metrics_address)("store_calls_under_way") == 2)
+        refused(grpc.StatusCode.RESOURCE_EXHAUSTED, channel, "Hello", pb.HelloRequest())
+        go_on.set()
+        for late in waiting:
+            late.result(20)
+        assert ended(node, 3)("node_refused_total", reason="busy") == 1
+
+
+class Told(Wrapper):
+    """Says what the test says, when the test says so."""
+
+    def __init__(self, inner: StorageBackend, tell: Callable[[], Usage]) -> None:
+        super().__init__(inner)
+        self._tell = tell
+
+    def usage(self) -> Usage:
+        return self._tell()
+
+
+def test_the_store_s_figures(tmp_path: Path) -> None:
+    store = Told(MemoryBackend(), lambda: Usage(3, 30, 40, 50, {"evicted": 7, "corrupt": 2, "io": "direct"}))
+    with serving(tmp_path, store) as (node, _):
+        until(lambda: Scrape(node.metrics_address)("node_store_objects") == 3)
+        scrape = Scrape(node.metrics_address)
+    assert scrape("node_store_payload_bytes") == 30
+    assert scrape("node_store_used_bytes") == 40
+    assert scrape("node_store_capacity_bytes") == 50
+    assert scrape("node_store_evicted_objects_total") == 7
+    assert scrape("node_store_corrupt_objects_total") == 2
+    assert scrape("node_store_figures_age_seconds") < 30
+    assert scrape("store_calls_total", operation="usage") == 0, "our own questions are not counted as calls"
+
+
+def test_a_store_that_hangs_holds_up_no_scrape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tiercache.daemon.meters._EVERY", 0.1)
+    monkeypatch.setattr(Figures.__init__, "__defaults__", (0.1, 0.25))
+    hangs, go_on, asked = threading.Event(), threading.Event(), []
+
+    def tell() -> Usage:
+        asked.append(threading.current_thread().name)
+        if hangs.is_set():
+            go_on.wait(60)
+        return Usage(len(asked), 0, 0, 0)
+
+    with serving(tmp_path, Told(MemoryBackend(), tell)) as (node, channel):
+        until(lambda: Scrape(node.metrics_address)("node_store_objects") >= 2)
+        hangs.set()
+        before = Scrape(node.metrics_address)("node_store_objects")
+        time.sleep(0.2)
+        threads = threading.active_count()
+        start = time.monotonic()
+        for _ in range(10):
+            scrape = Scrape(node.metrics_address)
+            call(channel, "Hello", pb.HelloRequest())
+        assert time.monotonic() - start < 5
+        assert scrape("node_store_objects") in (before, before + 1)
+        assert scrape("node_store_figures_age_seconds") > 0
+        assert threading.active_count() <= threads + 1, "one question, however often somebody scrapes"
+        asked_by_then = len(asked)
+        go_on.set()
+        until(lambda: Scrape(node.metrics_address)("node_store_objects") > asked_by_then)
+        assert {*asked} == {"tiercache-figures"}
+
+
+def test_a_node_ends_although_its_store_is_asked_for_figures(tmp_path: Path) -> None:
+    go_on = threading.Event()
+    closed = threading.Event()
+
+    class Stuck(MemoryBackend):
+        def usage(self) -> Usage:
+            go_on.wait(60)
+            return super().usage()
+
+        def close(self) -> None:
+            closed.set()
+            super().close()
+
+    with serving(tmp_path, Stuck()) as (node, _):
+        Scrape(node.metrics_address)
+    assert not node.alive
+    assert not closed.is_set(), "it is left as it is, like after a kill"
+    go_on.set()
+
+
+def test_figures_of_a_store_that_fails_stay(caplog: pytest.LogCaptureFixture) -> None:
+    answers = chain([Usage(1, 2, 3, 4), None], repeat(Usage(5, 6, 7, 8)))
+
+    def tell() -> Usage:
+        usage = next(answers)
+        if usage is None:
+            raise StorageError("no")
+        return usage
+
+    figures = Figures(Told(MemoryBackend(), tell), every=0.0, patience=10)
+    until(lambda: not figures._under_way)
+    assert figures.latest().objects == 1, "the second answer failed"
+    assert "does not say what it holds: no" in caplog.text
+    assert figures.latest().objects == 5
+    assert figures.detail("evicted") is None
+    assert figures.close(1)
+    assert figures.latest().objects == 5, "nobody asks any more"
+
+
+def test_a_port_in_use_stops_the_node_before_it_serves(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        settings = settings_of(tmp_path, unix=True, listen=[], metrics={"listen": f"127.0.0.1:{taken.getsockname()[1]}"})
+        with pytest.raises(StorageError, match=r"^metrics.listen: .* cannot be served"):
+            Node(settings, MemoryBackend()).start()
+        assert not (tmp_path / "run" / GRPC_SOCKET).exists()
+
+
+def test_where_metrics_are_served(tmp_path: Path) -> None:
+    with Node(settings_of(tmp_path), MemoryBackend()) as node:
+        assert node.metrics_address.startswith("127.0.0.1:")
+        assert not node.metrics_address.endswith(":0")
+        assert f"metrics on http://{node.metrics_address}/metrics" in node.describe()
+        address = node.metrics_address
+    with pytest.raises(OSError):
+        Scrape(address)
+    with Node(settings_of(tmp_path, metrics={}), MemoryBackend()) as node:
+        assert node.metrics_address == ""
+        assert not any("metrics" in line for line in node.describe())
+
+
+def test_who_can_call_without_saying_who_it_is(tmp_path: Path) -> None:
+    token = secret(tmp_path, "reader")
+    exposed_to = {"listen": ["0.0.0.0:0"], "insecure_bind": True}
+    assert not exposed(settings_of(tmp_path))
+    assert exposed(settings_of(tmp_path, **exposed_to))
+    assert not exposed(settings_of(tmp_path, **exposed_to, principals=[{"name": "reader", "token_file": token}]))
+    with serving(tmp_path, **exposed_to) as (node, _):
+        assert Scrape(node.metrics_address)("node_insecure_bind") == 1
+
+
+def test_a_call_costs_little() -> None:
+    meters = Meters(["ann"])
+
+    class Context:
+        pass
+
+    keys = [key(n) for n in range(8)]
+    answers = [True] * 8
+
+    def one() -> None:
+        with meters.call("Exists", Context()):
+            meters.called("ann")
+            meters.existed(keys, answers)
+
+    best = min(timed(one) for _ in range(5))
+    assert best < 200e-6, f"{best * 1e6:.1f} us"
+
+
+def timed(work: Callable[[], None], times: int = 200) -> float:
+    start = time.perf_counter()
+    for _ in range(times):
+        work()
+    return (time.perf_counter() - start) / times
+
+
+def waits(event: threading.Event) -> None:
+    assert event.wait(30)
+
+
+def secret(path: Path, name: str) -> Path:
+    file = path / f"{name}.token"
+    file.write_text(TOKENS[name] + "\n")
+    file.chmod(0o600)
+    return file

@@ -1,0 +1,152 @@
+"""What a tenant and a fence do to a store: the whole contract holds through them, and what is behind them is not there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tiercache_backends.memory import MemoryBackend
+
+from tests.storage.backends import MemoryHooks, without_checksum
+from tiercache.core import ObjectKey, Outcome
+from tiercache.daemon.views import Fenced, Veil, Veiled
+from tiercache.storage.base import NamespaceRecord, StorageBackend
+from tiercache.testing.conformance import BackendConformance
+from tiercache.testing.objects import NAMESPACE, OTHER_NAMESPACE, fetch, key, payload, put, to_get, to_set
+
+VEIL = Veil(b"a salt of the operator's, 32 bytes")
+OTHER_VEIL = Veil(b"another salt of the operator's, 32")
+
+
+class TestVeiled(MemoryHooks):
+    """The suite of the contract, as one tenant."""
+
+    def open_store(self, path: Path, capacity: int | None = None) -> StorageBackend:
+        return Veiled(MemoryBackend(capacity or 0), VEIL, "acme")
+
+    def object_of(self, store: StorageBackend, k: ObjectKey) -> Any:
+        return super().object_of(store, ObjectKey(k.pool, k.layout + VEIL.hide(k.page_key)))
+
+    scanned = without_checksum
+
+    def test_metadata_come_back_to_their_limits(self, store: StorageBackend) -> None:
+        items = [to_set(key(n), b"abc", namespace=namespace) for n, namespace in enumerate((b"n", bytes(48), bytes(49), bytes(64)))]
+        assert store.set(items) == [Outcome.STORED, Outcome.STORED, Outcome.ERROR, Outcome.ERROR]
+        assert {entry.meta.namespace for entry in store.scan_all()} == {b"n", bytes(48)}
+
+    def test_namespaces_are_remembered(self, store: StorageBackend) -> None:
+        for namespace in (NAMESPACE, b"n", bytes(64)):
+            store.register_namespace(NamespaceRecord(namespace, {"model": "m", "tenant": "me"}))
+        assert {r.namespace for r in store.namespaces()} == {NAMESPACE, b"n"}
+        assert all(r.identity == {"model": "m", "tenant": "acme"} for r in store.namespaces())
+
+
+class TestFenced(MemoryHooks):
+    """The suite of the contract, inside the fence."""
+
+    def open_store(self, path: Path, capacity: int | None = None) -> StorageBackend:
+        return Fenced(MemoryBackend(capacity or 0), {NAMESPACE, OTHER_NAMESPACE, b"n", bytes(64)})
+
+
+@given(st.binary(max_size=64))
+def test_a_veil_is_a_permutation(name: bytes) -> None:
+    assert VEIL.reveal(VEIL.hide(name)) == name
+    assert VEIL.hide(VEIL.reveal(name)) == name
+    assert len(VEIL.hide(name)) == len(name)
+    assert VEIL.unmark(VEIL.mark(name)) == (name or None)
+    assert OTHER_VEIL.unmark(VEIL.mark(name)) is None
+    assert VEIL.unmark(name) is None
+
+
+def test_a_veil_hides_every_bit() -> None:
+    names = [bytes([i]) + bytes(31) for i in range(64)]
+    seen = {VEIL.hide(name) for name in names} | {OTHER_VEIL.hide(name) for name in names}
+    assert len(seen) == 128
+    flips = [(int.from_bytes(VEIL.hide(name)) ^ int.from_bytes(VEIL.hide(names[0]))).bit_count() for name in names[1:]]
+    assert min(flips) > 90
+    assert max(flips) < 166, "some half of 256 bits change"
+
+
+def test_tenants_never_meet() -> None:
+    store = MemoryBackend()
+    one, other = Veiled(store, VEIL, "one"), Veiled(store, OTHER_VEIL, "other")
+    for view in (one, other, store):
+        view.register_namespace(NamespaceRecord(NAMESPACE, {"model": "m", "tenant": "what the caller says"}))
+    assert put(one, key(1), payload(1, 100)) is Outcome.STORED
+    assert put(other, key(1), payload(2, 100)) is Outcome.STORED
+    assert fetch(one, key(1), 100) == payload(1, 100)
+    assert fetch(other, key(1), 100) == payload(2, 100)
+    assert fetch(store, key(1), 100) is Outcome.MISS, "under its own name it is not there"
+    assert put(one, key(2), b"x") is Outcome.STORED
+    assert other.exists([key(2)]) == [False]
+    assert other.describe([key(2)]) == [None]
+    assert other.delete([key(2)]) == [False]
+    assert [e.key for e in one.scan_all()] == sorted([key(1), key(2)], key=lambda k: VEIL.hide(k.page_key))
+    assert [e.key for e in other.scan_all()] == [key(1)]
+    assert list(other.scan_all(OTHER_NAMESPACE)) == []
+    assert {e.key for e in one.scan_all(NAMESPACE)} == {key(1), key(2)}
+    [record] = one.namespaces()
+    assert (record.namespace, record.identity["tenant"], record.identity["model"]) == (NAMESPACE, "one", "m")
+    assert len(store.namespaces()) == 3
+
+
+def test_a_tenant_cannot_pass_for_another_by_what_it_registers() -> None:
+    store = MemoryBackend()
+    one, other = Veiled(store, VEIL, "one"), Veiled(store, OTHER_VEIL, "other")
+    one.register_namespace(NamespaceRecord(NAMESPACE, {"tenant": "other"}))
+    assert other.namespaces() == []
+    assert [r.identity["tenant"] for r in one.namespaces()] == ["one"]
+
+
+def test_a_false_checksum_is_found_before_it_is_stored() -> None:
+    store = Veiled(MemoryBackend(), VEIL, "one")
+    item = to_set(key(1), b"abc")
+    assert store.set([item._replace(meta=replace(item.meta, checksum=bytes(16)))]) == [Outcome.ERROR]
+    assert store.set([item]) == [Outcome.STORED]
+
+
+def test_what_is_beyond_the_fence_is_not_there() -> None:
+    store = MemoryBackend()
+    view = Fenced(store, {NAMESPACE})
+    for namespace in (NAMESPACE, OTHER_NAMESPACE):
+        store.register_namespace(NamespaceRecord(namespace, {}))
+        view.register_namespace(NamespaceRecord(bytes(32), {}))
+    mine, foreign = key("mine"), key("foreign")
+    store.set([to_set(mine, b"abc"), to_set(foreign, b"abc", namespace=OTHER_NAMESPACE)])
+    assert view.exists([mine, foreign, key("none")]) == [True, False, False]
+    assert view.get([to_get(mine, 3), to_get(foreign, 3), to_get(key("none"), 3)]) == [Outcome.HIT, Outcome.MISS, Outcome.MISS]
+    assert [entry is not None for entry in view.describe([mine, foreign])] == [True, False]
+    assert view.delete([foreign, mine]) == [False, True]
+    assert store.exists([foreign]) == [True]
+    assert [e.key for e in view.scan_all()] == []
+    assert [e.key for e in store.scan_all()] == [foreign]
+    assert list(view.scan_all(OTHER_NAMESPACE)) == []
+    assert [r.namespace for r in view.namespaces()] == [NAMESPACE]
+    assert {r.namespace for r in store.namespaces()} == {NAMESPACE, OTHER_NAMESPACE}, "bytes(32) was not let in"
+
+
+@pytest.mark.parametrize("length", [1, 3, 5000])
+def test_a_malformed_get_beyond_the_fence_answers_as_one_of_nothing(length: int) -> None:
+    store = MemoryBackend()
+    view = Fenced(store, {NAMESPACE})
+    store.set([to_set(key("foreign"), b"abc", namespace=OTHER_NAMESPACE)])
+    assert view.get([to_get(key("foreign"), length)]) == view.get([to_get(key("none"), length)])
+
+
+def test_nothing_can_be_stored_beyond_the_fence_or_over_it() -> None:
+    store = MemoryBackend()
+    view = Fenced(store, {NAMESPACE})
+    store.set([to_set(key("foreign"), b"abc", namespace=OTHER_NAMESPACE)])
+    items = [to_set(key("foreign"), b"xyz"), to_set(key(1), b"1", namespace=OTHER_NAMESPACE), to_set(key(2), b"2")]
+    assert view.set(items) == [Outcome.ERROR, Outcome.ERROR, Outcome.STORED]
+    assert fetch(store, key("foreign"), 3) == b"abc"
+    assert store.exists([key(1)]) == [False]
+
+
+def test_the_suites_above_are_the_whole_contract() -> None:
+    assert issubclass(TestVeiled, BackendConformance)
+    assert issubclass(TestFenced, BackendConformance)

@@ -1,0 +1,33 @@
+"""Gives memory back that the C library keeps for later: what clients made the daemon hold for a moment is not held for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+from typing import Final
+
+_M_TRIM_THRESHOLD: Final = -1
+_M_MMAP_THRESHOLD: Final = -3
+_M_ARENA_MAX: Final = -8
+_LARGE_BYTES: Final = 16 << 20
+"""Blocks from here on are mappings of their own. Messages must not be: to fault their pages in anew costs as much as to copy them."""
+_KEPT_BYTES: Final = 64 << 20
+"""At the end of a heap, until the next trim."""
+_ARENAS: Final = 2
+_SECONDS: Final = 2.0
+_libc = ctypes.CDLL(None)
+
+
+def keep_little() -> None:
+    """Of the whole process: messages reuse the memory of those before them, and few heaps lie idle. Elsewhere than with glibc, nothing."""
+    if hasattr(_libc, "mallopt"):
+        _libc.mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
+        _libc.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+        _libc.mallopt(_M_ARENA_MAX, _ARENAS)
+
+
+async def trim_now_and_then() -> None:
+    """Give back what is free between blocks in use, until cancelled; a few milliseconds in a thread."""
+    while hasattr(_libc, "malloc_trim"):
+        await asyncio.sleep(_SECONDS)
+        await asyncio.to_thread(_libc.malloc_trim, 0)

@@ -1,0 +1,328 @@
+"""A node from start to stop: the store, the sockets, the service; drained within a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import resource
+import secrets
+import socket
+import stat
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack, suppress
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any, Final
+
+import grpc
+
+from tiercache.config.settings import Address, Settings, check_files
+from tiercache.daemon.access import ANONYMOUS, OWNER, Access, Bounds
+from tiercache.daemon.budget import Budget
+from tiercache.daemon.call import Threads
+from tiercache.daemon.heap import keep_little, trim_now_and_then
+from tiercache.daemon.meters import Figures, Meters
+from tiercache.daemon.notify import Notifier
+from tiercache.daemon.objects import Objects
+from tiercache.daemon.service import Service
+from tiercache.daemon.sessions import Attachments
+from tiercache.daemon.staging import BLOCK_BYTES
+from tiercache.daemon.standard import Standard
+from tiercache.errors import ConfigError, StorageError, TierCacheError
+from tiercache.metrics import Endpoint
+from tiercache.metrics.endpoint import PATH
+from tiercache.pools import HostArena
+from tiercache.storage.base import StorageBackend
+from tiercache.storage.registry import open_backend, section_of
+from tiercache.storage.wrappers import Metered, StoreMetrics, unwrap
+from tiercache.wire.methods import ATTACH_SOCKET, GRPC_SOCKET, SERVICE
+from tiercache.wire.v1 import storage_pb2 as pb
+
+_log = logging.getLogger(__name__)
+
+_THREADS: Final = 16
+"""Calls of the store at once. Stores have threads of their own for large batches; these are for many clients."""
+_FIGURES_SECONDS: Final = 1.0
+"""So long the end waits for a store that was asked for its figures."""
+_HANDSHAKE_MS: Final = 5_000
+_KEEPALIVE_MS: Final = 10_000
+_START_SECONDS: Final = 300.0
+
+
+class Node:
+    """A storage node of this process: `start` serves, `stop` drains; in between everything happens on a thread of the node's own.
+
+    It opens the store that the settings name, or takes over `store`, and closes it at the end. What clients can make it hold stays within
+    `host_bytes`: half of it is an arena for payloads, half bounds messages, a third of these those without payload.
+
+    Thread rule: `start` and `stop` from one thread; the other attributes are for reading, from any.
+    """
+
+    def __init__(self, settings: Settings, store: StorageBackend | None = None, *, notifier: Notifier | None = None) -> None:
+        self.settings: Final = settings
+        self.addresses: list[str] = []
+        """The TCP addresses that are served, with their ports; known after `start`."""
+        self.metrics_address = ""
+        """Where Prometheus scrapes, with its port; known after `start`, empty where metrics are off."""
+        self.store = store
+        self._opened = store is None
+        self.instance: Final = secrets.token_bytes(16)
+        self._notifier = notifier or Notifier()
+        self._serving: list[str] = []
+        self._ready = Event()
+        self._error: BaseException | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopping: asyncio.Event | None = None
+        self._thread = Thread(target=self._run, name="tiercache-node", daemon=True)
+
+    def start(self) -> None:
+        """Open the store and serve. Returns when clients can connect; raises ConfigError, StorageError or OSError where that cannot be."""
+        check_files(self.settings)
+        self._thread.start()
+        if not self._ready.wait(_START_SECONDS):
+            raise StorageError(f"the node was not ready within {_START_SECONDS:g} s; its store hangs")
+        if self._error is not None:
+            self._thread.join()
+            raise self._error
+
+    def stop(self) -> bool:
+        """Drain and close; twice is harmless. False where calls in the store were still under way at the deadline."""
+        if self._loop is not None and self._stopping is not None:
+            with suppress(RuntimeError):  # the loop has ended
+                self._loop.call_soon_threadsafe(self._stopping.set)
+        self._thread.join(3 * self.settings.drain + 5)
+        return not self._thread.is_alive()
+
+    @property
+    def alive(self) -> bool:
+        """Does it serve, or is it about to?"""
+        return self._thread.is_alive()
+
+    def describe(self) -> list[str]:
+        """For people: what is served, and where."""
+        settings = self.settings
+        lines = [f"serving {settings.store_url}" if self._opened else f"serving a {type(self.store).__name__}"]
+        lines += [f"on {place}" for place in self._serving]
+        if self.metrics_address:
+            lines.append(f"metrics on http://{self.metrics_address}{PATH}")
+        if settings.unix:
+            lines.append(f"workers of this host: storage = grpc://{settings.socket_directory}")
+        return lines
+
+    def __enter__(self) -> Node:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._live())
+        except BaseException as error:  # noqa: BLE001  raised again by `start`; later there is nobody but the log
+            self._error = error
+            if self._ready.is_set():
+                _log.exception("the node ended with an error")
+        finally:
+            self._ready.set()
+
+    async def _live(self) -> None:
+        self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
+        keep_little()
+        _raise_descriptors(self.settings.limits.clients)
+        async with AsyncExitStack() as ends:
+            ends.callback(self._loop.create_task(trim_now_and_then()).cancel)
+            self._serving = await self._open(ends)
+            self._ready.set()
+            self._notifier.send("READY=1", f"STATUS=serving on {', '.join(self._serving)}")
+            await self._wait(self._stopping)
+            self._notifier.send("STOPPING=1")
+
+    async def _wait(self, stopping: asyncio.Event) -> None:
+        """Until told to stop; the watchdog hears from the event loop itself, so that a loop that hangs is noticed."""
+        beat = self._notifier.watchdog / 3 or None
+        while not stopping.is_set():
+            with suppress(TimeoutError):
+                await asyncio.wait_for(stopping.wait(), beat)
+            if beat:
+                self._notifier.send("WATCHDOG=1")
+
+    async def _open(self, ends: AsyncExitStack) -> list[str]:
+        """Everything from the store outwards; `ends` takes it down in the other order."""
+        settings, limits = self.settings, self.settings.limits
+        if self.store is None:
+            self.store = await asyncio.to_thread(open_backend, settings.store_url)
+        kind = str(section_of(settings.store_url)["type"]) if self._opened else type(unwrap(self.store)).__name__
+        meters = Meters([*(principal.name for principal in settings.principals), OWNER, ANONYMOUS])
+        store = Metered(self.store, kind, StoreMetrics(meters.registry))
+        threads = Threads(_THREADS)
+        figures = Figures(self.store)
+        ends.push_async_callback(self._close_store, store, threads, figures)
+        rest = settings.host_bytes - settings.payload_bytes
+        arena = HostArena(settings.payload_bytes, BLOCK_BYTES, huge_pages=False)
+        ends.callback(arena.close)
+        bounds = Bounds(
+            payload=Budget(arena.nbytes),
+            streams=Budget(limits.streams),
+            transfers=Budget(max(rest - rest // 3, 2 * limits.message_bytes)),
+            requests=Budget(max(rest // 3, limits.message_bytes)),
+            workers=Budget(threads.count),
+        )
+        access = Access(settings, store, bounds)
+        attachments = Attachments(access, most_clients=limits.clients, most_bytes=limits.attached_bytes, meters=meters)
+        meters.watch(settings, bounds, attachments, figures)
+        self._serve_metrics(meters, ends)
+        ends.push_async_callback(attachments.close)
+        objects = Objects(
+            threads,
+            arena,
+            most_keys=limits.keys_per_batch,
+            most_bytes=settings.object_bytes,
+            message_bytes=limits.message_bytes,
+            meters=meters,
+        )
+        service = Service(
+            access, attachments, threads, objects, instance=self.instance, limits=_limits(settings), idle=limits.idle,
+            store=kind, meters=meters,
+        )  # fmt: skip
+        return await self._serve(service, attachments, access, ends)
+
+    async def _serve(self, service: Service, attachments: Attachments, access: Access, ends: AsyncExitStack) -> list[str]:
+        server = grpc.aio.server(options=_options(self.settings))
+        standard = Standard(service.admit, SERVICE)
+        server.add_generic_rpc_handlers((service.handler(), *standard.handlers()))
+        serving = [self._listen(server, address) for address in self.settings.addresses]
+        if self.settings.unix:
+            directory = self.settings.socket_directory
+            foreign = access.uids != {os.getuid()}
+            _prepare(directory, mode=0o711 if foreign else 0o700)
+            if not server.add_insecure_port(f"unix:{directory / GRPC_SOCKET}"):
+                raise StorageError(f"{directory / GRPC_SOCKET} cannot be bound; is it in use?")
+            attachments.listen(str(directory / ATTACH_SOCKET), 0o666 if foreign else 0o600)
+            ends.callback(_remove, directory)
+            serving.append(f"unix sockets in {directory}")
+        await standard.serving()
+        await server.start()
+        if self.settings.unix:
+            os.chmod(self.settings.socket_directory / GRPC_SOCKET, 0o666 if access.uids != {os.getuid()} else 0o600)
+
+        async def drain() -> None:
+            await standard.leaving()
+            await server.stop(self.settings.drain)
+
+        ends.push_async_callback(drain)
+        return serving
+
+    def _serve_metrics(self, meters: Meters, ends: AsyncExitStack) -> None:
+        """Until everything else has ended, so that a drain can be watched."""
+        address = self.settings.metrics.address
+        if address is not None:
+            endpoint = Endpoint(address.host, address.port, meters.registry)
+            ends.callback(endpoint.close)
+            self.metrics_address = str(Address(address.host, endpoint.port, address.loopback))
+
+    def _listen(self, server: Any, address: Address) -> str:
+        tls = self.settings.tls
+        try:
+            if tls is None or tls.certificate is None or tls.key is None:
+                port = server.add_insecure_port(str(address))
+            else:
+                ca = tls.client_ca.read_bytes() if tls.client_ca else None
+                pair = (tls.key.read_bytes(), tls.certificate.read_bytes())
+                credentials = grpc.ssl_server_credentials([pair], ca, require_client_auth=ca is not None)
+                port = server.add_secure_port(str(address), credentials)
+        except (RuntimeError, OSError) as error:
+            raise StorageError(f"{address} cannot be served ({error}); is the port in use, or not of this machine?") from error
+        if not port:
+            raise StorageError(f"{address} cannot be served; is the port in use, or not of this machine?")
+        shown = str(Address(address.host, port, address.loopback))
+        self.addresses.append(shown)
+        return shown
+
+    async def _close_store(self, store: StorageBackend, threads: Threads, figures: Figures) -> None:
+        """Close the store when nobody works in it any more; one that hangs is left as it is, like after a kill."""
+        ended = await threads.close(self.settings.drain)
+        if not (await asyncio.to_thread(figures.close, _FIGURES_SECONDS) and ended):
+            _log.error("the store did not finish what it was at within %g s; it is left open", self.settings.drain)
+            return
+        started = time.monotonic()
+        await asyncio.to_thread(store.close)
+        _log.info("the store was closed in %.2f s", time.monotonic() - started)
+
+
+def _limits(settings: Settings) -> pb.Limits:
+    limits = settings.limits
+    return pb.Limits(
+        keys=limits.keys_per_batch, message_bytes=limits.message_bytes, object_bytes=settings.object_bytes,
+        client_bytes=settings.client_bytes, streams=limits.streams_per_client, call_seconds=limits.call,
+    )  # fmt: skip
+
+
+def _raise_descriptors(clients: int) -> None:
+    """Of the whole process: what all clients together can use, connections and attached memory, should not be what others lack."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 1024 + 32 * clients
+    if resource.RLIM_INFINITY not in (soft, hard):
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _options(settings: Settings) -> Sequence[tuple[str, int]]:
+    limits = settings.limits
+    return (
+        ("grpc.max_receive_message_length", limits.message_bytes),
+        ("grpc.max_send_message_length", limits.message_bytes),
+        ("grpc.max_metadata_size", 16 << 10),
+        ("grpc.max_concurrent_streams", limits.streams_per_client),
+        ("grpc.max_allowed_incoming_connections", limits.clients),
+        ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
+        ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
+        ("grpc.keepalive_timeout_ms", _KEEPALIVE_MS // 2),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", _KEEPALIVE_MS // 2),
+        # A stream that nobody reads yet holds one window; gRPC would make it grow up to the largest message.
+        ("grpc.http2.bdp_probe", 0),
+        ("grpc.so_reuseport", 0),
+    )
+
+
+def _prepare(directory: Path, mode: int) -> None:
+    """The directory of the sockets: closed to others, without what a daemon that was killed left there."""
+    try:
+        directory.mkdir(mode=mode, parents=True, exist_ok=True)
+        found = os.lstat(directory)
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+            raise ConfigError(f"sockets: {directory} is not a directory of this user's; remove it, or name another one")
+        directory.chmod(mode)
+        for name in (GRPC_SOCKET, ATTACH_SOCKET):
+            path = directory / name
+            with suppress(FileNotFoundError):
+                if not stat.S_ISSOCK(os.lstat(path).st_mode):
+                    raise ConfigError(f"sockets: {path} is no socket; remove it, or name another directory")
+                if _answers(path):
+                    raise ConfigError(f"sockets: another daemon serves {directory}; stop it, or give this one a directory of its own")
+                path.unlink()
+    except OSError as error:
+        if isinstance(error, TierCacheError):
+            raise
+        raise StorageError(f"the sockets in {directory} cannot be made: {error}") from error
+
+
+def _answers(path: Path) -> bool:
+    """Is a process listening on a socket? What a killed one left behind refuses."""
+    kind = socket.SOCK_SEQPACKET if path.name == ATTACH_SOCKET else socket.SOCK_STREAM
+    with socket.socket(socket.AF_UNIX, kind) as probe:
+        try:
+            probe.connect(str(path))
+        except (ConnectionRefusedError, FileNotFoundError):
+            return False
+    return True
+
+
+def _remove(directory: Path) -> None:
+    for name in (GRPC_SOCKET, ATTACH_SOCKET):
+        with suppress(OSError):
+            (directory / name).unlink()

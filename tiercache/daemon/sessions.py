@@ -1,0 +1,278 @@
+"""The attach socket: who is at the other end, which memory came through it, and when nothing touches that memory any more.
+
+One connection is one session. It ends when the client closes, or shuts down its sending side; the daemon then lets what is under way land,
+drops the memory, and closes its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import socket
+import struct
+from asyncio import CancelledError, Event, Task, get_running_loop
+from contextlib import suppress
+from errno import EMFILE, ENFILE, ENOBUFS, ENOMEM
+from typing import Final
+
+from grpc import StatusCode
+
+from tiercache.core import BLOCK_ALIGN
+from tiercache.daemon.access import Access, Caller, Refusal
+from tiercache.daemon.mappings import Inode, Mapping, Mappings
+from tiercache.daemon.meters import LimitError, Meters
+from tiercache.errors import WireError
+from tiercache.wire import memory
+from tiercache.wire.v1 import attach_pb2 as pb
+
+_log = logging.getLogger(__name__)
+
+_CREDENTIALS: Final = struct.Struct("iII")
+_TOKEN_BYTES: Final = 32
+_MOST_REGIONS: Final = 16
+_BACKLOG: Final = 1024
+_EXHAUSTED: Final = (EMFILE, ENFILE, ENOBUFS, ENOMEM)
+_PAUSE_SECONDS: Final = 0.25
+
+
+class Session:
+    """One client on this host, and the regions that it attached.
+
+    Thread rule: the event loop's thread. Views of regions may be used from any thread between `begin` and `finish`.
+    """
+
+    def __init__(self, uid: int, pid: int, mappings: Mappings) -> None:
+        self.uid: Final = uid
+        self.pid: Final = pid
+        self._mappings = mappings
+        self.token: Final = secrets.token_bytes(_TOKEN_BYTES)
+        self.caller: Caller
+        self.ended = False
+        self._regions: dict[int, Mapping] = {}
+        self._numbers = 0
+        self._under_way = 0
+        self._quiet = Event()
+        self._quiet.set()
+
+    @property
+    def attached(self) -> int:
+        """Bytes of all regions."""
+        return sum(mapping.region.nbytes for mapping in list(self._regions.values()))
+
+    def view(self, region: int, offset: int, size: int) -> memoryview:
+        """Bytes of a region; raises WireError for any that are not there."""
+        found = self._regions.get(region)
+        if found is None or size == 0 or offset + size > found.region.nbytes or (offset | size) % BLOCK_ALIGN:
+            raise WireError(f"bytes [{offset}, {offset + size}) of region {region} are not attached, or not whole pages of {BLOCK_ALIGN}")
+        return found.region.view[offset : offset + size]
+
+    def add(self, mapping: Mapping) -> int:
+        """Keep a region: its number."""
+        if len(self._regions) >= _MOST_REGIONS:
+            raise LimitError(f"a session has at most {_MOST_REGIONS} regions; detach one first")
+        self._numbers += 1
+        self._regions[self._numbers] = mapping
+        return self._numbers
+
+    def drop(self, number: int) -> None:
+        """Let go of a region. Its memory is unmapped when the last view of it goes."""
+        mapping = self._regions.pop(number, None)
+        if mapping is None:
+            raise WireError(f"region {number} is not attached")
+        self._mappings.release(mapping, self.pid)
+
+    def begin(self) -> None:
+        """Something begins to touch the regions. Raises Refusal in a session that has ended: the end of the connection is a promise."""
+        if self.ended:
+            raise Refusal(StatusCode.UNAUTHENTICATED, "the session has ended; connect to the attach socket again")
+        self._under_way += 1
+        self._quiet.clear()
+
+    def finish(self) -> None:
+        """It does so no more."""
+        self._under_way -= 1
+        if not self._under_way:
+            self._quiet.set()
+
+    async def quiet(self) -> None:
+        """Wait until nothing touches the regions."""
+        while self._under_way:  # a detach waits while others may begin, between the event and our waking up
+            await self._quiet.wait()
+
+    def end(self) -> None:
+        """Drop everything; call it when it is quiet."""
+        for number in list(self._regions):
+            self.drop(number)
+
+
+class Attachments:
+    """All sessions, and the socket where they begin.
+
+    Thread rule: the event loop's thread.
+    """
+
+    def __init__(self, access: Access, *, most_clients: int, most_bytes: int, meters: Meters | None = None) -> None:
+        self._access = access
+        self._meters = meters or Meters()
+        self._most_clients = most_clients
+        self._most_bytes = most_bytes
+        self._sessions: dict[bytes, Session] = {}
+        self._mappings = Mappings()
+        self._tasks: set[Task[None]] = set()
+        self._listener: socket.socket | None = None
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    @property
+    def attached(self) -> int:
+        """Bytes of all regions of all sessions. Any thread may ask: a list of a dict's values is made in one step."""
+        return sum(session.attached for session in list(self._sessions.values()))
+
+    def find(self, token: bytes) -> Session | None:
+        """The session with this token; None where there is none or it has ended."""
+        found = self._sessions.get(token)
+        return None if found is None or found.ended else found
+
+    def listen(self, path: str, mode: int) -> None:
+        """Open the socket; raises OSError."""
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        try:
+            listener.bind(path)
+            os.chmod(path, mode)
+            listener.listen(_BACKLOG)
+        except BaseException:
+            listener.close()
+            raise
+        self._listener = listener
+        get_running_loop().add_reader(listener, self._accept)
+
+    async def close(self) -> None:
+        """End every session, once what it has under way has landed."""
+        if self._listener is not None:
+            get_running_loop().remove_reader(self._listener)
+            self._listener.close()
+            self._listener = None
+        for task in list(self._tasks):
+            task.cancel()
+        while self._tasks:
+            await asyncio.wait(set(self._tasks))
+        self._mappings.clear()
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        try:
+            connection, _ = self._listener.accept()
+        except OSError as error:
+            if error.errno in _EXHAUSTED:  # it would be tried again at once, and again, until there is a descriptor
+                get_running_loop().remove_reader(self._listener)
+                get_running_loop().call_later(_PAUSE_SECONDS, self._resume)
+            return  # gone again
+        connection.setblocking(False)
+        task = get_running_loop().create_task(self._serve(connection))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _resume(self) -> None:
+        if self._listener is not None:
+            get_running_loop().add_reader(self._listener, self._accept)
+
+    def _room_for(self, uid: int) -> bool:
+        """May this user have one more session? Of several users none has more than half."""
+        most = self._most_clients // (2 if len(self._access.uids) > 1 else 1)
+        return len(self._sessions) < self._most_clients and sum(s.uid == uid for s in self._sessions.values()) < max(1, most)
+
+    async def _serve(self, connection: socket.socket) -> None:
+        session: Session | None = None
+        try:
+            pid, uid, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+            grants = self._access.of_uid(uid)
+            if grants is None:
+                self._meters.refused("unauthenticated")
+                memory.send(connection, pb.Session(refusal=f"user {uid} is no principal here; the operator can add one with uid = {uid}"))
+                return
+            if not self._room_for(uid):
+                self._meters.refused("busy")
+                memory.send(connection, pb.Session(refusal=f"there are {len(self._sessions)} clients already; raise limits.clients"))
+                return
+            session = Session(uid, pid, self._mappings)
+            session.caller = self._access.client(grants, session)
+            self._sessions[session.token] = session
+            memory.send(connection, pb.Session(token=session.token))
+            await self._converse(connection, session)
+        except (OSError, WireError) as error:
+            _log.info("a client of the attach socket was cut off: %s", error)
+        except CancelledError:
+            pass  # the daemon ends
+        finally:
+            if session is not None:
+                session.ended = True
+                # What is under way in a store cannot be called back; until it has landed the memory stays, and so does the connection.
+                await asyncio.shield(session.quiet())
+                session.end()
+                del self._sessions[session.token]
+            connection.close()
+
+    async def _converse(self, connection: socket.socket, session: Session) -> None:
+        while True:
+            request, fds = await self._next(connection)
+            try:
+                if request is None:
+                    return
+                answer = await self._answer(request, fds, session)
+            except WireError as error:
+                self._meters.refused_for(error)
+                answer = pb.Answer(refusal=str(error))
+            finally:
+                for fd in fds:
+                    os.close(fd)
+            memory.send(connection, answer)
+
+    async def _next(self, connection: socket.socket) -> tuple[pb.Request | None, list[int]]:
+        readable = Event()
+        loop = get_running_loop()
+        loop.add_reader(connection, readable.set)
+        try:
+            while True:
+                await readable.wait()
+                readable.clear()
+                with suppress(BlockingIOError):
+                    return memory.receive(connection, pb.Request, most_fds=1)
+        finally:
+            loop.remove_reader(connection)
+
+    async def _answer(self, request: pb.Request, fds: list[int], session: Session) -> pb.Answer:
+        what = request.WhichOneof("what")
+        if what == "attach":
+            return pb.Answer(region=await self._attach(request.attach.bytes, fds, session))
+        if what == "detach":
+            await session.quiet()
+            session.drop(request.detach.region)
+            return pb.Answer(region=request.detach.region)
+        raise WireError("a request says neither attach nor detach; the other end may be newer")
+
+    async def _attach(self, declared: int, fds: list[int], session: Session) -> int:
+        if len(fds) != 1:
+            raise WireError("an attach carries one memfd")
+        inode, room = Inode.of(session.uid, fds[0]), self._most_bytes - session.attached
+        mapping = self._mappings.find(inode)
+        if mapping is None:
+            # Not for the event loop. The thread has a descriptor of its own, for it goes on when this coroutine is cancelled.
+            region = await get_running_loop().run_in_executor(None, _adopt, os.dup(fds[0]), declared, room)
+            mapping = self._mappings.add(inode, region)
+        try:
+            if mapping.region.nbytes > room or mapping.region.nbytes != declared:
+                raise WireError(f"{mapping.region.nbytes} bytes are beyond the {room} that may be attached, or are not those declared")
+            return session.add(mapping)
+        except WireError:
+            self._mappings.release(mapping, session.pid)
+            raise
+
+
+def _adopt(fd: int, declared: int, most: int) -> memory.Region:
+    try:
+        return memory.adopt(fd, declared, most)
+    finally:
+        os.close(fd)
