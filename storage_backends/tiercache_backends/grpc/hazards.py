@@ -1,0 +1,62 @@
+"""Memory that the daemon may still touch after we stopped waiting for it, until it is proved that it does no more."""
+
+from __future__ import annotations
+
+import select
+from collections.abc import Callable, Sequence
+from threading import Lock, Thread
+from typing import Final
+
+from tiercache_backends.grpc.session import Session
+
+_LOOK_MS: Final = 200
+"""How soon a session that was added is watched with the others."""
+
+
+class Hazards:
+    """Sessions that we ended with a call under way. The daemon's end of the connection is the proof that all has landed; or its death is.
+
+    A thread waits for that, and lives as long as there is something to wait for.
+
+    Thread rule: any thread.
+    """
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._pending: list[tuple[Session, Sequence[Callable[[], None]]]] = []
+        self._watching = False
+
+    def __len__(self) -> int:
+        with self._lock:
+            return len(self._pending)
+
+    def begin(self, session: Session, lifts: Sequence[Callable[[], None]]) -> None:
+        """End the session, and call `lifts` when nothing of it touches our memory any more."""
+        with self._lock:
+            session.watched = True
+            session.end()
+            self._pending.append((session, lifts))
+            if not self._watching:
+                self._watching = True
+                Thread(target=self._watch, name="tiercache-grpc-landing", daemon=True).start()
+
+    def _watch(self) -> None:
+        while sessions := self._sessions():
+            poll = select.poll()
+            for session in sessions:
+                if session.socket.fileno() >= 0:
+                    poll.register(session.socket, select.POLLIN)
+            poll.poll(_LOOK_MS)
+            landed = {session for session in sessions if session.landed()}
+            with self._lock:
+                over = [lifts for session, lifts in self._pending if session in landed]
+                self._pending = [entry for entry in self._pending if entry[0] not in landed]
+            for lifts in over:
+                for lift in lifts:
+                    lift()
+
+    def _sessions(self) -> set[Session]:
+        with self._lock:
+            found = {session for session, _ in self._pending}
+            self._watching = bool(found)
+        return found

@@ -1,0 +1,203 @@
+"""Which connection there is to the daemon at present, whether to use it, and how to come by another one."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Callable
+from threading import Condition, Thread
+from typing import Final, TypeVar
+
+from tiercache.errors import StorageError
+from tiercache.wire.v1 import storage_pb2 as pb
+from tiercache_backends.grpc.breaker import Breaker, Verdict
+from tiercache_backends.grpc.connection import Connection
+from tiercache_backends.grpc.failures import CallError, Kind
+from tiercache_backends.grpc.settings import Settings
+
+_log = logging.getLogger(__name__)
+
+_CHECK_SECONDS: Final = 10.0
+"""After so long a call in passing lets somebody look whether the daemon is still the same: it may have been restarted between two calls."""
+
+T = TypeVar("T")
+Work = Callable[[Connection, float], T]
+"""One call on a connection, in so many seconds; raises CallError."""
+
+
+class Link:
+    """Gives every call a connection, or lets it fail soon.
+
+    Connections are opened by a thread that lives as long as that takes, and never by the caller's: at most one at a time, for all who
+    wait. `prepare` makes a fresh one ready; `settled` is told of it when it is in use.
+
+    Thread rule: any thread.
+    """
+
+    def __init__(self, settings: Settings, prepare: Callable[[Connection], None], settled: Callable[[Connection], None]) -> None:
+        self._settings = settings
+        self._prepare = prepare
+        self._settled = settled
+        self._breaker = Breaker(settings.breaker_failures, settings.breaker_pause, clock=time.monotonic, random=random.random)
+        self._changed = Condition()
+        self._current: Connection | None = None
+        self._working = False
+        self._closed = False
+        self._failure = CallError(Kind.AWAY, f"{settings}: not connected yet")
+        self._told = ""
+        self.down = False
+        """Did the latest call find nobody who served it?"""
+        self.limits = pb.Limits(keys=1024, message_bytes=1 << 20, object_bytes=1 << 40)
+        """Of the daemon; a guess until it told us."""
+
+    def start(self) -> None:
+        """Connect for the first time; where that fails, the breaker opens."""
+        try:
+            self.connected(self._settings.timeout)
+        except CallError:
+            self._breaker.trip()
+
+    def peek(self) -> Connection | None:
+        """The connection that is in use, if there is one."""
+        with self._changed:
+            return self._current if self._usable() else None
+
+    def connected(self, seconds: float) -> Connection:
+        """The connection for the next calls, within `seconds`; raises CallError."""
+        try:
+            found = self._ready(time.monotonic() + seconds)
+        except CallError as error:
+            self._met(error)
+            raise
+        found.finish()
+        return found
+
+    def perform(self, work: Work[T], seconds: float) -> T:
+        """What `work` returns; again, once, where the session had ended. Raises CallError, within `seconds`."""
+        deadline = time.monotonic() + seconds
+        try:
+            connection = self._ready(deadline)
+            try:
+                result = self._run(connection, work, deadline)
+            except CallError as error:
+                if error.kind is not Kind.ENDED or connection.session is None:
+                    raise
+                connection.session.end()
+                result = self._run(self._ready(deadline), work, deadline)
+        except CallError as error:
+            self._met(error)
+            raise
+        self._met(None)
+        return result
+
+    def ask(self, work: Work[T], what: str, seconds: float | None = None) -> T:
+        """The same for calls that must not pretend: raises StorageError, with what to do."""
+        try:
+            return self.perform(work, seconds or self._settings.timeout)
+        except CallError as error:
+            advice = "; start the daemon there, or wait until it is back" if error.kind is Kind.AWAY else ""
+            raise StorageError(f"{what}: {error.text}{advice}") from error
+
+    def close(self) -> bool:
+        """Let go of the connection. False where somebody is still opening one, who will close it then."""
+        with self._changed:
+            self._closed = True
+            self._changed.wait_for(lambda: not self._working, self._settings.timeout + self._settings.transfer_timeout)
+            current, self._current = self._current, None
+            left = self._working
+        if current is not None:
+            current.close()
+        return not left
+
+    def _usable(self) -> bool:
+        return self._current is not None and not self._current.over
+
+    def _ready(self, deadline: float) -> Connection:
+        """A connection that was begun, for the caller to finish."""
+        with self._changed:
+            verdict = self._breaker.ask()
+            if verdict is Verdict.PROBE:
+                self._open(check=False)
+            if verdict is not Verdict.PASS:
+                raise self._failure.again()
+            if not self._usable():
+                self._open(check=False)
+                self._changed.wait_for(lambda: self._usable() or not self._working, deadline - time.monotonic())
+            if not self._usable():
+                raise CallError(Kind.AWAY, f"{self._settings} does not answer in time") if self._working else self._failure.again()
+            assert self._current is not None
+            if time.monotonic() - self._current.checked > _CHECK_SECONDS:
+                self._open(check=True)
+            self._current.begin()  # under the condition: nobody retires it in between
+            return self._current
+
+    def _run(self, connection: Connection, work: Work[T], deadline: float) -> T:
+        try:
+            return work(connection, deadline - time.monotonic())
+        finally:
+            connection.finish()
+
+    def _met(self, error: CallError | None) -> None:
+        """A call ended like this."""
+        unserved = error is not None and error.kind not in (Kind.BUSY, Kind.WRONG)
+        if error is not None and error.kind is Kind.AWAY:
+            self._breaker.failed()
+        elif not unserved:
+            self._breaker.succeeded()
+        # A refusal is told whenever it changes; that nobody answers, once.
+        state = "" if error is None or not unserved else error.text if error.kind is not Kind.AWAY else "away"
+        with self._changed:
+            self.down = unserved
+            if unserved and error is not None:
+                self._failure = error.again()
+            told, self._told = self._told, state
+        if state and state != told and error is not None:
+            _log.warning("%s; its objects are not available until that changes", error.text)
+        elif told and not state:
+            _log.warning("%s answers again", self._settings)
+
+    def _open(self, *, check: bool) -> None:
+        """Let a thread open a connection, or check the one there is. The condition is held."""
+        if not self._working and not self._closed:
+            self._working = True
+            try:
+                Thread(target=self._work, args=(self._current, check), name="tiercache-grpc-connect", daemon=True).start()
+            except RuntimeError:  # no threads left: later, perhaps
+                self._working = False
+                self._breaker.probed(False)
+
+    def _work(self, old: Connection | None, check: bool) -> None:
+        fresh: Connection | None = None
+        failure: CallError | None = None
+        try:
+            fresh = self._fresh(old if check else None)
+            self._prepare(fresh)
+        except CallError as error:
+            failure = error
+        except Exception:  # noqa: BLE001  whatever it is, somebody waits for us
+            failure = CallError(Kind.AWAY, f"{self._settings}: a connection could not be made; the log says why")
+            _log.exception("%s: a connection could not be made", self._settings)
+        with self._changed:
+            self._working = False
+            kept = failure is None and not self._closed
+            if fresh is not None and kept:
+                self._current, self.limits = fresh, fresh.hello.limits
+                self._settled(fresh)
+            elif failure is not None and not check:
+                self._failure = failure.again()
+            self._breaker.probed(kept)
+            self._changed.notify_all()
+        unused = old if kept else fresh
+        if unused is not None and fresh is not old:
+            unused.retire()
+
+    def _fresh(self, old: Connection | None) -> Connection:
+        """`old`, if the daemon behind it is still the same; else a new one."""
+        if old is not None and not old.over:
+            try:
+                if old.greet(self._settings.timeout).instance == old.hello.instance:
+                    return old
+            except CallError:
+                pass
+        return Connection.open(self._settings, self._settings.timeout)

@@ -1,0 +1,71 @@
+"""Where buffers lie in shared memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from tiercache.core import BLOCK_ALIGN
+from tiercache.storage.base import SharedMemory
+from tiercache.wire.v1 import storage_pb2 as pb
+
+
+class Known(NamedTuple):
+    """Memory that we were told of, and where it was mapped then."""
+
+    memory: SharedMemory
+    address: int
+    nbytes: int
+
+
+class Extent(NamedTuple):
+    """Adjacent bytes of one memory (by `id` of it)."""
+
+    memory: int
+    offset: int
+    size: int
+
+
+def locate(buffers: Iterable[memoryview], memories: Sequence[Known]) -> list[Extent] | None:
+    """The extents of an item's buffers, in order; None where a part of them is elsewhere, or is not whole pages."""
+    found: list[Extent] = []
+    for buffer in buffers:
+        size = buffer.nbytes
+        if not size:
+            continue
+        address = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
+        for known in memories:
+            offset = address - known.address
+            if 0 <= offset <= known.nbytes - size:
+                break
+        else:
+            return None
+        if (offset | size) % BLOCK_ALIGN:
+            return None
+        last = found[-1] if found else None
+        if last and last.memory == id(known.memory) and last.offset + last.size == offset:
+            found[-1] = last._replace(size=last.size + size)
+        else:
+            found.append(Extent(id(known.memory), offset, size))
+    return found
+
+
+def message(items: Sequence[Sequence[Extent]], regions: Mapping[int, int]) -> pb.Places:
+    """The places of items, by the numbers that the daemon gave to memories; raises KeyError for one that it does not have."""
+    extents = [extent for item in items for extent in item]
+    return pb.Places(
+        counts=[len(item) for item in items],
+        regions=[regions[extent.memory] for extent in extents],
+        offsets=[extent.offset for extent in extents],
+        sizes=[extent.size for extent in extents],
+    )
+
+
+def embargo(extents: Iterable[Extent], memories: Sequence[Known]) -> list[Callable[[], None]]:
+    """Put an embargo on extents, each in the memory to which it belongs; what comes back lifts it."""
+    ranges: dict[int, list[tuple[int, int]]] = {}
+    for extent in extents:
+        ranges.setdefault(extent.memory, []).append((extent.offset, extent.size))
+    return [known.memory.embargo(ranges[id(known.memory)]) for known in memories if id(known.memory) in ranges]

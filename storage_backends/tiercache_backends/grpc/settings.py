@@ -1,0 +1,190 @@
+"""The settings of the `grpc` backend, from text to values; and the credentials that they name, read anew for every connection."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import grpc
+
+from tiercache.config import parse_duration, parse_size
+from tiercache.config.addresses import parse_address
+from tiercache.config.files import read_secret, read_token
+from tiercache.core import BLOCK_ALIGN
+from tiercache.errors import ConfigError
+from tiercache.storage.registry import settings_of
+from tiercache.wire.methods import ATTACH_SOCKET, GRPC_SOCKET
+from tiercache_backends.local.settings import absolute_path, between, one_of
+
+KIND: Final = "grpc"
+_EXAMPLE: Final = "grpc://cache.example:7070?token_file=/etc/tiercache/token&tls=true or grpc:///var/lib/tiercache/run"
+_SOCKET_PATH: Final = 107
+"""Bytes of a unix socket's path (sun_path, with its end)."""
+_LEAST_SECONDS: Final = 0.01
+_TLS: Final = ("tls", "ca", "certificate", "key", "server_name")
+_MOST_CERTIFICATE: Final = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Where the daemon is, who we are, and how long we wait. Either `directory` or `address` is set."""
+
+    address: str = ""
+    """host:port."""
+    directory: str = ""
+    """Of the daemon's unix sockets."""
+    timeout: float = 2.0
+    """Seconds for a call without payload, and to get a connection."""
+    transfer_timeout: float = 10.0
+    """Seconds for a call with payload."""
+    tls: bool = False
+    ca: str = ""
+    certificate: str = ""
+    key: str = ""
+    server_name: str = ""
+    token_file: str = ""
+    shared: bool = False
+    """Do payloads go through shared memory?"""
+    staging: int = 64 << 20
+    """Bytes of shared memory of our own, for buffers elsewhere."""
+    breaker_failures: int = 3
+    breaker_pause: float = 1.0
+
+    @property
+    def target(self) -> str:
+        """What gRPC connects to."""
+        return f"unix:{self.directory}/{GRPC_SOCKET}" if self.directory else self.address
+
+    @property
+    def transport(self) -> str:
+        """`unix`, `tls` or `tcp`."""
+        return "unix" if self.directory else "tls" if self.tls else "tcp"
+
+    def __str__(self) -> str:
+        return f"grpc://{self.directory or self.address}"
+
+    def metadata(self) -> tuple[tuple[str, str | bytes], ...]:
+        """Who we are, as every call over TCP says it; raises ConfigError."""
+        if not self.token_file:
+            return ()
+        return (("authorization", f"Bearer {read_token(Path(self.token_file), 'token_file').decode()}"),)
+
+    def credentials(self) -> grpc.ChannelCredentials | None:
+        """How TLS is spoken, or None; raises ConfigError."""
+        if not self.tls:
+            return None
+        ca = _public(self.ca, "ca") if self.ca else None
+        if not self.certificate:
+            return grpc.ssl_channel_credentials(ca)
+        return grpc.ssl_channel_credentials(
+            ca, read_secret(Path(self.key), 1, _MOST_CERTIFICATE, "key"), _public(self.certificate, "certificate")
+        )
+
+
+def read_settings(section: Mapping[str, Any]) -> Settings:
+    """The settings in a section of the configuration; raises ConfigError, also for files that cannot be used."""
+    values = settings_of(KIND, section, _PARSERS)
+    address, directory = values.pop("address", ""), values.pop("path", "").rstrip("/")
+    if bool(address) == bool(directory):
+        raise ConfigError(f"storage type {KIND!r} needs an address or a directory of sockets, and not both, as in {_EXAMPLE}")
+    wanted = values.pop("plane", "auto")
+    if address and wanted == "shared":
+        raise ConfigError(
+            f"grpc://{address} cannot share memory with another host; leave plane=shared away, or name a directory of sockets"
+        )
+    chosen = [name for name in _TLS if values.get(name)]
+    # A certificate or a CA says that TLS is meant.
+    values["tls"] = values.get("tls", bool(chosen))
+    _check_tls(values, chosen, address)
+    settings = Settings(address=address, directory=directory, shared=bool(directory) and wanted != "stream", **values)
+    if directory:
+        _check_directory(settings)
+    elif settings.token_file and not settings.tls and not parse_address(address).loopback:
+        raise ConfigError(f"grpc://{address}: the token would travel in the clear; add tls=true (system roots) or ca=/path/to/ca.pem")
+    settings.metadata(), settings.credentials()
+    return settings
+
+
+def _check_tls(values: Mapping[str, Any], chosen: list[str], address: str) -> None:
+    if chosen and not values["tls"]:
+        raise ConfigError(f"storage type {KIND!r}: tls=false contradicts {chosen[0]}; leave one of them away")
+    if bool(values.get("certificate")) != bool(values.get("key")):
+        raise ConfigError(f"storage type {KIND!r}: certificate and key are one pair; give both or neither")
+    if chosen and not address:
+        raise ConfigError(f"storage type {KIND!r}: {chosen[0]} is for TCP; a directory of sockets needs none, its kernel knows who calls")
+
+
+def _check_directory(settings: Settings) -> None:
+    if settings.token_file:
+        raise ConfigError(f"{settings}: a token is for TCP; on the unix sockets the daemon knows this process's user")
+    longest = f"{settings.directory}/{ATTACH_SOCKET}"
+    if len(longest.encode()) > _SOCKET_PATH:
+        raise ConfigError(f"{longest} is longer than the {_SOCKET_PATH} bytes of a socket's path; use a shorter directory")
+
+
+def _address(value: Any) -> str:
+    found = parse_address(value)
+    if not found.port:
+        raise ConfigError(f"{value!r} has port 0, which nobody serves; give the daemon's port")
+    return str(found)
+
+
+def _directory(value: Any) -> str:
+    path = absolute_path(value)
+    if path.strip("/"):
+        return path
+    raise ConfigError(f"{value!r} is no directory of sockets; write it like {_EXAMPLE}")
+
+
+def _seconds(value: Any) -> float:
+    found = parse_duration(value)
+    if not _LEAST_SECONDS <= found <= 3600:
+        raise ConfigError(f"{value!r} is not possible; use {_LEAST_SECONDS:g} s to 1 h")
+    return found
+
+
+def _staging(value: Any) -> int:
+    return parse_size(value) // BLOCK_ALIGN * BLOCK_ALIGN
+
+
+def _flag(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    return str(one_of("true", "false")(value)) == "true"
+
+
+def _name(value: Any) -> str:
+    if not isinstance(value, str) or not value.isprintable() or not 0 < len(value) < 254:
+        raise ConfigError(f"{value!r} is not a host's name")
+    return value
+
+
+def _public(path: str, what: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            data = file.read(_MOST_CERTIFICATE)
+    except OSError as error:
+        raise ConfigError(f"{what}: {path} cannot be read ({error.strerror}); name a PEM file of certificates") from error
+    if b"-----BEGIN CERTIFICATE-----" not in data:
+        raise ConfigError(f"{what}: {path} holds no certificate; name a PEM file of certificates")
+    return data
+
+
+_PARSERS: Final = {
+    "address": _address,
+    "path": _directory,
+    "timeout": _seconds,
+    "transfer_timeout": _seconds,
+    "tls": _flag,
+    "ca": absolute_path,
+    "certificate": absolute_path,
+    "key": absolute_path,
+    "server_name": _name,
+    "token_file": absolute_path,
+    "plane": one_of("auto", "stream", "shared"),
+    "staging": _staging,
+    "breaker_failures": between(1, 1000, "failures"),
+    "breaker_pause": _seconds,
+}

@@ -1,0 +1,186 @@
+"""The conformance hooks of a store behind a daemon: a node of this process, a client beside it, and the inner store's hooks behind both.
+
+The first who opens a store in a path starts the node; whoever opens it while that lives is one more client.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+from tiercache_backends.grpc import GrpcBackend
+from tiercache_backends.grpc.settings import Settings, read_settings
+
+from tests.storage.backends import FileHooks, LocalHooks, MemoryHooks
+from tiercache.config.settings import Settings as DaemonSettings
+from tiercache.core import ObjectKey
+from tiercache.daemon import Node
+from tiercache.storage.base import StorageBackend
+from tiercache.testing.conformance import BackendConformance
+
+HOST_BYTES = 96 << 20
+
+
+class Client(GrpcBackend):
+    """A client, and perhaps the node that it is the first client of, which ends with it."""
+
+    node: Node | None = None
+
+    def __init__(self, settings: Settings, node: Node | None = None, directory: Path | None = None) -> None:
+        self.node, self._directory = node, directory
+        super().__init__(settings)
+
+    def close(self) -> None:
+        super().close()
+        node, self.node = self.node, None
+        if node is not None:
+            node.stop()
+            (marker_of(self._directory) if self._directory else Path("/nowhere")).unlink(missing_ok=True)
+
+
+def marker_of(path: Path) -> Path:
+    return path.with_name(path.name + ".served")
+
+
+@cache
+def scratch() -> Path:
+    """A directory of this process, whose path is short enough for sockets."""
+    import atexit
+
+    made = Path(tempfile.mkdtemp(prefix="tc-"))
+    atexit.register(shutil.rmtree, made, ignore_errors=True)
+    return made
+
+
+@cache
+def token_file() -> Path:
+    path = scratch() / "token"
+    path.write_text("0123456789abcdef" * 2)
+    path.chmod(0o600)
+    return path
+
+
+@cache
+def certificates() -> tuple[Path, Path]:
+    """(key, certificate) of 127.0.0.1, which is its own authority."""
+    key, certificate = scratch() / "key.pem", scratch() / "cert.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2", "-subj", "/CN=node",
+         "-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost", "-keyout", str(key), "-out", str(certificate)],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    key.chmod(0o600)
+    return key, certificate
+
+
+def daemon_settings(transport: str, sockets: Path | None = None, **more: Any) -> DaemonSettings:
+    """A daemon on unix sockets, TCP or TLS."""
+    run = sockets or Path(tempfile.mkdtemp(dir=scratch()))
+    values: dict[str, Any] = {"directory": run, "sockets": run, "host_bytes": HOST_BYTES, "drain": 3.0, "unix": transport == "unix", **more}
+    if transport != "unix":
+        values.setdefault("listen", ("127.0.0.1:0",))
+        values.setdefault("principals", ({"name": "worker", "token_file": token_file(), "verbs": ("read", "write", "admin")},))
+    if transport == "tls":
+        key, certificate = certificates()
+        values.setdefault("tls", {"certificate": certificate, "key": key})
+    return DaemonSettings(**values).check()
+
+
+def section(transport: str, where: str, **more: Any) -> dict[str, Any]:
+    """A client's section; `where`: the directory of the sockets, or host:port."""
+    if transport == "unix":
+        return {"path": where, **more}
+    tls = {"ca": str(certificates()[1])} if transport == "tls" else {}
+    return {"address": where, "token_file": str(token_file()), **tls, **more}
+
+
+class ServedHooks(BackendConformance):
+    """Through a daemon. A subclass names the way there and has the inner store's hooks as its next base."""
+
+    transport: ClassVar[str]
+    plane: ClassVar[str] = "auto"
+    staging: ClassVar[str] = "2MiB"
+
+    def open_store(self, path: Path, capacity: int | None = None) -> StorageBackend:
+        marker = marker_of(path)
+        if marker.exists():
+            return Client(read_settings(json.loads(marker.read_text())))
+        node = Node(daemon_settings(self.transport), super().open_store(path, capacity))
+        node.start()
+        where = str(node.settings.socket_directory) if self.transport == "unix" else node.addresses[0]
+        given = section(self.transport, where, plane=self.plane, **({"staging": self.staging} if self.transport == "unix" else {}))
+        marker.parent.mkdir(parents=True, exist_ok=True)
+        marker.write_text(json.dumps(given))
+        return Client(read_settings(given), node, path)
+
+    def behind(self, store: StorageBackend) -> StorageBackend:
+        if not isinstance(store, Client):
+            return store
+        assert store.node is not None
+        assert store.node.store is not None
+        return store.node.store
+
+    def corrupt(self, store: StorageBackend, k: ObjectKey) -> None:
+        super().corrupt(self.behind(store), k)
+
+    def flip(self, store: StorageBackend, k: ObjectKey, bit: int) -> None:
+        super().flip(self.behind(store), k, bit)
+
+    def truncate(self, store: StorageBackend, k: ObjectKey) -> None:
+        super().truncate(self.behind(store), k)
+
+    def swap(self, store: StorageBackend, a: ObjectKey, b: ObjectKey) -> None:
+        super().swap(self.behind(store), a, b)
+
+    def check(self, store: StorageBackend) -> None:
+        super().check(self.behind(store))
+
+    def kill(self, store: StorageBackend, path: Path, capacity: int | None = None) -> StorageBackend:
+        """The daemon dies, and another one opens what it left."""
+        if not isinstance(self, LocalHooks):
+            return super().kill(store, path, capacity)
+        from tests.storage.backends import copy_tree
+
+        left = path.with_name(path.name + ".left")
+        copy_tree(path, left)
+        store.close()
+        shutil.rmtree(path)
+        left.rename(path)
+        return self.open_store(path, capacity)
+
+
+class UnixMemory(ServedHooks, MemoryHooks):
+    transport = "unix"
+
+
+class UnixStreamMemory(UnixMemory):
+    plane = "stream"
+
+
+class TcpMemory(ServedHooks, MemoryHooks):
+    transport = "tcp"
+
+
+class TlsMemory(ServedHooks, MemoryHooks):
+    transport = "tls"
+
+
+class UnixFile(ServedHooks, FileHooks):
+    transport = "unix"
+
+
+class TcpFile(ServedHooks, FileHooks):
+    transport = "tcp"
+
+
+def open_client(transport: str, node: Node, **more: Any) -> GrpcBackend:
+    """A client of a node."""
+    where = str(node.settings.socket_directory) if transport == "unix" else node.addresses[0]
+    given: Mapping[str, Any] = section(transport, where, **more)
+    return GrpcBackend(read_settings(given))

@@ -1,0 +1,104 @@
+"""The breaker beside a plain model."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from tiercache_backends.grpc.breaker import MOST_PAUSE, Breaker, Verdict
+
+PAUSE = 1.0
+FAILURES = 3
+
+
+class BreakerMachine(RuleBasedStateMachine):
+    """What the model knows: how many failures in a row, since when it is open and for how long at most, and whether a probe is out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 100.0
+        self.luck = 0.0
+        self.breaker = Breaker(FAILURES, PAUSE, clock=lambda: self.now, random=lambda: self.luck)
+        self.row = 0
+        self.open_since: float | None = None
+        self.pause = PAUSE
+        self.least = PAUSE
+        self.probing = False
+
+    def opens(self, pause: float) -> None:
+        self.open_since, self.pause, self.least = self.now, pause, pause * (1 - 0.25 * self.luck)
+
+    @rule(luck=st.floats(0, 0.999))
+    def luck_changes(self, luck: float) -> None:
+        self.luck = luck
+
+    @rule(seconds=st.sampled_from([0.0, 0.1, 0.74, 1.0, 3.0, 40.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+
+    @rule()
+    def a_call_asks(self) -> None:
+        verdict = self.breaker.ask()
+        if self.open_since is None:
+            assert verdict is Verdict.PASS
+        elif self.probing or self.now < self.open_since + self.least:
+            assert verdict is Verdict.FAIL
+        else:
+            assert verdict is Verdict.PROBE, "the pause is over, and nobody probes"
+            self.probing = True
+
+    @rule()
+    def a_call_succeeds(self) -> None:
+        self.breaker.succeeded()
+        self.row = 0
+
+    @rule()
+    def a_call_fails(self) -> None:
+        self.breaker.failed()
+        if self.open_since is None:
+            self.row += 1
+            if self.row >= FAILURES:
+                self.opens(PAUSE)
+
+    @rule()
+    def it_is_tripped(self) -> None:
+        self.breaker.trip()
+        if self.open_since is None:
+            self.opens(PAUSE)
+
+    @precondition(lambda self: self.probing)
+    @rule(well=st.booleans())
+    def the_probe_tells(self, well: bool) -> None:
+        self.breaker.probed(well)
+        self.probing = False
+        if well:
+            self.open_since, self.row = None, 0
+        else:
+            self.opens(min(MOST_PAUSE, 2 * self.pause))
+
+    @precondition(lambda self: not self.probing)
+    @rule(well=st.booleans())
+    def somebody_tells_of_a_probe_that_was_not(self, well: bool) -> None:
+        self.breaker.probed(well)
+
+    @invariant()
+    def it_is_closed_when_the_model_is(self) -> None:
+        assert self.breaker.closed == (self.open_since is None)
+        assert self.least <= self.pause <= MOST_PAUSE
+
+
+TestBreaker = BreakerMachine.TestCase
+TestBreaker.settings = settings(deadline=None, max_examples=60, stateful_step_count=40)
+
+
+def test_of_many_at_once_one_probes() -> None:
+    now = 0.0
+    breaker = Breaker(1, PAUSE, clock=lambda: now, random=lambda: 0.0)
+    breaker.failed()
+    now = 2.0
+    with ThreadPoolExecutor(8) as pool:
+        verdicts = list(pool.map(lambda _: breaker.ask(), range(200)))
+    assert verdicts.count(Verdict.PROBE) == 1
+    assert verdicts.count(Verdict.FAIL) == 199
