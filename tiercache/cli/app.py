@@ -8,11 +8,16 @@ from typing import Annotated, Final
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 
 import tiercache
 from tiercache.cli.bench import bench
+from tiercache.cli.config import config
 from tiercache.cli.demo import demo
+from tiercache.cli.serve import serve
+from tiercache.cli.store import VERBS
+from tiercache.cli.store.exits import EXIT_UNREACHABLE
+from tiercache.cli.store.output import safe
+from tiercache.cli.store.target import UnreachableError
 from tiercache.errors import ConfigError, InputError, TierCacheError
 
 EXIT_ERROR: Final = 1
@@ -27,7 +32,11 @@ app = typer.Typer(
     add_completion=True,
 )
 app.command()(demo)
+app.command()(serve)
+for verb in VERBS:
+    app.command()(verb)
 app.add_typer(bench, name="bench")
+app.add_typer(config, name="config")
 
 
 def _version(show: bool) -> None:
@@ -51,8 +60,11 @@ def main() -> None:
     try:
         app()
     except (InputError, ConfigError) as error:
-        errors.print(f"[red]tiercache:[/] {escape(str(error))}", soft_wrap=True)
+        errors.print(f"[red]tiercache:[/] {safe(str(error))}", soft_wrap=True)
         sys.exit(EXIT_USAGE)
+    except UnreachableError as error:
+        errors.print(f"[red]tiercache:[/] {safe(str(error))}", soft_wrap=True)
+        sys.exit(EXIT_UNREACHABLE)
     except (TierCacheError, OSError) as error:
-        errors.print(f"[red]tiercache:[/] {escape(str(error))}", soft_wrap=True)
+        errors.print(f"[red]tiercache:[/] {safe(str(error))}", soft_wrap=True)
         sys.exit(EXIT_ERROR)

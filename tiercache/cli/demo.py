@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,6 +22,7 @@ from rich.table import Table
 from tiercache import errors
 from tiercache.config import parse_size
 from tiercache.errors import ConfigError, TierCacheError
+from tiercache.storage.registry import open_backend
 
 _COLUMNS: Final = ("chat, turn", "from", "restored", "computed", "1st token", "recompute", "gain", "diff", "uncut", "answer")
 _WIDE: Final = 95
@@ -33,22 +32,21 @@ _LEGEND: Final = (
     "recompute with the same cuts; uncut: to one without cuts, which rounds differently. cold: page cache dropped."
 )
 SERVER: Final = "tiercache.integrations.transformers.demo"
-TIERS: Final = ("device", "host", "disk")
-PHASES: Final = {"serve": "first process", "restart": "after kill -9"}
-TIMED: Final = {"speed-host": "from host", "speed-disk": "from disk", "speed-disk-cold": "disk, cold"}
+TIMED: Final = {"speed-host": "from host", "speed-disk": "from disk", "speed-disk-cold": "disk, cold", "speed-storage": "from storage"}
 
 
 @dataclass
 class Result:
-    """What the two processes reported."""
+    """What the two processes reported. `store` is what the lowest tier is called."""
 
+    store: str = "disk"
     rows: list[dict[str, Any]] = field(default_factory=list)
     figures: dict[str, float] = field(default_factory=dict)
 
     @property
     def hits(self) -> dict[str, int]:
         """Restores by the slowest tier that each needed."""
-        return {tier: sum(row["tier"] == tier for row in self.rows) for tier in TIERS}
+        return {tier: sum(row["tier"] == tier for row in self.rows) for tier in ("device", "host", self.store)}
 
     @property
     def wrong(self) -> int:
@@ -57,8 +55,8 @@ class Result:
 
     @property
     def restart_hits(self) -> int:
-        """Conversations that the second process restored from disk."""
-        return sum(row["phase"] == "restart" and row["tier"] == "disk" for row in self.rows)
+        """Conversations that the second process restored from what the first had stored."""
+        return sum(row["phase"] == "restart" and row["tier"] == self.store for row in self.rows)
 
     def faults(self) -> list[str]:
         """Why the demonstration failed; empty if it did not."""
@@ -86,12 +84,19 @@ def demo(
     ] = 4,
     conversations: Annotated[int, typer.Option(min=1, help="Conversations behind one system prompt.")] = 4,
     context: Annotated[int, typer.Option(min=256, help="Tokens of the prompt whose restore is timed.")] = 4096,
+    storage: Annotated[
+        str, typer.Option(help="URL of a store that both processes have open, such as grpc:///var/lib/tiercache/run. Default: one on disk.")
+    ] = "",
     json_file: Annotated[Path | None, typer.Option("--json", help="Write rows and summary here.")] = None,
 ) -> None:
     """Serve conversations through device, host and disk, kill the process, go on in a second one, and check every answer.
 
     Every answer is recomputed from its tokens with the same cuts: restored bytes, logits and text must be equal to the last bit.
     Exit code 1 if one is not, or if a tier was never needed.
+
+    Two workers that share a daemon (`tiercache serve`), where the second goes on with what the first has stored:
+
+        tiercache demo --storage grpc:///var/lib/tiercache/run
     """
     console = Console()
     if not console.is_terminal:
@@ -102,16 +107,18 @@ def demo(
         raise ConfigError(f"--model {model} is not a directory; pass one that `save_pretrained` or a download made")
     if json_file is not None and not json_file.parent.is_dir():
         raise ConfigError(f"--json {json_file}: its directory does not exist; create it first")
+    if storage:
+        _require_answer(storage)
     with _directory(directory) as where:
         plan = {
             "directory": str(where), "model": model, "device_bytes": _size(device_bytes), "host_bytes": _size(host_bytes),
-            "disk_bytes": parse_size(disk_bytes), "turns": turns, "conversations": conversations, "context": context,
+            "disk_bytes": parse_size(disk_bytes), "turns": turns, "conversations": conversations, "context": context, "storage": storage,
         }  # fmt: skip
-        result = Result()
-        with _progress(console) as progress:
-            _run(plan | {"phase": "serve"}, "serving, then kill -9", result, progress)
-            _run(plan | {"phase": "restart"}, "second process", result, progress)
-    console.print(_table(result, console.width))
+        result = Result("storage" if storage else "disk")
+        with _progress(console) as progress, ExitStack() as others:
+            _run(plan | {"phase": "serve"}, "first worker" if storage else "serving, then kill -9", result, progress, others)
+            _run(plan | {"phase": "restart"}, "second worker" if storage else "second process", result, progress, others)
+    console.print(_table(result, console.width, "second process" if storage else "after kill -9"))
     console.print(_LEGEND, style="dim")
     if json_file is not None:
         json_file.write_text(json.dumps({"rows": result.rows, "summary": result.summary()}, indent=1) + "\n")
@@ -142,32 +149,42 @@ def _progress(console: Console) -> Progress:
     )  # fmt: skip
 
 
-def _run(plan: dict[str, Any], title: str, result: Result, progress: Progress) -> None:
-    """One server process: feed it the plan, collect its events, kill it where it says that everything is on disk."""
+def _require_answer(url: str) -> None:
+    """StorageError unless the store can be asked; a worker would go on without it, and restore nothing."""
+    with open_backend(url) as store:
+        if not store.capabilities.shared:
+            raise ConfigError(f"--storage {url} is no store that two processes can have open; name a daemon's, or an lmdb store")
+        store.namespaces()
+
+
+def _run(plan: dict[str, Any], title: str, result: Result, progress: Progress, others: ExitStack) -> None:
+    """One server process: feed it the plan, and collect its events.
+
+    Where it says that everything is stored it is killed: at once, or, if the store is shared, with `others` at the end.
+    """
     task = progress.add_task(title, total=None, doing="loading the model")
     command = [sys.executable, "-m", SERVER]
-    with tempfile.TemporaryFile("w+") as stderr, subprocess.Popen(  # noqa: S603  our own module in our own interpreter
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True
-    ) as server:  # fmt: skip
-        assert server.stdin is not None
-        assert server.stdout is not None
-        try:
-            server.stdin.write(json.dumps(plan))
-            server.stdin.close()
-            settled = _follow(server.stdout, server.pid, result, progress, task)
-            code = server.wait()
-        except BaseException:
-            server.kill()
-            raise
-        if code and not settled:
-            stderr.seek(0)
-            raise _failure(stderr.read(), code)
+    stderr = others.enter_context(tempfile.TemporaryFile("w+"))  # noqa: SIM115
+    server = others.enter_context(
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True)  # noqa: S603  our own module
+    )
+    others.callback(server.kill)
+    assert server.stdin is not None
+    assert server.stdout is not None
+    server.stdin.write(json.dumps(plan))
+    server.stdin.close()
+    settled = _follow(server.stdout, result, progress, task)
+    if settled and not plan["storage"]:
+        server.kill()
+        server.wait()
+    if not settled and (code := server.wait()):
+        stderr.seek(0)
+        raise _failure(stderr.read(), code)
     progress.update(task, doing="done")
 
 
-def _follow(events: Iterable[str], pid: int, result: Result, progress: Progress, task: TaskID) -> bool:
-    """Take in a server's events until it ends; True if it was killed, which is what its `settled` asks for."""
-    settled = False
+def _follow(events: Iterable[str], result: Result, progress: Progress, task: TaskID) -> bool:
+    """Take in a server's events until it ends, or asks to be killed by `settled`: True then."""
     for line in events:
         event = json.loads(line)
         kind = event.pop("event")
@@ -183,9 +200,8 @@ def _follow(events: Iterable[str], pid: int, result: Result, progress: Progress,
         elif kind == "summary":
             result.figures = event
         elif kind == "settled":
-            os.kill(pid, signal.SIGKILL)
-            settled = True
-    return settled
+            return True
+    return False
 
 
 def _failure(stderr: str, code: int) -> TierCacheError:
@@ -199,7 +215,7 @@ def _failure(stderr: str, code: int) -> TierCacheError:
     return TierCacheError(f"the serving process ended with code {code}: {last}")
 
 
-def _table(result: Result, width: int) -> Table:
+def _table(result: Result, width: int, second: str) -> Table:
     table = Table(
         title="Where each prompt came from, and what its answer was checked against",
         title_style="bold",
@@ -212,7 +228,7 @@ def _table(result: Result, width: int) -> Table:
         table.add_column(name, justify="left" if name in ("chat, turn", "from", "answer") else "right", no_wrap=True)
     phase = ""
     for row in result.rows:
-        title = PHASES.get(row["phase"], "timed")
+        title = {"serve": "first process", "restart": second}.get(row["phase"], "timed")
         if title != phase:
             phase = title
             table.add_section()
@@ -237,15 +253,23 @@ def _cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
+def _cold(figures: dict[str, float]) -> str:
+    return f", {figures['speedup_disk_cold']:.1f} x with the page cache dropped" if "speedup_disk_cold" in figures else ""
+
+
+def _of_plain(figures: dict[str, float]) -> str:
+    return f", {figures['restore_gbps'] / figures['raw_read_gbps']:.2f} of a plain read" if "raw_read_gbps" in figures else ""
+
+
 def _verdict(console: Console, result: Result) -> None:
     figures = result.figures
     hits = ", ".join(f"{n} from {tier}" for tier, n in result.hits.items())
-    console.print(f"{len(result.rows)} requests: {hits}; {result.restart_hits} conversations survived the kill.")
+    console.print(f"{len(result.rows)} requests: {hits}; {result.restart_hits} conversations went on in the second process.")
     if figures:
         console.print(
             f"First token at {result.rows[-1]['tokens_prompt']} tokens: {figures['speedup_host']:.1f} x faster from host, "
-            f"{figures['speedup_disk']:.1f} x from disk, {figures['speedup_disk_cold']:.1f} x from disk with the page cache dropped. "
-            f"Restored at {figures['restore_gbps']:.2f} GB/s, {figures['restore_gbps'] / figures['raw_read_gbps']:.2f} of a plain read."
+            f"{figures[f'speedup_{result.store}']:.1f} x from {result.store}{_cold(figures)}. "
+            f"Restored at {figures['restore_gbps']:.2f} GB/s{_of_plain(figures)}."
         )
     faults = result.faults()
     if faults:

@@ -80,7 +80,51 @@ def disk(
                 rows, notes = show.sort(found)
     said = show.footer(made, here, notes)
     if output is Output.TABLE:
-        show.table(rows, made, said)
+        show.table(rows, f"{made.backend} store", said)
+    else:
+        Console(stderr=True, highlight=False).print("\n".join(said), style="dim", markup=False, soft_wrap=True)
+
+
+@bench.command()
+def rpc(
+    size: Annotated[str, typer.Option(help="Sizes of an object, multiples of 4KiB, separated by commas.")] = "16KiB,1MiB,16MiB",
+    path: Annotated[Path, typer.Option(help="A directory for the daemon's store; what is written there is removed at the end.")] = Path(),
+    repeat: Annotated[int, typer.Option(min=1, max=1000, help="Runs of which the median counts; one more comes first.")] = 5,
+    batch: Annotated[str, typer.Option(help="What a batch moves, if 128 objects are not less.")] = "64MiB",
+    output: Annotated[Output, typer.Option("--output", "-o", help="A table, or one JSON object per line and nothing else.")] = Output.TABLE,
+) -> None:
+    """Measure a daemon on this machine: by TCP beside a bare gRPC stream, by shared memory beside the store in this process.
+
+    Starts a daemon of its own, with a file store, and a server that does nothing but stream the same messages. All sides take turns and use
+    the same buffers. A get includes the check of every byte.
+
+        tiercache bench rpc --path /var/lib --size 1MiB
+    """
+    from tempfile import TemporaryDirectory
+
+    from tiercache.cli.bench import rpc as cases
+    from tiercache.cli.bench import show
+    from tiercache.cli.bench.machine import machine
+    from tiercache.cli.bench.plan import sizes_of
+    from tiercache.cli.bench.raw import direct_possible
+    from tiercache.config import parse_size
+    from tiercache.errors import ConfigError
+
+    sizes, batch_bytes = sizes_of(size), parse_size(batch)
+    if not path.is_dir():
+        raise ConfigError(f"--path {path} is not a directory; name one on the disk of the store")
+    with TemporaryDirectory(prefix=".benchmark-", dir=path) as temporary:
+        root = Path(temporary)
+        here = machine(root, direct=direct_possible(root))
+        quiet = output is Output.JSON and sys.stdout.isatty()
+        with _progress(quiet=quiet) as say, closing(cases.run(root, sizes, batch_bytes, repeat, say)) as found:
+            if output is Output.JSON:
+                notes = show.lines(found)
+            else:
+                rows, notes = show.sort(found)
+    said = [f"{here}. Medians of {repeat} interleaved runs over the same buffers.", *(note.text for note in notes)]
+    if output is Output.TABLE:
+        show.table(rows, "daemon", said)
     else:
         Console(stderr=True, highlight=False).print("\n".join(said), style="dim", markup=False, soft_wrap=True)
 

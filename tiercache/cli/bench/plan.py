@@ -96,7 +96,7 @@ def plan(
     for name in cases.split(",") if cases else ():
         _one_of("--case", name.strip(), list(Case))
     made = Plan(
-        backend, tuple(_size("--size", text) for text in sizes.split(",")), _directory(path), threads, repeats, _size("--bytes", total),
+        backend, sizes_of(sizes), _directory(path), threads, repeats, _size("--bytes", total),
         durability == "power", frozenset(Case(name.strip()) for name in cases.split(",")) if cases else frozenset(Case), objects,
     )  # fmt: skip
     for size in made.sizes:
@@ -109,9 +109,18 @@ def plan(
     return made
 
 
+def sizes_of(text: str) -> tuple[int, ...]:
+    """The sizes of objects that `--size` gives; raises ConfigError."""
+    sizes = tuple(_size("--size", part) for part in text.split(","))
+    for size in sizes:
+        if size < 1 or size % BLOCK_ALIGN or size > BATCH_BYTES:
+            raise ConfigError(
+                f"--size {size} is not possible; use multiples of 4KiB (as host blocks are) of at most {BATCH_BYTES // MIB}MiB"
+            )
+    return sizes
+
+
 def _check(made: Plan, size: int) -> None:
-    if size < 1 or size % BLOCK_ALIGN or size > BATCH_BYTES:
-        raise ConfigError(f"--size {size} is not possible; use multiples of 4KiB (as host blocks are) of at most {BATCH_BYTES // MIB}MiB")
     if made.count(size) < 1:
         raise ConfigError(
             f"--bytes {made.total} do not hold {made.batches} batches (one for each --repeat and one that is not counted) of one object"

@@ -39,12 +39,12 @@ def sort(found: Iterable[Row | Note]) -> tuple[list[Row], list[Note]]:
     return [item for item in everything if isinstance(item, Row)], [item for item in everything if isinstance(item, Note)]
 
 
-def table(rows: Sequence[Row], plan: Plan, said: Sequence[str]) -> None:
+def table(rows: Sequence[Row], title: str, said: Sequence[str]) -> None:
     """Print all rows, a section per size, and what was said about them."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(width=_WIDTH, highlight=False)
-    shown = Table(title=f"{plan.backend} store", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    shown = Table(title=title, title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for name in _COLUMNS:
         shown.add_column(name, justify="left" if name in _LEFT else "right", no_wrap=True)
     for row, before in zip(rows, [*rows[:1], *rows], strict=False):

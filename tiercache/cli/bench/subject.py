@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 from collections.abc import Sequence
 from contextlib import suppress
@@ -15,6 +14,7 @@ from tiercache.cli.bench.timing import Crew, split
 from tiercache.core import ObjectKey, ObjectMeta, Outcome, PoolName
 from tiercache.errors import StorageError
 from tiercache.keys import Shard, layout_digest, object_key
+from tiercache.pools import HostArena
 from tiercache.storage import GetItem, SetItem, StorageBackend, Usage, open_backend
 from tiercache.storage.checksum import checksum
 
@@ -24,7 +24,7 @@ _STRIDE: Final = 1 << 20
 
 
 class Buffers:
-    """A batch's objects in shared, page-aligned memory, as in the host arena, and touched before anything is timed.
+    """A batch's objects in an arena of their own, a block each, touched before anything is timed.
 
     Thread rule: `views` may be used by any thread; the methods by one.
     """
@@ -32,7 +32,8 @@ class Buffers:
     def __init__(self, size: int, count: int) -> None:
         self.size: Final = size
         self.count: Final = count
-        self._whole = memoryview(mmap.mmap(-1, size * count))
+        self.arena: Final = HostArena(size * count, size, huge_pages=False)
+        self._whole = self.arena.hold()
         for part in self._parts():
             part[:] = os.urandom(part.nbytes)  # nothing below us shall be able to compress it
         self.views: Final = [self._whole[at : at + size] for at in range(0, size * count, size)]
@@ -76,7 +77,8 @@ class Subject:
         self._buffers = buffers
         self._callers = callers
         self._spans = split(range(buffers.count), callers.threads)
-        self._store: StorageBackend | None = open_backend(url)
+        self._store: StorageBackend | None = None
+        self.open()
 
     @property
     def store(self) -> StorageBackend:
@@ -85,8 +87,9 @@ class Subject:
         return self._store
 
     def open(self) -> None:
-        """Open the store again."""
+        """Open the store, again."""
         self._store = open_backend(self._url)
+        self._store.attach(self._buffers.arena)
 
     def close(self) -> None:
         """Close the store if it is open."""

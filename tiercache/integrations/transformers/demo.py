@@ -35,12 +35,16 @@ ANSWER_TOKENS: Final = 48
 QUESTION_TOKENS: Final = 160
 SYSTEM_TOKENS: Final = 512
 REPEATS: Final = 5
-TIER_NAMES: Final = {None: "none", Tier.DEVICE: "device", Tier.HOST: "host", Tier.STORAGE: "disk"}
+TIER_NAMES: Final = {None: "none", Tier.DEVICE: "device", Tier.HOST: "host"}
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to serve. Byte sizes of 0 are chosen so that every tier is needed. `phase`: `serve`, or `restart` after the first was killed."""
+    """What to serve. Byte sizes of 0 are chosen so that every tier is needed. `phase`: `serve`, or `restart` for the second process.
+
+    `storage`: URL of a store that both processes may have open, such as a daemon's; without it they have one in `directory`, one after the
+    other, and the first must be killed before the second begins.
+    """
 
     phase: str
     directory: str
@@ -51,6 +55,12 @@ class Plan:
     turns: int = 4
     conversations: int = 4
     context: int = 4096
+    storage: str = ""
+
+    @property
+    def store(self) -> str:
+        """What the lowest tier is called."""
+        return "storage" if self.storage else "disk"
 
 
 class Conversations:
@@ -122,8 +132,11 @@ class Session:
         self._worker.controller.flush()
         emit("settled")
         parent = os.getppid()
-        while os.getppid() == parent:  # so that the kill comes in the middle of work; if nobody is left to kill, it ends by itself
-            self._worker.serve(self._talk.long_prompt(QUESTION_TOKENS), ANSWER_TOKENS)
+        while os.getppid() == parent:  # if nobody is left to kill it, it ends by itself
+            if self._plan.storage:
+                time.sleep(0.1)  # it stays there, and its session with the store, while the second process works
+            else:  # so that the kill comes in the middle of work
+                self._worker.serve(self._talk.long_prompt(QUESTION_TOKENS), ANSWER_TOKENS)
 
     def restart(self) -> None:
         """The second process: the same conversations go on, then the speed of a restore is measured.
@@ -131,7 +144,7 @@ class Session:
         The last conversation takes two turns, so that there is a restore from the device also where each is visited once a process.
         """
         runs = [json.loads(line) for line in self._runs.read_text().splitlines()[1:]]
-        emit("start", steps=len(runs) + self._plan.conversations + 4, pools="")
+        emit("start", steps=len(runs) + self._plan.conversations + 1 + len(self._timed()), pools="")
         for record in runs:
             run = Run.from_json(record["run"])
             self._audit.replay(run)
@@ -155,7 +168,7 @@ class Session:
             file.write(json.dumps({"conversation": conversation, "run": verdict.run.to_json()}) + "\n")
             file.flush()
             os.fsync(file.fileno())
-        emit_row(
+        self._emit_row(
             phase, conversation, turn, generation, self._bytes(generation), generation.ttft_seconds, recompute,
             max_logit_diff=verdict.max_logit_diff,
             max_logit_diff_uncut=verdict.max_logit_diff_uncut,
@@ -171,14 +184,16 @@ class Session:
         self._worker.controller.flush()
         filled = self._audit.check(first)
         figures: dict[str, float] = {}
-        for phase, tiers in (
-            ("speed-host", [Tier.DEVICE]),
-            ("speed-disk", [Tier.DEVICE, Tier.HOST]),
-            ("speed-disk-cold", [Tier.DEVICE, Tier.HOST]),
-        ):
+        for phase, tiers in self._timed().items():
             figures |= self._speed(phase, tiers, prompt, filled)
         emit("summary", **figures)
         self._worker.close()
+
+    def _timed(self) -> dict[str, list[Tier]]:
+        """The restores to time, each with the tiers that are emptied before. The page cache of a daemon is not ours to drop."""
+        both = [Tier.DEVICE, Tier.HOST]
+        timed = {"speed-host": [Tier.DEVICE], f"speed-{self._plan.store}": both}
+        return timed if self._plan.storage else timed | {"speed-disk-cold": both}
 
     def _speed(self, phase: str, evict: list[Tier], prompt: TokenArray, filled: Verdict) -> dict[str, float]:
         restores: list[Generation] = []
@@ -193,11 +208,12 @@ class Session:
             restores.append(self._worker.serve(prompt, 1, audit=True))
             seconds, uncut = timed([lambda: uncut_prefill(self._worker.runner, prompt)])
             recomputes.append(seconds)
-            raw.append(raw_read_seconds(Path(self._plan.directory), self._bytes(restores[-1])))
+            if not self._plan.storage:
+                raw.append(raw_read_seconds(Path(self._plan.directory), self._bytes(restores[-1])))
         median = sorted(restores, key=lambda g: g.ttft_seconds)[REPEATS // 2]
         recompute = statistics.median(recomputes)
         verdicts = [filled, *(self._audit.check(g, uncut) for g in restores)]
-        emit_row(
+        self._emit_row(
             phase, -1, 0, median, self._bytes(median), median.ttft_seconds, recompute,
             max_logit_diff=max(v.max_logit_diff for v in verdicts),
             max_logit_diff_uncut=max(v.max_logit_diff_uncut for v in verdicts),
@@ -209,18 +225,29 @@ class Session:
         if phase == "speed-disk-cold":
             return {"speedup_disk_cold": recompute / median.ttft_seconds}
         nbytes = self._bytes(median)
-        return {
-            "speedup_disk": recompute / median.ttft_seconds,
+        figures = {
+            f"speedup_{self._plan.store}": recompute / median.ttft_seconds,
             "restore_gbps": nbytes / statistics.median(g.restore_seconds for g in restores) / 1e9,
-            "raw_read_gbps": nbytes / statistics.median(raw) / 1e9,
         }
+        return figures | ({"raw_read_gbps": nbytes / statistics.median(raw) / 1e9} if raw else {})
+
+    def _emit_row(
+        self, phase: str, conversation: int, turn: int, g: Generation, nbytes: int, ttft: float, recompute: float, **checks: Any
+    ) -> None:
+        """One row of the table."""
+        emit(
+            "row", phase=phase, conversation=conversation, turn=turn, tier=TIER_NAMES.get(g.tier, self._plan.store),
+            tokens_prompt=g.prompt_tokens, tokens_restored=g.restored, bytes_restored=nbytes, restore_ms=g.restore_seconds * 1e3,
+            ttft_ms=ttft * 1e3, ttft_recompute_ms=recompute * 1e3, reason=str(g.reason), **checks,
+        )  # fmt: skip
 
     def _bytes(self, generation: Generation) -> int:
         geometries = self._worker.runner.layout.geometries
         return sum(n * geometries[pool].nbytes for (_, pool), n in generation.sources.objects.items())
 
     def _open(self, device_bytes: int, host_bytes: int) -> Worker:
-        storage = open_backend({"type": "file", "path": str(Path(self._plan.directory) / "store"), "capacity": self._plan.disk_bytes})
+        section = {"type": "file", "path": str(Path(self._plan.directory) / "store"), "capacity": self._plan.disk_bytes}
+        storage = open_backend(self._plan.storage or section)
         return Worker(
             self._model, device_bytes=device_bytes, host_bytes=host_bytes, storage=storage, page_size=PAGE_SIZE,
             identity=self._identity, options=ControllerOptions(restore_deadline=30.0),
@@ -309,15 +336,6 @@ def timed(calls: list[Callable[[], torch.Tensor]]) -> tuple[float, torch.Tensor]
         result = call()
         seconds.append(time.perf_counter() - started)
     return statistics.median(seconds), result
-
-
-def emit_row(phase: str, conversation: int, turn: int, g: Generation, nbytes: int, ttft: float, recompute: float, **checks: Any) -> None:
-    """One row of the table."""
-    emit(
-        "row", phase=phase, conversation=conversation, turn=turn, tier=TIER_NAMES[g.tier], tokens_prompt=g.prompt_tokens,
-        tokens_restored=g.restored, bytes_restored=nbytes, restore_ms=g.restore_seconds * 1e3, ttft_ms=ttft * 1e3,
-        ttft_recompute_ms=recompute * 1e3, reason=str(g.reason), **checks,
-    )  # fmt: skip
 
 
 def drop_page_cache(directory: Path) -> None:

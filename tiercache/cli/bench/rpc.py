@@ -1,0 +1,155 @@
+"""The cases of `bench rpc`: a daemon by TCP beside a bare stream, and by shared memory beside the same store in this process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Final
+
+import grpc
+
+from tiercache.cli.bench.bare import OPTIONS
+from tiercache.cli.bench.machine import warm
+from tiercache.cli.bench.rows import Note, Row, Target, Unit
+from tiercache.cli.bench.subject import Buffers, Subject, batch_keys
+from tiercache.cli.bench.timing import Crew, Side, medians
+from tiercache.core import ObjectKey
+from tiercache.errors import StorageError
+from tiercache.wire.frames import CHUNK_BYTES
+from tiercache.wire.v1 import storage_pb2 as pb
+
+_MOST_OBJECTS: Final = 128
+_EXISTS_KEYS: Final = 1600
+_RATIOS: Final = {"tcp": 0.9, "shared": 0.8}
+_FROM: Final = 1 << 20
+"""Bytes of an object from which on the ratios are wanted; below it the time per object decides."""
+
+
+def run(root: Path, sizes: Sequence[int], batch_bytes: int, repeats: int, say: Callable[[str], None]) -> Generator[Row | Note]:
+    """All rows of all sizes, in `root`."""
+    for size in sizes:
+        with ExitStack() as stack:
+            yield from _SizeBench(root / str(size), size, batch_bytes, repeats, say, stack).rows()
+    yield Note(
+        f"tcp: beside a bare Python gRPC stream of the same protobuf messages, {CHUNK_BYTES >> 20} MiB each, and beside one of plain bytes;"
+        " nobody checks, stores or puts these into place. shared: by a memfd that the daemon fills, beside the same file store opened in"
+        " this process."
+    )
+
+
+class _SizeBench:
+    """All cases of one size.
+
+    Thread rule: one thread.
+    """
+
+    def __init__(self, root: Path, size: int, batch_bytes: int, repeats: int, say: Callable[[str], None], stack: ExitStack) -> None:
+        root.mkdir()
+        self._repeats = repeats
+        self._say = say
+        self._size = size
+        count = max(1, min(_MOST_OBJECTS, batch_bytes // size))
+        self._buffers = Buffers(size, count)
+        capacity = 4 * (repeats + 3) * count * (size + 4096) + (64 << 20)
+        say("starting a daemon")
+        address = _daemon(root / "daemon", capacity, stack)
+        callers = stack.enter_context(Crew(1))
+
+        def subject(url: str, path: Path) -> Subject:
+            return stack.enter_context(Subject(url, path, self._buffers, callers))
+
+        store = root / "daemon/store"
+        self._tcp = subject(f"grpc://{address}", store)
+        self._shared = subject(f"grpc://{root}/daemon/run?plane=shared", store)
+        self._local = subject(f"file://{root}/local?capacity={capacity}", root / "local")
+        channel = stack.enter_context(grpc.insecure_channel(f"127.0.0.1:{_bare(stack)}", options=OPTIONS))
+        self._bare_get: Any = channel.unary_stream("/bare/Get", None, pb.GetReply.FromString)
+        self._bare_set: Any = channel.stream_unary("/bare/Set", pb.SetRequest.SerializeToString)
+        self._raw_get: Any = channel.unary_stream("/bare/GetRaw")
+        self._raw_set: Any = channel.stream_unary("/bare/SetRaw")
+        chunk = min(CHUNK_BYTES, self._buffers.nbytes)
+        self._raw = [bytes(self._buffers.arena.hold()[at : at + chunk]) for at in range(0, self._buffers.nbytes, chunk)]
+        self._bare = [pb.SetRequest(pieces=pb.SetPieces(sizes=[chunk], begins=[True]), payload=part) for part in self._raw]
+
+    def rows(self) -> Iterator[Row]:
+        """Sets first, so that what is read lies where sets leave it."""
+        count, rounds = self._buffers.count, self._repeats + 1
+        new = [[batch_keys(count) for _ in range(rounds)] for _ in range(3)]
+        self._say("set")
+        found = medians(
+            [
+                Side("tcp", lambda n: self._tcp.put(new[0][n])),
+                Side("shared", lambda n: self._shared.put(new[1][n])),
+                Side("local", lambda n: self._local.put(new[2][n])),
+                Side("bare", lambda _: self._bare_set(iter(self._bare), timeout=60)),
+                Side("raw", lambda _: self._raw_set(iter(self._raw), timeout=60)),
+            ],
+            self._repeats,
+        )
+        yield self._row("tcp set", found["tcp"], "bare stream", found["bare"], "tcp")
+        yield self._row("tcp set", found["tcp"], "plain bytes", found["raw"])
+        yield self._row("shared set", found["shared"], "in process", found["local"])
+        for subject in (self._shared, self._local):
+            warm(subject.path)
+            for keys in (new[0][0], new[1][0], new[2][0]):
+                if subject.store.exists(keys)[0]:
+                    subject.get(keys)
+        self._say("get")
+        self._buffers.wipe()
+        self._tcp.get(new[0][0])
+        self._buffers.check()
+        request = f"{len(self._raw)} {len(self._raw[0])}".encode()
+        found = medians(
+            [
+                Side("tcp", lambda _: self._tcp.get(new[0][0])),
+                Side("shared", lambda _: self._shared.get(new[1][0])),
+                Side("local", lambda _: self._local.get(new[2][0])),
+                Side("bare", lambda _: sum(len(message.payload) for message in self._bare_get(request, timeout=60))),
+                Side("raw", lambda _: sum(map(len, self._raw_get(request, timeout=60)))),
+            ],
+            self._repeats,
+        )
+        yield self._row("tcp get warm", found["tcp"], "bare stream", found["bare"], "tcp")
+        yield self._row("tcp get warm", found["tcp"], "plain bytes", found["raw"])
+        yield self._row("shared get warm", found["shared"], "in process", found["local"], "shared")
+        yield from self._exists([key for batch in new[1] for key in batch])
+
+    def _exists(self, known: list[ObjectKey]) -> Iterator[Row]:
+        keys = (known * (_EXISTS_KEYS // len(known) + 1))[:_EXISTS_KEYS]
+        sides = [Side("tcp", lambda _: self._tcp.store.exists(keys)), Side("shared", lambda _: self._shared.store.exists(keys))]
+        found = medians(sides, self._repeats)
+        for name in ("tcp", "shared"):
+            yield Row(f"rpc {name} exists", self._size, len(keys), found[name])
+
+    def _row(self, case: str, seconds: float, limit: str, limit_seconds: float, ratio: str = "") -> Row:
+        target = Target(_RATIOS[ratio], Unit.RATIO) if ratio and self._size >= _FROM else None
+        return Row(f"rpc {case}", self._size, self._buffers.count, seconds, self._buffers.nbytes, limit, limit_seconds, target)
+
+
+def _daemon(directory: Path, capacity: int, stack: ExitStack) -> str:
+    """Start a daemon; its TCP address."""
+    command = [sys.executable, "-m", "tiercache.cli", "serve", "--directory", str(directory), "--disk-bytes", str(capacity)]
+    process = _process([*command, "--listen", "127.0.0.1:0"], stack)
+    assert process.stderr is not None
+    said = []
+    for line in process.stderr:
+        said.append(line.strip())
+        if line.startswith("on 127.0.0.1:"):
+            return line.split()[1]
+    raise StorageError(f"the daemon did not start: {' '.join(said[-1:])}")
+
+
+def _bare(stack: ExitStack) -> int:
+    process = _process([sys.executable, "-m", "tiercache.cli.bench.bare"], stack)
+    assert process.stdout is not None
+    return int(process.stdout.readline())
+
+
+def _process(command: Sequence[str], stack: ExitStack) -> subprocess.Popen[str]:
+    """A process that ends with the stack."""
+    process = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))  # noqa: S603
+    stack.callback(process.terminate)
+    return process

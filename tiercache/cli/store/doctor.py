@@ -1,0 +1,76 @@
+"""`tiercache doctor`: what this machine gives a cache, each with one line of what to do about it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+
+from tiercache.cli.store.checks import Check, Level, machine_checks
+from tiercache.cli.store.options import OutputOption, StoreOption
+from tiercache.cli.store.output import Output, clean, console, document, line, safe, table
+from tiercache.cli.store.storage_checks import directory_checks
+from tiercache.cli.store.target import DEFAULT_DIRECTORY
+from tiercache.errors import ConfigError
+from tiercache.storage.registry import section_of
+
+_COLOURS: Final = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "red"}
+
+
+def doctor(
+    store: StoreOption = "",
+    path: Annotated[Path | None, typer.Option(help="Look at the disk of this directory instead of a store's.")] = None,
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """Check this machine: kernel, memory, the store's disk, GPU and engines. Exit code 1 if anything fails.
+
+    It opens no store and leaves nothing behind; the disk is tried with a file
+    that has no name.
+
+        tiercache doctor
+
+        tiercache doctor --path /var/lib/tiercache -o json
+
+    JSON fields of each check: name, level (ok, warn or fail), found, fix (empty
+    where it is ok).
+    """
+    checks = [*machine_checks(), *directory_checks(_directory(store, path))]
+    if output is Output.JSON:
+        document([check.record() for check in checks])
+    elif output is Output.JSONL:
+        for check in checks:
+            line(check.record())
+    else:
+        _print(checks)
+    if any(check.level is Level.FAIL for check in checks):
+        raise typer.Exit(1)
+
+
+def _directory(store: str, path: Path | None) -> Path:
+    """The directory whose disk matters; raises ConfigError."""
+    if path is None and "://" in store:
+        there = Path(section_of(store).get("path", ""))
+        if there.is_absolute() and there.is_dir():
+            store = str(there)
+        elif store == os.environ.get("TIERCACHE_STORE"):
+            store = ""  # it is meant for the other verbs
+        else:
+            raise ConfigError(f"doctor looks at this machine's disks, not at {clean(store.partition('?')[0])}; give --path a directory")
+    chosen = path if path is not None else Path(store or (DEFAULT_DIRECTORY if os.path.isdir(DEFAULT_DIRECTORY) else "."))
+    if not chosen.is_dir():
+        option = "--store" if path is None else "--path"
+        raise ConfigError(f"{option} {clean(str(chosen))} is not a directory; name the one that the store is in, or will be in")
+    return chosen.resolve()
+
+
+def _print(checks: list[Check]) -> None:
+    shown = table(("check", "", "found", "what to do"), left=("check", "", "found", "what to do"))
+    for check in checks:
+        colour = _COLOURS[check.level]
+        shown.add_row(check.name, f"[{colour}]{check.level}[/]", safe(check.found), safe(check.fix))
+    to = console()
+    to.print(shown)
+    counts = [f"{sum(check.level is level for check in checks)} {level}" for level in Level]
+    to.print(", ".join(counts), markup=False)

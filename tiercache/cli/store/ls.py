@@ -1,0 +1,135 @@
+"""`tiercache ls`: the objects of a store, one a line, as the store tells them."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from enum import StrEnum
+from itertools import islice
+from typing import Annotated, Any, Final
+
+import typer
+
+from tiercache.cli.store import rows
+from tiercache.cli.store.filters import Filter, make_filter
+from tiercache.cli.store.names import Namespaces
+from tiercache.cli.store.options import (
+    DepthOption,
+    MacKeyOption,
+    MaxSizeOption,
+    MinSizeOption,
+    NamespaceOption,
+    NewerOption,
+    OlderOption,
+    OutputOption,
+    PoolOption,
+    StoreOption,
+)
+from tiercache.cli.store.output import SHORTER, Output, console, count_text, document, line, safe, say, size_text, table
+from tiercache.cli.store.target import opened, resolve
+from tiercache.storage.base import ScanEntry, StorageBackend
+
+
+class Sort(StrEnum):
+    """What rows are ordered by."""
+
+    KEY = "key"
+    SIZE = "size"
+    AGE = "age"
+    DEPTH = "depth"
+
+
+_ORDERS: Final[dict[Sort, Callable[[ScanEntry], Any]]] = {
+    Sort.KEY: lambda entry: (entry.key.page_key, entry.key.layout),
+    Sort.SIZE: lambda entry: (-entry.meta.length, entry.key.page_key),
+    Sort.AGE: lambda entry: (entry.stored_at is None, entry.stored_at or 0.0, entry.key.page_key),
+    Sort.DEPTH: lambda entry: (entry.meta.depth is None, entry.meta.depth or 0, entry.key.page_key),
+}
+
+
+def ls(
+    store: StoreOption = "",
+    namespace: NamespaceOption = "",
+    pool: PoolOption = "",
+    depth: DepthOption = "",
+    min_size: MinSizeOption = "",
+    max_size: MaxSizeOption = "",
+    older: OlderOption = "",
+    newer: NewerOption = "",
+    sort: Annotated[Sort | None, typer.Option(help="Order; size and age: largest and oldest first. Without it rows come at once.")] = None,
+    limit: Annotated[int, typer.Option(min=0, help="At most so many rows; 0: all.")] = 0,
+    namespaces: Annotated[bool, typer.Option("--namespaces", help="List the namespaces instead, with their objects and bytes.")] = False,
+    mac_key: MacKeyOption = "",
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """List the stored objects.
+
+    The hundred largest states of a daemon, and all of a model's pages that are
+    older than a day, for a script:
+
+        tiercache ls -s /var/lib/tiercache --pool mamba --sort size --limit 100
+
+        tiercache ls -s grpc://node7:7070 --namespace qwen3 --older 1d -o jsonl
+
+    JSON fields: page_key, pool, namespace, depth (pages), bytes, stored_at
+    (seconds since 1970), parent (its own page key where it hangs on that page,
+    as a state does), layout, checksum; null where it is not known. With
+    --namespaces: namespace, label, identity, objects, bytes.
+    """
+    now = time.time()
+    wanted = make_filter(
+        now, namespace=namespace, pool=pool, depth=depth, min_size=min_size, max_size=max_size, older=older, newer=newer
+    )  # fmt: skip
+    with opened(resolve(store, mac_key)) as found:
+        if namespaces:
+            _namespaces(wanted, found, limit, output)
+            return
+        entries: Iterator[ScanEntry] | Iterable[ScanEntry] = wanted.scan(found)
+        if sort is not None:
+            entries = sorted(entries, key=_ORDERS[sort])
+        _show(islice(entries, limit) if limit else entries, now, output)
+
+
+def _show(entries: Iterable[ScanEntry], now: float, output: Output) -> None:
+    if output is Output.JSON:
+        document([rows.record(entry) for entry in entries])
+    elif output is Output.JSONL:
+        for entry in entries:
+            line(rows.record(entry))
+    else:
+        count = nbytes = 0
+        for entry in entries:
+            if not count:
+                sys.stdout.write(rows.header() + "\n")
+            sys.stdout.write(rows.row(entry, now) + "\n")
+            count, nbytes = count + 1, nbytes + entry.meta.length
+        say(f"{count_text(count, 'object')}, {size_text(nbytes)}")
+
+
+def _namespaces(wanted: Filter, store: StorageBackend, limit: int, output: Output) -> None:
+    totals: dict[bytes, list[int]] = {}
+    for entry in wanted.scan(store):
+        total = totals.setdefault(entry.meta.namespace, [0, 0])
+        total[0] += 1
+        total[1] += entry.meta.length
+    names = wanted.names
+    known = [name for name in names.records if not wanted.namespace or names.fits(name, wanted.namespace)]
+    everything = sorted({*totals, *known}, key=lambda name: (-totals.get(name, [0, 0])[1], name))
+    records = [_record(names, name, totals.get(name, [0, 0])) for name in everything[: limit or None]]
+    if output is Output.JSON:
+        document(records)
+    elif output is Output.JSONL:
+        for record in records:
+            line(record)
+    else:
+        shown = table(("namespace", "label", "page", "objects", "bytes"), left=("namespace", "label"))
+        for record in records:
+            page = str(record["identity"].get("page_size", "-"))
+            cells = (record["namespace"][:SHORTER], safe(record["label"]), safe(page), f"{record['objects']:,}", size_text(record["bytes"]))
+            shown.add_row(*cells)
+        console().print(shown)
+
+
+def _record(names: Namespaces, namespace: bytes, total: list[int]) -> dict[str, Any]:
+    return {**names.record(namespace), "objects": total[0], "bytes": total[1]}

@@ -1,0 +1,97 @@
+"""What people call namespaces and keys: labels, and prefixes of hex digests that must mean one thing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+from tiercache.cli.store.output import SHORTER, clean
+from tiercache.errors import ConfigError
+from tiercache.storage.base import StorageBackend
+
+_CANDIDATES: Final = 8
+_HEX: Final = frozenset("0123456789abcdef")
+
+
+class Namespaces:
+    """The namespaces that a store remembers, and how they are written.
+
+    Thread rule: one thread.
+    """
+
+    def __init__(self, records: Mapping[bytes, Mapping[str, str | int]]) -> None:
+        self.records = records
+
+    @classmethod
+    def of(cls, store: StorageBackend) -> Namespaces:
+        """Ask the store."""
+        return cls({record.namespace: record.identity for record in store.namespaces()})
+
+    def identity(self, namespace: bytes) -> Mapping[str, str | int]:
+        """What the namespace stands for; empty where nobody registered it."""
+        return self.records.get(namespace, {})
+
+    def label(self, namespace: bytes) -> str:
+        """Model, revision and tenant, cleaned: model@revision, tenant."""
+        found = self.identity(namespace)
+        if not found:
+            return "unnamed"
+        name = str(found.get("model", "?")) + (f"@{found['revision']}" if found.get("revision") else "")
+        return clean(name + (f", {found['tenant']}" if found.get("tenant") else ""))
+
+    def named(self, namespace: bytes) -> str:
+        """The start of its digest, and its label."""
+        return f"{namespace.hex()[:SHORTER]} {self.label(namespace)}"
+
+    def fits(self, namespace: bytes, text: str) -> bool:
+        """Does `text` name it: the start of its digest, or a part of its label?"""
+        return namespace.hex().startswith(text.lower()) or (namespace in self.records and text.lower() in self.label(namespace).lower())
+
+    def matching(self, text: str, present: Iterable[bytes]) -> list[bytes]:
+        """Which of the known and the `present` ones `text` names; raises ConfigError where it names none."""
+        everything = sorted({*self.records, *present})
+        found = [namespace for namespace in everything if self.fits(namespace, text)]
+        if not found:
+            raise ConfigError(f"--namespace {clean(text)!r} matches no namespace here; {self._listed(everything)}")
+        return found
+
+    def one(self, text: str, present: Iterable[bytes]) -> bytes:
+        """The only one that `text` names; raises ConfigError."""
+        found = self.matching(text, present)
+        exact = [namespace for namespace in found if namespace.hex() == text.lower()]
+        if len(exact or found) > 1:
+            raise ConfigError(f"--namespace {clean(text)!r} matches {len(found)} namespaces; give more of one: {self._some(found)}")
+        return (exact or found)[0]
+
+    def record(self, namespace: bytes) -> dict[str, Any]:
+        """Its fields for JSON."""
+        return {"namespace": namespace.hex(), "label": self.label(namespace), "identity": dict(self.identity(namespace))}
+
+    def _listed(self, namespaces: Sequence[bytes]) -> str:
+        return f"there are {self._some(namespaces)}" if namespaces else "the store has none"
+
+    def _some(self, namespaces: Sequence[bytes]) -> str:
+        listed = [self.named(namespace) for namespace in namespaces]
+        return "; ".join(listed[:_CANDIDATES]) + (f"; and {len(listed) - _CANDIDATES} more" if len(listed) > _CANDIDATES else "")
+
+
+def check_hex(text: str, option: str, most: int) -> str:
+    """`text` as lower-case hex digits, 1 to `most` of them; raises ConfigError."""
+    digits = text.lower()
+    if not digits or not set(digits) <= _HEX:
+        raise ConfigError(f"{option} {clean(text)!r} is not hex; give the digits of a page key as `tiercache ls` shows them")
+    if len(digits) > most:
+        raise ConfigError(f"{option} has {len(digits)} digits and a key has {most}; give the first 12 or so")
+    return digits
+
+
+def one_key(digits: str, keys: Iterable[bytes], option: str) -> bytes:
+    """The only key that begins with these hex digits; raises ConfigError, with the candidates where there are several."""
+    found = sorted(key for key in keys if key.hex().startswith(digits))
+    if not found:
+        raise ConfigError(f"{option} {digits} matches no stored page; see `tiercache ls` for those that are there")
+    if len(found) > 1:
+        shown = ", ".join(key.hex()[: max(16, len(digits) + 4)] for key in found[:_CANDIDATES])
+        more = f", and {len(found) - _CANDIDATES} more" if len(found) > _CANDIDATES else ""
+        raise ConfigError(f"{option} {digits} matches {len(found)} pages; give more digits of one: {shown}{more}")
+    return found[0]

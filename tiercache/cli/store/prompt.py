@@ -1,0 +1,92 @@
+"""The tokens of a prompt, from a file of integers or from a text and a tokenizer."""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.lib import format as npy
+
+from tiercache.cli.store.output import clean
+from tiercache.core import TokenArray, as_tokens
+from tiercache.errors import ConfigError, TokenError
+
+_MOST_BYTES: Final = 256 << 20
+_NPY: Final = b"\x93NUMPY"
+
+
+def tokens_of(tokens: str, text: str | None, text_file: str, tokenizer: str) -> TokenArray:
+    """The prompt that exactly one of `tokens`, `text` and `text_file` names; raises ConfigError."""
+    if tokens:
+        if tokenizer:
+            raise ConfigError("--tokenizer goes with --text or --text-file; --tokens are numbers already, so leave it away")
+        return _of_file(tokens)
+    if not tokenizer:
+        raise ConfigError("--text needs --tokenizer, the directory of the model's tokenizer.json; or give token ids with --tokens")
+    if text is None:
+        try:
+            text = _read("--text-file", text_file).decode()
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"--text-file {clean(text_file)} is not UTF-8 text; convert it, or give token ids with --tokens") from error
+    return _encode(text, tokenizer)
+
+
+def _of_file(name: str) -> TokenArray:
+    raw = _read("--tokens", name)
+    try:
+        return as_tokens(_of_npy(raw) if raw.startswith(_NPY) else _of_text(raw.decode()))
+    except TokenError as error:
+        raise ConfigError(f"--tokens {clean(name)}: {clean(str(error))}") from error
+    except (ValueError, EOFError, RecursionError) as error:
+        raise ConfigError(
+            f"--tokens {clean(name)} is neither a JSON list of integers, nor integers separated by blanks or commas, nor a .npy file of"
+            f" integers ({clean(str(error))[:80]}); convert it"
+        ) from error
+
+
+def _of_npy(raw: bytes) -> Any:
+    from io import BytesIO
+
+    # Not numpy's own load: that one reads archives, and pickles where it is told to.
+    return npy.read_array(BytesIO(raw), allow_pickle=False)
+
+
+def _of_text(text: str) -> Any:
+    if text.lstrip().startswith(("[", "{")):
+        found = json.loads(text)
+        if not isinstance(found, list):
+            raise ValueError("a JSON object")
+        return found
+    numbers = [int(word) for word in text.replace(",", " ").split()]
+    return numbers if numbers else np.empty(0, np.uint64)
+
+
+def _read(option: str, name: str) -> bytes:
+    try:
+        with sys.stdin.buffer if name == "-" else Path(name).open("rb") as file:
+            raw = file.read(_MOST_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{option} {clean(name)} cannot be read: {error.strerror}; name a file") from error
+    if len(raw) > _MOST_BYTES:
+        raise ConfigError(f"{option} {clean(name)} has more than 256 MiB, which is no prompt; name another file")
+    return raw
+
+
+def _encode(text: str, directory: str) -> TokenArray:
+    path = Path(directory)
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.is_file():
+        raise ConfigError(f"--tokenizer {clean(directory)} has no tokenizer.json; name the directory of a model, or the file")
+    try:
+        library = import_module("tokenizers")
+    except ImportError as error:
+        raise ConfigError("--text needs the tokenizers library; install it with: pip install tokenizers, or give --tokens") from error
+    try:
+        made = library.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises plain Exception
+        raise ConfigError(f"--tokenizer {clean(str(file))} cannot be read: {clean(str(error))[:80]}; is it a tokenizer.json?") from error
+    return as_tokens([int(token) for token in made.encode(text).ids])

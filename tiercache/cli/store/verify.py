@@ -1,0 +1,207 @@
+"""`tiercache verify`: reads everything and says what is not as it was stored."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Final
+
+import typer
+
+from tiercache.cli.store import rows
+from tiercache.cli.store.exits import EXIT_CORRUPT
+from tiercache.cli.store.filters import make_filter
+from tiercache.cli.store.forest import Forest
+from tiercache.cli.store.options import (
+    DepthOption,
+    MacKeyOption,
+    MaxSizeOption,
+    MinSizeOption,
+    NamespaceOption,
+    NewerOption,
+    OlderOption,
+    OutputOption,
+    PoolOption,
+    StoreOption,
+)
+from tiercache.cli.store.output import SHORT, SHORTER, Output, clean, console, count_text, document, line, progress, size_text
+from tiercache.cli.store.reading import Checked, Reading
+from tiercache.cli.store.removal import remove
+from tiercache.cli.store.target import Target, check_reached, opened, resolve
+from tiercache.core import ObjectKey, Outcome
+from tiercache.storage.base import ScanEntry, StorageBackend
+
+_WORDS: Final = {
+    Outcome.HIT: "ok",
+    Outcome.CORRUPT: "corrupt",
+    Outcome.MISS: "missing",
+    Outcome.ERROR: "unreadable",
+    Outcome.THROTTLED: "unreadable",
+}
+_ORPHANS: Final = 20
+"""Lines about orphans in a table: one missing page cuts thousands off."""
+_RESULTS: Final = ("ok", "corrupt", "missing", "unreadable", "orphan")
+
+
+def verify(
+    store: StoreOption = "",
+    repair: Annotated[bool, typer.Option("--repair", help="Delete orphans as well: objects of pages whose ancestors are gone.")] = False,
+    namespace: NamespaceOption = "",
+    pool: PoolOption = "",
+    depth: DepthOption = "",
+    min_size: MinSizeOption = "",
+    max_size: MaxSizeOption = "",
+    older: OlderOption = "",
+    newer: NewerOption = "",
+    mac_key: MacKeyOption = "",
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """Read every object and check it. Exit code 4 if one was corrupt, 1 if one could not be read.
+
+    A store drops what it finds corrupt, so that it is stored anew the next
+    time; a second run then finds nothing. Orphans are objects that nothing can
+    reach, because a page in front of them is gone: they take room and do no
+    harm, and are of use again once that page is stored anew.
+
+        tiercache verify -s /var/lib/tiercache
+
+        tiercache verify -s grpc://node7:7070 --namespace qwen3 --repair -o jsonl
+
+    JSON fields: found (the objects that are not ok: result = corrupt, missing,
+    unreadable or orphan; action = dropped, listed, deleted or none; and the
+    fields of ls), summary (objects, bytes, seconds, bytes_per_second, ok,
+    corrupt, missing, unreadable, orphan, repaired). With jsonl each of found on
+    a line as it is found, and a last line with summary.
+    """
+    wanted = make_filter(
+        time.time(), namespace=namespace, pool=pool, depth=depth, min_size=min_size, max_size=max_size, older=older, newer=newer
+    )  # fmt: skip
+    target = resolve(store, mac_key)
+    tally = Tally()
+    found: list[dict[str, Any]] = []
+    with opened(target) as opened_store:
+        everything = list(opened_store.scan_all())
+        wanted_entries = list(wanted.scan(opened_store, everything))
+        orphans = 0
+        for record in _all(target, opened_store, everything, wanted_entries, repair, tally):
+            orphans += record["result"] == "orphan"
+            if output is Output.JSONL:
+                line(record)
+            elif output is Output.JSON:
+                found.append(record)
+            elif orphans <= _ORPHANS:
+                _print(record)
+    _finish(found, tally.summary(), output)
+    if tally.counts["corrupt"]:
+        raise typer.Exit(EXIT_CORRUPT)
+    if tally.counts["unreadable"]:
+        raise typer.Exit(1)
+
+
+@dataclass(slots=True)
+class Tally:
+    """How many objects came out how, and how long reading them took.
+
+    Thread rule: one thread.
+    """
+
+    counts: Counter[str] = field(default_factory=Counter)
+    nbytes: int = 0
+    seconds: float = 0.0
+
+    def summary(self) -> dict[str, Any]:
+        """Its fields for JSON."""
+        return {
+            "objects": sum(self.counts[name] for name in _RESULTS[:-1]),
+            "bytes": self.nbytes,
+            "seconds": round(self.seconds, 6),
+            "bytes_per_second": round(self.nbytes / self.seconds) if self.seconds else 0,
+            **{name: self.counts[name] for name in (*_RESULTS, "repaired")},
+        }
+
+
+def _all(
+    target: Target,
+    store: StorageBackend,
+    everything: Sequence[ScanEntry],
+    wanted: Sequence[ScanEntry],
+    repair: bool,
+    tally: Tally,
+) -> Iterator[dict[str, Any]]:
+    """What is not as it should be, as it is found."""
+    gone: set[bytes] = set()
+    with progress("checking", sum(entry.meta.length for entry in wanted)) as advance:
+        started = time.monotonic()
+        for batch in Reading(store).check(wanted):
+            nbytes = sum(checked.entry.meta.length for checked in batch)
+            tally.nbytes, tally.seconds = tally.nbytes + nbytes, time.monotonic() - started
+            if all(checked.outcome is not Outcome.HIT for checked in batch):
+                check_reached(target, store)
+            tally.counts.update(_WORDS[checked.outcome] for checked in batch)
+            yield from _bad(store, [checked for checked in batch if checked.outcome is not Outcome.HIT], gone)
+            advance(nbytes)
+    lost = _orphans(store, everything, {entry.key.digest for entry in wanted} - gone, gone)
+    tally.counts["orphan"] = len(lost)
+    kept = set(_kept(target, store, lost)) if repair else set()
+    for entry in lost:
+        deleted = repair and entry.key.digest not in kept
+        tally.counts["repaired"] += deleted
+        yield _record("orphan", "deleted" if deleted else "none", entry)
+
+
+def _bad(store: StorageBackend, bad: Sequence[Checked], gone: set[bytes]) -> Iterator[dict[str, Any]]:
+    there = store.exists([checked.entry.key for checked in bad]) if bad else []
+    for (entry, outcome), still in zip(bad, there, strict=True):
+        if not still:
+            gone.add(entry.key.digest)
+        action = "none" if outcome is not Outcome.CORRUPT else "listed" if still else "dropped"
+        yield _record(_WORDS[outcome], action, entry)
+
+
+def _orphans(store: StorageBackend, everything: Sequence[ScanEntry], wanted: set[bytes], gone: set[bytes]) -> list[ScanEntry]:
+    """Objects that nothing can reach now, the deepest first; in a store that is in use, those whose page has not come meanwhile."""
+    forest = Forest(entry for entry in everything if entry.key.digest not in gone)
+    lost = forest.orphans()
+    if not lost:
+        return []
+    layouts = {(entry.key.pool, entry.key.layout) for page in forest.pages.values() for entry in page.pages}
+    absent = sorted({missing for entry in lost if (missing := forest.cut_off_by(entry)) is not None})
+    keys = [ObjectKey(pool, layout + page) for page in absent for pool, layout in sorted(layouts)]
+    came = {key.page_key for key, there in zip(keys, store.exists(keys), strict=True) if there}
+    return forest.removal_order(entry for entry in lost if entry.key.digest in wanted and forest.cut_off_by(entry) not in came)
+
+
+def _kept(target: Target, store: StorageBackend, lost: Sequence[ScanEntry]) -> Iterator[bytes]:
+    """Delete these; the digests of those that are still there."""
+    with progress("deleting", sum(entry.meta.length for entry in lost)) as advance:
+        for removed in remove(target, store, lost):
+            yield from (entry.key.digest for entry in removed.failed)
+            advance(sum(entry.meta.length for entry in removed.entries))
+
+
+def _record(result: str, action: str, entry: ScanEntry) -> dict[str, Any]:
+    return {"result": result, "action": action, **rows.record(entry)}
+
+
+def _print(record: dict[str, Any]) -> None:
+    happened = {"dropped": ", dropped", "listed": ", still listed", "deleted": ", deleted"}.get(record["action"], "")
+    where = f"page {record['page_key'][:SHORT]} {record['pool']} {record['namespace'][:SHORTER]} layout {record['layout'][:SHORTER]}"
+    depth = "" if record["depth"] is None else f" depth {record['depth']}"
+    typer.echo(clean(f"{record['result']}{happened}: {where}{depth} {size_text(record['bytes'])}"))
+
+
+def _finish(found: list[dict[str, Any]], summary: dict[str, Any], output: Output) -> None:
+    if output is Output.JSON:
+        document({"found": found, "summary": summary})
+    elif output is Output.JSONL:
+        line({"summary": summary})
+    else:
+        rate = f"{summary['bytes_per_second'] / 1e9:.2f} GB/s"
+        parts = ", ".join(f"{summary[name]:,} {name}" for name in (*_RESULTS, "repaired") if summary[name] or name == "ok")
+        if summary["orphan"] > _ORPHANS:
+            console().print(f"and {summary['orphan'] - _ORPHANS:,} more orphans, which -o jsonl lists", markup=False)
+        console().print(f"{count_text(summary['objects'], 'object')}, {size_text(summary['bytes'])}, {rate}: {parts}", markup=False)
+        if summary["orphan"] > summary["repaired"]:
+            console().print("orphans cannot be reached any more; verify --repair deletes them", markup=False)
