@@ -34,10 +34,11 @@ from tiercache.wire.v1 import storage_pb2 as pb
 WINDOW_BYTES: Final = 8 << 20
 """Payload that one call of the store moves: enough for its batches to pay, little enough to share the budget."""
 
+_FIRST_WINDOW_BYTES: Final = 1 << 20
 _PLACED_BYTES: Final = 128 << 20
 """One call names attached memory of at most so much and the largest object."""
 _WINDOW_ITEMS: Final = 1024
-_DIRECT_BYTES: Final = 64 << 20
+_DIRECT_BYTES: Final = 128 << 20
 """Payload between store and attached memory that one call of the store moves: what a thread has begun nobody can call off."""
 
 _EXTENT_BYTES: Final = 256
@@ -223,8 +224,11 @@ def read_keys(message: pb.Keys, most: int) -> list[ObjectKey]:
 
 
 def _windows(wanted: _Wanted, most: int) -> Iterator[_Wanted]:
-    """Neighbouring objects that are read at once: at most WINDOW_BYTES in blocks, or one object. WireError where one cannot be held."""
-    room = min(WINDOW_BYTES, most)
+    """Neighbouring objects that are read at once: at most WINDOW_BYTES in blocks, or one object. WireError where one cannot be held.
+
+    The first windows are smaller, so that the client has something to do while the others are read.
+    """
+    room = min(_FIRST_WINDOW_BYTES, most)
     start = held = 0
     for at, blocks in enumerate(blocks_for(wanted.lengths)):
         size = blocks * Lease.block_bytes
@@ -234,7 +238,7 @@ def _windows(wanted: _Wanted, most: int) -> Iterator[_Wanted]:
             )
         if at > start and (held + size > room or at - start == _WINDOW_ITEMS):
             yield _Wanted(start, wanted.keys[start:at], wanted.lengths[start:at])
-            start, held = at, 0
+            start, held, room = at, 0, min(2 * room, WINDOW_BYTES, most)
         held += size
     if start < len(wanted.keys):
         yield _Wanted(start, wanted.keys[start:], wanted.lengths[start:])

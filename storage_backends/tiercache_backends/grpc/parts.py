@@ -8,7 +8,7 @@ from typing import Final
 from tiercache.core import Outcome
 from tiercache_backends.grpc.failures import CallError, Kind
 
-CALL_BYTES: Final = 64 << 20
+CALL_BYTES: Final = 128 << 20
 """Payload of one call: what passes in a second or so, also over TCP, and well within the deadline of a call."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from ctypes import addressof, c_char
 from typing import NamedTuple
 
 import numpy as np
@@ -35,7 +36,7 @@ def locate(buffers: Iterable[memoryview], memories: Sequence[Known]) -> list[Ext
         size = buffer.nbytes
         if not size:
             continue
-        address = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
+        address = _address(buffer)
         for known in memories:
             offset = address - known.address
             if 0 <= offset <= known.nbytes - size:
@@ -50,6 +51,13 @@ def locate(buffers: Iterable[memoryview], memories: Sequence[Known]) -> list[Ext
         else:
             found.append(Extent(id(known.memory), offset, size))
     return found
+
+
+def _address(buffer: memoryview) -> int:
+    if buffer.readonly:
+        found: int = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
+        return found
+    return addressof(c_char.from_buffer(buffer))
 
 
 def message(items: Sequence[Sequence[Extent]], regions: Mapping[int, int]) -> pb.Places:

@@ -90,7 +90,7 @@ def rpc(
     size: Annotated[str, typer.Option(help="Sizes of an object, multiples of 4KiB, separated by commas.")] = "16KiB,1MiB,16MiB",
     path: Annotated[Path, typer.Option(help="A directory for the daemon's store; what is written there is removed at the end.")] = Path(),
     repeat: Annotated[int, typer.Option(min=1, max=1000, help="Runs of which the median counts; one more comes first.")] = 5,
-    batch: Annotated[str, typer.Option(help="What a batch moves, if 128 objects are not less.")] = "64MiB",
+    batch: Annotated[str, typer.Option(help="What a batch moves, if 128 objects are not less.")] = "128MiB",
     output: Annotated[Output, typer.Option("--output", "-o", help="A table, or one JSON object per line and nothing else.")] = Output.TABLE,
 ) -> None:
     """Measure a daemon on this machine: by TCP beside a bare gRPC stream, by shared memory beside the store in this process.
