@@ -18,7 +18,7 @@ from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
 
-from tiercache.core import Outcome
+from tiercache.core import Outcome, Reason
 from tiercache.pools import HostArena
 from tiercache.storage.base import GetItem, SetItem, StorageBackend
 from tiercache.storage.registry import open_backend
@@ -30,7 +30,7 @@ SIZE = 64 << 10
 SHARED_BATCHES = 200
 
 
-def client(url: str, who: int, seconds: float) -> tuple[Counter[str], dict[str, list[float]]]:
+def client(url: str, who: int, seconds: float, started: threading.Barrier) -> tuple[Counter[str], dict[str, list[float]]]:
     """One client's calls: outcomes, and seconds by kind of call."""
     rng = random.Random(who)
     seen: Counter[str] = Counter()
@@ -38,6 +38,10 @@ def client(url: str, who: int, seconds: float) -> tuple[Counter[str], dict[str, 
     arena = HostArena(OBJECTS * SIZE, SIZE, huge_pages=False)
     with open_backend(url) as store:
         store.attach(arena)
+        ready = time.monotonic() + 60
+        while store.exists([]) == [] and store.outage() is not Reason.NONE and time.monotonic() < ready:
+            time.sleep(0.1)
+        started.wait()
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             name = rng.randrange(SHARED_BATCHES) if rng.random() < 0.7 else (who, rng.randrange(10**9))
@@ -52,7 +56,11 @@ def batch(store: StorageBackend, arena: HostArena, name: object, seen: Counter[s
     started = time.perf_counter()
     there = store.exists(keys)
     times["exists"].append(time.perf_counter() - started)
-    seen["outage" if not any(there) and str(store.outage()) != "none" else "exists"] += 1
+    if not any(there) and store.outage() is not Reason.NONE:
+        seen["outage"] += 1
+        time.sleep(0.1)
+        return
+    seen["exists"] += 1
     if all(there):
         items = [GetItem(k, [v], SIZE) for k, v in zip(keys, views, strict=True)]
         started = time.perf_counter()
@@ -75,8 +83,9 @@ def batch(store: StorageBackend, arena: HostArena, name: object, seen: Counter[s
 def worker(urls: list[str], first: int, seconds: float) -> None:
     """A process with several clients: prints what they saw."""
     results: list[tuple[Counter[str], dict[str, list[float]]]] = []
+    started = threading.Barrier(len(urls))
     threads = [
-        threading.Thread(target=lambda u=url, n=n: results.append(client(u, first + n, seconds)))  # type: ignore[misc]
+        threading.Thread(target=lambda u=url, n=n: results.append(client(u, first + n, seconds, started)))  # type: ignore[misc]
         for n, url in enumerate(urls)
     ]
     for thread in threads:
@@ -100,13 +109,10 @@ def main(clients: int, seconds: float) -> None:
         urls = [f"grpc://{directory}/run" if n % 2 else f"grpc://{address}" for n in range(clients)]
         shares = [urls[n::PROCESSES] for n in range(min(PROCESSES, clients))]
         before = memory_of(daemon.pid)
+        outputs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in shares]  # a pipe that nobody reads would fill up
         workers = [
-            subprocess.Popen(
-                [sys.executable, "-m", "tests.benchmarks.clients", json.dumps([share, n * 1000, seconds])],
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for n, share in enumerate(shares)
+            subprocess.Popen([sys.executable, "-m", "tests.benchmarks.clients", json.dumps([share, n * 1000, seconds])], stdout=output)
+            for n, (share, output) in enumerate(zip(shares, outputs, strict=True))
         ]
         samples = []
         while any(w.poll() is None for w in workers):
@@ -117,9 +123,10 @@ def main(clients: int, seconds: float) -> None:
         seen: Counter[str] = Counter()
         times: dict[str, list[float]] = {"exists": [], "get": [], "set": []}
         ended = 0
-        for w in workers:
-            out, _ = w.communicate(timeout=60)
-            report = json.loads(out)
+        for worker_process, output in zip(workers, outputs, strict=True):
+            worker_process.wait(60)
+            output.seek(0)
+            report = json.load(output)
             seen.update(report["seen"])
             ended += report["ended"]
             for kind, values in report["times"].items():

@@ -235,3 +235,22 @@ def test_files_in_memory_are_called_that():
     assert done.returncode == 0, done.stderr
     assert ("figures of memory" in " ".join(done.stdout.split())) == machine(SHM, direct=False).in_memory
     assert not list(SHM.glob(".benchmark-*"))
+
+
+def test_a_daemon_is_measured_beside_its_limits(tmp_path):
+    command = [TIERCACHE, "bench", "rpc", "--size", "64KiB", "--batch", "1MiB", "--repeat", "1", "--path", str(tmp_path), "-o", "json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [(row["name"], row["limit"]) for row in rows] == [
+        ("rpc tcp set", "bare stream"),
+        ("rpc tcp set", "plain bytes"),
+        ("rpc shared set", "in process"),
+        ("rpc tcp get warm", "bare stream"),
+        ("rpc tcp get warm", "plain bytes"),
+        ("rpc shared get warm", "in process"),
+        ("rpc tcp exists", None),
+        ("rpc shared exists", None),
+    ]
+    assert all(row["seconds"] > 0 and (row["ratio"] is None or row["ratio"] > 0) for row in rows)
+    assert list(tmp_path.iterdir()) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import sys
 from typing import Annotated, Final
@@ -56,15 +57,34 @@ def main() -> None:
     """The console script."""
     errors = Console(stderr=True, highlight=False)
     # As Ctrl-C does: unwind, so that processes that were started are ended and temporary directories removed.
+    logging.getLogger("tiercache_backends.grpc").addHandler(logging.NullHandler())  # what it logs, the verbs say themselves
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_TERMINATED))
     try:
-        app()
-    except (InputError, ConfigError) as error:
-        errors.print(f"[red]tiercache:[/] {safe(str(error))}", soft_wrap=True)
-        sys.exit(EXIT_USAGE)
-    except UnreachableError as error:
-        errors.print(f"[red]tiercache:[/] {safe(str(error))}", soft_wrap=True)
-        sys.exit(EXIT_UNREACHABLE)
-    except (TierCacheError, OSError) as error:
-        errors.print(f"[red]tiercache:[/] {safe(str(error))}", soft_wrap=True)
-        sys.exit(EXIT_ERROR)
+        code = app(standalone_mode=False)
+    except Exception as error:
+        if (found := _verdict(error)) is None:
+            raise
+        code, sentence = found
+        errors.print(f"[red]tiercache:[/] {safe(sentence)}" if sentence else "", soft_wrap=True, end="\n" if sentence else "")
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _verdict(error: Exception) -> tuple[int, str] | None:
+    """The exit code and the sentence for an error of the user's or the world's; None for one of ours."""
+    if isinstance(error, UnreachableError):
+        return EXIT_UNREACHABLE, str(error)
+    if isinstance(error, InputError | ConfigError):
+        return EXIT_USAGE, str(error)
+    if isinstance(error, TierCacheError | OSError):
+        return EXIT_ERROR, str(error)
+    if isinstance(error, typer.Abort):
+        return EXIT_ERROR, "aborted; nothing was changed"
+    message = getattr(error, "format_message", None)  # of the command line's parser, whichever typer brings along
+    if message is None:
+        return None
+    context = getattr(error, "ctx", None)
+    if type(error).__name__ == "NoArgsIsHelpError":
+        typer.echo(context.get_help() if context else "")
+        return EXIT_USAGE, ""
+    said = str(message()).strip().rstrip(".")
+    return EXIT_USAGE, f"{said[:1].lower()}{said[1:]}; see {context.command_path if context else 'tiercache'} --help"

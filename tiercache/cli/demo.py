@@ -20,8 +20,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 
 from tiercache import errors
+from tiercache.cli.store.target import UnreachableError
 from tiercache.config import parse_size
-from tiercache.errors import ConfigError, TierCacheError
+from tiercache.errors import ConfigError, StorageError, TierCacheError
 from tiercache.storage.registry import open_backend
 
 _COLUMNS: Final = ("chat, turn", "from", "restored", "computed", "1st token", "recompute", "gain", "diff", "uncut", "answer")
@@ -150,11 +151,14 @@ def _progress(console: Console) -> Progress:
 
 
 def _require_answer(url: str) -> None:
-    """StorageError unless the store can be asked; a worker would go on without it, and restore nothing."""
+    """UnreachableError unless the store can be asked; a worker would go on without it, and restore nothing."""
     with open_backend(url) as store:
         if not store.capabilities.shared:
             raise ConfigError(f"--storage {url} is no store that two processes can have open; name a daemon's, or an lmdb store")
-        store.namespaces()
+        try:
+            store.namespaces()
+        except StorageError as error:
+            raise UnreachableError(f"--storage {url} cannot be asked: {error}") from error
 
 
 def _run(plan: dict[str, Any], title: str, result: Result, progress: Progress, others: ExitStack) -> None:

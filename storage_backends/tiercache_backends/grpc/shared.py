@@ -79,12 +79,12 @@ class SharedPlane:
         self.hazards: Final = Hazards()
         self._lock = Lock()
         self._memories: tuple[Known, ...] = ()
-        self._staging: Staging | None = None
+        self._staging = _staging(settings.staging)  # now, for it takes a while to have all of its pages
         self._refused = ""
 
     @property
     def staging(self) -> Staging | None:
-        """Our own memory; None: there is none, or no daemon to share it with yet."""
+        """Our own memory; None: there is none."""
         return self._staging
 
     def attach(self, memory: SharedMemory) -> None:

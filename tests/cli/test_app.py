@@ -1,0 +1,54 @@
+"""The command as a whole: every wrong use gets one sentence and exit code 2."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+
+def tiercache(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "tiercache.cli", *arguments], capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["bogus"], "no such command 'bogus'; see "),
+        (["serve", "--bogus"], "no such option: --bogus"),
+        (["ls", "--limit", "-1"], "invalid value for '--limit'"),
+        (["ls", "-o", "xml"], "'xml' is not one of"),
+        (["status", "extra"], "unexpected extra argument"),
+        (["ping", "--count"], "'--count' requires an argument"),
+        (["bench", "rpc", "--repeat", "x"], "invalid value for '--repeat'"),
+        (["bench", "rpc", "--size", "5000"], "--size 5000 is not possible"),
+        (["bench", "rpc", "--path", "/nowhere"], "--path /nowhere is not a directory"),
+        (["demo", "--storage", "memory://"], "is no store that two processes can have open"),
+    ],
+)
+def test_a_wrong_use_gets_one_sentence(arguments: list[str], sentence: str) -> None:
+    done = tiercache(*arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("tiercache: ")
+    assert done.stderr.count("\n") == 1
+    assert sentence in done.stderr
+
+
+def test_a_demo_without_its_daemon_says_so() -> None:
+    done = tiercache("demo", "--storage", "grpc://127.0.0.1:9")
+    assert (done.returncode, done.stdout) == (3, "")
+    assert done.stderr.count("\n") == 1
+    assert "start the daemon there" in done.stderr
+
+
+def test_no_arguments_at_all_get_help() -> None:
+    done = tiercache()
+    assert done.returncode == 2
+    assert "Usage" in done.stdout
+    assert done.stderr == ""
+
+
+def test_completion_scripts_are_there() -> None:
+    done = tiercache("--show-completion", "bash")
+    assert "complete" in done.stdout + done.stderr
