@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 import grpc
@@ -55,7 +57,9 @@ class _SizeBench:
         self._buffers = Buffers(size, count)
         capacity = 4 * (repeats + 3) * count * (size + 4096) + (64 << 20)
         say("starting a daemon")
-        address = _daemon(root / "daemon", capacity, stack)
+        # Not below `root`: the path of a unix socket has some hundred bytes.
+        sockets = stack.enter_context(TemporaryDirectory(prefix="tiercache-bench-"))
+        address = _daemon(root / "daemon", sockets, capacity, stack)
         callers = stack.enter_context(Crew(1))
 
         def subject(url: str, path: Path) -> Subject:
@@ -63,7 +67,7 @@ class _SizeBench:
 
         store = root / "daemon/store"
         self._tcp = subject(f"grpc://{address}", store)
-        self._shared = subject(f"grpc://{root}/daemon/run?plane=shared", store)
+        self._shared = subject(f"grpc://{sockets}?plane=shared", store)
         self._local = subject(f"file://{root}/local?capacity={capacity}", root / "local")
         channel = stack.enter_context(grpc.insecure_channel(f"127.0.0.1:{_bare(stack)}", options=OPTIONS))
         self._bare_get: Any = channel.unary_stream("/bare/Get", None, pb.GetReply.FromString)
@@ -129,10 +133,10 @@ class _SizeBench:
         return Row(f"rpc {case}", self._size, self._buffers.count, seconds, self._buffers.nbytes, limit, limit_seconds, target)
 
 
-def _daemon(directory: Path, capacity: int, stack: ExitStack) -> str:
+def _daemon(directory: Path, sockets: str, capacity: int, stack: ExitStack) -> str:
     """Start a daemon; its TCP address."""
     command = [sys.executable, "-m", "tiercache.cli", "serve", "--directory", str(directory), "--disk-bytes", str(capacity)]
-    process = _process([*command, "--listen", "127.0.0.1:0"], stack)
+    process = _process([*command, "--listen", "127.0.0.1:0"], stack, TIERCACHE_SOCKETS=sockets)
     assert process.stderr is not None
     said = []
     for line in process.stderr:
@@ -148,8 +152,11 @@ def _bare(stack: ExitStack) -> int:
     return int(process.stdout.readline())
 
 
-def _process(command: Sequence[str], stack: ExitStack) -> subprocess.Popen[str]:
+def _process(command: Sequence[str], stack: ExitStack, **variables: str) -> subprocess.Popen[str]:
     """A process that ends with the stack."""
-    process = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))  # noqa: S603
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TIERCACHE_")} | variables
+    process = stack.enter_context(
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)  # noqa: S603  our own module
+    )
     stack.callback(process.terminate)
     return process
