@@ -364,7 +364,7 @@ PRINCIPALS = '[[principals]]\nname = "a"\n{}\n[[principals]]\nname = "b"\n{}\n'
         ('limits.object_bytes = "512MiB"', "limits.object_bytes (512MiB) is more than half of host_bytes (256MiB)"),
         ('limits.client_bytes = "512MiB"', "limits.client_bytes (512MiB) is more than half of host_bytes (256MiB)"),
         ('limits.client_bytes = "64MiB"\nlimits.principal_bytes = "32MiB"', "(64MiB) is more than limits.principal_bytes (32MiB)"),
-        ('limits.client_bytes = "1MiB"', "limits.message_bytes (2MiB) is more than one client may have in flight, limits"),
+        ('limits.client_bytes = "1MiB"', "limits.message_bytes (4MiB) is more than one client may have in flight, limits"),
     ],
 )  # fmt: skip
 def test_settings_that_do_not_fit_together(loaded, text, sentence):

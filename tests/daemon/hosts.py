@@ -22,7 +22,7 @@ import grpc
 
 from tiercache.core import ObjectKey, ObjectMeta, PoolName
 from tiercache.wire import memory, messages
-from tiercache.wire.frames import CHUNK_BYTES, cut, decode, encode
+from tiercache.wire.frames import cut, decode, encode
 from tiercache.wire.methods import ATTACH_SOCKET, GRPC_SOCKET, METHODS, SESSION_METADATA
 from tiercache.wire.v1 import attach_pb2
 from tiercache.wire.v1 import storage_pb2 as pb
@@ -239,7 +239,7 @@ def get_request(lengths: Mapping[ObjectKey, int]) -> bytes:
 
 def set_messages(items: Mapping[ObjectKey, bytes], namespace: bytes = NAMESPACE) -> Iterator[bytes]:
     keys, values = list(items), list(items.values())
-    for pieces in cut([len(value) for value in values], CHUNK_BYTES):
+    for pieces in cut([len(value) for value in values], MIB):
         begun = [piece.item for piece in pieces if not piece.start]
         header = pb.SetPieces(
             sizes=[piece.stop - piece.start for piece in pieces], begins=[not piece.start for piece in pieces],

@@ -117,8 +117,8 @@ class Limits(_Table):
     """Payload bytes of all clients of one principal in flight. Default: half of host_bytes, or a quarter of several principals."""
     keys_per_batch: Count = 4096
     """Keys that one call may name."""
-    message_bytes: MessageBytes = 2 * _MIB
-    """The largest message; objects travel in chunks of about 1 MiB."""
+    message_bytes: MessageBytes = 4 * _MIB
+    """The largest message; objects travel in chunks of half of it, and of 2MiB at most."""
     object_bytes: ObjectBytes | None = None
     """The largest object. Default: 256MiB, or a quarter of host_bytes where that is less."""
     attached_bytes: Size = 64 * 1024 * _MIB

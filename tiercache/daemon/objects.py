@@ -44,8 +44,8 @@ _DIRECT_BYTES: Final = 128 << 20
 _EXTENT_BYTES: Final = 256
 """Of Python's objects for one extent of attached memory."""
 
-_FRAME_BYTES: Final = CHUNK_BYTES + (64 << 10)
-"""Of a message with objects on its way out."""
+_HEADER_BYTES: Final = 64 << 10
+"""Of a message with objects on its way out, at most."""
 
 _DESCRIBED_BYTES: Final = 128 << 10
 """From here on asking the store for a checksum is cheaper than computing it again."""
@@ -63,6 +63,7 @@ class Objects:
         self, threads: Threads, arena: HostArena, *, most_keys: int, most_bytes: int, message_bytes: int, meters: Meters | None = None
     ) -> None:
         self._message_bytes = message_bytes
+        self._chunk = min(CHUNK_BYTES, message_bytes // 2)
         self._meters = meters or Meters()
         self._threads = threads
         self._arena = arena
@@ -74,7 +75,7 @@ class Objects:
         request = await call.request(pb.GetRequest)
         wanted = self._wanted(request.keys, request.lengths)
         windows = list(_windows(wanted, call.caller.bounds.payload.largest))
-        async with _transfer(call.caller, _FRAME_BYTES):
+        async with _transfer(call.caller, self._chunk + _HEADER_BYTES):
             following: Task[_Window] | None = None
             try:
                 for number, window in enumerate(windows):
@@ -86,7 +87,7 @@ class Objects:
                         if number + 1 < len(windows):
                             following = self._read_ahead(call.caller, windows[number + 1])
                         self._count_got(call.caller, "stream", found.items, found.outcomes)
-                        for frame in found.frames():
+                        for frame in found.frames(self._chunk):
                             await call.send(frame)
                     finally:
                         found.lease.release()
@@ -190,10 +191,10 @@ class _Window:
     checksums: Sequence[bytes]
     lease: Lease
 
-    def frames(self) -> Iterator[bytes]:
+    def frames(self, chunk: int) -> Iterator[bytes]:
         """The messages that tell of them; each is made when it is sent."""
         sizes = [item.length if outcome is Outcome.HIT else 0 for item, outcome in zip(self.items, self.outcomes, strict=True)]
-        for pieces in cut(sizes):
+        for pieces in cut(sizes, chunk):
             begun = [piece.item for piece in pieces if not piece.start]
             header = pb.GetPieces(
                 items=[self.first + piece.item for piece in pieces],

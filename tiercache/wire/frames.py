@@ -14,8 +14,8 @@ from google.protobuf.message import DecodeError, Message
 
 from tiercache.errors import WireError
 
-CHUNK_BYTES: Final = 1 << 20
-"""Payload of one message: enough that the cost of a message does not count, little enough that many streams share one budget."""
+CHUNK_BYTES: Final = 2 << 20
+"""Payload of one message: enough that the cost of a message counts little, little enough that many streams share one budget."""
 
 _FEW_BYTES: Final = 64 << 10
 _MOST_FIELDS: Final = 8192
