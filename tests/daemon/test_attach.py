@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import mmap
 import os
@@ -144,6 +145,18 @@ def read_only() -> int:
         return os.open(f"/proc/self/fd/{region.fd}", os.O_RDONLY)
 
 
+def pages_beyond_the_end() -> int:
+    """As many blocks as a whole one has, and none of them where it counts."""
+    fd = os.memfd_create("t", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, MIB)
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
+    assert libc.fallocate(fd, 1, MIB, MIB) == 0  # FALLOC_FL_KEEP_SIZE
+    assert os.fstat(fd).st_blocks * 512 == os.fstat(fd).st_size == MIB
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    return fd
+
+
 NOT_MEMORY: dict[str, Callable[[], int]] = {
     "file": a_file,
     "pipe": a_pipe,
@@ -154,6 +167,7 @@ NOT_MEMORY: dict[str, Callable[[], int]] = {
     "unsealable": lambda: os.dup(Region(MIB, flags=0, seals=0).fd),
     "unsealed": lambda: os.dup(Region(MIB, seals=0).fd),
     "growing only": lambda: os.dup(Region(MIB, seals=fcntl.F_SEAL_GROW).fd),
+    "pages beyond its end": pages_beyond_the_end,
     "untouched": lambda: os.dup(Region(MIB, touched=False).fd),
 }
 

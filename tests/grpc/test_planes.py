@@ -122,6 +122,19 @@ def test_a_batch_larger_than_the_staging_memory_goes_through_it_in_rounds(ends: 
     assert client._shared.staging.available == 64 << 10
 
 
+def test_thousands_of_small_objects_are_more_than_one_request(ends: ExitStack) -> None:
+    client = ends.enter_context(open_client("unix", started(ends)))
+    arena = arena_of(ends, 4200)
+    client.attach(arena)
+    calls = spied(client, ends)
+    items = [SetItem(item.key, [arena.view(n)], item.meta) for n in range(4100) for item in [to_set(key(n), b"x")]]
+    for n in range(4100):
+        arena.view(n)[:1] = b"x"
+    assert set(client.set(items)) == {STORED}
+    assert calls.count("SetFrom") > 1
+    assert set(client.get([GetItem(item.key, item.buffers, 1) for item in items])) == {HIT}
+
+
 def test_staging_gives_every_byte_once() -> None:
     staging = Staging(16 * BLOCK)
     taken = [staging.take(size) for size in (1, BLOCK, BLOCK + 1, 8 * BLOCK)]

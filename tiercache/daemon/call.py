@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import Barrier
 from typing import Any, Final, TypeVar, TypeVarTuple
 
 from google.protobuf.message import Message
@@ -23,6 +24,7 @@ T = TypeVar("T")
 M = TypeVar("M", bound=Message)
 
 
+_START_SECONDS: Final = 30.0
 _PARSED: Final = 5
 """Python's objects for a batch of keys take this many times the bytes of the message."""
 
@@ -99,6 +101,10 @@ class Threads:
     def __init__(self, count: int) -> None:
         self.count: Final = count
         self._pool: Final = ThreadPoolExecutor(count, "tiercache-store")
+        # All threads now: a pool that cannot start one when there is work keeps the work, and tells nobody when it is done.
+        together = Barrier(count)
+        for started in [self._pool.submit(together.wait, _START_SECONDS) for _ in range(count)]:
+            started.result()
         self._under_way: set[asyncio.Future[Any]] = set()
 
     async def run(

@@ -17,7 +17,7 @@ KEEP_SECONDS: Final = 60.0
 """For a process that lives; longer than the longest pause between two attempts of a client to connect."""
 KEEP_UNSEEN_SECONDS: Final = 5.0
 """For one in another PID namespace, of which we do not hear."""
-_MOST_KEPT: Final = 64
+_MOST_KEPT: Final = 64  # of one user
 
 
 class Inode(NamedTuple):
@@ -77,7 +77,7 @@ class Mappings:
         mapping.sessions -= 1
         if mapping.sessions:
             return
-        kept = sum(not other.sessions for other in self._mappings.values())
+        kept = sum(not other.sessions and inode.uid == mapping.inode.uid for inode, other in self._mappings.items())
         try:
             mapping.process = os.pidfd_open(pid) if pid else None
         except OSError:

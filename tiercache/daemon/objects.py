@@ -350,6 +350,8 @@ class _Incoming:
         """Give back what was received and will not be stored. What a thread is storing gives itself back."""
         _release([*self._ready, *([self._current] if self._current else [])])
         self._ready, self._current = [], None
+        if self._storing is not None:
+            self._storing.cancel()  # where it waits for a thread; what a thread has begun goes on
 
     async def _store_ready(self) -> None:
         """Let a thread store what is complete, once it is done with the window before."""

@@ -210,7 +210,11 @@ class Attachments:
             if session is not None:
                 session.ended = True
                 # What is under way in a store cannot be called back; until it has landed the memory stays, and so does the connection.
-                await asyncio.shield(session.quiet())
+                # The end of the connection is a promise, so nothing may cut this waiting short, not even the daemon's own end.
+                quiet = get_running_loop().create_task(session.quiet())
+                while not quiet.done():
+                    with suppress(CancelledError):
+                        await asyncio.shield(quiet)
                 session.end()
                 del self._sessions[session.token]
             connection.close()

@@ -87,7 +87,9 @@ def adopt(fd: int, declared: int, most: int) -> Region:
         raise WireError(f"the memfd has {nbytes} bytes, {declared} were declared, and a whole number of {BLOCK_ALIGN} is needed")
     if nbytes > most:
         raise WireError(f"{nbytes} bytes are beyond the {most} that may be attached; raise limits.attached_bytes, or attach less")
-    if os.fstat(fd).st_blocks * 512 < nbytes:
+    if os.fstat(fd).st_blksize != mmap.PAGESIZE:
+        raise WireError("the memfd is on reserved huge pages, whose holes cannot be told; use ordinary or transparent huge pages")
+    if os.lseek(fd, 0, os.SEEK_HOLE) < nbytes:
         raise WireError(_ABSENT)  # before it is sealed, so that its owner can mend that
     try:
         region = Region(fd, nbytes)
@@ -97,7 +99,8 @@ def adopt(fd: int, declared: int, most: int) -> Region:
             f"the memfd cannot be mapped for writing and sealed against holes ({error}): it was sealed before, perhaps by a daemon that has"
             " ended since, or this kernel is older than Linux 5.1"
         ) from None
-    if os.fstat(fd).st_blocks * 512 < nbytes:
+    # Not by counting blocks: there may be some beyond the end.
+    if os.lseek(fd, 0, os.SEEK_HOLE) < nbytes:
         raise WireError(_ABSENT)
     try:
         region.populate()

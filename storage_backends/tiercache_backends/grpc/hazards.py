@@ -38,7 +38,10 @@ class Hazards:
             self._pending.append((session, lifts))
             if not self._watching:
                 self._watching = True
-                Thread(target=self._watch, name="tiercache-grpc-landing", daemon=True).start()
+                try:
+                    Thread(target=self._watch, name="tiercache-grpc-landing", daemon=True).start()
+                except RuntimeError:  # no threads left; the next one that begins tries again
+                    self._watching = False
 
     def _watch(self) -> None:
         while sessions := self._sessions():

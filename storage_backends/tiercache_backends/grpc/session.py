@@ -70,14 +70,18 @@ class Session:
         """Has the other end closed the connection, or died? Takes no time; once it was True, the socket is closed."""
         if self.socket.fileno() < 0:
             return True
-        self.socket.settimeout(0)
+        if not self._lock.acquire(blocking=False):
+            return False  # somebody waits for an answer, and would have the end of the connection taken from him
         try:
+            self.socket.settimeout(0)
             while self.socket.recv(memory.PACKET_BYTES):
                 pass
-        except BlockingIOError:
-            return False
-        except OSError:
+        except ConnectionError:
             pass  # reset: the process is gone
+        except OSError:
+            return False  # nothing there yet; no other failure is a proof
+        finally:
+            self._lock.release()
         self.socket.close()
         return True
 

@@ -30,6 +30,10 @@ from tiercache_backends.grpc.stream import StreamPlane
 
 _log = logging.getLogger(__name__)
 
+_ITEM_WEIGHT: Final = 1024
+_EXTENT_WEIGHT: Final = 320
+"""Bytes for which a daemon takes an item and each of its extents in a request, once they are read: see its `Call.request`; rounded up."""
+
 Item = TypeVar("Item", GetItem, SetItem)
 
 
@@ -45,6 +49,8 @@ class _Call(Generic[Item]):
     leases: dict[int, tuple[int, int]] = field(default_factory=dict)
     """(offset, size) in `staging` of those that go through it, by their place in `items`."""
     nbytes: int = 0
+    weight: int = 0
+    """What the daemon takes the request for, which must be less than a message."""
     abandoned: bool = False
     """Did we stop waiting for the daemon, which may still be at it?"""
 
@@ -53,9 +59,11 @@ class _Call(Generic[Item]):
         assert self.staging is not None
         return self.staging.view(offset, size)
 
-    def takes(self, size: int, most_items: int) -> bool:
-        """Is there room for an item of this size?"""
-        return not self.items or (len(self.items) < most_items and self.nbytes + size <= CALL_BYTES)
+    def takes(self, size: int, extents: int, limits: pb.Limits) -> bool:
+        """Is there room for an item of this size, in so many extents?"""
+        weight = self.weight + _ITEM_WEIGHT + _EXTENT_WEIGHT * extents
+        fits = len(self.items) < limits.keys and self.nbytes + size <= CALL_BYTES and weight <= limits.message_bytes
+        return fits or not self.items
 
 
 class _NotAttachedError(CallError):
@@ -81,6 +89,8 @@ class SharedPlane:
         self._memories: tuple[Known, ...] = ()
         self._staging = _staging(settings.staging)  # now, for it takes a while to have all of its pages
         self._refused = ""
+        self._declined = b""
+        """The daemon that does not take staging memory."""
 
     @property
     def staging(self) -> Staging | None:
@@ -105,12 +115,16 @@ class SharedPlane:
         """Hand over every memory on a fresh connection; raises CallError."""
         if self._staging is not None:
             self._hand_over(connection, self._staging, quietly=True)
-        if self._staging is None or id(self._staging) not in connection.regions:
+        if self._declined == connection.hello.instance:
+            self._staging = None
+        elif self._staging is None or id(self._staging) not in connection.regions:
             # Another daemon had it, and what was sealed once cannot be mapped anew (see `wire.memory`). Calls that are under way still have
             # the old one, and it goes with the last of them.
             self._staging = _staging(self._settings.staging)
             if self._staging is not None:
                 self._hand_over(connection, self._staging)
+            if id(self._staging) not in connection.regions:
+                self._declined = connection.hello.instance  # it will not have any; not to be asked again and again
         for known in self._memories:
             self._hand_over(connection, known.memory)
 
@@ -202,7 +216,7 @@ class SharedPlane:
         for number, item in enumerate(items):
             length = length_of(item)
             extents = locate(item.buffers, memories) if memories else None
-            if not call.takes(length, self._link.limits.keys):
+            if not call.takes(length, len(extents or ("one",)), self._link.limits):
                 yield call
                 call = _Call(staging=staging)
             if extents is None:
@@ -219,6 +233,7 @@ class SharedPlane:
             call.items.append(item)
             call.numbers.append(number)
             call.extents.append(extents)
+            call.weight += _ITEM_WEIGHT + _EXTENT_WEIGHT * len(extents)
             call.nbytes += length
         if call.items:
             yield call
@@ -229,17 +244,19 @@ class SharedPlane:
                 asked = request(connection.regions)
             except KeyError:
                 raise _NotAttachedError(Kind.WRONG, f"{self._settings}: memory that was attached is no more") from None
+            call.abandoned = True  # until there is an answer: so that no place is given back by whoever unwinds this
             try:
                 reply = connection.call(name, asked, seconds)
-            except CallError as error:
-                if error.untouched:
+            except BaseException as error:  # Ctrl-C too: whoever catches it may use the buffers again
+                if isinstance(error, CallError) and error.untouched:
+                    call.abandoned = False
                     raise
                 self._abandon(connection, call)
-                # Not to be repeated: what this call may still do would spoil what the next one did in the same places.
-                raise CallError(Kind.AWAY, error.text) from error
-            except BaseException:  # Ctrl-C, say: whoever catches it may use the buffers again
-                self._abandon(connection, call)
+                if isinstance(error, CallError):
+                    # Not to be repeated: what this call may still do would spoil what the next one did in the same places.
+                    raise CallError(Kind.AWAY, error.text) from error
                 raise
+            call.abandoned = False
             return messages.read_outcomes(reply.outcomes, len(call.items))
 
         try:
@@ -249,7 +266,6 @@ class SharedPlane:
 
     def _abandon(self, connection: Connection, call: _Call[Item]) -> None:
         """The daemon may still be at it: keep its places from being used until it is not."""
-        call.abandoned = True
         assert connection.session is not None
         lifts: list[Callable[[], None]] = [partial(call.staging.give, *span) for span in call.leases.values() if call.staging is not None]
         lifts += embargo((extent for extents in call.extents for extent in extents if extent.memory != id(call.staging)), self._memories)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from typing import Final, TypeVar
 
 T = TypeVar("T")
@@ -37,12 +38,19 @@ class Crew:
                     return
                 task(share)
 
-        helpers = [self._pool.submit(work) for _ in range(min(threads, len(waiting)) - 1)]
-        work()
-        for helper in helpers:
-            # One that never began is not waited for: threads that hang in another call's disk must not hold this one up.
-            if not helper.cancel():
-                helper.result()
+        helpers: list[Future[None]] = []
+        with suppress(RuntimeError):  # no more threads to be had: those there are do it, and one that comes late finds nothing left
+            helpers += (self._pool.submit(work) for _ in range(min(threads, len(waiting)) - 1))
+        try:
+            work()
+        finally:
+            # One that never began is not waited for: threads that hang in another call's disk must not hold this one up. All others are,
+            # also when something failed: they work with the caller's buffers.
+            waiting.clear()
+            begun = [helper for helper in helpers if not helper.cancel()]
+            wait(begun)
+        for helper in begun:
+            helper.result()
 
     def close(self) -> None:
         """End the threads."""
