@@ -11,7 +11,7 @@ _M_MMAP_THRESHOLD: Final = -3
 _M_ARENA_MAX: Final = -8
 _LARGE_BYTES: Final = 16 << 20
 """Blocks from here on are mappings of their own. Messages must not be: to fault their pages in anew costs as much as to copy them."""
-_KEPT_BYTES: Final = 64 << 20
+_KEPT_BYTES: Final = 32 << 20
 """At the end of a heap, until the next trim."""
 _ARENAS: Final = 2
 _SECONDS: Final = 2.0
