@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -49,6 +51,11 @@ def test_no_arguments_at_all_get_help() -> None:
     assert done.stderr == ""
 
 
-def test_completion_scripts_are_there() -> None:
-    done = tiercache("--show-completion", "bash")
-    assert "complete" in done.stdout + done.stderr
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_scripts_are_there(shell: str) -> None:
+    command = str(Path(sys.executable).parent / "tiercache")
+    done = subprocess.run(
+        [command], capture_output=True, text=True, timeout=60, env=os.environ | {"_TIERCACHE_COMPLETE": f"source_{shell}"}
+    )
+    assert "_TIERCACHE_COMPLETE" in done.stdout
+    assert done.returncode == 0
