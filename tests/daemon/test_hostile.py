@@ -113,7 +113,7 @@ def attack(daemon: Daemon, request: pytest.FixtureRequest) -> Iterator[Good]:
 
     def settled() -> bool:
         now = daemon.figures()
-        little = now.memory <= first.memory + HOST_BYTES * 3 // 4  # the heap keeps some of it, differently from run to run
+        little = now.memory <= first.memory + HOST_BYTES // 2
         return little and now.descriptors <= before.descriptors + 2 and now.threads <= first.threads + THREADS
 
     with suppress(AssertionError):

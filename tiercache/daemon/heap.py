@@ -13,13 +13,14 @@ _LARGE_BYTES: Final = 16 << 20
 """Blocks from here on are mappings of their own. Messages must not be: to fault their pages in anew costs as much as to copy them."""
 _KEPT_BYTES: Final = 32 << 20
 """At the end of a heap, until the next trim."""
-_ARENAS: Final = 2
+_ARENAS: Final = 1
+"""Of others than the first, glibc trims what is free in between and never the end."""
 _SECONDS: Final = 2.0
 _libc = ctypes.CDLL(None)
 
 
 def keep_little() -> None:
-    """Of the whole process: messages reuse the memory of those before them, and few heaps lie idle. Elsewhere than with glibc, nothing."""
+    """Of the whole process: messages reuse the memory of those before them, in one heap that can be trimmed. Only with glibc."""
     if hasattr(_libc, "mallopt"):
         _libc.mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
         _libc.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
