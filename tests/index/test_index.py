@@ -9,7 +9,7 @@ from tests.index.model import PAGE, Path, path_of, tokens_of
 from tiercache.core import ABSENT, Locations, PoolName, Tier, pending
 from tiercache.errors import AdmissionError, InputError, PoolFullError
 from tiercache.index import HybridIndex, Inserted, Match, Span, checkpoint_depths
-from tiercache.policy import Policy, Unit, UnitKind
+from tiercache.policy import Policy, UnitKind, Units
 
 KV, INDEXER, MAMBA = PoolName.KV, PoolName.INDEXER, PoolName.MAMBA
 COST = {KV: 1, MAMBA: 5}
@@ -642,9 +642,10 @@ class Shallowest(Policy):
     def __init__(self) -> None:
         self.seen: list[tuple[UnitKind, int, int, int, int]] = []
 
-    def rank(self, unit: Unit) -> float:
-        self.seen.append((unit.kind, unit.depth, unit.children, unit.hits, unit.replay_pages))
-        return unit.replay_pages
+    def rank(self, units: Units) -> np.ndarray:
+        columns = (units.kind, units.depth, units.children, units.hits, units.replay)
+        self.seen += zip(*(column.tolist() for column in columns), strict=True)
+        return units.replay.astype(float)
 
 
 def test_a_policy_ranks_what_may_go():
@@ -678,11 +679,11 @@ def test_a_policy_ranks_what_may_go():
     ],
 )
 def test_checkpoints(depth: int, path_depth: int, tokens: int, expected: tuple[int, ...]):
-    assert checkpoint_depths(depth, path_depth, tokens, page_size=4) == expected
+    assert tuple(checkpoint_depths(depth, path_depth, tokens, page_size=4)) == expected
 
 
 def test_the_branch_point_is_where_a_prompt_leaves_kv_that_has_no_state():
     h = Harness(MAMBA)
     h.insert((1, 2, 3, 4), 4)
     match = h.match((1, 2, 9, 9))
-    assert checkpoint_depths(match.depth, match.path_depth, 4 * PAGE + 1, PAGE) == (2, 4)
+    assert tuple(checkpoint_depths(match.depth, match.path_depth, 4 * PAGE + 1, PAGE)) == (2, 4)

@@ -11,14 +11,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 from tiercache_backends.file.catalog import Loaded
-from tiercache_backends.file.eviction import EvictionOrder, UnitView
+from tiercache_backends.file.eviction import EvictionOrder, StoredUnits
 from tiercache_backends.file.objects import Facts, Objects
 from tiercache_backends.file.pages import Pages
 from tiercache_backends.file.records import PARENT_KNOWN, RECORD
 from tiercache_backends.file.recovery import sound_records
 from tiercache_backends.file.space import Extent, Space
 
-from tiercache.policy import Lru, Policy, Unit, UnitKind
+from tiercache.policy import Lru, Policy, UnitKind, Units
 from tiercache.storage.checksum import Sealed
 from tiercache.testing.objects import page_key
 
@@ -35,12 +35,13 @@ def add(objects: Objects, facts: Facts, d: bytes, parent: bytes | None, extents:
 
 
 class Deepest(Policy):
-    """The deepest page first, whatever its age: an order that has nothing to do with recency, and no vectorised form."""
+    """The deepest page first, whatever its age: an order that has nothing to do with recency."""
 
     name = "deepest"
+    steady = True
 
-    def rank(self, unit: Unit) -> float:
-        return -unit.depth
+    def rank(self, units: Units) -> np.ndarray:
+        return -units.depth.astype(float)
 
 
 class OrderMachine(RuleBasedStateMachine):
@@ -112,7 +113,7 @@ class OrderMachine(RuleBasedStateMachine):
             self.objects.pins[row] -= 1
 
     def value(self, row: int) -> float:
-        return self.chosen.rank(UnitView(self.objects, row))
+        return float(self.chosen.rank(StoredUnits(self.objects, np.array([row])))[0])
 
     def least(self, held: list[int]) -> float | None:
         leaves = [
@@ -168,12 +169,11 @@ def test_what_a_policy_sees() -> None:
     objects = Objects(with_macs=False)
     rows = [add(objects, Facts(n + 1, 1, n + 1, SEALED), digest(n), page_key(n - 1) if n else None, (Extent(n, 1),)) for n in range(5)]
     state = add(objects, Facts(9, 1, 2, SEALED), digest(1, 2), page_key(1), (Extent(9, 1),))
-    views = [UnitView(objects, row) for row in rows]
-    assert [v.depth for v in views] == [1, 2, 3, 4, 5]
-    assert [v.children for v in views] == [1, 2, 1, 1, 0]
-    assert [v.replay_pages for v in views] == [1, 2, 1, 2, 3], "from the start, or from the state on page 1"
-    assert (views[4].kind, UnitView(objects, state).kind) == (UnitKind.LEAF, UnitKind.STATE)
-    assert UnitView(objects, state).replay_pages == 2
+    units = StoredUnits(objects, np.array([*rows, state]))
+    assert units.depth.tolist() == [1, 2, 3, 4, 5, 2]
+    assert units.children.tolist() == [1, 2, 1, 1, 0, 2]
+    assert units.replay.tolist() == [1, 2, 1, 2, 3, 2], "from the start, or from the state on page 1"
+    assert units.kind.tolist() == [UnitKind.LEAF] * 5 + [UnitKind.STATE]
 
 
 @settings(max_examples=60, deadline=None)

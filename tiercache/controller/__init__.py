@@ -3,7 +3,8 @@
 from tiercache.controller.accounting import Sources
 from tiercache.controller.admission import Admission, Poll, Status
 from tiercache.controller.controller import EngineFactory, HybridCacheController
+from tiercache.controller.io_threads import IoThreads
 from tiercache.controller.lookup import Lookup
 from tiercache.controller.state import ControllerOptions
 
-__all__ = ["Admission", "ControllerOptions", "EngineFactory", "HybridCacheController", "Lookup", "Poll", "Sources", "Status"]
+__all__ = ["Admission", "ControllerOptions", "EngineFactory", "HybridCacheController", "IoThreads", "Lookup", "Poll", "Sources", "Status"]

@@ -21,7 +21,8 @@ from tiercache.controller.request_slots import RequestSlots
 from tiercache.controller.state import ControllerState, Fence
 from tiercache.core import ABSENT, Locations, Mask, PoolName, Reason, Tier, TokenArray, pending, reusable_pages
 from tiercache.errors import AdmissionError, InputError
-from tiercache.index import Inserted, Match, Node, PageLocations, PathLocations, Span, StateLocation, checkpoint_depths
+from tiercache.index import Inserted, Match, Node, PageLocations, PathLocations, Span, StateLocation
+from tiercache.policy import CheckpointKind
 
 
 class Status(enum.StrEnum):
@@ -67,7 +68,10 @@ class Admission:
         self._frozen = False
         self._prefetch = Prefetch(state, lookup, self._limit)
         self._loads: set[Load] = set()
-        self._checkpoints: tuple[int, ...] = ()
+        self.checkpoint_kinds: Mapping[int, CheckpointKind] = {}
+        """Depths in pages at which this prefill should leave states, and why."""
+        self.lineage = 0
+        """See `Units`: of the states that this request will leave."""
         self._restored_states: dict[PoolName, int] = {}
         match = self._match()
         near = self._node_ending(match, match.near_depth)
@@ -98,7 +102,7 @@ class Admission:
     @property
     def checkpoints(self) -> tuple[int, ...]:
         """Depths in tokens beyond the restored one at which the engine should cut its prefill, ascending, and hand over a state."""
-        return tuple(p * self._state.page_size for p in self._checkpoints)
+        return tuple(p * self._state.page_size for p in self.checkpoint_kinds)
 
     @property
     def restored_states(self) -> Mapping[PoolName, int]:
@@ -250,9 +254,8 @@ class Admission:
             self._depth = depth
             self._load(node, located, need)
             self.status = Status.FAILED if self.reason is not Reason.NONE and not depth else Status.READY
-            if self._state.index.state_pools:
-                self._checkpoints = checkpoint_depths(depth, match.path_depth, len(self.lookup.tokens), self._state.page_size)
-            self._state.index.touch(match)
+            self.checkpoint_kinds = self._state.index.plan_checkpoints(match, self.lookup.tokens, depth)
+            self.lineage = self._state.index.touch(match, self.lookup.tokens)
             if not self._frozen:
                 self._frozen = True
                 self.slots.keep_states(self._states)

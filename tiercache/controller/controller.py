@@ -9,6 +9,7 @@ from typing import Any, Self
 import numpy as np
 
 from tiercache.controller.admission import Admission
+from tiercache.controller.io_threads import IoThreads
 from tiercache.controller.lookup import Lookup, look_up
 from tiercache.controller.state import ControllerOptions, ControllerState, Fence
 from tiercache.controller.write_through import write_through
@@ -17,7 +18,8 @@ from tiercache.errors import AdmissionError, ClosedError, GeometryError, InputEr
 from tiercache.index import HybridIndex
 from tiercache.keys import Identity, Shard, namespace_of
 from tiercache.metrics import Metrics
-from tiercache.pools import DevicePool, HostArena, HostPool
+from tiercache.policy import DEFAULT_PROFILE, Costs, ModelProfile, policy_named, profile_named
+from tiercache.pools import BlockArena, DevicePool, HostPool
 from tiercache.storage.base import NamespaceRecord, StorageBackend
 from tiercache.storage.hybrid import HybridStorage
 from tiercache.transfer import CopyEngine, TransferEngine
@@ -35,6 +37,8 @@ class HybridCacheController:
     The caller guarantees: committed slots hold what the model computed for exactly those tokens, under `identity`; a state slot handed to
     `commit` is not written again; device memory is not touched after `close`.
 
+    `profile`: of the model, by which the policy weighs bytes against computation (default: that of a Qwen3-Next).
+
     The controller owns the host pools, the index and its threads; it closes `storage` and the arena with itself. Nothing here waits for
     storage, except `flush` and `close`, which say so.
 
@@ -45,12 +49,14 @@ class HybridCacheController:
         self,
         identity: Identity,
         device_pools: Mapping[PoolName, DevicePool],
-        arena: HostArena,
+        arena: BlockArena,
         storage: StorageBackend | None = None,
         *,
         shard: Shard | None = None,
         options: ControllerOptions | None = None,
+        profile: ModelProfile | None = None,
         engine: EngineFactory = CopyEngine,
+        threads: Callable[[str, int], IoThreads] = IoThreads,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         options = options or ControllerOptions()
@@ -69,7 +75,11 @@ class HybridCacheController:
                 namespace=namespace,
                 page_pools=page_pools,
                 state_pools=state_pools,
+                policy=policy_named(options.policy, Costs(profile or profile_named(DEFAULT_PROFILE))),
                 refresh="path" if options.refresh_path else "last",
+                checkpoints=options.checkpoints,
+                object_bytes={name: pool.geometry.nbytes for name, pool in device_pools.items()},
+                seed=options.seed,
             ),
             device=device_pools,
             host=host,
@@ -81,6 +91,7 @@ class HybridCacheController:
             page_size=identity.page_size,
             namespace=namespace,
             clock=clock,
+            threads=threads,
         )
         self._admissions: set[Admission] = set()
         self._closed = False
@@ -164,7 +175,14 @@ class HybridCacheController:
         full = len(sequence) // self.page_size
         _check_pages(admission, pages, full)
         table = {p: t[:full] for p, t in admission.pages.items()}
-        inserted = self._state.index.insert(sequence[: full * self.page_size], table, by_depth, admission.lookup.extra)
+        inserted = self._state.index.insert(
+            sequence[: full * self.page_size],
+            table,
+            by_depth,
+            admission.lookup.extra,
+            checkpoints=admission.checkpoint_kinds,
+            lineage=admission.lineage,
+        )
         admission.follow(inserted, sequence[: full * self.page_size], fence)
         depths = {state.depth for state in inserted.adopted_states} | {admission.depth // self.page_size}
         write_through(self._state, inserted.node, full, depths, fence)

@@ -15,9 +15,9 @@ import numpy as np
 from tiercache.controller.io_threads import IoThreads
 from tiercache.core import Locations, Mask, PoolName, Tier
 from tiercache.errors import ConfigError, PoolFullError
-from tiercache.index import Eviction, HybridIndex, Pin
+from tiercache.index import CheckpointRules, Eviction, HybridIndex, Pin
 from tiercache.metrics import Metrics
-from tiercache.pools import DevicePool, HostArena, HostPool
+from tiercache.pools import BlockArena, DevicePool, HostPool
 from tiercache.storage.hybrid import HybridStorage
 from tiercache.transfer import TransferEngine
 
@@ -27,7 +27,8 @@ class ControllerOptions:
     """Bounds of a controller. Times in seconds.
 
     `restore_deadline`: how long an admission may wait for storage before it goes on with what is near; `max_queries`: storage queries in
-    flight, beyond which a lookup does not ask; `read_threads`, `write_threads`: threads on the store.
+    flight, beyond which a lookup does not ask; `read_threads`, `write_threads`: threads on the store. `policy`: what is evicted first (see
+    `policy_named`); `checkpoints`: which states are asked for; `seed`: of what the index draws at random.
     """
 
     restore_deadline: float = 5.0
@@ -36,6 +37,9 @@ class ControllerOptions:
     read_threads: int = 2
     write_threads: int = 1
     refresh_path: bool = False
+    policy: str = "hvd"
+    checkpoints: CheckpointRules = field(default_factory=CheckpointRules)
+    seed: int = 0
 
     def __post_init__(self) -> None:
         for name in ("read_threads", "write_threads"):
@@ -76,7 +80,7 @@ class ControllerState:
     index: HybridIndex
     device: Mapping[PoolName, DevicePool]
     host: Mapping[PoolName, HostPool]
-    arena: HostArena
+    arena: BlockArena
     engine: TransferEngine
     storage: HybridStorage | None
     metrics: Metrics
@@ -84,14 +88,15 @@ class ControllerState:
     page_size: int
     namespace: bytes
     clock: Callable[[], float] = time.monotonic
+    threads: Callable[[str, int], IoThreads] = IoThreads
     operations: dict[int, InFlight] = field(default_factory=dict)
     _events: queue.SimpleQueue[Callable[[], None]] = field(default_factory=queue.SimpleQueue)
     _retired: list[Retired] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.queries = IoThreads("query", 1)
-        self.reads = IoThreads("read", self.options.read_threads)
-        self.writes = IoThreads("write", self.options.write_threads)
+        self.queries = self.threads("query", 1)
+        self.reads = self.threads("read", self.options.read_threads)
+        self.writes = self.threads("write", self.options.write_threads)
         self.arrived = threading.Event()
         # Which operation is filling a slot or a host object: its key in `operations`, 0 for none.
         sizes = {Tier.DEVICE: {p: pool.capacity for p, pool in self.device.items()}, Tier.HOST: dict.fromkeys(self.host, self.arena.blocks)}

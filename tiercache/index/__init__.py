@@ -15,12 +15,13 @@ from tiercache.index.base import (
     Span,
     StateLocation,
 )
-from tiercache.index.checkpoints import checkpoint_depths
+from tiercache.index.checkpoints import CheckpointRules, checkpoint_depths
 from tiercache.index.forest import Pin
 from tiercache.index.node import Node
 from tiercache.index.tree import HybridIndex
 
 __all__ = [
+    "CheckpointRules",
     "Eviction",
     "HybridIndex",
     "Inserted",

@@ -1,26 +1,18 @@
-"""What may be evicted, in which order, and what became of it.
-
-Each queue holds the nodes that have a unit of its kind. A node is offered whenever that may have become true, and looked at again when it
-comes to the front, so that neither a hit nor a pin has to search a heap.
-"""
+"""What may be evicted, and what became of it. In which order: `queue`."""
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 
 from tiercache.core import ABSENT, Locations, PoolName, Tier
 from tiercache.index.base import Eviction
 from tiercache.index.node import FAR, NEAR, TIERS, Node
-from tiercache.policy import Policy, UnitKind
-
-KindOf: TypeAlias = Callable[[Node], UnitKind | None]
-Key: TypeAlias = tuple[bool, float]
-"""Dead weight (False) sorts before everything that a surviving state can use; then the policy's rank."""
+from tiercache.index.queue import Victim
+from tiercache.index.units import Kind
+from tiercache.policy import UnitKind
 
 
 def leaf(node: Node, tier: Tier) -> bool:
@@ -28,146 +20,40 @@ def leaf(node: Node, tier: Tier) -> bool:
     return bool(node.own >> tier & 1) and not node.below[tier] and not node.pins[tier]
 
 
-def device_pages(node: Node) -> UnitKind | None:
+def device_pages(node: Node) -> UnitKind:
     """Units that free page slots: leaves."""
-    return UnitKind.LEAF if leaf(node, Tier.DEVICE) else None
+    return UnitKind.LEAF if leaf(node, Tier.DEVICE) else UnitKind.NONE
 
 
-def device_state(node: Node) -> UnitKind | None:
+def device_state(node: Node) -> UnitKind:
     """Units that free state slots and nothing else: the state of any node, leaf or not."""
-    return UnitKind.STATE if _has_state(node, Tier.DEVICE) else None
+    return UnitKind.STATE if _has_state(node, Tier.DEVICE) else UnitKind.NONE
 
 
-def host_unit(node: Node) -> UnitKind | None:
+def host_unit(node: Node) -> UnitKind:
     """All host objects come out of one budget, so leaves and the states of internal nodes compete in one queue."""
     if leaf(node, Tier.HOST):
         return UnitKind.LEAF
-    return UnitKind.STATE if _has_state(node, Tier.HOST) else None
+    return UnitKind.STATE if _has_state(node, Tier.HOST) else UnitKind.NONE
 
 
-def stored_leaf(node: Node) -> UnitKind | None:
+def stored_leaf(node: Node) -> UnitKind:
     """Units of mere knowledge: nodes that hold nothing but marks of what is stored, and on which nothing depends."""
     bare = node.own & (NEAR | FAR) == FAR and not (node.children or node.ends or node.in_flight)
-    return UnitKind.LEAF if bare else None
+    return UnitKind.LEAF if bare else UnitKind.NONE
 
 
 def _has_state(node: Node, tier: Tier) -> bool:
     return node.states is not None and not node.state_pins[tier] and max(node.states[tier]) >= 0
 
 
-@dataclass(frozen=True, slots=True)
-class UnitView:
-    """A node's unit as a policy sees it. Thread rule: the index's thread, during one call of the policy."""
-
-    node: Node
-    kind: UnitKind
-
-    @property
-    def last_access(self) -> int:
-        """See `Unit`."""
-        return self.node.last_access
-
-    @property
-    def hits(self) -> int:
-        """See `Unit`."""
-        return self.node.hits
-
-    @property
-    def depth(self) -> int:
-        """See `Unit`."""
-        return self.node.end
-
-    @property
-    def children(self) -> int:
-        """See `Unit`."""
-        return len(self.node.children)
-
-    @property
-    def replay_pages(self) -> int:
-        """See `Unit`. Without state pools every page is restorable, so that the edge alone is replayed."""
-        above = self.node.parent
-        while above is not None and above.parent is not None and above.state_pools and not above.is_complete:
-            above = above.parent
-        return self.node.end - (above.end if above else 0)
-
-
-class Victim(NamedTuple):
-    """A node, and what of it may go."""
-
-    node: Node
-    kind: UnitKind
-
-
-class UnitQueue:
-    """Nodes with an evictable unit of one kind, least worth first.
-
-    A heap whose entries may be out of date: `_entries` has the one valid key of each node, which is never above its current key, so that
-    the true least always comes to the front. Cost: O(log n) per offer and pop, amortised. Thread rule: the index's thread only.
-    """
-
-    def __init__(self, kind_of: KindOf, policy: Policy) -> None:
-        self._kind_of = kind_of
-        self._policy = policy
-        self._heap: list[tuple[Key, int, Node]] = []
-        self._entries: dict[Node, Key] = {}
-        self._offers = 0
-
-    def offer(self, node: Node) -> None:
-        """Queue `node` if it has a unit, ahead of where it was if it is worth less now."""
-        kind = self._kind_of(node)
-        if kind is not None:
-            key = self._key(node, kind)
-            queued = self._entries.get(node)
-            if queued is None or key < queued:
-                self._push(node, key)
-
-    def front(self) -> Key | None:
-        """The key of what `pop` would return, or None when nothing is evictable."""
-        while self._heap:
-            key, _, node = self._heap[0]
-            if self._entries.get(node) is key:
-                kind = self._kind_of(node)
-                current = None if kind is None else self._key(node, kind)
-                if current is not None and current <= key:
-                    return key
-                del self._entries[node]
-                heapq.heappop(self._heap)
-                if current is not None:
-                    self._push(node, current)
-            else:
-                heapq.heappop(self._heap)
-        return None
-
-    def pop(self) -> Victim | None:
-        """Take out the unit that is worth least, or None when nothing is evictable."""
-        if self.front() is None:
-            return None
-        _, _, node = heapq.heappop(self._heap)
-        del self._entries[node]
-        kind = self._kind_of(node)
-        assert kind is not None, "the front was looked at just now"
-        return Victim(node, kind)
-
-    def is_due(self, node: Node) -> bool:
-        """Would `node` come up in time? For integrity checks: True when it has no unit, or is queued at or before its current key."""
-        kind = self._kind_of(node)
-        queued = self._entries.get(node)
-        return kind is None or (queued is not None and queued <= self._key(node, kind))
-
-    def forget(self, node: Node) -> None:
-        """`node` was removed."""
-        self._entries.pop(node, None)
-
-    def _key(self, node: Node, kind: UnitKind) -> Key:
-        return (not node.state_pools or node.is_alive, self._policy.rank(UnitView(node, kind)))
-
-    def _push(self, node: Node, key: Key) -> None:
-        if len(self._heap) > 2 * len(self._entries) + 1024:  # mostly leftovers of removed nodes, which the heap would keep alive
-            self._heap = [entry for entry in self._heap if self._entries.get(entry[2]) is entry[0]]
-            heapq.heapify(self._heap)
-        self._entries[node] = key
-        self._offers += 1
-        heapq.heappush(self._heap, (key, self._offers, node))
+UNIT_KINDS: Final = (
+    Kind(device_pages, Tier.DEVICE),
+    Kind(device_state, Tier.DEVICE),
+    Kind(host_unit, Tier.HOST),
+    Kind(stored_leaf, Tier.STORAGE),
+)
+"""In the order in which `Forest` names their queues."""
 
 
 class Sweep:

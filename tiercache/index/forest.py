@@ -13,8 +13,12 @@ import numpy as np
 from tiercache.core import ABSENT, Locations, PoolName, Tier
 from tiercache.errors import AdmissionError, InputError
 from tiercache.index.base import Match, Span
-from tiercache.index.eviction import UnitQueue, device_pages, device_state, host_unit, stored_leaf
+from tiercache.index.eviction import UNIT_KINDS
+from tiercache.index.ghosts import Ghosts
 from tiercache.index.node import BITS, FAR, NEAR, TIERS, Node
+from tiercache.index.prefixes import Prefixes
+from tiercache.index.queue import UnitQueue
+from tiercache.index.units import UnitTable
 from tiercache.keys import KEY_BYTES
 from tiercache.policy import Policy
 
@@ -71,6 +75,8 @@ class Forest:
         state_pools: Sequence[PoolName],
         policy: Policy,
         far_limit: int,
+        object_bytes: Mapping[PoolName, int],
+        seed: int,
     ) -> None:
         if page_size < 1:
             raise InputError(f"page size {page_size} is not possible; use a positive number of tokens, such as 64")
@@ -89,17 +95,17 @@ class Forest:
         self._page_bytes = page_size * TOKEN_BYTES
         self._roots: dict[bytes, Node] = {}
         self._pins: set[Pin] = set()
-        self._clock = 0
         self._generation = 0
         """Goes up whenever a match could come out differently from then on."""
         self._evictable = [[0] * len(self.pools) for _ in Tier]
         self._far_pages = 0
         self._far_limit = far_limit
-        self._device_pages = UnitQueue(device_pages, policy)
-        self._device_states = UnitQueue(device_state, policy)
-        self._host_units = UnitQueue(host_unit, policy)
-        self._stored_leaves = UnitQueue(stored_leaf, policy)
-        self._queues = (self._device_pages, self._device_states, self._host_units, self._stored_leaves)
+        self._prefixes = Prefixes(page_size)
+        self._ghosts = Ghosts()
+        self._units = UnitTable(UNIT_KINDS, [object_bytes.get(pool, 1) for pool in self.pools], len(self.page_pools), page_size)
+        rng = np.random.default_rng(seed)
+        self._queues = tuple(UnitQueue(self._units, number, policy, rng) for number in range(len(UNIT_KINDS)))
+        self._device_pages, self._device_states, self._host_units, self._stored_leaves = self._queues
 
     def nodes(self) -> Iterator[Node]:
         """Every node, parents before children, roots included."""
@@ -195,8 +201,9 @@ class Forest:
         if parent.parent is None:
             self._roots[parent.extra] = parent
         shape = (len(Tier), len(self.page_pools), len(edge) // self._page_bytes)
-        node = Node(parent, edge, np.full(shape, ABSENT), len(self.state_pools), parent.extra)
-        node.last_access = self._clock
+        digests = self._prefixes.of(np.frombuffer(edge, "<u8"), parent.digest)
+        node = Node(parent, edge, digests, np.full(shape, ABSENT), len(self.state_pools), parent.extra)
+        node.last_access = self._units.now
         parent.children[edge[: self._page_bytes]] = node
         self._offer(parent)
         return node
@@ -209,12 +216,13 @@ class Forest:
         pages = depth - node.start
         cut = pages * self._page_bytes
         self._account(node, -1)
-        upper = Node(parent, node.edge[:cut], node.where[:, :, :pages].copy(), node.state_pools, node.extra)
+        upper = Node(parent, node.edge[:cut], node.digests[:pages], node.where[:, :, :pages].copy(), node.state_pools, node.extra)
         upper.pins = list(node.pins)
-        upper.last_access, upper.hits = node.last_access, node.hits
+        upper.last_access, upper.hits, upper.above = node.last_access, node.hits, node.above
         upper.children = {node.edge[cut : cut + self._page_bytes]: node}
         parent.children[node.edge[: self._page_bytes]] = upper
         node.parent, node.edge, node.where, node.pages = upper, node.edge[cut:], node.where[:, :, pages:].copy(), node.pages - pages
+        node.digests = node.digests[pages:]
         if node.keys is not None:
             upper.keys, node.keys = node.keys[:pages], node.keys[pages:]
         # The parent was told what both halves hold together; the lower half announces itself to the upper one anew.
@@ -236,6 +244,7 @@ class Forest:
         self._account(child, -1)
         parent.children[node.edge[: self._page_bytes]] = child
         child.parent, child.edge = parent, node.edge + child.edge
+        child.digests = np.concatenate([node.digests, child.digests])
         child.where = np.concatenate([node.where, child.where], axis=2)
         child.pages += node.pages
         child.keys = None if node.keys is None or child.keys is None else node.keys + child.keys
@@ -265,8 +274,7 @@ class Forest:
 
     def _discard(self, node: Node) -> None:
         self._generation += 1
-        for queue in self._queues:
-            queue.forget(node)
+        self._units.drop(node)
         node.detach()
 
     # -- counting ------------------------------------------------------------------------------------------------------
@@ -283,15 +291,32 @@ class Forest:
 
     def _recount(self, node: Node) -> None:
         """The first half of `_settle`, for a node that is announced later."""
+        before = node.restorable
         self._account(node, -1)
         node.recount()
         self._account(node, +1)
+        self._shade(node, before)
 
     def _recount_states(self, node: Node) -> None:
         """The first half of `_settle_states`, for a node that is announced later."""
+        before = node.restorable
         self._account(node, -1)
         node.recount_states()
         self._account(node, +1)
+        self._shade(node, before)
+
+    def _shade(self, node: Node, before: int) -> None:
+        """A complete state came to the node's end, or went: tell all below, as far as the next one on each path."""
+        now = node.restorable
+        if now == before:
+            return
+        stack = list(node.children.values())
+        while stack:
+            below = stack.pop()
+            below.above = now
+            self._units.mark(below)
+            if not below.is_complete:
+                stack += below.children.values()
 
     def _account(self, node: Node, sign: int) -> None:
         """Add or subtract what the node contributes to the totals."""
@@ -328,9 +353,7 @@ class Forest:
             self._offer(node)
 
     def _offer(self, node: Node) -> None:
-        if node.own:
-            for queue in self._queues:
-                queue.offer(node)
+        self._units.mark(node)
 
     def _forget_far(self) -> None:
         """Keep what is known of stored pages alone within its limit: the leaf that is worth least is forgotten first."""

@@ -115,9 +115,14 @@ def _check_totals(forest: Forest, nodes: list[Node]) -> None:
 
 def _check_queues(forest: Forest, nodes: list[Node]) -> None:
     """What is evictable will be found."""
-    for number, queue in enumerate(forest._queues):
-        for node in nodes:
-            assert queue.is_due(node), f"{_name(node)} has a unit that queue {number} would not find in time"
+    for node in nodes:
+        assert not forest._units.stale(node), f"the row of {_name(node)} is out of date and it is not marked"
+        above = next((at.end for at in node.path() if at is not node and at.is_complete), 0)
+        assert node.above == above, f"{_name(node)} has its nearest state above at {node.above}, not {above}"
+        start = forest._prefixes.start(node.extra)
+        path = b"".join(at.edge for at in reversed(list(node.path())))
+        digests = forest._prefixes.of(np.frombuffer(path, "<u8"), start)
+        assert node.digests.tolist() == digests[node.start : node.end].tolist(), f"{_name(node)} has wrong digests"
 
 
 def _name(node: Node) -> str:

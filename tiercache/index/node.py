@@ -11,6 +11,8 @@ from typing import Final, Self
 import numpy as np
 
 from tiercache.core import ABSENT, Locations, Mask, Tier
+from tiercache.index.prefixes import Digests, Prefixes
+from tiercache.policy import CheckpointKind
 
 TIERS: Final = tuple(Tier)
 """Iterating over an enum class is slow, and this is done at every change of a node."""
@@ -26,14 +28,17 @@ STORED: Final = 0
 class Node:
     """An edge and what is known about it. A root has no parent and no pages; a node without a parent that has pages was removed.
 
-    `edge`: the tokens as little-endian u64, a whole number of pages. `children`: by the bytes of their first page. `end`: depth of the last
+    `edge`: the tokens as little-endian u64, a whole number of pages; `digests`: see `prefixes`, of the path to the end of each page. `children`: by the bytes of their first page. `end`: depth of the last
     page. `where[tier, page pool, page]` and `states[tier][state pool]` are locations (`ABSENT`, pending, or present), with `STORED` in the
     storage tier; `states` is None where no state is or is being brought. Thread rule: the index's thread only.
     """
 
     __slots__ = (
+        "above",
         "below",
+        "checkpoint",
         "children",
+        "digests",
         "edge",
         "end",
         "ends",
@@ -42,6 +47,7 @@ class Node:
         "in_flight",
         "keys",
         "last_access",
+        "lineage",
         "near",
         "own",
         "pages",
@@ -49,18 +55,21 @@ class Node:
         "parent",
         "pins",
         "resident",
+        "row",
         "shown",
         "state_near",
         "state_pins",
         "state_pools",
         "states",
+        "surplus",
         "where",
         "whole",
     )
 
-    def __init__(self, parent: Node | None, edge: bytes, where: Locations, state_pools: int, extra: bytes) -> None:
+    def __init__(self, parent: Node | None, edge: bytes, digests: Digests, where: Locations, state_pools: int, extra: bytes) -> None:
         self.parent = parent
         self.edge = edge
+        self.digests = digests
         self.where = where
         self.extra = extra
         self.pages = int(where.shape[2])
@@ -71,6 +80,15 @@ class Node:
         self.states: list[list[int]] | None = None
         self.last_access = 0
         self.hits = 0
+        self.checkpoint = CheckpointKind.NONE
+        self.lineage = 0
+        """See `Units`, as for `checkpoint`."""
+        self.above = 0 if parent is None else parent.restorable
+        """The nearest depth above at which a complete state is."""
+        self.row = -1
+        """Where the `UnitTable` describes the node; -1: not yet."""
+        self.surplus = False
+        """The path has more states than it may keep, and this is one too many."""
         self.pins = [0] * len(Tier)
         """Pins that end on or below this node, by tier: they hold its pages."""
         self.state_pins = [0] * len(Tier)
@@ -99,7 +117,7 @@ class Node:
     @classmethod
     def root(cls, page_pools: int, state_pools: int, extra: bytes) -> Self:
         """The start of all sequences with this `extra`."""
-        return cls(None, b"", np.empty((len(Tier), page_pools, 0), np.int64), state_pools, extra)
+        return cls(None, b"", np.empty(0, np.uint64), np.empty((len(Tier), page_pools, 0), np.int64), state_pools, extra)
 
     def recount(self) -> None:
         """Derive from the locations: the objects present by tier and pool, what is in flight, and how much of the edge is whole."""
@@ -136,6 +154,11 @@ class Node:
         self.state_near = False
 
     @property
+    def digest(self) -> int:
+        """The digest of the path to the node's end."""
+        return int(self.digests[-1]) if self.pages else Prefixes.start(self.extra)
+
+    @property
     def start(self) -> int:
         """Depth before the first page of the edge."""
         return self.end - self.pages
@@ -164,6 +187,21 @@ class Node:
     def is_complete(self) -> bool:
         """Every state pool has a state here, each in some tier."""
         return bool(self.own >> ALIVE)
+
+    @property
+    def can_answer(self) -> bool:
+        """Could a hit end here? Without state pools: does all of the edge exist?"""
+        return bool(self.own >> ALIVE) if self.state_pools else self.whole == self.pages
+
+    @property
+    def restorable(self) -> int:
+        """The deepest depth on the path to here at which a complete state is."""
+        return self.end if self.own >> ALIVE else self.above
+
+    @property
+    def replay(self) -> int:
+        """Pages to compute to have the node's end again. Without state pools every page is restorable: the edge alone."""
+        return max(1, self.end - self.above if self.state_pools else self.pages)
 
     def holds(self, tier: Tier) -> bool:
         """Is anything of the node itself present in `tier`?"""

@@ -14,7 +14,7 @@ import numpy as np
 
 from tiercache import keys
 from tiercache.core import ABSENT, Locations, PoolName, Tier, TokenArray, as_tokens, full_pages, pending, reusable_pages
-from tiercache.errors import InputError, PoolFullError
+from tiercache.errors import ConfigError, InputError, PoolFullError
 from tiercache.index.base import (
     Eviction,
     Inserted,
@@ -26,12 +26,15 @@ from tiercache.index.base import (
     Span,
     StateLocation,
 )
-from tiercache.index.eviction import Sweep, UnitQueue, Victim
+from tiercache.index.checkpoints import CheckpointRules, checkpoint_depths
+from tiercache.index.eviction import Sweep
 from tiercache.index.forest import Pin
 from tiercache.index.integrity import check_integrity
 from tiercache.index.ledger import Ledger
 from tiercache.index.node import ALIVE, Node
-from tiercache.policy import Lru, Policy, UnitKind
+from tiercache.index.prefixes import Prefixes
+from tiercache.index.queue import UnitQueue, Victim
+from tiercache.policy import LEARN_EVERY, CheckpointKind, Lru, Policy, Reuse, UnitKind
 
 MAX_STORED_PAGES: Final = 1 << 20
 """8 bytes a token, and 24 a page and pool: about half a GiB at 64 tokens a page."""
@@ -42,7 +45,8 @@ class HybridIndex(Ledger):
 
     `page_pools` hold one object a page, `state_pools` one object at a node's end. `policy` ranks what may go (default: LRU). `refresh`:
     does a hit count for the last matched node only, or for its whole path? `max_stored_pages` bounds what is remembered of pages that are
-    in the store and nowhere else. Thread rule: one owner thread; other threads hand in events.
+    in the store and nowhere else. `checkpoints`: which states are asked for; `object_bytes`: payload bytes of one object of each pool, which
+    policies weigh; `seed`: of what is drawn at random. Raises ConfigError for a policy that cannot rank these pools. Thread rule: one owner thread; other threads hand in events.
     """
 
     def __init__(
@@ -55,11 +59,20 @@ class HybridIndex(Ledger):
         policy: Policy | None = None,
         refresh: Literal["last", "path"] = "last",
         max_stored_pages: int = MAX_STORED_PAGES,
+        checkpoints: CheckpointRules | None = None,
+        object_bytes: Mapping[PoolName, int] | None = None,
+        seed: int = 0,
     ) -> None:
         if refresh not in ("last", "path"):
             raise InputError(f"refresh {refresh!r} is unknown; use 'last' or 'path'")
-        super().__init__(page_size, namespace, page_pools, state_pools, policy or Lru(), max_stored_pages)
+        policy = policy or Lru()
+        if policy.needs_states and not state_pools:
+            raise ConfigError(f"policy {policy.name!r} ranks recurrent states, and no state pool is registered; use lru, gdsf or hvd")
+        super().__init__(page_size, namespace, page_pools, state_pools, policy, max_stored_pages, object_bytes or {}, seed)
+        self.checkpoints = checkpoints or CheckpointRules()
+        self._policy = policy
         self._refresh_path = refresh == "path"
+        self._requests = 0
 
     # -- asking --------------------------------------------------------------------------------------------------------
 
@@ -150,13 +163,57 @@ class HybridIndex(Ledger):
 
     # -- changing ------------------------------------------------------------------------------------------------------
 
-    def touch(self, match: Match) -> None:
-        """The match was used: refresh the node at its restorable depth, or with `refresh="path"` everything up to it."""
-        if match.depth:
-            node = self.node_at(match, match.depth)
-            node.hits += 1
-            self._clock += 1
-            self._refresh(node)
+    def plan_checkpoints(self, match: Match, tokens: TokenArray, depth: int) -> Mapping[int, CheckpointKind]:
+        """Where a prompt that is restored to `depth` should leave states, and why; depths in pages, ascending. Read-only."""
+        if not self.state_pools:
+            return {}
+        ghost = match.path_depth
+        if self.checkpoints.ghost and len(self._ghosts):
+            rest = tokens[match.path_depth * self.page_size :]
+            ghost += self._ghosts.repeated(self._prefixes.of(rest, self._digest_at(match)))
+        return checkpoint_depths(depth, match.path_depth, len(tokens), self.page_size, ghost_depth=ghost, rules=self.checkpoints)
+
+    def touch(self, match: Match, tokens: TokenArray | None = None) -> int:
+        """A request used the match: refresh the node at its restorable depth, or with `refresh="path"` everything up to it.
+
+        With the prompt's `tokens` the policy also learns of what it evicted and this request would have hit. Returns the lineage of what
+        the request will leave (see `Units`).
+        """
+        self._begin_request()
+        if tokens is not None and self._ghosts.has_units:
+            self._missed(match, tokens)
+        if not match.depth:
+            return 0
+        node = self.node_at(match, match.depth)
+        self._policy.reused(_reuse(node, self._units.now))
+        continues = node.checkpoint in (CheckpointKind.END, CheckpointKind.PROMPT)
+        lineage = node.lineage + 1 if continues and node.end == match.depth else 0
+        node.hits += 1
+        self._units.now += 1
+        self._refresh(node)
+        return lineage
+
+    def _begin_request(self) -> None:
+        self._requests += 1
+        self._ghosts.begin()
+        if self._requests % LEARN_EVERY == 0:
+            self._units.sync()
+            self._policy.learn(self._units.view(self._units.complete()), self._ghosts.view(self._units))
+
+    def _missed(self, match: Match, tokens: TokenArray) -> None:
+        """Tell the policy of the lost unit that would have answered this prompt deeper than the match."""
+        limit = reusable_pages(len(tokens), self.page_size)
+        known = np.concatenate([at.digests for at in reversed(list(match.node.path()))] or [np.empty(0, np.uint64)])[: match.path_depth]
+        rest = self._prefixes.of(tokens[match.path_depth * self.page_size :], self._digest_at(match))
+        digests = np.concatenate([known, rest])[match.depth : limit]
+        place = self._ghosts.deepest(digests)
+        if place is not None:
+            self._policy.reused(self._ghosts.reuse(int(digests[place]), self._units.now))
+
+    def _digest_at(self, match: Match) -> int:
+        """The digest of what the prompt shares with the tree."""
+        node = match.node.covering(match.path_depth)
+        return int(node.digests[match.path_depth - node.start - 1]) if match.path_depth else Prefixes.start(node.extra)
 
     @contextmanager
     def pinned(self, where: Node | Match, *tiers: Tier) -> Iterator[Pin]:
@@ -173,19 +230,25 @@ class HybridIndex(Ledger):
         pages: Mapping[PoolName, Locations],
         states: Mapping[int, Mapping[PoolName, int]] | None = None,
         extra: bytes = b"",
+        *,
+        checkpoints: Mapping[int, CheckpointKind] | None = None,
+        lineage: int = 0,
     ) -> Inserted:
         """Hand over the device slots of pages [0, d), one array of length d per page pool, and of states by depth.
 
+        `checkpoints`: why each state was taken (default: END); `lineage`: what `touch` returned for this request.
         What becomes of each slot: see `InsertedPages` and `Inserted`. Only the node that covers page d - 1 is refreshed, and nodes that
         get a state they did not have. Raises InputError, and changes nothing, for arrays that do not fit.
         """
         tokens, states = as_tokens(tokens), states or {}
         depth = self._check_pages(len(tokens), pages)
         self._check_states(states, depth)
-        self._clock += 1
+        self._units.now += 1
         node = self._path_to(tokens[: depth * self.page_size].tobytes(), extra)
         answer, changed = self._adopt_pages(node, depth, pages)
         adopted, rejected = self._adopt_states(node, states, changed)
+        for state in adopted:
+            self._describe(node.covering(state.depth), (checkpoints or {}).get(state.depth, CheckpointKind.END), lineage)
         # Not before the states are there, or every new page would be queued as dead weight; of equals, the shallower goes first.
         for at in sorted(dict.fromkeys(changed), key=lambda at: at.end):
             self._announce(at)
@@ -201,7 +264,7 @@ class HybridIndex(Ledger):
         tokens = as_tokens(tokens)
         if not 1 <= depth <= full_pages(len(tokens), self.page_size):
             raise InputError(f"depth {depth} is not within the whole pages of {len(tokens)} tokens (page size {self.page_size})")
-        self._clock += 1
+        self._units.now += 1
         node = self._path_to(tokens[: depth * self.page_size].tobytes(), extra)
         return self._split(node, depth) if node.end > depth else node
 
@@ -298,16 +361,28 @@ class HybridIndex(Ledger):
                     adopted.append(PlacedState(depth, pool, slot))
                     at = at if at.end == depth else self._split(at, depth)
                     at.set_state(Tier.DEVICE, number, slot)
-                    at.last_access = self._clock
+                    at.last_access = self._units.now
                     self._recount_states(at)
                     changed.append(at)
         return adopted, rejected
 
+    def _describe(self, node: Node, checkpoint: CheckpointKind, lineage: int) -> None:
+        """A state came to the end of `node`: why, and what of the path is too much now."""
+        node.checkpoint, node.lineage, node.surplus = checkpoint, lineage, False
+        self._ghosts.restored(node.digest)
+        if self.checkpoints.per_path:
+            on_path = [at for at in node.path() if at.is_complete and len(at.children) < 2]
+            for at in on_path[self.checkpoints.per_path :]:
+                at.surplus = True
+                self._units.mark(at)
+
     def _refresh(self, node: Node) -> None:
-        node.last_access = self._clock
+        node.last_access = self._units.now
+        self._units.mark(node)
         if self._refresh_path:
             for above in node.path():
-                above.last_access = self._clock
+                above.last_access = self._units.now
+                self._units.mark(above)
 
     # -- parts of evict ------------------------------------------------------------------------------------------------
 
@@ -321,21 +396,32 @@ class HybridIndex(Ledger):
             else:
                 self._evict(sweep, victim)
         for node in passed:
-            queue.offer(node)
+            self._units.mark(node)
 
     def _evict(self, sweep: Sweep, victim: Victim | None) -> None:
         assert victim is not None, "the counters say that there is more to evict, and the queue is empty"
-        sweep.take(victim)
         node = victim.node
+        unit = self._units.unit(node, victim.number) if node.can_answer else None
+        sweep.take(victim)
         if victim.kind is UnitKind.STATE:
             self._settle_states(node)
         elif not node.in_flight and node.own & ~(1 << ALIVE) == 1 << sweep.tier:
-            self._account(node, -1)  # the usual case deserves a short way: nothing is left, and nothing need be counted
+            before = node.restorable  # the usual case deserves a short way: nothing is left, and nothing need be counted
+            self._account(node, -1)
             node.clear(sweep.tier)
+            self._shade(node, before)
             self._announce(node)
         else:
             self._settle(node)
+        if unit is not None and not node.can_answer:
+            self._ghosts.note_unit(node.digest, unit)
+        if victim.kind is UnitKind.LEAF and not node.own:
+            self._ghosts.note_pages(node.digests)
         self._tidy(node)
+
+
+def _reuse(node: Node, now: int) -> Reuse:
+    return Reuse(node.end, node.replay, len(node.children), node.hits, node.checkpoint, node.lineage, now - node.last_access, evicted=False)
 
 
 def _state_at(node: Node, number: int, depth: int) -> StateLocation:

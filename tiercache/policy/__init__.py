@@ -1,16 +1,70 @@
-"""Eviction policies: which evictable unit is worth least. One contract for the index and for stores."""
+"""Eviction policies: which evictable unit is worth least. One contract for the index and for stores.
+
+Reading order: `base` (the contract), `profile` (bytes and FLOPs of a model), `costs`, then one file a policy; `hazard` is what `hvd` learns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Final
 
 from tiercache.errors import ConfigError
-from tiercache.policy.base import Policy, Unit, UnitKind, Units
+from tiercache.policy.base import LEARN_EVERY, CheckpointKind, Policy, Reuse, UnitKind, Units
+from tiercache.policy.costs import Costs
+from tiercache.policy.gdsf import Gdsf
+from tiercache.policy.hvd import HitValueDensity
 from tiercache.policy.lru import Lru
+from tiercache.policy.marconi import Marconi
+from tiercache.policy.profile import PROFILES, ModelProfile, profile_named, profile_of
+from tiercache.policy.seglen import SegLen
 
-__all__ = ["Lru", "Policy", "Unit", "UnitKind", "Units", "policy_named"]
+__all__ = [
+    "DEFAULT_PROFILE",
+    "LEARN_EVERY",
+    "POLICIES",
+    "PROFILES",
+    "CheckpointKind",
+    "Costs",
+    "Lru",
+    "ModelProfile",
+    "Policy",
+    "Reuse",
+    "UnitKind",
+    "Units",
+    "policy_named",
+    "profile_named",
+    "profile_of",
+]
 
-_POLICIES = {policy.name: policy for policy in (Lru,)}
+DEFAULT_PROFILE: Final = "qwen3-next-80b-a3b"
+
+_MAKE: Final[Mapping[str, Callable[[Costs], Policy]]] = {
+    Lru.name: lambda costs: Lru(),
+    SegLen.name: lambda costs: SegLen(),
+    Marconi.name: Marconi,
+    Gdsf.name: Gdsf,
+    HitValueDensity.name: HitValueDensity,
+}
+POLICIES: Final = tuple(_MAKE)
 
 
-def policy_named(name: str) -> Policy:
-    """A new policy of this name; raises ConfigError for a name that there is not."""
-    if name not in _POLICIES:
-        raise ConfigError(f"there is no eviction policy {name!r}; use {', '.join(sorted(_POLICIES))}")
-    return _POLICIES[name]()
+def policy_named(name: str, costs: Costs | None = None) -> Policy:
+    """A new policy of this name, weighing by `costs` (default: those of `DEFAULT_PROFILE`).
+
+    A parameter may follow the name: `seglen:0.7` (the weight), `marconi:1.5` (alpha). Raises ConfigError for what there is not.
+    """
+    base, _, parameter = name.partition(":")
+    if base not in _MAKE:
+        raise ConfigError(f"there is no eviction policy {name!r}; use {', '.join(_MAKE)}")
+    costs = costs or Costs(profile_named(DEFAULT_PROFILE))
+    if not parameter:
+        return _MAKE[base](costs)
+    try:
+        value = float(parameter)
+    except ValueError:
+        raise ConfigError(f"the parameter of policy {name!r} is not a number; use one such as seglen:0.7") from None
+    if base == SegLen.name:
+        return SegLen(value)
+    if base == Marconi.name:
+        return Marconi(costs, value)
+    raise ConfigError(f"policy {base!r} has no parameter; seglen has a weight and marconi an alpha")

@@ -8,62 +8,114 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+Column: TypeAlias = npt.NDArray[Any]
+"""Integers or flags, one entry a unit: shape (len(units),)."""
+Ranks: TypeAlias = npt.NDArray[np.float64]
 
-class UnitKind(enum.Enum):
+
+class UnitKind(enum.IntEnum):
     """What goes when a unit is evicted."""
 
-    LEAF = "leaf"
+    NONE = 0
+    """Nothing may go."""
+    LEAF = 1
     """The KV of an edge below which the tier holds nothing, and the state at its end, if any."""
-    STATE = "state"
+    STATE = 2
     """One state alone; the KV stays."""
 
 
-class Unit(Protocol):
-    """What a policy sees of a unit. Depths are in pages; times are ticks of the owner's logical clock, one per insert or hit.
+class CheckpointKind(enum.IntEnum):
+    """Why a state was taken where it was."""
 
-    A view is valid during the call that it is passed to.
-    """
+    NONE = 0
+    """There is none, or nobody said."""
+    END = 1
+    """The end of a request, answer included."""
+    PROMPT = 2
+    """The end of a prompt."""
+    BRANCH = 3
+    """Where a prompt left what was known."""
+    GHOST = 4
+    """Where a prompt ended to repeat what had been known and was evicted."""
+    INTERVAL = 5
+    """Every so many tokens."""
 
-    @property
-    def kind(self) -> UnitKind:
-        """What would go."""
-
-    @property
-    def last_access(self) -> int:
-        """When the unit was last hit, or made."""
-
-    @property
-    def hits(self) -> int:
-        """How often the unit was the last one of a hit."""
-
-    @property
-    def depth(self) -> int:
-        """Pages from the start of the sequence to the unit's end."""
-
-    @property
-    def children(self) -> int:
-        """How many known continuations follow it: 0, 1, or more at a branch."""
-
-    @property
-    def replay_pages(self) -> int:
-        """Pages that must be computed to have the unit again, from the nearest restorable depth above it. Walks the path: O(ancestors)."""
+    def __str__(self) -> str:
+        return self.name.lower()
 
 
 class Units(Protocol):
-    """Many units at once, for a policy that can rank them without looking at each. Valid during the call that it is passed to."""
+    """Some units, as columns. Depths are in pages of `page_tokens` tokens; times are ticks of the owner's logical clock, one per insert or
+    hit. Valid during the call that it is passed to.
+    """
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int, /) -> Unit: ...
+    @property
+    def now(self) -> int:
+        """The current tick, never less than any `last_access`."""
 
     @property
-    def last_access(self) -> npt.NDArray[Any]:
-        """As `Unit.last_access`, of all: integers of shape (len(self),)."""
+    def page_tokens(self) -> int:
+        """Tokens a page; 1 where the owner does not know."""
+
+    @property
+    def kind(self) -> Column:
+        """`UnitKind` of each."""
+
+    @property
+    def last_access(self) -> Column:
+        """When each was last hit, or made."""
+
+    @property
+    def hits(self) -> Column:
+        """How often each was the last one of a hit."""
+
+    @property
+    def depth(self) -> Column:
+        """Pages from the start of the sequence to the unit's end."""
+
+    @property
+    def children(self) -> Column:
+        """How many known continuations follow: 0, 1, or more at a branch."""
+
+    @property
+    def replay(self) -> Column:
+        """Pages that must be computed to have the unit again, from the nearest restorable depth above it; at least 1."""
+
+    @property
+    def nbytes(self) -> Column:
+        """Bytes that its eviction frees; at least 1."""
+
+    @property
+    def checkpoint(self) -> Column:
+        """`CheckpointKind` of the state at the unit's end."""
+
+    @property
+    def lineage(self) -> Column:
+        """How many requests in a row each continued from where the one before had ended, up to the one that made the unit; 0 for the first."""
+
+    @property
+    def covered(self) -> Column:
+        """Does the tier below hold all that would go, so that a miss costs a load and no computation?"""
+
+
+class Reuse(NamedTuple):
+    """A unit answered a hit, or would have if it had not been evicted. As in `Units`, before the hit; `age` is ticks since the last one."""
+
+    depth: int
+    replay: int
+    children: int
+    hits: int
+    checkpoint: int
+    lineage: int
+    age: int
+    evicted: bool
 
 
 class Policy(ABC):
@@ -71,18 +123,29 @@ class Policy(ABC):
 
     name: ClassVar[str]
     """How configuration and reports call it."""
+    steady: ClassVar[bool] = False
+    """A rank depends on its unit alone, never falls while the unit is untouched, and the owner may keep an order by it. Otherwise the owner
+    asks again before it evicts, and takes the least of what it asked for together."""
+    needs_states: ClassVar[bool] = False
+    """The policy has no meaning without recurrent states; owners refuse it (ConfigError) for pools that have none."""
 
     @abstractmethod
-    def rank(self, unit: Unit) -> float:
-        """How much `unit` is worth; the least goes first, and equal ranks go in the order in which they became evictable.
+    def rank(self, units: Units) -> Ranks:
+        """How much each unit is worth, float64 of shape (len(units),); the least goes first, and of equal ones any.
 
-        The caller guarantees that every unit it compares is evictable now, and that it asks again whenever a unit becomes evictable, is
-        about to go, or changes its kind or children.
-        The implementation must not keep `unit`, must be a function of the unit and of the policy's own history, and must not let a rank
-        fall while its unit is untouched: the order is kept lazily, so that a rise is noticed when the unit comes to the front and a silent
-        fall is not. A worth that decays with age is written with a rising base for new units instead (as in GDSF). The answer is not NaN.
+        The caller guarantees that `units` are evictable now, of one tier, and not none.
+        The implementation must not keep `units`, must be a function of them and of the policy's own history, and must not answer NaN.
         """
 
-    def rank_all(self, units: Units) -> npt.NDArray[np.float64]:
-        """The rank of each of many units, shape (len(units),): what `rank` says. A store with a million objects asks this way."""
-        return np.fromiter((self.rank(units[i]) for i in range(len(units))), np.float64, len(units))
+    def evicted(self, rank: float) -> None:  # noqa: B027  optional, as are the next two
+        """A unit of this rank was evicted."""
+
+    def reused(self, reuse: Reuse) -> None:  # noqa: B027
+        """A unit answered a hit, or was missed."""
+
+    def learn(self, live: Units, gone: Units) -> None:  # noqa: B027
+        """Called every `LEARN_EVERY` requests with all units that could answer a hit, and the remembered ones that no longer can."""
+
+
+LEARN_EVERY = 64
+"""Requests between two calls of `learn`."""

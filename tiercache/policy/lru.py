@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
-from tiercache.policy.base import Policy, Unit, Units
+from tiercache.policy.base import Policy, Ranks, Units
 
 
 class Lru(Policy):
@@ -17,11 +16,8 @@ class Lru(Policy):
     """
 
     name: ClassVar[str] = "lru"
+    steady: ClassVar[bool] = True
 
-    def rank(self, unit: Unit) -> float:
-        """The time of the last access."""
-        return unit.last_access
-
-    def rank_all(self, units: Units) -> npt.NDArray[np.float64]:
+    def rank(self, units: Units) -> Ranks:
         """The times of the last accesses."""
         return units.last_access.astype(np.float64)

@@ -11,21 +11,17 @@ import os
 import re
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from tiercache.core import BLOCK_ALIGN, Locations
 from tiercache.errors import ClosedError, ConfigError, SlotError
-from tiercache.pools.embargo import Embargoes
-from tiercache.pools.slots import SlotAllocator
-
-_NOUN: Final = "arena block"
+from tiercache.pools.blocks import BlockArena
 
 _MADV_POPULATE_WRITE: Final = 23  # Linux 5.14; the mmap module does not name it, and its madvise keeps the GIL
 _TOUCH_BYTES: Final = 64 << 20  # what one thread faults in per system call: enough to be efficient, little enough to share out evenly
@@ -115,7 +111,7 @@ def plan_size(nbytes: int | Literal["auto"], readings: MemoryReadings, *, fracti
     return SizePlan(nbytes, "as asked for")
 
 
-class HostArena:
+class HostArena(BlockArena):
     """`blocks` blocks of `block_bytes` bytes each in one shared, sealed memfd: the only byte budget on the host, for all kinds of objects.
 
     `nbytes` (or "auto", see `plan_auto_size`) is rounded down to whole blocks. The region is faulted in by `threads` threads before the
@@ -146,9 +142,7 @@ class HostArena:
         blocks = plan.nbytes // block_bytes
         if blocks < 1:
             raise ConfigError(f"an arena of {_size(plan.nbytes)} does not hold one block of {_size(block_bytes)}; make it larger")
-        self.block_bytes = block_bytes
-        self.allocator = SlotAllocator(blocks, noun=_NOUN)
-        self._embargoes = Embargoes(self.allocator, noun=_NOUN)
+        super().__init__(blocks, block_bytes)
         region = _map(blocks * block_bytes, readings, huge_pages)
         self.fd = region.fd
         self._close_fd = weakref.finalize(self, os.close, region.fd)
@@ -166,74 +160,20 @@ class HostArena:
             f"ready in {time.monotonic() - started:.2f} s with {workers} threads ({method})"
         )
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all blocks."""
-        return self.blocks * self.block_bytes
-
-    @property
-    def blocks(self) -> int:
-        """All blocks, free and used."""
-        return self.allocator.capacity
-
-    @property
-    def available(self) -> int:
-        """Free blocks."""
-        if self._embargoes.active:
-            self._embargoes.settle()
-        return self.allocator.available
-
-    @property
-    def withheld(self) -> int:
-        """Blocks that are neither free nor anybody's: they would be free without their embargo."""
-        if self._embargoes.active:
-            self._embargoes.settle()
-        return self._embargoes.withheld
-
-    def alloc(self, n_blocks: int) -> Locations:
-        """Take blocks: int64, shape [n_blocks], not necessarily adjacent. Raises PoolFullError, with nothing taken, if fewer are free."""
-        self._check_open()
-        if self._embargoes.active:
-            self._embargoes.settle()
-        return self.allocator.alloc(n_blocks)
-
-    def free(self, blocks: npt.ArrayLike) -> None:
-        """Give blocks back, all or none (SlotError). Allowed after `close`, so that owners can wind up in any order."""
-        if self._embargoes.active:
-            self._embargoes.free(blocks)
-        else:
-            self.allocator.free(blocks)
-
-    def embargo(self, ranges: Sequence[tuple[int, int]]) -> Callable[[], None]:
-        """Hand out no block that one of these (offset, length) byte ranges touches, until the callable that comes back is called.
-
-        Such a block can be freed, and is withheld then: it comes back with the owner's next `alloc`, `free` or `available` behind the last
-        lift of the embargoes on it, which may overlap. Lifting twice is harmless, as is all of it after `close`. Raises SlotError for a
-        range that is not inside the arena. Any thread; a block that is free must not be on its way out in an `alloc` meanwhile.
-        """
-        for offset, length in ranges:
-            if offset < 0 or length < 0 or offset + length > self.nbytes:
-                raise SlotError(f"{length} bytes at {offset} are not inside the arena's {self.nbytes}")
-        size = self.block_bytes
-        spans = [np.arange(offset // size, -(-(offset + length) // size), dtype=np.int64) for offset, length in ranges if length]
-        return self._embargoes.begin(np.unique(np.concatenate(spans)) if spans else np.empty(0, np.int64))
-
     def view(self, block: int) -> memoryview:
-        """The bytes of a block, writable; a slice, not a copy. The region stays mapped for as long as a view lives."""
+        """The bytes of a block. The region stays mapped for as long as a view lives."""
         self._check_open()
         if not 0 <= block < self.blocks:
             raise SlotError(f"arena block {block} is out of range; there are {self.blocks}")
         return self._view[block * self.block_bytes : (block + 1) * self.block_bytes]
 
-    def hold(self) -> memoryview:
-        """The bytes of all blocks. For who works with `address`: as long as this view lives, the region stays mapped, `close` or not."""
+    def alloc(self, n_blocks: int) -> Locations:  # noqa: D102
+        self._check_open()
+        return super().alloc(n_blocks)
+
+    def hold(self) -> memoryview:  # noqa: D102
         self._check_open()
         return self._view[:]
-
-    def check_integrity(self) -> None:
-        """Free, used and withheld blocks partition the arena; raises AssertionError otherwise. Call it when nothing is under way."""
-        self.allocator.check_integrity()
-        self._embargoes.check_integrity()
 
     def close(self) -> None:
         """Release the region; twice is harmless. Where views are still out, it is unmapped when the last of them goes."""

@@ -8,7 +8,7 @@ import numpy.typing as npt
 from tiercache.core import Locations, PoolName
 from tiercache.errors import PoolFullError, SlotError
 from tiercache.geometry import Geometry
-from tiercache.pools.arena import HostArena
+from tiercache.pools.blocks import BlockArena
 from tiercache.pools.slots import as_locations
 
 
@@ -22,7 +22,7 @@ class HostPool:
     allocated during the call.
     """
 
-    def __init__(self, geometry: Geometry, arena: HostArena) -> None:
+    def __init__(self, geometry: Geometry, arena: BlockArena) -> None:
         self.geometry = geometry
         self.arena = arena
         self.blocks_per_object = -(-geometry.nbytes // arena.block_bytes)
@@ -36,7 +36,7 @@ class HostPool:
         return self.geometry.pool
 
     @property
-    def memory(self) -> HostArena:
+    def memory(self) -> BlockArena:
         """Where the buffers of all objects lie."""
         return self.arena
 

@@ -12,9 +12,9 @@ from math import inf
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
-from tiercache.policy import Policy, Unit, UnitKind
+from tiercache.policy import Policy, UnitKind
+from tiercache.policy.base import Column
 from tiercache_backends.file.objects import RESIDENT, Objects
 from tiercache_backends.file.pages import Ints
 
@@ -26,8 +26,9 @@ _SHARE: Final = 64
 class EvictionOrder:
     """The leaves of a store in eviction order, lazily: an entry is put right when it comes to the front.
 
-    The entry of an object that left or is not a leaf any more is dropped: it is offered again when it becomes one. One whose rank has risen
-    goes back. Ranks never fall while a unit is untouched (see `Policy.rank`), so nothing outside the front may come before it.
+    The entry of an object that left or is not a leaf any more is dropped: it is offered again when it becomes one. With a steady policy
+    one whose rank has risen goes back, and as ranks never fall while a unit is untouched, nothing outside the front may come before it.
+    Another policy's order is as of the last pass, which is repeated after as many ticks as the front had objects.
 
     Thread rule: none of its own; the store calls it under its mutex.
     """
@@ -37,14 +38,14 @@ class EvictionOrder:
         self._policy = policy
         self._front: list[tuple[float, int, int]] = []
         self._horizon = -inf
+        self._until = 0
 
     def offer(self, row: int) -> None:
         """This object is new, or a leaf again, or may be worth less: it joins the front if it belongs there."""
         objects = self._objects
         if self._horizon == -inf or objects.queued[row] or objects.state[row] != RESIDENT or not objects.is_leaf(row):
             return
-        rank = self._policy.rank(UnitView(objects, row))
-        if rank <= self._horizon:
+        if self._policy.steady and (rank := self._rank(row)) <= self._horizon:
             self._push(rank, row)
 
     def victims(self, enough: Callable[[int], bool]) -> list[int]:
@@ -55,6 +56,8 @@ class EvictionOrder:
         objects = self._objects
         taken: list[int] = []
         spared: list[tuple[float, int, int]] = []
+        if not self._policy.steady and objects.clock > self._until:
+            self._drop()
         while self._front or self._refill():
             rank, row, number = heapq.heappop(self._front)
             if objects.number[row] != number or objects.state[row] != RESIDENT:
@@ -62,8 +65,7 @@ class EvictionOrder:
             objects.queued[row] = 0
             if not objects.is_leaf(row):
                 continue
-            now = self._policy.rank(UnitView(objects, row))
-            if now > rank:
+            if self._policy.steady and (now := self._rank(row)) > rank:
                 if now <= self._horizon:
                     self._push(now, row)
             elif objects.pins[row]:
@@ -71,6 +73,7 @@ class EvictionOrder:
                 objects.queued[row] = 1
             else:
                 taken.append(row)
+                self._policy.evicted(rank)
                 if enough(row):
                     break
         for entry in spared:
@@ -84,7 +87,7 @@ class EvictionOrder:
         rows = rows[objects.columns["queued"][rows] == 0]
         if not len(rows):
             return False
-        ranks = self._policy.rank_all(UnitViews(objects, rows))
+        ranks = self._policy.rank(StoredUnits(objects, rows))
         wanted = max(_FRONT, len(rows) // _SHARE)
         self._horizon = inf
         if wanted < len(rows):
@@ -94,81 +97,33 @@ class EvictionOrder:
         objects.columns["queued"][rows] = 1
         self._front = list(zip(ranks.tolist(), rows.tolist(), objects.columns["number"][rows].tolist(), strict=True))
         heapq.heapify(self._front)
+        self._until = objects.clock + len(rows)
         return True
+
+    def _rank(self, row: int) -> float:
+        return float(self._policy.rank(StoredUnits(self._objects, np.array([row])))[0])
+
+    def _drop(self) -> None:
+        self._objects.columns["queued"][:] = 0
+        self._front, self._horizon = [], -inf
 
     def _push(self, rank: float, row: int) -> None:
         # Objects that are deleted leave their entry behind: without this a store that only ever sets and deletes would grow for ever.
         if len(self._front) > 2 * len(self._objects) + _FRONT:
-            self._objects.columns["queued"][:] = 0
-            self._front, self._horizon = [], -inf
+            self._drop()
             return
         self._objects.queued[row] = 1
         heapq.heappush(self._front, (rank, row, self._objects.number[row]))
 
 
-class UnitView(Unit):
-    """One object as a policy sees it.
+class StoredUnits:
+    """Objects as a policy sees them. See `Units`; what a store does not know of them is 0. The tokens of a page are not known either, so
+    that a page counts for one.
 
     Thread rule: during one call of the policy.
     """
 
-    __slots__ = ("_objects", "_row")
-
-    def __init__(self, objects: Objects, row: int) -> None:
-        self._objects = objects
-        self._row = row
-
-    @property
-    def kind(self) -> UnitKind:
-        """A state goes alone; a page is a leaf when it goes."""
-        return UnitKind.STATE if self._objects.hangs(self._row) else UnitKind.LEAF
-
-    @property
-    def last_access(self) -> int:
-        """The store's tick when the object was last used or made."""
-        return int(self._objects.tick[self._row])
-
-    @property
-    def hits(self) -> int:
-        """How often the object was read since the store was opened."""
-        return int(self._objects.hits[self._row])
-
-    @property
-    def depth(self) -> int:
-        """Pages from the start of the sequence to the object's end; 0 where the caller did not say."""
-        return int(self._objects.depth[self._row])
-
-    @property
-    def children(self) -> int:
-        """How many stored objects depend on the object's page, the states on it included."""
-        return int(self._objects.pages.dependents[self._objects.page[self._row]])
-
-    @property
-    def replay_pages(self) -> int:
-        """Pages that must be computed to have the object again: back to the nearest page above with a state on it, or to the start."""
-        objects = self._objects
-        node = objects.page[self._row]
-        for distance in range(objects.used + 1):
-            row, parent, with_state = objects.pages.first[node], -1, False
-            while row >= 0:
-                if objects.hangs(row):
-                    with_state |= distance > 0
-                else:
-                    parent = objects.parent[row]
-                row = objects.next[row]
-            if with_state:
-                return distance
-            if parent < 0:
-                return distance + 1
-            node = parent
-        return objects.used
-
-
-class UnitViews:
-    """Many objects as a policy sees them, with their last accesses in one array.
-
-    Thread rule: during one call of the policy.
-    """
+    page_tokens = 1
 
     def __init__(self, objects: Objects, rows: Ints) -> None:
         self._objects = objects
@@ -177,11 +132,62 @@ class UnitViews:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __getitem__(self, index: int) -> Unit:
-        return UnitView(self._objects, int(self._rows[index]))
+    @property
+    def now(self) -> int:
+        """The store's clock."""
+        return self._objects.clock
 
     @property
-    def last_access(self) -> npt.NDArray[np.uint64]:
-        """As `Unit.last_access`, of all."""
-        found: npt.NDArray[np.uint64] = self._objects.columns["tick"][self._rows]
+    def kind(self) -> Column:
+        """A state goes alone; a page is a leaf when it goes."""
+        return np.where(self._column("page") == self._column("parent"), UnitKind.STATE, UnitKind.LEAF)
+
+    @property
+    def last_access(self) -> Column:
+        """The store's tick when each object was last used or made."""
+        return self._column("tick")
+
+    @property
+    def hits(self) -> Column:
+        """How often each was read since the store was opened."""
+        return self._column("hits")
+
+    @property
+    def depth(self) -> Column:
+        """Pages from the start of the sequence to the object's end; 0 where the caller did not say."""
+        return self._column("depth")
+
+    @property
+    def children(self) -> Column:
+        """How many stored objects depend on the object's page, the states on it included."""
+        found: Column = self._objects.pages.dependents_column[self._column("page")]
+        return found
+
+    @property
+    def replay(self) -> Column:
+        """Pages from the nearest page above that has a state on it, or from the start."""
+        return self._objects.replay(self._rows)
+
+    @property
+    def nbytes(self) -> Column:
+        """Payload bytes, at least 1."""
+        return np.maximum(self._column("length").astype(np.int64), 1)
+
+    @property
+    def checkpoint(self) -> Column:
+        """Not known."""
+        return np.zeros(len(self), np.int64)
+
+    @property
+    def lineage(self) -> Column:
+        """Not known."""
+        return np.zeros(len(self), np.int64)
+
+    @property
+    def covered(self) -> Column:
+        """Nothing is below a store."""
+        return np.zeros(len(self), np.int64)
+
+    def _column(self, name: str) -> Column:
+        found: Column = self._objects.columns[name][self._rows]
         return found

@@ -67,7 +67,7 @@ class Objects:
         """Rows below this were in use at some time."""
         self.count = 0
         self.payload = 0
-        self._clock = 0
+        self.clock = 0
         self._free = NONE
         self._further: dict[int, tuple[Extent, ...]] = {}
         self._layouts = _Interned()
@@ -95,7 +95,7 @@ class Objects:
         self.columns["depth"][:n][(records["flags"] & DEPTH_KNOWN) == 0] = 0
         self.columns["state"][:n] = RESIDENT
         self.columns["tick"][:n] = np.arange(1, n + 1)
-        self._clock = n
+        self.clock = n
         self.payload = int(records["length"].sum())
         rows = np.flatnonzero(records["more"]).tolist()
         self._further = {row: loaded.extents[int(records["number"][row])] for row in rows}
@@ -188,8 +188,8 @@ class Objects:
 
     def touch(self, row: int) -> None:
         """The object was used, or made, just now."""
-        self._clock += 1
-        self.tick[row] = self._clock
+        self.clock += 1
+        self.tick[row] = self.clock
 
     def hangs(self, row: int) -> bool:
         """Does the object lie on the page that it depends on, as a state does?"""
@@ -205,6 +205,27 @@ class Objects:
         found = self.columns["state"][: self.used] == RESIDENT
         found &= (self.pages.dependents_column[page] == 0) | (page == parent)
         return np.flatnonzero(found)
+
+    def replay(self, rows: Ints) -> Ints:
+        """For each row the pages back to the nearest page above that has a state on it, or to the start of what is known."""
+        page, parent = self.columns["page"][: self.used], self.columns["parent"][: self.used]
+        resident = self.columns["state"][: self.used] == RESIDENT
+        hangs = resident & (page == parent)
+        states = np.zeros(len(self.pages.dependents_column), np.bool_)
+        states[page[hangs]] = True
+        above = np.full(len(states), NONE, np.int64)
+        inner = resident & ~hangs
+        above[page[inner]] = parent[inner]
+        found = np.zeros(len(rows), np.int64)
+        left, at = np.arange(len(rows)), page[rows].astype(np.int64)
+        for distance in range(1, self.used + 1):  # bounded, for a store that was tampered with may hold a circle
+            found[left] = distance
+            at = above[at]
+            on = (at >= 0) & ~states[at]
+            left, at = left[on], at[on]
+            if not len(left):
+                break
+        return found
 
     def residents(self) -> Ints:
         """The rows of all objects that can be found."""

@@ -1,0 +1,177 @@
+"""One layer's cost, from the fields of a config: how the architectures spell the sizes of attention, recurrences and feed-forward parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Final
+
+from tiercache.policy import layers
+from tiercache.policy.fields import MAX_LAYERS, Fields
+from tiercache.policy.layers import Cost
+from tiercache.policy.pattern import Kind, layers_of
+
+Mixer = Callable[[Fields], Cost]
+FeedForward = Callable[[Fields, int], Cost]
+"""Also of the layer's number, by which experts are placed."""
+
+
+def attention(fields: Fields, *, gated: bool = False, sliding: bool = False) -> Cost:
+    """Attention, grouped or not; a head is `hidden_size` over the heads wide unless the config says otherwise."""
+    hidden, heads = fields.count("hidden_size"), fields.count("num_attention_heads")
+    kv_heads = fields.count("num_key_value_heads", most=heads, default=heads)
+    if heads % kv_heads:
+        raise fields.error(f"{heads} attention heads cannot share {kv_heads} KV heads evenly")
+    if fields.has("head_dim") or fields.has("attention_head_dim"):
+        head_dim = fields.count("head_dim", "attention_head_dim")
+    else:
+        head_dim = _share(fields, "hidden_size", hidden, "num_attention_heads", heads)
+    window = fields.count("sliding_window") if sliding else None
+    return layers.attention(hidden, heads, kv_heads, head_dim, gated=gated, window=window)
+
+
+def gated_attention(fields: Fields) -> Cost:
+    """Attention with a gate on its output, unless the config says that it has none."""
+    return attention(fields, gated=fields.flag("attn_output_gate", default=True))
+
+
+def latent_attention(fields: Fields) -> Cost:
+    """As DeepSeek writes it."""
+    q_rank = fields.count("q_lora_rank") if fields.has("q_lora_rank") else None
+    ranks = [fields.count(name) for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
+    return layers.latent_attention(fields.count("hidden_size"), fields.count("num_attention_heads"), q_rank, *ranks)
+
+
+ATTENTION: Final[Mapping[Kind, Mixer]] = {Kind.FULL: attention, Kind.SLIDING: partial(attention, sliding=True)}
+
+
+def gated_delta(fields: Fields) -> Cost:
+    """As Qwen writes it."""
+    names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+    return layers.gated_delta(fields.count("hidden_size"), *(fields.count(f"linear_{name}") for name in names))
+
+
+def kimi_delta(fields: Fields) -> Cost:
+    """As Kimi writes it, in an object of its own, or as Transformers does."""
+    hidden = fields.count("hidden_size")
+    if fields.has("linear_attn_config"):
+        inner = fields.inner("linear_attn_config")
+        return layers.kimi_delta(hidden, *(inner.count(name) for name in ("num_heads", "head_dim", "short_conv_kernel_size")))
+    return layers.kimi_delta(hidden, *(fields.count(f"linear_{name}") for name in ("num_heads", "head_dim", "conv_kernel_dim")))
+
+
+def mamba1(fields: Fields) -> Cost:
+    """As Jamba writes it."""
+    hidden = fields.count("hidden_size")
+    rank = -(-hidden // 16) if fields.is_text("mamba_dt_rank", "auto") else fields.count("mamba_dt_rank")
+    inner = fields.count("mamba_expand") * hidden
+    return layers.mamba1(hidden, inner, fields.count("mamba_d_state"), rank, fields.count("mamba_d_conv"))
+
+
+def mamba2(fields: Fields) -> Cost:
+    """As Bamba and its heirs write it."""
+    hidden, heads = fields.count("hidden_size"), fields.count("mamba_n_heads")
+    inner = fields.count("mamba_d_ssm") if fields.has("mamba_d_ssm") else fields.count("mamba_expand") * hidden
+    head_dim = _share(fields, "the width of a Mamba layer", inner, "mamba_n_heads", heads)
+    if not fields.is_text("mamba_d_head", "auto") and fields.count("mamba_d_head") != head_dim:
+        raise fields.error(f"mamba_d_head is {fields.count('mamba_d_head')}, but {heads} heads of a layer {inner} wide have {head_dim}")
+    return layers.mamba2(hidden, heads, head_dim, *(fields.count(f"mamba_{name}") for name in ("d_state", "n_groups", "d_conv")))
+
+
+def nemotron_mamba2(fields: Fields) -> Cost:
+    """As Nemotron-H writes it: the width is what its heads make."""
+    sizes = [fields.count(name) for name in ("hidden_size", "mamba_num_heads", "mamba_head_dim", "ssm_state_size")]
+    return layers.mamba2(*sizes, fields.count("n_groups", "mamba_n_groups"), fields.count("conv_kernel", "mamba_d_conv"))
+
+
+def short_conv(fields: Fields) -> Cost:
+    """As LFM2 writes it."""
+    return layers.short_conv(fields.count("hidden_size"), fields.count("conv_L_cache"))
+
+
+def mlp(fields: Fields, _: int = 0, *, width: str = "intermediate_size") -> Cost:
+    """Gate, up and down."""
+    return layers.mlp(fields.count("hidden_size"), fields.count(width))
+
+
+def experts(fields: Fields, *, width: str = "moe_intermediate_size", shared: int = 0, shared_gate: bool = False) -> Cost:
+    """Routed experts, and shared ones of width `shared` in all."""
+    total = fields.count("num_experts", "num_local_experts", "n_routed_experts")
+    active = fields.count("num_experts_per_tok", "num_experts_per_token", "experts_per_token", most=total)
+    return layers.experts(fields.count("hidden_size"), total, active, fields.count(width), shared=shared, shared_gate=shared_gate)
+
+
+def mixtral_experts(fields: Fields, _: int) -> Cost:
+    """Experts in every layer, as wide as `intermediate_size`."""
+    return experts(fields, width="intermediate_size")
+
+
+def qwen_moe(fields: Fields, n: int, *, shared: bool) -> Cost:
+    """Experts but for `mlp_only_layers` and what `decoder_sparse_step` steps over; neither need be there."""
+    dense = set(fields.counts("mlp_only_layers")) if fields.has("mlp_only_layers") else set()
+    if n in dense or (n + 1) % fields.count("decoder_sparse_step", default=1):
+        return mlp(fields)
+    return experts(fields, shared=fields.count("shared_expert_intermediate_size") if shared else 0, shared_gate=shared)
+
+
+def deepseek_moe(fields: Fields, n: int) -> Cost:
+    """Experts after the first layers: listed in `mlp_layer_types`, or by `first_k_dense_replace` and `moe_layer_freq`."""
+    if fields.has("mlp_layer_types"):
+        kinds = fields.texts("mlp_layer_types")
+        if len(kinds) != layers_of(fields) or not set(kinds) <= {"dense", "sparse"}:
+            raise fields.error("mlp_layer_types must name each layer dense or sparse")
+        sparse = kinds[n] == "sparse"
+    else:
+        freq = fields.count("moe_layer_freq", default=1)
+        sparse = n >= fields.count("first_k_dense_replace", least=0, most=MAX_LAYERS) and n % freq == 0
+    if not sparse:
+        return mlp(fields)
+    return experts(fields, shared=fields.count("n_shared_experts", "num_shared_experts", least=0) * fields.count("moe_intermediate_size"))
+
+
+def jamba_moe(fields: Fields, n: int) -> Cost:
+    """Experts by `expert_layer_period` and `expert_layer_offset`."""
+    period = fields.count("expert_layer_period")
+    sparse = n % period == fields.count("expert_layer_offset", least=0, most=period - 1)
+    return mixtral_experts(fields, n) if sparse and fields.count("num_experts", "num_local_experts") > 1 else mlp(fields)
+
+
+def granite_moe(fields: Fields, n: int) -> Cost:
+    """A shared part in every layer, and experts if there are any."""
+    shared = mlp(fields, width="shared_intermediate_size")
+    return shared + (mixtral_experts(fields, n) if fields.count("num_local_experts", least=0) else Cost())
+
+
+def nemotron_mlp(fields: Fields) -> Cost:
+    """Up and down only, with a squared ReLU between them."""
+    return layers.mlp(fields.count("hidden_size"), fields.count("intermediate_size"), matrices=2)
+
+
+def nemotron_experts(fields: Fields) -> Cost:
+    """As `nemotron_mlp`, for experts; the routed ones may work in a narrower space."""
+    total = fields.count("n_routed_experts", "num_local_experts")
+    return layers.experts(
+        fields.count("hidden_size"), total, fields.count("num_experts_per_tok", most=total), fields.count("moe_intermediate_size"),
+        shared=fields.count("moe_shared_expert_intermediate_size"), matrices=2,
+        latent=fields.count("moe_latent_size") if fields.has("moe_latent_size") else None,
+    )  # fmt: skip
+
+
+def lfm2_mlp(fields: Fields, _: int) -> Cost:
+    """LFM2 writes the width before its own reduction to two thirds and rounding up."""
+    inner = fields.count("block_ff_dim") if fields.has("block_ff_dim") else fields.count("intermediate_size")
+    if fields.flag("block_auto_adjust_ff_dim"):
+        multiple = fields.count("block_multiple_of")
+        inner = -(-int(fields.number("block_ffn_dim_multiplier") * (2 * inner // 3)) // multiple) * multiple
+    return layers.mlp(fields.count("hidden_size"), inner)
+
+
+def lfm2_moe(fields: Fields, n: int) -> Cost:
+    """Experts after the first `num_dense_layers`."""
+    return mlp(fields) if n < fields.count("num_dense_layers", least=0, most=MAX_LAYERS) else experts(fields)
+
+
+def _share(fields: Fields, whole: str, size: int, parts: str, count: int) -> int:
+    if size % count:
+        raise fields.error(f"{whole}, {size}, cannot be divided by {parts}, {count}")
+    return size // count

@@ -1,0 +1,144 @@
+"""Reading a model's config that anybody may have written: a value is of its type and in its bounds, or there is one clear error."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from tiercache.errors import ConfigError
+
+MAX_SIZE: Final = 1 << 24
+"""No width, head count or number of experts of a model is beyond this."""
+MAX_LAYERS: Final = 1024
+
+
+def shown(value: object) -> str:
+    """A short description of any value; never long, never an error."""
+    if isinstance(value, bool | float | None):
+        return repr(value)
+    if isinstance(value, int):
+        return repr(value) if value.bit_length() <= 64 else f"an integer of {value.bit_length()} bits"
+    if isinstance(value, str):
+        return repr(value[:40])
+    return f"a {type(value).__name__}"
+
+
+class Fields:
+    """The fields of one config mapping. A field that is null is one that is missing, as for Hugging Face.
+
+    Where a field has several names, all that are there must agree. Thread rule: immutable as long as its mapping is.
+    """
+
+    def __init__(self, values: Mapping[str, Any], label: str) -> None:
+        self.label = label
+        """How messages call the config."""
+        self._values = values
+
+    def error(self, problem: str) -> ConfigError:
+        """A ConfigError about this config."""
+        return ConfigError(f"{self.label}: {problem}")
+
+    def has(self, name: str) -> bool:
+        """Whether the field is there and not null."""
+        return self._values.get(name) is not None
+
+    def set_ones(self, names: Sequence[str]) -> list[str]:
+        """Which of these fields are there and neither null, false nor zero."""
+        return [name for name in names if self._values.get(name) not in (None, False, 0)]
+
+    def count(self, *names: str, least: int = 1, most: int = MAX_SIZE, default: int | None = None) -> int:
+        """A whole number in [least, most]; `default` if no such field is there."""
+        found = self._found(names)
+        if found is None:
+            if default is None:
+                raise self._missing(names)
+            return default
+        name, value = found
+        return self._whole(f"{name} is", value, least, most)
+
+    def counts(self, name: str, *, least: int = 0, most: int = MAX_SIZE) -> list[int]:
+        """A list of whole numbers in [least, most]."""
+        return [self._whole(f"{name} holds", value, least, most) for value in self._listed(name)]
+
+    def number(self, name: str, *, most: float = MAX_SIZE) -> float:
+        """A finite number above zero."""
+        value = self._required(name)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.error(f"{name} is {shown(value)}; a number is needed")
+        if not 0 < value <= most or not math.isfinite(value):
+            raise self.error(f"{name} is {shown(value)}; a number above 0 and at most {most} is needed")
+        return float(value)
+
+    def flag(self, name: str, *, default: bool | None = None) -> bool:
+        """True or false."""
+        if default is not None and not self.has(name):
+            return default
+        value = self._required(name)
+        if not isinstance(value, bool):
+            raise self.error(f"{name} is {shown(value)}; true or false is needed")
+        return value
+
+    def text(self, *names: str, default: str | None = None, most: int = MAX_LAYERS) -> str:
+        """A string of at most `most` characters."""
+        found = self._found(names)
+        if found is None:
+            if default is None:
+                raise self._missing(names)
+            return default
+        name, value = found
+        if not isinstance(value, str) or len(value) > most:
+            raise self.error(f"{name} is {shown(value)}; a string of at most {most} characters is needed")
+        return value
+
+    def texts(self, name: str) -> list[str]:
+        """A list of strings."""
+        found = self._listed(name)
+        for value in found:
+            if not isinstance(value, str):
+                raise self.error(f"{name} holds {shown(value)}; strings are needed")
+        return found
+
+    def inner(self, name: str) -> Fields:
+        """The fields of a mapping inside this one."""
+        value = self._required(name)
+        if not isinstance(value, Mapping):
+            raise self.error(f"{name} is {shown(value)}; an object is needed")
+        return Fields(value, f"{self.label}, {name}")
+
+    def is_text(self, name: str, text: str) -> bool:
+        """Whether the field is exactly this string, such as the `auto` that some numbers may be."""
+        value = self._values.get(name)
+        return isinstance(value, str) and value == text
+
+    def _missing(self, names: Sequence[str]) -> ConfigError:
+        return self.error(f"{' or '.join(names)} is missing, and without it the model's cost cannot be derived")
+
+    def _required(self, name: str) -> Any:
+        if not self.has(name):
+            raise self._missing((name,))
+        return self._values[name]
+
+    def _found(self, names: Sequence[str]) -> tuple[str, Any] | None:
+        """The first of `names` that is there, with its value; None where none is."""
+        present = [(name, self._values[name]) for name in names if self.has(name)]
+        if not present:
+            return None
+        first, value = present[0]
+        for name, other in present[1:]:
+            if type(other) is not type(value) or (isinstance(value, int | str) and other != value):
+                raise self.error(f"{first} is {shown(value)} but {name} is {shown(other)}; they must be the same")
+        return first, value
+
+    def _listed(self, name: str) -> list[Any]:
+        value = self._required(name)
+        if not isinstance(value, list | tuple) or len(value) > MAX_LAYERS:
+            raise self.error(f"{name} is {shown(value)}; a list of at most {MAX_LAYERS} entries is needed")
+        return list(value)
+
+    def _whole(self, what: str, value: object, least: int, most: int) -> int:
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self.error(f"{what} {shown(value)}; a whole number is needed")
+        if not least <= value <= most:
+            raise self.error(f"{what} {shown(value)}; it must be from {least} to {most}")
+        return value

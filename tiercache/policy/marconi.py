@@ -1,0 +1,38 @@
+"""Recency plus FLOPs saved per byte."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+
+from tiercache.errors import ConfigError
+from tiercache.policy.base import Policy, Ranks, Units
+from tiercache.policy.costs import Costs
+from tiercache.policy.seglen import normalised
+
+
+class Marconi(Policy):
+    """`normalised(1 / age) + alpha x normalised(FLOPs saved / bytes freed)`; branches (two or more continuations) go last.
+
+    FLOPs are those from the nearest restorable depth above to here, the parent's share taken off in every term; bytes are those that go.
+    (In the artifact that accompanies the paper the MLP's share of the parent is mistaken for its attention's, and bytes are the whole
+    path's.) Source: Marconi, MLSys 2025.
+
+    Thread rule: stateless, any thread.
+    """
+
+    name: ClassVar[str] = "marconi"
+    needs_states: ClassVar[bool] = True
+
+    def __init__(self, costs: Costs, alpha: float = 0.5) -> None:
+        if not 0.0 <= alpha < float("inf"):
+            raise ConfigError(f"marconi's alpha {alpha} is not possible; use a number from 0 (recency alone), such as 0.5")
+        self._costs = costs
+        self.alpha = alpha
+
+    def rank(self, units: Units) -> Ranks:
+        """The score; infinite for a branch."""
+        recency = normalised(1.0 / np.maximum(units.now - units.last_access, 1))
+        score = recency + self.alpha * normalised(self._costs.saved(units) / units.nbytes)
+        return np.where(units.children >= 2, np.inf, score)

@@ -1,0 +1,40 @@
+"""Rank by how much would be replayed, and by recency."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+
+from tiercache.errors import ConfigError
+from tiercache.policy.base import Policy, Ranks, Units
+
+
+class SegLen(Policy):
+    """`weight` x replay length + (1 - `weight`) x recency, each normalised over what is compared.
+
+    The replay length is that to the nearest restorable depth above: states that many tokens depend on stay. It has no meaning without
+    states. Source: the public description of SGLang's `seglen` (pull request 22172), from which the formula is inferred.
+
+    Thread rule: stateless, any thread.
+    """
+
+    name: ClassVar[str] = "seglen"
+    needs_states: ClassVar[bool] = True
+
+    def __init__(self, weight: float = 0.85) -> None:
+        if not 0.0 <= weight <= 1.0:
+            raise ConfigError(f"seglen's weight {weight} is not possible; use a number from 0 (recency alone) to 1 (replay length alone)")
+        self._weight = weight
+
+    def rank(self, units: Units) -> Ranks:
+        """The weighted sum, in [0, 1]."""
+        return self._weight * normalised(units.replay) + (1.0 - self._weight) * normalised(units.last_access)
+
+
+def normalised(values: np.ndarray) -> Ranks:
+    """`values` moved and scaled to [0, 1]; all 0 where they are equal."""
+    out = values.astype(np.float64)
+    out -= out.min()
+    most = out.max()
+    return out / most if most > 0 else out

@@ -1,0 +1,58 @@
+"""Markup from parts: whatever is not `Html` is text, and is escaped."""
+
+from __future__ import annotations
+
+import html
+import unicodedata
+from typing import Final
+
+_LEAVES: Final = frozenset({"path", "line", "rect", "circle", "use", "meta", "link", "br"})
+_BIDIRECTIONAL: Final = frozenset({"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"})
+
+
+class Html(str):
+    """Markup that is ready. Made by `element`, `join` and `text` only."""
+
+    __slots__ = ()
+
+
+Part = str | Html | None
+"""What an element holds: markup, text, or nothing."""
+
+
+def text(value: str) -> Html:
+    """`value` as it is to be read.
+
+    Control characters, halves of surrogate pairs and what turns the direction of writing become U+FFFD: a name in a trace may hold them.
+    """
+    shown = "".join("\ufffd" if _unreadable(character) else character for character in value)
+    return Html(html.escape(shown, quote=True))
+
+
+def element(name: str, /, *parts: Part, **attributes: str | float | None) -> Html:
+    """One element. Attributes: `class_` is class, `aria_label` is aria-label; None leaves one out; numbers keep one decimal."""
+    said = "".join(f' {key.rstrip("_").replace("_", "-")}="{_value(value)}"' for key, value in attributes.items() if value is not None)
+    if name in _LEAVES:
+        return Html(f"<{name}{said}/>")
+    return Html(f"<{name}{said}>{join(*parts)}</{name}>")
+
+
+def join(*parts: Part) -> Html:
+    """Parts one after the other."""
+    return Html("".join(part if isinstance(part, Html) else text(part) for part in parts if part is not None))
+
+
+def coordinate(value: float) -> str:
+    """A number of an SVG attribute, in as few characters as one decimal takes."""
+    return f"{value:.1f}".removesuffix(".0")
+
+
+def _value(value: str | float) -> str:
+    return text(value) if isinstance(value, str) else coordinate(value)
+
+
+def _unreadable(character: str) -> bool:
+    # Nearly everything is ASCII, which needs no look into the tables.
+    if " " <= character <= "~":
+        return False
+    return unicodedata.category(character) in {"Cc", "Cs"} or unicodedata.bidirectional(character) in _BIDIRECTIONAL

@@ -1,0 +1,151 @@
+"""Results put in order: chapters by source, series by policy, runs by capacity."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from tiercache.errors import InputError
+from tiercache.replay.report.words import finite, short_percent, size
+from tiercache.replay.results import Result
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Size:
+    """A capacity that runs have in common: a fraction of the infinite cache's footprint, or bytes where tiers were given in bytes."""
+
+    relative: bool
+    value: float
+
+    def __str__(self) -> str:
+        return short_percent(self.value) if self.relative else size(self.value)
+
+
+class Measure(Enum):
+    """What decides which policy is best: a field of `Result`, and how it is called in a sentence."""
+
+    FLOPS = "flops_saved"
+    TOKENS = "token_hit_rate"
+
+    def of(self, run: Result | None) -> float | None:
+        """The value of a run; None where there is no run, or it has none."""
+        return None if run is None else finite(run.flops_saved if self is Measure.FLOPS else run.token_hit_rate)
+
+    @property
+    def words(self) -> str:
+        """As a noun."""
+        return "saved prefill FLOPs" if self is Measure.FLOPS else "token hit rate"
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One policy or bound over one source. `style`: its colour, marker and dashes, the same in all chapters.
+
+    `flat`: the run of a bound that holds at every capacity, because it was made at none of the policies'.
+    """
+
+    name: str
+    style: int
+    is_bound: bool
+    runs: Mapping[Size, Result]
+    flat: Result | None = None
+
+    def at(self, capacity: Size) -> Result | None:
+        """The run that says something about this capacity."""
+        return self.runs.get(capacity, self.flat)
+
+
+@dataclass(frozen=True, slots=True)
+class Chapter:
+    """All that is known of one source. `sizes` rise; `chosen`: the one that is looked at closely; `anchor`: an element's id."""
+
+    name: str
+    anchor: str
+    series: tuple[Series, ...]
+    sizes: tuple[Size, ...]
+    chosen: Size
+
+    @property
+    def policies(self) -> tuple[Series, ...]:
+        """What can be chosen."""
+        return tuple(one for one in self.series if not one.is_bound)
+
+    @property
+    def bounds(self) -> tuple[Series, ...]:
+        """What cannot be beaten."""
+        return tuple(one for one in self.series if one.is_bound)
+
+    def runs(self, capacity: Size) -> list[tuple[Series, Result]]:
+        """Everything that says something about this capacity."""
+        found = ((one, one.at(capacity)) for one in self.series)
+        return [(one, run) for one, run in found if run is not None]
+
+    def capacity_bytes(self, capacity: Size) -> int | None:
+        """How many bytes it was here."""
+        return next((one.runs[capacity].capacity_bytes for one in self.series if capacity in one.runs), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Study:
+    """What a report is about. `policies` and `bounds` in the order of their first results; `replaced`: results a later one stands for."""
+
+    results: tuple[Result, ...]
+    chapters: tuple[Chapter, ...]
+    sizes: tuple[Size, ...]
+    policies: tuple[str, ...]
+    bounds: tuple[str, ...]
+    measure: Measure
+    replaced: int
+
+
+def arrange(results: Sequence[Result]) -> Study:
+    """Put results in order. Raises InputError if there are none."""
+    if not results:
+        raise InputError("a report needs at least one result, and there is none; replay something first")
+    names = list(dict.fromkeys((run.policy, run.is_bound) for run in results))
+    policies = tuple(name for name, bound in names if not bound)
+    bounds = tuple(name for name, bound in names if bound)
+    styles = {(name, bound): (bounds if bound else policies).index(name) for name, bound in names}
+    sources = list(dict.fromkeys(run.source for run in results))
+    chapters = tuple(
+        _chapter(name, f"source-{number}", [run for run in results if run.source == name], styles) for number, name in enumerate(sources, 1)
+    )
+    kept = sum(len(one.runs) + (one.flat is not None) for chapter in chapters for one in chapter.series)
+    decided = any(Measure.FLOPS.of(run) is not None for run in results if not run.is_bound or not policies)
+    return Study(
+        results=tuple(results),
+        chapters=chapters,
+        sizes=tuple(sorted({one for chapter in chapters for one in chapter.sizes})),
+        policies=policies,
+        bounds=bounds,
+        measure=Measure.FLOPS if decided else Measure.TOKENS,
+        replaced=len(results) - kept,
+    )
+
+
+def _chapter(name: str, anchor: str, runs: Sequence[Result], styles: Mapping[tuple[str, bool], int]) -> Chapter:
+    rows: dict[tuple[str, bool], dict[Size, Result]] = {}
+    for run in runs:
+        rows.setdefault((run.policy, run.is_bound), {})[_size(run)] = run
+    common = [one for (_, bound), found in rows.items() if not bound for one in found]
+    common = common or [one for found in rows.values() for one in found]
+    sizes = tuple(sorted(set(common)))
+    series = [_series(key, found, styles[key], sizes) for key, found in rows.items()]
+    series.sort(key=lambda one: (one.is_bound, one.style))
+    many = Counter(common)
+    most = [one for one in sizes if many[one] == max(many.values())]
+    return Chapter(name, anchor, tuple(series), sizes, chosen=most[(len(most) - 1) // 2])
+
+
+def _series(key: tuple[str, bool], found: Mapping[Size, Result], style: int, sizes: Sequence[Size]) -> Series:
+    policy, bound = key
+    shared = {one: run for one, run in found.items() if one in sizes}
+    # The largest of several that fit nowhere: the infinite cache at 100 %.
+    return Series(policy, style, bound, shared, None if shared else found[max(found)])
+
+
+def _size(run: Result) -> Size:
+    fraction = finite(run.capacity)
+    return Size(True, fraction) if fraction is not None else Size(False, finite(run.capacity_bytes) or 0.0)

@@ -1,0 +1,115 @@
+"""Agents: many turns, each a short action of the model and what the world answers, on top of a prompt that describes the tools."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from tiercache.core import TokenArray
+from tiercache.errors import ConfigError
+from tiercache.replay.base import Request
+from tiercache.replay.sources.arrivals import Turn, take_turns
+from tiercache.replay.sources.base import Workload, check_size
+from tiercache.replay.sources.options import Span, bounds
+from tiercache.replay.sources.streams import join, key_of, rng_of, tokens
+
+_PLACEHOLDER: Final = 16
+"""Tokens that stand for an observation that was dropped, the same for all."""
+
+_OBSERVATION: Final = Span(16, 8192)
+"""Tokens at which the log-normal observations are cut off."""
+
+
+class _Plan(NamedTuple):
+    """A session's lengths in tokens, of as many turns as the context has room for."""
+
+    kind: int
+    task: int
+    actions: list[int]
+    observations: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Agents(Workload):
+    """`sessions` of agents: a prompt that all agents of a kind share, a task, then actions (the outputs) and observations in turn.
+
+    Where `keep` is not 0, observations older than `keep` turns are replaced by a placeholder, so that each prompt leaves its predecessor's
+    that many turns back. A session ends after its turns or before it would outgrow the context.
+    """
+
+    sessions: int = field(default=96, metadata=bounds(1, 16_384, "sessions"))
+    live: int = field(default=24, metadata=bounds(1, 4096, "sessions at once; when one ends, a new one takes its place"))
+    turns: Span = field(default=Span(12, 50), metadata=bounds(1, 256, "turns of a session, uniform"))
+    context: int = field(default=49_152, metadata=bounds(1024, 2**21, "tokens that a prompt and its output may have together"))
+    kinds: int = field(default=3, metadata=bounds(1, 1024, "kinds of agents, each with system prompt and tools of its own"))
+    system: Span = field(default=Span(3000, 5000), metadata=bounds(1, 2**19, "tokens of a kind's system prompt and tools, uniform"))
+    task: Span = field(default=Span(200, 2000), metadata=bounds(1, 2**19, "tokens of a session's task, uniform"))
+    action: Span = field(default=Span(50, 300), metadata=bounds(1, 8192, "tokens of an action, uniform"))
+    observation: int = field(default=750, metadata=bounds(16, 8192, "tokens of an observation, median of a log-normal"))
+    spread: float = field(default=1.0, metadata=bounds(0, 3, "sigma of that log-normal"))
+    keep: int = field(default=0, metadata=bounds(0, 1024, "turns after which an observation is dropped; 0: never"))
+    pause: float = field(default=12.0, metadata=bounds(0.001, 1e6, "seconds between the turns of a session, on average"))
+
+    def __post_init__(self) -> None:
+        check_size(self.sessions * self.turns.high, self.context)
+        first = self.system.high + self.task.high + self.action.high
+        if first > self.context:
+            raise ConfigError(
+                f"context={self.context} has no room for a first turn of up to {first} tokens; raise it or shorten system and task"
+            )
+
+    def count(self, seed: int) -> int:
+        """All sessions' turns; plans every session."""
+        systems = self._systems(seed)
+        return sum(len(self._plan(seed, number, systems).actions) for number in range(self.sessions))
+
+    def generate(self, seed: int) -> Iterator[Request]:
+        """Who acts next is up to the pauses: tools take their time."""
+        systems = self._systems(seed)
+        sessions = (self._session(seed, number, systems) for number in range(self.sessions))
+        return take_turns(sessions, self.live, self.pause, rng_of(seed, "agents", "pauses"))
+
+    def _systems(self, seed: int) -> list[int]:
+        return [int(length) for length in self.system.uniform(rng_of(seed, "agents", "system"), self.kinds)]
+
+    def _plan(self, seed: int, number: int, systems: list[int]) -> _Plan:
+        rng = rng_of(seed, "agents", number)
+        kind = int(rng.integers(self.kinds))
+        task = int(self.task.uniform(rng, 1)[0])
+        turns = int(self.turns.uniform(rng, 1)[0])
+        actions = self.action.uniform(rng, turns)
+        drawn = rng.lognormal(math.log(self.observation), self.spread, turns)
+        observations = np.clip(drawn, _OBSERVATION.low, _OBSERVATION.high).astype(np.int64)
+        # What is in the context when turn t has acted: all actions, the observations before it, and placeholders for the dropped ones.
+        before = np.concatenate([[0], np.cumsum(observations)[:-1]])
+        dropped = np.maximum(np.arange(turns) - self.keep, 0) if self.keep else np.zeros(turns, np.int64)
+        held = systems[kind] + task + np.cumsum(actions) + before - before[dropped] + dropped * _PLACEHOLDER
+        fits = int(np.logical_and.accumulate(held <= self.context).sum())
+        return _Plan(kind, task, actions[:fits].tolist(), observations[:fits].tolist())
+
+    def _session(self, seed: int, number: int, systems: list[int]) -> Iterator[Turn]:
+        plan = self._plan(seed, number, systems)
+        system = tokens(key_of(seed, "agents", "system", plan.kind), systems[plan.kind])
+        placeholder = tokens(key_of(seed, "agents", "placeholder"), _PLACEHOLDER)
+        oldest, begin, end = 0, plan.task, plan.task  # `begin`: where the oldest turn whose observation is kept begins
+        for turn, action in enumerate(plan.actions):
+            own = tokens(key_of(seed, "agents", "session", number), end + action)
+            if self.keep and turn > self.keep:
+                begin += plan.actions[oldest] + plan.observations[oldest]
+                oldest += 1
+            yield Turn(join(system, *_collapsed(own, plan, oldest, placeholder), own[begin:end]), own[end:])
+            end += action + plan.observations[turn]
+
+
+def _collapsed(own: TokenArray, plan: _Plan, upto: int, placeholder: TokenArray) -> Iterator[TokenArray]:
+    """The task and the turns before turn `upto` of a session, whose tokens are `own`, with placeholders for observations."""
+    yield own[: plan.task]
+    begin = plan.task
+    for action, observation in zip(plan.actions[:upto], plan.observations, strict=False):
+        yield own[begin : begin + action]
+        yield placeholder
+        begin += action + observation

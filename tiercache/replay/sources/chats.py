@@ -1,0 +1,69 @@
+"""Short chats, few of which go on."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Final
+
+from tiercache.replay.base import Request
+from tiercache.replay.sources.arrivals import poisson
+from tiercache.replay.sources.base import Workload, check_size
+from tiercache.replay.sources.options import bounds
+from tiercache.replay.sources.streams import key_of, rng_of, tokens
+
+_LONGEST: Final = 8192
+"""Tokens of a question or an answer, at which the log-normal lengths are cut off."""
+
+_MOST_ROUNDS: Final = 64
+"""Rounds of a chat, after which it is over."""
+
+
+@dataclass(slots=True)
+class _Chat:
+    """What was said so far: the first `length` tokens of the chat's stream."""
+
+    number: int
+    length: int = 0
+    rounds: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Chats(Workload):
+    """Questions with their answers. The fraction `continued` of them continues one of the `recent` newest chats; the others begin one."""
+
+    chats: int = field(default=4000, metadata=bounds(1, 2**20, "requests"))
+    continued: float = field(default=0.03, metadata=bounds(0, 1, "fraction of the requests that continue an older chat"))
+    recent: int = field(default=1000, metadata=bounds(1, 65_536, "how many of the newest chats may be continued"))
+    question: int = field(default=180, metadata=bounds(1, 4096, "tokens of a question, median of a log-normal"))
+    answer: int = field(default=250, metadata=bounds(1, 4096, "tokens of an answer, median of a log-normal"))
+    spread: float = field(default=1.0, metadata=bounds(0, 3, "sigma of both log-normals"))
+    rate: float = field(default=2.0, metadata=bounds(0.001, 1e6, "requests per second"))
+
+    def __post_init__(self) -> None:
+        check_size(self.chats, _MOST_ROUNDS * 2 * _LONGEST)
+
+    def count(self, seed: int) -> int:
+        """As many as there are parameters for."""
+        return self.chats
+
+    def generate(self, seed: int) -> Iterator[Request]:
+        """Each chat is a session."""
+        rng = rng_of(seed, "chats")
+        recent: deque[_Chat] = deque(maxlen=self.recent)
+        begun = 0
+        for _, now in zip(range(self.chats), poisson(self.rate, rng_of(seed, "chats", "times")), strict=False):
+            goes_on = rng.random() < self.continued and len(recent) > 0
+            chat = recent[int(rng.integers(len(recent)))] if goes_on else None
+            if chat is None or chat.rounds == _MOST_ROUNDS:
+                chat = _Chat(begun)
+                begun += 1
+                recent.append(chat)
+            lengths = rng.lognormal([math.log(self.question), math.log(self.answer)], self.spread)
+            question, answer = (min(max(int(length), 1), _LONGEST) for length in lengths)
+            said = tokens(key_of(seed, "chats", chat.number), chat.length + question + answer)
+            yield Request(said[:-answer], said[-answer:], now, chat.number, chat.rounds)
+            chat.length += question + answer
+            chat.rounds += 1

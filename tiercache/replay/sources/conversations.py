@@ -1,0 +1,82 @@
+"""Conversations whose history grows from round to round."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tiercache.replay.base import Request
+from tiercache.replay.sources.arrivals import Turn, take_turns
+from tiercache.replay.sources.base import Workload, check_size
+from tiercache.replay.sources.options import Span, bounds
+from tiercache.replay.sources.streams import join, key_of, rng_of, tokens
+
+
+@dataclass(frozen=True, slots=True)
+class MultiTurn(Workload):
+    """`conversations` of `rounds` rounds: each prompt is the history, answers included, and what the user says now.
+
+    Where `thinking` is not 0, an output is thinking and answer, and the history has the answer only: a prompt then continues the prompt
+    before it, but never what was generated after it.
+    """
+
+    conversations: int = field(default=200, metadata=bounds(1, 65_536, "conversations"))
+    rounds: int = field(default=12, metadata=bounds(1, 4096, "rounds of a conversation"))
+    live: int = field(default=50, metadata=bounds(1, 4096, "conversations at once; when one ends, a new one takes its place"))
+    user: Span = field(default=Span(64, 2048), metadata=bounds(1, 2**20, "tokens that the user says in a round, log-uniform"))
+    answer: Span = field(default=Span(64, 512), metadata=bounds(1, 2**20, "tokens of an answer, log-uniform"))
+    thinking: Span = field(
+        default=Span(0, 0), metadata=bounds(0, 2**20, "tokens of thinking before an answer, uniform; dropped from the history")
+    )
+    pause: float = field(default=25.0, metadata=bounds(0.001, 1e6, "seconds between the rounds of a conversation, on average"))
+
+    def __post_init__(self) -> None:
+        check_size(self.conversations * self.rounds, self.rounds * (self.user.high + self.answer.high) + self.thinking.high)
+
+    def count(self, seed: int) -> int:
+        """One per conversation and round."""
+        return self.conversations * self.rounds
+
+    def generate(self, seed: int) -> Iterator[Request]:
+        """Each conversation is a session; who speaks next is up to the pauses."""
+        conversations = (self._conversation(seed, number) for number in range(self.conversations))
+        return take_turns(conversations, self.live, self.pause, rng_of(seed, "conversations", "pauses"))
+
+    def _conversation(self, seed: int, number: int) -> Iterator[Turn]:
+        rng = rng_of(seed, "conversations", number)
+        users = self.user.log_uniform(rng, self.rounds)
+        answers = self.answer.log_uniform(rng, self.rounds)
+        thinking = self.thinking.uniform(rng, self.rounds)
+        ends = np.cumsum(users + answers).tolist()
+        for round_, (end, answer, thought) in enumerate(zip(ends, answers.tolist(), thinking.tolist(), strict=True)):
+            said = tokens(key_of(seed, "conversations", "history", number), end)
+            prompt, output = said[:-answer], said[-answer:]
+            if thought:
+                output = join(tokens(key_of(seed, "conversations", "thinking", number, round_), thought), output)
+            yield Turn(prompt, output)
+
+
+@dataclass(frozen=True, slots=True)
+class RoundRobin(Workload):
+    """`clients` that speak in turn, `rounds` times each: a question of `question` tokens, an answer of `answer`, both kept in the history.
+
+    Arrivals are a tenth of a second apart; the benchmark that this repeats sends a client's next request when the last has been answered.
+    """
+
+    clients: int
+    rounds: int
+    question: int
+    answer: int
+
+    def count(self, seed: int) -> int:
+        """One per client and round."""
+        return self.clients * self.rounds
+
+    def generate(self, seed: int) -> Iterator[Request]:
+        """Each client is a session."""
+        for number in range(self.clients * self.rounds):
+            round_, client = divmod(number, self.clients)
+            said = tokens(key_of(seed, "clients", client), (round_ + 1) * (self.question + self.answer))
+            yield Request(said[: -self.answer], said[-self.answer :], number / 10, client, round_)

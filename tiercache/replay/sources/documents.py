@@ -1,0 +1,138 @@
+"""An imitation of Mooncake's synthetic trace: short chats, long single requests, and runs of questions about long documents.
+
+What is public about the real one (FAST25-release/traces/synthetic_trace.jsonl of kvcache-ai/Mooncake): 3,993 requests in 1,022 seconds,
+made of ShareGPT, L-Eval and LooGLE with Poisson arrivals; prompts of 15 k tokens on average; 43,924 distinct blocks of 512 tokens. Its
+chats and its new documents come early, and its end is questions about documents seen before. The imitation comes near these figures
+(15.4 k tokens and 44,500 blocks, on average over seeds); its lengths are log-normals that look like the real ones. No row of the real trace
+is here, and what is measured on the one does not hold for the other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tiercache.replay.base import Request
+from tiercache.replay.sources.arrivals import poisson
+from tiercache.replay.sources.base import Workload, check_size
+from tiercache.replay.sources.options import Span, bounds
+from tiercache.replay.sources.streams import key_of, rng_of
+from tiercache.replay.sources.trace import BLOCK, Row, expanded
+
+_NEW_UNTIL: Final = 0.8
+"""Part of the trace in which single requests and first questions come."""
+
+_GAP: Final = 0.06
+"""Part of the trace between two questions about a document, on average."""
+
+_ASKED_MORE: Final = 2.8
+"""Questions about a document of average length, on average, beyond the least; 0.3 of them whatever its length, 0.7 in proportion to it."""
+
+
+class _Lengths(NamedTuple):
+    """Tokens: a log-normal, cut off at both ends."""
+
+    median: float
+    sigma: float
+    low: int
+    high: int
+
+    def draw(self, rng: np.random.Generator, size: int) -> npt.NDArray[np.int64]:
+        return np.clip(rng.lognormal(math.log(self.median), self.sigma, size), self.low, self.high).astype(np.int64)
+
+
+_CHAT: Final = _Lengths(40, 1.3, 8, 4000)
+_CHAT_ANSWER: Final = _Lengths(240, 0.8, 8, 1500)
+_LONG: Final = _Lengths(17_500, 0.25, 8000, 40_000)
+_LONG_ANSWER: Final = _Lengths(220, 0.4, 40, 800)
+_QUESTION: Final = _Lengths(60, 0.7, 10, 700)
+_QUESTION_ANSWER: Final = _Lengths(14, 1.2, 2, 400)
+
+
+class _Plan(NamedTuple):
+    """One entry per request, in order: which document it is about (-1: none), the blocks that it shares with others about it, the tokens
+    behind them, and the tokens of its output."""
+
+    document: npt.NDArray[np.int64]
+    shared: npt.NDArray[np.int64]
+    private: npt.NDArray[np.int64]
+    output: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Documents(Workload):
+    """`chats` and `singles` share nothing; prompts about one document share its whole blocks, and nothing else, as in a trace."""
+
+    chats: int = field(default=1293, metadata=bounds(0, 2**18, "short requests"))
+    singles: int = field(default=500, metadata=bounds(0, 2**18, "long requests that come once, such as summaries"))
+    questions: int = field(default=2200, metadata=bounds(1, 2**18, "requests about documents"))
+    document: Span = field(default=Span(2500, 67_000), metadata=bounds(BLOCK, 2**20, "tokens of a document, log-normal, cut off here"))
+    asked: Span = field(default=Span(1, 15), metadata=bounds(1, 4096, "questions about a document, more about longer ones"))
+    rate: float = field(default=3.9, metadata=bounds(0.001, 1e6, "requests per second"))
+
+    def __post_init__(self) -> None:
+        check_size(self.chats + self.singles + self.questions, self.document.high + _QUESTION.high)
+
+    def count(self, seed: int) -> int:
+        """Those of the three sorts."""
+        return self.chats + self.singles + self.questions
+
+    def generate(self, seed: int) -> Iterator[Request]:
+        """Each request is a session of its own."""
+        return expanded(self._rows(seed), key_of(seed, "documents"))
+
+    def _rows(self, seed: int) -> Iterator[Row]:
+        """Blocks are numbered as they are first seen."""
+        plan = self._plan(rng_of(seed, "documents", "plan"))
+        times = poisson(self.rate, rng_of(seed, "documents", "times"))
+        first_block: dict[int, int] = {}
+        unused = 0
+        for number, now in zip(range(self.count(seed)), times, strict=False):
+            document, shared, private, output = (int(column[number]) for column in plan)
+            begin = first_block.setdefault(document, unused) if shared else unused
+            if begin == unused:
+                unused += shared
+            blocks = -(-private // BLOCK)
+            ids = np.concatenate([np.arange(begin, begin + shared), np.arange(unused, unused + blocks)])
+            unused += blocks
+            yield Row(now, shared * BLOCK + private, output, ids.astype(np.uint64))
+
+    def _plan(self, rng: np.random.Generator) -> _Plan:
+        middle = _Lengths(
+            math.sqrt(self.document.low * self.document.high), math.log(self.document.high / self.document.low) / 4, *self.document
+        )
+        # Every document has at least one question, so that there are never more documents than questions.
+        lengths = middle.draw(rng, self.questions)
+        more = rng.exponential(_ASKED_MORE * (0.3 + 0.7 * lengths / lengths.mean())).astype(np.int64)
+        asked = np.minimum(self.asked.low + more, self.asked.high)
+        documents = int(np.searchsorted(np.cumsum(asked), self.questions)) + 1
+        document = np.repeat(np.arange(documents), asked[:documents])[: self.questions]
+        # Question k of a document comes at its first one's time and k gaps later.
+        gaps = rng.exponential(_GAP, self.questions)
+        begins = np.flatnonzero(np.diff(document, prepend=-1))
+        gaps[begins] = rng.uniform(0, _NEW_UNTIL, len(begins))
+        when = np.cumsum(gaps)
+        when -= np.repeat(when[begins] - gaps[begins], np.diff(begins, append=self.questions))
+        singles = self.chats + self.singles
+        order = np.argsort(np.concatenate([when, rng.uniform(0, _NEW_UNTIL, singles)]), kind="stable")
+        none = np.zeros(singles, np.int64)
+        private = [
+            lengths[document] % BLOCK + _QUESTION.draw(rng, self.questions),
+            _CHAT.draw(rng, self.chats),
+            _LONG.draw(rng, self.singles),
+        ]
+        output = [draws.draw(rng, size) for draws, size in self._outputs()]
+        return _Plan(
+            document=np.concatenate([document, none - 1])[order],
+            shared=np.concatenate([lengths[document] // BLOCK, none])[order],
+            private=np.concatenate(private)[order],
+            output=np.concatenate(output)[order],
+        )
+
+    def _outputs(self) -> tuple[tuple[_Lengths, int], ...]:
+        return (_QUESTION_ANSWER, self.questions), (_CHAT_ANSWER, self.chats), (_LONG_ANSWER, self.singles)
