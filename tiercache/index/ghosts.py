@@ -14,7 +14,7 @@ from tiercache.index.units import UnitTable
 from tiercache.policy import Reuse, UnitKind
 from tiercache.policy.base import Column
 
-_COLUMNS: Final = ("last_access", "hits", "depth", "children", "replay", "checkpoint", "lineage", "nbytes")
+_COLUMNS: Final = ("last_access", "hits", "depth", "children", "replay", "checkpoint", "lineage", "nbytes", "digest")
 
 
 class Ghosts:
@@ -92,7 +92,7 @@ class Ghosts:
         slot = self._at[digest]
         unit = {name: int(column[slot]) for name, column in self._units.items()}
         self.forget(digest, slot)
-        del unit["nbytes"]
+        del unit["nbytes"], unit["digest"]
         return Reuse(age=now - unit.pop("last_access"), evicted=True, **unit)
 
     def forget(self, digest: int, slot: int) -> None:
@@ -123,7 +123,7 @@ class GhostUnits:
         self.page_tokens = table.page_tokens
         self._count = count
         self.last_access, self.hits, self.depth, self.children = (columns[name] for name in _COLUMNS[:4])
-        self.replay, self.checkpoint, self.lineage, self.nbytes = (columns[name] for name in _COLUMNS[4:])
+        self.replay, self.checkpoint, self.lineage, self.nbytes, self.digest = (columns[name] for name in _COLUMNS[4:])
 
     def __len__(self) -> int:
         return self._count

@@ -16,7 +16,7 @@ from tiercache.policy.base import Column
 
 _FIRST_ROWS: Final = 64
 _MOST_WAITING: Final = 1024
-_SHARED: Final = ("last_access", "hits", "depth", "children", "replay", "checkpoint", "lineage", "alive", "complete", "version")
+_SHARED: Final = ("last_access", "hits", "depth", "children", "replay", "checkpoint", "lineage", "alive", "complete", "digest", "version")
 _OWN: Final = ("kind", "nbytes", "covered")
 
 
@@ -84,7 +84,7 @@ class UnitTable:
         """Is what the node's row says of this kind still so? A pin changes it without a mark; then the row is written."""
         row, kind = node.row, self.kinds[number].of(node)
         if kind == self._kind[number][row]:
-            return True
+            return kind is not UnitKind.NONE
         self._write(node)
         for rows in self._listeners:
             if rows is not None:
@@ -165,6 +165,7 @@ class UnitTable:
         self._lineage[row] = node.lineage
         self._alive[row] = not node.state_pools or (node.is_alive and not node.surplus)
         self._complete[row] = node.can_answer
+        self._digest[row] = int(node.digests[-1].view(np.int64))
         self._version_of[row] = self._version
         for number, (kind_of, tier) in enumerate(self.kinds):
             self._kind[number][row] = kind = kind_of(node)
@@ -198,7 +199,7 @@ class UnitTable:
         # Writing one element through a memoryview takes half the time that it takes through an array.
         views = [self.shared[name].data for name in _SHARED]
         self._last_access, self._hits, self._depth, self._children, self._replay = views[:5]
-        self._checkpoint, self._lineage, self._alive, self._complete, self._version_of = views[5:]
+        self._checkpoint, self._lineage, self._alive, self._complete, self._digest, self._version_of = views[5:]
         self._kind, self._nbytes, self._covered = ([row.data for row in self.own[name]] for name in _OWN)
 
 
@@ -261,6 +262,10 @@ class UnitRows:
     @property
     def covered(self) -> Column:  # noqa: D102
         return self._own("covered")
+
+    @property
+    def digest(self) -> Column:  # noqa: D102
+        return self._shared("digest")
 
     def _shared(self, name: str) -> Column:
         taken: Column = self.table.shared[name].take(self.rows)

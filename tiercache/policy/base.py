@@ -101,6 +101,10 @@ class Units(Protocol):
         """How many requests in a row each continued from where the one before had ended, up to the one that made the unit; 0 for the first."""
 
     @property
+    def digest(self) -> Column:
+        """A number for the prefix that ends with the unit, as int64; 0 where the owner has none. For policies that know the future."""
+
+    @property
     def covered(self) -> Column:
         """Does the tier below hold all that would go, so that a miss costs a load and no computation?"""
 

@@ -188,6 +188,11 @@ class StoredUnits:
         """Nothing is below a store."""
         return np.zeros(len(self), np.int64)
 
+    @property
+    def digest(self) -> Column:
+        """Not known."""
+        return np.zeros(len(self), np.int64)
+
     def _column(self, name: str) -> Column:
         found: Column = self._objects.columns[name][self._rows]
         return found

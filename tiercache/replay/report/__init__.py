@@ -1,7 +1,8 @@
 """What `tiercache replay --report` writes: one HTML file with plots and tables, which needs nothing else to be read.
 
-Reading order: `study` (results put in order), `verdict` (what they come down to), `overview`, `capacity`, `course`, `rounds`, `holdings`,
-`closing` (sections), `lines` and `bars` (plots) on `scale` and `palette`, `parts` and `markup` (elements), `words` (figures), `page` (the file).
+Reading order: `study` (results put in order), `verdict` (what they come down to); the sections: `overview`, `capacity`, `course`, `rounds`,
+`holdings`, `closing`; the plots: `lines` and `bars`, on `scale` and `palette`; `parts` and `markup` (elements), `words` (figures), `page`
+(the file).
 """
 
 from __future__ import annotations

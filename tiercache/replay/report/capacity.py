@@ -20,6 +20,7 @@ _EDGE: Final = 0.06
 _CLOSEST: Final = 0.16
 """Fraction of the width below which capacities are evenly spaced instead."""
 _ROOM: Final = 200.0
+_BESIDE: Final = 3
 _HITS: Final = "Token hit rate"
 _SAVED: Final = "Saved prefill FLOPs"
 
@@ -35,7 +36,10 @@ def rates_by_capacity(chapter: Chapter, measure: Measure) -> Html:
         return row(cards(chapter, measure))
     draw = _bars if len(chapter.sizes) == 1 else _lines
     shown = [(_SAVED, Measure.FLOPS, "of all prefill"), (_HITS, Measure.TOKENS, "of all prompt tokens")]
-    return join(row(cards(chapter, measure), *(draw(chapter, *one) for one in shown)), figures_as_table(_table(chapter)))
+    figures, said = [draw(chapter, *one) for one in shown], cards(chapter, measure)
+    # A few verdicts stand beside the plots, many above them.
+    first = [row(said, *figures)] if len(chapter.sizes) <= _BESIDE else [said, row(*figures)]
+    return join(*first, figures_as_table(_table(chapter)))
 
 
 def times_by_capacity(chapter: Chapter) -> Html | None:

@@ -29,9 +29,9 @@ POLICIES: Final = (
 )
 """Light and dark. Searched for the largest least distance (OKLab) under normal vision and three kinds of colour blindness."""
 BOUNDS: Final = (("#5f646c", "#b4b9c1"), ("#7d828a", "#8b9099"), ("#3c4047", "#dcdfe3"))
-TIERS: Final = (("#0b4f5c", "#d3f1ec"), ("#2a8a93", "#7fcfc8"), ("#72bcbb", "#3f9a97"), ("#a9cfc9", "#2b6f6f"), ("#c9dedb", "#1f4f50"))
-"""From near to far, in steps of lightness."""
-KINDS: Final = (("#2b3fb0", "#6a78ea"), ("#8a6717", "#c08a24"), ("#47a26f", "#8cee91"), ("#861d60", "#d2308f"), ("#7b89bd", "#a2aee4"))
+TIERS: Final = (("#083c47", "#d3f1ec"), ("#1d6f7b", "#7fcfc8"), ("#469897", "#3f9a97"), ("#84bdb7", "#2b6f6f"), ("#b5d7d2", "#1f4f50"))
+"""From near to far, in steps of lightness; the first three, which is as many as there are, stand out by themselves."""
+KINDS: Final = (("#2b3fb0", "#6a78ea"), ("#8a6717", "#c08a24"), ("#3e9a66", "#8cee91"), ("#861d60", "#d2308f"), ("#7b89bd", "#a2aee4"))
 TINTS: Final = (("#9fc9f5", "#1d5590"), ("#c3dcf7", "#1c4470"), ("#dcebfa", "#1d344f"), ("#edf3fa", "#1e2835"), ("#ffffff", "#1b1d21"))
 """Behind figures, from the best one on."""
 _DASHES: Final = ("7 4", "2 3", "9 3 2 3")

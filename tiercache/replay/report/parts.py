@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from tiercache.replay.report.markup import Html, Part, element, join
 from tiercache.replay.report.words import finite
+
+_LONG: Final = 20
+"""Letters of a heading that may be cut off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +48,17 @@ def unfold(summary: Part, *parts: Part, is_open: bool = False, style: str = "") 
 
 def table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str | Cell]], texts: int = 1, style: str = "") -> Html:
     """A table in a box that scrolls sideways by itself. The first column names its row; the first `texts` ones are aligned left."""
-    heads = [element("th", name, scope="col", class_="text" if index < texts else None) for index, name in enumerate(head)]
+    heads = [
+        element("th", name, scope="col", title=name if len(name) > _LONG else None, class_="text" if index < texts else None)
+        for index, name in enumerate(head)
+    ]
     body = [element("tr", *(_cell(cell, index, texts) for index, cell in enumerate(cells))) for cells in rows]
     made = element(
-        "table", element("caption", caption), element("thead", element("tr", *heads)), element("tbody", *body), class_=style or None
+        "table",
+        element("caption", element("span", caption)),
+        element("thead", element("tr", *heads)),
+        element("tbody", *body),
+        class_=style or None,
     )
     return element("div", made, class_="scroll", tabindex="0", role="region", aria_label=caption)
 
