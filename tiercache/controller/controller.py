@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self
 
 import numpy as np
@@ -15,10 +15,10 @@ from tiercache.controller.state import ControllerOptions, ControllerState, Fence
 from tiercache.controller.write_through import write_through
 from tiercache.core import HitPolicy, Locations, PoolName, Tier, TokenArray, as_tokens
 from tiercache.errors import AdmissionError, ClosedError, GeometryError, InputError, SlotError, TokenError
-from tiercache.index import HybridIndex
+from tiercache.index import Content, HybridIndex
 from tiercache.keys import Identity, Shard, namespace_of
 from tiercache.metrics import Metrics
-from tiercache.policy import DEFAULT_PROFILE, Costs, ModelProfile, policy_named, profile_named
+from tiercache.policy import DEFAULT_PROFILE, Costs, ModelProfile, Policy, policy_named, profile_named
 from tiercache.pools import BlockArena, DevicePool, HostPool
 from tiercache.storage.base import NamespaceRecord, StorageBackend
 from tiercache.storage.hybrid import HybridStorage
@@ -37,7 +37,8 @@ class HybridCacheController:
     The caller guarantees: committed slots hold what the model computed for exactly those tokens, under `identity`; a state slot handed to
     `commit` is not written again; device memory is not touched after `close`.
 
-    `profile`: of the model, by which the policy weighs bytes against computation (default: that of a Qwen3-Next).
+    `profile`: of the model, by which the policy weighs bytes against computation (default: that of a Qwen3-Next);
+    `policy`: one made elsewhere, instead of the options'.
 
     The controller owns the host pools, the index and its threads; it closes `storage` and the arena with itself. Nothing here waits for
     storage, except `flush` and `close`, which say so.
@@ -55,6 +56,7 @@ class HybridCacheController:
         shard: Shard | None = None,
         options: ControllerOptions | None = None,
         profile: ModelProfile | None = None,
+        policy: Policy | None = None,
         engine: EngineFactory = CopyEngine,
         threads: Callable[[str, int], IoThreads] = IoThreads,
         clock: Callable[[], float] = time.monotonic,
@@ -75,7 +77,7 @@ class HybridCacheController:
                 namespace=namespace,
                 page_pools=page_pools,
                 state_pools=state_pools,
-                policy=policy_named(options.policy, Costs(profile or profile_named(DEFAULT_PROFILE))),
+                policy=policy or policy_named(options.policy, Costs(profile or profile_named(DEFAULT_PROFILE))),
                 refresh="path" if options.refresh_path else "last",
                 checkpoints=options.checkpoints,
                 object_bytes={name: pool.geometry.nbytes for name, pool in device_pools.items()},
@@ -208,6 +210,11 @@ class HybridCacheController:
             self._state.arrived.wait(wait)
             self._state.drain()
         return bool(self._state.operations)
+
+    def contents(self) -> Iterator[Content]:
+        """What the cache holds in any tier, edge by edge."""
+        self._enter()
+        return self._state.index.contents()
 
     def evict(self, tier: Tier) -> None:
         """Free everything in `tier` that no request and no transfer is using.

@@ -5,6 +5,7 @@ Reading order: `base` (questions and answers), `node`, `forest` (structure, pins
 """
 
 from tiercache.index.base import (
+    Content,
     Eviction,
     Inserted,
     InsertedPages,
@@ -22,6 +23,7 @@ from tiercache.index.tree import HybridIndex
 
 __all__ = [
     "CheckpointRules",
+    "Content",
     "Eviction",
     "HybridIndex",
     "Inserted",

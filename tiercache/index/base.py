@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from tiercache.core import Locations, Mask, PoolName
+from tiercache.policy import CheckpointKind
 
 if TYPE_CHECKING:
     from tiercache.index.node import Node
@@ -107,6 +108,14 @@ class Inserted:
     pages: Mapping[PoolName, InsertedPages]
     adopted_states: tuple[PlacedState, ...]
     rejected_states: tuple[PlacedState, ...]
+
+
+class Content(NamedTuple):
+    """One edge of the tree: why the state at its end was taken, how many of its pages are in some tier, and whether the state is."""
+
+    checkpoint: CheckpointKind
+    pages: int
+    state: bool
 
 
 @dataclass(frozen=True, slots=True)

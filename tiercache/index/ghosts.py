@@ -92,7 +92,7 @@ class Ghosts:
         slot = self._at[digest]
         unit = {name: int(column[slot]) for name, column in self._units.items()}
         self.forget(digest, slot)
-        del unit["nbytes"], unit["digest"]
+        del unit["nbytes"]
         return Reuse(age=now - unit.pop("last_access"), evicted=True, **unit)
 
     def forget(self, digest: int, slot: int) -> None:

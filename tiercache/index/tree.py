@@ -16,6 +16,7 @@ from tiercache import keys
 from tiercache.core import ABSENT, Locations, PoolName, Tier, TokenArray, as_tokens, full_pages, pending, reusable_pages
 from tiercache.errors import ConfigError, InputError, PoolFullError
 from tiercache.index.base import (
+    Content,
     Eviction,
     Inserted,
     InsertedPages,
@@ -147,6 +148,12 @@ class HybridIndex(Ledger):
     def evictable(self, tier: Tier) -> Mapping[PoolName, int]:
         """How many objects of each pool an eviction could free in `tier` now: present and not held by a pin."""
         return dict(zip(self.pools, self._evictable[tier], strict=True))
+
+    def contents(self) -> Iterator[Content]:
+        """What is in some tier, edge by edge. Walks the tree."""
+        for node in self.nodes():
+            if node.own:
+                yield Content(node.checkpoint if node.is_complete else CheckpointKind.NONE, node.whole, node.is_complete)
 
     def owned(self, tier: Tier, pool: PoolName) -> Locations:
         """Every location of a pool in a near tier, present and pending ones alike. Walks the tree; for integrity checks."""
@@ -421,7 +428,8 @@ class HybridIndex(Ledger):
 
 
 def _reuse(node: Node, now: int) -> Reuse:
-    return Reuse(node.end, node.replay, len(node.children), node.hits, node.checkpoint, node.lineage, now - node.last_access, evicted=False)
+    digest = int(node.digests[-1].view(np.int64))
+    return Reuse(node.end, node.replay, len(node.children), node.hits, node.checkpoint, node.lineage, now - node.last_access, digest, evicted=False)
 
 
 def _state_at(node: Node, number: int, depth: int) -> StateLocation:

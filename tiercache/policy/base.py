@@ -119,6 +119,7 @@ class Reuse(NamedTuple):
     checkpoint: int
     lineage: int
     age: int
+    digest: int
     evicted: bool
 
 

@@ -47,7 +47,7 @@ class HitValueDensity(Policy):
         """Add what happened since the last time: how long units of each class were waited for, and how often they were hit."""
         hits = np.array(self._reused, np.int64).reshape(-1, len(Reuse._fields))
         self._reused.clear()
-        depth, replay, children, own, checkpoint, lineage, age, _ = hits.T
+        _, replay, children, own, checkpoint, lineage, age, _, _ = hits.T
         self._hazard.begin(live.now)
         self._hazard.hit(*_classes_of(children, own, checkpoint, lineage, replay), age)
         for units in (live, gone):

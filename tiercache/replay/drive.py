@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
 
 from tiercache.controller import Admission, ControllerOptions, HybridCacheController, Status
-from tiercache.core import PoolName, Tier, full_pages
+from tiercache.core import PoolName, Tier, TokenArray, full_pages
+from tiercache.errors import ConfigError, PoolFullError
 from tiercache.index import CheckpointRules
 from tiercache.keys import Identity
-from tiercache.policy import ModelProfile
+from tiercache.policy import CheckpointKind, Costs, ModelProfile, Policy, policy_named
 from tiercache.replay.base import Request, Source
+from tiercache.replay.clairvoyant import Clairvoyant, Recorder
 from tiercache.replay.plane import Inline, NullArena, NullEngine, block_bytes, device_pool, geometries
+from tiercache.replay.results import Kept, TierUse
+from tiercache.replay.store import NullStore
 from tiercache.replay.tally import Tally
 
 _SPARE_STATES: Final = 8
+"""States that one request may have in hand: its checkpoints, its end, and what it was restored from."""
+_STATE_SHARE: Final = 0.25
+"""Of the device's bytes, where nobody says how many states it has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +38,30 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
-class Setup:
-    """What one run is made of. `host_bytes`: the cache; the device holds what runs and nothing else unless `device_bytes` are given."""
+class Tiers:
+    """Bytes of each tier. Without `device_bytes` the device holds what runs and nothing else, so that the host is the cache.
 
-    policy: str
-    profile: ModelProfile
+    `device_states`: state slots of the device (default: a quarter of its bytes); pages get the rest. `disk_bytes` 0: no storage.
+    """
+
     host_bytes: int
+    device_bytes: int | None = None
+    disk_bytes: int = 0
+    device_states: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Of all tiers that keep anything."""
+        return (self.device_bytes or 0) + self.host_bytes + self.disk_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What one run is made of. `policy`: a name, or one made elsewhere, as a bound is."""
+
+    policy: str | Policy
+    profile: ModelProfile
+    tiers: Tiers
     checkpoints: CheckpointRules = field(default_factory=CheckpointRules)
     machine: Machine = field(default_factory=Machine)
     refresh_path: bool = False
@@ -45,26 +70,32 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What the requests of a source take at most, in pages: all of them together without sharing, and one."""
+    """What the requests of a source take at most: `pages` of all of them together without sharing, `longest` of one."""
 
     requests: int
     pages: int
     longest: int
 
 
-def measure(source: Source) -> Need:
-    """Read a source once."""
+def measure(source: Source, step: Callable[[], object] = lambda: None) -> Need:
+    """Read a source once; `step` is called after each request."""
     requests = pages = longest = 0
     for request in source:
         size = -(-(len(request.prompt) + len(request.output)) // source.page_size)
-        requests += 1
-        pages += size
-        longest = max(longest, size)
+        requests, pages, longest = requests + 1, pages + size, max(longest, size)
+        step()
     return Need(requests, pages, longest)
 
 
+def infinite(source: Source, need: Need, profile: ModelProfile, rules: CheckpointRules) -> Tiers:
+    """A host that never has to evict."""
+    block = block_bytes(geometries(profile, source.page_size)[PoolName.KV])
+    states = need.requests * _SPARE_STATES + (need.pages * source.page_size // rules.every if rules.every else 0)
+    return Tiers(need.pages * block + states * (-(-profile.state_bytes // block) * block))
+
+
 class Run:
-    """Drives a controller. Thread rule: one thread."""
+    """Drives a controller. Raises ConfigError where the tiers do not hold one request. Thread rule: one thread."""
 
     def __init__(self, source: Source, need: Need, setup: Setup) -> None:
         geometry = geometries(setup.profile, source.page_size)
@@ -72,27 +103,28 @@ class Run:
         self._setup = setup
         self._now = 0.0
         self._running: deque[_Running] = deque()
-        states = source.concurrency * (
-            _SPARE_STATES + (need.longest * source.page_size // setup.checkpoints.every if setup.checkpoints.every else 0)
-        )
-        slots = {PoolName.KV: (source.concurrency + 1) * (need.longest + 1), PoolName.MAMBA: states}
-        self._arena = NullArena(setup.host_bytes, block_bytes(geometry[PoolName.KV]))
+        self._object_bytes = {name: one.nbytes for name, one in geometry.items()}
+        self._tokens_from: Counter[Tier] = Counter()
+        self._device_peak = 0
+        block = block_bytes(geometry[PoolName.KV])
+        self._arena = NullArena(max(setup.tiers.host_bytes, block), block)
+        self._device = {name: device_pool(one, slots) for (name, one), slots in zip(geometry.items(), self._slots(need), strict=False)}
+        self._store: NullStore | None = None
+        if setup.tiers.disk_bytes:
+            self._store = NullStore(setup.tiers.disk_bytes, self._policy(), source.page_size)
+        self._engine: list[NullEngine] = []
         self._controller = HybridCacheController(
             Identity(setup.profile.name, "replay", "bytes", "bytes", "bytes", page_size=source.page_size),
-            {name: device_pool(one, slots[name]) for name, one in geometry.items()},
+            self._device,
             self._arena,
-            options=ControllerOptions(policy=setup.policy, checkpoints=setup.checkpoints, seed=setup.seed, refresh_path=setup.refresh_path),
-            profile=setup.profile,
-            engine=NullEngine,
+            self._store,
+            options=ControllerOptions(checkpoints=setup.checkpoints, seed=setup.seed, refresh_path=setup.refresh_path),
+            policy=self._policy(),
+            engine=self._make_engine,
             threads=Inline,
             clock=lambda: self._now,
         )
-        self.tally = Tally(setup.profile, need.requests, lambda: (self._arena.blocks - self._arena.available) * self._arena.block_bytes)
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most that the host ever held."""
-        return self._arena.peak * self._arena.block_bytes
+        self.tally = Tally(setup.profile, need.requests, lambda: (self._arena.blocks - self._arena.available) * block)
 
     def go(self, step: Callable[[], object] = lambda: None) -> None:
         """Serve every request; `step` is called after each."""
@@ -100,58 +132,134 @@ class Run:
             while self._running and (len(self._running) >= self._source.concurrency or self._waits_for(request)):
                 self._finish()
             self._now = max(self._now, request.arrival)
+            if isinstance(self._setup.policy, Recorder | Clairvoyant):
+                self._setup.policy.requested()
             self._begin(request)
+            if self._source.concurrency == 1:
+                self._finish()
             step()
         while self._running:
             self._finish()
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that all tiers that keep anything ever held, each at its own time."""
+        return sum(use.peak for use in self.uses().values())
+
+    def uses(self) -> Mapping[str, TierUse]:
+        """What each tier did."""
+        engine, host = self._engine[0], self._setup.tiers
+        found: dict[str, TierUse] = {}
+        if host.device_bytes is not None:
+            tokens = self._tokens_from[Tier.DEVICE]
+            found["device"] = TierUse(host.device_bytes, self._device_peak, 0, engine.loaded_bytes, self._evicted(Tier.DEVICE), tokens)
+        found["host"] = TierUse(
+            host.host_bytes,
+            self._arena.peak * self._arena.block_bytes,
+            engine.loaded_bytes,
+            engine.stored_bytes + (self._store.read_bytes if self._store else 0),
+            self._evicted(Tier.HOST),
+            self._tokens_from[Tier.HOST],
+        )
+        if self._store is not None:
+            store = self._store
+            tokens = self._tokens_from[Tier.STORAGE]
+            found["disk"] = TierUse(host.disk_bytes, store.peak, store.read_bytes, store.written_bytes, store.evicted, tokens)
+        return found
+
+    def kept(self) -> tuple[Kept, ...]:
+        """What the cache holds now, by kind of checkpoint; pages that lie below the last state of their path count as `none`."""
+        states: Counter[CheckpointKind] = Counter()
+        pages: Counter[CheckpointKind] = Counter()
+        for kind, count, with_state in self._controller.contents():
+            pages[kind] += count
+            states[kind] += with_state
+        page, state = self._object_bytes[PoolName.KV], self._setup.profile.state_bytes
+        return tuple(Kept(str(kind), states[kind], states[kind] * state, pages[kind] * page) for kind in CheckpointKind if pages[kind])
+
+    def _policy(self) -> Policy:
+        policy = self._setup.policy
+        return policy if isinstance(policy, Policy) else policy_named(policy, Costs(self._setup.profile))
+
+    def _make_engine(self, *pools: object) -> NullEngine:
+        self._engine.append(NullEngine(self._object_bytes))
+        return self._engine[0]
+
+    def _slots(self, need: Need) -> tuple[int, int]:
+        """Page slots and state slots of the device."""
+        source, tiers, every = self._source, self._setup.tiers, self._setup.checkpoints.every
+        least = (need.longest + 1) * source.concurrency, source.concurrency * (_SPARE_STATES + (need.longest * source.page_size // every if every else 0))
+        if tiers.device_bytes is None:
+            return least
+        page, state = self._object_bytes[PoolName.KV], self._setup.profile.state_bytes
+        states = tiers.device_states
+        if states is None:
+            states = int(tiers.device_bytes * _STATE_SHARE) // state if state else 0
+        pages = (tiers.device_bytes - states * state) // page
+        if pages < least[0] or (state and states < min(least[1], _SPARE_STATES)):
+            wanted = max(least[0] * page + max(states, _SPARE_STATES) * state, int(_SPARE_STATES * state / _STATE_SHARE))
+            raise ConfigError(
+                f"a device of {tiers.device_bytes} bytes does not hold what runs at once ({least[0]} pages, {_SPARE_STATES} states);"
+                f" give it at least {wanted} bytes"
+            )
+        return pages, states
+
+    def _evicted(self, tier: Tier) -> int:
+        value = self._controller.metrics.value
+        return int(sum(value("evicted_objects_total", str(tier), kind) for kind in ("demoted", "lost")))
 
     def _waits_for(self, request: Request) -> bool:
         return any(one.request.session == request.session for one in self._running)
 
     def _begin(self, request: Request) -> None:
         controller = self._controller
-        admission = controller.admit(controller.lookup(request.prompt))
+        try:
+            admission = controller.admit(controller.lookup(request.prompt))
+        except PoolFullError as error:
+            raise ConfigError(f"the device is too small for what runs at once: {error}") from error
         while admission.poll().status is Status.PENDING:
             pass
+        slowest = admission.sources.slowest()
+        if slowest is not None:
+            self._tokens_from[slowest] += admission.depth
         self.tally.add(request, admission.depth, self._seconds(request, admission))
         self._running.append(_Running(request, admission))
-        if self._source.concurrency == 1:
-            self._finish()
 
     def _seconds(self, request: Request, admission: Admission) -> float:
         """The modelled time to the first token: the loads, then the prefill of what is not restored."""
         machine, seconds = self._setup.machine, 0.0
         for (tier, pool), count in admission.sources.objects.items():
-            bandwidth = {Tier.HOST: machine.host_bandwidth, Tier.STORAGE: machine.disk_bandwidth}.get(tier)
-            if bandwidth:
-                seconds += count * self._bytes(pool) / bandwidth
+            if tier is not Tier.DEVICE:
+                bandwidth = machine.host_bandwidth if tier is Tier.HOST else machine.disk_bandwidth
+                seconds += count * self._object_bytes[pool] / bandwidth
         return seconds + self._setup.profile.flops(admission.depth, len(request.prompt)) / machine.flops
 
-    def _bytes(self, pool: PoolName) -> int:
-        profile = self._setup.profile
-        return profile.kv_bytes_per_token * self._source.page_size if pool is PoolName.KV else profile.state_bytes
-
     def _finish(self) -> None:
-        """The oldest request is done: its states and pages go to the cache."""
+        """The oldest request is done: its pages and states go to the cache."""
         running = self._running.popleft()
         request, admission, controller = running.request, running.admission, self._controller
-        has_states = bool(self._setup.profile.state_bytes)
         sequence = np.concatenate([request.prompt, request.output[:-1]])  # the last token's KV is never computed
-        prompt_end = len(request.prompt)
-        admission.extend(len(sequence), len(admission.checkpoints) + 1 if has_states else 0)
-        taken = {depth: admission.take_states() for depth in admission.checkpoints} if has_states else {}
-        controller.commit(admission, request.prompt, taken)
+        depths = [*admission.checkpoints] if self._setup.profile.state_bytes else []
         end = full_pages(len(sequence), controller.page_size) * controller.page_size
-        at_end = {}
-        if has_states and self._setup.checkpoints.request_end and end > max(prompt_end - controller.page_size, admission.depth, *taken, 0):
-            at_end = {end: admission.take_states()}
-        if end > prompt_end - prompt_end % controller.page_size or at_end:
-            controller.commit(admission, sequence, at_end)
+        has_end = bool(self._setup.profile.state_bytes) and self._setup.checkpoints.request_end and end > max(admission.depth, *depths, 0)
+        admission.extend(len(sequence), len(depths) + has_end)
+        controller.commit(admission, request.prompt, {depth: admission.take_states() for depth in depths})
+        if end > len(request.prompt) or has_end:
+            controller.commit(admission, sequence, {end: admission.take_states()} if has_end else {})
+        if self._setup.tiers.device_bytes is not None:
+            held = sum((pool.capacity - pool.available) * self._object_bytes[name] for name, pool in self._device.items())
+            self._device_peak = max(self._device_peak, held)
         controller.release(admission)
-        controller.evict(Tier.DEVICE)
+        if self._setup.tiers.device_bytes is None:
+            controller.evict(Tier.DEVICE)
 
 
 @dataclass(frozen=True, slots=True)
 class _Running:
     request: Request
     admission: Admission
+
+
+def tokens_of(request: Request) -> TokenArray:
+    """Everything whose KV exists when a request has ended."""
+    return np.concatenate([request.prompt, request.output[:-1]])

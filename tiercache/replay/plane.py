@@ -14,7 +14,7 @@ from tiercache.core import BLOCK_ALIGN, CacheTransferUnits, PoolName
 from tiercache.errors import SlotError
 from tiercache.geometry import Geometry, Segment, state_geometry
 from tiercache.policy import ModelProfile
-from tiercache.pools import BlockArena, DevicePool, HostPool
+from tiercache.pools import BlockArena, DevicePool
 from tiercache.pools.device import SegmentTable
 from tiercache.transfer import LayerTicket, Ticket, TransferEngine
 from tiercache.transfer.base import Fence
@@ -68,10 +68,10 @@ def block_bytes(geometry: Geometry) -> int:
 
 
 class NullEngine(TransferEngine):
-    """Every copy is done when it is asked for. `moved`: bytes by direction and pool. Thread rule: as `TransferEngine`."""
+    """Every copy is done when it is asked for. Bytes are counted by direction. Thread rule: one thread."""
 
-    def __init__(self, device: Mapping[PoolName, DevicePool], host: Mapping[PoolName, HostPool]) -> None:
-        self._bytes = {name: pool.geometry.nbytes for name, pool in device.items()}
+    def __init__(self, object_bytes: Mapping[PoolName, int]) -> None:
+        self._bytes = object_bytes
         self.stored_bytes = 0
         self.loaded_bytes = 0
 
