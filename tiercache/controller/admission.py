@@ -21,7 +21,7 @@ from tiercache.controller.request_slots import RequestSlots
 from tiercache.controller.state import ControllerState, Fence
 from tiercache.core import ABSENT, Locations, Mask, PoolName, Reason, Tier, TokenArray, pending, reusable_pages
 from tiercache.errors import AdmissionError, InputError
-from tiercache.index import Inserted, Match, Node, PageLocations, PathLocations, Span, StateLocation
+from tiercache.index import Inserted, Match, Node, Origin, PageLocations, PathLocations, Span, StateLocation
 from tiercache.policy import CheckpointKind
 
 
@@ -70,8 +70,8 @@ class Admission:
         self._loads: set[Load] = set()
         self.checkpoint_kinds: Mapping[int, CheckpointKind] = {}
         """Depths in pages at which this prefill should leave states, and why."""
-        self.lineage = 0
-        """See `Units`: of the states that this request will leave."""
+        self.origin = Origin()
+        """What this request continues."""
         self._restored_states: dict[PoolName, int] = {}
         match = self._match()
         near = self._node_ending(match, match.near_depth)
@@ -255,7 +255,7 @@ class Admission:
             self._load(node, located, need)
             self.status = Status.FAILED if self.reason is not Reason.NONE and not depth else Status.READY
             self.checkpoint_kinds = self._state.index.plan_checkpoints(match, self.lookup.tokens, depth)
-            self.lineage = self._state.index.touch(match, self.lookup.tokens)
+            self.origin = self._state.index.touch(match, self.lookup.tokens)
             if not self._frozen:
                 self._frozen = True
                 self.slots.keep_states(self._states)

@@ -183,7 +183,7 @@ class HybridCacheController:
             by_depth,
             admission.lookup.extra,
             checkpoints=admission.checkpoint_kinds,
-            lineage=admission.lineage,
+            origin=admission.origin,
         )
         admission.follow(inserted, sequence[: full * self.page_size], fence)
         depths = {state.depth for state in inserted.adopted_states} | {admission.depth // self.page_size}

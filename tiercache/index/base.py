@@ -110,6 +110,15 @@ class Inserted:
     rejected_states: tuple[PlacedState, ...]
 
 
+class Origin(NamedTuple):
+    """Where a request starts from: how many requests in a row led to it (see `Units.lineage`), and the pages of it that were known, now or
+    once.
+    """
+
+    lineage: int = 0
+    known: int = 0
+
+
 class Content(NamedTuple):
     """One edge of the tree: why the state at its end was taken, how many of its pages are in some tier, and whether the state is."""
 

@@ -14,7 +14,7 @@ from tiercache.index.units import UnitTable
 from tiercache.policy import Reuse, UnitKind
 from tiercache.policy.base import Column
 
-_COLUMNS: Final = ("last_access", "hits", "depth", "children", "replay", "checkpoint", "lineage", "nbytes", "digest")
+_COLUMNS: Final = ("last_access", "hits", "depth", "children", "replay", "checkpoint", "lineage", "grown", "nbytes", "digest")
 
 
 class Ghosts:
@@ -123,7 +123,7 @@ class GhostUnits:
         self.page_tokens = table.page_tokens
         self._count = count
         self.last_access, self.hits, self.depth, self.children = (columns[name] for name in _COLUMNS[:4])
-        self.replay, self.checkpoint, self.lineage, self.nbytes, self.digest = (columns[name] for name in _COLUMNS[4:])
+        self.replay, self.checkpoint, self.lineage, self.grown, self.nbytes, self.digest = (columns[name] for name in _COLUMNS[4:])
 
     def __len__(self) -> int:
         return self._count

@@ -43,6 +43,7 @@ class Node:
         "end",
         "ends",
         "extra",
+        "grown",
         "hits",
         "in_flight",
         "keys",
@@ -82,7 +83,8 @@ class Node:
         self.hits = 0
         self.checkpoint = CheckpointKind.NONE
         self.lineage = 0
-        """See `Units`, as for `checkpoint`."""
+        self.grown = 0
+        """See `Units`, as for these two."""
         self.above = 0 if parent is None else parent.restorable
         """The nearest depth above at which a complete state is."""
         self.row = -1

@@ -21,6 +21,7 @@ from tiercache.index.base import (
     Inserted,
     InsertedPages,
     Match,
+    Origin,
     PageLocations,
     PathLocations,
     PlacedState,
@@ -180,25 +181,28 @@ class HybridIndex(Ledger):
             ghost += self._ghosts.repeated(self._prefixes.of(rest, self._digest_at(match)))
         return checkpoint_depths(depth, match.path_depth, len(tokens), self.page_size, ghost_depth=ghost, rules=self.checkpoints)
 
-    def touch(self, match: Match, tokens: TokenArray | None = None) -> int:
+    def touch(self, match: Match, tokens: TokenArray | None = None) -> Origin:
         """A request used the match: refresh the node at its restorable depth, or with `refresh="path"` everything up to it.
 
-        With the prompt's `tokens` the policy also learns of what it evicted and this request would have hit. Returns the lineage of what
-        the request will leave (see `Units`).
+        With the prompt's `tokens` the policy also learns of what it evicted and this request would have hit. Returns what `insert` asks for.
         """
         self._begin_request()
-        if tokens is not None and self._ghosts.has_units:
-            self._missed(match, tokens)
-        if not match.depth:
-            return 0
-        node = self.node_at(match, match.depth)
-        self._policy.reused(_reuse(node, self._units.now))
-        continues = node.checkpoint in (CheckpointKind.END, CheckpointKind.PROMPT)
-        lineage = node.lineage + 1 if continues and node.end == match.depth else 0
-        node.hits += 1
-        self._units.now += 1
-        self._refresh(node)
-        return lineage
+        found: list[Reuse] = []
+        if match.depth:
+            node = self.node_at(match, match.depth)
+            found.append(_reuse(node, self._units.now))
+            node.hits += 1
+            self._units.now += 1
+            self._refresh(node)
+        if tokens is not None and self._ghosts.has_units and (missed := self._missed(match, tokens)) is not None:
+            found.append(missed)
+        for reuse in found:
+            self._policy.reused(reuse)
+        if not found:
+            return Origin()
+        last = found[-1]
+        continues = last.checkpoint in (CheckpointKind.END, CheckpointKind.PROMPT)
+        return Origin(last.lineage + 1 if continues else 0, last.depth)
 
     def _begin_request(self) -> None:
         self._requests += 1
@@ -207,15 +211,14 @@ class HybridIndex(Ledger):
             self._units.sync()
             self._policy.learn(self._units.view(self._units.complete()), self._ghosts.view(self._units))
 
-    def _missed(self, match: Match, tokens: TokenArray) -> None:
-        """Tell the policy of the lost unit that would have answered this prompt deeper than the match."""
+    def _missed(self, match: Match, tokens: TokenArray) -> Reuse | None:
+        """The lost unit that would have answered this prompt deeper than the match."""
         limit = reusable_pages(len(tokens), self.page_size)
         known = np.concatenate([at.digests for at in reversed(list(match.node.path()))] or [np.empty(0, np.uint64)])[: match.path_depth]
         rest = self._prefixes.of(tokens[match.path_depth * self.page_size :], self._digest_at(match))
         digests = np.concatenate([known, rest])[match.depth : limit]
         place = self._ghosts.deepest(digests)
-        if place is not None:
-            self._policy.reused(self._ghosts.reuse(int(digests[place]), self._units.now))
+        return None if place is None else self._ghosts.reuse(int(digests[place]), self._units.now)
 
     def _digest_at(self, match: Match) -> int:
         """The digest of what the prompt shares with the tree."""
@@ -239,11 +242,11 @@ class HybridIndex(Ledger):
         extra: bytes = b"",
         *,
         checkpoints: Mapping[int, CheckpointKind] | None = None,
-        lineage: int = 0,
+        origin: Origin = Origin(),  # noqa: B008 (immutable)
     ) -> Inserted:
         """Hand over the device slots of pages [0, d), one array of length d per page pool, and of states by depth.
 
-        `checkpoints`: why each state was taken (default: END); `lineage`: what `touch` returned for this request.
+        `checkpoints`: why each state was taken (default: END); `origin`: what `touch` returned for this request.
         What becomes of each slot: see `InsertedPages` and `Inserted`. Only the node that covers page d - 1 is refreshed, and nodes that
         get a state they did not have. Raises InputError, and changes nothing, for arrays that do not fit.
         """
@@ -255,7 +258,7 @@ class HybridIndex(Ledger):
         answer, changed = self._adopt_pages(node, depth, pages)
         adopted, rejected = self._adopt_states(node, states, changed)
         for state in adopted:
-            self._describe(node.covering(state.depth), (checkpoints or {}).get(state.depth, CheckpointKind.END), lineage)
+            self._describe(node.covering(state.depth), (checkpoints or {}).get(state.depth, CheckpointKind.END), origin)
         # Not before the states are there, or every new page would be queued as dead weight; of equals, the shallower goes first.
         for at in sorted(dict.fromkeys(changed), key=lambda at: at.end):
             self._announce(at)
@@ -373,9 +376,10 @@ class HybridIndex(Ledger):
                     changed.append(at)
         return adopted, rejected
 
-    def _describe(self, node: Node, checkpoint: CheckpointKind, lineage: int) -> None:
+    def _describe(self, node: Node, checkpoint: CheckpointKind, origin: Origin) -> None:
         """A state came to the end of `node`: why, and what of the path is too much now."""
-        node.checkpoint, node.lineage, node.surplus = checkpoint, lineage, False
+        node.checkpoint, node.lineage, node.surplus = checkpoint, origin.lineage, False
+        node.grown = max(0, node.end - origin.known)
         self._ghosts.restored(node.digest)
         if self.checkpoints.per_path:
             on_path = [at for at in node.path() if at.is_complete and len(at.children) < 2]
@@ -429,7 +433,10 @@ class HybridIndex(Ledger):
 
 def _reuse(node: Node, now: int) -> Reuse:
     digest = int(node.digests[-1].view(np.int64))
-    return Reuse(node.end, node.replay, len(node.children), node.hits, node.checkpoint, node.lineage, now - node.last_access, digest, evicted=False)
+    age = now - node.last_access
+    return Reuse(
+        node.end, node.replay, len(node.children), node.hits, node.checkpoint, node.lineage, node.grown, age, digest, evicted=False
+    )
 
 
 def _state_at(node: Node, number: int, depth: int) -> StateLocation:

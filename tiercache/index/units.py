@@ -16,7 +16,7 @@ from tiercache.policy.base import Column
 
 _FIRST_ROWS: Final = 64
 _MOST_WAITING: Final = 1024
-_SHARED: Final = ("last_access", "hits", "depth", "children", "replay", "checkpoint", "lineage", "alive", "complete", "digest", "version")
+_SHARED: Final = ("last_access", "hits", "depth", "children", "replay", "checkpoint", "lineage", "grown", "alive", "complete", "digest", "version")
 _OWN: Final = ("kind", "nbytes", "covered")
 
 
@@ -163,6 +163,7 @@ class UnitTable:
         self._replay[row] = node.replay
         self._checkpoint[row] = node.checkpoint
         self._lineage[row] = node.lineage
+        self._grown[row] = node.grown
         self._alive[row] = not node.state_pools or (node.is_alive and not node.surplus)
         self._complete[row] = node.can_answer
         self._digest[row] = int(node.digests[-1].view(np.int64))
@@ -199,7 +200,7 @@ class UnitTable:
         # Writing one element through a memoryview takes half the time that it takes through an array.
         views = [self.shared[name].data for name in _SHARED]
         self._last_access, self._hits, self._depth, self._children, self._replay = views[:5]
-        self._checkpoint, self._lineage, self._alive, self._complete, self._digest, self._version_of = views[5:]
+        self._checkpoint, self._lineage, self._grown, self._alive, self._complete, self._digest, self._version_of = views[5:]
         self._kind, self._nbytes, self._covered = ([row.data for row in self.own[name]] for name in _OWN)
 
 
@@ -262,6 +263,10 @@ class UnitRows:
     @property
     def covered(self) -> Column:  # noqa: D102
         return self._own("covered")
+
+    @property
+    def grown(self) -> Column:  # noqa: D102
+        return self._shared("grown")
 
     @property
     def digest(self) -> Column:  # noqa: D102

@@ -101,6 +101,10 @@ class Units(Protocol):
         """How many requests in a row each continued from where the one before had ended, up to the one that made the unit; 0 for the first."""
 
     @property
+    def grown(self) -> Column:
+        """Pages up to the unit's end that were new with the request that made it."""
+
+    @property
     def digest(self) -> Column:
         """A number for the prefix that ends with the unit, as int64; 0 where the owner has none. For policies that know the future."""
 
@@ -118,6 +122,7 @@ class Reuse(NamedTuple):
     hits: int
     checkpoint: int
     lineage: int
+    grown: int
     age: int
     digest: int
     evicted: bool

@@ -230,5 +230,9 @@ class _Units:
         return np.zeros(len(self), np.int64)
 
     @property
+    def grown(self) -> Column:
+        return np.ones(len(self), np.int64)
+
+    @property
     def digest(self) -> Column:
         return np.zeros(len(self), np.int64)

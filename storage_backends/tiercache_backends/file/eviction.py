@@ -189,6 +189,11 @@ class StoredUnits:
         return np.zeros(len(self), np.int64)
 
     @property
+    def grown(self) -> Column:
+        """Not known."""
+        return np.ones(len(self), np.int64)
+
+    @property
     def digest(self) -> Column:
         """Not known."""
         return np.zeros(len(self), np.int64)

@@ -1,0 +1,171 @@
+"""Many runs over one source: policies and capacities, and the bounds beside them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from tiercache.core import PoolName
+from tiercache.errors import ConfigError
+from tiercache.index import CheckpointRules
+from tiercache.policy import Costs, ModelProfile, Policy, policy_named
+from tiercache.replay.base import Source
+from tiercache.replay.clairvoyant import Clairvoyant, Recorder
+from tiercache.replay.drive import Machine, Need, Run, Setup, Tiers, infinite, measure
+from tiercache.replay.plane import geometries
+from tiercache.replay.results import Result
+from tiercache.replay.sources import WorkloadSource
+from tiercache.replay.upper import upper_bound
+
+WITHOUT_OFFLOAD: Final = "without offload"
+"""What is appended to a policy's name for a run in which the device is all there is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What to replay. `capacities`: fractions of what an infinite cache holds; or `tiers` in bytes. Without both, the tiers of the source's
+    own benchmark if it is one, else 5, 10 and 20 %. Raises ConfigError for what is not possible.
+    """
+
+    source: Source
+    policies: Sequence[str]
+    profile: ModelProfile
+    capacities: Sequence[float] = ()
+    tiers: Tiers | None = None
+    checkpoints: CheckpointRules = field(default_factory=CheckpointRules)
+    machine: Machine = field(default_factory=Machine)
+    refresh_path: bool = False
+    seed: int = 0
+    bounds: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.policies:
+            raise ConfigError("no policy is named; name one or more, such as hvd,lru")
+        for name in self.policies:
+            made = policy_named(name, Costs(self.profile))
+            if made.needs_states and not self.profile.state_bytes:
+                raise ConfigError(
+                    f"policy {name!r} ranks recurrent states, and {self.profile.name} has none; use lru, gdsf or hvd, or another profile"
+                )
+        for capacity in self.capacities:
+            if not 0.0 < capacity <= 1.0:
+                raise ConfigError(f"a capacity of {capacity:g} is not possible; use a fraction of the infinite cache, such as 0.1")
+        if self.capacities and self.tiers is not None:
+            raise ConfigError("a capacity is a fraction and tiers are bytes; give one or the other")
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What is under way: `label`, and how many requests it will take."""
+
+    label: str
+    requests: int
+
+
+def study(question: Question, stage: Callable[[Stage], Callable[[], object]] = lambda _: lambda: None) -> Iterator[Result]:
+    """Every result as it is found, the infinite cache first. `stage` is told of each run, and returns what is called after each request."""
+    return _Study(question, stage).results()
+
+
+class _Study:
+    def __init__(self, question: Question, stage: Callable[[Stage], Callable[[], object]]) -> None:
+        self._question = question
+        self._stage = stage
+        self._source = question.source
+
+    def results(self) -> Iterator[Result]:
+        question = self._question
+        need = measure(self._source, self._stage(Stage("reading", len(self._source))))
+        recorder = Recorder()
+        unlimited = infinite(self._source, need, question.profile, question.checkpoints)
+        free = self._run(need, unlimited, recorder, "infinite", None)
+        footprint = max(1, free.peak_bytes)
+        yield replace(free, capacity=1.0, capacity_bytes=footprint, is_bound=True)
+        sizes = self._sizes(need, unlimited, footprint)
+        for policy in question.policies:
+            for capacity, tiers in sizes:
+                yield self._run(need, tiers, policy, policy, capacity)
+        if self._is_benchmark:
+            device_only = replace(sizes[0][1], host_bytes=0, disk_bytes=0)
+            yield self._run(need, device_only, "lru", f"lru {WITHOUT_OFFLOAD}", None)
+        if question.bounds:
+            yield from self._bounds(need, sizes, recorder.uses)
+
+    @property
+    def _is_benchmark(self) -> bool:
+        question = self._question
+        own = self._source.layout if isinstance(self._source, WorkloadSource) else None
+        return own is not None and not question.capacities and question.tiers is None
+
+    def _sizes(self, need: Need, unlimited: Tiers, footprint: int) -> list[tuple[float | None, Tiers]]:
+        question = self._question
+        if question.tiers is not None:
+            return [(None, question.tiers)]
+        if self._is_benchmark:
+            assert isinstance(self._source, WorkloadSource)
+            assert self._source.layout is not None
+            layout = self._source.layout
+            page = geometries(question.profile, self._source.page_size)[PoolName.KV].nbytes
+            # Pages are not what the benchmark is short of: the device has room for all of them.
+            device = layout.device_states * question.profile.state_bytes + (need.pages + need.longest) * page
+            disk = unlimited.host_bytes if layout.file_storage else 0
+            return [(None, Tiers(int(device * layout.host_ratio), device, disk, layout.device_states))]
+        return [(capacity, Tiers(int(footprint * capacity))) for capacity in question.capacities or (0.05, 0.1, 0.2)]
+
+    def _run(self, need: Need, tiers: Tiers, policy: str | Policy, label: str, capacity: float | None) -> Result:
+        question = self._question
+        setup = Setup(policy, question.profile, tiers, question.checkpoints, question.machine, question.refresh_path, question.seed)
+        at = "" if capacity is None else f" at {capacity:.0%}"
+        step = self._stage(Stage(f"{label}{at}", need.requests))
+        started = time.perf_counter()
+        run = Run(self._source, need, setup)
+        run.go(step)
+        mean, p95 = run.tally.ttft_ms()
+        return Result(
+            source=self._source.name,
+            policy=label,
+            capacity=capacity,
+            capacity_bytes=tiers.nbytes,
+            token_hit_rate=run.tally.token_hit_rate,
+            flops_saved=run.tally.flops_saved,
+            ttft_ms_mean=mean,
+            ttft_ms_p95=p95,
+            peak_bytes=run.peak_bytes,
+            requests=run.tally.requests,
+            seconds=time.perf_counter() - started,
+            seed=question.seed,
+            profile=question.profile.name,
+            tiers=run.uses(),
+            kept=run.kept(),
+            over_time=tuple(run.tally.over_time),
+            by_round=run.tally.by_round(),
+            published=self._source.published if isinstance(self._source, WorkloadSource) else {},
+        )
+
+    def _bounds(self, need: Need, sizes: Sequence[tuple[float | None, Tiers]], uses: Mapping[int, Sequence[int]]) -> Iterator[Result]:
+        question = self._question
+        for capacity, tiers in sizes:
+            clairvoyant = Clairvoyant(Costs(question.profile), uses)
+            yield replace(self._run(need, tiers, clairvoyant, "clairvoyant", capacity), is_bound=True)
+        started = time.perf_counter()
+        step = self._stage(Stage("upper bound", need.requests))
+        bounds = upper_bound(self._source, question.profile, [tiers.nbytes for _, tiers in sizes], step)
+        for (capacity, tiers), bound in zip(sizes, bounds, strict=True):
+            yield Result(
+                source=self._source.name,
+                policy="upper bound",
+                capacity=capacity,
+                capacity_bytes=tiers.nbytes,
+                token_hit_rate=bound.token_hit_rate,
+                flops_saved=bound.flops_saved,
+                ttft_ms_mean=float("nan"),
+                ttft_ms_p95=float("nan"),
+                peak_bytes=0,
+                requests=need.requests,
+                seconds=time.perf_counter() - started,
+                seed=question.seed,
+                profile=question.profile.name,
+                is_bound=True,
+            )

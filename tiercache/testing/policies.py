@@ -1,0 +1,581 @@
+"""What every eviction policy must do, and what an index that ranks by it must still do: `Policy`'s contract, line by line.
+
+    pytest.register_assert_rewrite("tiercache.testing.policies")  # before the import: failures explain themselves
+
+    class TestMyPolicy(PolicyConformance):
+        def make(self): return MyPolicy()
+
+`units` makes columns for tests of a formula; `Rig` is an index with a policy; `PolicyMachine` drives one at random. Sizes are small; nothing
+here waits on a clock.
+"""
+
+# ruff: noqa: D102 (a test is named for what it checks)
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any, ClassVar, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+
+from tiercache.core import ABSENT, Locations, PoolName, Tier, TokenArray
+from tiercache.errors import ConfigError, PoolFullError
+from tiercache.index import Eviction, HybridIndex, Match, Pin, Span
+from tiercache.policy import LEARN_EVERY, CheckpointKind, Policy, Reuse
+from tiercache.policy.base import Column, Ranks
+
+PAGE: Final = 2
+KV, STATE = PoolName.KV, PoolName.MAMBA
+BYTES: Final = {KV: 1000, STATE: 7000}
+BLOCKS: Final = {KV: 1, STATE: 5}
+HUGE: Final = 2**40
+
+
+# -- columns -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PlainUnits:
+    """Units as plain arrays. See `Units`. Thread rule: immutable."""
+
+    count: int
+    now: int
+    page_tokens: int
+    kind: Column
+    last_access: Column
+    hits: Column
+    depth: Column
+    children: Column
+    replay: Column
+    nbytes: Column
+    checkpoint: Column
+    lineage: Column
+    grown: Column
+    digest: Column
+    covered: Column
+
+    def __len__(self) -> int:
+        return self.count
+
+    @property
+    def columns(self) -> Mapping[str, Column]:
+        """By name, every column."""
+        return {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)}
+
+    def take(self, rows: npt.NDArray[np.int64], now: int | None = None) -> PlainUnits:
+        """Some of the units, at this or at a later time."""
+        taken = {name: column[rows] for name, column in self.columns.items()}
+        return PlainUnits(len(rows), self.now if now is None else now, self.page_tokens, **taken)
+
+
+def units(count: int | None = None, now: int = 0, page_tokens: int = 64, **columns: npt.ArrayLike) -> PlainUnits:
+    """`count` units (default: as many as the longest column has). A number is that of all units; a column left out is 0, or 1 as it must."""
+    given = {name: np.atleast_1d(np.asarray(column, np.int64)) for name, column in columns.items()}
+    if count is None:
+        count = max(map(len, given.values()), default=1)
+    default: dict[str, npt.ArrayLike] = dict.fromkeys(set(PlainUnits.__annotations__) - {"count", "now", "page_tokens"}, 0)
+    default |= dict.fromkeys(("kind", "replay", "nbytes"), 1)
+    return PlainUnits(count, now, page_tokens, **{name: np.broadcast_to(a, count).copy() for name, a in (default | given).items()})
+
+
+def random_units(count: int, seed: int = 0, now: int = 10_000) -> PlainUnits:
+    """Units of every description."""
+    draw = np.random.default_rng(seed).integers
+    depth = draw(1, 2000, count)
+    return units(
+        count,
+        now,
+        kind=draw(1, 3, count),
+        last_access=draw(0, now + 1, count),
+        hits=draw(0, 5, count),
+        depth=depth,
+        children=draw(0, 4, count),
+        replay=np.minimum(depth, draw(1, 500, count)),
+        nbytes=draw(1, 1 << 28, count),
+        checkpoint=draw(0, len(CheckpointKind), count),
+        lineage=draw(0, 6, count),
+        grown=np.minimum(depth, draw(0, 500, count)),
+        digest=draw(-(2**63), 2**63, count),
+        covered=draw(0, 2, count),
+    )
+
+
+EXTREMES: Final[Mapping[str, PlainUnits]] = {
+    "one": units(1),
+    "zeros": units(7),
+    "depth 0": units(3, replay=1, now=5),
+    "old": units(last_access=[0, 1, HUGE - 1, HUGE], now=HUGE),
+    "large": units(nbytes=[1, HUGE], depth=HUGE, replay=[1, HUGE]),
+    "worn": units(hits=HUGE, children=[0, 1, 2, HUGE], lineage=HUGE, grown=HUGE),
+    "every kind": units(checkpoint=list(CheckpointKind), kind=[1, 2] * 3, covered=[0, 1] * 3),
+    "digests": units(digest=[-(2**63), -1, 0, 1, 2**63 - 1]),
+    "one token a page": units(5, page_tokens=1, depth=3, replay=2),
+    "branches only": units(4, children=3, depth=[1, 2, 3, 4]),
+    "many": random_units(5000),
+}
+
+
+def reuse_of(given: PlainUnits, row: int = 0, *, evicted: bool = False) -> Reuse:
+    """A hit of one of the units, now."""
+    unit = {name: int(column[row]) for name, column in given.columns.items() if name in Reuse._fields}
+    return Reuse(**unit, age=given.now - int(given.last_access[row]), evicted=evicted)
+
+
+def hostile(policy: Policy) -> None:
+    """Every call that an owner can make, in no sensible order, with what no owner should have."""
+    nothing = units(0)
+    policy.learn(nothing, nothing)
+    policy.evicted(0.0)
+    policy.evicted(-1.0)
+    policy.evicted(0.0)
+    for given in EXTREMES.values():
+        for row in range(min(10, len(given))):
+            policy.reused(reuse_of(given, row, evicted=bool(row % 2)))
+    policy.learn(nothing, random_units(50))
+    policy.learn(random_units(50), nothing)
+    for _ in range(1000):
+        policy.reused(reuse_of(EXTREMES["old"], evicted=True))
+    policy.learn(random_units(10, now=HUGE), random_units(10, now=HUGE))
+    policy.evicted(1.0)
+    policy.evicted(0.5)
+    policy.learn(units(0, now=HUGE), units(0, now=HUGE))
+
+
+def ranked(policy: Policy, given: PlainUnits) -> Ranks:
+    """The policy's ranks, after checking what holds for all ranks."""
+    before = {name: column.copy() for name, column in given.columns.items()}
+    with np.errstate(divide="raise", over="raise", invalid="raise"):
+        ranks = policy.rank(given)
+    assert isinstance(ranks, np.ndarray)
+    assert (ranks.dtype, ranks.shape) == (np.dtype(np.float64), (len(given),))
+    assert (ranks > -np.inf).all(), "a rank is a number or infinite, never NaN"
+    for name, column in given.columns.items():
+        np.testing.assert_array_equal(column, before[name], f"the policy changed the column {name}")
+    return ranks
+
+
+# -- an index ----------------------------------------------------------------------------------------------------------
+
+
+def tokens_of(path: Sequence[int]) -> TokenArray:
+    """The tokens of pages, each named by a number, and one token more."""
+    return np.repeat(np.array([*path, 0], np.uint64), PAGE)[: len(path) * PAGE + 1]
+
+
+class Held(NamedTuple):
+    """A pin, and what it holds, by tier: the locations of pages, and of the state at the end."""
+
+    pin: Pin
+    pages: Mapping[Tier, Locations]
+    state: Mapping[Tier, int]
+
+
+class Rig:
+    """An index that ranks by `policy`, and what a controller does with it. Evictions and pins are checked. Thread rule: one thread."""
+
+    def __init__(self, policy: Policy, *, states: bool = True, seed: int = 0) -> None:
+        self.index = HybridIndex(
+            page_size=PAGE, namespace=bytes(32), page_pools=[KV], state_pools=[STATE] if states else [], policy=policy, object_bytes=BYTES,
+            max_stored_pages=8, seed=seed,
+        )  # fmt: skip
+        self.held: list[Held] = []
+        self._next = 0
+
+    def fresh(self, count: int) -> Locations:
+        """Slots or handles that nobody has had."""
+        self._next += count
+        return np.arange(self._next - count, self._next)
+
+    def match(self, path: Sequence[int]) -> Match:
+        """All of `path` that is known."""
+        return self.index.match(tokens_of(path))
+
+    def request(self, path: Sequence[int], depths: Sequence[int] | None = None) -> None:
+        """One request: a hit if there is something to hit, all pages, and states at `depths` (default: at the end), of changing kinds."""
+        origin = self.index.touch(self.match(path), tokens_of(path))
+        depths = [len(path)] if depths is None else [depth for depth in depths if depth <= len(path)]
+        states = {depth: {STATE: int(self.fresh(1)[0])} for depth in depths} if self.index.state_pools else {}
+        kinds = {depth: CheckpointKind(1 + (path[0] + depth) % 5) for depth in states}
+        self.index.insert(tokens_of(path), {KV: self.fresh(len(path))}, states, checkpoints=kinds, origin=origin)
+
+    def touch(self, path: Sequence[int]) -> None:
+        """A request that leaves nothing."""
+        self.index.touch(self.match(path), tokens_of(path))
+
+    def copy(self, path: Sequence[int]) -> None:
+        """Write what the device has of the path through to the host: its next eviction is a demotion."""
+        match = self.match(path)
+        node, span = match.node, Span(match.node, 0, match.path_depth)
+        pages, states = self.index.locations(node, span.end)
+        with self.index.pinned(node, Tier.DEVICE, Tier.HOST):
+            handles = np.where(pages[KV].device >= 0, self.fresh(len(span)), ABSENT)
+            entered = self.index.reserve_pages(span, KV, Tier.HOST, handles)
+            assert (self.index.publish_pages(span, KV, Tier.HOST, handles) == entered).all()
+            if states and states[STATE].device >= 0:
+                handle = int(self.fresh(1)[0])
+                if self.index.reserve_state(node, STATE, Tier.HOST, handle):
+                    assert self.index.publish_state(node, STATE, Tier.HOST, handle)
+
+    def store(self, path: Sequence[int]) -> None:
+        """All that is known of the path is known to be stored."""
+        match = self.match(path)
+        with self.index.pinned(match):
+            self.index.mark_stored(Span(match.node, 0, match.path_depth), KV, np.ones(match.path_depth, np.bool_))
+            if self.index.state_pools and match.node.pages and match.node.end == match.path_depth:
+                self.index.mark_state_stored(match.node, STATE)
+
+    def pin(self, path: Sequence[int], *tiers: Tier) -> None:
+        """Hold what is known of the path, and remember what it is."""
+        pin = self.index.pin(self.match(path), *tiers)
+        pages, states = self.index.locations(pin.node, pin.node.end)
+        self.held.append(
+            Held(
+                pin,
+                {tier: (pages[KV].host if tier else pages[KV].device).copy() for tier in tiers},
+                {tier: states[STATE].host if tier else states[STATE].device for tier in tiers if states},
+            )
+        )
+
+    def unpin(self, which: int = 0) -> None:
+        """Let go of one path."""
+        self.held.pop(which % len(self.held)).pin.release()
+
+    def check_pins(self) -> None:
+        """Everything that was pinned is where it was."""
+        for pin, was, state in self.held:
+            pages, states = self.index.locations(pin.node, pin.node.end)
+            for tier, before in was.items():
+                now = pages[KV].host if tier else pages[KV].device
+                assert (now[before >= 0] == before[before >= 0]).all(), f"a pinned page left the {tier}"
+            for tier, at in state.items():
+                assert at < 0 or at == (states[STATE].host if tier else states[STATE].device), f"a pinned state left the {tier}"
+
+    def evict_device(self, pages: int, states: int = 0) -> Eviction:
+        """Evict from the device; what is asked for, and what must not happen, is checked."""
+        need = {KV: pages} | ({STATE: states} if self.index.state_pools else {})
+        answer = self._checked(Tier.DEVICE, lambda: self.index.evict_device(need))
+        assert all(len(answer.freed.get(pool, ())) >= count for pool, count in need.items())
+        assert pages or KV not in answer.freed, "a need for states frees no page"
+        return answer
+
+    def evict_host(self, blocks: int) -> Eviction:
+        """Evict from the host; as above."""
+        answer = self._checked(Tier.HOST, lambda: self.index.evict_host(blocks, BLOCKS))
+        assert sum(BLOCKS[pool] * len(at) for pool, at in answer.freed.items()) >= blocks
+        return answer
+
+    def host_blocks(self) -> int:
+        """What an eviction could free on the host."""
+        return sum(BLOCKS[pool] * count for pool, count in self.index.evictable(Tier.HOST).items())
+
+    def snapshot(self) -> Any:
+        """What is there, to be compared."""
+        index = self.index
+        where = [sorted(index.owned(tier, pool).tolist()) for tier in (Tier.DEVICE, Tier.HOST) for pool in index.pools]
+        return where, [index.evictable(tier) for tier in Tier], list(index.contents())
+
+    def _checked(self, tier: Tier, evict: Callable[[], Eviction]) -> Eviction:
+        pools = self.index.pools
+        free, dead = self.index.evictable(tier), self._dead_weight(tier)
+        owned = {pool: set(self.index.owned(tier, pool).tolist()) for pool in pools}
+        answer = evict()
+        freed = {pool: answer.freed.get(pool, np.empty(0, np.int64)).tolist() for pool in pools}
+        for pool, gone in freed.items():
+            assert len(set(gone)) == len(gone)
+            assert set(self.index.owned(tier, pool).tolist()) == owned[pool] - set(gone)
+            assert self.index.evictable(tier)[pool] == free[pool] - len(gone)
+        assert answer.demoted + answer.lost == sum(map(len, freed.values()))
+        self.check_pins()
+        living = bool(set(freed[KV]) - dead) or bool(tier and set().union(*freed.values()) - dead)
+        assert not living or dead <= set(freed[KV]), "dead weight goes first, whatever the policy says"
+        return answer
+
+    def _dead_weight(self, tier: Tier) -> set[int]:
+        """The locations of evictable pages that no state can use."""
+        if not self.index.state_pools:
+            return set()
+        dead = [node.where[tier, 0] for node in self.index.nodes() if not node.is_alive and not node.pins[tier]]
+        return {at for row in dead for at in row.tolist() if at >= 0}
+
+
+# -- the contract ------------------------------------------------------------------------------------------------------
+
+
+class PolicyConformance:
+    """Subclass it, supply `make`, and pytest runs the contract over your policy. Thread rule: pytest makes one instance per test."""
+
+    examples: ClassVar[int] = 25
+    """Random histories, with states and without."""
+
+    def make(self) -> Policy:
+        """A new policy, which knows nothing yet."""
+        raise NotImplementedError
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Tests that ask for `states` run with state pools and, where the policy allows, without."""
+        if "states" in metafunc.fixturenames:
+            kinds = {"states": True} if self.make().needs_states else {"states": True, "stateless": False}
+            metafunc.parametrize("states", kinds.values(), ids=kinds)
+
+    def test_ranks_are_numbers_whatever_the_columns(self) -> None:
+        policy = self.make()
+        for given in EXTREMES.values():
+            fresh = ranked(self.make(), given)
+            np.testing.assert_array_equal(ranked(self.make(), given), fresh, "the same question, another answer")
+        for given in EXTREMES.values():
+            ranked(policy, given)
+
+    def test_whatever_it_was_told_it_still_answers(self) -> None:
+        policy, twin = self.make(), self.make()
+        for _ in range(3):
+            hostile(policy)
+            hostile(twin)
+            for given in EXTREMES.values():
+                np.testing.assert_array_equal(ranked(policy, given), ranked(twin, given))
+        for _ in range(5000):
+            policy.evicted(2.0)
+        ranked(policy, EXTREMES["many"])
+
+    def test_the_order_of_the_question_does_not_matter(self) -> None:
+        policy, many = self.make(), EXTREMES["many"]
+        shuffled = np.random.default_rng(1).permutation(len(many))
+        np.testing.assert_allclose(ranked(policy, many.take(shuffled)), ranked(policy, many)[shuffled], rtol=1e-12)
+
+    def test_a_steady_rank_is_that_of_the_unit_alone_and_does_not_fall(self) -> None:
+        policy = self.make()
+        if not policy.steady:
+            pytest.skip("the policy is not steady")
+        many = random_units(500)
+        before = ranked(policy, many)
+        some = np.arange(0, 500, 7)
+        np.testing.assert_array_equal(ranked(policy, many.take(some)), before[some])
+        for later in (1, 100, HUGE):
+            policy.evicted(float(before.max()))
+            hostile(policy)
+            now = ranked(policy, many.take(np.arange(500), many.now + later))
+            assert (now >= before).all()
+            before = now
+
+    def test_it_is_refused_without_states_if_and_only_if_it_needs_them(self) -> None:
+        policy = self.make()
+        Rig(policy, states=True)
+        if policy.needs_states:
+            with pytest.raises(ConfigError, match=policy.name):
+                Rig(policy, states=False)
+        else:
+            Rig(policy, states=False)
+
+    def test_what_is_pinned_stays_until_it_is_released(self, states: bool) -> None:
+        rig = self._filled(states)
+        rig.pin((1, 1, 1), Tier.DEVICE)
+        rig.pin((2, 0, 1), Tier.HOST)
+        rig.pin((3, 2), Tier.DEVICE, Tier.HOST)
+        assert all(max(map(int, was.pages[tier])) >= 0 for was in rig.held for tier in was.pages), "something is pinned"
+        for _ in range(2):
+            self._drain(rig)
+            rig.check_pins()
+            rig.index.check_integrity()
+            assert [len(rig.index.owned(tier, KV)) > 0 for tier in (Tier.DEVICE, Tier.HOST)] == [True, True]
+            rig.request((1, 1, 1, 5), (2, 4))
+        while rig.held:
+            rig.unpin()
+        self._drain(rig)
+        assert [rig.index.owned(tier, pool).tolist() for tier in (Tier.DEVICE, Tier.HOST) for pool in rig.index.pools] == [[]] * (
+            2 * len(rig.index.pools)
+        )
+
+    @pytest.mark.parametrize("step", [1, 3, 10, 10_000])
+    def test_what_is_asked_for_is_freed(self, states: bool, step: int) -> None:
+        rig = self._filled(states)
+        while any((there := rig.index.evictable(Tier.DEVICE)).values()):
+            rig.evict_device(min(step, there[KV]), min(step // 3, there.get(STATE, 0)))
+        while blocks := rig.host_blocks():
+            rig.evict_host(min(step, blocks))
+        rig.index.check_integrity()
+
+    def test_more_than_there_is_frees_nothing(self, states: bool) -> None:
+        rig = self._filled(states)
+        rig.pin((1, 1, 1), Tier.DEVICE, Tier.HOST)
+        before = rig.snapshot()
+        for pool, there in rig.index.evictable(Tier.DEVICE).items():
+            with pytest.raises(PoolFullError):
+                rig.index.evict_device({pool: there + 1})
+        with pytest.raises(PoolFullError):
+            rig.index.evict_host(rig.host_blocks() + 1, BLOCKS)
+        assert rig.snapshot() == before
+        self._drain(rig)
+
+    def test_dead_weight_goes_first(self) -> None:
+        rig = self._filled(True)
+        for turn in range(3):
+            rig.evict_device(1)  # what goes next is known by now, and what dies then goes before it
+            path = (7, turn, 1, 2)
+            rig.request(path, (2,))
+            rig.copy(path)
+            rig.touch(path[:2])
+            rig.request(path, ())
+            dead = rig.index.locations(rig.match(path), 4).pages[KV]
+            assert rig.evict_device(1).freed[KV].tolist() == dead.device[2:].tolist()
+            assert rig.evict_host(1).freed[KV].tolist() == dead.host[2:].tolist()
+
+    def test_the_same_sequence_evicts_the_same_in_the_same_order(self, states: bool) -> None:
+        first, second = (self._history(Rig(self.make(), states=states, seed=3), Random(5)) for _ in range(2))
+        assert first == second
+        assert len(first) > 300
+
+    def test_so_it_does_with_more_candidates_than_it_ranks_at_once(self) -> None:
+        first, second = (self._crowd(Rig(self.make(), seed=3), Random(5)) for _ in range(2))
+        assert first == second
+        assert len(first) > 500
+
+    def test_random_histories(self, states: bool) -> None:
+        machine = type("M", (PolicyMachine,), {"suite": type(self), "states": states})
+        limits = settings(max_examples=self.examples, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck))
+        run_state_machine_as_test(machine, settings=limits)
+
+    # -- histories ---------------------------------------------------------------------------------
+
+    def _filled(self, states: bool) -> Rig:
+        """Branches, superseded states and dead ends, half of them on the host as well."""
+        rig = Rig(self.make(), states=states)
+        for group in range(6):
+            for branch in range(5):
+                path = [group, branch % 3, branch][: 2 + branch % 2]
+                rig.request(path, (1, len(path)) if branch else (1,))
+                if branch % 2:
+                    rig.copy(path)
+                if branch == 4:
+                    rig.touch(path)
+        for path in ((1, 1, 1), (2, 0, 1), (3, 2)):
+            rig.request(path)
+            rig.copy(path)
+        return rig
+
+    def _drain(self, rig: Rig) -> None:
+        there = rig.index.evictable(Tier.DEVICE)
+        rig.evict_device(there[KV], there.get(STATE, 0))
+        rig.evict_host(rig.host_blocks())
+        assert not any(rig.index.evictable(Tier.DEVICE).values())
+        assert not rig.host_blocks()
+
+    def _history(self, rig: Rig, random: Random) -> list[int]:
+        """Which locations were freed, in order; long enough for the policy to learn, several times."""
+        gone: list[int] = []
+        for turn in range(4 * LEARN_EVERY):
+            path = [random.randrange(8) for _ in range(random.randrange(1, 5))]
+            rig.request(path, [depth for depth in range(1, 5) if random.random() < 0.5])
+            if random.random() < 0.5:
+                rig.copy(path)
+            if turn % 4 == 3:
+                there = rig.index.evictable(Tier.DEVICE)
+                gone += _order(rig.index.evict_device({pool: min(4, count) for pool, count in there.items()}))
+                gone += _order(rig.index.evict_host(min(5, rig.host_blocks()), BLOCKS))
+        rig.index.check_integrity()
+        return gone
+
+    def _crowd(self, rig: Rig, random: Random) -> list[int]:
+        gone: list[int] = []
+        for turn in range(1500):
+            rig.request((turn, 1, 2), (1, 2, 3))
+        assert rig.index.evictable(Tier.DEVICE)[STATE] > 4096
+        for _ in range(3):
+            gone += _order(rig.index.evict_device({STATE: 100}))
+            for _ in range(30):
+                rig.touch((random.randrange(1500), 1, 2))
+            gone += _order(rig.index.evict_device({KV: 100}))
+        return gone
+
+
+def _order(eviction: Eviction) -> list[int]:
+    return [location for freed in eviction.freed.values() for location in freed.tolist()]
+
+
+# -- random histories --------------------------------------------------------------------------------------------------
+
+_PATHS = st.lists(st.integers(0, 1), min_size=1, max_size=5).map(tuple)
+_NEAR = st.sampled_from([(Tier.DEVICE,), (Tier.HOST,), (Tier.DEVICE, Tier.HOST)])
+_SHARES = st.sampled_from([0.0, 0.1, 0.4, 1.0])
+
+
+class PolicyMachine(RuleBasedStateMachine):
+    """{request, touch, copy, store, pin, unpin, evict} on a small tree; integrity after every step. Thread rule: hypothesis runs one at a time."""
+
+    suite: ClassVar[type[PolicyConformance]]
+    states: ClassVar[bool]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rig = Rig(self.suite().make(), states=self.states)
+
+    @rule(path=_PATHS, depths=st.sets(st.integers(1, 5), max_size=3))
+    def request(self, path: Sequence[int], depths: set[int]) -> None:
+        """A request, and what it leaves."""
+        self.rig.request(path, sorted(depths))
+
+    @rule(path=_PATHS, times=st.sampled_from([1, 1, LEARN_EVERY]))
+    def touch(self, path: Sequence[int], times: int) -> None:
+        """Hits, now and then so many that the policy is taught."""
+        for _ in range(times):
+            self.rig.touch(path)
+
+    @rule(path=_PATHS)
+    def match(self, path: Sequence[int]) -> None:
+        """A question changes nothing."""
+        before = self.rig.snapshot()
+        self.rig.match(path)
+        assert self.rig.snapshot() == before
+
+    @rule(path=_PATHS)
+    def copy(self, path: Sequence[int]) -> None:
+        """Write-through to the host."""
+        self.rig.copy(path)
+
+    @rule(path=_PATHS)
+    def store(self, path: Sequence[int]) -> None:
+        """Write-through to the store."""
+        self.rig.store(path)
+
+    @rule(path=_PATHS, tiers=_NEAR)
+    def pin(self, path: Sequence[int], tiers: Sequence[Tier]) -> None:
+        """At most three at a time."""
+        if len(self.rig.held) < 3:
+            self.rig.pin(path, *tiers)
+
+    @precondition(lambda self: self.rig.held)
+    @rule(which=st.integers(0, 2))
+    def unpin(self, which: int) -> None:
+        """Let one go."""
+        self.rig.unpin(which)
+
+    @rule(pages=_SHARES, states=_SHARES)
+    def evict_device(self, pages: float, states: float) -> None:
+        """A share of what could go."""
+        there = self.rig.index.evictable(Tier.DEVICE)
+        self.rig.evict_device(round(there[KV] * pages), round(there.get(STATE, 0) * states))
+
+    @rule(share=_SHARES)
+    def evict_host(self, share: float) -> None:
+        """A share of what could go."""
+        self.rig.evict_host(round(self.rig.host_blocks() * share))
+
+    @invariant()
+    def integrity(self) -> None:
+        """All that can be recomputed comes out the same."""
+        self.rig.index.check_integrity()
+
+    def teardown(self) -> None:
+        """Whatever happened, all of it can go."""
+        while self.rig.held:
+            self.rig.unpin()
+        there = self.rig.index.evictable(Tier.DEVICE)
+        self.rig.evict_device(there[KV], there.get(STATE, 0))
+        self.rig.evict_host(self.rig.host_blocks())
+        left = [self.rig.index.owned(tier, pool).tolist() for tier in (Tier.DEVICE, Tier.HOST) for pool in self.rig.index.pools]
+        assert not any(left)
