@@ -205,7 +205,8 @@ class Forest:
         node = Node(parent, edge, digests, np.full(shape, ABSENT), len(self.state_pools), parent.extra)
         node.last_access = self._units.now
         parent.children[edge[: self._page_bytes]] = node
-        self._offer(parent)
+        if len(parent.children) <= 2:  # see `Node.branches`
+            self._offer(parent)
         return node
 
     def _split(self, node: Node, depth: int) -> Node:
@@ -262,7 +263,8 @@ class Forest:
             if node.is_spare:
                 del parent.children[node.edge[: self._page_bytes]]
                 self._discard(node)
-                self._offer(parent)
+                if len(parent.children) < 2:
+                    self._offer(parent)
                 node = parent
             elif node.is_needless:
                 self._merge(node)
@@ -345,11 +347,16 @@ class Forest:
             changed = held ^ node.shown
             if not changed:
                 return
+            crossed = False
             for bit in BITS:
                 if changed >> bit & 1:
-                    parent.below[bit] += 1 if held >> bit & 1 else -1
+                    came = held >> bit & 1
+                    parent.below[bit] += 1 if came else -1
+                    crossed |= parent.below[bit] == came
             node.shown = held
             node = parent
+            if not crossed:  # what the parent offers depends on whether there is any, not on how many
+                return
             self._offer(node)
 
     def _offer(self, node: Node) -> None:

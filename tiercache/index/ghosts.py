@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
 from itertools import repeat
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
 from tiercache.index.prefixes import Digests
 from tiercache.index.units import UnitTable
 from tiercache.policy import Reuse, UnitKind
 from tiercache.policy.base import Column
 
-_COLUMNS: Final = ("last_access", "hits", "depth", "children", "replay", "checkpoint", "lineage", "grown", "nbytes", "digest")
+_COLUMNS: Final = ("depth", "replay", "children", "hits", "checkpoint", "lineage", "grown", "last_access", "digest")
+"""As in `Reuse`, with the time of the last access in place of the age."""
 
 
 class Ghosts:
@@ -30,7 +31,7 @@ class Ghosts:
         self._pages: dict[int, int] = {}
         self._edges: deque[tuple[int, list[int]]] = deque()
         self._held = 0
-        self._units = {name: np.zeros(units, np.int64) for name in _COLUMNS}
+        self._units = np.zeros((units, len(_COLUMNS)), np.int64)
         self._there = np.zeros(units, np.bool_)
         self._digest = [0] * units
         self._at: dict[int, int] = {}
@@ -53,15 +54,14 @@ class Ghosts:
         self._edges.append((self._request, edge))
         self._held += len(edge)
 
-    def note_unit(self, digest: int, unit: Mapping[str, int]) -> None:
-        """A unit that ended with the prefix `digest` was lost; `unit` says what it looked like."""
+    def note_unit(self, digest: int, unit: Reuse, now: int) -> None:
+        """A unit that ended with the prefix `digest` was lost; `unit` says what it looked like at the time `now`."""
         slot, self._next = self._next, (self._next + 1) % len(self._digest)
         self.forget(self._digest[slot], slot)
         if digest in self._at:
             self.forget(digest, self._at[digest])
         self._digest[slot], self._at[digest], self._there[slot] = digest, slot, True
-        for name, column in self._units.items():
-            column[slot] = unit[name]
+        self._units[slot] = (*unit[:7], now - unit.age, unit.digest)
 
     @property
     def has_units(self) -> bool:
@@ -90,10 +90,10 @@ class Ghosts:
     def reuse(self, digest: int, now: int) -> Reuse:
         """The lost unit with this digest would have answered a hit: what it was. It is forgotten."""
         slot = self._at[digest]
-        unit = {name: int(column[slot]) for name, column in self._units.items()}
+        *unit, last_access, signature = self._units[slot].tolist()
         self.forget(digest, slot)
-        del unit["nbytes"]
-        return Reuse(age=now - unit.pop("last_access"), evicted=True, **unit)
+        depth, replay, children, hits, checkpoint, lineage, grown = unit
+        return Reuse(depth, replay, children, hits, checkpoint, lineage, grown, now - last_access, signature, evicted=True)
 
     def forget(self, digest: int, slot: int) -> None:
         """The unit at `slot` is here again, or too old."""
@@ -108,8 +108,7 @@ class Ghosts:
 
     def view(self, table: UnitTable) -> GhostUnits:
         """The lost units as a policy sees them."""
-        rows = np.flatnonzero(self._there)
-        return GhostUnits(table, {name: column[rows] for name, column in self._units.items()}, len(rows))
+        return GhostUnits(table, self._units[self._there])
 
     def __len__(self) -> int:
         return len(self._pages)
@@ -118,12 +117,11 @@ class Ghosts:
 class GhostUnits:
     """Lost units as columns. See `Units`. Thread rule: the index's thread, during one call of the policy."""
 
-    def __init__(self, table: UnitTable, columns: Mapping[str, Column], count: int) -> None:
+    def __init__(self, table: UnitTable, rows: npt.NDArray[np.int64]) -> None:
         self.now = table.now
         self.page_tokens = table.page_tokens
-        self._count = count
-        self.last_access, self.hits, self.depth, self.children = (columns[name] for name in _COLUMNS[:4])
-        self.replay, self.checkpoint, self.lineage, self.grown, self.nbytes, self.digest = (columns[name] for name in _COLUMNS[4:])
+        self._count = len(rows)
+        self.depth, self.replay, self.children, self.hits, self.checkpoint, self.lineage, self.grown, self.last_access, self.digest = rows.T
 
     def __len__(self) -> int:
         return self._count
@@ -137,3 +135,8 @@ class GhostUnits:
     def covered(self) -> Column:
         """Nothing below holds it."""
         return np.zeros(self._count, np.int64)
+
+    @property
+    def nbytes(self) -> Column:
+        """Not known any more."""
+        return np.ones(self._count, np.int64)

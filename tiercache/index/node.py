@@ -135,7 +135,13 @@ class Node:
     def recount_states(self) -> None:
         """The same where no page's location changed."""
         first = self.where.shape[1]
-        states = self.states or [[ABSENT] * self.state_pools] * len(TIERS)
+        if self.states is None:
+            for counts in self.resident:
+                counts[first:] = [0] * self.state_pools
+            self.in_flight, self.state_near = self.pages_in_flight, False
+            self.own = sum(1 << tier for tier, counts in enumerate(self.resident) if any(counts))
+            return
+        states = self.states
         by_pool = list(zip(*states, strict=True))
         for counts, tier in zip(self.resident, states, strict=True):
             counts[first:] = [int(at >= 0) for at in tier]
@@ -159,6 +165,17 @@ class Node:
     def digest(self) -> int:
         """The digest of the path to the node's end."""
         return int(self.digests[-1]) if self.pages else Prefixes.start(self.extra)
+
+    @property
+    def signature(self) -> int:
+        """The digest as a signed number, which is what columns hold."""
+        digest = int(self.digests[-1])
+        return digest - (1 << 64) if digest >> 63 else digest
+
+    @property
+    def branches(self) -> int:
+        """Continuations: 0, 1, or 2 for any more."""
+        return min(2, len(self.children))
 
     @property
     def start(self) -> int:

@@ -412,7 +412,7 @@ class HybridIndex(Ledger):
     def _evict(self, sweep: Sweep, victim: Victim | None) -> None:
         assert victim is not None, "the counters say that there is more to evict, and the queue is empty"
         node = victim.node
-        unit = self._units.unit(node, victim.number) if node.can_answer else None
+        unit = _reuse(node, self._units.now) if node.can_answer else None
         sweep.take(victim)
         if victim.kind is UnitKind.STATE:
             self._settle_states(node)
@@ -425,17 +425,16 @@ class HybridIndex(Ledger):
         else:
             self._settle(node)
         if unit is not None and not node.can_answer:
-            self._ghosts.note_unit(node.digest, unit)
+            self._ghosts.note_unit(node.digest, unit, self._units.now)
         if victim.kind is UnitKind.LEAF and not node.own:
             self._ghosts.note_pages(node.digests)
         self._tidy(node)
 
 
 def _reuse(node: Node, now: int) -> Reuse:
-    digest = int(node.digests[-1].view(np.int64))
     age = now - node.last_access
     return Reuse(
-        node.end, node.replay, len(node.children), node.hits, node.checkpoint, node.lineage, node.grown, age, digest, evicted=False
+        node.end, node.replay, node.branches, node.hits, node.checkpoint, node.lineage, node.grown, age, node.signature, evicted=False
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import le, mul
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -41,6 +42,7 @@ class UnitTable:
         self.nodes: list[Node | None] = []
         self._object_bytes = list(object_bytes)
         self._page_pools = page_pools
+        self._below = [sum(1 << other for other in Tier if other > tier) for tier in Tier]
         self._free: list[int] = []
         self._marked: dict[Node, None] = {}
         self._version = 0
@@ -124,10 +126,6 @@ class UnitTable:
         """Some rows as a policy sees them, with the units of this kind."""
         return UnitRows(self, rows, number)
 
-    def unit(self, node: Node, number: int) -> dict[str, int]:
-        """What the node's row says of its unit of this kind."""
-        return self.shared_of(node.row) | {"nbytes": self._nbytes[number][node.row]}
-
     def stale(self, node: Node) -> bool:
         """Would a unit of a node that is not marked be missed, or be taken for another? For integrity checks."""
         if node in self._marked or node.parent is None:
@@ -159,23 +157,23 @@ class UnitTable:
         self._last_access[row] = node.last_access
         self._hits[row] = node.hits
         self._depth[row] = node.end
-        self._children[row] = len(node.children)
+        self._children[row] = node.branches
         self._replay[row] = node.replay
         self._checkpoint[row] = node.checkpoint
         self._lineage[row] = node.lineage
         self._grown[row] = node.grown
         self._alive[row] = not node.state_pools or (node.is_alive and not node.surplus)
         self._complete[row] = node.can_answer
-        self._digest[row] = int(node.digests[-1].view(np.int64))
+        self._digest[row] = node.signature
         self._version_of[row] = self._version
         for number, (kind_of, tier) in enumerate(self.kinds):
             self._kind[number][row] = kind = kind_of(node)
             if kind:
-                held = node.resident[tier]
-                first = 0 if kind is UnitKind.LEAF else self._page_pools
-                self._nbytes[number][row] = max(1, sum(map(int.__mul__, held[first:], self._object_bytes[first:])))
-                self._covered[number][row] = any(
-                    all(map(int.__le__, held[first:], node.resident[below][first:])) for below in range(tier + 1, len(Tier))
+                goes = slice(0 if kind is UnitKind.LEAF else self._page_pools, None)
+                held = node.resident[tier][goes]
+                self._nbytes[number][row] = sum(map(mul, held, self._object_bytes[goes])) or 1
+                self._covered[number][row] = bool(node.own & self._below[tier]) and any(
+                    all(map(le, held, counts[goes])) for counts in node.resident[tier + 1 :]
                 )
 
     def _take(self, node: Node) -> int:

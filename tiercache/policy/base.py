@@ -82,7 +82,7 @@ class Units(Protocol):
 
     @property
     def children(self) -> Column:
-        """How many known continuations follow: 0, 1, or more at a branch."""
+        """How many known continuations follow: 0, 1, or at a branch any number from 2."""
 
     @property
     def replay(self) -> Column:
