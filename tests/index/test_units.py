@@ -112,10 +112,9 @@ def pages(*digests: int) -> np.ndarray:
     return np.array(digests, np.uint64)
 
 
-def unit(**given: int) -> dict[str, int]:
-    """What a row says; all columns differ."""
-    names = sorted(set(Reuse._fields) - {"age", "evicted"} | {"last_access", "nbytes"})
-    return {name: 10 + n for n, name in enumerate(names)} | given
+def lost(**given: int) -> Reuse:
+    """A unit that is lost; all that is known of it differs."""
+    return Reuse(**({name: 10 + n for n, name in enumerate(Reuse._fields[:-1])} | given), evicted=False)
 
 
 def test_pages_are_known_for_so_many_requests():
@@ -166,23 +165,20 @@ def test_a_repetition_is_counted_from_the_first_page_on():
 
 def test_a_lost_unit_is_told_once_as_it_was():
     ghosts = Ghosts()
-    lost = unit(last_access=40)
-    ghosts.note_unit(2**64 - 5, lost)
+    unit = lost(age=60, digest=-5)
+    ghosts.note_unit(WORD - 5, unit, now=100)
     assert ghosts.has_units
-    reuse = ghosts.reuse(2**64 - 5, 100)
-    assert reuse.age == 60
-    assert reuse.evicted
-    assert {name: value for name, value in reuse._asdict().items() if name in lost} == {n: v for n, v in lost.items() if n in Reuse._fields}
+    assert ghosts.reuse(WORD - 5, now=130) == unit._replace(age=90, evicted=True)
     assert not ghosts.has_units
-    assert ghosts.deepest(pages(2**64 - 5)) is None
-    ghosts.restored(2**64 - 5)
+    assert ghosts.deepest(pages(WORD - 5)) is None
+    ghosts.restored(WORD - 5)
 
 
 def test_the_deepest_lost_unit_of_a_path():
     ghosts = Ghosts()
     assert ghosts.deepest(pages(1, 2, 3)) is None
-    ghosts.note_unit(1, unit())
-    ghosts.note_unit(3, unit())
+    ghosts.note_unit(1, lost(), 0)
+    ghosts.note_unit(3, lost(), 0)
     assert [ghosts.deepest(pages(*path)) for path in [(1, 2, 3, 4), (1, 2), (4, 1), (2, 4), ()]] == [2, 0, 1, None, None]
     ghosts.restored(3)
     assert ghosts.deepest(pages(1, 2, 3, 4)) == 0
@@ -194,9 +190,9 @@ def test_the_deepest_lost_unit_of_a_path():
 def test_a_full_ring_forgets_the_oldest():
     ghosts = Ghosts(units=4)
     for digest in range(6):
-        ghosts.note_unit(digest, unit(depth=digest))
+        ghosts.note_unit(digest, lost(depth=digest), 0)
     assert [ghosts.deepest(pages(digest)) for digest in range(6)] == [None, None, 0, 0, 0, 0]
-    ghosts.note_unit(4, unit(depth=40))  # again: the former entry is void
+    ghosts.note_unit(4, lost(depth=40), 0)  # again: the former entry is void
     assert ghosts.deepest(pages(2)) is None
     table = UnitTable(UNIT_KINDS, [1], 1, 64)
     assert sorted(ghosts.view(table).depth.tolist()) == [3, 5, 40]
@@ -217,7 +213,7 @@ def test_the_ring_against_a_list(operations: list[tuple[str, int]], size: int):
         if what == "note":
             ring = [entry if entry and entry[0] != digest else None for entry in ring]
             ring.append((digest, serial))
-            ghosts.note_unit(digest, unit(depth=serial))
+            ghosts.note_unit(digest, lost(depth=serial), 0)
         elif digest in held:
             ring = [entry if entry and entry[0] != digest else None for entry in ring]
             if what == "reuse":
@@ -235,15 +231,18 @@ def test_the_ring_against_a_list(operations: list[tuple[str, int]], size: int):
 def test_lost_units_are_units_of_which_nothing_may_go():
     ghosts, table = Ghosts(), UnitTable(UNIT_KINDS, [1], 1, 64)
     table.now = 77
-    noted = [unit(digest=n, hits=n) for n in range(3)]
+    noted = [lost(digest=n, hits=n) for n in range(3)]
     for n, each in enumerate(noted):
-        ghosts.note_unit(n, each)
+        ghosts.note_unit(n, each, now=70)
     view: Units = ghosts.view(table)
     assert (len(view), view.now, view.page_tokens) == (3, 77, 64)
-    for name in noted[0]:
-        assert getattr(view, name).tolist() == [each[name] for each in noted]
+    for name in set(Reuse._fields) - {"age", "evicted"}:
+        assert getattr(view, name).tolist() == [getattr(each, name) for each in noted]
+    assert view.last_access.tolist() == [70 - each.age for each in noted]
     assert view.kind.tolist() == [UnitKind.NONE] * 3
     assert view.covered.tolist() == [0] * 3
+    assert (view.nbytes >= 1).all()
+    assert len(copied(Ghosts().view(table))) == 0
 
 
 # -- the table ---------------------------------------------------------------------------------
@@ -422,7 +421,7 @@ class Steady(Policy):
 
     def rank(self, asked: Units) -> Ranks:
         self.asked += 1
-        return ((asked.digest * 0x9E3779B97F4A7C15 >> 40) % 50 + 20.0 * asked.hits).astype(np.float64)
+        return ((asked.digest >> 40) % 50 + 20.0 * asked.hits).astype(np.float64)
 
 
 class Unsteady(Steady):
@@ -457,6 +456,13 @@ def back(rig: Rig, victim: Victim) -> None:
     rig.index._units.mark(victim.node)
 
 
+def evict_one(rig: Rig, number: int) -> None:
+    if number == HOST_UNITS:
+        rig.evict_host(1)
+    else:
+        rig.evict_device(int(number == DEVICE_PAGES), int(number == DEVICE_STATES))
+
+
 def some_path(random: Random) -> list[int]:
     return [random.randrange(6) for _ in range(random.randrange(1, 5))]
 
@@ -479,23 +485,18 @@ def test_a_steady_policy_s_order_is_exact(policy: type[Policy], states: bool):
         if random.random() < 0.3 and rig.held:
             rig.unpin(random.randrange(4))
         number = random.choice([DEVICE_PAGES, DEVICE_STATES, HOST_UNITS])
-        taken = []
         for _ in range(random.randrange(8)):
-            expected = {node: place for node, place in candidates(rig, number) if node not in [victim.node for victim in taken]}
+            expected = dict(candidates(rig, number))
             victim = pop(rig, number)
             if victim is None:
                 assert not expected
                 break
             assert expected[victim.node] == min(expected.values())
             assert victim.kind is UNIT_KINDS[number].of(victim.node)
-            taken.append(victim)
             popped, dead = popped + 1, dead + (not expected[victim.node][0])
-        for victim in taken:
             back(rig, victim)
-        if random.random() < 0.5:
-            there = rig.index.evictable(Tier.DEVICE)
-            rig.evict_device(min(there[KV], random.randrange(5)), min(there.get(STATE, 0), random.randrange(3)))
-            rig.evict_host(min(rig.host_blocks(), random.randrange(20)))
+            if random.random() < 0.7:
+                evict_one(rig, number)
         rig.index.check_integrity()
     assert popped > 300
     assert bool(dead) == states
@@ -503,42 +504,37 @@ def test_a_steady_policy_s_order_is_exact(policy: type[Policy], states: bool):
 
 def test_a_steady_policy_s_order_is_exact_over_many_fronts():
     """More units than the front takes at once; while they go, some are hit, some are pinned, and others come."""
-    rig, random = Rig(Steady()), Random(4)
-    for n in range(2500):
+    policy = Steady()
+    rig, random = Rig(policy), Random(4)
+    ranks: dict[int, float] = {}
+    paths: dict[int, tuple[int, ...]] = {}
+
+    def add(n: int) -> None:
         rig.request((n, 1))
-    order = {digest_of(rig, (n, 1)): n for n in range(2500)}
-    hits = dict.fromkeys(range(2500), 0)
+        slot = int(rig.index.locations(rig.match((n, 1)), 2).pages[KV].device[0])
+        ranks[slot], paths[slot] = rank_of(digest_of(rig, (n, 1)), 0), (n, 1)
+
+    for n in range(1500):
+        add(n)
     pinned: list[int] = []
-    fronts = rig.index._policy
-    asked = fronts.asked
-    for turn in range(2200):
-        gone = len(hits) - len(pinned)
-        if not gone:
-            break
+    for turn in range(1400):
         if turn % 3 == 0:
-            lucky = random.choice([n for n in hits if n not in pinned])
-            rig.touch((lucky, 1))
-            hits[lucky] += 1
+            lucky = random.choice([slot for slot in ranks if slot not in pinned])
+            rig.touch(paths[lucky])
+            ranks[lucky] += 20
+        if turn % 10 == 0:
+            add(1500 + turn)
         if turn % 50 == 0:
-            pinned.append(random.choice([n for n in hits if n not in pinned]))
-            rig.pin((pinned[-1], 1), Tier.DEVICE)
-        if turn % 50 == 25 and pinned:
+            pinned.append(min((slot for slot in ranks if slot not in pinned), key=ranks.__getitem__))
+            rig.pin(paths[pinned[-1]], Tier.DEVICE)
+        if turn % 100 == 25:
             rig.unpin()
             pinned.pop(0)
-        victim = pop(rig, DEVICE_PAGES)
-        assert victim is not None
-        back(rig, victim)
-        least = min(rank_of(digest, hits[n]) for digest, n in order.items() if n in hits and n not in pinned)
-        victim_n = order[int(victim.node.digests[-1].view(np.int64))]
-        assert victim_n not in pinned
-        assert rank_of(int(victim.node.digests[-1].view(np.int64)), hits[victim_n]) == least
-        freed = rig.index.evict_device({KV: 1}).freed[KV]
-        assert len(freed) == 2
-        lost = [n for n in (victim_n,) if not rig.match((n, 1)).depth] or [n for n in hits if not rig.match((n, 1)).depth]
-        assert rank_of(next(d for d, n in order.items() if n == lost[0]), hits[lost[0]]) == least
-        del hits[lost[0]]
-    assert fronts.asked > asked
-    assert len(hits) == 300
+        free = {slot: rank for slot, rank in ranks.items() if slot not in pinned}
+        gone = int(rig.index.evict_device({KV: 1}).freed[KV][0])
+        assert free[gone] == min(free.values())
+        del ranks[gone]
+    rig.index.check_integrity()
 
 
 def rank_of(digest: int, hits: int) -> float:
@@ -552,13 +548,12 @@ def test_an_unsteady_policy_s_victim_is_among_the_least_of_the_last_pass(count: 
     for n in range(count):
         rig.request((n, 1))
     wanted, changed, asked = 0, set[int](), policy.asked
-    rank = {digest_of(rig, (n, 1)): 0.0 for n in range(count)}
-    nodes = {digest: rig.match((n, 1)).node for n, digest in enumerate(rank)}
+    numbers = {digest_of(rig, (n, 1)): n for n in range(count)}
+    nodes = {digest: rig.match((n, 1)).node for digest, n in numbers.items()}
     for turn in range(min(count // 2, 400)):
         if turn % 3 == 0:
             lucky = random.choice(list(nodes))
-            path = next(n for n in [list(rank).index(lucky)])
-            rig.touch((path, 1))
+            rig.touch((numbers[lucky], 1))
             changed.add(lucky)
         before = len(nodes)
         victim = pop(rig, DEVICE_PAGES)
@@ -616,12 +611,11 @@ def test_of_equal_units_the_shallower_goes_first():
 
     for policy in (Equal(), EqualAndSteady()):
         rig = Rig(policy)
-        rig.request((1, 2, 3, 4, 5), (1, 2, 3, 4, 5))
-        freed = [rig.evict_device(0, 1).freed[STATE].tolist() for _ in range(2)]
-        assert [rig.index.locations(rig.match((1, 2, 3, 4, 5)), depth).states[STATE].device >= 0 for depth in (1, 2, 3, 4, 5)] == [
-            False, False, True, True, True,
-        ]  # fmt: skip
-        assert len(freed) == 2
+        for depth in (3, 1, 5, 2, 4):
+            rig.request((depth,) * depth)
+        for gone in range(1, 6):
+            rig.evict_device(1)
+            assert [bool(rig.match((depth,) * depth).depth) for depth in range(1, 6)] == [depth > gone for depth in range(1, 6)]
 
 
 @pytest.mark.parametrize("policy", [Lru, Unsteady], ids=["steady", "unsteady"])
@@ -674,6 +668,19 @@ def test_dead_weight_goes_by_its_last_access_and_before_all_else():
     assert left == [3, 5, 7, 9], "of those without a state at the end the oldest"
     rig.evict_device(1)
     assert [n for n in left if rig.match((n, 1, 2)).path_depth == 3] == [5, 7, 9]
+
+
+@pytest.mark.xfail(reason="rows that changed twice between two pops are listed twice", strict=True)
+def test_what_was_taken_out_is_not_found_again_until_it_is_marked():
+    rig = Rig(Lru())
+    for n in range(3):
+        rig.request((n, 1))
+    assert pop(rig, DEVICE_PAGES)
+    for _ in range(2):
+        rig.touch((2, 1))
+        rig.index._units.sync()
+    taken = [pop(rig, DEVICE_PAGES) for _ in range(3)]
+    assert [victim and victim.node.end for victim in taken] == [2, 2, None]
 
 
 def test_an_empty_index_has_nothing_to_evict():

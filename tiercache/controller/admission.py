@@ -105,6 +105,11 @@ class Admission:
         return tuple(p * self._state.page_size for p in self.checkpoint_kinds)
 
     @property
+    def keeps_end(self) -> bool:
+        """Should the engine hand over a state at the end of the request too?"""
+        return self._state.options.checkpoints.request_end
+
+    @property
     def restored_states(self) -> Mapping[PoolName, int]:
         """Per state pool, the device slot of the restored state, to be forked and never written; empty at depth 0."""
         return self._restored_states

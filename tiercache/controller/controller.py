@@ -64,6 +64,7 @@ class HybridCacheController:
         options = options or ControllerOptions()
         page_pools, state_pools = _kinds(identity, device_pools)
         namespace = namespace_of(identity)
+        profile = profile or profile_named(DEFAULT_PROFILE)
         host = {name: HostPool(pool.geometry, arena) for name, pool in device_pools.items()}
         self._backend = storage
         self._hybrid: HybridStorage | None = None
@@ -77,7 +78,7 @@ class HybridCacheController:
                 namespace=namespace,
                 page_pools=page_pools,
                 state_pools=state_pools,
-                policy=policy or policy_named(options.policy, Costs(profile or profile_named(DEFAULT_PROFILE))),
+                policy=policy or policy_named(options.policy, Costs(profile)),
                 refresh="path" if options.refresh_path else "last",
                 checkpoints=options.checkpoints,
                 object_bytes={name: pool.geometry.nbytes for name, pool in device_pools.items()},
@@ -92,6 +93,7 @@ class HybridCacheController:
             options=options,
             page_size=identity.page_size,
             namespace=namespace,
+            profile=profile,
             clock=clock,
             threads=threads,
         )

@@ -17,6 +17,7 @@ from tiercache.core import Locations, Mask, PoolName, Tier
 from tiercache.errors import ConfigError, PoolFullError
 from tiercache.index import CheckpointRules, Eviction, HybridIndex, Pin
 from tiercache.metrics import Metrics
+from tiercache.policy import ModelProfile
 from tiercache.pools import BlockArena, DevicePool, HostPool
 from tiercache.storage.hybrid import HybridStorage
 from tiercache.transfer import TransferEngine
@@ -29,6 +30,8 @@ class ControllerOptions:
     `restore_deadline`: how long an admission may wait for storage before it goes on with what is near; `max_queries`: storage queries in
     flight, beyond which a lookup does not ask; `read_threads`, `write_threads`: threads on the store. `policy`: what is evicted first (see
     `policy_named`); `checkpoints`: which states are asked for; `seed`: of what the index draws at random.
+    `load_flops_per_byte`: what the device computes while one byte comes up from the host (250 TFLOP/s and 50 GB/s: 5,000). A state that is
+    cheaper to compute again than to load is not sent down; 0 sends every state down.
     """
 
     restore_deadline: float = 5.0
@@ -40,6 +43,7 @@ class ControllerOptions:
     policy: str = "hvd"
     checkpoints: CheckpointRules = field(default_factory=CheckpointRules)
     seed: int = 0
+    load_flops_per_byte: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("read_threads", "write_threads"):
@@ -87,6 +91,7 @@ class ControllerState:
     options: ControllerOptions
     page_size: int
     namespace: bytes
+    profile: ModelProfile
     clock: Callable[[], float] = time.monotonic
     threads: Callable[[str, int], IoThreads] = IoThreads
     operations: dict[int, InFlight] = field(default_factory=dict)

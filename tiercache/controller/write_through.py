@@ -70,10 +70,19 @@ class _Plan:
             device, host = node.state(Tier.DEVICE, number), node.state(Tier.HOST, number)
             if node.state(Tier.STORAGE, number) != ABSENT:
                 continue
-            if device >= 0 and host == ABSENT:
+            if device >= 0 and host == ABSENT and not self._is_worth_loading(node, pool):
+                self._state.metrics.increment("write_through_skipped_total", pool, "cheap_to_recompute")
+            elif device >= 0 and host == ABSENT:
                 self.copies.append(_state_piece(pool, node, device))
             elif host >= 0 and self._state.storage is not None and not self._state.storing[pool][host]:
                 self.held.append(_state_piece(pool, node, host))
+
+    def _is_worth_loading(self, node: Node, pool: PoolName) -> bool:
+        """Would computing the state again, from the nearest one above, take longer than bringing it up?"""
+        state = self._state
+        load = state.options.load_flops_per_byte * state.host[pool].geometry.nbytes
+        end = node.end * state.page_size
+        return not load or state.profile.flops(end - node.replay * state.page_size, end) >= load
 
     def counts(self) -> dict[PoolName, int]:
         """Host objects needed, by pool."""

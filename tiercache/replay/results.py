@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 
@@ -68,4 +68,5 @@ class Result:
 
     def row(self) -> dict[str, Any]:
         """This result as plain JSON values."""
-        return asdict(self)
+        published = dict(self.published)  # which may be a view that `asdict` cannot copy
+        return asdict(replace(self, published=published))

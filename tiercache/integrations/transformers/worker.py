@@ -25,6 +25,7 @@ from tiercache.geometry import Geometry
 from tiercache.integrations.transformers.probe import ProbeReport, load
 from tiercache.integrations.transformers.runner import ModelRunner
 from tiercache.keys import Identity
+from tiercache.policy import ModelProfile, profile_of
 from tiercache.pools import DevicePool, HostArena
 from tiercache.storage.base import StorageBackend
 from tiercache.transfer import CopyEngine
@@ -36,7 +37,7 @@ _DECODE_SNAPSHOTS = 2
 _COPY_SECONDS = 1.0
 """How long a request waits at most for slots that the previous one's copies to the host still hold."""
 _CHECKPOINTS = 3
-"""State slots for one prefill: branch point, prompt end, and a prompt that ends with its page."""
+"""State slots for one prefill: branch point, prompt end, and a prompt that ends with its page. More are taken where rules ask for more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +110,13 @@ class Worker:
         """How large the pools are and, for the host arena, why."""
         _log.info("%s", self.sizes)
         self.controller = HybridCacheController(
-            identity or identity_of(model, self.runner, page_size), pools, arena, storage, options=options, engine=engine
+            identity or identity_of(model, self.runner, page_size),
+            pools,
+            arena,
+            storage,
+            options=options,
+            profile=_profile_of(model),
+            engine=engine,
         )
 
     @property
@@ -180,7 +187,7 @@ class _Request:
         self._restore_seconds = time.perf_counter() - self._started
 
     def run(self, new_tokens: int, stop: frozenset[int]) -> Generation:
-        cuts = self._admission.checkpoints if self._admission else ()
+        cuts = self._cuts()
         logits = first = self._runner.prefill(self._cache, self._prompt, self._restored, cuts, self._hand_over)
         self._bounds += [*(c for c in cuts if c < len(self._prompt)), len(self._prompt)]
         ttft = time.perf_counter() - self._started
@@ -199,6 +206,19 @@ class _Request:
             cache=self._cache,
             restored_state=self._restored_state,
         )
+
+    def _cuts(self) -> tuple[int, ...]:
+        """Where to cut the prefill; where rules ask for more states than there are slots for, the deepest."""
+        if self._admission is None:
+            return ()
+        cuts = self._admission.checkpoints
+        more = len(cuts) - _CHECKPOINTS
+        if more > 0:
+            try:
+                self._admission.extend(len(self._prompt), more)
+            except PoolFullError:
+                return cuts[more:]
+        return cuts
 
     def _restore(self) -> tuple[DynamicCache, int]:
         """The cache to continue from, and how many tokens it holds."""
@@ -247,6 +267,8 @@ class _Request:
         if self._admission is not None:
             # The last token was never fed, so the cache holds one token less than the sequence.
             held = self._runner.layout.length(self._cache)
+            if not self._admission.keeps_end:
+                newest = None
             self._commit(held, newest[1] if newest else {}, at=newest[0] if newest else 0)
 
     def _snapshot(self) -> Mapping[PoolName, int]:
@@ -277,6 +299,15 @@ class _Request:
 def pool_bytes(pool: DevicePool) -> int:
     """Payload bytes of all slots."""
     return pool.capacity * pool.geometry.nbytes
+
+
+def _profile_of(model: PreTrainedModel) -> ModelProfile | None:
+    """The profile that the eviction policy weighs by; None, and the default's, for an architecture that is not known."""
+    try:
+        return profile_of(model.config.to_dict())
+    except ConfigError as error:
+        _log.info("weighing by the default model profile: %s", error)
+        return None
 
 
 def split_device_bytes(device_bytes: int, geometries: Mapping[PoolName, Geometry]) -> tuple[int, int]:
