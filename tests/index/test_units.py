@@ -442,7 +442,7 @@ def candidates(rig: Rig, number: int) -> list[tuple[Node, tuple[bool, float, int
         "last_access": [node.last_access for node in nodes], "depth": [node.end for node in nodes],
     }  # fmt: skip
     alive = [not node.state_pools or node.is_alive for node in nodes]
-    ranks = type(rig.index._policy)().rank(units(now=rig.index._units.now, **columns))
+    ranks = type(rig.policy)().rank(units(now=rig.index._units.now, **columns))
     places = [(a, float(r) if a else node.last_access, node.end) for a, r, node in zip(alive, ranks, nodes, strict=True)]
     return list(zip(nodes, places, strict=True))
 
@@ -545,28 +545,28 @@ def rank_of(digest: int, hits: int) -> float:
 def test_an_unsteady_policy_s_victim_is_among_the_least_of_the_last_pass(count: int):
     policy = Unsteady()
     rig, random = Rig(policy), Random(6)
+    ranks: dict[int, float] = {}
+    paths: dict[int, tuple[int, ...]] = {}
     for n in range(count):
         rig.request((n, 1))
-    wanted, changed, asked = 0, set[int](), policy.asked
-    numbers = {digest_of(rig, (n, 1)): n for n in range(count)}
-    nodes = {digest: rig.match((n, 1)).node for digest, n in numbers.items()}
+        slot = int(rig.index.locations(rig.match((n, 1)), 2).pages[KV].device[0])
+        ranks[slot], paths[slot] = rank_of(digest_of(rig, (n, 1)), 0), (n, 1)
+    changed = set[int]()
+    passes, wanted = 0, 0
     for turn in range(min(count // 2, 400)):
         if turn % 3 == 0:
-            lucky = random.choice(list(nodes))
-            rig.touch((numbers[lucky], 1))
+            lucky = random.choice(list(ranks))
+            rig.touch(paths[lucky])
+            ranks[lucky] += 20
             changed.add(lucky)
-        before = len(nodes)
-        victim = pop(rig, DEVICE_PAGES)
-        assert victim is not None
-        if policy.asked > asked:
-            asked, wanted, changed = policy.asked, max(1, before // 64), set()
-        digest = int(victim.node.digests[-1].view(np.int64))
-        own = rank_of(digest, victim.node.hits)
-        less = [d for d, node in nodes.items() if d not in changed and rank_of(d, node.hits) < own]
-        assert len(less) < wanted
-        assert digest not in changed, "what changed waits for the next pass"
-        back(rig, victim)
-        changed.add(digest)
+        gone = int(rig.index.evict_device({KV: 1}).freed[KV][0])
+        if policy.asked > passes:
+            passes, wanted = policy.asked, max(1, len(ranks) // 64)
+            changed.clear()
+        assert gone not in changed, "what changed waits for the next pass"
+        assert sum(rank < ranks[gone] for slot, rank in ranks.items() if slot not in changed) < wanted
+        del ranks[gone]
+    assert passes > 5
 
 
 def test_of_many_an_unsteady_policy_s_victims_are_among_the_least():

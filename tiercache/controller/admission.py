@@ -61,7 +61,9 @@ class Admission:
         self._deadline = deadline
         self._states = states
         self._limit = reusable_pages(len(lookup.tokens), state.page_size)
-        self._sequence = lookup.tokens
+        self.sequence = lookup.tokens
+        """The longest that is known of the sequence: the prompt, or what was committed."""
+        self.committed = False
         self._known = lookup.match
         self._depth = 0
         self._covered = 0
@@ -159,8 +161,8 @@ class Admission:
 
     def check_sequence(self, tokens: TokenArray) -> None:
         """InputError unless `tokens` agree with the prompt and with everything committed so far: its slots are the index's already."""
-        shared = min(len(self._sequence), len(tokens))
-        if not np.array_equal(self._sequence[:shared], tokens[:shared]):
+        shared = min(len(self.sequence), len(tokens))
+        if not np.array_equal(self.sequence[:shared], tokens[:shared]):
             raise InputError(
                 "the committed tokens do not begin as the admitted prompt and earlier commits do; commit the whole sequence from its start"
             )
@@ -168,8 +170,9 @@ class Admission:
     def follow(self, inserted: Inserted, tokens: TokenArray, fence: Fence | None) -> None:
         """`inserted` is what the index made of a commit of the full pages `tokens`: use its slots and hold its path from now on."""
         self.slots.settle(inserted, fence)
-        if len(tokens) > len(self._sequence):
-            self._sequence = tokens.copy()
+        self.committed = True
+        if len(tokens) > len(self.sequence):
+            self.sequence = tokens.copy()
         if inserted.depth >= self._covered:  # a shorter commit must not let go of deeper pages that are in the slot table
             self._hold(inserted.node, inserted.depth)
 

@@ -11,6 +11,7 @@ import numpy as np
 from tiercache.controller.admission import Admission
 from tiercache.controller.io_threads import IoThreads
 from tiercache.controller.lookup import Lookup, look_up
+from tiercache.controller.shadows import Shadows
 from tiercache.controller.state import ControllerOptions, ControllerState, Fence
 from tiercache.controller.write_through import write_through
 from tiercache.core import HitPolicy, Locations, PoolName, Tier, TokenArray, as_tokens
@@ -18,7 +19,7 @@ from tiercache.errors import AdmissionError, ClosedError, GeometryError, InputEr
 from tiercache.index import Content, HybridIndex
 from tiercache.keys import Identity, Shard, namespace_of
 from tiercache.metrics import Metrics
-from tiercache.policy import DEFAULT_PROFILE, Costs, ModelProfile, Policy, policy_named, profile_named
+from tiercache.policy import DEFAULT_PROFILE, Costs, ModelProfile, Policy, Portfolio, policy_named, profile_named
 from tiercache.pools import BlockArena, DevicePool, HostPool
 from tiercache.storage.base import NamespaceRecord, StorageBackend
 from tiercache.storage.hybrid import HybridStorage
@@ -97,6 +98,8 @@ class HybridCacheController:
             clock=clock,
             threads=threads,
         )
+        chosen = self._state.index.policy
+        self._shadows = Shadows(self._state, chosen) if isinstance(chosen, Portfolio) else None
         self._admissions: set[Admission] = set()
         self._closed = False
 
@@ -201,6 +204,8 @@ class HybridCacheController:
         self._require_mine(admission)
         admission.close(fence)
         self._admissions.discard(admission)
+        if self._shadows is not None and admission.committed:
+            self._shadows.served(admission.lookup.tokens, admission.sequence, admission.lookup.extra)
 
     def tick(self, wait: float = 0.0) -> bool:
         """Apply what has happened in the background, after up to `wait` seconds if nothing has; is anything still under way?
@@ -255,6 +260,8 @@ class HybridCacheController:
         drained = self._settle(end - time.monotonic())
         self._closed = True
         idle = [t.close(max(0.1, end - time.monotonic())) for t in (self._state.queries, self._state.reads, self._state.writes)]
+        if self._shadows is not None:
+            self._shadows.close(max(0.1, end - time.monotonic()))
         self._state.engine.close(max(0.1, end - time.monotonic()))
         if self._backend is not None and all(idle):
             self._backend.close()

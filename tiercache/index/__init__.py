@@ -1,7 +1,8 @@
 """The hybrid prefix index: which pages and states exist for which tokens, where they are, and what goes when room is needed.
 
-Reading order: `base` (questions and answers), `node`, `forest` (structure, pins, counters), `eviction`, `ledger` (what is in flight),
-`tree` (the index itself), `checkpoints`, `integrity`.
+Reading order: `base` (questions and answers), `node`, `forest` (structure, pins, counters), `eviction`, `units` and `queue` (what may go,
+and in which order), `prefixes` and `ghosts` (what was known once), `ledger` (what is in flight), `tree` (the index itself), `checkpoints`,
+`shadow` (the index as its own simulation), `planner` (how an engine cuts a prefill), `integrity`.
 """
 
 from tiercache.index.base import (
@@ -20,10 +21,23 @@ from tiercache.index.base import (
 from tiercache.index.checkpoints import CheckpointRules, checkpoint_depths
 from tiercache.index.forest import Pin
 from tiercache.index.node import Node
+from tiercache.index.planner import (
+    Chunk,
+    PrefillRules,
+    Speculated,
+    StateBlocks,
+    after_speculation,
+    next_chunk,
+    plan_prefill,
+    state_blocks,
+    state_memory,
+)
+from tiercache.index.shadow import Shadow
 from tiercache.index.tree import HybridIndex
 
 __all__ = [
     "CheckpointRules",
+    "Chunk",
     "Content",
     "Eviction",
     "HybridIndex",
@@ -36,7 +50,16 @@ __all__ = [
     "PathLocations",
     "Pin",
     "PlacedState",
+    "PrefillRules",
+    "Shadow",
     "Span",
+    "Speculated",
+    "StateBlocks",
     "StateLocation",
+    "after_speculation",
     "checkpoint_depths",
+    "next_chunk",
+    "plan_prefill",
+    "state_blocks",
+    "state_memory",
 ]

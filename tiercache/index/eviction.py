@@ -32,9 +32,18 @@ def device_state(node: Node) -> UnitKind:
 
 def host_unit(node: Node) -> UnitKind:
     """All host objects come out of one budget, so leaves and the states of internal nodes compete in one queue."""
-    if leaf(node, Tier.HOST):
+    return _unit(node, Tier.HOST)
+
+
+def device_unit(node: Node) -> UnitKind:
+    """The same for a device whose pools share one budget."""
+    return _unit(node, Tier.DEVICE)
+
+
+def _unit(node: Node, tier: Tier) -> UnitKind:
+    if leaf(node, tier):
         return UnitKind.LEAF
-    return UnitKind.STATE if _has_state(node, Tier.HOST) else UnitKind.NONE
+    return UnitKind.STATE if _has_state(node, tier) else UnitKind.NONE
 
 
 def stored_leaf(node: Node) -> UnitKind:
@@ -54,6 +63,8 @@ UNIT_KINDS: Final = (
     Kind(stored_leaf, Tier.STORAGE),
 )
 """In the order in which `Forest` names their queues."""
+ONE_BUDGET_KINDS: Final = (Kind(device_unit, Tier.DEVICE), *UNIT_KINDS[1:])
+"""The same where the device's pools share one budget."""
 
 
 class Sweep:

@@ -13,7 +13,7 @@ import numpy as np
 from tiercache.core import ABSENT, Locations, PoolName, Tier
 from tiercache.errors import AdmissionError, InputError
 from tiercache.index.base import Match, Span
-from tiercache.index.eviction import UNIT_KINDS
+from tiercache.index.eviction import ONE_BUDGET_KINDS, UNIT_KINDS
 from tiercache.index.ghosts import Ghosts
 from tiercache.index.node import BITS, FAR, NEAR, TIERS, Node
 from tiercache.index.prefixes import Prefixes
@@ -77,6 +77,7 @@ class Forest:
         far_limit: int,
         object_bytes: Mapping[PoolName, int],
         seed: int,
+        one_budget: bool,
     ) -> None:
         if page_size < 1:
             raise InputError(f"page size {page_size} is not possible; use a positive number of tokens, such as 64")
@@ -102,9 +103,10 @@ class Forest:
         self._far_limit = far_limit
         self._prefixes = Prefixes(page_size)
         self._ghosts = Ghosts()
-        self._units = UnitTable(UNIT_KINDS, [object_bytes.get(pool, 1) for pool in self.pools], len(self.page_pools), page_size)
+        kinds = ONE_BUDGET_KINDS if one_budget else UNIT_KINDS
+        self._units = UnitTable(kinds, [object_bytes.get(pool, 1) for pool in self.pools], len(self.page_pools), page_size)
         rng = np.random.default_rng(seed)
-        self._queues = tuple(UnitQueue(self._units, number, policy, rng) for number in range(len(UNIT_KINDS)))
+        self._queues = tuple(UnitQueue(self._units, number, policy, rng) for number in range(len(kinds)))
         self._device_pages, self._device_states, self._host_units, self._stored_leaves = self._queues
 
     def nodes(self) -> Iterator[Node]:

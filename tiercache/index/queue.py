@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 from math import inf
 from typing import Final, NamedTuple
 
@@ -44,6 +45,11 @@ class UnitQueue:
         self._front: list[tuple[bool, float, int, int, int]] = []
         self._horizon = -inf
         self._until = -1
+
+    @property
+    def kind(self) -> Callable[[Node], UnitKind]:
+        """Which nodes have a unit of this kind."""
+        return self._table.kinds[self._number].of
 
     def pop(self) -> Victim | None:
         """Take out the unit that is worth least, or None when nothing is evictable. It comes back when its node is marked."""

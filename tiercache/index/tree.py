@@ -29,7 +29,7 @@ from tiercache.index.base import (
     StateLocation,
 )
 from tiercache.index.checkpoints import CheckpointRules, checkpoint_depths
-from tiercache.index.eviction import Sweep
+from tiercache.index.eviction import Sweep, device_pages
 from tiercache.index.forest import Pin
 from tiercache.index.integrity import check_integrity
 from tiercache.index.ledger import Ledger
@@ -48,7 +48,8 @@ class HybridIndex(Ledger):
     `page_pools` hold one object a page, `state_pools` one object at a node's end. `policy` ranks what may go (default: LRU). `refresh`:
     does a hit count for the last matched node only, or for its whole path? `max_stored_pages` bounds what is remembered of pages that are
     in the store and nowhere else. `checkpoints`: which states are asked for; `object_bytes`: payload bytes of one object of each pool, which
-    policies weigh; `seed`: of what is drawn at random. Raises ConfigError for a policy that cannot rank these pools. Thread rule: one owner thread; other threads hand in events.
+    policies weigh; `seed`: of what is drawn at random; `one_budget`: the device's pools share their memory
+    (see `evict_device_bytes`). Raises ConfigError for a policy that cannot rank these pools. Thread rule: one owner thread; other threads hand in events.
     """
 
     def __init__(
@@ -64,15 +65,16 @@ class HybridIndex(Ledger):
         checkpoints: CheckpointRules | None = None,
         object_bytes: Mapping[PoolName, int] | None = None,
         seed: int = 0,
+        one_budget: bool = False,
     ) -> None:
         if refresh not in ("last", "path"):
             raise InputError(f"refresh {refresh!r} is unknown; use 'last' or 'path'")
         policy = policy or Lru()
         if policy.needs_states and not state_pools:
             raise ConfigError(f"policy {policy.name!r} ranks recurrent states, and no state pool is registered; use lru, gdsf or hvd")
-        super().__init__(page_size, namespace, page_pools, state_pools, policy, max_stored_pages, object_bytes or {}, seed)
+        super().__init__(page_size, namespace, page_pools, state_pools, policy, max_stored_pages, object_bytes or {}, seed, one_budget)
         self.checkpoints = checkpoints or CheckpointRules()
-        self._policy = policy
+        self.policy = policy
         self._refresh_path = refresh == "path"
         self._requests = 0
 
@@ -197,7 +199,7 @@ class HybridIndex(Ledger):
         if tokens is not None and self._ghosts.has_units and (missed := self._missed(match, tokens)) is not None:
             found.append(missed)
         for reuse in found:
-            self._policy.reused(reuse)
+            self.policy.reused(reuse)
         if not found:
             return Origin()
         last = found[-1]
@@ -209,7 +211,7 @@ class HybridIndex(Ledger):
         self._ghosts.begin()
         if self._requests % LEARN_EVERY == 0:
             self._units.sync()
-            self._policy.learn(self._units.view(self._units.complete()), self._ghosts.view(self._units))
+            self.policy.learn(self._units.view(self._units.complete()), self._ghosts.view(self._units))
 
     def _missed(self, match: Match, tokens: TokenArray) -> Reuse | None:
         """The lost unit that would have answered this prompt deeper than the match."""
@@ -298,22 +300,21 @@ class HybridIndex(Ledger):
         self._forget_far()
         return sweep.result()
 
+    def evict_device_bytes(self, nbytes: int, cost: Mapping[PoolName, int]) -> Eviction:
+        """Free objects worth at least `nbytes` of a device whose pools share their memory, where one object of a pool takes `cost[pool]`.
+
+        Raises PoolFullError, and changes nothing, when what is not pinned does not suffice; InputError without `one_budget`.
+        """
+        if self._device_pages.kind is device_pages:
+            raise InputError("the device's pools have memory of their own; make the index with one_budget=True, or use evict_device")
+        return self._evict_budget(Tier.DEVICE, self._device_pages, nbytes, cost)
+
     def evict_host(self, blocks: int, cost: Mapping[PoolName, int]) -> Eviction:
         """Free objects worth at least `blocks` arena blocks, where one object of a pool takes `cost[pool]`.
 
         Raises PoolFullError, and changes nothing, when what is not pinned does not suffice.
         """
-        if missing := set(self.pools) - set(cost):
-            raise InputError(f"{', '.join(missing)}: the cost in blocks is missing")
-        each = [cost[pool] for pool in self.pools]
-        there = _total(self._evictable[Tier.HOST], each)
-        if blocks > there:
-            raise PoolFullError(f"{blocks} host blocks are needed and {there} can be evicted; release admissions or make the arena larger")
-        sweep = Sweep(Tier.HOST, self.pools, len(self.page_pools))
-        while _total(sweep.counts, each) < blocks:
-            self._evict(sweep, self._host_units.pop())
-        self._forget_far()
-        return sweep.result()
+        return self._evict_budget(Tier.HOST, self._host_units, blocks, cost)
 
     # -- parts of insert -----------------------------------------------------------------------------------------------
 
@@ -408,6 +409,21 @@ class HybridIndex(Ledger):
                 self._evict(sweep, victim)
         for node in passed:
             self._units.mark(node)
+
+    def _evict_budget(self, tier: Tier, queue: UnitQueue, need: int, cost: Mapping[PoolName, int]) -> Eviction:
+        if missing := set(self.pools) - set(cost):
+            raise InputError(f"{', '.join(missing)}: the cost of an object is missing")
+        each = [cost[pool] for pool in self.pools]
+        there = _total(self._evictable[tier], each)
+        if need > there:
+            raise PoolFullError(
+                f"{need} {tier} units are needed and {there} can be evicted; release admissions or make the {tier} tier larger"
+            )
+        sweep = Sweep(tier, self.pools, len(self.page_pools))
+        while _total(sweep.counts, each) < need:
+            self._evict(sweep, queue.pop())
+        self._forget_far()
+        return sweep.result()
 
     def _evict(self, sweep: Sweep, victim: Victim | None) -> None:
         assert victim is not None, "the counters say that there is more to evict, and the queue is empty"

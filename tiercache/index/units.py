@@ -17,7 +17,20 @@ from tiercache.policy.base import Column
 
 _FIRST_ROWS: Final = 64
 _MOST_WAITING: Final = 1024
-_SHARED: Final = ("last_access", "hits", "depth", "children", "replay", "checkpoint", "lineage", "grown", "alive", "complete", "digest", "version")
+_SHARED: Final = (
+    "last_access",
+    "hits",
+    "depth",
+    "children",
+    "replay",
+    "checkpoint",
+    "lineage",
+    "grown",
+    "alive",
+    "complete",
+    "digest",
+    "version",
+)
 _OWN: Final = ("kind", "nbytes", "covered")
 
 

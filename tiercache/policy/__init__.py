@@ -15,6 +15,7 @@ from tiercache.policy.gdsf import Gdsf
 from tiercache.policy.hvd import HitValueDensity
 from tiercache.policy.lru import Lru
 from tiercache.policy.marconi import Marconi
+from tiercache.policy.portfolio import WINDOW, Portfolio
 from tiercache.policy.profile import PROFILES, ModelProfile, profile_named, profile_of
 from tiercache.policy.seglen import SegLen
 
@@ -23,11 +24,13 @@ __all__ = [
     "LEARN_EVERY",
     "POLICIES",
     "PROFILES",
+    "WINDOW",
     "CheckpointKind",
     "Costs",
     "Lru",
     "ModelProfile",
     "Policy",
+    "Portfolio",
     "Reuse",
     "UnitKind",
     "Units",
@@ -38,12 +41,15 @@ __all__ = [
 
 DEFAULT_PROFILE: Final = "qwen3-next-80b-a3b"
 
+_MEMBERS: Final = ("hvd", "gdsf", "lru")
+_ALPHAS: Final = ("marconi:0", "marconi:0.25", "marconi:0.5", "marconi:1", "marconi:2")
 _MAKE: Final[Mapping[str, Callable[[Costs], Policy]]] = {
     Lru.name: lambda costs: Lru(),
     SegLen.name: lambda costs: SegLen(),
     Marconi.name: Marconi,
     Gdsf.name: Gdsf,
     HitValueDensity.name: HitValueDensity,
+    Portfolio.name: lambda costs: Portfolio({name: policy_named(name, costs) for name in _MEMBERS}),
 }
 POLICIES: Final = tuple(_MAKE)
 
@@ -51,7 +57,8 @@ POLICIES: Final = tuple(_MAKE)
 def policy_named(name: str, costs: Costs | None = None) -> Policy:
     """A new policy of this name, weighing by `costs` (default: those of `DEFAULT_PROFILE`).
 
-    A parameter may follow the name: `seglen:0.7` (the weight), `marconi:1.5` (alpha). Raises ConfigError for what there is not.
+    A parameter may follow the name: `seglen:0.7` (the weight), `marconi:1.5` (alpha), `marconi:tuned` (the alpha that lately saved most in
+    shadow caches). Raises ConfigError for what there is not.
     """
     base, _, parameter = name.partition(":")
     if base not in _MAKE:
@@ -59,6 +66,8 @@ def policy_named(name: str, costs: Costs | None = None) -> Policy:
     costs = costs or Costs(profile_named(DEFAULT_PROFILE))
     if not parameter:
         return _MAKE[base](costs)
+    if name == "marconi:tuned":
+        return Portfolio({alpha: policy_named(alpha, costs) for alpha in _ALPHAS}, name)
     try:
         value = float(parameter)
     except ValueError:

@@ -81,7 +81,9 @@ def mamba2(fields: Fields) -> Cost:
 def nemotron_mamba2(fields: Fields) -> Cost:
     """As Nemotron-H writes it: the width is what its heads make."""
     hidden, heads, head_dim, state = (fields.count(name) for name in ("hidden_size", "mamba_num_heads", "mamba_head_dim", "ssm_state_size"))
-    return layers.mamba2(hidden, heads, head_dim, state, fields.count("n_groups", "mamba_n_groups"), fields.count("conv_kernel", "mamba_d_conv"))
+    return layers.mamba2(
+        hidden, heads, head_dim, state, fields.count("n_groups", "mamba_n_groups"), fields.count("conv_kernel", "mamba_d_conv")
+    )
 
 
 def short_conv(fields: Fields) -> Cost:

@@ -31,7 +31,7 @@ class Hazard:
         self._edges = np.concatenate([[0.0], 2.0 ** np.arange(_BUCKETS)])  # bucket 0 is age 0, bucket n is [2^(n-1), 2^n)
         self._edges[-1] = np.inf
         self._middles = 1.5 * 2.0 ** np.arange(-1, _BUCKETS - 1)
-        self._widths = np.maximum(np.diff(np.minimum(self._edges, 2.0 ** _BUCKETS)), 1.0)
+        self._widths = np.maximum(np.diff(np.minimum(self._edges, 2.0**_BUCKETS)), 1.0)
         self._opened = self._elapsed = 0
         self.derive()
 

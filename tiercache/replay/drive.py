@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -107,7 +108,9 @@ class Run:
         self._tokens_from: Counter[Tier] = Counter()
         self._device_peak = 0
         block = block_bytes(geometry[PoolName.KV])
-        self._arena = NullArena(max(setup.tiers.host_bytes, block), block)
+        # What nothing could ever fill takes no books.
+        fillable = infinite(source, need, setup.profile, setup.checkpoints).host_bytes
+        self._arena = NullArena(min(setup.tiers.host_bytes, fillable), block)
         self._device = {name: device_pool(one, slots) for (name, one), slots in zip(geometry.items(), self._slots(need), strict=False)}
         self._store: NullStore | None = None
         if setup.tiers.disk_bytes:
@@ -119,6 +122,7 @@ class Run:
             self._arena,
             self._store,
             options=ControllerOptions(checkpoints=setup.checkpoints, seed=setup.seed, refresh_path=setup.refresh_path),
+            profile=setup.profile,
             policy=self._policy(),
             engine=self._make_engine,
             threads=Inline,
@@ -188,21 +192,28 @@ class Run:
     def _slots(self, need: Need) -> tuple[int, int]:
         """Page slots and state slots of the device."""
         source, tiers, every = self._source, self._setup.tiers, self._setup.checkpoints.every
-        least = (need.longest + 1) * source.concurrency, source.concurrency * (_SPARE_STATES + (need.longest * source.page_size // every if every else 0))
+        own = _SPARE_STATES + (need.longest * source.page_size // every if every else 0)
+        least = (need.longest + 1) * source.concurrency, own * source.concurrency
         if tiers.device_bytes is None:
             return least
         page, state = self._object_bytes[PoolName.KV], self._setup.profile.state_bytes
+        # One request ends at a time; all others keep what they were restored from.
+        ending = own + source.concurrency - 1 if state else 0
         states = tiers.device_states
         if states is None:
             states = int(tiers.device_bytes * _STATE_SHARE) // state if state else 0
+        elif states < ending:
+            raise ConfigError(f"{states} state slots on the device are too few for what runs at once; give it at least {ending}")
         pages = (tiers.device_bytes - states * state) // page
-        if pages < least[0] or (state and states < min(least[1], _SPARE_STATES)):
-            wanted = max(least[0] * page + max(states, _SPARE_STATES) * state, int(_SPARE_STATES * state / _STATE_SHARE))
+        if pages < least[0] or states < ending:
+            wanted = least[0] * page + states * state
+            if state and tiers.device_states is None:
+                wanted = math.ceil(max(ending * state / _STATE_SHARE, least[0] * page / (1 - _STATE_SHARE)))
             raise ConfigError(
-                f"a device of {tiers.device_bytes} bytes does not hold what runs at once ({least[0]} pages, {_SPARE_STATES} states);"
-                f" give it at least {wanted} bytes"
+                f"a device of {tiers.device_bytes} bytes does not hold what runs at once ({least[0]} pages and {ending} states);"
+                f" give it at least {wanted}"
             )
-        return pages, states
+        return min(pages, need.pages + least[0]), min(states, need.requests * own + ending)
 
     def _evicted(self, tier: Tier) -> int:
         value = self._controller.metrics.value
@@ -238,17 +249,20 @@ class Run:
         """The oldest request is done: its pages and states go to the cache."""
         running = self._running.popleft()
         request, admission, controller = running.request, running.admission, self._controller
-        sequence = np.concatenate([request.prompt, request.output[:-1]])  # the last token's KV is never computed
+        sequence = tokens_of(request)
         depths = [*admission.checkpoints] if self._setup.profile.state_bytes else []
         end = full_pages(len(sequence), controller.page_size) * controller.page_size
         has_end = bool(self._setup.profile.state_bytes) and self._setup.checkpoints.request_end and end > max(admission.depth, *depths, 0)
-        admission.extend(len(sequence), len(depths) + has_end)
-        controller.commit(admission, request.prompt, {depth: admission.take_states() for depth in depths})
-        if end > len(request.prompt) or has_end:
-            controller.commit(admission, sequence, {end: admission.take_states()} if has_end else {})
+        try:
+            admission.extend(len(sequence), len(depths) + has_end)
+        except PoolFullError as error:
+            raise ConfigError(f"the device is too small for what runs at once: {error}") from error
         if self._setup.tiers.device_bytes is not None:
             held = sum((pool.capacity - pool.available) * self._object_bytes[name] for name, pool in self._device.items())
             self._device_peak = max(self._device_peak, held)
+        controller.commit(admission, request.prompt, {depth: admission.take_states() for depth in depths})
+        if end > len(request.prompt) or has_end:
+            controller.commit(admission, sequence, {end: admission.take_states()} if has_end else {})
         controller.release(admission)
         if self._setup.tiers.device_bytes is None:
             controller.evict(Tier.DEVICE)
@@ -261,5 +275,5 @@ class _Running:
 
 
 def tokens_of(request: Request) -> TokenArray:
-    """Everything whose KV exists when a request has ended."""
+    """Everything whose KV exists when a request has ended: the last token's is never computed."""
     return np.concatenate([request.prompt, request.output[:-1]])

@@ -78,6 +78,8 @@ class _Study:
     def results(self) -> Iterator[Result]:
         question = self._question
         need = measure(self._source, self._stage(Stage("reading", len(self._source))))
+        if question.tiers is not None:
+            self._prepare(need, question.tiers, question.policies[0])  # A device that is too small is refused before anything has run.
         recorder = Recorder()
         unlimited = infinite(self._source, need, question.profile, question.checkpoints)
         free = self._run(need, unlimited, recorder, "infinite", None)
@@ -109,18 +111,23 @@ class _Study:
             layout = self._source.layout
             page = geometries(question.profile, self._source.page_size)[PoolName.KV].nbytes
             # Pages are not what the benchmark is short of: the device has room for all of them.
-            device = layout.device_states * question.profile.state_bytes + (need.pages + need.longest) * page
+            pages = max(need.pages + need.longest, (need.longest + 1) * self._source.concurrency)
+            device = layout.device_states * question.profile.state_bytes + pages * page
             disk = unlimited.host_bytes if layout.file_storage else 0
             return [(None, Tiers(int(device * layout.host_ratio), device, disk, layout.device_states))]
         return [(capacity, Tiers(int(footprint * capacity))) for capacity in question.capacities or (0.05, 0.1, 0.2)]
 
-    def _run(self, need: Need, tiers: Tiers, policy: str | Policy, label: str, capacity: float | None) -> Result:
+    def _prepare(self, need: Need, tiers: Tiers, policy: str | Policy) -> Run:
         question = self._question
         setup = Setup(policy, question.profile, tiers, question.checkpoints, question.machine, question.refresh_path, question.seed)
-        at = "" if capacity is None else f" at {capacity:.0%}"
+        return Run(self._source, need, setup)
+
+    def _run(self, need: Need, tiers: Tiers, policy: str | Policy, label: str, capacity: float | None) -> Result:
+        question = self._question
+        at = "" if capacity is None else f" at {capacity * 100:g} %"
         step = self._stage(Stage(f"{label}{at}", need.requests))
         started = time.perf_counter()
-        run = Run(self._source, need, setup)
+        run = self._prepare(need, tiers, policy)
         run.go(step)
         mean, p95 = run.tally.ttft_ms()
         return Result(

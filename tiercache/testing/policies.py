@@ -185,6 +185,7 @@ class Rig:
             page_size=PAGE, namespace=bytes(32), page_pools=[KV], state_pools=[STATE] if states else [], policy=policy, object_bytes=BYTES,
             max_stored_pages=8, seed=seed,
         )  # fmt: skip
+        self.policy = policy
         self.held: list[Held] = []
         self._next = 0
 
