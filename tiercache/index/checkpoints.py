@@ -41,7 +41,7 @@ class CheckpointRules:
 def checkpoint_depths(
     depth: int, path_depth: int, prompt_tokens: int, page_size: int, *, ghost_depth: int = 0, rules: CheckpointRules | None = None
 ) -> Mapping[int, CheckpointKind]:
-    """Depths in pages, ascending, all beyond the restored `depth`, at which a prompt of `prompt_tokens` tokens should leave a state, and why.
+    """Where a prompt of `prompt_tokens` tokens should leave states, and why: depths in pages, ascending, all beyond the restored `depth`.
 
     `path_depth`: pages of the prompt that the index knows; `ghost_depth`: those that it knew once.
     """

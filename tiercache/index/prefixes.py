@@ -1,7 +1,7 @@
 """Digests of every prefix of a sequence, made for whole arrays at once.
 
-They tell the index what it once knew (`ghosts`). Eight bytes a page, a microsecond for hundreds of tokens; not a secret and not a proof: who
-makes two prefixes collide gets a checkpoint that nobody needed. What is served is found by tokens in memory and by `keys` in storage.
+They tell the index what it once knew (`ghosts`). Eight bytes a page, a microsecond for hundreds of tokens; not a secret and not a proof:
+who makes two prefixes collide gets a checkpoint that nobody needed. What is served is found by tokens in memory and by `keys` in storage.
 """
 
 from __future__ import annotations

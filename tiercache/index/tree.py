@@ -47,9 +47,9 @@ class HybridIndex(Ledger):
 
     `page_pools` hold one object a page, `state_pools` one object at a node's end. `policy` ranks what may go (default: LRU). `refresh`:
     does a hit count for the last matched node only, or for its whole path? `max_stored_pages` bounds what is remembered of pages that are
-    in the store and nowhere else. `checkpoints`: which states are asked for; `object_bytes`: payload bytes of one object of each pool, which
-    policies weigh; `seed`: of what is drawn at random; `one_budget`: the device's pools share their memory
-    (see `evict_device_bytes`). Raises ConfigError for a policy that cannot rank these pools. Thread rule: one owner thread; other threads hand in events.
+    in the store and nowhere else. `checkpoints`: which states are asked for. `object_bytes`: payload bytes of one object of each pool,
+    which policies weigh. `seed`: of what is drawn at random. `one_budget`: the device's pools share their memory (`evict_device_bytes`).
+    Raises ConfigError for a policy that cannot rank these pools. Thread rule: one owner thread; other threads hand in events.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class HybridIndex(Ledger):
     def touch(self, match: Match, tokens: TokenArray | None = None) -> Origin:
         """A request used the match: refresh the node at its restorable depth, or with `refresh="path"` everything up to it.
 
-        With the prompt's `tokens` the policy also learns of what it evicted and this request would have hit. Returns what `insert` asks for.
+        With the prompt's `tokens` the policy also learns of what it evicted and this request would have hit. Returns `insert`'s `origin`.
         """
         self._begin_request()
         found: list[Reuse] = []

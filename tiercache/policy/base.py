@@ -98,7 +98,7 @@ class Units(Protocol):
 
     @property
     def lineage(self) -> Column:
-        """How many requests in a row each continued from where the one before had ended, up to the one that made the unit; 0 for the first."""
+        """How many requests in a row, each going on where the one before had ended, led to the one that made the unit; 0 for the first."""
 
     @property
     def grown(self) -> Column:

@@ -19,7 +19,11 @@ Classes = tuple[Column, ...]
 
 
 class Hazard:
-    """hits / ticks waited, for each class and age. Classes are nested: `shape` tells how many there are, how many parts each has, and so on.
+    """The best hits per tick of keeping a unit, for each class and age. Classes are nested: `shape` says how many there are, how many parts
+    each has, and so on.
+
+    The rate of an age is hits / ticks waited. What keeping is worth is not that rate but the most that it comes to over any time from there
+    on (the Gittins index of the unit): right behind a turn nobody comes back yet, and still that is when a session must be kept.
 
     What a class has seen too little of is filled in from the class around it, that from all units together, and that from 1 / age: so it
     starts as LRU. Thread rule: that of its owner.
@@ -58,18 +62,27 @@ class Hazard:
     def derive(self) -> None:
         """Let `rate` answer from everything that is in."""
         hits, waited = self._hits.reshape(-1, _BUCKETS).sum(axis=0), self._waited.reshape(-1, _BUCKETS).sum(axis=0)
-        rates = (hits.sum() + 1.0) / ((waited / self._middles).sum() + 1.0) / self._middles
-        rates = _shrunk(hits, waited, rates)
-        for level in range(1, len(self._shape) + 1):
+        prior = (hits.sum() + 1.0) / ((waited / self._middles).sum() + 1.0) / self._middles
+        rates = _shrunk(hits, waited, prior)[None]
+        best = _best(rates, self._widths)
+        for level, parts in enumerate(self._shape, 1):
             inner = tuple(range(level, len(self._shape)))
-            rates = _shrunk(self._hits.sum(axis=inner), self._waited.sum(axis=inner), rates[..., None, :])
-        self._rates = _best(rates, self._widths)
+            hits, waited = (table.sum(axis=inner).reshape(-1, _BUCKETS) for table in (self._hits, self._waited))
+            rates, best = np.repeat(rates, parts, axis=0), np.repeat(best, parts, axis=0)
+            seen = waited.any(axis=1)  # the others are as the class around them, and most are never seen
+            rates[seen] = _shrunk(hits[seen], waited[seen], rates[seen])
+            best[seen] = _best(rates[seen], self._widths)
+        self._rates = best.reshape(*self._shape, _BUCKETS)
 
     def _wait(self, classes: Classes, age: Column, elapsed: float) -> None:
-        low, high = self._edges[:-1], self._edges[1:]
-        until = age[:, None].astype(np.float64)
+        until = age.astype(np.float64)
         since = np.maximum(until - elapsed, 0.0)
-        np.add.at(self._waited, classes, np.clip(until, low, high) - np.clip(since, low, high))
+        last = _bucket(until)
+        whole = _bucket(since) == last  # of most units, all of the wait is in one bucket
+        np.add.at(self._waited, (*(part[whole] for part in classes), last[whole]), (until - since)[whole])
+        low, high = self._edges[:-1], self._edges[1:]
+        until, since = until[~whole, None], since[~whole, None]
+        np.add.at(self._waited, tuple(part[~whole] for part in classes), np.clip(until, low, high) - np.clip(since, low, high))
 
 
 def _shrunk(hits: Table, waited: Table, prior: Table) -> Table:
@@ -78,7 +91,7 @@ def _shrunk(hits: Table, waited: Table, prior: Table) -> Table:
 
 
 def _best(rates: Table, widths: npt.NDArray[np.float64]) -> Table:
-    """For each age the most hits per tick that keeping a unit from there on, for whatever time is best, may give."""
+    """For each age the most hits per tick that keeping a unit from there on, for whatever time is best, may give; shape (classes, ages)."""
     n = rates.shape[-1]
     alive, hits, ticks = np.ones_like(rates), np.zeros_like(rates), np.zeros_like(rates)
     best = np.zeros_like(rates)

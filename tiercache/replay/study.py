@@ -19,6 +19,8 @@ from tiercache.replay.results import Result
 from tiercache.replay.sources import WorkloadSource
 from tiercache.replay.upper import upper_bound
 
+CAPACITIES: Final = (0.05, 0.1, 0.2)
+"""Fractions of what an infinite cache holds, where nobody asks for others."""
 WITHOUT_OFFLOAD: Final = "without offload"
 """What is appended to a policy's name for a run in which the device is all there is."""
 
@@ -54,6 +56,22 @@ class Question:
                 raise ConfigError(f"a capacity of {capacity:g} is not possible; use a fraction of the infinite cache, such as 0.1")
         if self.capacities and self.tiers is not None:
             raise ConfigError("a capacity is a fraction and tiers are bytes; give one or the other")
+        if self.tiers is not None and not self.tiers.nbytes:
+            raise ConfigError("tiers of 0 bytes keep nothing; give the device or the host some")
+        if self.tiers is not None and self.tiers.disk_bytes and not self.tiers.host_bytes:
+            raise ConfigError("what goes to disk goes through the host, which has 0 bytes; give it some as well")
+
+    @property
+    def is_benchmark(self) -> bool:
+        """Does the source's own benchmark say which tiers there are?"""
+        own = self.source.layout if isinstance(self.source, WorkloadSource) else None
+        return own is not None and not self.capacities and self.tiers is None
+
+    @property
+    def stages(self) -> int:
+        """How many stages a study of this takes."""
+        sizes = 1 if self.is_benchmark or self.tiers is not None else len(self.capacities or CAPACITIES)
+        return 2 + len(self.policies) * sizes + self.is_benchmark + (sizes + 1 if self.bounds else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,23 +107,17 @@ class _Study:
         for policy in question.policies:
             for capacity, tiers in sizes:
                 yield self._run(need, tiers, policy, policy, capacity)
-        if self._is_benchmark:
+        if question.is_benchmark:
             device_only = replace(sizes[0][1], host_bytes=0, disk_bytes=0)
             yield self._run(need, device_only, "lru", f"lru {WITHOUT_OFFLOAD}", None)
         if question.bounds:
             yield from self._bounds(need, sizes, recorder.uses)
 
-    @property
-    def _is_benchmark(self) -> bool:
-        question = self._question
-        own = self._source.layout if isinstance(self._source, WorkloadSource) else None
-        return own is not None and not question.capacities and question.tiers is None
-
     def _sizes(self, need: Need, unlimited: Tiers, footprint: int) -> list[tuple[float | None, Tiers]]:
         question = self._question
         if question.tiers is not None:
             return [(None, question.tiers)]
-        if self._is_benchmark:
+        if question.is_benchmark:
             assert isinstance(self._source, WorkloadSource)
             assert self._source.layout is not None
             layout = self._source.layout
@@ -115,7 +127,7 @@ class _Study:
             device = layout.device_states * question.profile.state_bytes + pages * page
             disk = unlimited.host_bytes if layout.file_storage else 0
             return [(None, Tiers(int(device * layout.host_ratio), device, disk, layout.device_states))]
-        return [(capacity, Tiers(int(footprint * capacity))) for capacity in question.capacities or (0.05, 0.1, 0.2)]
+        return [(capacity, Tiers(int(footprint * capacity))) for capacity in question.capacities or CAPACITIES]
 
     def _prepare(self, need: Need, tiers: Tiers, policy: str | Policy) -> Run:
         question = self._question

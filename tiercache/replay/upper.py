@@ -1,25 +1,23 @@
 """What no cache of a size can exceed on a source, whatever it knows of the future and wherever it takes its states.
 
-The model: requests one after another. What is left of a request's pages and states afterwards competes for the cache's bytes in the gaps
-between requests; what a running request works on is free. A request that hits d pages needs each of them, and a state at d, in every gap
-since they were last computed: since the last request with that prefix. Hits of several requests never share bytes in a gap, for the next
-request with a prefix computes it anyway, hit or not.
+What a request leaves competes for the cache's bytes in the gaps between requests; what a running request works on is free. A hit of d pages
+needs each of them, and a state at d, in every gap since a request last had that prefix and could compute it. Two hits never share bytes in
+a gap, for the next request with a prefix computes it anew, hit or not. So nothing is better than the choice of one depth per request that
+gains most among those that fit into every gap.
 
-So the best hits are those that gain most among the choices of one depth per request that fit into every gap. The bound is this problem's
-Lagrangian dual: bytes have a price in each gap, each request takes the depth with the highest profit, and
+The bound is the Lagrangian dual of that choice: bytes have a price in each gap, each request takes the depth of the highest profit, and
 
-    any cache's gain <= capacity x sum of prices + sum of profits
+    what any cache gains <= capacity x sum of the prices + sum of the profits,
 
-whatever the prices, because a cache's hits are worth no more than their profit and the bytes that they paid for. Prices are therefore only
-searched for, never trusted: the least sum found is the bound. With one price for all gaps it would be PFOO-L (Berger, Beckmann and
-Harchol-Balter, "Practical Bounds on Optimal Caching with Variable Object Sizes", 2018), the fractional knapsack over all use intervals.
+since its hits are worth no more than their profits and the price of their bytes. That holds for any prices: they are searched for and need
+not be right. With one price for all gaps this is the fractional knapsack over use intervals, PFOO-L in Berger, Beckmann and Harchol-Balter,
+"Practical Bounds on Optimal Caching with Variable Object Sizes" (2018), here with states, and with hits that need all pages before them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -32,3 +30,96 @@ from tiercache.replay.base import Request, Source
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Ints: TypeAlias = npt.NDArray[np.int64]
+
+_LEVELS: Final = 48
+_ROUNDS: Final = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Upper:
+    """Fractions of all prompt tokens, and of the FLOPs of all prefills; each is bounded by itself."""
+
+    token_hit_rate: float
+    flops_saved: float
+
+
+def upper_bound(
+    source: Source, profile: ModelProfile, capacities: Sequence[int], step: Callable[[], object] = lambda: None
+) -> list[Upper]:
+    """The bound for each capacity in bytes. The source is read once; `step` is called after each request."""
+    history = _History(source, profile)
+    for request in source:
+        history.add(request)
+        step()
+    choices = history.choices()
+    tokens = _bounds(choices, choices.tokens, capacities)
+    flops = _bounds(choices, profile.flops(0, choices.tokens), capacities)
+    return [
+        Upper(hit / max(history.tokens, 1), saved / history.flops if history.flops else 0.0)
+        for hit, saved in zip(tokens, flops, strict=True)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Choices:
+    """Depths at which requests may hit, one after another by request and depth, as columns.
+
+    Pages that the same earlier request had last are needed in the same gaps, the gain per page never falls with the depth, and the state
+    costs the same at each of them: where one of them pays, all do. So there is one choice per such run of pages, at its end.
+    """
+
+    gaps: int
+    tokens: Ints
+    """What a hit here restores."""
+    first: Ints
+    last: Ints
+    """The pages of the run, and a state at its end, are needed in the gaps [first, last); gap g is before request g."""
+    page_bytes: Ints
+    """Of the run."""
+    state_bytes: int
+    starts: Ints
+    """Where each request's choices begin."""
+
+
+class _History:
+    """Reads requests, and knows who had each prefix last. Thread rule: one thread."""
+
+    def __init__(self, source: Source, profile: ModelProfile) -> None:
+        self._page_size = source.page_size
+        self._in_flight = source.concurrency - 1
+        self._profile = profile
+        self._prefixes = Prefixes(source.page_size)
+        self._last: dict[int, int] = {}
+        self._requests = 0
+        self._columns: list[Ints] = []
+        self.tokens = 0
+        self.flops = 0.0
+
+    def add(self, request: Request) -> None:
+        """The next request: what it could hit, then what it computes."""
+        now, prompt = self._requests, len(request.prompt)
+        digests = self._prefixes.of(np.concatenate([request.prompt, request.output[:-1]]), 0).tolist()
+        limit = reusable_pages(prompt, self._page_size)
+        before = np.array([self._last[digest] for digest in digests[:limit] if digest in self._last], np.int64)
+        if len(before):
+            ends = np.append(np.flatnonzero(before[1:] != before[:-1]) + 1, len(before))
+            # What a request holds is free while it is under way, which it may be until `_in_flight` others have begun.
+            first = np.minimum(before[ends - 1] + 1 + self._in_flight, now + 1)
+            self._columns.append(np.stack([np.full(len(ends), now), ends, np.diff(ends, prepend=0), first]))
+        self._last.update(dict.fromkeys(digests, now))
+        self._requests += 1
+        self.tokens += prompt
+        self.flops += self._profile.flops(0, prompt)
+
+    def choices(self) -> _Choices:
+        """Of all requests so far."""
+        request, depth, pages, first = np.concatenate([np.empty((4, 0), np.int64), *self._columns], axis=1)
+        return _Choices(
+            gaps=self._requests,
+            tokens=depth * self._page_size,
+            first=first,
+            last=request + 1,
+            page_bytes=pages * (self._page_size * self._profile.kv_bytes_per_token),
+            state_bytes=self._profile.state_bytes,
+            starts=np.flatnonzero(np.diff(request, prepend=-1)),
+        )

@@ -1,0 +1,10 @@
+"""`tiercache replay`: traffic through the real index, policies and controller, without a model.
+
+Reading order: `command` (options), `asking` (what they ask for), `listing` (what can be replayed), `watch` (progress), `table` and `rounds`
+(results on a terminal), `lines` (results as JSON).
+"""
+
+from tiercache.cli.replay.command import replay
+from tiercache.cli.replay.listing import ReplayCommand
+
+__all__ = ["ReplayCommand", "replay"]

@@ -1,0 +1,64 @@
+"""What can be replayed, in help and by `--list`. The generators are imported when somebody asks, for they need numpy."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import typer
+from rich.box import ROUNDED, SIMPLE_HEAD
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+from typer.core import TyperCommand
+
+from tiercache.cli.replay.words import terminal
+
+
+class ReplayCommand(TyperCommand):
+    """A command whose help ends with the generators."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Print the help, then the generators."""
+        super().format_help(ctx, formatter)
+        from tiercache.replay.sources import SOURCES
+
+        names = Table.grid(padding=(0, 2, 0, 0))
+        names.add_column(no_wrap=True, style="bold cyan")
+        names.add_column()
+        for name, kind in SOURCES.items():
+            names.add_row(name, Text(kind.summary))
+        names.add_row("FILE", "a Mooncake trace: a line of JSON per request, with timestamp, input_length, output_length and hash_ids")
+        Console().print(Panel(names, box=ROUNDED, title="Sources", title_align="left", border_style="dim"))
+
+
+def show_sources() -> None:
+    """Print the generators with their parameters as a table."""
+    from tiercache.replay.sources import SOURCES
+
+    shown = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for column in ("generator", "parameter", "default", "from", "to", "what it is"):
+        shown.add_column(column, justify="right" if column in ("default", "from", "to") else "left", no_wrap=column != "what it is")
+    for name, kind in SOURCES.items():
+        shown.add_section()
+        shown.add_row(f"[bold]{name}", *[""] * 4, Text(kind.summary, style="italic"))
+        for option in kind.options:
+            shown.add_row("", option.name, str(option.default), f"{option.low:,}", f"{option.high:,}", Text(option.about))
+    console = terminal()
+    console.print(shown)
+    console.print("Write them behind the name: 'shared-prefix?groups=32&question=64-128'. Lengths are a number or a range.", style="dim")
+
+
+def print_sources() -> None:
+    """Print a line of JSON per generator."""
+    from tiercache.replay.sources import SOURCES
+
+    for name, kind in SOURCES.items():
+        parameters = [
+            {"name": o.name, "default": str(o.default) if isinstance(o.default, tuple) else o.default, "low": o.low, "high": o.high}
+            | {"about": o.about}
+            for o in kind.options
+        ]
+        row = {"name": name, "summary": kind.summary, "page_size": kind.page_size, "concurrency": kind.concurrency}
+        typer.echo(json.dumps(row | {"parameters": parameters}))
