@@ -14,6 +14,7 @@ import tiercache
 from tiercache.cli.bench import bench
 from tiercache.cli.config import config
 from tiercache.cli.demo import demo
+from tiercache.cli.replay import ReplayCommand, replay
 from tiercache.cli.serve import serve
 from tiercache.cli.store import VERBS
 from tiercache.cli.store.exits import EXIT_UNREACHABLE
@@ -33,6 +34,7 @@ app = typer.Typer(
     add_completion=True,
 )
 app.command()(demo)
+app.command(cls=ReplayCommand)(replay)
 app.command()(serve)
 for verb in VERBS:
     app.command()(verb)

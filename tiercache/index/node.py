@@ -91,7 +91,7 @@ class Node:
         self.row = -1
         """Where the `UnitTable` describes the node; -1: not yet."""
         self.surplus = False
-        """The path has more states than it may keep, and this is one too many."""
+        """The path has more states than it may keep, and this is one too many, unless the node becomes a branch."""
         self.pins = [0] * len(Tier)
         """Pins that end on or below this node, by tier: they hold its pages."""
         self.state_pins = [0] * len(Tier)

@@ -175,7 +175,7 @@ class UnitTable:
         self._checkpoint[row] = node.checkpoint
         self._lineage[row] = node.lineage
         self._grown[row] = node.grown
-        self._alive[row] = not node.state_pools or (node.is_alive and not node.surplus)
+        self._alive[row] = not node.state_pools or (node.is_alive and not (node.surplus and node.branches < 2))
         self._complete[row] = node.can_answer
         self._digest[row] = node.signature
         self._version_of[row] = self._version

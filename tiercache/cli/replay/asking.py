@@ -54,6 +54,8 @@ def question(
 
 def capacities(text: str) -> tuple[float, ...]:
     """The fractions of `--capacity`."""
+    if text and not _parts(text):
+        raise ConfigError(f"--capacity {shown(text)} names none; use fractions of the infinite cache, such as 0.05,0.1")
     return tuple(_number("--capacity", part, "a fraction of the infinite cache, such as 0.1") for part in _parts(text))
 
 
@@ -87,16 +89,16 @@ def rules(checkpoints: str, every: int, per_path: int) -> CheckpointRules:
     return CheckpointRules(**taken, every=every, per_path=per_path)
 
 
-def machine(flops: float, host_bandwidth: str, disk_bandwidth: str) -> Machine:
+def machine(flops: str, host_bandwidth: str, disk_bandwidth: str) -> Machine:
     """What times are modelled from."""
-    if not 0 < flops < math.inf:
-        raise ConfigError(f"--flops {flops:g} is not possible; use a positive number, such as 250e12")
-    rates = []
+    rates = [_number("--flops", flops, "FLOPs per second, such as 250e12")]
+    if not 0 < rates[0] < math.inf:
+        raise ConfigError(f"--flops {flops} is not possible; use a positive number, such as 250e12")
     for option, text in (("--host-bandwidth", host_bandwidth), ("--disk-bandwidth", disk_bandwidth)):
         rates.append(float(_size(option, text)))
         if not rates[-1]:
             raise ConfigError(f"{option} 0 is not possible; use bytes per second, such as 6GB")
-    return Machine(flops, *rates)
+    return Machine(*rates)
 
 
 def check_report(path: Path) -> None:

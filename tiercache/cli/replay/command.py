@@ -35,7 +35,7 @@ def replay(
     seed: Annotated[int, typer.Option(help="Of a generator, and of what an index draws at random.")] = 0,
     limit: Annotated[int | None, typer.Option(help="Only so many requests, from the first.")] = None,
     policy: Annotated[
-        str, typer.Option(metavar="P,...", help="lru, seglen, marconi, gdsf, hvd; seglen:0.7 sets a weight, marconi:1.5 an alpha.")
+        str, typer.Option(metavar="P,...", help="Policies, such as lru,seglen:0.7,hvd; see below. all: those that the model has a use for.")
     ] = "all",
     profile: Annotated[str, typer.Option(help="The model: a known name or the path of a config.json.", show_default=False)] = "",
     capacity: Annotated[
@@ -51,7 +51,7 @@ def replay(
     ] = "branch,prompt,end,ghost",
     every: Annotated[int, typer.Option(metavar="TOKENS", help="Take states at these intervals too; 0 does not.")] = 0,
     states_per_path: Annotated[int, typer.Option(help="The deepest states that one path may keep; 0 sets no limit.")] = 0,
-    flops: Annotated[float, typer.Option(help="FLOPs per second that a prefill reaches, for the modelled times.")] = 250e12,
+    flops: Annotated[str, typer.Option(help="FLOPs per second that a prefill reaches, for the modelled times.")] = "250e12",
     host_bandwidth: Annotated[str, typer.Option(metavar="SIZE", help="Bytes per second from host to device.")] = "50GB",
     disk_bandwidth: Annotated[str, typer.Option(metavar="SIZE", help="Bytes per second from disk.")] = "6GB",
     bounds: Annotated[bool, typer.Option("--bounds/--no-bounds", help="What a cache that knows the future gets, and what none can.")] = True,
@@ -59,29 +59,33 @@ def replay(
     report: Annotated[Path | None, typer.Option(metavar="FILE.html", help="Write plots and tables as one file for a browser.")] = None,
     listing: Annotated[bool, typer.Option("--list", help="Print the generators with their parameters, and exit.")] = False,
 ) -> None:
-    """Replay traffic through the real index, policies and controller, without a model: which policy saves how much, at which capacity?
+    """Replay traffic without a model: which policy saves how much, at which capacity?
 
-    Every request is looked up, admitted, committed and released as an engine would; only the bytes are missing. Times to the first token
-    are modelled from the model's FLOPs and the bandwidths. Beside the policies stand bounds: an infinite cache, one that knows the future,
-    and what no cache of a size can exceed. The same seed gives the same figures.
+    Every request goes through the real index, policies and controller, as an
+    engine would send it; only the bytes are missing. Times to the first token
+    are modelled from the model's FLOPs and from bandwidths. Beside the policies
+    stand bounds: a cache without a limit, one that knows the future, and what
+    no cache of a size can exceed. The same seed gives the same figures.
 
-    All policies on traffic of which you have a trace, and a page to look at:
+    All policies on traffic of which there is a trace, and a page to look at:
 
         tiercache replay trace.jsonl --report replay.html
 
     Two policies on a generator, with tiers in bytes:
 
-        tiercache replay 'shared-prefix?groups=32' --policy lru,hvd --host-bytes 20GiB --disk-bytes 100GiB
+        tiercache replay 'agent?live=8' --policy lru,hvd --host-bytes 20GiB
 
     A published benchmark, with its own tiers:
 
         tiercache replay seed-20457
     """
     # Imported here, so that --help needs none of it.
-    from tiercache.cli.replay import asking, listing as sources, rounds, table
+    from tiercache.cli.replay import asking, rounds, table
+    from tiercache.cli.replay import listing as sources
     from tiercache.cli.replay.lines import line
     from tiercache.cli.replay.watch import watching
     from tiercache.replay.report import write_report
+    from tiercache.replay.report.words import counted
     from tiercache.replay.study import study
 
     if listing:
@@ -107,11 +111,11 @@ def replay(
                     watch.found(result)
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
-        typer.echo(f"interrupted: {len(found)} results had been found", err=True)
+        typer.echo(f"interrupted; {counted(len(found), 'result')} had been found", err=True)
     if found and output is Output.TABLE:
         table.show(found)
         rounds.show(found)
     if found and report is not None:
-        write_report(found, report, notes=asking.notes(question))
+        write_report(found, report, notes=[*asking.notes(question), *(["It was interrupted: results are missing."] if code else [])])
         typer.echo(f"report: {report}", err=True)
     raise typer.Exit(code)

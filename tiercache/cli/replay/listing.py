@@ -17,20 +17,23 @@ from tiercache.cli.replay.words import terminal
 
 
 class ReplayCommand(TyperCommand):
-    """A command whose help ends with the generators."""
+    """A command whose help ends with what its options can name."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Print the help, then the generators."""
+        """Print the help, then the sources, policies and profiles."""
         super().format_help(ctx, formatter)
+        from tiercache.policy import POLICIES, PROFILES
         from tiercache.replay.sources import SOURCES
 
+        console = Console()
         names = Table.grid(padding=(0, 2, 0, 0))
         names.add_column(no_wrap=True, style="bold cyan")
         names.add_column()
         for name, kind in SOURCES.items():
             names.add_row(name, Text(kind.summary))
         names.add_row("FILE", "a Mooncake trace: a line of JSON per request, with timestamp, input_length, output_length and hash_ids")
-        Console().print(Panel(names, box=ROUNDED, title="Sources", title_align="left", border_style="dim"))
+        for title, content in (("Sources", names), ("Policies", ", ".join(POLICIES)), ("Profiles", ", ".join(PROFILES))):
+            console.print(Panel(content, box=ROUNDED, title=title, title_align="left", border_style="dim"), highlight=False)
 
 
 def show_sources() -> None:

@@ -1,0 +1,69 @@
+"""What the controller makes of policies: checkpoints asked for, profiles, shadows, and states that stay up."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.controller.harness import KV, MAMBA, Engine, P
+from tiercache.controller import ControllerOptions
+from tiercache.core import Tier
+from tiercache.errors import ConfigError
+from tiercache.index import CheckpointRules
+from tiercache.policy import POLICIES, WINDOW, Portfolio
+
+
+def tokens(start: int, pages: int) -> list[int]:
+    return list(range(start, start + pages * P))
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, "marconi:tuned", "seglen:0.5"])
+def test_every_policy_serves_right_bytes_under_pressure(policy: str):
+    engine = Engine(pages=20, states=10, blocks=64, options=ControllerOptions(policy=policy, seed=3))
+    for turn in range(60):
+        engine.serve(tokens(1000 * (turn % 5), 2 + turn % 3), tokens(7000 + turn, 1))
+        assert engine.controller.flush()
+    engine.controller.check_integrity()
+    assert engine.metrics.value("tokens_total", "restored") > 0
+
+
+def test_a_policy_for_states_is_refused_where_there_are_none():
+    with pytest.raises(ConfigError, match="seglen"):
+        Engine(hybrid=False, options=ControllerOptions(policy="seglen"))
+    with pytest.raises(ConfigError, match="no eviction policy"):
+        Engine(options=ControllerOptions(policy="fifo"))
+
+
+def test_the_rules_say_where_a_prefill_is_cut():
+    rules = CheckpointRules(branch=False, ghost=False, prompt_end=False, every=2 * P)
+    engine = Engine(options=ControllerOptions(checkpoints=rules))
+    admission = engine.controller.admit(engine.controller.lookup(tokens(1, 7)), states=3)
+    admission.wait()
+    assert admission.checkpoints == (2 * P, 4 * P, 6 * P)
+    assert admission.keeps_end
+    engine.controller.release(admission)
+
+
+def test_a_state_that_is_cheaper_to_compute_than_to_load_stays_up():
+    engine = Engine(options=ControllerOptions(load_flops_per_byte=1e30))
+    engine.serve(tokens(1, 4))
+    assert engine.controller.flush()
+    assert engine.metrics.value("write_through_skipped_total", str(MAMBA), "cheap_to_recompute") > 0
+    assert engine.metrics.value("written_objects_total", "host", str(MAMBA)) == 0
+    assert engine.metrics.value("written_objects_total", "host", str(KV)) == 4
+    assert engine.serve([*tokens(1, 4), 5, 6]) == 4 * P, "from the device"
+    engine.controller.evict(Tier.DEVICE)
+    assert engine.serve([*tokens(1, 4), 5, 6]) == 0, "nowhere else"
+
+
+def test_a_portfolio_follows_the_shadow_that_saves_most():
+    engine = Engine(pages=24, states=12, blocks=48, options=ControllerOptions(policy="portfolio", checkpoints=CheckpointRules()))
+    chosen = engine.controller._state.index.policy
+    assert isinstance(chosen, Portfolio)
+    seen: list[list[float]] = []
+    chosen.saved = seen.append  # type: ignore[method-assign]
+    for turn in range(WINDOW + 3):
+        engine.serve([*tokens(100 * (turn % 3), 2), turn], check=False)
+        assert engine.controller.flush()
+    assert len(seen) == 1
+    assert len(seen[0]) == len(chosen.members)
+    assert max(seen[0]) > 0

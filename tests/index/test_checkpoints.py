@@ -1,0 +1,167 @@
+"""Which states the index asks for, why, and which of a path's states are too many."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.index.model import PAGE, tokens_of
+from tests.index.test_index import COST, KV, MAMBA, Harness
+from tiercache.core import PoolName
+from tiercache.errors import ConfigError, InputError, PoolFullError
+from tiercache.index import CheckpointRules, HybridIndex, Origin, Shadow, checkpoint_depths
+from tiercache.policy import CheckpointKind, Lru
+
+BRANCH, GHOST, PROMPT, INTERVAL, END = (CheckpointKind[name] for name in ("BRANCH", "GHOST", "PROMPT", "INTERVAL", "END"))
+
+
+def plan(harness: Harness, path: tuple[int, ...], tail: int = 1, depth: int = 0) -> dict[int, CheckpointKind]:
+    return dict(harness.index.plan_checkpoints(harness.match(path, tail), tokens_of(path, tail), depth))
+
+
+@pytest.mark.parametrize(
+    ("rules", "expected"),
+    [
+        (CheckpointRules(), {3: BRANCH, 5: GHOST, 8: PROMPT}),
+        (CheckpointRules(branch=False), {5: GHOST, 8: PROMPT}),
+        (CheckpointRules(ghost=False), {3: BRANCH, 8: PROMPT}),
+        (CheckpointRules(prompt_end=False), {3: BRANCH, 5: GHOST}),
+        (CheckpointRules(every=8, ghost=False), {2: INTERVAL, 3: BRANCH, 4: INTERVAL, 6: INTERVAL, 8: PROMPT}),
+        (CheckpointRules(every=1, branch=False, ghost=False, prompt_end=False), dict.fromkeys(range(1, 9), INTERVAL)),
+        (CheckpointRules(branch=False, ghost=False, prompt_end=False, request_end=False), {}),
+    ],
+)
+def test_each_rule_can_be_switched(rules: CheckpointRules, expected: dict[int, CheckpointKind]):
+    assert checkpoint_depths(0, 3, 33, page_size=4, ghost_depth=5, rules=rules) == expected
+
+
+def test_depths_are_in_order_beyond_what_is_restored_and_a_hit_leaves_a_token():
+    assert list(checkpoint_depths(4, 3, 33, page_size=4, ghost_depth=5)) == [5, 8]
+    assert checkpoint_depths(0, 0, 32, page_size=4) == {7: PROMPT, 8: PROMPT}, "a repeat may restore 7 pages, a continuation 8"
+    assert checkpoint_depths(0, 0, 3, page_size=4) == {}
+
+
+@pytest.mark.parametrize("bad", [{"every": -1}, {"per_path": -2}])
+def test_rules_that_cannot_be(bad: dict[str, int]):
+    with pytest.raises(ConfigError, match=next(iter(bad))):
+        CheckpointRules(**bad)
+
+
+def test_a_prompt_that_repeats_what_was_evicted_checkpoints_where_the_repeat_ends():
+    h = Harness(MAMBA)
+    h.insert((1, 2, 3, 4, 5), 5)
+    h.evict(kv=5)
+    assert not h.edges
+    h.index.touch(h.match((9,)))
+    assert plan(h, (1, 2, 3, 7, 8)) == {3: GHOST, 5: PROMPT}
+    assert plan(h, (1, 2, 3, 4, 5)) == {5: PROMPT}, "the prompt's end is where the repeat ends"
+    assert plan(h, (7, 2, 3)) == {3: PROMPT}
+
+
+def test_a_repeat_goes_on_behind_what_is_still_there():
+    h = Harness(MAMBA)
+    h.insert((1, 2, 6), 3)
+    h.insert((1, 2, 3, 4, 5), 5)
+    h.index.touch(h.match((1, 2, 6)))
+    h.evict(kv=1)  # the leaf (3, 4, 5), which was used longest ago
+    assert h.edges == [(1, 2, 6)]
+    assert plan(h, (1, 2, 3, 4, 8, 9)) == {2: BRANCH, 4: GHOST, 6: PROMPT}
+
+
+def test_ghosts_are_forgotten_after_a_thousand_requests():
+    h = Harness(MAMBA)
+    h.insert((1, 2, 3), 3)
+    h.evict(kv=3)
+    for _ in range(999):
+        h.index.touch(h.match((9,)))
+    assert plan(h, (1, 2, 7)) == {2: GHOST, 3: PROMPT}
+    h.index.touch(h.match((9,)))
+    assert plan(h, (1, 2, 7)) == {3: PROMPT}
+
+
+def test_other_adapters_have_other_ghosts():
+    h = Harness(MAMBA)
+    h.insert((1, 2, 3), 3, extra=b"a")
+    h.evict(kv=3)
+    tokens = tokens_of((1, 2, 7), 1)
+    assert 2 in h.index.plan_checkpoints(h.index.match(tokens, b"a"), tokens, 0)
+    assert 2 not in h.index.plan_checkpoints(h.index.match(tokens, b"b"), tokens, 0)
+
+
+def test_without_state_pools_nothing_is_asked_for():
+    h = Harness()
+    h.insert((1, 2, 3))
+    assert plan(h, (1, 2, 9)) == {}
+
+
+def test_states_beyond_the_cap_of_a_path_go_first():
+    h = Harness(MAMBA, checkpoints=CheckpointRules(per_path=2))
+    h.insert((1,), 1)
+    h.insert((1, 2), 2)
+    h.insert((7,), 1)
+    h.insert((1, 2, 3), 3)
+    h.index.touch(h.match((1,)))
+    assert h.evict(mamba=1) == {MAMBA: [10_001]}, "used last, and still one too many"
+
+
+def test_a_branch_does_not_count_against_the_cap():
+    h = Harness(MAMBA, checkpoints=CheckpointRules(per_path=1))
+    h.insert((1, 5), 1, 2)
+    h.insert((1, 6), 2)
+    h.insert((1, 6, 7), 3)
+    h.index.touch(h.match((1, 6)))
+    assert h.evict(mamba=1) == {MAMBA: [20_002]}
+    assert h.match((1, 9)).depth == 1
+
+
+def test_a_session_knows_its_length_even_when_its_states_were_lost():
+    h = Harness(MAMBA)
+
+    def turn(path: tuple[int, ...]) -> Origin:
+        match = h.match(path)
+        origin = h.index.touch(match, tokens_of(path, 1))
+        h.inserts += 1
+        slots = np.arange(len(path)) + 100 * h.inserts
+        h.index.insert(tokens_of(path), {KV: slots}, {len(path): {MAMBA: 10_000 * h.inserts + len(path)}}, origin=origin)
+        return origin
+
+    assert turn((1, 2)) == Origin(0, 0)
+    assert turn((1, 2, 3)) == Origin(1, 2)
+    assert turn((1, 2, 3, 4)) == Origin(2, 3)
+    h.index.evict_device(h.index.evictable(0))
+    assert turn((1, 2, 3, 4, 5)) == Origin(3, 4), "found by what is remembered of it"
+    assert turn((1, 2, 8)) == Origin(1, 2), "another branch, of the first turn"
+
+
+def shadow(capacity: int, **rules: bool) -> Shadow:
+    return Shadow(
+        Lru(), page_size=PAGE, page_pools=[KV], state_pools=[MAMBA], cost=COST, capacity=capacity, checkpoints=CheckpointRules(**rules)
+    )  # fmt: skip
+
+
+def test_a_shadow_restores_what_fits_and_no_more():
+    ample, scant = shadow(1000), shadow(14)
+    for one in (ample, scant):
+        assert one.request(tokens_of((1, 2), 1), tokens_of((1, 2, 3), 1)) == 0
+        assert one.request(tokens_of((1, 2, 3, 4), 1), tokens_of((1, 2, 3, 4, 5), 1)) == 3 * PAGE
+        assert one.request(tokens_of((8, 9), 1), tokens_of((8, 9), 1)) == 0
+    assert ample.used == 5 + 2 + 5 * COST[MAMBA]
+    assert scant.used <= 14
+    path = (1, 2, 3, 4, 5)
+    assert ample.request(tokens_of(path, 1), tokens_of(path, 1)) == 5 * PAGE
+    assert scant.request(tokens_of(path, 1), tokens_of(path, 1)) < 5 * PAGE
+
+
+def test_one_budget_for_a_device_takes_what_is_worth_least_of_all_pools():
+    h = Harness(MAMBA, one_budget=True)
+    h.insert((1, 2), 1, 2)
+    h.insert((3,), 1)
+    freed = h.index.evict_device_bytes(1, COST).freed
+    assert {pool: at.tolist() for pool, at in freed.items()} == {MAMBA: [10_001]}, "the inner state is the oldest and alone enough"
+    freed = h.index.evict_device_bytes(6, COST).freed
+    assert {pool: at.tolist() for pool, at in freed.items()} == {KV: [100, 101], MAMBA: [10_002]}
+    with pytest.raises(PoolFullError):
+        h.index.evict_device_bytes(7, COST)
+    h.index.check_integrity()
+    with pytest.raises(InputError, match="one_budget"):
+        HybridIndex(page_size=PAGE, namespace=bytes(32), page_pools=[PoolName.KV]).evict_device_bytes(1, COST)
