@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from tests.controller.harness import KV, MAMBA, Engine, P
@@ -64,6 +66,10 @@ def test_a_portfolio_follows_the_shadow_that_saves_most():
     for turn in range(WINDOW + 3):
         engine.serve([*tokens(100 * (turn % 3), 2), turn], check=False)
         assert engine.controller.flush()
+    deadline = time.monotonic() + 30
+    while not seen and time.monotonic() < deadline:  # the shadows are behind the engine, on a thread of their own
+        time.sleep(0.01)
+        engine.controller.tick()
     assert len(seen) == 1
     assert len(seen[0]) == len(chosen.members)
     assert max(seen[0]) > 0

@@ -18,7 +18,7 @@ from tiercache.index.queue import Victim
 from tiercache.index.units import UnitTable
 from tiercache.policy import CheckpointKind, Lru, Policy, Reuse, UnitKind, Units
 from tiercache.policy.base import Ranks
-from tiercache.testing.policies import BYTES, KV, STATE, PlainUnits, Rig, random_units, units
+from tiercache.testing.policies import BYTES, KV, SETUPS, STATE, PlainUnits, Rig, random_units, units
 
 DEVICE_PAGES, DEVICE_STATES, HOST_UNITS, STORED_LEAVES = range(4)
 WORD = 2**64
@@ -330,7 +330,7 @@ def digest_of(rig: Rig, path: tuple[int, ...]) -> int:
 
 def test_without_states_replay_is_the_edge():
     policy = Seen()
-    rig = Rig(policy, states=False)
+    rig = Rig(policy, SETUPS["stateless"])
     rig.request((1, 2, 3))
     rig.request((1, 2, 4, 5))
     rig.evict_device(1)
@@ -471,7 +471,7 @@ def some_path(random: Random) -> list[int]:
 @pytest.mark.parametrize("states", [True, False], ids=["states", "stateless"])
 def test_a_steady_policy_s_order_is_exact(policy: type[Policy], states: bool):
     """Each victim is the least of all units, recomputed from the tree, through random requests, hits, pins and evictions."""
-    rig, random = Rig(policy(), states=states), Random(2)
+    rig, random = Rig(policy(), SETUPS["states" if states else "stateless"]), Random(2)
     popped = dead = 0
     for _ in range(150):
         for _ in range(random.randrange(6)):

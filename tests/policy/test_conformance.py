@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
-
-pytest.register_assert_rewrite("tiercache.testing.policies")
-
-from tiercache.policy import POLICIES, Policy, policy_named  # noqa: E402
-from tiercache.testing.policies import PolicyConformance  # noqa: E402
+from tiercache.policy import POLICIES, Policy, policy_named
+from tiercache.testing.policies import PolicyConformance
 
 
-for _name in (*POLICIES, "seglen:0.5", "marconi:0", "marconi:2"):
+for _name in (*POLICIES, "seglen:0.5", "marconi:0", "marconi:2", "marconi:tuned"):
 
     def _make(self: PolicyConformance, name: str = _name) -> Policy:
         return policy_named(name)

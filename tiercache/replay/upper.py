@@ -31,8 +31,8 @@ from tiercache.replay.base import Request, Source
 Floats: TypeAlias = npt.NDArray[np.float64]
 Ints: TypeAlias = npt.NDArray[np.int64]
 
-_LEVELS: Final = 48
-_ROUNDS: Final = 300
+
+
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,3 +123,48 @@ class _History:
             state_bytes=self._profile.state_bytes,
             starts=np.flatnonzero(np.diff(request, prepend=-1)),
         )
+
+
+class _Dual:
+    """The bounds that prices give for one objective. Prices: float64, one per gap. Thread rule: one thread."""
+
+    def __init__(self, choices: _Choices, gains: Floats) -> None:
+        self._choices = choices
+        self._gains = gains
+        self._sizes = np.diff(choices.starts, append=len(gains))
+        self.slopes: list[float] = []
+        self.offsets: list[float] = []
+
+    def densities(self) -> Floats:
+        """Gain by bytes x gaps of each choice that takes any: about what bytes are worth."""
+        cost = self._costs(np.ones(self._choices.gaps))
+        return self._gains[cost > 0] / cost[cost > 0]
+
+    def add(self, prices: Floats) -> Floats:
+        """Note the bound that these prices give; the bytes that the requests of the highest profit take in each gap come out."""
+        at, sizes = self._choices, self._sizes
+        profits = self._gains - self._costs(prices)
+        best = np.maximum.reduceat(profits, at.starts) if len(profits) else profits
+        self.slopes.append(float(prices.sum()))
+        self.offsets.append(float(np.maximum(best, 0.0).sum()))
+        order = np.arange(len(profits))
+        taken = np.where(profits >= np.repeat(best, sizes), order, -1)
+        chosen = np.maximum.reduceat(taken, at.starts) if len(profits) else taken
+        chosen = np.where(best > 0, chosen, -1)
+        nbytes = np.where(order <= np.repeat(chosen, sizes), at.page_bytes, 0)
+        nbytes[chosen[chosen >= 0]] += at.state_bytes
+        came = np.bincount(at.first, nbytes, at.gaps + 1)
+        gone = np.bincount(at.last, nbytes, at.gaps + 1)
+        return np.cumsum(came - gone)[:-1]
+
+    def bound(self, capacity: int) -> float:
+        """The least so far."""
+        return float((capacity * np.array(self.slopes) + np.array(self.offsets)).min())
+
+    def _costs(self, prices: Floats) -> Floats:
+        at = self._choices
+        until = np.concatenate([[0.0], np.cumsum(prices)])
+        each = until[at.last] - until[at.first]
+        pages = np.concatenate([[0.0], np.cumsum(each * at.page_bytes)])
+        above = np.repeat(pages[at.starts], self._sizes)
+        return pages[1:] - above + each * at.state_bytes

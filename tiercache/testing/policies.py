@@ -1,7 +1,5 @@
 """What every eviction policy must do, and what an index that ranks by it must still do: `Policy`'s contract, line by line.
 
-    pytest.register_assert_rewrite("tiercache.testing.policies")  # before the import: failures explain themselves
-
     class TestMyPolicy(PolicyConformance):
         def make(self): return MyPolicy()
 
@@ -169,6 +167,16 @@ def tokens_of(path: Sequence[int]) -> TokenArray:
     return np.repeat(np.array([*path, 0], np.uint64), PAGE)[: len(path) * PAGE + 1]
 
 
+class Setup(NamedTuple):
+    """What kind of index: with state pools or without, and a device of one budget or of one for each pool."""
+
+    states: bool = True
+    one_budget: bool = False
+
+
+SETUPS: Final = {"states": Setup(), "one budget": Setup(one_budget=True), "stateless": Setup(states=False)}
+
+
 class Held(NamedTuple):
     """A pin, and what it holds, by tier: the locations of pages, and of the state at the end."""
 
@@ -180,11 +188,12 @@ class Held(NamedTuple):
 class Rig:
     """An index that ranks by `policy`, and what a controller does with it. Evictions and pins are checked. Thread rule: one thread."""
 
-    def __init__(self, policy: Policy, *, states: bool = True, seed: int = 0) -> None:
+    def __init__(self, policy: Policy, setup: Setup = SETUPS["states"], *, seed: int = 0) -> None:
         self.index = HybridIndex(
-            page_size=PAGE, namespace=bytes(32), page_pools=[KV], state_pools=[STATE] if states else [], policy=policy, object_bytes=BYTES,
-            max_stored_pages=8, seed=seed,
+            page_size=PAGE, namespace=bytes(32), page_pools=[KV], state_pools=[STATE] if setup.states else [], policy=policy,
+            object_bytes=BYTES, max_stored_pages=8, seed=seed, one_budget=setup.one_budget,
         )  # fmt: skip
+        self.setup = setup
         self.policy = policy
         self.held: list[Held] = []
         self._next = 0
@@ -259,11 +268,15 @@ class Rig:
                 assert at < 0 or at == (states[STATE].host if tier else states[STATE].device), f"a pinned state left the {tier}"
 
     def evict_device(self, pages: int, states: int = 0) -> Eviction:
-        """Evict from the device; what is asked for, and what must not happen, is checked."""
-        need = {KV: pages} | ({STATE: states} if self.index.state_pools else {})
-        answer = self._checked(Tier.DEVICE, lambda: self.index.evict_device(need))
-        assert all(len(answer.freed.get(pool, ())) >= count for pool, count in need.items())
-        assert pages or KV not in answer.freed, "a need for states frees no page"
+        """Evict from the device, with one budget as many bytes; what is asked for, and what must not happen, is checked."""
+        need = {KV: pages} | ({STATE: states} if self.setup.states else {})
+        answer = self._checked(Tier.DEVICE, lambda: self.free(need))
+        freed = {pool: len(answer.freed.get(pool, ())) for pool in self.index.pools}
+        if self.setup.one_budget:
+            assert self._nbytes(freed) >= self._nbytes(need)
+        else:
+            assert all(freed[pool] >= count for pool, count in need.items())
+            assert pages or not freed[KV], "a need for states frees no page"
         return answer
 
     def evict_host(self, blocks: int) -> Eviction:
@@ -282,6 +295,15 @@ class Rig:
         where = [sorted(index.owned(tier, pool).tolist()) for tier in (Tier.DEVICE, Tier.HOST) for pool in index.pools]
         return where, [index.evictable(tier) for tier in Tier], list(index.contents())
 
+    def free(self, need: Mapping[PoolName, int]) -> Eviction:
+        """Evict from the device without a check."""
+        if self.setup.one_budget:
+            return self.index.evict_device_bytes(self._nbytes(need), BYTES)
+        return self.index.evict_device(need)
+
+    def _nbytes(self, objects: Mapping[PoolName, int]) -> int:
+        return sum(BYTES[pool] * count for pool, count in objects.items())
+
     def _checked(self, tier: Tier, evict: Callable[[], Eviction]) -> Eviction:
         pools = self.index.pools
         free, dead = self.index.evictable(tier), self._dead_weight(tier)
@@ -294,7 +316,8 @@ class Rig:
             assert self.index.evictable(tier)[pool] == free[pool] - len(gone)
         assert answer.demoted + answer.lost == sum(map(len, freed.values()))
         self.check_pins()
-        living = bool(set(freed[KV]) - dead) or bool(tier and set().union(*freed.values()) - dead)
+        one_queue = self.setup.one_budget or tier is Tier.HOST
+        living = set().union(*freed.values()) - dead if one_queue else set(freed[KV]) - dead
         assert not living or dead <= set(freed[KV]), "dead weight goes first, whatever the policy says"
         return answer
 
@@ -312,18 +335,18 @@ class Rig:
 class PolicyConformance:
     """Subclass it, supply `make`, and pytest runs the contract over your policy. Thread rule: pytest makes one instance per test."""
 
-    examples: ClassVar[int] = 25
-    """Random histories, with states and without."""
+    examples: ClassVar[int] = 15
+    """Random histories, for each setup."""
 
     def make(self) -> Policy:
         """A new policy, which knows nothing yet."""
         raise NotImplementedError
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Tests that ask for `states` run with state pools and, where the policy allows, without."""
-        if "states" in metafunc.fixturenames:
-            kinds = {"states": True} if self.make().needs_states else {"states": True, "stateless": False}
-            metafunc.parametrize("states", kinds.values(), ids=kinds)
+        """Tests that ask for a `setup` run with each that the policy allows."""
+        if "setup" in metafunc.fixturenames:
+            setups = {name: setup for name, setup in SETUPS.items() if setup.states or not self.make().needs_states}
+            metafunc.parametrize("setup", setups.values(), ids=setups)
 
     def test_ranks_are_numbers_whatever_the_columns(self) -> None:
         policy = self.make()
@@ -366,15 +389,15 @@ class PolicyConformance:
 
     def test_it_is_refused_without_states_if_and_only_if_it_needs_them(self) -> None:
         policy = self.make()
-        Rig(policy, states=True)
+        Rig(policy)
         if policy.needs_states:
             with pytest.raises(ConfigError, match=policy.name):
-                Rig(policy, states=False)
+                Rig(policy, SETUPS["stateless"])
         else:
-            Rig(policy, states=False)
+            Rig(policy, SETUPS["stateless"])
 
-    def test_what_is_pinned_stays_until_it_is_released(self, states: bool) -> None:
-        rig = self._filled(states)
+    def test_what_is_pinned_stays_until_it_is_released(self, setup: Setup) -> None:
+        rig = self._filled(setup)
         rig.pin((1, 1, 1), Tier.DEVICE)
         rig.pin((2, 0, 1), Tier.HOST)
         rig.pin((3, 2), Tier.DEVICE, Tier.HOST)
@@ -393,28 +416,28 @@ class PolicyConformance:
         )
 
     @pytest.mark.parametrize("step", [1, 3, 10, 10_000])
-    def test_what_is_asked_for_is_freed(self, states: bool, step: int) -> None:
-        rig = self._filled(states)
+    def test_what_is_asked_for_is_freed(self, setup: Setup, step: int) -> None:
+        rig = self._filled(setup)
         while any((there := rig.index.evictable(Tier.DEVICE)).values()):
             rig.evict_device(min(step, there[KV]), min(step // 3, there.get(STATE, 0)))
         while blocks := rig.host_blocks():
             rig.evict_host(min(step, blocks))
         rig.index.check_integrity()
 
-    def test_more_than_there_is_frees_nothing(self, states: bool) -> None:
-        rig = self._filled(states)
+    def test_more_than_there_is_frees_nothing(self, setup: Setup) -> None:
+        rig = self._filled(setup)
         rig.pin((1, 1, 1), Tier.DEVICE, Tier.HOST)
-        before = rig.snapshot()
-        for pool, there in rig.index.evictable(Tier.DEVICE).items():
+        before, there = rig.snapshot(), rig.index.evictable(Tier.DEVICE)
+        for pool in there:
             with pytest.raises(PoolFullError):
-                rig.index.evict_device({pool: there + 1})
+                rig.free({**there, pool: there[pool] + 1})
         with pytest.raises(PoolFullError):
             rig.index.evict_host(rig.host_blocks() + 1, BLOCKS)
         assert rig.snapshot() == before
         self._drain(rig)
 
     def test_dead_weight_goes_first(self) -> None:
-        rig = self._filled(True)
+        rig = self._filled(SETUPS["states"])
         for turn in range(3):
             rig.evict_device(1)  # what goes next is known by now, and what dies then goes before it
             path = (7, turn, 1, 2)
@@ -426,8 +449,8 @@ class PolicyConformance:
             assert rig.evict_device(1).freed[KV].tolist() == dead.device[2:].tolist()
             assert rig.evict_host(1).freed[KV].tolist() == dead.host[2:].tolist()
 
-    def test_the_same_sequence_evicts_the_same_in_the_same_order(self, states: bool) -> None:
-        first, second = (self._history(Rig(self.make(), states=states, seed=3), Random(5)) for _ in range(2))
+    def test_the_same_sequence_evicts_the_same_in_the_same_order(self, setup: Setup) -> None:
+        first, second = (self._history(Rig(self.make(), setup, seed=3), Random(5)) for _ in range(2))
         assert first == second
         assert len(first) > 300
 
@@ -436,16 +459,16 @@ class PolicyConformance:
         assert first == second
         assert len(first) > 500
 
-    def test_random_histories(self, states: bool) -> None:
-        machine = type("M", (PolicyMachine,), {"suite": type(self), "states": states})
+    def test_random_histories(self, setup: Setup) -> None:
+        machine = type("M", (PolicyMachine,), {"suite": type(self), "setup": setup})
         limits = settings(max_examples=self.examples, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck))
         run_state_machine_as_test(machine, settings=limits)
 
     # -- histories ---------------------------------------------------------------------------------
 
-    def _filled(self, states: bool) -> Rig:
+    def _filled(self, setup: Setup) -> Rig:
         """Branches, superseded states and dead ends, half of them on the host as well."""
-        rig = Rig(self.make(), states=states)
+        rig = Rig(self.make(), setup)
         for group in range(6):
             for branch in range(5):
                 path = [group, branch % 3, branch][: 2 + branch % 2]
@@ -476,7 +499,7 @@ class PolicyConformance:
                 rig.copy(path)
             if turn % 4 == 3:
                 there = rig.index.evictable(Tier.DEVICE)
-                gone += _order(rig.index.evict_device({pool: min(4, count) for pool, count in there.items()}))
+                gone += _order(rig.evict_device(min(4, there[KV]), min(4, there.get(STATE, 0))))
                 gone += _order(rig.index.evict_host(min(5, rig.host_blocks()), BLOCKS))
         rig.index.check_integrity()
         return gone
@@ -509,11 +532,11 @@ class PolicyMachine(RuleBasedStateMachine):
     """{request, touch, copy, store, pin, unpin, evict} on a small tree; integrity after every step. Thread rule: hypothesis runs one at a time."""
 
     suite: ClassVar[type[PolicyConformance]]
-    states: ClassVar[bool]
+    setup: ClassVar[Setup]
 
     def __init__(self) -> None:
         super().__init__()
-        self.rig = Rig(self.suite().make(), states=self.states)
+        self.rig = Rig(self.suite().make(), self.setup)
 
     @rule(path=_PATHS, depths=st.sets(st.integers(1, 5), max_size=3))
     def request(self, path: Sequence[int], depths: set[int]) -> None:

@@ -38,9 +38,9 @@ class Group:
     bounds: tuple[Result, ...]
 
     def is_best(self, result: Result) -> bool:
-        """Does no policy here save more? Without a second one, none is best."""
-        most = max((one.flops_saved for one in self.policies), default=0.0)
-        return len(self.policies) > 1 and not result.is_bound and most - result.flops_saved < LEVEL
+        """Does no policy here save more, and one less?"""
+        saved = [one.flops_saved for one in self.policies]
+        return not result.is_bound and max(saved) - result.flops_saved < LEVEL <= max(saved) - min(saved)
 
 
 def show(found: Sequence[Result]) -> None:
