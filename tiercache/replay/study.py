@@ -10,7 +10,7 @@ from typing import Final
 from tiercache.core import PoolName
 from tiercache.errors import ConfigError
 from tiercache.index import CheckpointRules
-from tiercache.policy import Costs, ModelProfile, Policy, policy_named
+from tiercache.policy import POLICIES, Costs, ModelProfile, Policy, policy_named
 from tiercache.replay.base import Source
 from tiercache.replay.clairvoyant import Clairvoyant, Recorder
 from tiercache.replay.drive import Machine, Need, Run, Setup, Tiers, infinite, measure
@@ -23,6 +23,12 @@ CAPACITIES: Final = (0.05, 0.1, 0.2)
 """Fractions of what an infinite cache holds, where nobody asks for others."""
 WITHOUT_OFFLOAD: Final = "without offload"
 """What is appended to a policy's name for a run in which the device is all there is."""
+
+
+def possible(policy: str, profile: ModelProfile) -> bool:
+    """Has the policy a meaning for this model? Raises ConfigError for one that there is not."""
+    needs = policy_named(policy, Costs(profile)).needs_states
+    return bool(profile.state_bytes) or not needs
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +52,10 @@ class Question:
         if not self.policies:
             raise ConfigError("no policy is named; name one or more, such as hvd,lru")
         for name in self.policies:
-            made = policy_named(name, Costs(self.profile))
-            if made.needs_states and not self.profile.state_bytes:
+            if not possible(name, self.profile):
+                others = ", ".join(one for one in POLICIES if possible(one, self.profile))
                 raise ConfigError(
-                    f"policy {name!r} ranks recurrent states, and {self.profile.name} has none; use lru, gdsf or hvd, or another profile"
+                    f"policy {name!r} ranks recurrent states, and {self.profile.name} has none; use {others}, or another profile"
                 )
         for capacity in self.capacities:
             if not 0.0 < capacity <= 1.0:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -12,11 +12,11 @@ from tiercache.config import parse_size
 from tiercache.config.quantities import shown, size_text
 from tiercache.errors import ConfigError
 from tiercache.index import CheckpointRules
-from tiercache.policy import DEFAULT_PROFILE, POLICIES, Costs, policy_named, profile_named
+from tiercache.policy import DEFAULT_PROFILE, POLICIES, profile_named
 from tiercache.replay.base import Source
 from tiercache.replay.drive import Machine, Tiers
 from tiercache.replay.sources import open_source
-from tiercache.replay.study import Question
+from tiercache.replay.study import Question, possible
 
 _CHECKPOINTS: Final = {"branch": "branch", "prompt": "prompt_end", "end": "request_end", "ghost": "ghost"}
 """What the options call them, and the rules."""
@@ -48,7 +48,7 @@ def question(
     model = profile_named(profile or DEFAULT_PROFILE)
     named: Sequence[str] = _parts(policies)
     if policies == ALL:
-        named = [name for name in POLICIES if model.state_bytes or not policy_named(name, Costs(model)).needs_states]
+        named = [name for name in POLICIES if possible(name, model)]
     return Question(source, named, model, capacities, tiers, rules, machine, refresh_path, seed, bounds)
 
 
@@ -107,8 +107,10 @@ def check_report(path: Path) -> None:
         raise ConfigError(f"--report {path} is a directory; name a file in it")
     if not path.parent.is_dir():
         raise ConfigError(f"--report {path}: its directory does not exist; create it first")
-    if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise ConfigError(f"--report {path}: its directory cannot be written to; name another one")
+    try:
+        tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise ConfigError(f"--report {path}: its directory cannot be written to ({error.strerror}); name another one") from error
 
 
 def notes(question: Question) -> list[str]:

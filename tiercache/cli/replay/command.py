@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from tiercache.errors import ConfigError
-
 if TYPE_CHECKING:
     from tiercache.replay.results import Result
 
@@ -45,7 +43,9 @@ def replay(
     host_bytes: Annotated[str, typer.Option(metavar="SIZE", help="Bytes of the host. Without a device, that holds what runs.")] = "",
     disk_bytes: Annotated[str, typer.Option(metavar="SIZE", help="Bytes of the disk below the host.")] = "",
     device_states: Annotated[int | None, typer.Option(help="States of the device. Default: what a quarter of its bytes holds.")] = None,
-    refresh: Annotated[Refresh, typer.Option(help="What a hit makes young: the last node that it needs, or all of its path.")] = Refresh.LAST,
+    refresh: Annotated[
+        Refresh, typer.Option(help="What a hit makes young: the last node that it needs, or all of its path.")
+    ] = Refresh.LAST,
     checkpoints: Annotated[
         str, typer.Option(metavar="C,...", help="Where states are taken: branch, prompt, end, ghost; or none of these.")
     ] = "branch,prompt,end,ghost",
@@ -54,7 +54,9 @@ def replay(
     flops: Annotated[str, typer.Option(help="FLOPs per second that a prefill reaches, for the modelled times.")] = "250e12",
     host_bandwidth: Annotated[str, typer.Option(metavar="SIZE", help="Bytes per second from host to device.")] = "50GB",
     disk_bandwidth: Annotated[str, typer.Option(metavar="SIZE", help="Bytes per second from disk.")] = "6GB",
-    bounds: Annotated[bool, typer.Option("--bounds/--no-bounds", help="What a cache that knows the future gets, and what none can.")] = True,
+    bounds: Annotated[
+        bool, typer.Option("--bounds/--no-bounds", help="What a cache that knows the future gets, and what none can.")
+    ] = True,
     output: Annotated[Output, typer.Option("--output", "-o", help="A table, or one JSON object per line and nothing else.")] = Output.TABLE,
     report: Annotated[Path | None, typer.Option(metavar="FILE.html", help="Write plots and tables as one file for a browser.")] = None,
     listing: Annotated[bool, typer.Option("--list", help="Print the generators with their parameters, and exit.")] = False,
