@@ -146,6 +146,16 @@ class Run:
             self._finish()
 
     @property
+    def controller(self) -> HybridCacheController:
+        """What is driven; for who wants to look closer."""
+        return self._controller
+
+    @property
+    def under_way(self) -> tuple[Request, ...]:
+        """Requests that have begun and not ended, the oldest first."""
+        return tuple(one.request for one in self._running)
+
+    @property
     def peak_bytes(self) -> int:
         """The most that all tiers that keep anything ever held, each at its own time."""
         return sum(use.peak for use in self.uses().values())

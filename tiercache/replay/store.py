@@ -7,7 +7,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import numpy as np
@@ -24,19 +24,24 @@ _SHARE = 64
 
 @dataclass(slots=True, eq=False)
 class _Object:
+    """`page`: the key of the page on which it ends; `parent`: of the page that it depends on, empty for none."""
+
     key: ObjectKey
     meta: ObjectMeta
-    tick: int = 0
+    page: bytes
+    parent: bytes
+    is_state: bool
+    tick: int
     hits: int = 0
 
-    @property
-    def is_state(self) -> bool:
-        """Does it lie on the page that it depends on?"""
-        return self.meta.parent == self.key.page_key
 
-    @property
-    def parent(self) -> bytes:
-        return self.meta.parent or b""
+@dataclass(slots=True, eq=False)
+class _Page:
+    """What is held of one page: how many states, and its KV with the page that this depends on."""
+
+    parent: bytes = b""
+    states: int = 0
+    kv: list[_Object] = field(default_factory=list)
 
 
 class NullStore(StorageBackend):
@@ -52,7 +57,8 @@ class NullStore(StorageBackend):
         self._policy = policy
         self._page_tokens = page_tokens
         self._objects: dict[bytes, _Object] = {}
-        self._on_page: dict[bytes, list[_Object]] = {}
+        self._pages: dict[bytes, _Page] = {}
+        self._leaves: dict[bytes, _Object] = {}
         self._dependents: Counter[bytes] = Counter()
         self._front: list[tuple[float, int, bytes]] = []
         self._until = -1
@@ -80,6 +86,9 @@ class NullStore(StorageBackend):
 
     def set(self, items: Sequence[SetItem]) -> list[Outcome]:
         own = {item.key.digest for item in items}
+        # What it hangs on would be orphaned by its eviction, as a state is whose page goes to make room for it.
+        parents = {item.meta.parent for item in items if item.meta.parent}
+        own |= {one.key.digest for page in parents if page in self._pages for one in self._pages[page].kv}
         return [self._set(item, own) for item in items]
 
     def delete(self, keys: Sequence[ObjectKey]) -> list[bool]:
@@ -117,17 +126,16 @@ class NullStore(StorageBackend):
         if not self._make_room(item.meta.length, own):
             return Outcome.THROTTLED
         self._tick += 1
-        made = _Object(item.key, item.meta, self._tick)
-        self._objects[item.key.digest] = made
-        self._on_page.setdefault(item.key.page_key, []).append(made)
-        self._dependents[made.parent] += 1
+        self._add(_Object(item.key, item.meta, item.key.page_key, item.meta.parent or b"", item.meta.parent == item.key.page_key, self._tick))
         self._used += item.meta.length
         self.peak = max(self.peak, self._used)
         self.written_bytes += item.meta.length
         return Outcome.STORED
 
     def _make_room(self, length: int, own: Iterable[bytes]) -> bool:
-        """A batch does not evict its own: what comes last is worth nothing without what came first."""
+        """A batch does not evict its own, nor what it hangs on: what comes last is worth nothing without what came first."""
+        if length > self._capacity:
+            return False
         while self._used + length > self._capacity:
             if self._tick > self._until or not self._front:
                 self._refill(own)
@@ -135,14 +143,14 @@ class NullStore(StorageBackend):
                 return False
             rank, tick, digest = heapq.heappop(self._front)
             found = self._objects.get(digest)
-            if found is not None and found.tick == tick and self._is_leaf(found) and digest not in own:
+            if found is not None and found.tick == tick and digest in self._leaves and digest not in own:
                 self._drop(found)
                 self.evicted += 1
                 self._policy.evicted(rank)
         return True
 
     def _refill(self, own: Iterable[bytes]) -> None:
-        leaves = [one for digest, one in self._objects.items() if digest not in own and self._is_leaf(one)]
+        leaves = [one for digest, one in self._leaves.items() if digest not in own]
         self._front = []
         if leaves:
             ranks = self._policy.rank(_Units(self, leaves))
@@ -151,30 +159,47 @@ class NullStore(StorageBackend):
             self._front = [(float(ranks[i]), leaves[i].tick, leaves[i].key.digest) for i in least]
             self._until = self._tick + wanted
 
-    def _is_leaf(self, one: _Object) -> bool:
-        return one.is_state or not self._dependents[one.key.page_key]
+    def _add(self, one: _Object) -> None:
+        self._objects[one.key.digest] = one
+        page = self._pages.setdefault(one.page, _Page())
+        if one.is_state:
+            page.states += 1
+        else:
+            page.kv.append(one)
+            page.parent = one.parent
+        if one.is_state or not self._dependents[one.page]:
+            self._leaves[one.key.digest] = one
+        self._dependents[one.parent] += 1
+        if self._dependents[one.parent] == 1 and one.parent in self._pages:
+            for other in self._pages[one.parent].kv:
+                del self._leaves[other.key.digest]
 
     def _drop(self, one: _Object) -> None:
         del self._objects[one.key.digest]
-        page = self._on_page[one.key.page_key]
-        page.remove(one)
-        if not page:
-            del self._on_page[one.key.page_key]
+        self._leaves.pop(one.key.digest, None)
+        page = self._pages[one.page]
+        if one.is_state:
+            page.states -= 1
+        else:
+            page.kv.remove(one)
+        if not page.states and not page.kv:
+            del self._pages[one.page]
+        self._used -= one.meta.length
         self._dependents[one.parent] -= 1
         if not self._dependents[one.parent]:
             del self._dependents[one.parent]
-        self._used -= one.meta.length
+            if one.parent in self._pages:
+                self._leaves |= {other.key.digest: other for other in self._pages[one.parent].kv}
 
     def _replay(self, one: _Object) -> int:
-        at, distance = one.key.page_key, 0
-        while True:
-            here = self._on_page.get(at, ())
-            if distance and any(other.is_state for other in here):
-                return distance
+        """Pages from the nearest state above to the object's end."""
+        at, distance = self._pages.get(one.page), 0
+        while at is not None and at.kv:
             distance += 1
-            at = next((other.parent for other in here if not other.is_state), b"")
-            if not at:
-                return distance
+            at = self._pages.get(at.parent)
+            if at is not None and at.states:
+                break
+        return max(1, distance)
 
 
 class _Units:
@@ -207,7 +232,7 @@ class _Units:
 
     @property
     def children(self) -> Column:
-        return np.array([self._store._dependents[one.key.page_key] - one.is_state for one in self._objects])
+        return np.array([self._store._dependents[one.page] - one.is_state for one in self._objects])
 
     @property
     def replay(self) -> Column:

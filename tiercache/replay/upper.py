@@ -1,6 +1,6 @@
 """What no cache of a size can exceed on a source, whatever it knows of the future and wherever it takes its states.
 
-What a request leaves competes for the cache's bytes in the gaps between requests; what a running request works on is free. A hit of d pages
+What requests leave competes for the cache's bytes in the gaps between requests; what a running request works on is free. A hit of d pages
 needs each of them, and a state at d, in every gap since a request last had that prefix and could compute it. Two hits never share bytes in
 a gap, for the next request with a prefix computes it anew, hit or not. So nothing is better than the choice of one depth per request that
 gains most among those that fit into every gap.
@@ -9,8 +9,8 @@ The bound is the Lagrangian dual of that choice: bytes have a price in each gap,
 
     what any cache gains <= capacity x sum of the prices + sum of the profits,
 
-since its hits are worth no more than their profits and the price of their bytes. That holds for any prices: they are searched for and need
-not be right. With one price for all gaps this is the fractional knapsack over use intervals, PFOO-L in Berger, Beckmann and Harchol-Balter,
+since a hit is worth no more than its profit and the price of its bytes. That holds for any prices: they are searched for and need not be
+right. With one price for all gaps this is the fractional knapsack over use intervals, PFOO-L in Berger, Beckmann and Harchol-Balter,
 "Practical Bounds on Optimal Caching with Variable Object Sizes" (2018), here with states, and with hits that need all pages before them.
 """
 
@@ -31,41 +31,50 @@ from tiercache.replay.base import Request, Source
 Floats: TypeAlias = npt.NDArray[np.float64]
 Ints: TypeAlias = npt.NDArray[np.int64]
 
-
-
+_LEVELS: Final = 48
+"""Prices that are tried in all gaps alike."""
+_ROUNDS: Final = 800
+_LEAST_ROUNDS: Final = 50
+_WORK: Final = 20_000_000
+"""Choices and gaps, times rounds, for one capacity: about a second."""
+_RATE: Final = 0.3
+_MOMENTUM: Final = 0.9
+_SPREAD: Final = 0.99
 
 
 @dataclass(frozen=True, slots=True)
 class Upper:
-    """Fractions of all prompt tokens, and of the FLOPs of all prefills; each is bounded by itself."""
+    """Fractions of all prompt tokens, and of the FLOPs of all prefills. Each is a bound of its own: no cache need reach both at once."""
 
     token_hit_rate: float
     flops_saved: float
 
 
-def upper_bound(
-    source: Source, profile: ModelProfile, capacities: Sequence[int], step: Callable[[], object] = lambda: None
-) -> list[Upper]:
-    """The bound for each capacity in bytes. The source is read once; `step` is called after each request."""
+def upper_bound(source: Source, profile: ModelProfile, capacities: Sequence[int], step: Callable[[], object] = lambda: None) -> list[Upper]:
+    """The bound for each capacity in bytes, never lower for a larger one. The source is read once; `step` is called after each request.
+
+    Where requests overlap, up to `source.concurrency` of them hold what they work on beside the capacity. Sound but for rounding, some
+    1e-12 of the bound.
+    """
     history = _History(source, profile)
     for request in source:
         history.add(request)
         step()
     choices = history.choices()
-    tokens = _bounds(choices, choices.tokens, capacities)
-    flops = _bounds(choices, profile.flops(0, choices.tokens), capacities)
+    hits = _bounds(choices, choices.tokens.astype(np.float64), capacities)
+    saved = _bounds(choices, profile.flops(0, choices.tokens), capacities)
     return [
-        Upper(hit / max(history.tokens, 1), saved / history.flops if history.flops else 0.0)
-        for hit, saved in zip(tokens, flops, strict=True)
+        Upper(hit / history.tokens if history.tokens else 0.0, flops / history.flops if history.flops else 0.0)
+        for hit, flops in zip(hits, saved, strict=True)
     ]
 
 
 @dataclass(frozen=True, slots=True)
 class _Choices:
-    """Depths at which requests may hit, one after another by request and depth, as columns.
+    """The depths at which requests may hit, by request and then by depth, as columns.
 
-    Pages that the same earlier request had last are needed in the same gaps, the gain per page never falls with the depth, and the state
-    costs the same at each of them: where one of them pays, all do. So there is one choice per such run of pages, at its end.
+    Only the last depth of each run of pages that the same earlier request had last: they and their states are needed in the same gaps, and
+    gain per page never falls with depth, so that the last pays if any does.
     """
 
     gaps: int
@@ -73,12 +82,12 @@ class _Choices:
     """What a hit here restores."""
     first: Ints
     last: Ints
-    """The pages of the run, and a state at its end, are needed in the gaps [first, last); gap g is before request g."""
+    """The pages of the run, and a state at its end, are needed in the gaps [first, last); gap g follows request g."""
     page_bytes: Ints
     """Of the run."""
     state_bytes: int
     starts: Ints
-    """Where each request's choices begin."""
+    """Where each request's choices begin; requests without any are left out."""
 
 
 class _History:
@@ -86,7 +95,7 @@ class _History:
 
     def __init__(self, source: Source, profile: ModelProfile) -> None:
         self._page_size = source.page_size
-        self._in_flight = source.concurrency - 1
+        self._overlapping = source.concurrency - 1
         self._profile = profile
         self._prefixes = Prefixes(source.page_size)
         self._last: dict[int, int] = {}
@@ -96,15 +105,16 @@ class _History:
         self.flops = 0.0
 
     def add(self, request: Request) -> None:
-        """The next request: what it could hit, then what it computes."""
+        """The next request: what it could hit, then what it has."""
         now, prompt = self._requests, len(request.prompt)
-        digests = self._prefixes.of(np.concatenate([request.prompt, request.output[:-1]]), 0).tolist()
-        limit = reusable_pages(prompt, self._page_size)
-        before = np.array([self._last[digest] for digest in digests[:limit] if digest in self._last], np.int64)
+        computed = np.concatenate([request.prompt, request.output[:-1]])  # the last token's KV is never computed
+        digests = self._prefixes.of(computed, 0).tolist()
+        reusable = digests[: reusable_pages(prompt, self._page_size)]
+        before = np.array([self._last[digest] for digest in reusable if digest in self._last], np.int64)
         if len(before):
-            ends = np.append(np.flatnonzero(before[1:] != before[:-1]) + 1, len(before))
-            # What a request holds is free while it is under way, which it may be until `_in_flight` others have begun.
-            first = np.minimum(before[ends - 1] + 1 + self._in_flight, now + 1)
+            ends = np.append(np.flatnonzero(np.diff(before)) + 1, len(before))
+            # A request may be under way, and hold for free what it restored, until so many others have begun.
+            first = np.minimum(before[ends - 1] + self._overlapping, now)
             self._columns.append(np.stack([np.full(len(ends), now), ends, np.diff(ends, prepend=0), first]))
         self._last.update(dict.fromkeys(digests, now))
         self._requests += 1
@@ -115,10 +125,10 @@ class _History:
         """Of all requests so far."""
         request, depth, pages, first = np.concatenate([np.empty((4, 0), np.int64), *self._columns], axis=1)
         return _Choices(
-            gaps=self._requests,
+            gaps=max(0, self._requests - 1),
             tokens=depth * self._page_size,
             first=first,
-            last=request + 1,
+            last=request,
             page_bytes=pages * (self._page_size * self._profile.kv_bytes_per_token),
             state_bytes=self._profile.state_bytes,
             starts=np.flatnonzero(np.diff(request, prepend=-1)),
@@ -126,45 +136,82 @@ class _History:
 
 
 class _Dual:
-    """The bounds that prices give for one objective. Prices: float64, one per gap. Thread rule: one thread."""
+    """What prices prove of one objective. A price per gap, float64, from 0. Thread rule: one thread."""
 
     def __init__(self, choices: _Choices, gains: Floats) -> None:
         self._choices = choices
         self._gains = gains
         self._sizes = np.diff(choices.starts, append=len(gains))
-        self.slopes: list[float] = []
-        self.offsets: list[float] = []
+        self._sums: list[float] = []
+        self._profits: list[float] = []
 
     def densities(self) -> Floats:
-        """Gain by bytes x gaps of each choice that takes any: about what bytes are worth."""
-        cost = self._costs(np.ones(self._choices.gaps))
+        """What each choice gains by byte and gap, of those that take any."""
+        cost = self._cost(np.ones(self._choices.gaps))
         return self._gains[cost > 0] / cost[cost > 0]
 
     def add(self, prices: Floats) -> Floats:
-        """Note the bound that these prices give; the bytes that the requests of the highest profit take in each gap come out."""
-        at, sizes = self._choices, self._sizes
-        profits = self._gains - self._costs(prices)
-        best = np.maximum.reduceat(profits, at.starts) if len(profits) else profits
-        self.slopes.append(float(prices.sum()))
-        self.offsets.append(float(np.maximum(best, 0.0).sum()))
+        """Remember what these prices prove. Returns the bytes in each gap that the choices of the highest profit take."""
+        at = self._choices
+        profits = self._gains - self._cost(prices)
+        best = np.maximum.reduceat(profits, at.starts)
+        self._sums.append(float(prices.sum()))
+        self._profits.append(float(np.maximum(best, 0.0).sum()))
         order = np.arange(len(profits))
-        taken = np.where(profits >= np.repeat(best, sizes), order, -1)
-        chosen = np.maximum.reduceat(taken, at.starts) if len(profits) else taken
-        chosen = np.where(best > 0, chosen, -1)
-        nbytes = np.where(order <= np.repeat(chosen, sizes), at.page_bytes, 0)
+        deepest = np.maximum.reduceat(np.where(profits == np.repeat(best, self._sizes), order, -1), at.starts)
+        chosen = np.where(best > 0, deepest, -1)
+        nbytes = np.where(order <= np.repeat(chosen, self._sizes), at.page_bytes, 0)
         nbytes[chosen[chosen >= 0]] += at.state_bytes
-        came = np.bincount(at.first, nbytes, at.gaps + 1)
-        gone = np.bincount(at.last, nbytes, at.gaps + 1)
-        return np.cumsum(came - gone)[:-1]
+        come, gone = (np.bincount(column, nbytes, at.gaps + 1) for column in (at.first, at.last))
+        wanted: Floats = np.cumsum(come - gone)[:-1]
+        return wanted
 
-    def bound(self, capacity: int) -> float:
-        """The least so far."""
-        return float((capacity * np.array(self.slopes) + np.array(self.offsets)).min())
+    def value(self, capacity: int) -> float:
+        """The least bound so far."""
+        return float((capacity * np.array(self._sums) + np.array(self._profits)).min())
 
-    def _costs(self, prices: Floats) -> Floats:
+    def level(self, capacity: int) -> float:
+        """The mean price of the least bound so far that has any."""
+        sums, profits = np.array(self._sums), np.array(self._profits)
+        return float(sums[np.where(sums > 0, capacity * sums + profits, np.inf).argmin()]) / self._choices.gaps
+
+    def _cost(self, prices: Floats) -> Floats:
+        """What the bytes of each choice cost: the runs of pages up to there, and the state."""
         at = self._choices
         until = np.concatenate([[0.0], np.cumsum(prices)])
         each = until[at.last] - until[at.first]
         pages = np.concatenate([[0.0], np.cumsum(each * at.page_bytes)])
-        above = np.repeat(pages[at.starts], self._sizes)
-        return pages[1:] - above + each * at.state_bytes
+        cost: Floats = pages[1:] - np.repeat(pages[at.starts], self._sizes) + each * at.state_bytes
+        return cost
+
+
+def _bounds(choices: _Choices, gains: Floats, capacities: Sequence[int]) -> list[float]:
+    if not len(gains):
+        return [0.0] * len(capacities)
+    dual = _Dual(choices, gains)
+    demand = dual.add(np.zeros(choices.gaps))
+    densities = dual.densities()
+    if len(densities):
+        # Beyond the highest density nothing pays, which is the bound for no capacity.
+        for price in [*np.quantile(densities, np.linspace(0.0, 1.0, _LEVELS)), 2.0 * densities.max()]:
+            dual.add(np.full(choices.gaps, price))
+        for capacity in sorted(set(capacities)):
+            if 0 < capacity < demand.max():
+                _search(dual, choices, capacity)
+    # What prices prove, they prove for every capacity.
+    return [dual.value(capacity) for capacity in capacities]
+
+
+def _search(dual: _Dual, choices: _Choices, capacity: int) -> None:
+    """Raise prices where more is wanted than there is and lower them elsewhere: projected subgradients by Adam, whose steps end at 0."""
+    level = dual.level(capacity)
+    prices = np.full(choices.gaps, level)
+    mean, square = np.zeros(choices.gaps), np.zeros(choices.gaps)
+    rounds = min(_ROUNDS, max(_LEAST_ROUNDS, _WORK // (choices.gaps + len(choices.tokens))))
+    for i in range(rounds):
+        slope = (capacity - dual.add(prices)) / capacity
+        mean = _MOMENTUM * mean + (1 - _MOMENTUM) * slope
+        square = _SPREAD * square + (1 - _SPREAD) * slope**2
+        step = mean / (1 - _MOMENTUM ** (i + 1)) / (np.sqrt(square / (1 - _SPREAD ** (i + 1))) + 1e-8)
+        prices = np.maximum(prices - _RATE * level * (1 - i / rounds) * step, 0.0)
+    dual.add(prices)

@@ -3,8 +3,8 @@
     class TestMyPolicy(PolicyConformance):
         def make(self): return MyPolicy()
 
-`units` makes columns for tests of a formula; `Rig` is an index with a policy; `PolicyMachine` drives one at random. Sizes are small; nothing
-here waits on a clock.
+`units` makes columns for tests of a formula; `Rig` is an index with a policy; `PolicyMachine` drives one at random. Sizes are small;
+nothing here waits on a clock.
 """
 
 # ruff: noqa: D102 (a test is named for what it checks)
@@ -74,7 +74,7 @@ class PlainUnits:
 
 
 def units(count: int | None = None, now: int = 0, page_tokens: int = 64, **columns: npt.ArrayLike) -> PlainUnits:
-    """`count` units (default: as many as the longest column has). A number is that of all units; a column left out is 0, or 1 as it must."""
+    """`count` units (default: as many as the longest column has). A number is that of all; what is left out is 0, or 1 as it must."""
     given = {name: np.atleast_1d(np.asarray(column, np.int64)) for name, column in columns.items()}
     if count is None:
         count = max(map(len, given.values()), default=1)
@@ -289,6 +289,10 @@ class Rig:
         """What an eviction could free on the host."""
         return sum(BLOCKS[pool] * count for pool, count in self.index.evictable(Tier.HOST).items())
 
+    def left(self) -> list[int]:
+        """Every location in the near tiers."""
+        return [at for tier in (Tier.DEVICE, Tier.HOST) for pool in self.index.pools for at in self.index.owned(tier, pool).tolist()]
+
     def snapshot(self) -> Any:
         """What is there, to be compared."""
         index = self.index
@@ -330,6 +334,9 @@ class Rig:
 
 
 # -- the contract ------------------------------------------------------------------------------------------------------
+
+
+_PINNED: Final = {(1, 1, 1): (Tier.DEVICE,), (2, 0, 1): (Tier.HOST,), (3, 2): (Tier.DEVICE, Tier.HOST)}
 
 
 class PolicyConformance:
@@ -398,9 +405,8 @@ class PolicyConformance:
 
     def test_what_is_pinned_stays_until_it_is_released(self, setup: Setup) -> None:
         rig = self._filled(setup)
-        rig.pin((1, 1, 1), Tier.DEVICE)
-        rig.pin((2, 0, 1), Tier.HOST)
-        rig.pin((3, 2), Tier.DEVICE, Tier.HOST)
+        for path, tiers in _PINNED.items():
+            rig.pin(path, *tiers)
         assert all(max(map(int, was.pages[tier])) >= 0 for was in rig.held for tier in was.pages), "something is pinned"
         for _ in range(2):
             self._drain(rig)
@@ -411,9 +417,7 @@ class PolicyConformance:
         while rig.held:
             rig.unpin()
         self._drain(rig)
-        assert [rig.index.owned(tier, pool).tolist() for tier in (Tier.DEVICE, Tier.HOST) for pool in rig.index.pools] == [[]] * (
-            2 * len(rig.index.pools)
-        )
+        assert not rig.left()
 
     @pytest.mark.parametrize("step", [1, 3, 10, 10_000])
     def test_what_is_asked_for_is_freed(self, setup: Setup, step: int) -> None:
@@ -471,15 +475,15 @@ class PolicyConformance:
         rig = Rig(self.make(), setup)
         for group in range(6):
             for branch in range(5):
-                path = [group, branch % 3, branch][: 2 + branch % 2]
+                path = (group, branch % 3, branch)[: 2 + branch % 2]
                 rig.request(path, (1, len(path)) if branch else (1,))
                 if branch % 2:
                     rig.copy(path)
                 if branch == 4:
                     rig.touch(path)
-        for path in ((1, 1, 1), (2, 0, 1), (3, 2)):
-            rig.request(path)
-            rig.copy(path)
+        for pinned in _PINNED:
+            rig.request(pinned)
+            rig.copy(pinned)
         return rig
 
     def _drain(self, rig: Rig) -> None:
@@ -506,13 +510,13 @@ class PolicyConformance:
 
     def _crowd(self, rig: Rig, random: Random) -> list[int]:
         gone: list[int] = []
-        for turn in range(1500):
-            rig.request((turn, 1, 2), (1, 2, 3))
+        for turn in range(850):
+            rig.request((turn, 1, 2, 3, 4), (1, 2, 3, 4, 5))
         assert rig.index.evictable(Tier.DEVICE)[STATE] > 4096
         for _ in range(3):
             gone += _order(rig.index.evict_device({STATE: 100}))
             for _ in range(30):
-                rig.touch((random.randrange(1500), 1, 2))
+                rig.touch((random.randrange(850), 1, 2))
             gone += _order(rig.index.evict_device({KV: 100}))
         return gone
 
@@ -529,7 +533,10 @@ _SHARES = st.sampled_from([0.0, 0.1, 0.4, 1.0])
 
 
 class PolicyMachine(RuleBasedStateMachine):
-    """{request, touch, copy, store, pin, unpin, evict} on a small tree; integrity after every step. Thread rule: hypothesis runs one at a time."""
+    """{request, touch, copy, store, pin, unpin, evict} on a small tree; integrity after every step.
+
+    Thread rule: hypothesis runs one at a time.
+    """
 
     suite: ClassVar[type[PolicyConformance]]
     setup: ClassVar[Setup]
@@ -601,5 +608,4 @@ class PolicyMachine(RuleBasedStateMachine):
         there = self.rig.index.evictable(Tier.DEVICE)
         self.rig.evict_device(there[KV], there.get(STATE, 0))
         self.rig.evict_host(self.rig.host_blocks())
-        left = [self.rig.index.owned(tier, pool).tolist() for tier in (Tier.DEVICE, Tier.HOST) for pool in self.rig.index.pools]
-        assert not any(left)
+        assert not self.rig.left()

@@ -47,7 +47,7 @@ def show_sources() -> None:
         shown.add_section()
         shown.add_row(f"[bold]{name}", *[""] * 4, Text(kind.summary, style="italic"))
         for option in kind.options:
-            shown.add_row("", option.name, str(option.default), f"{option.low:,}", f"{option.high:,}", Text(option.about))
+            shown.add_row("", option.name, str(option.default), _bound(option.low), _bound(option.high), Text(option.about))
     console = terminal()
     console.print(shown)
     console.print("Write them behind the name: 'shared-prefix?groups=32&question=64-128'. Lengths are a number or a range.", style="dim")
@@ -65,3 +65,7 @@ def print_sources() -> None:
         ]
         row = {"name": name, "summary": kind.summary, "page_size": kind.page_size, "concurrency": kind.concurrency}
         typer.echo(json.dumps(row | {"parameters": parameters}))
+
+
+def _bound(value: float) -> str:
+    return f"{int(value):,}" if value == int(value) else f"{value:g}"
