@@ -675,7 +675,6 @@ def test_dead_weight_goes_by_its_last_access_and_before_all_else():
     assert [n for n in left if rig.match((n, 1, 2)).path_depth == 3] == [5, 7, 9]
 
 
-@pytest.mark.xfail(reason="rows that changed twice between two pops are listed twice", strict=True)
 def test_what_was_taken_out_is_not_found_again_until_it_is_marked():
     rig = Rig(Lru())
     for n in range(3):

@@ -133,7 +133,7 @@ class Machine(RuleBasedStateMachine):
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_null_store_is_a_plain_model(policy: str) -> None:
     machine: Any = type(f"Machine_{policy}", (Machine,), {"policy": policy})
-    run_state_machine_as_test(machine, settings=settings(max_examples=40, stateful_step_count=25, deadline=None))
+    run_state_machine_as_test(machine, settings=settings(max_examples=25, stateful_step_count=25, deadline=None))
 
 
 def filled(policy: Policy, *names: Name) -> NullStore:

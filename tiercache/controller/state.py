@@ -46,6 +46,8 @@ class ControllerOptions:
     load_flops_per_byte: float = 0.0
 
     def __post_init__(self) -> None:
+        if not 0.0 <= self.load_flops_per_byte < float("inf"):
+            raise ConfigError(f"load_flops_per_byte={self.load_flops_per_byte} is not possible; use a finite number from 0")
         for name in ("read_threads", "write_threads"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} would leave storage unserved; use 1 or more")

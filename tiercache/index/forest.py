@@ -5,7 +5,7 @@ The discipline: whoever writes a location calls `_settle(node)` afterwards, whoe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -295,19 +295,20 @@ class Forest:
 
     def _recount(self, node: Node) -> None:
         """The first half of `_settle`, for a node that is announced later."""
-        before = node.restorable
-        self._account(node, -1)
-        node.recount()
-        self._account(node, +1)
-        self._shade(node, before)
+        self._count_anew(node, node.recount)
 
     def _recount_states(self, node: Node) -> None:
         """The first half of `_settle_states`, for a node that is announced later."""
-        before = node.restorable
+        self._count_anew(node, node.recount_states)
+
+    def _count_anew(self, node: Node, recount: Callable[[], None]) -> None:
+        before, could = node.restorable, node.can_answer
         self._account(node, -1)
-        node.recount_states()
+        recount()
         self._account(node, +1)
         self._shade(node, before)
+        if node.can_answer and not could:
+            self._ghosts.restored(node.digest)
 
     def _shade(self, node: Node, before: int) -> None:
         """A complete state came to the node's end, or went: tell all below, as far as the next one on each path."""

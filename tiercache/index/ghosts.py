@@ -40,6 +40,9 @@ class Ghosts:
     def begin(self) -> None:
         """A request began: what is older than the horizon is forgotten."""
         self._request += 1
+        self._trim()
+
+    def _trim(self) -> None:
         while self._edges and (self._edges[0][0] <= self._request - self._most_requests or self._held > self._most_pages):
             stamp, digests = self._edges.popleft()
             self._held -= len(digests)
@@ -53,6 +56,8 @@ class Ghosts:
         self._pages.update(zip(edge, repeat(self._request)))
         self._edges.append((self._request, edge))
         self._held += len(edge)
+        if self._held > self._most_pages:
+            self._trim()
 
     def note_unit(self, digest: int, unit: Reuse, now: int) -> None:
         """A unit that ended with the prefix `digest` was lost; `unit` says what it looked like at the time `now`."""

@@ -21,11 +21,12 @@ _STEADY_FRONT: Final = 512
 
 
 class Victim(NamedTuple):
-    """A node, and what of it may go; `number`: of the queue that it came from."""
+    """A node, and what of it may go; `number`: of the queue that it came from; `rank`: by the policy, None of dead weight."""
 
     node: Node
     kind: UnitKind
     number: int
+    rank: float | None
 
 
 class UnitQueue:
@@ -60,9 +61,7 @@ class UnitQueue:
             alive, rank, _, version, row = heapq.heappop(self._front)
             node = table.nodes[row]
             if node is not None and table.shared["version"][row] == version and table.has_unit(node, self._number):
-                if alive:
-                    self._policy.evicted(rank)
-                return Victim(node, table.take(node, self._number), self._number)
+                return Victim(node, table.take(node, self._number), self._number, rank if alive else None)
             self._follow()
         return None
 
@@ -88,13 +87,10 @@ class UnitQueue:
     def _refill(self) -> bool:
         """Fetch what goes next; False if there is nothing."""
         table, steady = self._table, self._policy.steady
-        rows = table.rows(self._number)
-        if not len(rows):
+        rows, dead = (table.rows(self._number, alive=alive) for alive in (True, False))
+        if not len(rows) and not len(dead):
             return False
         table.listen(self._number, on=True)
-        living = table.shared["alive"].take(rows).astype(np.bool_)
-        dead = rows[~living]
-        rows = rows[living]
         self._front, self._horizon = [], inf
         if len(rows):
             if not steady and len(rows) > _SAMPLE:

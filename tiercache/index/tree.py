@@ -177,6 +177,7 @@ class HybridIndex(Ledger):
         """Where a prompt that is restored to `depth` should leave states, and why; depths in pages, ascending. Read-only."""
         if not self.state_pools:
             return {}
+        tokens = as_tokens(tokens)
         ghost = match.path_depth
         if self.checkpoints.ghost and len(self._ghosts):
             rest = tokens[match.path_depth * self.page_size :]
@@ -196,7 +197,7 @@ class HybridIndex(Ledger):
             node.hits += 1
             self._units.now += 1
             self._refresh(node)
-        if tokens is not None and self._ghosts.has_units and (missed := self._missed(match, tokens)) is not None:
+        if tokens is not None and self._ghosts.has_units and (missed := self._missed(match, as_tokens(tokens))) is not None:
             found.append(missed)
         for reuse in found:
             self.policy.reused(reuse)
@@ -286,6 +287,8 @@ class HybridIndex(Ledger):
         Raises PoolFullError, and changes nothing, when what is not pinned does not suffice.
         """
         wanted = [need.get(pool, 0) for pool in self.pools]
+        if self._device_pages.kind is not device_pages:
+            raise InputError("the device's pools share their memory in this index; use evict_device_bytes")
         if unknown := set(need) - set(self.pools):
             raise InputError(f"{', '.join(unknown)}: no such pool in this index; it has {', '.join(self.pools)}")
         for pool, want, there in zip(self.pools, wanted, self._evictable[Tier.DEVICE], strict=True):
@@ -381,7 +384,6 @@ class HybridIndex(Ledger):
         """A state came to the end of `node`: why, and what of the path is too much now."""
         node.checkpoint, node.lineage, node.surplus = checkpoint, origin.lineage, False
         node.grown = max(0, node.end - origin.known)
-        self._ghosts.restored(node.digest)
         if self.checkpoints.per_path:
             on_path = [at for at in node.path() if at.is_complete and len(at.children) < 2]
             for at in on_path[self.checkpoints.per_path :]:
@@ -428,6 +430,8 @@ class HybridIndex(Ledger):
     def _evict(self, sweep: Sweep, victim: Victim | None) -> None:
         assert victim is not None, "the counters say that there is more to evict, and the queue is empty"
         node = victim.node
+        if victim.rank is not None:
+            self.policy.evicted(victim.rank)
         unit = _reuse(node, self._units.now) if node.can_answer else None
         sweep.take(victim)
         if victim.kind is UnitKind.STATE:

@@ -32,6 +32,8 @@ _SHARED: Final = (
     "version",
 )
 _OWN: Final = ("kind", "nbytes", "covered")
+_DTYPES: Final = {"kind": np.int8, "alive": np.int8, "complete": np.int8}
+"""Columns that every pass reads from end to end are narrow."""
 
 
 class Kind(NamedTuple):
@@ -86,14 +88,14 @@ class UnitTable:
         self._listeners[number] = [] if on else None
 
     def changed(self, number: int) -> Sequence[int] | None:
-        """The rows with a unit of this kind that were written since the last call, in order, some more than once; None: nobody listened."""
+        """The rows with a unit of this kind that were written since the last call, in order; None: nobody listened."""
         rows = self._listeners[number]
         if rows is None:
             return None
         if rows:
             self._listeners[number] = []
         kind = self._kind[number]
-        return [row for row in rows if kind[row]]
+        return [row for row in dict.fromkeys(rows) if kind[row]]
 
     def has_unit(self, node: Node, number: int) -> bool:
         """Is what the node's row says of this kind still so? A pin changes it without a mark; then the row is written."""
@@ -127,9 +129,10 @@ class UnitTable:
             if waiting is not None and len(waiting) > 2 * len(self.nodes) + _MOST_WAITING:
                 self._listeners[number] = None  # it has not asked for a long time, and starts anew when it does
 
-    def rows(self, number: int) -> npt.NDArray[np.int64]:
-        """The rows that have a unit of this kind."""
-        return np.flatnonzero(self.own["kind"][number][: len(self.nodes)])
+    def rows(self, number: int, *, alive: bool) -> npt.NDArray[np.int64]:
+        """The rows that have a unit of this kind, and lead to a state that survives, or do not."""
+        used = len(self.nodes)
+        return np.flatnonzero((self.own["kind"][number, :used] != 0) & (self.shared["alive"][:used] == alive))
 
     def complete(self) -> npt.NDArray[np.int64]:
         """The rows of all nodes that could answer a hit."""
@@ -202,8 +205,8 @@ class UnitTable:
     def _grow(self, rows: int) -> None:
         used = len(self.nodes)
         shared, own = self.shared, self.own
-        self.shared = {name: np.zeros(rows, np.int64) for name in _SHARED}
-        self.own = {name: np.zeros((len(self.kinds), rows), np.int64) for name in _OWN}
+        self.shared = {name: np.zeros(rows, _DTYPES.get(name, np.int64)) for name in _SHARED}
+        self.own = {name: np.zeros((len(self.kinds), rows), _DTYPES.get(name, np.int64)) for name in _OWN}
         for name, column in shared.items():
             self.shared[name][:used] = column[:used]
         for name, columns in own.items():

@@ -154,7 +154,10 @@ class Policy(ABC):
         """A unit answered a hit, or was missed."""
 
     def learn(self, live: Units, gone: Units) -> None:  # noqa: B027
-        """Called every `LEARN_EVERY` requests with all units that could answer a hit, and the remembered ones that no longer can."""
+        """Called every `LEARN_EVERY` requests with all units that could answer a hit, and the remembered ones that no longer can.
+
+        What an eviction would free (`kind`, `nbytes`, `covered`) has no meaning here.
+        """
 
 
 LEARN_EVERY = 64

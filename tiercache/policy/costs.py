@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tiercache.errors import ConfigError
 from tiercache.policy.base import Ranks, Units
 from tiercache.policy.profile import ModelProfile
 
@@ -19,6 +20,10 @@ class Costs:
 
     profile: ModelProfile
     load_flops_per_byte: float = LOAD_FLOPS_PER_BYTE
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.load_flops_per_byte < float("inf"):
+            raise ConfigError(f"load_flops_per_byte={self.load_flops_per_byte} is not possible; use a finite number from 0")
 
     def saved(self, units: Units) -> Ranks:
         """FLOPs that a hit on each unit saves over a hit on the nearest restorable depth above it."""

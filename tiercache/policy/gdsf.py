@@ -31,11 +31,16 @@ class Gdsf(Policy):
         self._base = 0.0
         self._ticks: list[int] = [0]
         self._bases: list[float] = [0.0]
+        self._steps: tuple[Ranks, Ranks] | None = None
+        """Both as arrays, until they change."""
 
     def rank(self, units: Units) -> Ranks:
         """The priority."""
         self._now = units.now
-        base = np.array(self._bases)[np.searchsorted(np.array(self._ticks), units.last_access, "right") - 1]
+        if self._steps is None:
+            self._steps = np.array(self._ticks), np.array(self._bases)
+        ticks, bases = self._steps
+        base = bases[np.searchsorted(ticks, units.last_access, "right") - 1]
         frequency = np.where(units.children == 1, 0.01, 1.0 + units.hits)
         return base + frequency * self._costs.density(units)
 
@@ -43,7 +48,7 @@ class Gdsf(Policy):
         """The base rises."""
         if rank <= self._base:
             return
-        self._base = rank
+        self._base, self._steps = rank, None
         at = bisect_right(self._ticks, self._now)
         del self._ticks[at:], self._bases[at:]
         if self._ticks[-1] == self._now:

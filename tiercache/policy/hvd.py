@@ -11,7 +11,7 @@ from tiercache.policy.costs import Costs
 from tiercache.policy.hazard import Hazard
 
 _LINEAGES = 5
-"""0, 1, 2 to 3, 4 to 7, 8 and more requests in a row."""
+"""0, 1 to 2, 3 to 6, 7 to 14, 15 and more requests in a row."""
 _HITS = 6
 """Own hits: 1, 2 to 3, and so on up to 32 and more."""
 _SIZES = 6

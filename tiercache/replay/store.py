@@ -126,7 +126,9 @@ class NullStore(StorageBackend):
         if not self._make_room(item.meta.length, own):
             return Outcome.THROTTLED
         self._tick += 1
-        self._add(_Object(item.key, item.meta, item.key.page_key, item.meta.parent or b"", item.meta.parent == item.key.page_key, self._tick))
+        self._add(
+            _Object(item.key, item.meta, item.key.page_key, item.meta.parent or b"", item.meta.parent == item.key.page_key, self._tick)
+        )
         self._used += item.meta.length
         self.peak = max(self.peak, self._used)
         self.written_bytes += item.meta.length

@@ -1,5 +1,5 @@
 """Conformance suites and faults, shipped in the wheel, for those who write a store: needs pytest and hypothesis.
 
 Import the parts by name: `faults` (FaultEnv), `crash` (CrashEnv: what a power cut leaves), `objects` (test objects), `conformance`
-(BackendConformance), `stateful` (the state machines), `faulty`, `latency` and `outage` (wrappers that misbehave).
+(BackendConformance), `policies` (the suite for eviction policies), `stateful` (the state machines), `faulty`, `latency` and `outage` (wrappers that misbehave).
 """
