@@ -43,12 +43,14 @@ class Tiers:
     """Bytes of each tier. Without `device_bytes` the device holds what runs and nothing else, so that the host is the cache.
 
     `device_states`: state slots of the device (default: a quarter of its bytes); pages get the rest. `disk_bytes` 0: no storage.
+    `disk_policy`: of the store, which knows too little of its objects for a policy that learns.
     """
 
     host_bytes: int
     device_bytes: int | None = None
     disk_bytes: int = 0
     device_states: int | None = None
+    disk_policy: str = "lru"
 
     @property
     def nbytes(self) -> int:
@@ -114,7 +116,8 @@ class Run:
         self._device = {name: device_pool(one, slots) for (name, one), slots in zip(geometry.items(), self._slots(need), strict=False)}
         self._store: NullStore | None = None
         if setup.tiers.disk_bytes:
-            self._store = NullStore(setup.tiers.disk_bytes, self._policy(), source.page_size)
+            disk_policy = policy_named(setup.tiers.disk_policy, Costs(setup.profile))
+            self._store = NullStore(setup.tiers.disk_bytes, disk_policy, source.page_size)
         self._engine: list[NullEngine] = []
         self._controller = HybridCacheController(
             Identity(setup.profile.name, "replay", "bytes", "bytes", "bytes", page_size=source.page_size),

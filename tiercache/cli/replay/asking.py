@@ -12,7 +12,7 @@ from tiercache.config import parse_size
 from tiercache.config.quantities import shown, size_text
 from tiercache.errors import ConfigError
 from tiercache.index import CheckpointRules
-from tiercache.policy import DEFAULT_PROFILE, POLICIES, profile_named
+from tiercache.policy import DEFAULT_PROFILE, POLICIES, policy_named, profile_named
 from tiercache.replay.base import Source
 from tiercache.replay.drive import Machine, Tiers
 from tiercache.replay.sources import open_source
@@ -59,12 +59,13 @@ def capacities(text: str) -> tuple[float, ...]:
     return tuple(_number("--capacity", part, "a fraction of the infinite cache, such as 0.1") for part in _parts(text))
 
 
-def tiers(device: str, host: str, disk: str, states: int | None) -> Tiers | None:
+def tiers(device: str, host: str, disk: str, states: int | None, disk_policy: str) -> Tiers | None:
     """The tiers in bytes; None where none is given."""
     if states is not None and states < 0:
         raise ConfigError(f"--device-states {states} is not possible; use 0 or more")
     if states is not None and not device:
         raise ConfigError("--device-states divides the bytes of a device; give --device-bytes as well")
+    policy_named(disk_policy)  # or it would be found out after minutes
     if not (device or host or disk):
         return None
     return Tiers(
@@ -72,6 +73,7 @@ def tiers(device: str, host: str, disk: str, states: int | None) -> Tiers | None
         _size("--device-bytes", device) if device else None,
         _size("--disk-bytes", disk) if disk else 0,
         states,
+        disk_policy,
     )
 
 

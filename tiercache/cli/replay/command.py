@@ -42,6 +42,7 @@ def replay(
     device_bytes: Annotated[str, typer.Option(metavar="SIZE", help="Instead of --capacity: bytes of the device, such as 40GiB.")] = "",
     host_bytes: Annotated[str, typer.Option(metavar="SIZE", help="Bytes of the host. Without a device, that holds what runs.")] = "",
     disk_bytes: Annotated[str, typer.Option(metavar="SIZE", help="Bytes of the disk below the host.")] = "",
+    disk_policy: Annotated[str, typer.Option(help="What goes first from the disk, whatever --policy says of the tiers above.")] = "lru",
     device_states: Annotated[int | None, typer.Option(help="States of the device. Default: what a quarter of its bytes holds.")] = None,
     refresh: Annotated[
         Refresh, typer.Option(help="What a hit makes young: the last node that it needs, or all of its path.")
@@ -95,7 +96,7 @@ def replay(
         return
     if report is not None:
         asking.check_report(report)
-    tiers = asking.tiers(device_bytes, host_bytes, disk_bytes, device_states)
+    tiers = asking.tiers(device_bytes, host_bytes, disk_bytes, device_states, disk_policy)
     question = asking.question(
         asking.source(source, seed, limit), policy, profile, asking.capacities(capacity), tiers,
         asking.rules(checkpoints, every, states_per_path), asking.machine(flops, host_bandwidth, disk_bandwidth),

@@ -137,7 +137,8 @@ def _aligned(cells: dict[str, str], widths: dict[str, int]) -> Text:
 
 def _legend(made: Sequence[Group], *, several: bool) -> Iterator[str]:
     if any(group.is_best(one) for group in made for one in group.policies):
-        yield f"{_BEST} saves most at its capacity. Dim rows are bounds, which are no policies."
+        yield f"{_BEST} saves most at its capacity."
+    yield f"Dim rows are bounds, which are no policies: {', '.join(dict.fromkeys(one.policy for group in made for one in group.bounds))}."
     yield (
         "hit rate: of prompt tokens. FLOPs: of prefill, saved. TTFT: mean time to the first token, modelled; p95: its 95th percentile."
         " read and written: bytes that a tier gave and took. evicted: objects."
