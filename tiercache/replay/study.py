@@ -108,7 +108,8 @@ class _Study:
         unlimited = infinite(self._source, need, question.profile, question.checkpoints)
         free = self._run(need, unlimited, recorder, "infinite", None)
         footprint = max(1, free.peak_bytes)
-        yield replace(free, capacity=1.0, capacity_bytes=footprint, is_bound=True)
+        filled = {name: replace(use, capacity=use.peak) for name, use in free.tiers.items()}
+        yield replace(free, capacity=1.0, capacity_bytes=footprint, is_bound=True, tiers=filled)
         sizes = self._sizes(need, unlimited, footprint)
         for policy in question.policies:
             for capacity, tiers in sizes:
