@@ -10,13 +10,14 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 from tiercache_backends.file import FileBackend
 from tiercache_backends.file.pace import Pace
 
 from tiercache.core import ObjectMeta, Outcome
 from tiercache.errors import ConfigError, StorageError, StoreFormatError
-from tiercache.policy import Policy, Unit
+from tiercache.policy import Policy, Units
 from tiercache.storage import GetItem, SetItem, open_backend
 from tiercache.storage.checksum import Seal
 from tiercache.storage.pagecache import _resident, cached_bytes
@@ -365,8 +366,8 @@ class KeepsSmallDepths(Policy):
 
     name = "small depths"
 
-    def rank(self, unit: Unit) -> float:
-        return -unit.depth
+    def rank(self, units: Units) -> np.ndarray:
+        return -units.depth.astype(float)
 
 
 def test_a_policy_decides_among_the_leaves(tmp_path: Path) -> None:
