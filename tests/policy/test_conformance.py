@@ -5,7 +5,7 @@ from __future__ import annotations
 from tiercache.policy import POLICIES, Policy, policy_named
 from tiercache.testing.policies import PolicyConformance
 
-for _name in (*POLICIES, "marconi:tuned"):
+for _name in POLICIES:
 
     def _make(self: PolicyConformance, name: str = _name) -> Policy:
         return policy_named(name)

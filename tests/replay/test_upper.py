@@ -314,13 +314,13 @@ def check_runs(spec: str, profile: ModelProfile, concurrency: int, rules: Checkp
             assert tally.flops_saved <= bound.flops_saved + SLACK
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", [*SPECS[:3], *(pytest.param(spec, marks=pytest.mark.slow) for spec in SPECS[3:])])
 def test_no_run_is_above_the_bound(spec):
     check_runs(spec, HYBRID, 1, CheckpointRules(), limit=50)
 
 
 @pytest.mark.parametrize("spec", SPECS[:3])
-@pytest.mark.parametrize("concurrency", [1, 3])
+@pytest.mark.parametrize("concurrency", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_no_run_of_pages_alone_or_of_requests_that_overlap_is_above_the_bound(spec, concurrency):
     check_runs(spec, ATTENTION, concurrency, CheckpointRules(), limit=50)
 
