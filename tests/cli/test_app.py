@@ -59,3 +59,10 @@ def test_completion_scripts_are_there(shell: str) -> None:
     )
     assert "_TIERCACHE_COMPLETE" in done.stdout
     assert done.returncode == 0
+
+
+def test_what_users_write_is_not_read_as_emoji(tmp_path: Path) -> None:
+    (tmp_path / "trace.jsonl").write_text("root:x:0\n")
+    found = subprocess.run([sys.executable, "-m", "tiercache.cli", "replay", str(tmp_path / "trace.jsonl")], capture_output=True, text=True)
+    assert found.returncode == 2
+    assert "root:x:0" in found.stderr

@@ -57,7 +57,7 @@ def _root(
 
 def main() -> None:
     """The console script."""
-    errors = Console(stderr=True, highlight=False)
+    errors = Console(stderr=True, highlight=False, emoji=False)
     # As Ctrl-C does: unwind, so that processes that were started are ended and temporary directories removed.
     logging.getLogger("tiercache_backends.grpc").addHandler(logging.NullHandler())  # what it logs, the verbs say themselves
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_TERMINATED))

@@ -137,8 +137,8 @@ def show(
         origins = {dotted(key): loaded.origin(key) for key, _ in leaves(said)}
         typer.echo(json.dumps({"file": loaded.file and str(loaded.file), "settings": said, "origins": origins}))
     else:
-        console = Console()
-        (console if console.is_terminal else Console(width=_WIDE)).print(_table(loaded))
+        console = Console(emoji=False)
+        (console if console.is_terminal else Console(width=_WIDE, emoji=False)).print(_table(loaded))
 
 
 @config.command()

@@ -99,9 +99,9 @@ def demo(
 
         tiercache demo --storage grpc:///var/lib/tiercache/run
     """
-    console = Console()
+    console = Console(emoji=False)
     if not console.is_terminal:
-        console = Console(width=100)
+        console = Console(width=100, emoji=False)
     if missing := [name for name in ("torch", "transformers") if find_spec(name) is None]:
         raise ConfigError(f"the demo runs a model and needs {' and '.join(missing)}; install them with: pip install 'tiercache[worker]'")
     if model and not Path(model).is_dir():

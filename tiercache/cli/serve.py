@@ -60,7 +60,7 @@ def serve(
     }  # fmt: skip
     settings = load(find_file(config), {name: value for name, value in given.items() if value is not None})
     logging.basicConfig(level=logging.DEBUG if verbose else logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    console = Console(stderr=True, highlight=False)
+    console = Console(stderr=True, highlight=False, emoji=False)
     for warning in warnings(settings):
         console.print(f"[yellow]warning:[/] {escape(warning)}", soft_wrap=True)
     stop = Event()

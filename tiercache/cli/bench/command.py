@@ -82,7 +82,7 @@ def disk(
     if output is Output.TABLE:
         show.table(rows, f"{made.backend} store", said)
     else:
-        Console(stderr=True, highlight=False).print("\n".join(said), style="dim", markup=False, soft_wrap=True)
+        Console(stderr=True, highlight=False, emoji=False).print("\n".join(said), style="dim", markup=False, soft_wrap=True)
 
 
 @bench.command()
@@ -126,13 +126,13 @@ def rpc(
     if output is Output.TABLE:
         show.table(rows, "daemon", said)
     else:
-        Console(stderr=True, highlight=False).print("\n".join(said), style="dim", markup=False, soft_wrap=True)
+        Console(stderr=True, highlight=False, emoji=False).print("\n".join(said), style="dim", markup=False, soft_wrap=True)
 
 
 @contextmanager
 def _progress(*, quiet: bool) -> Iterator[Callable[[str], None]]:
     """A line on stderr that says what is being done; nothing where it is no terminal, or would end up between rows."""
-    console = Console(stderr=True)
+    console = Console(stderr=True, emoji=False)
     if quiet or not console.is_terminal:
         yield lambda _: None
         return

@@ -41,9 +41,9 @@ def sort(found: Iterable[Row | Note]) -> tuple[list[Row], list[Note]]:
 
 def table(rows: Sequence[Row], title: str, said: Sequence[str]) -> None:
     """Print all rows, a section per size, and what was said about them."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, emoji=False)
     if not console.is_terminal:
-        console = Console(width=_WIDTH, highlight=False)
+        console = Console(width=_WIDTH, highlight=False, emoji=False)
     shown = Table(title=title, title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for name in _COLUMNS:
         shown.add_column(name, justify="left" if name in _LEFT else "right", no_wrap=True)

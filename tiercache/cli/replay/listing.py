@@ -25,7 +25,7 @@ class ReplayCommand(TyperCommand):
         from tiercache.policy import POLICIES, PROFILES
         from tiercache.replay.sources import SOURCES
 
-        console = Console()
+        console = Console(emoji=False)
         names = Table.grid(padding=(0, 2, 0, 0))
         names.add_column(no_wrap=True, style="bold cyan")
         names.add_column()

@@ -63,7 +63,7 @@ class _Bars(Watch):
 @contextmanager
 def watching(stages: int, requests: int, *, as_json: bool) -> Iterator[Watch]:
     """Bars on a terminal. Elsewhere a line per row, or nothing where the rows themselves are printed as JSON."""
-    console = Console(stderr=True, highlight=False)
+    console = Console(stderr=True, highlight=False, emoji=False)
     # Rows on the same terminal would end up between bars.
     if not console.is_terminal or (as_json and sys.stdout.isatty()):
         yield Watch() if as_json else _Log(console)

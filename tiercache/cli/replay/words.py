@@ -10,8 +10,8 @@ _WIDTH = 120
 
 def terminal() -> Console:
     """Where tables go."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(width=_WIDTH, highlight=False)
+    console = Console(highlight=False, emoji=False)
+    return console if console.is_terminal else Console(width=_WIDTH, highlight=False, emoji=False)
 
 
 def percent(value: float | None) -> str:

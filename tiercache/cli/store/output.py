@@ -106,8 +106,8 @@ def document(value: Any) -> None:
 
 def console() -> Console:
     """Where tables go; as wide as a terminal, or wide enough."""
-    found = Console(highlight=False)
-    return found if found.is_terminal else Console(width=_WIDTH, highlight=False)
+    found = Console(highlight=False, emoji=False)
+    return found if found.is_terminal else Console(width=_WIDTH, highlight=False, emoji=False)
 
 
 def table(columns: Sequence[str], left: Sequence[str] = ()) -> Table:
@@ -121,7 +121,7 @@ def table(columns: Sequence[str], left: Sequence[str] = ()) -> Table:
 @contextmanager
 def progress(doing: str, total: int) -> Iterator[Callable[[int], None]]:
     """A bar on stderr over `total` bytes, where that is a terminal; the callable says how many more are done."""
-    shown = Console(stderr=True)
+    shown = Console(stderr=True, emoji=False)
     if not shown.is_terminal:
         yield lambda _: None
         return
