@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
 from typing import Final
 
 _M_TRIM_THRESHOLD: Final = -1
@@ -11,7 +12,7 @@ _M_MMAP_THRESHOLD: Final = -3
 _M_ARENA_MAX: Final = -8
 _LARGE_BYTES: Final = 16 << 20
 """Blocks from here on are mappings of their own. Messages must not be: to fault their pages in anew costs as much as to copy them."""
-_KEPT_BYTES: Final = 32 << 20
+_KEPT_BYTES: Final = 8 << 20
 """At the end of a heap, until the next trim."""
 _ARENAS: Final = 1
 """Of others than the first, glibc trims what is free in between and never the end."""
@@ -29,6 +30,14 @@ def keep_little() -> None:
 
 async def trim_now_and_then() -> None:
     """Give back what is free between blocks in use, until cancelled; a few milliseconds in a thread."""
-    while hasattr(_libc, "malloc_trim"):
+    gc.freeze()  # what the start made stays, and need not be looked at again
+    while True:
         await asyncio.sleep(_SECONDS)
-        await asyncio.to_thread(_libc.malloc_trim, 0)
+        await asyncio.to_thread(_tidy)
+
+
+def _tidy() -> None:
+    # A call that was refused leaves a circle of its exception, its frames and the buffers in them.
+    gc.collect()
+    if hasattr(_libc, "malloc_trim"):
+        _libc.malloc_trim(0)
