@@ -18,7 +18,7 @@ from tiercache.index.queue import Victim
 from tiercache.index.units import UnitTable
 from tiercache.policy import CheckpointKind, Lru, Policy, Reuse, UnitKind, Units
 from tiercache.policy.base import Ranks
-from tiercache.testing.policies import BYTES, KV, SETUPS, STATE, PlainUnits, Rig, random_units, tokens_of, units
+from tiercache.testing.policy_rig import BYTES, KV, SETUPS, STATE, PlainUnits, Rig, random_units, tokens_of, units
 
 DEVICE_PAGES, DEVICE_STATES, HOST_UNITS, STORED_LEAVES = range(4)
 WORD = 2**64

@@ -30,7 +30,7 @@ from tiercache.policy.hvd import HitValueDensity
 from tiercache.policy.marconi import Marconi
 from tiercache.policy.portfolio import Portfolio
 from tiercache.policy.seglen import SegLen, normalised
-from tiercache.testing.policies import PlainUnits, Rig, reuse_of, units
+from tiercache.testing.policy_rig import PlainUnits, Rig, reuse_of, units
 
 COSTS = Costs(ModelProfile("m", kv_bytes_per_token=1, state_bytes=1, flops_per_token=10.0, flops_per_context_token=2.0))
 """Tokens [start, end) cost 10 (end - start) + end^2 - start^2."""

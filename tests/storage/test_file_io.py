@@ -17,12 +17,12 @@ from tiercache_backends.file.pace import Pace
 
 from tiercache.core import ObjectMeta, Outcome
 from tiercache.errors import ConfigError, StorageError, StoreFormatError
-from tiercache.policy import Policy, Units
+from tiercache.policy import POLICIES, Policy, Units, policy_named
 from tiercache.storage import GetItem, SetItem, open_backend
 from tiercache.storage.checksum import Seal
 from tiercache.storage.pagecache import _resident, cached_bytes
 from tiercache.testing.faults import Call, FaultEnv
-from tiercache.testing.objects import NAMESPACE, chain, fetch, key, outcomes, payload, put, to_get, to_set
+from tiercache.testing.objects import NAMESPACE, chain, fetch, key, outcomes, payload, put, state_of, to_get, to_set
 
 CAPACITY = 24 << 20
 HIT, MISS, STORED, CORRUPT = Outcome.HIT, Outcome.MISS, Outcome.STORED, Outcome.CORRUPT
@@ -426,3 +426,20 @@ def test_a_store_of_an_older_format_starts_empty(tmp_path: Path, caplog: pytest.
     assert "has format 1" in caplog.text
     with FileBackend(str(path), CAPACITY) as store:
         assert fetch(store, key("a"), 9000) == payload("a", 9000)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_keeps_a_full_store_within_its_cap(tmp_path: Path, policy: str) -> None:
+    """Sequences of four pages with a state each, several times what fits: the cap holds and no page outlives what it depends on."""
+    cap = 8 << 20
+    with FileBackend(str(tmp_path / "s"), cap, policy=policy_named(policy)) as store:
+        for sequence in range(60):
+            pages = chain(sequence, 4)
+            state = state_of((sequence, 3))
+            batch = [to_set(page, payload(page, 65536), parent=parent, depth=depth) for depth, (page, parent) in enumerate(pages, 1)]
+            batch.append(to_set(state, payload(state, 131072), parent=state.page_key, depth=4))
+            assert outcomes(store.set(batch)) == {STORED: 5}
+            assert store.usage().used_bytes <= cap
+        store.check_integrity()
+        assert store.orphans() == 0
+        assert 0 < store.usage().objects < 60 * 5

@@ -20,6 +20,7 @@ from tiercache.index import Content, HybridIndex
 from tiercache.keys import Identity, Shard, namespace_of
 from tiercache.metrics import Metrics
 from tiercache.policy import DEFAULT_PROFILE, Costs, ModelProfile, Policy, Portfolio, policy_named, profile_named
+from tiercache.policy.costs import LOAD_FLOPS_PER_BYTE
 from tiercache.pools import BlockArena, DevicePool, HostPool
 from tiercache.storage.base import NamespaceRecord, StorageBackend
 from tiercache.storage.hybrid import HybridStorage
@@ -66,6 +67,7 @@ class HybridCacheController:
         page_pools, state_pools = _kinds(identity, device_pools)
         namespace = namespace_of(identity)
         profile = profile or profile_named(DEFAULT_PROFILE)
+        costs = Costs(profile, options.load_flops_per_byte or LOAD_FLOPS_PER_BYTE)
         host = {name: HostPool(pool.geometry, arena) for name, pool in device_pools.items()}
         self._backend = storage
         self._hybrid: HybridStorage | None = None
@@ -79,7 +81,7 @@ class HybridCacheController:
                 namespace=namespace,
                 page_pools=page_pools,
                 state_pools=state_pools,
-                policy=policy or policy_named(options.policy, Costs(profile)),
+                policy=policy or policy_named(options.policy, costs),
                 refresh="path" if options.refresh_path else "last",
                 checkpoints=options.checkpoints,
                 object_bytes={name: pool.geometry.nbytes for name, pool in device_pools.items()},

@@ -31,7 +31,7 @@ class ControllerOptions:
     flight, beyond which a lookup does not ask; `read_threads`, `write_threads`: threads on the store. `policy`: what is evicted first (see
     `policy_named`); `checkpoints`: which states are asked for; `seed`: of what the index draws at random.
     `load_flops_per_byte`: what the device computes while one byte comes up from the host (250 TFLOP/s and 50 GB/s: 5,000). A state that is
-    cheaper to compute again than to load is not sent down; 0 sends every state down.
+    cheaper to compute again than to load is not sent down; 0 sends every state down, and lets the policy weigh by those 5,000.
     """
 
     restore_deadline: float = 5.0

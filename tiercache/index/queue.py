@@ -14,7 +14,7 @@ from tiercache.index.units import UnitTable
 from tiercache.policy import Policy, UnitKind
 
 _SHARE: Final = 64
-"""A pass takes the least one in 64: as good as the least of 64 drawn at random, which a full scan did not beat (see docs/policies.md)."""
+"""A pass takes the least one in 64: as good as the least of 64 drawn at random, which a full scan did not beat (see docs/design/0014)."""
 _SAMPLE: Final = 4096
 """Units that an unsteady policy ranks in one pass; of more, so many are drawn at random."""
 _STEADY_FRONT: Final = 512

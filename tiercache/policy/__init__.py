@@ -1,7 +1,7 @@
 """Eviction policies: which evictable unit is worth least. One contract for the index and for stores.
 
 Reading order: `base` (the contract), `profile` (bytes and FLOPs of a model), `costs`, then one file a policy; `hazard` is what `hvd`
-learns.
+learns; `stored` is what a store can say of its objects.
 """
 
 from __future__ import annotations

@@ -35,7 +35,6 @@ class HitValueDensity(Policy):
         self._costs = costs
         self._hazard = Hazard((len(CheckpointKind) * 3, _LINEAGES + _HITS, _SIZES))
         self._reused: list[Reuse] = []
-        self._page_tokens = 1
 
     def rank(self, units: Units) -> Ranks:
         """The density."""

@@ -30,7 +30,8 @@ class Portfolio(Policy):
         self.label = name
         self.needs_states = any(member.needs_states for member in members.values())  # type: ignore[misc]  # of this portfolio
         self.current = next(iter(self.members))
-        self._scores = dict.fromkeys(self.members, 0.0)
+        self.scores = dict.fromkeys(self.members, 0.0)
+        """What each member's shadow lately saved, in FLOPs; older windows count less."""
 
     def rank(self, units: Units) -> Ranks:
         """What the current member says."""
@@ -53,5 +54,5 @@ class Portfolio(Policy):
     def saved(self, flops: Sequence[float]) -> None:
         """What each member's shadow saved in the last window, in the order of `members`; equal ones go to the first."""
         for name, value in zip(self.members, flops, strict=True):
-            self._scores[name] = _KEPT * self._scores[name] + value
-        self.current = max(self._scores, key=lambda name: self._scores[name])
+            self.scores[name] = _KEPT * self.scores[name] + value
+        self.current = max(self.scores, key=lambda name: self.scores[name])

@@ -16,6 +16,7 @@ from tiercache.core import ObjectKey, ObjectMeta, Outcome
 from tiercache.errors import ConfigError
 from tiercache.policy import Policy, UnitKind
 from tiercache.policy.base import Column
+from tiercache.policy.stored import StoredColumns
 from tiercache.storage import StoreContext
 from tiercache.storage.base import Capabilities, GetItem, NamespaceRecord, ScanEntry, ScanPage, SetItem, StorageBackend, Usage
 
@@ -204,7 +205,7 @@ class NullStore(StorageBackend):
         return max(1, distance)
 
 
-class _Units:
+class _Units(StoredColumns):
     """Objects as a policy sees them. See `Units`. Thread rule: during one call of the policy."""
 
     def __init__(self, store: NullStore, objects: Sequence[_Object]) -> None:
@@ -243,23 +244,3 @@ class _Units:
     @property
     def nbytes(self) -> Column:
         return np.array([one.meta.length for one in self._objects])
-
-    @property
-    def checkpoint(self) -> Column:
-        return np.zeros(len(self), np.int64)
-
-    @property
-    def lineage(self) -> Column:
-        return np.zeros(len(self), np.int64)
-
-    @property
-    def covered(self) -> Column:
-        return np.zeros(len(self), np.int64)
-
-    @property
-    def grown(self) -> Column:
-        return np.ones(len(self), np.int64)
-
-    @property
-    def digest(self) -> Column:
-        return np.zeros(len(self), np.int64)

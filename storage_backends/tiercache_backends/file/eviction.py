@@ -15,6 +15,7 @@ import numpy as np
 
 from tiercache.policy import Policy, UnitKind
 from tiercache.policy.base import Column
+from tiercache.policy.stored import StoredColumns
 from tiercache_backends.file.objects import RESIDENT, Objects
 from tiercache_backends.file.pages import Ints
 
@@ -116,7 +117,7 @@ class EvictionOrder:
         heapq.heappush(self._front, (rank, row, self._objects.number[row]))
 
 
-class StoredUnits:
+class StoredUnits(StoredColumns):
     """Objects as a policy sees them. See `Units`; what a store does not know of them is 0. The tokens of a page are not known either, so
     that a page counts for one.
 
@@ -172,31 +173,6 @@ class StoredUnits:
     def nbytes(self) -> Column:
         """Payload bytes, at least 1."""
         return np.maximum(self._column("length").astype(np.int64), 1)
-
-    @property
-    def checkpoint(self) -> Column:
-        """Not known."""
-        return np.zeros(len(self), np.int64)
-
-    @property
-    def lineage(self) -> Column:
-        """Not known."""
-        return np.zeros(len(self), np.int64)
-
-    @property
-    def covered(self) -> Column:
-        """Nothing is below a store."""
-        return np.zeros(len(self), np.int64)
-
-    @property
-    def grown(self) -> Column:
-        """Not known."""
-        return np.ones(len(self), np.int64)
-
-    @property
-    def digest(self) -> Column:
-        """Not known."""
-        return np.zeros(len(self), np.int64)
 
     def _column(self, name: str) -> Column:
         found: Column = self._objects.columns[name][self._rows]
