@@ -141,6 +141,8 @@ class Threads:
                 future.add_done_callback(lambda _: undo())
             future.add_done_callback(_retrieve)
             raise
+        finally:
+            del future  # with what was raised it would hold this frame, and this frame it
 
     def start(
         self,

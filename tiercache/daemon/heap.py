@@ -15,13 +15,16 @@ _LARGE_BYTES: Final = 16 << 20
 _KEPT_BYTES: Final = 8 << 20
 """At the end of a heap, until the next trim."""
 _ARENAS: Final = 1
-"""Of others than the first, glibc trims what is free in between and never the end."""
+"""Of others than the first, glibc trims what is free in between and never the end: megabytes of each, for good."""
 _SECONDS: Final = 2.0
 _libc = ctypes.CDLL(None)
 
 
 def keep_little() -> None:
-    """Of the whole process: messages reuse the memory of those before them, in one heap that can be trimmed. Only with glibc."""
+    """Of the whole process: messages reuse the memory of those before them, in one heap that can be trimmed. Only with glibc.
+
+    To be called before there are threads: one that runs already may have a heap of its own, which later ones then share.
+    """
     if hasattr(_libc, "mallopt"):
         _libc.mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
         _libc.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
@@ -29,7 +32,8 @@ def keep_little() -> None:
 
 
 async def trim_now_and_then() -> None:
-    """Give back what is free between blocks in use, until cancelled; a few milliseconds in a thread."""
+    """Give back what is free, until cancelled; a few milliseconds in a thread. To be called when the start is over."""
+    gc.collect()
     gc.freeze()  # what the start made stays, and need not be looked at again
     while True:
         await asyncio.sleep(_SECONDS)
@@ -37,7 +41,7 @@ async def trim_now_and_then() -> None:
 
 
 def _tidy() -> None:
-    # A call that was refused leaves a circle of its exception, its frames and the buffers in them.
-    gc.collect()
+    # gRPC leaves a circle of every call, with its metadata. Only among what is new: to look through a large store's objects takes long.
+    gc.collect(1)
     if hasattr(_libc, "malloc_trim"):
         _libc.malloc_trim(0)

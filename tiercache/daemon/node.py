@@ -80,6 +80,7 @@ class Node:
     def start(self) -> None:
         """Open the store and serve. Returns when clients can connect; raises ConfigError, StorageError or OSError where that cannot be."""
         check_files(self.settings)
+        keep_little()
         self._thread.start()
         if not self._ready.wait(_START_SECONDS):
             raise StorageError(f"the node was not ready within {_START_SECONDS:g} s; its store hangs")
@@ -130,11 +131,10 @@ class Node:
 
     async def _live(self) -> None:
         self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
-        keep_little()
         _raise_descriptors(self.settings.limits.clients)
         async with AsyncExitStack() as ends:
-            ends.callback(self._loop.create_task(trim_now_and_then()).cancel)
             self._serving = await self._open(ends)
+            ends.callback(self._loop.create_task(trim_now_and_then()).cancel)
             self._ready.set()
             self._notifier.send("READY=1", f"STATUS=serving on {', '.join(self._serving)}")
             await self._wait(self._stopping)
