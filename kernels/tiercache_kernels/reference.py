@@ -48,3 +48,9 @@ def copy_segments(sources: npt.NDArray[np.uint64], destinations: npt.NDArray[np.
         if held >= HOLD_AT_MOST:
             time.sleep(_OFFER_S)
             held = 0
+
+
+def copy_table(table: npt.NDArray[np.uint64]) -> None:
+    """Copy what a table of shape [segments + 1, 4] says (see `tiercache_kernels.table`), or any rows of one: the copy kernel's twin."""
+    segments = table[:-1]
+    copy_segments(segments[:, 0], segments[:, 1], segments[:, 2].astype(np.int64))

@@ -230,7 +230,7 @@ def test_a_fence_comes_first(rig: Rig) -> None:
     fence, calls = threading.Event(), []
     handle = int(rig.host.alloc(1)[0])
     with CopyEngine(*rig.sides) as engine:
-        ticket = engine.store(rig.units([0], [handle]), after=fence.wait)
+        ticket = engine.store(rig.units([0], [handle]), after=[fence.wait])
         ticket.add_done_callback(lambda t: calls.append(threading.current_thread().name))
         assert not ticket.wait(0.02)
         for layer in (1, 2, 5):
@@ -239,7 +239,7 @@ def test_a_fence_comes_first(rig: Rig) -> None:
         fence.set()
         assert ticket.wait(10)
         assert b"".join(rig.host.buffers(handle))[: rig.host.geometry.nbytes] == slot_bytes(rig.tensors, SLOTS, 0)
-        failed = engine.load(rig.units([handle], [1]), after=lambda: 1 / 0)
+        failed = engine.load(rig.units([handle], [1]), after=[lambda: 1 / 0])
         assert failed.wait(10)
         assert "a load failed before its first layer: division by zero" in str(failed.error)
 
@@ -250,7 +250,7 @@ def test_a_fence_comes_first(rig: Rig) -> None:
                 self.passed = True
 
         event = Event()
-        assert engine.load(rig.units([handle], [1]), after=event).wait(10)
+        assert engine.load(rig.units([handle], [1]), after=[event]).wait(10)
         assert event.passed
     assert calls == ["tiercache-store"]
 
@@ -258,10 +258,23 @@ def test_a_fence_comes_first(rig: Rig) -> None:
 def test_stores_and_loads_do_not_wait_for_each_other(rig: Rig) -> None:
     handle, fence = stored(rig, 0), threading.Event()
     with CopyEngine(*rig.sides) as engine:
-        store = engine.store(rig.units([1], rig.host.alloc(1).tolist()), after=fence.wait)
+        store = engine.store(rig.units([1], rig.host.alloc(1).tolist()), after=[fence.wait])
         assert engine.load(rig.units([handle], [2])).wait(10)
         assert not store.done()
         fence.set()
+
+
+def test_a_fork_is_done_when_it_returns(rig: Rig) -> None:
+    gate = Gate(at=1, error=OSError("bad memory"))
+    gate.go.set()
+    expected = [rig.layer(layer, slot) for layer in (1, 2, 5) for slot in (0, 3)]
+    with CopyEngine(*rig.sides, copier=gate) as engine:
+        engine.fork(rig.units([0, 3], [4, 1]))
+        assert [rig.layer(layer, slot) for layer in (1, 2, 5) for slot in (4, 1)] == expected
+        with pytest.raises(TransferError, match="a fork failed: bad memory"):
+            engine.fork(rig.units([0], [2]))
+        with pytest.raises(SlotError):
+            engine.fork(rig.units([0], [SLOTS]))
 
 
 def test_wrong_numbers_are_refused_at_the_call(rig: Rig) -> None:

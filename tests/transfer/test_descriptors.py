@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from tiercache.pools import SegmentTable
 from tiercache.transfer import Descriptors, build_descriptors, join_descriptors
+from tiercache.transfer.descriptors import join_copies, slot_copies
 
 
 def table(rows: list[tuple[int, int, int, int]]) -> SegmentTable:
@@ -87,3 +88,31 @@ def test_pools_are_joined_by_layer() -> None:
     assert list(joined.by_layer()) == [(0, slice(0, 1)), (2, slice(1, 2)), (4, slice(2, 4))]
     assert len(join_descriptors([])) == 0
     assert list(join_descriptors([]).by_layer()) == []
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_a_cut_moves_the_same_bytes_and_crosses_nothing(data: st.DataObject) -> None:
+    period, origin = data.draw(st.integers(1, 50)), data.draw(st.integers(0, 1 << 40))
+    n = data.draw(st.integers(0, 6))
+    lengths = data.draw(st.lists(st.integers(1, 200), min_size=n, max_size=n))
+    starts = data.draw(st.lists(st.integers(0, 1000), min_size=n, max_size=n))
+    layers = sorted(data.draw(st.lists(st.integers(0, 3), min_size=n, max_size=n)))
+    device = np.array([(1 << 46) + 1000 * i for i in range(n)], np.uint64)
+    whole = Descriptors(device, np.array([origin + s for s in starts], np.uint64), np.array(lengths, np.int64), np.array(layers, np.int64))
+    parts = whole.cut(origin, period)
+    assert byte_pairs(parts) == byte_pairs(whole)
+    assert all(
+        (a - origin) // period == (a + n - 1 - origin) // period for a, n in zip(parts.host.tolist(), parts.length.tolist(), strict=True)
+    )
+    assert whole.cut(origin, 1 << 41) is whole
+
+
+def test_slots_to_slots() -> None:
+    segments = table([(1 << 46, 100, 64, 0), (1 << 47, 7, 7, 3)])
+    copies = slot_copies(segments, np.array([0, 5]), np.array([2, 1]))
+    assert copies.source.tolist() == [1 << 46, 1 << 47, (1 << 46) + 500, (1 << 47) + 35]
+    assert copies.destination.tolist() == [(1 << 46) + 200, (1 << 47) + 14, (1 << 46) + 100, (1 << 47) + 7]
+    assert copies.length.tolist() == [64, 7, 64, 7]
+    assert join_copies([copies, copies[1:2]]).length.tolist() == [64, 7, 64, 7, 7]
+    assert len(join_copies([])) == 0

@@ -139,13 +139,17 @@ class Admission:
             self._state.arrived.wait(max(0.0, min(0.1, left)))
         return poll
 
-    def wait_layer(self, layer: int) -> None:
-        """Return once all of `layer` is in its device slots; TransferError if it cannot be: drop the step's output and poll again."""
+    def wait_layer(self, layer: int, *, stream: int | None = None) -> None:
+        """Return once all of `layer` is in its device slots; TransferError if it cannot be: drop the step's output and poll again.
+
+        With the handle of a device's `stream` (`torch.cuda.current_stream().cuda_stream`): once the work that is queued there from now on
+        finds it there. The device waits then, and not this thread.
+        """
         self._require_open()
         if not self._frozen:
             raise AdmissionError("this admission is still pending; poll until it is ready, or call start()")
         for load in self._loads:
-            load.ticket.wait_layer(layer)
+            load.ticket.wait_layer(layer, stream=stream)
 
     def take_states(self) -> dict[PoolName, int]:
         """A private slot of each state pool, to fill and then hand to `commit`."""

@@ -24,7 +24,7 @@ from tiercache.policy.costs import LOAD_FLOPS_PER_BYTE
 from tiercache.pools import BlockArena, DevicePool, HostPool
 from tiercache.storage.base import NamespaceRecord, StorageBackend
 from tiercache.storage.hybrid import HybridStorage
-from tiercache.transfer import CopyEngine, TransferEngine
+from tiercache.transfer import TransferEngine, engine_for
 
 EngineFactory = Callable[[Mapping[PoolName, DevicePool], Mapping[PoolName, HostPool]], TransferEngine]
 
@@ -59,7 +59,7 @@ class HybridCacheController:
         options: ControllerOptions | None = None,
         profile: ModelProfile | None = None,
         policy: Policy | None = None,
-        engine: EngineFactory = CopyEngine,
+        engine: EngineFactory = engine_for,
         threads: Callable[[str, int], IoThreads] = IoThreads,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -181,6 +181,7 @@ class HybridCacheController:
                 )
             by_depth[depth // self.page_size] = dict(slots)
         admission.slots.check_states(by_depth.values())
+        self._state.note_fence(fence)
         full = len(sequence) // self.page_size
         _check_pages(admission, pages, full)
         table = {p: t[:full] for p, t in admission.pages.items()}
@@ -204,6 +205,7 @@ class HybridCacheController:
         """
         self._enter()
         self._require_mine(admission)
+        self._state.note_fence(fence)
         admission.close(fence)
         self._admissions.discard(admission)
         if self._shadows is not None and admission.committed:

@@ -126,7 +126,7 @@ class Load(Operation):
         super().__init__(state, pieces, pins)
         self._give_back = give_back
         self._reserve()
-        self.ticket: LayerTicket = state.engine.load([p.units() for p in pieces])
+        self.ticket: LayerTicket = state.engine.load([p.units() for p in pieces], after=state.fences())
         self.ticket.add_done_callback(lambda _: state.post(self._land))
 
     def _land(self) -> None:
@@ -217,7 +217,7 @@ class Write(Operation):
         self._keys = keys
         self._mark_storing(True)
         self._reserve()
-        ticket = state.engine.store([p.units() for p in pieces], after=fence)
+        ticket = state.engine.store([p.units() for p in pieces], after=[fence] if fence else [])
         ticket.add_done_callback(self._run_copied)
 
     def _run_copied(self, ticket: Ticket) -> None:

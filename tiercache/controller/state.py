@@ -99,6 +99,7 @@ class ControllerState:
     operations: dict[int, InFlight] = field(default_factory=dict)
     _events: queue.SimpleQueue[Callable[[], None]] = field(default_factory=queue.SimpleQueue)
     _retired: list[Retired] = field(default_factory=list)
+    _ahead: list[Fence] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.queries = self.threads("query", 1)
@@ -197,6 +198,16 @@ class ControllerState:
         """Give slots back."""
         if len(slots):
             self.device[pool].free(slots)
+
+    def note_fence(self, fence: Fence | None) -> None:
+        """Device work before `fence` may use slots that the index can give away from now on."""
+        self._ahead = self.fences()
+        if fence is not None and not fence.query():
+            self._ahead.append(fence)
+
+    def fences(self) -> list[Fence]:
+        """What a copy into a device slot has to wait for: whoever had the slot before may not be through with it."""
+        return [fence for fence in self._ahead if not fence.query()]
 
     def retire(self, slots: Mapping[PoolName, Locations], fence: Fence | None, pins: Sequence[Pin] = ()) -> None:
         """Give slots back and let go of pins, once the device has passed `fence`."""

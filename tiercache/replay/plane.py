@@ -75,17 +75,20 @@ class NullEngine(TransferEngine):
         self.stored_bytes = 0
         self.loaded_bytes = 0
 
-    def store(self, units: Sequence[CacheTransferUnits], *, after: Fence | None = None) -> Ticket:
+    def store(self, units: Sequence[CacheTransferUnits], *, after: Sequence[Fence] = ()) -> Ticket:
         self.stored_bytes += self._of(units)
         ticket = Ticket()
         ticket.finish()
         return ticket
 
-    def load(self, units: Sequence[CacheTransferUnits], *, after: Fence | None = None) -> LayerTicket:
+    def load(self, units: Sequence[CacheTransferUnits], *, after: Sequence[Fence] = ()) -> LayerTicket:
         self.loaded_bytes += self._of(units)
         ticket = LayerTicket(())
         ticket.finish()
         return ticket
+
+    def fork(self, units: Sequence[CacheTransferUnits], *, stream: int = 0) -> None:
+        pass
 
     def close(self, timeout: float = 30.0) -> None:
         pass

@@ -3,6 +3,7 @@
 from tiercache.transfer.base import Fence, LayerTicket, Ticket, TransferEngine
 from tiercache.transfer.copy import Copier, CopyEngine
 from tiercache.transfer.descriptors import Descriptors, build_descriptors, join_descriptors
+from tiercache.transfer.engines import engine_for
 
 __all__ = [
     "Copier",
@@ -13,5 +14,6 @@ __all__ = [
     "Ticket",
     "TransferEngine",
     "build_descriptors",
+    "engine_for",
     "join_descriptors",
 ]

@@ -22,13 +22,15 @@ class Synchronizable(Protocol):
 
 
 Fence: TypeAlias = Callable[[], object] | Synchronizable
-"""What has to be over before a copy may start: called, or synchronised with, on the engine's thread. If it raises, the ticket fails."""
+"""What has to be over before a copy may start: called, or synchronised with, on the engine's thread; if it raises, the ticket fails.
+
+An engine for CUDA waits for a `torch.cuda.Event` on the device, without a thread. Who passes one leaves it alone, that is, does not record
+it anew, until the ticket is done.
+"""
 
 
-def pass_fence(fence: Fence | None) -> None:
+def pass_fence(fence: Fence) -> None:
     """Block until `fence` is over."""
-    if fence is None:
-        return
     if callable(fence):
         fence()
     else:
@@ -102,10 +104,14 @@ class LayerTicket(Ticket):
         self.layers = tuple(sorted(set(layers)))
         self._pending = set(self.layers)
 
-    def wait_layer(self, layer: int, timeout: float | None = None) -> bool:
-        """Block until the bytes of `layer` of all pools have landed; False if `timeout` seconds pass first.
+    def wait_layer(self, layer: int, timeout: float | None = None, *, stream: int | None = None) -> bool:
+        """Return when this thread may use `layer` of all pools: its bytes have landed; False if `timeout` seconds pass first.
 
-        A layer without bytes in this load returns at once. Raises TransferError if the load failed before this layer landed.
+        With `stream`, a device's own handle of a queue of work (`torch.cuda.current_stream().cuda_stream`): when work that is queued there
+        from now on may use the layer. An engine for that device then makes the queue wait and not the thread; others ignore it.
+
+        A layer without bytes in this load returns at once. Raises TransferError if the load failed before this layer landed. A copy that is
+        queued already fails only together with the whole device, and with the work that waits for it.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: layer not in self._pending or self._done, timeout):
@@ -132,8 +138,9 @@ class TransferEngine(ABC):
     """Copies objects between device slots and host handles.
 
     The caller guarantees: both ends of every unit are allocated, and stay so and are used by nobody else in a conflicting way, until the
-    ticket is done; no destination is named twice in a call; what must happen before the copy is in `after`. A store and a load are not
-    ordered among each other; stores start in the order of their calls, and so do loads.
+    ticket is done; no destination is named twice in a call; what must happen before the copy is in `after`: a store waits for the forward
+    pass that may still write its slots, a load for whoever used its slots last. A store and a load are not ordered among each other; stores
+    start in the order of their calls, and so do loads.
 
     The implementation must:
     - return at once, without waiting for a copy or a fence, and keep pools and memory referenced until the ticket is done;
@@ -141,16 +148,24 @@ class TransferEngine(ABC):
     - let a failure fail the ticket, never the process, and end a ticket only when none of its bytes is touched any more;
     - raise SlotError at the call for a slot or handle that cannot be, with nothing started, and ClosedError after `close`.
 
-    Thread rule: `store`, `load` and `close` may be called from any thread.
+    Thread rule: `store`, `load` and `close` may be called from any thread; `fork` belongs to the thread that computes.
     """
 
     @abstractmethod
-    def store(self, units: Sequence[CacheTransferUnits], *, after: Fence | None = None) -> Ticket:
+    def store(self, units: Sequence[CacheTransferUnits], *, after: Sequence[Fence] = ()) -> Ticket:
         """Copy device slots (`sources`) to host handles (`destinations`)."""
 
     @abstractmethod
-    def load(self, units: Sequence[CacheTransferUnits], *, after: Fence | None = None) -> LayerTicket:
+    def load(self, units: Sequence[CacheTransferUnits], *, after: Sequence[Fence] = ()) -> LayerTicket:
         """Copy host handles (`sources`) to device slots (`destinations`), layer by layer."""
+
+    @abstractmethod
+    def fork(self, units: Sequence[CacheTransferUnits], *, stream: int = 0) -> None:
+        """Copy device slots (`sources`) to other slots of the same pools (`destinations`), so that a state can be written without its copy.
+
+        On a device in the order of the work in `stream`, its own handle; else before it returns. Raises TransferError if that cannot be;
+        the destinations are undefined then.
+        """
 
     @abstractmethod
     def close(self, timeout: float = 30.0) -> None:

@@ -6,19 +6,19 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 from tiercache_kernels.reference import copy_segments
 
-from tiercache.core import CacheTransferUnits, Locations, PoolName
-from tiercache.errors import ClosedError, ConfigError, GeometryError, TransferError
+from tiercache.core import CacheTransferUnits, PoolName
+from tiercache.errors import ClosedError, ConfigError, TransferError
 from tiercache.pools.device import DevicePool
 from tiercache.pools.host import HostPool
-from tiercache.transfer.base import Fence, LayerTicket, Ticket, TransferEngine, pass_fence
-from tiercache.transfer.descriptors import Descriptors, build_descriptors, join_descriptors
+from tiercache.transfer.base import Fence, LayerTicket, Ticket, TransferEngine
+from tiercache.transfer.descriptors import Descriptors
+from tiercache.transfer.jobs import Job, Sides, layers_of
 
 Copier: TypeAlias = Callable[[npt.NDArray[np.uint64], npt.NDArray[np.uint64], npt.NDArray[np.int64]], object]
 """Copies `lengths[i]` bytes from address `sources[i]` to `destinations[i]`, for all i, before it returns."""
@@ -36,25 +36,35 @@ class CopyEngine(TransferEngine):
     def __init__(
         self, device_pools: Mapping[PoolName, DevicePool], host_pools: Mapping[PoolName, HostPool], *, copier: Copier = copy_segments
     ) -> None:
-        _check_pools(device_pools, host_pools)
-        self._device_pools = dict(device_pools)
-        self._host_pools = dict(host_pools)
+        self._sides = Sides(device_pools, host_pools)
+        for name, pool in device_pools.items():
+            if pool.device != "cpu":
+                raise ConfigError(
+                    f"pool {name} is on {pool.device} and this transfer engine copies CPU memory only; use the engine for that device"
+                )
+        self._copier = copier
         self._closed = False
         self._submitting = threading.Lock()
         self._stores = _Worker("tiercache-store", copier)
         self._loads = _Worker("tiercache-load", copier)
 
-    def store(self, units: Sequence[CacheTransferUnits], *, after: Fence | None = None) -> Ticket:  # noqa: D102
-        parts = tuple(self._part(u.pool, u.sources, u.destinations) for u in units)
+    def store(self, units: Sequence[CacheTransferUnits], *, after: Sequence[Fence] = ()) -> Ticket:  # noqa: D102
         ticket = Ticket()
-        self._submit(self._stores, _Job(True, parts, ticket, after))
+        self._submit(self._stores, Job(True, self._sides.parts(units, to_host=True), ticket, tuple(after)))
         return ticket
 
-    def load(self, units: Sequence[CacheTransferUnits], *, after: Fence | None = None) -> LayerTicket:  # noqa: D102
-        parts = tuple(self._part(u.pool, u.destinations, u.sources) for u in units)
-        ticket = LayerTicket(layer for part in parts if len(part.slots) for layer in part.device.geometry.layers)
-        self._submit(self._loads, _Job(False, parts, ticket, after))
+    def load(self, units: Sequence[CacheTransferUnits], *, after: Sequence[Fence] = ()) -> LayerTicket:  # noqa: D102
+        parts = self._sides.parts(units, to_host=False)
+        ticket = LayerTicket(layers_of(parts))
+        self._submit(self._loads, Job(False, parts, ticket, tuple(after)))
         return ticket
+
+    def fork(self, units: Sequence[CacheTransferUnits], *, stream: int = 0) -> None:  # noqa: D102
+        copies = self._sides.forks(units)
+        try:
+            self._copier(copies.source, copies.destination, copies.length)
+        except Exception as error:
+            raise TransferError(f"a fork failed: {str(error) or type(error).__name__}") from error
 
     def close(self, timeout: float = 30.0) -> None:  # noqa: D102
         with self._submitting:
@@ -66,53 +76,18 @@ class CopyEngine(TransferEngine):
         self._stores.join(deadline)
         self._loads.join(deadline)
 
-    def _part(self, pool: PoolName, slots: Locations, handles: Locations) -> _Part:
-        if pool not in self._device_pools:
-            raise ConfigError(f"pool {pool} is not registered with this transfer engine; pass it to the constructor")
-        device, host = self._device_pools[pool], self._host_pools[pool]
-        # Checked and resolved now, so that a wrong number is the caller's error; copied, so that the caller may reuse its arrays.
-        return _Part(device, host, device.checked(slots).copy(), host.blocks(handles), host.arena.hold())
-
-    def _submit(self, worker: _Worker, job: _Job) -> None:
+    def _submit(self, worker: _Worker, job: Job) -> None:
         with self._submitting:  # or a job could get behind the mark that ends the worker, and never be answered
             if self._closed:
                 raise ClosedError("the transfer engine was closed")
             worker.jobs.put(job)
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """One pool's units of a job. `region` keeps the arena mapped until the job is over."""
-
-    device: DevicePool
-    host: HostPool
-    slots: Locations
-    blocks: npt.NDArray[np.int64]
-    region: memoryview
-
-    def descriptors(self) -> Descriptors:
-        arena = self.host.arena
-        return build_descriptors(self.device.segments, self.slots, self.blocks, arena.block_bytes, arena.address)
-
-
-@dataclass(frozen=True, slots=True)
-class _Job:
-    to_host: bool
-    parts: tuple[_Part, ...]
-    ticket: Ticket
-    fence: Fence | None
-
-    def finish(self, error: TransferError | None) -> None:
-        for part in self.parts:
-            part.region.release()
-        self.ticket.finish(error)
-
-
 class _Worker:
     """One thread and its queue. Thread rule: `jobs` is thread-safe; `stop` is called once."""
 
     def __init__(self, name: str, copier: Copier) -> None:
-        self.jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self.jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._copier = copier
         self._abandon = threading.Event()
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
@@ -150,38 +125,21 @@ class _Worker:
             return False
         step = "before its first layer"
         try:
-            pass_fence(job.fence)
-            copies = join_descriptors([part.descriptors() for part in job.parts])
+            job.pass_fences()
+            copies = job.descriptors()
             for layer, rows in copies.by_layer():
                 step = f"in layer {layer}"
                 self._copy_layer(job, layer, copies, rows)
         except Exception as error:  # noqa: BLE001  a fence or a copier may raise anything; it belongs to the ticket
-            failure = TransferError(f"a {'store' if job.to_host else 'load'} failed {step}: {str(error) or type(error).__name__}")
-            failure.__cause__ = error
-            job.finish(failure)
+            job.finish(job.failure(step, error))
         else:
             job.finish(None)
         return True
 
-    def _copy_layer(self, job: _Job, layer: int, copies: Descriptors, rows: slice) -> None:
+    def _copy_layer(self, job: Job, layer: int, copies: Descriptors, rows: slice) -> None:
         if self._abandon.is_set():
             raise TransferError("the transfer engine was closed")
-        device, host, length = copies.device[rows], copies.host[rows], copies.length[rows]
-        if job.to_host:
-            self._copier(device, host, length)
-        else:
-            self._copier(host, device, length)
+        moved = copies.copies(to_host=job.to_host)[rows]
+        self._copier(moved.source, moved.destination, moved.length)
         if isinstance(job.ticket, LayerTicket):
             job.ticket.finish_layer(layer)
-
-
-def _check_pools(device_pools: Mapping[PoolName, DevicePool], host_pools: Mapping[PoolName, HostPool]) -> None:
-    for name in sorted(device_pools.keys() ^ host_pools.keys()):
-        raise ConfigError(f"pool {name} is on one side only; give the transfer engine a device pool and a host pool for each kind")
-    for name, pool in device_pools.items():
-        if pool.device != "cpu":
-            raise ConfigError(
-                f"pool {name} is on {pool.device} and this transfer engine copies CPU memory only; use the engine for that device"
-            )
-        if pool.geometry.fingerprint != host_pools[name].geometry.fingerprint:
-            raise GeometryError(f"pool {name} has different geometries on device and host; make both from one geometry")

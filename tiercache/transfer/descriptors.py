@@ -16,6 +16,26 @@ _Column = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
+class Copies:
+    """Copies as columns of shape [copies]: `length[i]` bytes from address `source[i]` to address `destination[i]`."""
+
+    source: npt.NDArray[np.uint64]
+    destination: npt.NDArray[np.uint64]
+    length: npt.NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.length)
+
+    def __getitem__(self, rows: slice) -> Copies:
+        return Copies(self.source[rows], self.destination[rows], self.length[rows])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes to copy."""
+        return int(self.length.sum())
+
+
+@dataclass(frozen=True, slots=True)
 class Descriptors:
     """Copies as columns of shape [descriptors], sorted by layer: `length[i]` bytes between addresses `device[i]` and `host[i]`.
 
@@ -34,6 +54,23 @@ class Descriptors:
     def nbytes(self) -> int:
         """Bytes to copy."""
         return int(self.length.sum())
+
+    def copies(self, *, to_host: bool) -> Copies:
+        """With a direction; no copy of the columns."""
+        return Copies(self.device, self.host, self.length) if to_host else Copies(self.host, self.device, self.length)
+
+    def cut(self, origin: int, period: int) -> Descriptors:
+        """The same bytes with no copy across a host address `origin + k * period`: where separately page-locked memory meets."""
+        start = self.host.astype(np.int64) - origin
+        count = (start + self.length - 1) // period - start // period + 1
+        if (count <= 1).all():
+            return self
+        row = np.repeat(np.arange(len(count)), count)
+        piece = np.arange(len(row)) - np.repeat(np.cumsum(count) - count, count)
+        begin = np.maximum(start[row], (start[row] // period + piece) * period)
+        end = np.minimum(start[row] + self.length[row], (begin // period + 1) * period)
+        shift = (begin - start[row]).astype(np.uint64)
+        return Descriptors(self.device[row] + shift, self.host[row] + shift, end - begin, self.layer[row])
 
     def by_layer(self) -> Iterator[tuple[int, slice]]:
         """Each layer that occurs, ascending, and the slice of the columns that belongs to it."""
@@ -59,6 +96,22 @@ def build_descriptors(
     order = _layer_major(layer, len(slots))
     shape = device.shape
     return _merge(*(_reordered(c, order) for c in (device, host, np.broadcast_to(length, shape), np.broadcast_to(layer, shape))))
+
+
+def slot_copies(segments: SegmentTable, sources: Locations, destinations: Locations) -> Copies:
+    """The copies from slots `sources` [n] to slots `destinations` [n] of the same pool, segment by segment."""
+    base, stride = segments.base.astype(np.int64), segments.stride
+    source, destination = ((base + slots[:, None] * stride).reshape(-1).astype(np.uint64) for slots in (sources, destinations))
+    return Copies(source, destination, np.tile(segments.length, len(sources)))
+
+
+def join_copies(parts: Sequence[Copies]) -> Copies:
+    """Several lists as one."""
+    return Copies(
+        np.concatenate([np.empty(0, np.uint64), *(p.source for p in parts)]),
+        np.concatenate([np.empty(0, np.uint64), *(p.destination for p in parts)]),
+        np.concatenate([np.empty(0, np.int64), *(p.length for p in parts)]),
+    )
 
 
 def join_descriptors(parts: Sequence[Descriptors]) -> Descriptors:

@@ -1,0 +1,138 @@
+"""Many copies in one call of the CUDA driver: `cuMemcpyBatchAsync`, which uses the copy engines and no multiprocessor.
+
+Through ctypes, with the columns as they are: bindings that take Python lists need about 1 ms for 6,000 copies.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from tiercache_kernels.errors import CudaError, Unavailable
+
+MINIMUM_DRIVER: Final = 12080
+"""CUDA 12.8, in the driver's way of writing it, is the first that has the call."""
+
+_SYMBOL: Final = "cuMemcpyBatchAsync"
+_SUCCESS: Final = 0
+_SOURCE_ORDER_STREAM: Final = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+_PREFER_OVERLAP: Final = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
+_DEFAULT_STREAMS: Final = {0: "the legacy default stream", 1: "the legacy default stream", 2: "the per-thread default stream"}
+_NOWHERE: Final = ctypes.c_size_t(-1).value  # SIZE_MAX: no copy of the batch is to blame
+
+
+class _Location(ctypes.Structure):
+    """CUmemLocation. All zero is no hint: those are for managed and pageable memory only."""
+
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class _Attributes(ctypes.Structure):
+    """CUmemcpyAttributes."""
+
+    _fields_ = (
+        ("source_order", ctypes.c_int),
+        ("source_hint", _Location),
+        ("destination_hint", _Location),
+        ("flags", ctypes.c_uint),
+    )
+
+
+class _Call(Protocol):
+    argtypes: Any
+    restype: Any
+
+    def __call__(self, *arguments: Any) -> int: ...
+
+
+class BatchCopy:
+    """The driver's batched copy.
+
+    Thread rule: any thread that has a CUDA context current. The GIL is released while the driver works.
+    """
+
+    def __init__(self, driver: ctypes.CDLL) -> None:
+        self._driver = driver
+        # By its plain name, on purpose. The headers of CUDA 13 call `cuMemcpyBatchAsync_v2` instead, which does not say where it failed and
+        # which drivers before 13.0 lack. What is exported without a suffix keeps its first ABI, that of 12.8, in every later driver.
+        self._copy: _Call = driver[_SYMBOL]
+        pointer, size = ctypes.c_void_p, ctypes.c_size_t
+        self._copy.argtypes = (pointer, pointer, pointer, size, pointer, pointer, size, pointer, pointer)
+        self._copy.restype = ctypes.c_int
+        # With STREAM order a source is read no earlier than the stream's previous work is over, as the forward pass may still write it.
+        self._attributes = _Attributes(source_order=_SOURCE_ORDER_STREAM, flags=_PREFER_OVERLAP)
+        self._from_first = ctypes.c_size_t(0)  # attributes hold from this copy on
+
+    @classmethod
+    def load(cls, library: str = "libcuda.so.1") -> BatchCopy:
+        """Find the call in the driver's library; `Unavailable` if there is no driver, or none that has it (CUDA 12.8)."""
+        try:
+            driver = ctypes.CDLL(library)
+        except OSError as error:
+            raise Unavailable(f"no batched copies without the CUDA driver: {error}") from error
+        version = _driver_version(driver, library)
+        if version < MINIMUM_DRIVER:
+            raise Unavailable(f"batched copies need a driver for CUDA {_written(MINIMUM_DRIVER)}; {library} is for {_written(version)}")
+        if not hasattr(driver, _SYMBOL):
+            raise Unavailable(f"batched copies need {_SYMBOL}, which {library} does not export")
+        return cls(driver)
+
+    def __call__(
+        self, sources: npt.NDArray[np.uint64], destinations: npt.NDArray[np.uint64], lengths: npt.NDArray[np.int64], stream: int
+    ) -> None:
+        """Queue copies of `lengths[i]` bytes from `sources[i]` to `destinations[i]`, columns of shape [n], in the raw stream `stream`.
+
+        The driver keeps nothing of the columns; contiguous ones are handed over as they are. The copies of one call are made in no
+        particular order. The caller guarantees that every length is at least 1, that host memory is pinned, that all of it stays mapped
+        until the stream has passed this point, and that no destination overlaps another segment. Raises ValueError for columns that
+        differ in shape, and for a default stream, which the driver does not take here; `CudaError` if the driver refuses, and then some
+        of the copies may have been queued.
+        """
+        if stream in _DEFAULT_STREAMS:
+            raise ValueError(f"batched copies cannot be queued in {_DEFAULT_STREAMS[stream]} ({stream}); give them a stream of their own")
+        if not sources.shape == destinations.shape == lengths.shape == (len(lengths),):
+            raise ValueError(f"columns of shapes {sources.shape}, {destinations.shape}, {lengths.shape}; they must be [n], all three")
+        if not len(lengths):
+            return
+        # The names keep what may be copies alive until the driver has read them.
+        froms, tos = np.ascontiguousarray(sources, np.uint64), np.ascontiguousarray(destinations, np.uint64)
+        sizes = np.ascontiguousarray(lengths, np.int64)
+        failed = ctypes.c_size_t(_NOWHERE)
+        code = self._copy(
+            tos.ctypes.data,
+            froms.ctypes.data,
+            sizes.ctypes.data,
+            len(sizes),
+            ctypes.addressof(self._attributes),
+            ctypes.addressof(self._from_first),
+            1,
+            ctypes.addressof(failed),
+            stream,
+        )
+        if code != _SUCCESS:
+            raise CudaError(_SYMBOL, code, _error_name(self._driver, code), None if failed.value == _NOWHERE else failed.value)
+
+
+def _driver_version(driver: ctypes.CDLL, library: str) -> int:
+    version = ctypes.c_int(0)
+    try:
+        code = driver.cuDriverGetVersion(ctypes.byref(version))
+    except AttributeError as error:
+        raise Unavailable(f"no batched copies: {library} is not a CUDA driver, it does not export cuDriverGetVersion") from error
+    if code != _SUCCESS:
+        raise Unavailable(f"no batched copies: the CUDA driver {library} does not tell its version ({_error_name(driver, code)})")
+    return version.value
+
+
+def _error_name(driver: ctypes.CDLL, code: int) -> str:
+    name = ctypes.c_char_p()
+    if driver.cuGetErrorName(code, ctypes.byref(name)) != _SUCCESS or name.value is None:
+        return "an unknown error"
+    return name.value.decode()
+
+
+def _written(version: int) -> str:
+    return f"{version // 1000}.{version % 1000 // 10}"

@@ -1,0 +1,394 @@
+"""A CUDA device without hardware: its memory is the CPU's, its streams are threads, and it is stricter than a driver.
+
+    device = SimulatedDevice()
+    pool_memory = device.adopt(array)                   this array is device memory from now on
+    engine = CudaEngine(pools, hosts, device=device)
+    stream = device.create_stream(urgent=False)
+    device.run(stream, lambda: time.sleep(0.1))         a slow kernel
+    event = device.event(stream)                        as torch.cuda.Event, recorded there
+    device.fail("copy_batch", at=2)                     the second call from now on is refused
+    device.lose()                                       as after an illegal address: every later call fails
+
+Work in a stream happens later and at its own pace, as on a device, so that whoever does not wait reads old bytes. A copy must lie in
+device memory, or in one piece of page-locked memory; what a driver would let pass or crash on is an error here, and errors that
+happen in a stream lose the device.
+"""
+
+# ruff: noqa: D102 (the contract documents these methods)
+from __future__ import annotations
+
+import ctypes
+import mmap
+import random
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from queue import SimpleQueue
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from tiercache.transfer.cuda import Card, CudaDevice, Method
+from tiercache.transfer.cuda.device import DEFAULT_STREAMS
+from tiercache.transfer.descriptors import Copies
+
+_CHUNK: Final = 32 << 10
+_PATIENCE_S: Final = 60.0
+"""A stream that waits longer for an event has met a circle of waits; it fails rather than hang the test."""
+
+
+class SimulatedError(RuntimeError):
+    """What a driver would say, or should."""
+
+
+@dataclass
+class _Event:
+    asked: int = 0
+    passed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    nbytes: int
+    kind: str
+    keeper: Any = None
+
+
+class SimulatedEvent:
+    """As `torch.cuda.Event`: something recorded, with a handle. Thread rule: any thread."""
+
+    def __init__(self, device: SimulatedDevice, handle: int) -> None:
+        self._device = device
+        self.cuda_event = handle
+
+    def query(self) -> bool:
+        """Is it over?"""
+        return self._device.has_passed(self.cuda_event)
+
+    def synchronize(self) -> None:
+        """Block until it is over."""
+        with self._device.current():
+            self._device.synchronize_event(self.cuda_event)
+
+
+class _Stream:
+    """A queue of work and the thread that does it. Thread rule: `put` from any thread."""
+
+    def __init__(self, device: SimulatedDevice, name: str) -> None:
+        self._work: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._device = device
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._thread.start()
+
+    def put(self, work: Callable[[], object]) -> None:
+        self._work.put(work)
+
+    def end(self) -> None:
+        self._work.put(None)
+
+    def _serve(self) -> None:
+        while (work := self._work.get()) is not None:
+            try:
+                if self._device.lost is None:
+                    work()
+            except Exception as error:  # noqa: BLE001  a device has nobody to raise to
+                self._device.lose(error)
+            del work
+
+
+class SimulatedDevice(CudaDevice):
+    """See the module. `seed`: of pauses before every piece of work, up to `jitter` seconds; `seconds`: how long a copy takes, given the
+    method, its bytes and its number of copies; `unavailable`: methods that this device does not have.
+
+    Thread rule: as `CudaDevice`, and it is checked.
+    """
+
+    def __init__(
+        self,
+        ordinal: int = 0,
+        *,
+        seed: int = 0,
+        jitter: float = 0.0,
+        seconds: Callable[[Method, int, int], float] = lambda method, nbytes, count: 0.0,
+        unavailable: dict[Method, str] | None = None,
+        name: str = "Simulated",
+    ) -> None:
+        self.ordinal = ordinal
+        self.card = Card(name, "0000:00:00.0", 13000, 13000, 132)
+        self.unavailable = dict(unavailable or {})
+        self.calls: Counter[str] = Counter()
+        self.moved: Counter[Method] = Counter()
+        self.lost: Exception | None = None
+        self._memory: dict[int, _Memory] = {}
+        self._mapping = threading.RLock()  # a finalizer may run while it is held
+        self._rules: list[list[Any]] = []
+        self._streams: dict[int, _Stream] = {}
+        self._events: dict[int, _Event] = {}
+        self._changed = threading.Condition()
+        self._here = threading.local()
+        self._random = random.Random(seed)
+        self._jitter, self._seconds = jitter, seconds
+        self._next = 1 << 40
+        self._defaults = set(DEFAULT_STREAMS)
+
+    # What tests ask for.
+
+    def adopt(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Take an array of the caller's for device memory."""
+        owner: Any = array
+        while isinstance(owner.base, np.ndarray):
+            owner = owner.base
+        self._keep(owner.ctypes.data, _Memory(owner.nbytes, "adopted"), owner)
+        return array
+
+    def fail(self, call: str, *, at: int = 1, error: Exception | None = None) -> None:
+        """Refuse the `at`-th `call` from now on; nothing of it is queued."""
+        self._rules.append([call, at, error or SimulatedError(f"{call} was refused")])
+
+    def lose(self, error: Exception | None = None) -> None:
+        """The device is gone: what is queued does not happen, and every call fails."""
+        with self._changed:
+            self.lost = self.lost or error or SimulatedError("an illegal address was accessed")
+            self._changed.notify_all()
+
+    def run(self, stream: int, kernel: Callable[[], object]) -> None:
+        """Queue a kernel."""
+        self._stream(stream).put(kernel)
+
+    def event(self, stream: int) -> SimulatedEvent:
+        """An event that is recorded in `stream` now."""
+        with self.current():
+            handle = self.create_event()
+            self.record(handle, stream)
+        return SimulatedEvent(self, handle)
+
+    @property
+    def leftovers(self) -> dict[str, int]:
+        """What has been taken and not given back, but for adopted memory."""
+        with self._mapping:
+            kinds = Counter(memory.kind for memory in self._memory.values())
+        counts = {"streams": len(self._streams.keys() - self._defaults), "events": len(self._events)}
+        return {name: count for name, count in {**counts, **kinds}.items() if count and name != "adopted"}
+
+    # The contract.
+
+    def activate(self) -> None:
+        self._here.depth = 1
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        self._here.depth = getattr(self._here, "depth", 0) + 1
+        try:
+            yield
+        finally:
+            self._here.depth -= 1
+
+    def create_stream(self, *, urgent: bool) -> int:
+        self._enter("create_stream")
+        handle = self._handle()
+        self._streams[handle] = _Stream(self, f"simulated-stream-{'urgent' if urgent else 'patient'}")
+        return handle
+
+    def destroy_stream(self, stream: int) -> None:
+        self._enter("destroy_stream")
+        self._stream(stream).end()
+        del self._streams[stream]
+
+    def synchronize_stream(self, stream: int) -> None:
+        self._enter("synchronize_stream")
+        handle = self._handle()
+        self._events[handle] = _Event()
+        self._record(handle, stream)
+        try:
+            self._await(handle)
+        finally:
+            del self._events[handle]
+
+    def create_event(self) -> int:
+        self._enter("create_event")
+        handle = self._handle()
+        self._events[handle] = _Event()
+        return handle
+
+    def destroy_event(self, event: int) -> None:
+        self._enter("destroy_event")
+        if self._event(event).asked != self._event(event).passed:
+            raise SimulatedError("an event was destroyed that work waits for")
+        del self._events[event]
+
+    def record(self, event: int, stream: int) -> None:
+        self._enter("record")
+        self._record(event, stream)
+
+    def wait_event(self, stream: int, event: int) -> None:
+        self._enter("wait_event", anywhere=True)
+        known = self._event(event)
+        number = known.asked  # what it stands for at the call, as in CUDA: 0, and no wait at all, if it was never recorded
+
+        def wait() -> None:
+            with self._changed:
+                if not self._changed.wait_for(lambda: known.passed >= number or self.lost is not None, _PATIENCE_S):
+                    raise SimulatedError("a stream waited for an event for a minute")
+
+        self._stream(stream).put(wait)
+
+    def synchronize_event(self, event: int) -> None:
+        self._enter("synchronize_event")
+        self._await(event)
+
+    def has_passed(self, event: int) -> bool:
+        self._enter("has_passed", anywhere=True)
+        known = self._event(event)
+        return known.passed >= known.asked
+
+    def allocate(self, nbytes: int) -> int:
+        self._enter("allocate")
+        region = mmap.mmap(-1, nbytes)
+        address = _address(region)
+        self._keep(address, _Memory(nbytes, "device", region))
+        return address
+
+    def release(self, address: int) -> None:
+        self._enter("release")
+        self._drop(address, "device")
+
+    def allocate_host(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        self._enter("allocate_host")
+        array = np.frombuffer(mmap.mmap(-1, nbytes), np.uint8, nbytes)
+        self._keep(array.ctypes.data, _Memory(nbytes, "page-locked"), array)
+        return array
+
+    def lock(self, address: int, nbytes: int) -> None:
+        self._enter("lock")
+        if address % mmap.PAGESIZE or nbytes % mmap.PAGESIZE:
+            raise SimulatedError("only whole pages can be page-locked")
+        with self._mapping:
+            if any(start < address + nbytes and address < start + memory.nbytes for start, memory in self._memory.items()):
+                raise SimulatedError("memory was page-locked twice")
+        self._keep(address, _Memory(nbytes, "locked"))
+
+    def unlock(self, address: int) -> None:
+        self._enter("unlock")
+        self._drop(address, "locked")
+
+    def copy(self, source: int, destination: int, nbytes: int, stream: int) -> None:
+        self._enter("copy")
+        self._queue(Method.MEMCPY, [(source, destination, nbytes)], stream)
+
+    def copy_batch(self, copies: Copies, stream: int) -> None:
+        self._enter("copy_batch")
+        if stream in self._defaults:
+            raise SimulatedError("a batch cannot be queued in a default stream")
+        batch = list(zip(copies.source.tolist(), copies.destination.tolist(), copies.length.tolist(), strict=True))
+        self._random.shuffle(batch)  # in no order among each other
+        self._queue(Method.BATCH, batch, stream)
+
+    def copy_table(self, table: int, rows: int, chunks: int, blocks: int, stream: int) -> None:
+        self._enter("copy_table")
+        if min(rows, chunks, blocks) < 1:
+            raise SimulatedError(f"a kernel of {blocks} blocks was launched over {rows} rows and {chunks} chunks")
+        self._check(table, 32 * (rows + 1))
+
+        def kernel() -> None:
+            self._check(table, 32 * (rows + 1))
+            found = np.frombuffer(ctypes.string_at(table, 32 * (rows + 1)), np.uint64).reshape(-1, 4).tolist()
+            if found[-1][3] - found[0][3] != chunks or any(below[3] - row[3] != -(-row[2] // _CHUNK) for row, below in pairwise(found)):
+                raise SimulatedError("the table of a kernel is not in order")
+            self._move(Method.KERNEL, [(row[0], row[1], row[2]) for row in found[:-1]])
+
+        self._stream(stream).put(kernel)
+
+    def _queue(self, method: Method, copies: list[tuple[int, int, int]], stream: int) -> None:
+        for source, destination, nbytes in copies:
+            self._check(source, nbytes)
+            self._check(destination, nbytes)
+        self._stream(stream).put(lambda: self._move(method, copies))
+
+    def _move(self, method: Method, copies: list[tuple[int, int, int]]) -> None:
+        nbytes = sum(length for _, _, length in copies)
+        if pause := self._seconds(method, nbytes, len(copies)) + self._random.random() * self._jitter:
+            time.sleep(pause)
+        for source, destination, length in copies:
+            self._check(source, length)  # once more: it must be there until now
+            self._check(destination, length)
+            ctypes.memmove(destination, source, length)
+        self.moved[method] += nbytes
+
+    def _check(self, address: int, nbytes: int) -> None:
+        """Is it in one piece of device or page-locked memory?"""
+        with self._mapping:
+            pieces = [(start, start + memory.nbytes) for start, memory in self._memory.items()]
+        if nbytes < 1 or not any(start <= address and address + nbytes <= end for start, end in pieces):
+            raise SimulatedError(f"{nbytes} bytes at {address:#x} are not within one piece of device or page-locked memory")
+
+    def _keep(self, address: int, memory: _Memory, owner: Any = None) -> None:
+        with self._mapping:
+            self._memory[address] = memory
+        if owner is not None:
+            weakref.finalize(owner, self._drop, address, memory.kind)
+
+    def _drop(self, address: int, kind: str) -> None:
+        with self._mapping:
+            if address not in self._memory or self._memory[address].kind != kind:
+                raise SimulatedError(f"there is no {kind} memory at {address:#x} to give back")
+            del self._memory[address]
+
+    def _record(self, event: int, stream: int) -> None:
+        known = self._event(event)
+        with self._changed:
+            known.asked += 1
+            number = known.asked
+
+        def passed() -> None:
+            with self._changed:
+                known.passed = max(known.passed, number)
+                self._changed.notify_all()
+
+        self._stream(stream).put(passed)
+
+    def _await(self, event: int) -> None:
+        known = self._event(event)
+        number = known.asked
+        with self._changed:
+            if not self._changed.wait_for(lambda: known.passed >= number or self.lost is not None, _PATIENCE_S):
+                raise SimulatedError("a thread waited for an event for a minute")
+        if self.lost is not None:
+            raise SimulatedError(f"the device is lost: {self.lost}")
+
+    def _enter(self, call: str, *, anywhere: bool = False) -> None:
+        self.calls[call] += 1
+        if not anywhere and not getattr(self._here, "depth", 0):
+            raise SimulatedError(f"{call} was called on a thread without a current device")
+        if self.lost is not None:
+            raise SimulatedError(f"the device is lost: {self.lost}")
+        for rule in [rule for rule in self._rules if rule[0] == call]:
+            rule[1] -= 1
+            if not rule[1]:
+                self._rules.remove(rule)
+                raise rule[2]
+
+    def _handle(self) -> int:
+        self._next += 1
+        return self._next
+
+    def _stream(self, stream: int) -> _Stream:
+        if stream in self._defaults and stream not in self._streams:
+            self._streams[stream] = _Stream(self, "simulated-stream-default")
+        if stream not in self._streams:
+            raise SimulatedError(f"there is no stream {stream}")
+        return self._streams[stream]
+
+    def _event(self, event: int) -> _Event:
+        if event not in self._events:
+            raise SimulatedError(f"there is no event {event}")
+        return self._events[event]
+
+
+def _address(region: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(region))

@@ -1,0 +1,211 @@
+"""The CUDA transfer engine: two streams beside the engine's own, and nobody waits who need not."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import Final
+
+from tiercache.core import CacheTransferUnits, PoolName
+from tiercache.errors import ClosedError, ConfigError, TransferError
+from tiercache.pools.blocks import BlockArena
+from tiercache.pools.device import DevicePool
+from tiercache.pools.host import HostPool
+from tiercache.transfer.base import Fence, LayerTicket, Ticket, TransferEngine
+from tiercache.transfer.cuda.calibration import Calibration, calibrated
+from tiercache.transfer.cuda.copying import CopySet
+from tiercache.transfer.cuda.device import DEFAULT_STREAMS, CudaDevice, Direction, Method
+from tiercache.transfer.cuda.hardware import CupyDevice
+from tiercache.transfer.cuda.lane import Lane, event_of
+from tiercache.transfer.cuda.locked import PIECE_BYTES, LockedArena
+from tiercache.transfer.cuda.proof import prove
+from tiercache.transfer.cuda.ticket import CudaLayerTicket
+from tiercache.transfer.descriptors import Copies
+from tiercache.transfer.jobs import Job, Sides, layers_of
+
+_log = logging.getLogger(__name__)
+
+_IN_FLIGHT: Final = 8
+_FORK_BLOCKS: Final = 4
+"""Blocks a multiprocessor for a fork, which is in the way of nothing: what comes next waits for it."""
+
+
+class CudaEngine(TransferEngine):
+    """Copies between the pools of one CUDA device and the host arena, which it keeps page-locked until it is closed.
+
+    Loads have a stream of high priority, stores one of low. Each direction has a thread that queues and one that follows; a fence that is a
+    `torch.cuda.Event`, and `wait_layer` with a stream, make the device wait and no thread. `device`: the driver to use instead of CuPy's.
+    `calibration`: which method copies what (default: measured at the first start on a machine, see `calibration`); `method` takes one for
+    everything. `piece_bytes`: how much host memory is page-locked in one call.
+
+    Raises ConfigError for pools that are not on one CUDA device, for a device, a CuPy or a method that is not there, and for an arena that
+    the driver does not page-lock; GeometryError where the two sides differ.
+
+    Thread rule: as `TransferEngine`. Callbacks run on the threads `tiercache-store` and `tiercache-load`.
+    """
+
+    def __init__(
+        self,
+        device_pools: Mapping[PoolName, DevicePool],
+        host_pools: Mapping[PoolName, HostPool],
+        *,
+        device: CudaDevice | None = None,
+        calibration: Calibration | None = None,
+        method: Method | None = None,
+        piece_bytes: int = PIECE_BYTES,
+    ) -> None:
+        self._sides = Sides(device_pools, host_pools)
+        ordinal, arena = _ordinal(device_pools), _arena(host_pools)
+        self.device = device or CupyDevice(ordinal)
+        self._closed = False
+        self._submitting = threading.Lock()
+        self._lanes_left = 2
+        with self.device.current(), ExitStack() as undo:
+            prove(self.device)
+            self.calibration, how = _how_to_copy(self.device, calibration, method)
+            self._locked = LockedArena(arena, self.device, piece_bytes)
+            undo.callback(self._locked.unlock)
+            self._forks = _Forks(self.device)
+            self._stores = self._lane("tiercache-store", Direction.TO_HOST, method)
+            self._loads = self._lane("tiercache-load", Direction.TO_DEVICE, method)
+            undo.pop_all()
+        missing = "".join(f"; no {name}: {reason}" for name, reason in self.device.unavailable.items())
+        self.report = f"cuda:{ordinal}: {self.device.card}; {how}{missing}; {self._locked.report}"
+        """What came of the start, for a log."""
+        _log.info("%s", self.report)
+
+    def store(self, units: Sequence[CacheTransferUnits], *, after: Sequence[Fence] = ()) -> Ticket:  # noqa: D102
+        ticket = Ticket()
+        self._submit(self._stores, Job(True, self._sides.parts(units, to_host=True), ticket, _recorded(after)))
+        return ticket
+
+    def load(self, units: Sequence[CacheTransferUnits], *, after: Sequence[Fence] = ()) -> LayerTicket:  # noqa: D102
+        parts = self._sides.parts(units, to_host=False)
+        ticket = CudaLayerTicket(layers_of(parts), self.device)
+        self._submit(self._loads, Job(False, parts, ticket, _recorded(after)))
+        return ticket
+
+    def fork(self, units: Sequence[CacheTransferUnits], *, stream: int = 0) -> None:  # noqa: D102
+        copies = self._sides.forks(units)
+        with self._submitting:  # or the device's end could come in between
+            if self._closed:
+                raise ClosedError("the transfer engine was closed")
+            try:
+                with self.device.current():
+                    self._forks.queue(copies, stream)
+            except RuntimeError as error:
+                raise TransferError(f"a fork failed: {error}") from error
+
+    def close(self, timeout: float = 30.0) -> None:  # noqa: D102
+        with self._submitting:
+            if not self._closed:
+                self._closed = True
+                self._stores.stop()
+                self._loads.stop()
+        deadline = time.monotonic() + timeout
+        self._stores.join(deadline)
+        self._loads.join(deadline)
+
+    def _lane(self, name: str, direction: Direction, method: Method | None) -> Lane:
+        def choose(copies: Copies) -> Method:
+            if method is not None:
+                return method
+            assert self.calibration is not None
+            return self.calibration.choose(direction, copies)
+
+        urgent = direction is Direction.TO_DEVICE
+        return Lane(name, self.device, choose, self._locked.period, urgent=urgent, ended=self._lane_ended)
+
+    def _submit(self, lane: Lane, job: Job) -> None:
+        with self._submitting:  # or a job could get behind the mark that ends the lane, and never be answered
+            if self._closed:
+                raise ClosedError("the transfer engine was closed")
+            lane.submit(job)
+
+    def _lane_ended(self) -> None:
+        """On the last thread of each lane: what both used goes back when both are through."""
+        with self._submitting:
+            self._lanes_left -= 1
+            if self._lanes_left:
+                return
+        self._forks.destroy()
+        self._locked.unlock()
+
+
+class _Forks:
+    """Copies on the device, in streams of others. Thread rule: one thread at a time, with the device current."""
+
+    def __init__(self, device: CudaDevice) -> None:
+        self._device = device
+        self._ring = deque(CopySet(device) for _ in range(_IN_FLIGHT))
+        self._used = 0
+
+    def queue(self, copies: Copies, stream: int) -> None:
+        """Queue the copies; waits for the fork that was the eighth before this one."""
+        if not len(copies):
+            return
+        resources = self._ring[0]
+        if self._used >= _IN_FLIGHT:
+            self._device.synchronize_event(resources.event(0))
+        self._ring.rotate(-1)
+        self._used += 1
+        rows, method = slice(0, len(copies)), self._method(stream)
+        blocks = _FORK_BLOCKS * self._device.card.multiprocessors
+        try:
+            resources.queue(copies, [(rows, method)], blocks, stream).put(rows, method)
+        finally:
+            self._device.record(resources.event(0), stream)
+
+    def destroy(self) -> None:
+        """Give everything back, once nothing uses it."""
+        for resources in self._ring:
+            with contextlib.suppress(RuntimeError):  # of a device that is lost
+                self._device.synchronize_event(resources.event(0))
+                resources.destroy()
+
+    def _method(self, stream: int) -> Method:
+        if Method.KERNEL not in self._device.unavailable:
+            return Method.KERNEL
+        if Method.BATCH not in self._device.unavailable and stream not in DEFAULT_STREAMS:
+            return Method.BATCH
+        return Method.MEMCPY
+
+
+def _how_to_copy(device: CudaDevice, calibration: Calibration | None, method: Method | None) -> tuple[Calibration | None, str]:
+    """The calibration to go by, if any, and what the report says of it."""
+    if method is None:
+        return (calibration, "calibration as given") if calibration else calibrated(device)
+    if method in device.unavailable:
+        raise ConfigError(f"copies by {method} are not possible here: {device.unavailable[method]}")
+    return None, f"every copy by {method}"
+
+
+def _ordinal(pools: Mapping[PoolName, DevicePool]) -> int:
+    """The number of the one CUDA device that all pools are on."""
+    devices = sorted({pool.device for pool in pools.values()})
+    if len(devices) != 1 or not re.fullmatch(r"cuda(:\d{1,3})?", devices[0]):
+        raise ConfigError(
+            f"the pools are on {', '.join(devices) or 'no device'} and this transfer engine serves one CUDA device; use one engine a device"
+        )
+    return int(devices[0].partition(":")[2] or 0)
+
+
+def _arena(pools: Mapping[PoolName, HostPool]) -> BlockArena:
+    """The one arena that all pools draw on."""
+    first, *others = {id(pool.arena): pool.arena for pool in pools.values()}.values()
+    if others:
+        raise ConfigError("the host pools draw on several arenas and this transfer engine page-locks one; make them on one arena")
+    return first
+
+
+def _recorded(after: Sequence[Fence]) -> tuple[Fence, ...]:
+    """The fences; ConfigError for an event that stands for nothing, and that nobody would wait for."""
+    if any(event_of(fence) == 0 for fence in after):
+        raise ConfigError("a fence is an event that was never recorded; record it in the stream whose work comes first")
+    return tuple(after)

@@ -1,0 +1,175 @@
+"""One direction of traffic: a stream, a thread that queues transfers in it, and a thread that sees them through."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+from tiercache.errors import TransferError
+from tiercache.transfer.base import Fence, pass_fence
+from tiercache.transfer.cuda.copying import CopySet, bus_blocks
+from tiercache.transfer.cuda.device import CudaDevice, Method
+from tiercache.transfer.cuda.ticket import CudaLayerTicket
+from tiercache.transfer.descriptors import Copies, Descriptors
+from tiercache.transfer.jobs import Job
+
+_log = logging.getLogger(__name__)
+
+Choose: TypeAlias = Callable[[Copies], Method]
+"""The method for a group of copies."""
+
+_IN_FLIGHT: Final = 3
+"""Transfers in the stream at once: one on the bus, one behind it so that the bus never waits, one being queued."""
+
+
+def event_of(fence: Fence) -> int | None:
+    """The handle of a `torch.cuda.Event`, 0 for one that was never recorded; None for any other fence."""
+    handle = getattr(fence, "cuda_event", None)
+    return handle if isinstance(handle, int) else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A transfer that was queued, wholly or, with `error`, up to where it failed. `last`: the event behind its last copy."""
+
+    job: Job
+    resources: CopySet
+    last: int
+    error: TransferError | None
+
+
+class Lane:
+    """Takes jobs in order. `cut`: host memory is page-locked in pieces of so many bytes, and no copy may go across.
+
+    A job that fails is seen through like any other: its ticket is done when the device is past everything that was queued for it.
+
+    Thread rule: `submit` from any thread, `stop` once, `join` from any.
+    """
+
+    def __init__(
+        self, name: str, device: CudaDevice, choose: Choose, cut: int, *, urgent: bool, ended: Callable[[], object] = lambda: None
+    ) -> None:
+        self._device, self._choose, self._cut, self._ended = device, choose, cut, ended
+        self._blocks = bus_blocks(device.card.multiprocessors)
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._flights: queue.SimpleQueue[_Flight | None] = queue.SimpleQueue()
+        self._resources: queue.SimpleQueue[CopySet] = queue.SimpleQueue()
+        self._abandon = threading.Event()
+        self._stream = device.create_stream(urgent=urgent)
+        for _ in range(_IN_FLIGHT):
+            self._resources.put(CopySet(device))
+        self._threads = [
+            threading.Thread(target=self._queue_all, name=f"{name}-queue", daemon=True),
+            threading.Thread(target=self._see_all_through, name=name, daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, job: Job) -> None:
+        """Take a job on; returns at once."""
+        self._jobs.put(job)
+
+    def stop(self) -> None:
+        """Let the threads end after what is waiting now; the last thing they do is to give the stream back."""
+        self._jobs.put(None)
+
+    def join(self, deadline: float) -> None:
+        """Wait for the threads; at the deadline fail what is waiting, and let the job that is being queued stop at its next layer."""
+        for thread in self._threads:
+            if thread is not threading.current_thread():  # closed from a callback: the thread ends when the callback has returned
+                thread.join(max(0.0, deadline - time.monotonic()))
+        if not self._threads[0].is_alive():
+            return
+        self._abandon.set()
+        while True:
+            try:
+                job = self._jobs.get_nowait()
+            except queue.Empty:
+                break
+            if job is not None:
+                job.finish(TransferError("the transfer engine was closed before this transfer began"))
+        self._jobs.put(None)  # the drain above may have taken the mark
+
+    def _queue_all(self) -> None:
+        self._device.activate()
+        while self._queue_one():
+            pass
+        self._flights.put(None)
+
+    def _queue_one(self) -> bool:
+        """In a function of its own, so that no local variable keeps a finished job's pools and memory while the thread waits."""
+        job = self._jobs.get()
+        if job is None:
+            return False
+        resources = self._resources.get()
+        failure, step, last = None, "before its first layer", 0
+        try:
+            self._pass_fences(job)
+            descriptors = job.descriptors(self._cut)
+            copies = descriptors.copies(to_host=job.to_host)
+            groups = [(layer, rows, self._choose(copies[rows])) for layer, rows in _groups(job, descriptors)]
+            stream_queue = resources.queue(copies, [(rows, method) for _, rows, method in groups], self._blocks, self._stream)
+            for number, (layer, rows, method) in enumerate(groups):
+                step = f"in layer {layer}" if not job.to_host else "on its way"
+                if self._abandon.is_set():
+                    raise TransferError("the transfer engine was closed")
+                stream_queue.put(rows, method)
+                last = resources.event(number)
+                self._device.record(last, self._stream)
+                if isinstance(job.ticket, CudaLayerTicket):
+                    job.ticket.queued(layer, last)
+        except Exception as error:  # noqa: BLE001  a fence or the driver may raise anything; it belongs to the ticket
+            failure = job.failure(step, error)
+        self._flights.put(_Flight(job, resources, last, failure))
+        return True
+
+    def _pass_fences(self, job: Job) -> None:
+        for fence in job.after:
+            event = event_of(fence)
+            if event is None:
+                pass_fence(fence)
+            else:
+                self._device.wait_event(self._stream, event)
+
+    def _see_all_through(self) -> None:
+        self._device.activate()
+        while self._see_one_through():
+            pass
+        try:
+            for _ in range(_IN_FLIGHT):
+                self._resources.get().destroy()
+            self._device.destroy_stream(self._stream)
+        except Exception:  # noqa: BLE001  after an error of the whole device nothing can be given back, and nothing needs to be
+            _log.warning("a stream could not be given back", exc_info=True)
+        self._ended()
+
+    def _see_one_through(self) -> bool:
+        flight = self._flights.get()
+        if flight is None:
+            return False
+        error = flight.error
+        if error is None and flight.last:
+            try:
+                self._device.synchronize_event(flight.last)
+            except Exception as raised:  # noqa: BLE001  as above
+                error = flight.job.failure("on its way", raised)
+        if error is not None:
+            # Some of its copies may be under way. If even this fails the device is lost, and nothing moves there any more.
+            with contextlib.suppress(Exception):
+                self._device.synchronize_stream(self._stream)
+        flight.job.finish(error)
+        self._resources.put(flight.resources)  # not before the ticket is done: until then its waiters use the events
+        return True
+
+
+def _groups(job: Job, descriptors: Descriptors) -> list[tuple[int, slice]]:
+    """What is queued at once: a layer of a load, all of a store, which nobody waits for in parts."""
+    if not job.to_host:
+        return list(descriptors.by_layer())
+    return [(0, slice(0, len(descriptors)))] if len(descriptors) else []

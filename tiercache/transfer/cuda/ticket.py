@@ -1,0 +1,57 @@
+"""The ticket of a load whose layers are events on a device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Final
+
+from tiercache.errors import TransferError
+from tiercache.transfer.base import LayerTicket
+from tiercache.transfer.cuda.device import CudaDevice
+
+_LOOK_S: Final = 200e-6
+"""Seconds between two looks at an event, for a thread that waits for one layer: a fraction of what a layer takes."""
+
+
+class CudaLayerTicket(LayerTicket):
+    """As `LayerTicket`; a wait with a stream makes that stream wait, once the copies of the layer are queued.
+
+    Thread rule: as `LayerTicket`; `queued` belongs to the engine.
+    """
+
+    def __init__(self, layers: Iterable[int], device: CudaDevice) -> None:
+        super().__init__(layers)
+        self._device = device
+        self._events: dict[int, int] = {}
+
+    def queued(self, layer: int, event: int) -> None:
+        """For engines: the copies of `layer` are in the stream, and `event` stands for them until the ticket is done."""
+        with self._changed:
+            self._events[layer] = event
+            self._changed.notify_all()
+
+    def wait_layer(self, layer: int, timeout: float | None = None, *, stream: int | None = None) -> bool:  # noqa: D102
+        deadline = None if timeout is None else time.monotonic() + timeout
+        with self._changed:
+            # Before an event is recorded it stands for nothing, and who waits for it waits not at all.
+            if not self._changed.wait_for(lambda: self._done or layer not in self._pending or layer in self._events, timeout):
+                return False
+            # The lock is kept from here on: once the ticket is done its events may stand for another load, or be gone.
+            while not self._done and layer in self._events:
+                if stream is not None:
+                    self._let_wait(stream, layer)
+                    return True
+                if self._device.has_passed(self._events[layer]):
+                    return True
+                left = _LOOK_S if deadline is None else min(_LOOK_S, deadline - time.monotonic())
+                if left <= 0:
+                    return False
+                self._changed.wait(left)
+        return super().wait_layer(layer, 0)
+
+    def _let_wait(self, stream: int, layer: int) -> None:
+        try:
+            self._device.wait_event(stream, self._events[layer])
+        except RuntimeError as error:
+            raise TransferError(f"layer {layer} cannot be waited for: {error}") from error

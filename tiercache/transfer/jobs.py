@@ -1,0 +1,106 @@
+"""What every transfer engine does before a byte moves: check the pools, resolve slots and handles, and keep memory mapped until the end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from tiercache.core import CacheTransferUnits, Locations, PoolName
+from tiercache.errors import ConfigError, GeometryError, TransferError
+from tiercache.pools.device import DevicePool
+from tiercache.pools.host import HostPool
+from tiercache.transfer.base import Fence, Ticket, pass_fence
+from tiercache.transfer.descriptors import Copies, Descriptors, build_descriptors, join_copies, join_descriptors, slot_copies
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One pool's units of a job. `region` keeps the arena mapped until the job is over."""
+
+    device: DevicePool
+    host: HostPool
+    slots: Locations
+    blocks: npt.NDArray[np.int64]
+    region: memoryview
+
+    def descriptors(self, period: int = 0) -> Descriptors:
+        """The copies, sorted by layer; with `period`, none across as many bytes of the arena."""
+        arena = self.host.arena
+        built = build_descriptors(self.device.segments, self.slots, self.blocks, arena.block_bytes, arena.address)
+        return built.cut(arena.address, period) if period else built
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One call of `store` or `load`, on its way. Thread rule: one thread at a time."""
+
+    to_host: bool
+    parts: tuple[Part, ...]
+    ticket: Ticket
+    after: tuple[Fence, ...]
+
+    def pass_fences(self) -> None:
+        """Block until what has to come first is over."""
+        for fence in self.after:
+            pass_fence(fence)
+
+    def descriptors(self, period: int = 0) -> Descriptors:
+        """All of its copies, sorted by layer; with `period`, none across as many bytes of the arena."""
+        return join_descriptors([part.descriptors(period) for part in self.parts])
+
+    def finish(self, error: TransferError | None) -> None:
+        """It is over; nothing of it is touched any more."""
+        for part in self.parts:
+            part.region.release()
+        self.ticket.finish(error)
+
+    def failure(self, step: str, error: Exception) -> TransferError:
+        """What its ticket says when `error` ended it. `step`: where that was."""
+        failure = TransferError(f"a {'store' if self.to_host else 'load'} failed {step}: {str(error) or type(error).__name__}")
+        failure.__cause__ = error.with_traceback(None)  # its frames would keep what the job used for as long as somebody has the ticket
+        return failure
+
+
+class Sides:
+    """The pools of one engine, by name, on the device and on the host.
+
+    Raises ConfigError for a pool that is on one side only, GeometryError where the two sides differ. Thread rule: any thread.
+    """
+
+    def __init__(self, device_pools: Mapping[PoolName, DevicePool], host_pools: Mapping[PoolName, HostPool]) -> None:
+        for name in sorted(device_pools.keys() ^ host_pools.keys()):
+            raise ConfigError(f"pool {name} is on one side only; give the transfer engine a device pool and a host pool for each kind")
+        for name, pool in device_pools.items():
+            if pool.geometry.fingerprint != host_pools[name].geometry.fingerprint:
+                raise GeometryError(f"pool {name} has different geometries on device and host; make both from one geometry")
+        self.device = dict(device_pools)
+        self.host = dict(host_pools)
+
+    def parts(self, units: Sequence[CacheTransferUnits], *, to_host: bool) -> tuple[Part, ...]:
+        """Slots and handles resolved; SlotError or ConfigError for those that cannot be."""
+        return tuple(self._part(u.pool, *((u.sources, u.destinations) if to_host else (u.destinations, u.sources))) for u in units)
+
+    def forks(self, units: Sequence[CacheTransferUnits]) -> Copies:
+        """The copies from device slots to other device slots of the same pools."""
+        pools = [(self.device_pool(u.pool), u) for u in units]
+        return join_copies([slot_copies(pool.segments, pool.checked(u.sources), pool.checked(u.destinations)) for pool, u in pools])
+
+    def device_pool(self, name: PoolName) -> DevicePool:
+        """One pool's device side; ConfigError for one that is not registered."""
+        if name not in self.device:
+            raise ConfigError(f"pool {name} is not registered with this transfer engine; pass it to the constructor")
+        return self.device[name]
+
+    def _part(self, name: PoolName, slots: Locations, handles: Locations) -> Part:
+        device = self.device_pool(name)
+        host = self.host[name]
+        # Checked and resolved now, so that a wrong number is the caller's error; copied, so that the caller may reuse its arrays.
+        return Part(device, host, device.checked(slots).copy(), host.blocks(handles), host.arena.hold())
+
+
+def layers_of(parts: Sequence[Part]) -> Iterator[int]:
+    """The layers that have bytes in these parts."""
+    return (layer for part in parts if len(part.slots) for layer in part.device.geometry.layers)
