@@ -181,10 +181,10 @@ class HybridCacheController:
                 )
             by_depth[depth // self.page_size] = dict(slots)
         admission.slots.check_states(by_depth.values())
-        self._state.note_fence(fence)
         full = len(sequence) // self.page_size
         _check_pages(admission, pages, full)
         table = {p: t[:full] for p, t in admission.pages.items()}
+        self._state.note_fence(fence, [*table.items(), *(pair for slots in by_depth.values() for pair in slots.items())])
         inserted = self._state.index.insert(
             sequence[: full * self.page_size],
             table,
@@ -205,22 +205,23 @@ class HybridCacheController:
         """
         self._enter()
         self._require_mine(admission)
-        self._state.note_fence(fence)
         admission.close(fence)
         self._admissions.discard(admission)
         if self._shadows is not None and admission.committed:
             self._shadows.served(admission.lookup.tokens, admission.sequence, admission.lookup.extra)
 
     def tick(self, wait: float = 0.0) -> bool:
-        """Apply what has happened in the background, after up to `wait` seconds if nothing has; is anything still under way?
+        """Apply what has happened in the background, after up to `wait` seconds if nothing has; was anything under way?
 
-        Every call applies events; an idle engine ticks now and then.
+        If not, the next tick will find nothing new, and what was refused for want of room will be refused again. Every call applies events;
+        an idle engine ticks now and then.
         """
+        busy = self._state.under_way
         self._enter()
-        if wait and self._state.operations:
-            self._state.arrived.wait(wait)
+        if wait and self._state.under_way:
+            self._state.await_event(wait)
             self._state.drain()
-        return bool(self._state.operations)
+        return busy
 
     def contents(self) -> Iterator[Content]:
         """What the cache holds in any tier, edge by edge."""

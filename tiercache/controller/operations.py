@@ -126,7 +126,8 @@ class Load(Operation):
         super().__init__(state, pieces, pins)
         self._give_back = give_back
         self._reserve()
-        self.ticket: LayerTicket = state.engine.load([p.units() for p in pieces], after=state.fences())
+        after = state.fences((p.pool, p.destinations) for p in pieces)
+        self.ticket: LayerTicket = state.engine.load([p.units() for p in pieces], after=after)
         self.ticket.add_done_callback(lambda _: state.post(self._land))
 
     def _land(self) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
-from typing import Protocol
+from typing import Final, Protocol
 
 import numpy as np
 
@@ -21,6 +21,9 @@ from tiercache.policy import ModelProfile
 from tiercache.pools import BlockArena, DevicePool, HostPool
 from tiercache.storage.hybrid import HybridStorage
 from tiercache.transfer import TransferEngine
+
+_LOOK_S: Final = 0.001
+"""Seconds between two looks at fences."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +102,8 @@ class ControllerState:
     operations: dict[int, InFlight] = field(default_factory=dict)
     _events: queue.SimpleQueue[Callable[[], None]] = field(default_factory=queue.SimpleQueue)
     _retired: list[Retired] = field(default_factory=list)
-    _ahead: list[Fence] = field(default_factory=list)
+    _ahead: dict[int, Fence] = field(default_factory=dict)
+    _last_fence: int = 0
 
     def __post_init__(self) -> None:
         self.queries = self.threads("query", 1)
@@ -109,6 +113,8 @@ class ControllerState:
         # Which operation is filling a slot or a host object: its key in `operations`, 0 for none.
         sizes = {Tier.DEVICE: {p: pool.capacity for p, pool in self.device.items()}, Tier.HOST: dict.fromkeys(self.host, self.arena.blocks)}
         self._claims = {(tier, p): np.zeros(n, np.int64) for tier, pools in sizes.items() for p, n in pools.items()}
+        # By device slot, the number of the last fence before which it was used.
+        self._used = {p: np.zeros(pool.capacity, np.int64) for p, pool in self.device.items()}
         # Which host objects a storage write is reading, so that a second commit does not write them again.
         self.storing: dict[PoolName, Mask] = {p: np.zeros(self.arena.blocks, np.bool_) for p in self.host}
 
@@ -121,6 +127,15 @@ class ControllerState:
         """Hand an event to the owner's thread. Any thread."""
         self._events.put(event)
         self.arrived.set()
+
+    @property
+    def under_way(self) -> bool:
+        """Is there anything that will free slots or pins without anybody's doing?"""
+        return bool(self.operations or self._retired)
+
+    def await_event(self, timeout: float) -> None:
+        """Block until an event has come in, for `timeout` seconds at most. Fences send none, so that beside them it is a short while."""
+        self.arrived.wait(min(timeout, _LOOK_S) if self._retired else timeout)
 
     def drain(self) -> None:
         """Apply every event that has come in, and free what has been retired behind fences that are passed now."""
@@ -199,15 +214,22 @@ class ControllerState:
         if len(slots):
             self.device[pool].free(slots)
 
-    def note_fence(self, fence: Fence | None) -> None:
-        """Device work before `fence` may use slots that the index can give away from now on."""
-        self._ahead = self.fences()
-        if fence is not None and not fence.query():
-            self._ahead.append(fence)
+    def note_fence(self, fence: Fence | None, slots: Iterable[tuple[PoolName, Locations | int]]) -> None:
+        """Device work before `fence` may still use these slots, which the index can give away from now on."""
+        self._ahead = {number: ahead for number, ahead in self._ahead.items() if not ahead.query()}
+        if fence is None or fence.query():
+            return
+        number = self._last_fence = self._last_fence + 1
+        self._ahead[number] = fence
+        for pool, mine in slots:
+            self._used[pool][mine] = number
 
-    def fences(self) -> list[Fence]:
-        """What a copy into a device slot has to wait for: whoever had the slot before may not be through with it."""
-        return [fence for fence in self._ahead if not fence.query()]
+    def fences(self, slots: Iterable[tuple[PoolName, Locations]]) -> list[Fence]:
+        """What a copy into these device slots has to wait for: whoever had them before may not be through with them."""
+        if not self._ahead:
+            return []
+        newest = max((int(self._used[pool][mine].max(initial=0)) for pool, mine in slots), default=0)
+        return [fence for number, fence in self._ahead.items() if number <= newest and not fence.query()]
 
     def retire(self, slots: Mapping[PoolName, Locations], fence: Fence | None, pins: Sequence[Pin] = ()) -> None:
         """Give slots back and let go of pins, once the device has passed `fence`."""

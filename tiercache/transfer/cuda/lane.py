@@ -145,8 +145,8 @@ class Lane:
             for _ in range(_IN_FLIGHT):
                 self._resources.get().destroy()
             self._device.destroy_stream(self._stream)
-        except Exception:  # noqa: BLE001  after an error of the whole device nothing can be given back, and nothing needs to be
-            _log.warning("a stream could not be given back", exc_info=True)
+        except Exception as error:  # noqa: BLE001  after an error of the whole device nothing can be given back, and nothing needs to be
+            _log.warning("a stream could not be given back: %s", error)
         self._ended()
 
     def _see_one_through(self) -> bool:

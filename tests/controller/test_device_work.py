@@ -1,0 +1,167 @@
+"""An engine whose device works behind its back: everything that it computes lands late, and reads late, in a stream of its own.
+
+The controller is told by fences. With them every page and state is right wherever it comes from; without them it is not, which shows that
+the device is late enough to tell.
+"""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from tests.controller.harness import KV, MAMBA, PAGES, STATES, Engine, P, as_bytes, content, prompt
+from tiercache.core import Tier, as_tokens
+from tiercache.pools import DevicePool
+from tiercache.storage.registry import open_backend
+from tiercache.testing.cuda import SimulatedDevice
+from tiercache.transfer.cuda import Calibration, Cell, CudaEngine, Direction, Method
+
+LATE = 0.004
+
+
+class LateEngine(Engine):
+    """As `Engine`, on a simulated device. `fenced` False forgets the fences of commits and releases."""
+
+    def __init__(self, storage=None, *, fenced=True, seed=0, **kwargs):
+        self.device = SimulatedDevice(seed=seed, jitter=0.001)
+        self.stream = self.new_stream()
+        self.fenced, self.wrong = fenced, []
+        super().__init__(storage, engine=self.transfer_engine, **kwargs)
+
+    def transfer_engine(self, devices, hosts):
+        memory = [tensor.view(torch.uint8).numpy() for tensors in self.tensors.values() for tensor in tensors.values()]
+        self.memory = [self.device.adopt(array) for array in memory]
+        pools = {name: DevicePool(p.geometry, p.segments, p.capacity, "cuda:0", self.tensors[name]) for name, p in devices.items()}
+        best = dict(zip(Direction, (Method.KERNEL, Method.BATCH), strict=True))
+        cells = [Cell(direction, 1024, 8, {m: 2.0 if m is method else 1.0 for m in Method}) for direction, method in best.items()]
+        return CudaEngine(pools, hosts, device=self.device, calibration=Calibration(self.device.card, cells))
+
+    def new_stream(self):
+        with self.device.current():
+            return self.device.create_stream(urgent=False)
+
+    def fence(self):
+        return self.device.event(self.stream) if self.fenced else None
+
+    def later(self, kernel):
+        self.device.run(self.stream, kernel)
+
+    def serve(self, prompt, answer=()):
+        tokens = as_tokens(list(prompt) + list(answer))
+        admission = self.admit(self.controller.lookup(tokens[: len(prompt)]), tokens=len(tokens), states=5)
+        try:
+            poll = admission.wait()
+            depth = restored = poll.depth
+            for layer in range(4):
+                admission.wait_layer(layer, stream=self.stream)
+            if depth:
+                self.check_later(admission, tokens, depth, admission.restored_states[MAMBA])
+            self.later(partial(time.sleep, LATE))
+            for end in dict.fromkeys([*admission.checkpoints, len(tokens)]):
+                self.compute(admission, tokens, depth, end)
+                depth, states = end, {}
+                if end % P == 0:
+                    states[end] = self.take_state(admission, tokens[:end])
+                self.controller.commit(admission, tokens[:end], states, fence=self.fence())
+            self.check_later(admission, tokens, len(tokens) // P * P, None)
+        finally:
+            self.controller.release(admission, fence=self.fence())
+        return restored
+
+    def compute(self, admission, tokens, start, end):
+        for page in range(start // P, end // P):
+            slot = int(admission.pages[KV][page])
+            for segment in PAGES.segments:
+                rows = self.tensors[KV][segment.layer, segment.name][slot * P : (slot + 1) * P]
+                value = content(tokens[: (page + 1) * P], segment).view(torch.float32).view(segment.shape)
+                self.later(partial(rows.copy_, value))
+
+    def take_state(self, admission, tokens):
+        slots = admission.take_states()
+        for segment in STATES.segments:
+            value = content(tokens, segment).view(getattr(torch, segment.dtype)).view(segment.shape)
+            self.later(partial(self.tensors[MAMBA][segment.layer, segment.name][slots[MAMBA]].copy_, value))
+        return slots
+
+    def check_later(self, admission, tokens, depth, state):
+        slots = admission.pages[KV][: depth // P].tolist()
+
+        def kernel():
+            for page, slot in enumerate(slots):
+                for segment in PAGES.segments:
+                    rows = self.tensors[KV][segment.layer, segment.name][slot * P : (slot + 1) * P]
+                    if not torch.equal(as_bytes(rows), content(tokens[: (page + 1) * P], segment)):
+                        self.wrong.append(("page", depth, page))
+            for segment in STATES.segments if state is not None else ():
+                if not torch.equal(as_bytes(self.tensors[MAMBA][segment.layer, segment.name][state]), content(tokens[:depth], segment)):
+                    self.wrong.append(("state", depth, segment.layer))
+
+        self.later(kernel)
+
+    def finish(self):
+        self.settle()
+        self.device.event(self.stream).synchronize()
+        self.controller.tick()
+        self.check()
+
+
+def live(engine, rounds, seed):
+    """Conversations that come back, in pools that hold two of them: evicted, stored and loaded all the time. The depths restored."""
+    rng, depths = np.random.default_rng(seed), []
+    for turn in range(rounds):
+        who = int(rng.integers(5))
+        depths.append(engine.serve(prompt(who, 10 + who, 20 + turn // 12), prompt(int(rng.integers(30, 33)))))
+    engine.finish()
+    return depths
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_with_fences_every_byte_is_right(seed, tmp_path):
+    engine = LateEngine(open_backend(f"file://{tmp_path}/s?capacity=64MiB"), pages=12, states=7, blocks=24, seed=seed)
+    depths = live(engine, 40, seed)
+    assert engine.wrong == []
+    assert sum(d > 0 for d in depths) >= 20
+    assert engine.metrics.value("storage_gets_total", "kv", "hit") > 0
+    assert engine.device.lost is None
+    engine.controller.close()
+
+
+def test_without_fences_it_is_not(tmp_path):
+    wrong = []
+    for seed in range(8):
+        engine = LateEngine(open_backend("memory://?capacity=64MiB"), fenced=False, pages=12, states=7, blocks=24, seed=seed)
+        live(engine, 40, seed)
+        wrong += engine.wrong
+        engine.controller.close()
+        if wrong:
+            break
+    assert wrong
+
+
+def test_a_load_waits_for_who_had_its_slots_before():
+    """A's slots are given away while A is still being computed: it does not fit on the host, so nothing else holds them."""
+    engine = LateEngine(pages=6, states=6, blocks=4)
+    a, b = as_tokens(prompt(1, 2, 3, 4, 5, 6)), [*prompt(9), 7, 8]
+    engine.serve(b)
+    engine.finish()
+    engine.controller.evict(Tier.DEVICE)
+    admission = engine.controller.admit(engine.controller.lookup(a), tokens=len(a), states=4)
+    assert admission.wait().depth == 0
+    engine.later(partial(time.sleep, 0.2))
+    engine.compute(admission, a, 0, len(a))
+    engine.controller.commit(admission, a, {len(a): engine.take_state(admission, a)}, fence=engine.fence())
+    engine.controller.release(admission)  # it reads no more, and what it writes is behind the commit's fence
+    engine.controller.evict(Tier.DEVICE)
+    assert engine.pools[KV].available == 6
+    # In a stream that does not wait for the one that computes, or there would be nothing to see.
+    compute, engine.stream = engine.stream, engine.new_stream()
+    assert engine.serve(b) == P
+    engine.device.event(compute).synchronize()
+    assert engine.serve(b) == P, "what it restores now is what the load left there, or A"
+    engine.finish()
+    assert engine.wrong == []
+    engine.controller.close()
