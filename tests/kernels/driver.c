@@ -1,4 +1,4 @@
-/* A CUDA driver for tests: what tiercache_kernels.batch calls, with memcpy in its place.
+/* A CUDA driver for tests: what tiercache_kernels calls of it itself, with memcpy in its place.
  *
  * The header's internal switch declares cuMemcpyBatchAsync with the ABI of CUDA 12.8, under which the driver exports the plain name. So the
  * compiler checks the prototype below against NVIDIA's, and the fields that it reads are those of NVIDIA's struct. */
@@ -69,3 +69,14 @@ CUresult CUDAAPI cuMemcpyBatchAsync(CUdeviceptr *dsts, CUdeviceptr *srcs, size_t
     return CUDA_SUCCESS;
 }
 #endif
+
+static _Thread_local CUstreamCaptureMode capture_mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
+
+int stand_in_relaxed(void) { return capture_mode == CU_STREAM_CAPTURE_MODE_RELAXED; }
+
+CUresult CUDAAPI cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode *mode) {
+    const CUstreamCaptureMode before = capture_mode;
+    capture_mode = *mode;
+    *mode = before;
+    return CUDA_SUCCESS;
+}

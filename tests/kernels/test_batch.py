@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from tiercache_kernels.batch import BatchCopy, _Attributes
+from tiercache_kernels.capture import relax_captures
 from tiercache_kernels.errors import CudaError, Unavailable
 
 from tests.kernels.toolkit import HERE, NVCC, compiled, needs_nvcc
@@ -180,3 +182,18 @@ def test_no_driver() -> None:
 def test_a_library_that_is_no_driver() -> None:
     with pytest.raises(Unavailable, match="is not a CUDA driver"):
         BatchCopy.load("libc.so.6")
+
+
+@needs_nvcc
+def test_a_thread_that_relaxes_is_relaxed_and_others_are_not(library: Path, driver: ctypes.CDLL) -> None:
+    relaxed = []
+
+    def relax() -> None:
+        relaxed.extend([driver.stand_in_relaxed(), relax_captures(str(library)), driver.stand_in_relaxed()])
+
+    thread = threading.Thread(target=relax)
+    thread.start()
+    thread.join()
+    assert relaxed == [0, True, 1]
+    assert not driver.stand_in_relaxed()
+    assert not relax_captures("libno-such-driver.so.1")

@@ -67,7 +67,7 @@ class CudaDevice(Protocol):
     """Methods that cannot be used here, each with the reason."""
 
     def activate(self) -> None:
-        """Make this the calling thread's device, for a thread of our own."""
+        """Make this the calling thread's device, for a thread of our own: it may work on while another one captures a CUDA graph."""
 
     def current(self) -> AbstractContextManager[object]:
         """Make this the calling thread's device for a while, for somebody else's thread."""

@@ -10,6 +10,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 from tiercache_kernels.batch import BatchCopy
+from tiercache_kernels.capture import relax_captures
 from tiercache_kernels.kernel import CopyKernel
 
 from tiercache.errors import ConfigError
@@ -54,6 +55,7 @@ class CupyDevice(CudaDevice):
 
     def activate(self) -> None:
         self._runtime.setDevice(self.ordinal)
+        relax_captures()
 
     @contextmanager
     def current(self) -> Iterator[None]:
