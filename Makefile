@@ -6,7 +6,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint types check proto docs bench campaign clean
+GPU_PYTHON ?= $(BIN)/python
+
+.PHONY: help install demo test lint types check proto docs bench campaign gpu clean
 
 help:  ## Show what can be made
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -48,6 +50,11 @@ bench: $(STAMP)  ## Benchmarks: keys, index, engine-thread cost, copies, local s
 
 campaign: $(STAMP)  ## Crash campaigns over the local stores: some 10 minutes, power cuts need root (ARGS=--quick)
 	$(BIN)/python -m tests.campaign $(ARGS)
+
+gpu:  ## What needs a CUDA device: tests, the kernel under compute-sanitizer, benchmark (GPU_PYTHON= one with torch for CUDA and CuPy)
+	$(GPU_PYTHON) -m pytest -m gpu $(ARGS)
+	compute-sanitizer --tool memcheck --error-exitcode 1 $(GPU_PYTHON) -m pytest -m gpu tests/kernels $(ARGS)
+	$(GPU_PYTHON) -m tiercache.cli bench device -o json
 
 clean:  ## Remove the environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist build

@@ -32,5 +32,7 @@ for package in (
     for info in pkgutil.walk_packages(module.__path__, package + "."):
         if not info.name.endswith("__main__"):
             importlib.import_module(info.name)
+assert {"copy_segments.cu", "copy_segments.cuh"} <= {f.name for f in (files("tiercache_kernels") / "csrc").iterdir()}
 assert "torch" not in sys.modules, "the core loads torch"
+assert "cupy" not in sys.modules, "the core loads CuPy"
 print(f"tiercache {tiercache.__version__} from {tiercache.__file__}")

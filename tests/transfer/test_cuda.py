@@ -63,9 +63,16 @@ class Kind:
         return all(np.array_equal(self.machine.content(t), self.twin[at]) for at, t in self.tensors.items())
 
 
-def pages(machine: Machine, rng: np.random.Generator, layers: Sequence[int], page: int, width: int) -> Kind:
+def pages(machine: Machine, rng: np.random.Generator, layers: Sequence[int], page: int, width: int, form: str = "kv") -> Kind:
+    """As engines keep them: keys and values apart, packed, or one latent; by token. `fp8` has scales beside them."""
     dtype = "bfloat16" if width % 2 else "float32"
-    shapes = {(layer, name): ((SLOTS * page, 2, width + extra), dtype) for layer in layers for extra, name in enumerate("kv")}
+    tensors: dict[str, tuple[tuple[int, ...], str]] = {
+        "kv": {"k": ((2, width), dtype), "v": ((2, width + 1), dtype)},
+        "packed": {"kv": ((2, 2, width), dtype)},
+        "latent": {"latent": ((width,), dtype)},
+        "fp8": {"k": ((2, width), "float8_e4m3fn"), "scale": ((2,), "float32"), "v": ((2, width), "float8_e4m3fn")},
+    }[form]
+    shapes = {(layer, name): ((SLOTS * page, *inner), kind) for layer in layers for name, (inner, kind) in tensors.items()}
     return Kind.make(machine, rng, shapes, page)
 
 
@@ -80,6 +87,7 @@ def states(machine: Machine, rng: np.random.Generator, layers: Sequence[int], wi
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     method=st.sampled_from([None, *Method]),
+    form=st.sampled_from(["kv", "packed", "latent", "fp8"]),
     layers=st.lists(st.integers(0, 9), min_size=1, max_size=3, unique=True).map(sorted),
     state_layers=st.lists(st.integers(0, 9), min_size=1, max_size=3, unique=True).map(sorted),
     page=st.sampled_from([16, 64, 256]),
@@ -91,6 +99,7 @@ def states(machine: Machine, rng: np.random.Generator, layers: Sequence[int], wi
 def test_what_is_stored_is_loaded_into_other_slots(
     machine: Machine,
     method: Method | None,
+    form: str,
     layers: list[int],
     state_layers: list[int],
     page: int,
@@ -100,7 +109,7 @@ def test_what_is_stored_is_loaded_into_other_slots(
     data: st.DataObject,
 ) -> None:
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
-    kinds = {PoolName.KV: pages(machine, rng, layers, page, width), PoolName.MAMBA: states(machine, rng, state_layers, width)}
+    kinds = {PoolName.KV: pages(machine, rng, layers, page, width, form), PoolName.MAMBA: states(machine, rng, state_layers, width)}
     arena = HostArena(sum(SLOTS * -(-kind.geometry.nbytes // block_bytes) for kind in kinds.values()) * block_bytes, block_bytes)
     everything = arena.alloc(arena.blocks)
     np.frombuffer(arena.hold(), np.uint8)[:] = 0xAA
@@ -228,6 +237,26 @@ class TestRaces:
             seen = compute.read(rig.kind.tensors[key])
             assert rig.rows(seen(), 3) == rig.rows(rig.kind.twin[key], 0 if waits else 3)
             assert ticket.wait(rig.machine.patience)
+
+    @pytest.mark.parametrize("method", Method)
+    def test_a_layer_is_computed_while_the_next_is_on_its_way(self, method: Method) -> None:
+        """A model of six layers: each finds its own bytes, and those of the last layer not yet."""
+        machine = Simulated(seconds=lambda method, nbytes, count: 0.01)
+        kind = pages(machine, np.random.default_rng(2), range(6), 16, 8)
+        arena = HostArena(64 * 4096, 4096)
+        device, host = DevicePool.from_tensors(kind.geometry, kind.tensors), HostPool(kind.geometry, arena)
+        rig = Rig(machine, kind, device, host, arena)
+        with rig.engine(method=method) as engine:
+            handle, compute = rig.stored(engine, 0), machine.stream()
+            ticket = engine.load(rig.units([handle], [3]))
+            own, last = [], []
+            for layer in range(6):
+                assert ticket.wait_layer(layer, 10, stream=compute.handle)
+                own.append(compute.read(kind.tensors[layer, "k"]))
+                last.append(compute.read(kind.tensors[5, "v"]))
+            assert [rig.rows(seen(), 3) == rig.rows(kind.twin[layer, "k"], 0) for layer, seen in enumerate(own)] == [True] * 6
+            assert [rig.rows(seen(), 3) == rig.rows(kind.twin[5, "v"], 0) for seen in last] == [False] * 5 + [True]
+        arena.close()
 
     def test_a_fork_keeps_its_place_in_the_stream(self, rig: Rig) -> None:
         with rig.engine() as engine:

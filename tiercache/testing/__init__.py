@@ -2,5 +2,5 @@
 
 Import the parts by name: `faults` (FaultEnv), `crash` (CrashEnv: what a power cut leaves), `objects` (test objects), `conformance`
 (BackendConformance), `policies` (PolicyConformance), `policy_rig` (what it ranks), `stateful` (the state machines), `faulty`, `latency`
-and `outage` (wrappers that misbehave).
+and `outage` (wrappers that misbehave), `cuda` (SimulatedDevice).
 """

@@ -25,6 +25,7 @@ from tiercache.transfer.descriptors import Copies
 _log = logging.getLogger(__name__)
 
 FORMAT: Final = 1
+"""Of the file; raised as well when a method of ours gets another speed."""
 LENGTHS: Final = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 2 << 20)
 """Bytes a copy: pages of small models, of 16 and of 64 tokens; convolution and recurrent states."""
 COUNTS: Final = (1, 16, 128, 1024)

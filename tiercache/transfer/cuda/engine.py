@@ -73,6 +73,7 @@ class CudaEngine(TransferEngine):
             undo.callback(self._locked.unlock)
             self._forks = _Forks(self.device)
             self._stores = self._lane("tiercache-store", Direction.TO_HOST, method)
+            undo.callback(self._stores.stop)
             self._loads = self._lane("tiercache-load", Direction.TO_DEVICE, method)
             undo.pop_all()
         missing = "".join(f"; no {name}: {reason}" for name, reason in self.device.unavailable.items())

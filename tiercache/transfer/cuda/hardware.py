@@ -55,6 +55,7 @@ class CupyDevice(CudaDevice):
 
     def activate(self) -> None:
         self._runtime.setDevice(self.ordinal)
+        self._runtime.free(0)  # with a CUDA before 12 it takes a call to make the context current
         relax_captures()
 
     @contextmanager
