@@ -105,6 +105,7 @@ class Simulated(Machine):
         return SimulatedStream(self.device)
 
     def engine(self, devices: Mapping[PoolName, DevicePool], hosts: Mapping[PoolName, HostPool], **settings: Any) -> CudaEngine:
+        settings.setdefault("group_bytes", 1)  # layers are small here, and each shall be waited for by itself
         if "method" not in settings:
             settings.setdefault("calibration", anything(self.device.card))
         return CudaEngine(devices, hosts, device=self.device, **settings)
@@ -170,6 +171,7 @@ class Real(Machine):
         return RealStream()
 
     def engine(self, devices: Mapping[PoolName, DevicePool], hosts: Mapping[PoolName, HostPool], **settings: Any) -> CudaEngine:
+        settings.setdefault("group_bytes", 1)
         if "method" not in settings:
             settings.setdefault("calibration", anything(Card("any", "any", 0, 0, 1)))
         return CudaEngine(devices, hosts, **settings)

@@ -94,6 +94,7 @@ def states(machine: Machine, rng: np.random.Generator, layers: Sequence[int], wi
     width=st.integers(1, 130),
     block_bytes=st.sampled_from([4096, 8192, 65536]),
     blocks_a_piece=st.integers(1, 4),
+    group_bytes=st.sampled_from([1, 10_000, 1 << 20]),
     data=st.data(),
 )
 def test_what_is_stored_is_loaded_into_other_slots(
@@ -106,6 +107,7 @@ def test_what_is_stored_is_loaded_into_other_slots(
     width: int,
     block_bytes: int,
     blocks_a_piece: int,
+    group_bytes: int,
     data: st.DataObject,
 ) -> None:
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
@@ -120,7 +122,7 @@ def test_what_is_stored_is_loaded_into_other_slots(
     sources = {name: data.draw(st.lists(st.integers(0, SLOTS - 1), unique=True)) for name in kinds}
     targets = {name: data.draw(st.permutations(range(SLOTS)))[: len(s)] for name, s in sources.items()}
     handles = {name: hosts[name].alloc(len(s)) for name, s in sources.items()}
-    with machine.engine(devices, hosts, method=method, piece_bytes=blocks_a_piece * block_bytes) as engine:
+    with machine.engine(devices, hosts, method=method, piece_bytes=blocks_a_piece * block_bytes, group_bytes=group_bytes) as engine:
         stored = engine.store([CacheTransferUnits(name, np.array(sources[name], np.int64), handles[name]) for name in kinds])
         assert stored.wait(machine.patience)
         assert stored.error is None

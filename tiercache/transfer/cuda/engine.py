@@ -22,7 +22,7 @@ from tiercache.transfer.cuda.calibration import Calibration, calibrated
 from tiercache.transfer.cuda.copying import CopySet
 from tiercache.transfer.cuda.device import DEFAULT_STREAMS, CudaDevice, Direction, Method
 from tiercache.transfer.cuda.hardware import CupyDevice
-from tiercache.transfer.cuda.lane import Lane, event_of
+from tiercache.transfer.cuda.lane import GROUP_BYTES, Lane, event_of
 from tiercache.transfer.cuda.locked import PIECE_BYTES, LockedArena
 from tiercache.transfer.cuda.proof import prove
 from tiercache.transfer.cuda.ticket import CudaLayerTicket
@@ -42,7 +42,8 @@ class CudaEngine(TransferEngine):
     Loads have a stream of high priority, stores one of low. Each direction has a thread that queues and one that follows; a fence that is a
     `torch.cuda.Event`, and `wait_layer` with a stream, make the device wait and no thread. `device`: the driver to use instead of CuPy's.
     `calibration`: which method copies what (default: measured at the first start on a machine, see `calibration`); `method` takes one for
-    everything. `piece_bytes`: how much host memory is page-locked in one call.
+    everything. `piece_bytes`: how much host memory is page-locked in one call;
+    `group_bytes`: layers of a load are queued together until they have as much.
 
     Raises ConfigError for pools that are not on one CUDA device, for a device, a CuPy or a method that is not there, and for an arena that
     the driver does not page-lock; GeometryError where the two sides differ.
@@ -59,6 +60,7 @@ class CudaEngine(TransferEngine):
         calibration: Calibration | None = None,
         method: Method | None = None,
         piece_bytes: int = PIECE_BYTES,
+        group_bytes: int = GROUP_BYTES,
     ) -> None:
         self._sides = Sides(device_pools, host_pools)
         ordinal, arena = _ordinal(device_pools), _arena(host_pools)
@@ -66,6 +68,7 @@ class CudaEngine(TransferEngine):
         self._closed = False
         self._submitting = threading.Lock()
         self._lanes_left = 2
+        self._group_bytes = group_bytes
         with self.device.current(), ExitStack() as undo:
             prove(self.device)
             self.calibration, how = _how_to_copy(self.device, calibration, method)
@@ -121,7 +124,7 @@ class CudaEngine(TransferEngine):
             return self.calibration.choose(direction, copies)
 
         urgent = direction is Direction.TO_DEVICE
-        return Lane(name, self.device, choose, self._locked.period, urgent=urgent, ended=self._lane_ended)
+        return Lane(name, self.device, choose, self._locked.period, urgent=urgent, group_bytes=self._group_bytes, ended=self._lane_ended)
 
     def _submit(self, lane: Lane, job: Job) -> None:
         with self._submitting:  # or a job could get behind the mark that ends the lane, and never be answered

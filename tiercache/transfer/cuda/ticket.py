@@ -25,10 +25,10 @@ class CudaLayerTicket(LayerTicket):
         self._device = device
         self._events: dict[int, int] = {}
 
-    def queued(self, layer: int, event: int) -> None:
-        """For engines: the copies of `layer` are in the stream, and `event` stands for them until the ticket is done."""
+    def queued(self, layers: Iterable[int], event: int) -> None:
+        """For engines: the copies of `layers` are in the stream, and `event` stands for them until the ticket is done."""
         with self._changed:
-            self._events[layer] = event
+            self._events |= dict.fromkeys(layers, event)
             self._changed.notify_all()
 
     def wait_layer(self, layer: int, timeout: float | None = None, *, stream: int | None = None) -> bool:  # noqa: D102
