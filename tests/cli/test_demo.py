@@ -54,12 +54,21 @@ def test_the_demo_restores_from_every_tier_and_over_a_kill(tmp_path):
         (["--json", "nowhere/report.json"], 2, "its directory does not exist"),
         (["--dir", "/dev/null"], 2, "is a file"),
         (["--turns", "0"], 2, "--turns"),
+        (["--device", "tpu"], 2, "--device tpu is not known; use cpu, cuda, or cuda:N"),
+        (["--device", "cuda:"], 2, "--device cuda: is not known"),
     ],
 )
 def test_a_mistake_gets_one_sentence(arguments, code, sentence):
     done = tiercache("demo", *arguments)
     assert (done.returncode, "Traceback" in done.stderr) == (code, False)
     assert sentence in done.stderr.replace("\n", " ")
+
+
+def test_a_device_that_is_not_there_gets_one_sentence():
+    done = tiercache("demo", "--device", "cuda:99")
+    assert (done.returncode, "Traceback" in done.stderr) == (2, False)
+    sentences = ("pip install 'tiercache[cuda]'", "there is no device cuda:99")
+    assert any(sentence in done.stderr.replace("\n", " ") for sentence in sentences)
 
 
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -77,6 +86,8 @@ def test_an_interrupted_demo_leaves_nothing_behind(tmp_path, sent, code):
 
 
 def test_help_and_version():
-    assert "--context" in tiercache("demo", "--help").stdout
+    shown = tiercache("demo", "--help").stdout
+    assert "--context" in shown
+    assert "--device" in shown
     assert tiercache("--version").stdout.startswith("tiercache ")
     assert tiercache("nonsense").returncode == 2

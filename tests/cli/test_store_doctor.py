@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from tests.cli.test_store_samples import call
 from tiercache.cli.store import checks, storage_checks
 from tiercache.cli.store.checks import Level
+from tiercache.testing.cuda import SimulatedDevice
+from tiercache.transfer.cuda import calibrated
 
 NAMES = {
     "python", "packages", "kernel", "memfd", "memlock", "open files", "memory", "cgroup memory", "huge pages", "NUMA", "clock", "GPU",
@@ -14,9 +18,17 @@ NAMES = {
 }  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def cards(tmp_path_factory, monkeypatch):
+    """Where calibrations are kept; none at first."""
+    directory = tmp_path_factory.mktemp("cards")
+    monkeypatch.setenv("TIERCACHE_CACHE_DIR", str(directory))
+    return directory
+
+
 def test_every_check_has_a_line_and_leaves_nothing_behind(tmp_path):
     done = call("doctor", "--path", tmp_path, "-o", "json", ok=None)
-    found = {check["name"]: check for check in done.document}
+    found = {check["name"]: check for check in done.document if check["name"] != "copies"}  # that one is only where a GPU is
     assert found.keys() == NAMES
     assert all(check["level"] in ("ok", "warn", "fail") and check["found"] for check in found.values())
     assert all(bool(check["fix"]) == (check["level"] != "ok") for check in found.values())
@@ -27,7 +39,7 @@ def test_every_check_has_a_line_and_leaves_nothing_behind(tmp_path):
     assert "/dev/shm is not needed" in found["memfd"]["found"]
     table = call("doctor", "-s", tmp_path, ok=None).out
     assert all(name in table for name in NAMES)
-    assert len(call("doctor", "--path", tmp_path, "-o", "jsonl", ok=None).lines) == len(NAMES)
+    assert len(call("doctor", "--path", tmp_path, "-o", "jsonl", ok=None).lines) == len(done.document)
 
 
 def test_a_failure_is_exit_code_1(tmp_path, monkeypatch):
@@ -56,6 +68,63 @@ def test_a_machine_that_tells_nothing_gets_answers_all_the_same(monkeypatch, tmp
     assert found["cgroup memory"].found == "no limit"
     monkeypatch.setattr(storage_checks, "read", lambda path: "")
     assert storage_checks.file_system_of(tmp_path) == "unknown"
+
+
+def gpu_checks():
+    return [check for check in checks.machine_checks() if check.name in ("GPU", "copies")]
+
+
+def calibrate_card(directory):
+    device = SimulatedDevice()
+    with device.current():
+        calibrated(device, directory, nbytes=4 << 20)
+    [path] = directory.iterdir()
+    return path
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Fri Jan 24 02:44:27 UTC 2025",
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build  (root@build)",
+    ],
+)
+def test_a_gpu_without_a_calibration_is_told_how_to_get_one(line, monkeypatch, cards):
+    monkeypatch.setattr(checks, "read", lambda path: line if path == "/proc/driver/nvidia/version" else "")
+    monkeypatch.setattr(checks, "installed", lambda package: "13.6.0" if package == "cupy-cuda13x" else "")
+    gpu, copies = gpu_checks()
+    assert (gpu.level, copies.level) == (Level.OK, Level.OK)
+    assert "driver 570.86.15" in gpu.found
+    assert "cupy-cuda13x 13.6.0" in gpu.found
+    assert "`tiercache bench device`" in copies.found
+    assert str(cards) in copies.found
+
+
+def test_each_calibration_is_summed_up(cards, tmp_path):
+    path = calibrate_card(cards)
+    document = json.loads(path.read_text())
+    for cell in document["cells"]:
+        large, to_host = cell["length"] >= 65536, cell["direction"] == "device_to_host"
+        fast = "memcpy" if cell["length"] >= 2 << 20 and to_host else "batch" if large or not to_host else "kernel"
+        cell["gb_s"] = {"batch": 1.0, "memcpy": 1.0, "kernel": 1.0, fast: 50.0}
+    path.write_text(json.dumps(document))
+    [copies] = [check for check in gpu_checks() if check.name == "copies"]
+    assert copies.level is Level.OK
+    assert copies.found == (
+        "Simulated at 0000:00:00.0, driver for CUDA 13.0: device_to_host: memcpy from 2 MiB, batch from 64 KiB, kernel below; "
+        f"host_to_device: batch; kept in {path}"
+    )
+    assert "batch from 64 KiB, kernel below" in " ".join(call("doctor", "--path", tmp_path, "-o", "jsonl", ok=None).out.split())
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"\xff\x00", b'{"format": 1, "card": {}, "cells": []}'])
+def test_a_broken_calibration_is_said_openly(content, cards, tmp_path, capfd):
+    path = cards / "calibration-0123456789abcdef.json"
+    path.write_bytes(content)
+    [copies] = [check for check in gpu_checks() if check.name == "copies"]
+    assert (copies.level, copies.found) == (Level.WARN, f"{path} is no calibration")
+    assert "remove it" in copies.fix
+    assert capfd.readouterr().err == "", "what is said once is not logged as well"
 
 
 def test_doctor_loads_no_engine(tmp_path):

@@ -2,6 +2,7 @@
 
 Read `command` (the options), `plan` (what they mean), `run`, `disk` and `lookups` (the cases); then what these are made of: `subject`
 (the store that is measured), `raw` (its limits), `peer` (the layout it competes with), `timing`, `machine`, `rows`, `show`.
+`rpc` and `device/` are benches of their own.
 """
 
 from tiercache.cli.bench.command import bench

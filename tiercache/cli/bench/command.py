@@ -1,4 +1,4 @@
-"""`tiercache bench disk`: options in, rows out."""
+"""The verbs of `tiercache bench`: options in, rows out."""
 
 from __future__ import annotations
 
@@ -125,6 +125,53 @@ def rpc(
     said = [f"{here}. Medians of {repeat} interleaved runs over the same buffers.", *(note.text for note in notes)]
     if output is Output.TABLE:
         show.table(rows, "daemon", said)
+    else:
+        Console(stderr=True, highlight=False, emoji=False).print("\n".join(said), style="dim", markup=False, soft_wrap=True)
+
+
+@bench.command()
+def device(
+    number: Annotated[int, typer.Option("--device", min=0, max=127, help="The CUDA device, as this process counts them.")] = 0,
+    most: Annotated[str, typer.Option(help="Bytes of the largest group; the host page-locks three times as many.")] = "1GiB",
+    model: Annotated[str, typer.Option(help="Only these, separated by commas: qwen3-next-80b-a3b, qwen3.5-9b, qwen3.5-35b-a3b.")] = "",
+    method: Annotated[
+        str, typer.Option(help="Only these, separated by commas: batch, memcpy, kernel, choice (what the calibration takes).")
+    ] = "",
+    case: Annotated[str, typer.Option(help="Only these, separated by commas: start, copy, overlap, matmul.")] = "",
+    repeat: Annotated[int, typer.Option(min=5, max=1000, help="Runs of which the median counts; one more comes first.")] = 5,
+    quick: Annotated[bool, typer.Option("--quick", help="Qwen3-Next only, fewer counts of objects, shorter computing.")] = False,
+    output: Annotated[Output, typer.Option("--output", "-o", help="A table, or one JSON object per line and nothing else.")] = Output.TABLE,
+) -> None:
+    """Measure copies between a CUDA device and page-locked host memory, beside one contiguous copy of as many bytes.
+
+    Stores and loads of 1 to 256 objects of hybrid models: pages of 64 tokens,
+    states, and both. By each method (batch: the driver's batched copies; memcpy:
+    one call a copy; kernel: ours), by the calibration's choice, and through the
+    transfer engine. All bytes are compared before anything is timed. Further
+    cases: what a start costs, a load beneath a model that computes, and matrix
+    products beside copies; the last two need torch.
+
+        tiercache bench device
+
+        tiercache bench device --quick --case copy --method kernel,choice -o json
+    """
+    from tiercache.cli.bench import show
+    from tiercache.cli.bench.device import show as shown
+    from tiercache.cli.bench.device.plan import plan
+    from tiercache.cli.bench.device.products import TorchProducts
+    from tiercache.cli.bench.device.run import run
+    from tiercache.transfer import cuda
+
+    made = plan(models=model, most=most, methods=method, cases=case, repeats=repeat, quick=quick)
+    card = cuda.CupyDevice(number)
+    with _progress(quiet=output is Output.JSON and sys.stdout.isatty()) as say, closing(run(made, card, TorchProducts, say)) as found:
+        if output is Output.JSON:
+            notes = show.lines(found)
+        else:
+            rows, notes = show.sort(found)
+    said = shown.footer(made, card, notes)
+    if output is Output.TABLE:
+        shown.tables(rows, said)
     else:
         Console(stderr=True, highlight=False, emoji=False).print("\n".join(said), style="dim", markup=False, soft_wrap=True)
 

@@ -34,11 +34,12 @@ class Case(enum.StrEnum):
 
 
 class Unit(enum.StrEnum):
-    """What a target bounds: a ratio from below, times from above."""
+    """What a target bounds: a ratio from below, times and losses from above."""
 
     RATIO = "x"
     MICROSECONDS = "us"
     SECONDS = "s"
+    PERCENT = "%"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +106,9 @@ class Row:
     def record(self) -> dict[str, Any]:
         """The row as JSON has it; null where a figure has no meaning."""
         return {
-            "name": self.name, "size": self.size, "objects": self.objects, "seconds": _digits(self.seconds),
-            "gbps": _digits(self.gbps), "limit_gbps": _digits(self.limit_gbps), "ratio": _digits(self.ratio),
-            "us_per_object": _digits(self.us_per_object), "limit": self.limit or None,
+            "name": self.name, "size": self.size, "objects": self.objects, "seconds": digits(self.seconds),
+            "gbps": digits(self.gbps), "limit_gbps": digits(self.limit_gbps), "ratio": digits(self.ratio),
+            "us_per_object": digits(self.us_per_object), "limit": self.limit or None,
             "target": str(self.target) if self.target else None, "met": self.met,
         }  # fmt: skip
 
@@ -134,7 +135,7 @@ def size_text(nbytes: int) -> str:
     return f"{nbytes} B"
 
 
-def _digits(value: float | None) -> float | None:
+def digits(value: float | None) -> float | None:
     """Four significant digits: more would claim what no run can repeat."""
     return None if value is None else float(f"{value:.4g}")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Final
+from typing import Final, Protocol, TypeVar
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -21,7 +21,17 @@ _FEWEST: Final = 5
 """Repeats whose median says something."""
 
 
-def lines(found: Iterable[Row | Note]) -> list[Note]:
+class Line(Protocol):
+    """A row of any bench."""
+
+    def line(self) -> str:
+        """As one line of JSON."""
+
+
+R = TypeVar("R", bound=Line)
+
+
+def lines(found: Iterable[Line | Note]) -> list[Note]:
     """Print each row as a line of JSON as soon as it is there; the notes are handed back."""
     notes: list[Note] = []
     for item in found:
@@ -33,10 +43,10 @@ def lines(found: Iterable[Row | Note]) -> list[Note]:
     return notes
 
 
-def sort(found: Iterable[Row | Note]) -> tuple[list[Row], list[Note]]:
+def sort(found: Iterable[R | Note]) -> tuple[list[R], list[Note]]:
     """Wait for everything; rows and notes apart."""
     everything = list(found)
-    return [item for item in everything if isinstance(item, Row)], [item for item in everything if isinstance(item, Note)]
+    return [item for item in everything if not isinstance(item, Note)], [item for item in everything if isinstance(item, Note)]
 
 
 def table(rows: Sequence[Row], title: str, said: Sequence[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import enum
 import fcntl
+import logging
 import mmap
 import os
 import platform
@@ -13,10 +14,15 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from tiercache.cli.store.output import count_text, size_text
+
+if TYPE_CHECKING:
+    from tiercache.transfer.cuda import Calibration
 
 _PACKAGES: Final = ("tiercache", "numpy", "lmdb", "blake3", "xxhash", "grpcio", "protobuf")
 _ENGINES: Final = ("sglang", "vllm", "transformers", "torch")
@@ -70,7 +76,7 @@ def machine_checks() -> Iterator[Check]:
     yield _huge_pages()
     yield _numa()
     yield _clock()
-    yield _gpu()
+    yield from _gpu()
     yield from _engines()
 
 
@@ -225,15 +231,58 @@ def _synchronised() -> bool:
         return True
 
 
-def _gpu() -> Check:
+def _gpu() -> Iterator[Check]:
     driver = next(iter(read("/proc/driver/nvidia/version").splitlines()), "")
     cupy = next((f"{name} {found}" for name in ("cupy", "cupy-cuda13x", "cupy-cuda12x") if (found := installed(name))), "")
     if not driver:
-        return Check("GPU", Level.OK, "no NVIDIA driver; a daemon needs none" + (f"; {cupy}" if cupy else ""))
-    cards = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
-    model = driver.partition("Kernel Module")[2].split()
-    found = f"{count_text(cards, 'GPU')}, driver {model[0] if model else 'unknown'}" + (f", {cupy}" if cupy else ", no cupy")
-    return judged("GPU", found, Level.OK if cupy else Level.WARN, "workers copy by kernels with it: pip install 'tiercache[cuda]'")
+        yield Check("GPU", Level.OK, "no NVIDIA driver; a daemon needs none" + (f"; {cupy}" if cupy else ""))
+    else:
+        cards = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+        model = next((word for word in driver.partition("Kernel Module")[2].split() if word[0].isdigit()), "unknown")
+        found = f"{count_text(cards, 'GPU')}, driver {model}{_cuda_text()}" + (f", {cupy}" if cupy else ", no cupy")
+        yield judged("GPU", found, Level.OK if cupy else Level.WARN, "workers copy by kernels with it: pip install 'tiercache[cuda]'")
+    yield from _calibrations(expected=bool(driver))
+
+
+def _cuda_text() -> str:
+    """For which CUDA the driver is, as it says itself without being started; nothing where it cannot be asked."""
+    number = ctypes.c_int(0)
+    try:
+        code = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))
+    except (OSError, AttributeError):
+        return ""
+    return f" for CUDA {number.value // 1000}.{number.value % 1000 // 10}" if code == 0 else ""
+
+
+def _calibrations(*, expected: bool) -> Iterator[Check]:
+    """A check for each card whose copies were measured by this user; one that says how to come by it where there is only a card."""
+    # Imported here, so that other verbs need none of it.
+    from tiercache.transfer.cuda import calibration_directory, read_calibration
+
+    logging.getLogger("tiercache.transfer.cuda").addHandler(logging.NullHandler())  # what it logs of a broken file is said below
+    paths = sorted(calibration_directory().glob("calibration-*.json"))
+    for path in paths:
+        known = read_calibration(path)
+        if known is None or not known.cells:
+            yield Check("copies", Level.WARN, f"{path} is no calibration", "remove it; the next worker on its card measures anew")
+        else:
+            yield Check("copies", Level.OK, f"{known.card}: {_choices(known)}; kept in {path}")
+    if expected and not paths:
+        found = "not calibrated yet; the first worker does it in a second, as does `tiercache bench device`"
+        yield Check("copies", Level.OK, f"{found}, and it is kept in {calibration_directory()}")
+
+
+def _choices(known: Calibration) -> str:
+    """The method for each length, where many are copied at once: "device_to_host: batch from 64 KiB, kernel below"."""
+    said = []
+    for direction in dict.fromkeys(cell.direction for cell in known.cells):
+        cells = sorted((cell for cell in known.cells if cell.direction is direction), key=lambda cell: (cell.length, cell.count))
+        best = {cell.length: cell.best for cell in cells}  # of the largest count, which comes last
+        starts = [(method, next(lengths)[0]) for method, lengths in groupby(best.items(), key=itemgetter(1))]
+        below = f"{starts[0][0]} below" if len(starts) > 1 else f"{starts[0][0]}"
+        above = [f"{method} from {size_text(length).replace('.0 ', ' ')}" for method, length in reversed(starts[1:])]
+        said.append(f"{direction}: {', '.join([*above, below])}")
+    return "; ".join(said)
 
 
 def _engines() -> Iterator[Check]:

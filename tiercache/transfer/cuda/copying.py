@@ -9,10 +9,12 @@ import numpy as np
 from tiercache_kernels.table import ROW_BYTES, fill_table
 
 from tiercache.transfer.cuda.device import CudaDevice, Method
-from tiercache.transfer.descriptors import Copies
+from tiercache.transfer.descriptors import Copies, Descriptors
 
 _LEAST_ROWS: Final = 4096
 """A table for some 80 pages of Qwen3-Next at first; it grows with what is asked for."""
+GROUP_BYTES: Final = 4 << 20
+"""80 us on the bus: to queue less at a time takes a thread as long, and brings no layer up sooner."""
 _NO_TABLE: Final = np.empty((0, ROW_BYTES // 8), np.uint64)
 _LEAST_BLOCKS: Final = 4
 _SHARE: Final = 16
@@ -22,6 +24,20 @@ _SHARE: Final = 16
 def bus_blocks(multiprocessors: int) -> int:
     """Blocks for a kernel that copies across the bus: enough to fill it, too few to starve what computes."""
     return max(_LEAST_BLOCKS, multiprocessors // _SHARE)
+
+
+def layer_groups(descriptors: Descriptors, least: int = GROUP_BYTES) -> list[tuple[Sequence[int], slice]]:
+    """What of a load is queued at once: one layer after the other, small ones together until they have `least` bytes."""
+    ends = np.cumsum(descriptors.length).tolist()
+    groups: list[tuple[Sequence[int], slice]] = []
+    layers: list[int] = []
+    first = begun = 0
+    for layer, rows in descriptors.by_layer():
+        layers.append(layer)
+        if ends[rows.stop - 1] - begun >= least or rows.stop == len(descriptors):
+            groups.append((layers, slice(first, rows.stop)))
+            layers, first, begun = [], rows.stop, ends[rows.stop - 1]
+    return groups
 
 
 class CopySet:

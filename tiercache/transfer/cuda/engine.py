@@ -19,10 +19,10 @@ from tiercache.pools.device import DevicePool
 from tiercache.pools.host import HostPool
 from tiercache.transfer.base import Fence, LayerTicket, Ticket, TransferEngine
 from tiercache.transfer.cuda.calibration import Calibration, calibrated
-from tiercache.transfer.cuda.copying import CopySet
+from tiercache.transfer.cuda.copying import GROUP_BYTES, CopySet
 from tiercache.transfer.cuda.device import DEFAULT_STREAMS, CudaDevice, Direction, Method
 from tiercache.transfer.cuda.hardware import CupyDevice
-from tiercache.transfer.cuda.lane import GROUP_BYTES, Lane, event_of
+from tiercache.transfer.cuda.lane import Lane, event_of
 from tiercache.transfer.cuda.locked import PIECE_BYTES, LockedArena
 from tiercache.transfer.cuda.proof import prove
 from tiercache.transfer.cuda.ticket import CudaLayerTicket

@@ -11,11 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-import numpy as np
-
 from tiercache.errors import TransferError
 from tiercache.transfer.base import Fence, pass_fence
-from tiercache.transfer.cuda.copying import CopySet, bus_blocks
+from tiercache.transfer.cuda.copying import GROUP_BYTES, CopySet, bus_blocks, layer_groups
 from tiercache.transfer.cuda.device import CudaDevice, Method
 from tiercache.transfer.cuda.ticket import CudaLayerTicket
 from tiercache.transfer.descriptors import Copies, Descriptors
@@ -26,8 +24,6 @@ _log = logging.getLogger(__name__)
 Choose: TypeAlias = Callable[[Copies], Method]
 """The method for a group of copies."""
 
-GROUP_BYTES: Final = 4 << 20
-"""80 us on the bus: to queue less at a time takes the thread as long, and brings no layer up sooner."""
 _IN_FLIGHT: Final = 3
 """Transfers in the stream at once: one on the bus, one behind it so that the bus never waits, one being queued."""
 
@@ -127,7 +123,7 @@ class Lane:
             self._pass_fences(job)
             descriptors = job.descriptors(self._cut)
             copies = descriptors.copies(to_host=job.to_host)
-            groups = [(layers, rows, self._choose(copies[rows])) for layers, rows in _groups(job, descriptors, self._group_bytes)]
+            groups = [(layers, rows, self._choose(copies[rows])) for layers, rows in self._groups(job, descriptors)]
             stream_queue = resources.queue(copies, [(rows, method) for _, rows, method in groups], self._blocks, self._stream)
             for number, (layers, rows, method) in enumerate(groups):
                 step = f"in layer {layers[0]}" if layers else "on its way"
@@ -142,6 +138,12 @@ class Lane:
             failure = job.failure(step, error)
         self._flights.put(_Flight(job, resources, last, failure))
         return True
+
+    def _groups(self, job: Job, descriptors: Descriptors) -> list[tuple[Sequence[int], slice]]:
+        """What is queued at once, and the layers in it. All of a store, for nobody waits for a part of it."""
+        if not job.to_host:
+            return layer_groups(descriptors, self._group_bytes)
+        return [((), slice(0, len(descriptors)))] if len(descriptors) else []
 
     def _pass_fences(self, job: Job) -> None:
         for fence in job.after:
@@ -180,20 +182,3 @@ class Lane:
         flight.job.finish(error)
         self._resources.put(flight.resources)  # not before the ticket is done: until then its waiters use the events
         return True
-
-
-def _groups(job: Job, descriptors: Descriptors, least: int) -> list[tuple[Sequence[int], slice]]:
-    """What is queued at once, and the layers in it: all of a store, which nobody waits for in parts; of a load one layer after the other,
-    small ones together until they have `least` bytes.
-    """
-    if job.to_host:
-        return [((), slice(0, len(descriptors)))] if len(descriptors) else []
-    ends = np.cumsum(descriptors.length).tolist()
-    groups: list[tuple[Sequence[int], slice]] = []
-    layers, first, begun = [], 0, 0
-    for layer, rows in descriptors.by_layer():
-        layers.append(layer)
-        if ends[rows.stop - 1] - begun >= least or rows.stop == len(descriptors):
-            groups.append((layers, slice(first, rows.stop)))
-            layers, first, begun = [], rows.stop, ends[rows.stop - 1]
-    return groups

@@ -1,0 +1,170 @@
+"""The pools of one model, device and host, with objects in slots and blocks in no order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from tiercache.cli.bench.device.ground import Ground, Work
+from tiercache.cli.bench.device.plan import Objects
+from tiercache.cli.bench.device.shapes import Shapes
+from tiercache.core import CacheTransferUnits, PoolName
+from tiercache.errors import TransferError
+from tiercache.geometry import DTYPE_BITS, Geometry
+from tiercache.pools import DevicePool, HostArena, HostPool
+from tiercache.transfer.base import Ticket
+from tiercache.transfer.cuda import CudaEngine, Direction, Method
+from tiercache.transfer.cuda.copying import layer_groups
+from tiercache.transfer.descriptors import build_descriptors, join_descriptors
+
+_ALIGN: Final = 256
+"""Of tensors, as allocators of device memory have it."""
+_PATIENCE_S: Final = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceArray:
+    """A dense tensor in device memory, as far as a pool asks. Thread rule: immutable."""
+
+    address: int
+    shape: tuple[int, ...]
+    dtype: str
+    device: str
+
+    def data_ptr(self) -> int:  # noqa: D102
+        return self.address
+
+    def stride(self) -> tuple[int, ...]:  # noqa: D102
+        return tuple(math.prod(self.shape[n + 1 :]) for n in range(len(self.shape)))
+
+    def element_size(self) -> int:  # noqa: D102
+        return DTYPE_BITS[self.dtype] // 8
+
+
+class Bed:
+    """`objects` of a model in pools over the memory of `ground`, and the engine that keeps their host side page-locked.
+
+    Object i is stored from the i-th of some random slots and loaded to the (i + 1)-th, so that one slot of each pool is not loaded to.
+    Blocks of the arena have the size of a page, as a worker makes them.
+
+    `stack` gives it all back. Thread rule: one thread, with the device current.
+    """
+
+    def __init__(self, ground: Ground, shapes: Shapes, objects: Objects, stack: ExitStack) -> None:
+        self.ground, self.shapes, self.objects = ground, shapes, objects
+        rng, block_bytes = np.random.default_rng(objects.count), shapes.pages.padded_nbytes
+        geometries = [geometry for geometry in (shapes.pages, shapes.states) if objects.of(geometry.pool)]
+        blocks = sum(objects.of(geometry.pool) * -(-geometry.nbytes // block_bytes) for geometry in geometries)
+        self._arena = HostArena(blocks * block_bytes, block_bytes)
+        stack.callback(self._arena.close)
+        self._arena.free(rng.permutation(self._arena.alloc(blocks)))
+        self._devices = _device_pools(geometries, objects, ground.address, f"cuda:{ground.device.ordinal}")
+        self._hosts = {geometry.pool: HostPool(geometry, self._arena) for geometry in geometries}
+        self._slots = {name: rng.permutation(pool.capacity) for name, pool in self._devices.items()}
+        self._handles = {name: host.alloc(objects.of(name)) for name, host in self._hosts.items()}
+        # In one piece, so that no copy has to be cut where two pieces meet.
+        engine = CudaEngine(
+            self._devices, self._hosts, device=ground.device, calibration=ground.calibration, piece_bytes=self._arena.nbytes
+        )
+        self.engine = stack.enter_context(engine)
+        stack.callback(ground.mover.settle)  # first of all at the end: the engine's end unlocks the arena
+
+    def work(self, direction: Direction, objects: Objects) -> Work:
+        """The copies of the first so many objects, grouped as the engine does it: a load by layers, small ones together."""
+        found = join_descriptors(
+            [
+                build_descriptors(
+                    pool.segments, self._ends(name, direction)[: objects.of(name)],
+                    self._hosts[name].blocks(self._handles[name][: objects.of(name)]), self._arena.block_bytes, self._arena.address,
+                )
+                for name, pool in self._devices.items()
+            ]
+        )  # fmt: skip
+        to_host = direction is Direction.TO_HOST
+        copies = found.copies(to_host=to_host)
+        return Work(copies, (slice(0, len(copies)),) if to_host else tuple(rows for _, rows in layer_groups(found)))
+
+    def choice(self, direction: Direction, work: Work) -> list[Method]:
+        """What the calibration takes for each group."""
+        return [self.ground.calibration.choose(direction, work.copies[rows]) for rows in work.groups]
+
+    def units(self, direction: Direction, parts: int = 1) -> list[list[CacheTransferUnits]]:
+        """All objects, in up to so many transfers of nearly equal size."""
+        pieces: list[list[CacheTransferUnits]] = [[] for _ in range(parts)]
+        for name, handles in self._handles.items():
+            ends = self._ends(name, direction)
+            for piece, chosen in zip(pieces, np.array_split(np.arange(len(handles)), parts), strict=True):
+                if len(chosen):
+                    both = (ends[chosen], handles[chosen])
+                    piece.append(CacheTransferUnits(name, *(both if direction is Direction.TO_HOST else both[::-1])))
+        return [piece for piece in pieces if piece]
+
+    def transfer(self, direction: Direction, transfers: list[list[CacheTransferUnits]]) -> None:
+        """All of these through the engine, one behind the other, to the end of the last."""
+        call: Callable[[list[CacheTransferUnits]], Ticket] = self.engine.store if direction is Direction.TO_HOST else self.engine.load
+        finish([call(units) for units in transfers])
+
+    def check(self, what: str, store: Callable[[], object], load: Callable[[], object]) -> None:
+        """Raise TransferError unless what `store` takes from its slots is what `load` brings to the others, and nothing else is touched."""
+        nbytes = max(int((p.segments.base.astype(np.int64) + p.capacity * p.segments.stride).max()) for p in self._devices.values())
+        nbytes -= self.ground.address
+        stored = self.ground.fill(nbytes)
+        store()
+        wiped = self.ground.fill(nbytes)
+        load()
+        found = self.ground.read(nbytes)
+        wrong = sum(not same for same in self._compare(stored, wiped, found))
+        if wrong:
+            raise TransferError(
+                f"{what}: {wrong} segments of {self.objects.count} objects of {self.shapes.name} were wrong after a store and a load, so"
+                " nothing can be said about its speed; do not use this device for a cache"
+            )
+
+    def _compare(self, stored: np.ndarray, wiped: np.ndarray, found: np.ndarray) -> Iterator[bool]:
+        """For each segment of each object: is it as it should be?"""
+        for name, pool in self._devices.items():
+            sources, targets = (self._ends(name, direction).tolist() for direction in Direction)
+            untouched = int(self._slots[name][0])
+            table = pool.segments
+            for base, stride, length in zip(table.base.tolist(), table.stride.tolist(), table.length.tolist(), strict=True):
+                before, now, then = (_slots(memory, base - self.ground.address, stride, length) for memory in (stored, found, wiped))
+                yield np.array_equal(now(untouched), then(untouched))
+                for source, target in zip(sources, targets, strict=True):
+                    yield np.array_equal(now(target), before(source))
+
+    def _ends(self, name: PoolName, direction: Direction) -> np.ndarray:
+        slots = self._slots[name]
+        return slots[:-1] if direction is Direction.TO_HOST else slots[1:]
+
+
+def _slots(memory: np.ndarray, first: int, stride: int, length: int) -> Callable[[int], np.ndarray]:
+    """The bytes of one tensor in a slot."""
+    return lambda slot: memory[first + slot * stride :][:length]
+
+
+def finish(tickets: Sequence[Ticket]) -> None:
+    """Wait for all of them; raise what the first failure says."""
+    for ticket in tickets:
+        if not ticket.wait(_PATIENCE_S):
+            raise TransferError(f"a transfer was not over after {_PATIENCE_S:g} s; see whether the device still answers")
+    for ticket in tickets:
+        if ticket.error is not None:
+            raise ticket.error
+
+
+def _device_pools(geometries: list[Geometry], objects: Objects, address: int, device: str) -> dict[PoolName, DevicePool]:
+    """Pools with one slot more than there are objects, their tensors one behind the other from `address` on."""
+    pools = {}
+    for geometry in geometries:
+        slots, tensors = objects.of(geometry.pool) + 1, {}
+        for segment in geometry.segments:
+            address = -(-address // _ALIGN) * _ALIGN
+            tensors[segment.layer, segment.name] = DeviceArray(address, (slots, *segment.shape), segment.dtype, device)
+            address += slots * segment.nbytes
+        pools[geometry.pool] = DevicePool.from_tensors(geometry, tensors)
+    return pools

@@ -1,0 +1,85 @@
+"""The speed of stores and loads: each method, what the calibration takes, and the engine, beside one contiguous copy."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from typing import Final
+
+from tiercache.cli.bench.device.bed import Bed
+from tiercache.cli.bench.device.ground import Ground, Say, Work
+from tiercache.cli.bench.device.plan import CHOICE, Kind, Objects, Plan
+from tiercache.cli.bench.device.rows import CopyRow
+from tiercache.cli.bench.rows import MIB
+from tiercache.cli.bench.timing import Side, medians
+from tiercache.transfer.cuda import Direction, Method
+
+TRANSFERS: Final = 4
+"""In the engine at once; it keeps three in its stream and one waits."""
+_SMALL: Final = 64 * MIB
+_MORE: Final = 5
+"""Times as many runs below `_SMALL`, where each takes less than a millisecond or so."""
+_PLAIN: Final = "contiguous"
+_ENGINE: Final = "engine"
+
+
+def copies(plan: Plan, ground: Ground, methods: Sequence[Method], say: Say) -> Iterator[CopyRow]:
+    """All rows of all models. The bytes are compared before anything is timed."""
+    for shapes in plan.models:
+        for kind, objects in plan.groups(shapes):
+            with ExitStack() as stack:
+                whole = objects.times(TRANSFERS)
+                bed = Bed(ground, shapes, whole if whole.nbytes(shapes) <= plan.most else objects, stack)
+                what = f"{shapes.name}, {objects.count} {kind}"
+                _check(plan, bed, methods, lambda doing, what=what: say(f"{what}: {doing}"))  # type: ignore[misc]
+                for direction in Direction:
+                    say(f"{what}: {direction.replace('_', ' ')}")
+                    yield from _Group(plan, bed, kind, objects, direction).rows(methods)
+
+
+def _check(plan: Plan, bed: Bed, methods: Sequence[Method], say: Say) -> None:
+    works = [bed.work(direction, bed.objects) for direction in Direction]
+
+    def move(work: Work, method: Method) -> None:
+        bed.ground.mover.move(work, [method] * len(work.groups))
+
+    for method in methods:
+        say(f"comparing what {method} copies")
+        bed.check(f"copies by {method}", lambda m=method: move(works[0], m), lambda m=method: move(works[1], m))  # type: ignore[misc]
+    if plan.choice:
+        say("comparing what the engine copies")
+        store, load = (lambda d=direction: bed.transfer(d, bed.units(d, TRANSFERS)) for direction in Direction)
+        bed.check("transfers by the engine", store, load)
+
+
+class _Group:
+    """One direction of one group of objects. Thread rule: one thread, with the device current."""
+
+    def __init__(self, plan: Plan, bed: Bed, kind: Kind, objects: Objects, direction: Direction) -> None:
+        self._plan, self._bed, self._kind, self._objects, self._direction = plan, bed, kind, objects, direction
+        self._work = bed.work(direction, objects)
+        self._chosen = bed.choice(direction, self._work)
+        self._transfers = bed.units(direction, TRANSFERS)
+
+    def rows(self, methods: Sequence[Method]) -> Iterator[CopyRow]:
+        nbytes, mover = self._work.copies.nbytes, self._bed.ground.mover
+        ways = {str(method): [method] * len(self._work.groups) for method in methods}
+        sides = [Side(_PLAIN, lambda _: self._bed.ground.contiguous(self._direction, nbytes))]
+        if self._plan.choice:
+            ways[CHOICE] = self._chosen
+            sides.append(Side(_ENGINE, lambda _: self._bed.transfer(self._direction, self._transfers)))
+        sides += [Side(name, lambda _, way=way: mover.move(self._work, way)) for name, way in ways.items()]  # type: ignore[misc]
+        seconds = medians(sides, self._plan.repeats * (_MORE if nbytes < _SMALL else 1))
+        for name in ways:
+            yield self._row(name, nbytes / seconds[name], nbytes / seconds[_PLAIN], seconds.get(_ENGINE, 0.0))
+
+    def _row(self, name: str, speed: float, limit: float, engine_seconds: float) -> CopyRow:
+        shapes, chosen = self._bed.shapes, name == CHOICE
+        through = self._bed.objects.nbytes(shapes)
+        return CopyRow(
+            shapes.name, self._kind, self._direction, self._objects.count, self._work.copies.nbytes, len(self._work.copies), name,
+            speed / 1e9, limit / 1e9,
+            chosen={str(method): count for method, count in Counter(self._chosen).items()} if chosen else {},
+            engine_gb_s=through / engine_seconds / 1e9 if chosen else None, transfers=len(self._transfers) if chosen else 0,
+        )  # fmt: skip
