@@ -165,3 +165,33 @@ def test_a_load_waits_for_who_had_its_slots_before():
     engine.finish()
     assert engine.wrong == []
     engine.controller.close()
+
+
+def test_a_lost_device_ends_in_order(caplog):
+    """Fences that cannot be asked any more are not taken for passed, and the controller closes all the same."""
+
+    class Broken:
+        lost = False
+
+        def query(self):
+            if self.lost:
+                raise RuntimeError("an illegal memory access was encountered")
+            return False
+
+        def synchronize(self): ...
+
+    engine, fence = Engine(open_backend("memory://?capacity=64MiB")), Broken()
+    tokens = as_tokens(prompt(1, 2, 3))
+    admission = engine.controller.admit(engine.controller.lookup(tokens), tokens=len(tokens), states=2)
+    engine.restore(admission, tokens)
+    engine.compute(admission, tokens, 0, len(tokens))
+    engine.controller.commit(admission, tokens, {len(tokens): engine.take_state(admission, tokens)}, fence=fence)
+    free = engine.pools[KV].available
+    engine.controller.release(admission, fence=fence)
+    fence.lost = True
+    assert engine.controller.tick()
+    assert engine.pools[KV].available == free
+    assert "illegal memory access" in caplog.text
+    engine.check()
+    assert engine.controller.close(0.5) in (True, False)
+    assert engine.controller.close()

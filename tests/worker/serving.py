@@ -10,11 +10,12 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from tests.models import PAGE, loaded
+from tests.models import PAGE, loaded, prompt
 from tiercache.controller import ControllerOptions
 from tiercache.core import PoolName, Tier, as_tokens
 from tiercache.integrations.transformers import worker as worker_module
 from tiercache.integrations.transformers.audit import Audit, Verdict
+from tiercache.integrations.transformers.runner import ModelRunner
 from tiercache.integrations.transformers.worker import Generation, Worker
 from tiercache.storage.base import StorageBackend
 from tiercache.storage.env import Env
@@ -28,15 +29,17 @@ def store(path: Path, env: Env | None = None) -> StorageBackend:
     return open_backend({"type": "file", "path": str(path / "store"), "capacity": "64MiB"}, env=env)
 
 
-def serving(name: str, storage: StorageBackend | None = None, **options: Any) -> Worker:
+def serving(name: str, storage: StorageBackend | None = None, *, runner: ModelRunner | None = None, **options: Any) -> Worker:
     """A worker over a family's model, which was probed once per test run."""
+    found = (runner or loaded(name)[0], loaded(name)[1])
     options = {"device_bytes": AMPLE, "host_bytes": AMPLE, "options": ControllerOptions(restore_deadline=30.0)} | options
-    with patch.object(worker_module, "load", lambda model, page_size: loaded(name)):
+    with patch.object(worker_module, "load", lambda model, page_size: found):
         return Worker(loaded(name)[0].model, storage=storage, page_size=PAGE, **options)
 
 
 def evict(worker: Worker, *tiers: Tier) -> None:
     """Empty near tiers once everything is further down."""
+    worker.synchronize()
     assert worker.controller.flush()
     for tier in tiers:
         worker.controller.evict(tier)
@@ -83,3 +86,37 @@ def tiers_of(generation: Generation) -> set[Tier]:
 def joined(*parts: Any) -> list[int]:
     """One prompt out of several arrays or lists of tokens."""
     return np.concatenate([np.asarray(part, np.int64) for part in parts]).tolist()
+
+
+SYSTEM = prompt(2 * PAGE + 5, seed=1)
+FIRST = joined(SYSTEM, prompt(21, seed=2))
+EVICTED = {Tier.DEVICE: (), Tier.HOST: (Tier.DEVICE,), Tier.STORAGE: (Tier.DEVICE, Tier.HOST)}
+
+
+def fill(worker: Worker, audit: Audit) -> dict[int, list[int]]:
+    """Serve two prompts that part within their third page. Returns prompts by the depth that they restore.
+
+    A state is left at each: the branch point, the end of the first prompt, and the last page boundary that decoding crossed. None of the
+    prompts leaves a further one, so that they can be repeated.
+    """
+    first = worker.serve(FIRST, 24)
+    branch = worker.serve(joined(SYSTEM, prompt(13, seed=3)), 1)
+    assert first.restored == 0
+    assert branch.restored == (0 if worker.runner.layout.state_geometry else 2 * PAGE)
+    if worker.runner.layout.state_geometry:
+        assert (first.states, branch.states) == ((3 * PAGE, 5 * PAGE), (2 * PAGE, 3 * PAGE))
+    for generation in (first, branch):
+        right(audit, worker, generation)
+    return {
+        2 * PAGE: joined(SYSTEM, prompt(7, seed=4)),
+        3 * PAGE: joined(FIRST[: 3 * PAGE], prompt(5, seed=5)),
+        5 * PAGE: joined(first.tokens, prompt(3, seed=6)),
+    }
+
+
+def serve_from(worker: Worker, audit: Audit, tier: Tier, depth: int, tokens: list[int]) -> None:
+    """Serve a prompt that must restore exactly `depth` tokens, all of them from `tier`."""
+    evict(worker, *EVICTED[tier])
+    generation = worker.serve(tokens, 2, audit=True)
+    assert (generation.restored, generation.tier, tiers_of(generation)) == (depth, tier, {tier})
+    right(audit, worker, generation)

@@ -86,6 +86,11 @@ def test_what_does_not_fit_is_refused(change: dict[str, int], sentence: str, lla
         Session(replace(plan, **change))  # type: ignore[arg-type]
 
 
+def test_a_device_that_is_not_there_is_refused_before_the_model_is_loaded(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"pip install 'tiercache\[cuda\]'|there is no device cuda:99"):
+        Session(Plan("serve", str(tmp_path), str(tmp_path / "no model"), device="cuda:99"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "times"), [("llama", 2), ("falcon_h1", 1), ("jamba", 1)])
 def test_one_conversation_of_one_turn_needs_every_tier(name: str, times: int, tmp_path: Path) -> None:

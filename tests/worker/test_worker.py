@@ -16,7 +16,7 @@ from tiercache_kernels.reference import copy_segments
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.models import FAMILIES, PAGE, SERVED, build, loaded, prompt
-from tests.worker.serving import AMPLE, evict, joined, objects, right, serving, store, tiers_of
+from tests.worker.serving import AMPLE, EVICTED, SYSTEM, evict, fill, joined, objects, right, serve_from, serving, store, tiers_of
 from tiercache.controller import ControllerOptions
 from tiercache.core import PoolName, Reason, Tier, as_tokens
 from tiercache.errors import ConfigError, InputError, TokenError
@@ -35,9 +35,6 @@ ALWAYS = ["qwen3_next", "jamba", "bamba", "falcon_h1", "llama"]
 RELATED = {"granitemoehybrid", "lfm2_moe", "lfm3", "zamba", "bailing_hybrid", "qwen3"}
 """Families whose caches are built as another one's here; they are run by name."""
 FAMILY = [pytest.param(name, marks=[pytest.mark.slow] if name in RELATED else []) for name in SERVED]
-SYSTEM = prompt(2 * PAGE + 5, seed=1)
-FIRST = joined(SYSTEM, prompt(21, seed=2))
-EVICTED = {Tier.DEVICE: (), Tier.HOST: (Tier.DEVICE,), Tier.STORAGE: (Tier.DEVICE, Tier.HOST)}
 
 
 @pytest.fixture(autouse=True)
@@ -46,35 +43,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-def fill(worker: Worker, audit: Audit) -> dict[int, list[int]]:
-    """Serve two prompts that part within their third page. Returns prompts by the depth that they restore.
-
-    A state is left at each: the branch point, the end of the first prompt, and the last page boundary that decoding crossed. None of the
-    prompts leaves a further one, so that they can be repeated.
-    """
-    first = worker.serve(FIRST, 24)
-    branch = worker.serve(joined(SYSTEM, prompt(13, seed=3)), 1)
-    assert first.restored == 0
-    assert branch.restored == (0 if worker.runner.layout.state_geometry else 2 * PAGE)
-    if worker.runner.layout.state_geometry:
-        assert (first.states, branch.states) == ((3 * PAGE, 5 * PAGE), (2 * PAGE, 3 * PAGE))
-    for generation in (first, branch):
-        right(audit, worker, generation)
-    return {
-        2 * PAGE: joined(SYSTEM, prompt(7, seed=4)),
-        3 * PAGE: joined(FIRST[: 3 * PAGE], prompt(5, seed=5)),
-        5 * PAGE: joined(first.tokens, prompt(3, seed=6)),
-    }
-
-
-def serve_from(worker: Worker, audit: Audit, tier: Tier, depth: int, tokens: list[int]) -> None:
-    """Serve a prompt that must restore exactly `depth` tokens, all of them from `tier`."""
-    evict(worker, *EVICTED[tier])
-    generation = worker.serve(tokens, 2, audit=True)
-    assert (generation.restored, generation.tier, tiers_of(generation)) == (depth, tier, {tier})
-    right(audit, worker, generation)
 
 
 @pytest.mark.parametrize("kind", ["file", "memory"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -85,6 +86,13 @@ def demo(
     ] = 4,
     conversations: Annotated[int, typer.Option(min=1, help="Conversations behind one system prompt.")] = 4,
     context: Annotated[int, typer.Option(min=256, help="Tokens of the prompt whose restore is timed.")] = 4096,
+    device: Annotated[
+        str,
+        typer.Option(
+            help="Where the model runs and the first tier lies: cpu, cuda, or cuda:N for one of several. CUDA needs pip install "
+            "'tiercache[cuda]'."
+        ),
+    ] = "cpu",
     storage: Annotated[
         str, typer.Option(help="URL of a store that both processes have open, such as grpc:///var/lib/tiercache/run. Default: one on disk.")
     ] = "",
@@ -104,6 +112,7 @@ def demo(
         console = Console(width=100, emoji=False)
     if missing := [name for name in ("torch", "transformers") if find_spec(name) is None]:
         raise ConfigError(f"the demo runs a model and needs {' and '.join(missing)}; install them with: pip install 'tiercache[worker]'")
+    _require_device(device)
     if model and not Path(model).is_dir():
         raise ConfigError(f"--model {model} is not a directory; pass one that `save_pretrained` or a download made")
     if json_file is not None and not json_file.parent.is_dir():
@@ -114,6 +123,7 @@ def demo(
         plan = {
             "directory": str(where), "model": model, "device_bytes": _size(device_bytes), "host_bytes": _size(host_bytes),
             "disk_bytes": parse_size(disk_bytes), "turns": turns, "conversations": conversations, "context": context, "storage": storage,
+            "device": device,
         }  # fmt: skip
         result = Result("storage" if storage else "disk")
         with _progress(console) as progress, ExitStack() as others:
@@ -124,6 +134,14 @@ def demo(
     if json_file is not None:
         json_file.write_text(json.dumps({"rows": result.rows, "summary": result.summary()}, indent=1) + "\n")
     _verdict(console, result)
+
+
+def _require_device(name: str) -> None:
+    """ConfigError for a device that cannot be. Whether it is there, the serving process finds: to ask, torch has to be loaded."""
+    if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", name):
+        raise ConfigError(f"--device {name} is not known; use cpu, cuda, or cuda:N for one of several")
+    if name != "cpu" and find_spec("cupy") is None:
+        raise ConfigError(f"--device {name} needs CuPy to copy between it and the host; install it with: pip install 'tiercache[cuda]'")
 
 
 def _size(text: str) -> int:
@@ -194,8 +212,8 @@ def _follow(events: Iterable[str], result: Result, progress: Progress, task: Tas
         kind = event.pop("event")
         if kind == "start":
             progress.update(task, total=event["steps"], doing="")
-            if event["pools"]:
-                progress.console.print(event["pools"], style="dim", highlight=False)
+            for line in event["about"]:
+                progress.console.print(line, style="dim", highlight=False, markup=False)
         elif kind == "row":
             result.rows.append(event)
             progress.update(task, advance=1, doing=f"from {event['tier']}" if event["tokens_restored"] else "a miss")

@@ -18,6 +18,7 @@ import numpy as np
 
 from tiercache.controller.state import ControllerState, Fence
 from tiercache.core import CacheTransferUnits, HitPolicy, Locations, Mask, Outcome, PoolName, PoolTransfer, Reason, Tier
+from tiercache.errors import TransferError
 from tiercache.index import HybridIndex, Node, Pin, Span
 from tiercache.storage.hybrid import is_outage
 from tiercache.transfer import LayerTicket, Ticket
@@ -223,16 +224,16 @@ class Write(Operation):
 
     def _run_copied(self, ticket: Ticket) -> None:
         # The chain goes on without the engine's thread, which may be busy with a forward pass for a long time.
-        self._state.post(partial(self._land_copied, ticket.error is None))
+        self._state.post(partial(self._land_copied, ticket.error))
         if ticket.error is None and self._stored:
             self._state.writes.submit(self._run_store)
         else:
             self._state.post(partial(self._land_stored, {}))
 
-    def _land_copied(self, copied: bool) -> None:
-        metrics = self._state.metrics
+    def _land_copied(self, error: TransferError | None) -> None:
+        metrics, copied = self._state.metrics, error is None
         if not copied:
-            _log.warning("a copy to the host failed; its write-through is skipped")
+            _log.warning("a copy to the host failed, its write-through is skipped: %s", error)
             self._mark_storing(False)  # before the handles are freed: who takes them next may be storing them
             self._stored = []
         for piece in self.pieces:

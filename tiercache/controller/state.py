@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -21,6 +22,8 @@ from tiercache.policy import ModelProfile
 from tiercache.pools import BlockArena, DevicePool, HostPool
 from tiercache.storage.hybrid import HybridStorage
 from tiercache.transfer import TransferEngine
+
+_log = logging.getLogger(__name__)
 
 _LOOK_S: Final = 0.001
 """Seconds between two looks at fences."""
@@ -104,6 +107,7 @@ class ControllerState:
     _retired: list[Retired] = field(default_factory=list)
     _ahead: dict[int, Fence] = field(default_factory=dict)
     _last_fence: int = 0
+    _doubted: bool = False
 
     def __post_init__(self) -> None:
         self.queries = self.threads("query", 1)
@@ -216,8 +220,8 @@ class ControllerState:
 
     def note_fence(self, fence: Fence | None, slots: Iterable[tuple[PoolName, Locations | int]]) -> None:
         """Device work before `fence` may still use these slots, which the index can give away from now on."""
-        self._ahead = {number: ahead for number, ahead in self._ahead.items() if not ahead.query()}
-        if fence is None or fence.query():
+        self._ahead = {number: ahead for number, ahead in self._ahead.items() if not self._has_passed(ahead)}
+        if fence is None or self._has_passed(fence):
             return
         number = self._last_fence = self._last_fence + 1
         self._ahead[number] = fence
@@ -229,11 +233,21 @@ class ControllerState:
         if not self._ahead:
             return []
         newest = max((int(self._used[pool][mine].max(initial=0)) for pool, mine in slots), default=0)
-        return [fence for number, fence in self._ahead.items() if number <= newest and not fence.query()]
+        return [fence for number, fence in self._ahead.items() if number <= newest and not self._has_passed(fence)]
+
+    def _has_passed(self, fence: Fence) -> bool:
+        """Has the device passed it, as far as can be told? In doubt not: its slots stay out of use."""
+        try:
+            return fence.query()
+        except Exception as error:  # noqa: BLE001  a driver may raise anything, as after the loss of its device
+            if not self._doubted:
+                _log.warning("a fence cannot be asked, what is behind it stays out of use: %s", error)
+            self._doubted = True
+            return False
 
     def retire(self, slots: Mapping[PoolName, Locations], fence: Fence | None, pins: Sequence[Pin] = ()) -> None:
         """Give slots back and let go of pins, once the device has passed `fence`."""
-        if fence is not None and not fence.query():
+        if fence is not None and not self._has_passed(fence):
             self._retired.append(Retired(fence, slots, pins))
             return
         for pool, mine in slots.items():
@@ -247,7 +261,7 @@ class ControllerState:
             self.host[pool].free(handles)
 
     def _free_retired(self) -> None:
-        passed = [r.fence.query() for r in self._retired]  # first, for what raises here must not lose slots
+        passed = [self._has_passed(r.fence) for r in self._retired]
         waiting, self._retired = self._retired, [r for r, free in zip(self._retired, passed, strict=True) if not free]
         for retired in compress(waiting, passed):
             self.retire(retired.slots, None, retired.pins)

@@ -27,6 +27,7 @@ from tiercache.errors import ConfigError
 from tiercache.integrations.transformers.audit import Audit, Run, Verdict
 from tiercache.integrations.transformers.runner import ModelRunner
 from tiercache.integrations.transformers.small import build_small_hybrid
+from tiercache.integrations.transformers.stream import TorchStream, compute_repeatably, describe, find_device
 from tiercache.integrations.transformers.worker import Generation, Worker, identity_of
 from tiercache.storage.registry import open_backend
 
@@ -43,7 +44,7 @@ class Plan:
     """What to serve. Byte sizes of 0 are chosen so that every tier is needed. `phase`: `serve`, or `restart` for the second process.
 
     `storage`: URL of a store that both processes may have open, such as a daemon's; without it they have one in `directory`, one after the
-    other, and the first must be killed before the second begins.
+    other, and the first must be killed before the second begins. `device`: where the model is, `cpu`, `cuda` or `cuda:N`.
     """
 
     phase: str
@@ -56,6 +57,7 @@ class Plan:
     conversations: int = 4
     context: int = 4096
     storage: str = ""
+    device: str = "cpu"
 
     @property
     def store(self) -> str:
@@ -114,7 +116,10 @@ class Session:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._model, encode = load_model(plan.model)
+        self._device = find_device(plan.device)
+        if self._device.type == "cuda":
+            compute_repeatably()
+        self._model, encode = load_model(plan.model, self._device)
         self._require_positions()
         self._talk = Conversations(encode, plan.conversations)
         self._runs = Path(plan.directory) / "demo-runs.jsonl"
@@ -126,7 +131,8 @@ class Session:
     def serve(self) -> None:
         """The first process: all turns, then on with the next one until it is killed."""
         order = list(zigzag(self._plan.conversations, self._plan.turns))
-        emit("start", steps=len(order), pools=self._worker.sizes)
+        about = [describe(self._device), self._worker.engine_report, self._worker.sizes]
+        emit("start", steps=len(order), about=[line for line in about if line])
         for conversation, turn in order:
             self._turn("serve", conversation, turn)
         self._worker.controller.flush()
@@ -144,7 +150,7 @@ class Session:
         The last conversation takes two turns, so that there is a restore from the device also where each is visited once a process.
         """
         runs = [json.loads(line) for line in self._runs.read_text().splitlines()[1:]]
-        emit("start", steps=len(runs) + self._plan.conversations + 1 + len(self._timed()), pools="")
+        emit("start", steps=len(runs) + self._plan.conversations + 1 + len(self._timed()), about=[])
         for record in runs:
             run = Run.from_json(record["run"])
             self._audit.replay(run)
@@ -159,10 +165,10 @@ class Session:
 
     def _turn(self, phase: str, conversation: int, turn: int) -> None:
         prompt = self._talk.ask(conversation)
-        self._worker.runner.prefill(self._worker.runner.new_cache(), prompt)  # warm: the first forward of a length allocates
+        timed([lambda: uncut_prefill(self._worker.runner, prompt)], self._worker.stream)  # warm: the first forward of a length allocates
         generation = self._worker.serve(prompt, ANSWER_TOKENS, audit=True)
         self._talk.hear(conversation, generation.answer)
-        recompute, uncut = timed([lambda: uncut_prefill(self._worker.runner, prompt)] * REPEATS)
+        recompute, uncut = timed([lambda: uncut_prefill(self._worker.runner, prompt)] * REPEATS, self._worker.stream)
         verdict = self._audit.check(generation, uncut)
         with self._runs.open("a") as file:
             file.write(json.dumps({"conversation": conversation, "run": verdict.run.to_json()}) + "\n")
@@ -201,12 +207,13 @@ class Session:
         raw: list[float] = []
         uncut = torch.empty(0)
         for _ in range(REPEATS):
+            self._worker.synchronize()  # what the last request still holds cannot be evicted
             for tier in evict:
                 self._worker.controller.evict(tier)
             if phase.endswith("cold"):
                 drop_page_cache(Path(self._plan.directory))
             restores.append(self._worker.serve(prompt, 1, audit=True))
-            seconds, uncut = timed([lambda: uncut_prefill(self._worker.runner, prompt)])
+            seconds, uncut = timed([lambda: uncut_prefill(self._worker.runner, prompt)], self._worker.stream)
             recomputes.append(seconds)
             if not self._plan.storage:
                 raw.append(raw_read_seconds(Path(self._plan.directory), self._bytes(restores[-1])))
@@ -303,16 +310,27 @@ class Session:
         return requests * -(-self._longest() // PAGE_SIZE) + 2 * (self._plan.context // PAGE_SIZE) + 64, 6 * requests + 64
 
 
-def load_model(path: str) -> tuple[PreTrainedModel, Callable[[str], list[int]]]:
-    """The model of a local directory with its tokenizer, or the small one with bytes for tokens. ConfigError where there is none."""
+def load_model(path: str, device: torch.device | None = None) -> tuple[PreTrainedModel, Callable[[str], list[int]]]:
+    """The model of a local directory with its tokenizer, or the small one with bytes for tokens; on `device`, or the CPU.
+
+    ConfigError where there is none, and where it does not fit.
+    """
     if not path:
-        return build_small_hybrid(), lambda text: list(text.encode())
+        return _moved(build_small_hybrid(), device), lambda text: list(text.encode())
     if not (Path(path) / "config.json").is_file():
         raise ConfigError(f"--model {path} holds no config.json; pass a directory that `save_pretrained` or a download made")
     model = _loaded(path, "causal language model", lambda: AutoModelForCausalLM.from_pretrained(path, local_files_only=True))
     tokenizer = _loaded(path, "tokenizer", lambda: AutoTokenizer.from_pretrained(path, local_files_only=True))
     # Without the marks of a text's begin and end: it is cut into many prompts.
-    return model, lambda text: list(tokenizer.encode(text, add_special_tokens=False, verbose=False))
+    return _moved(model, device), lambda text: list(tokenizer.encode(text, add_special_tokens=False, verbose=False))
+
+
+def _moved(model: PreTrainedModel, device: torch.device | None) -> PreTrainedModel:
+    try:
+        torch.nn.Module.to(model, device)  # in place
+        return model
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(f"the model does not fit into the memory of {device}; choose a smaller one, or another device") from error
 
 
 def _loaded(path: str, what: str, load: Callable[[], Any]) -> Any:
@@ -328,12 +346,14 @@ def uncut_prefill(runner: ModelRunner, prompt: TokenArray) -> torch.Tensor:
     return runner.prefill(runner.new_cache(), prompt)
 
 
-def timed(calls: list[Callable[[], torch.Tensor]]) -> tuple[float, torch.Tensor]:
-    """Median seconds of `calls`, and the result of the last."""
+def timed(calls: list[Callable[[], torch.Tensor]], stream: TorchStream) -> tuple[float, torch.Tensor]:
+    """Median seconds of `calls` until their results are there, and the result of the last."""
     seconds, result = [], torch.empty(0)
+    stream.synchronize()
     for call in calls:
         started = time.perf_counter()
         result = call()
+        stream.synchronize()
         seconds.append(time.perf_counter() - started)
     return statistics.median(seconds), result
 

@@ -11,8 +11,9 @@ import numpy.typing as npt
 import torch
 from transformers.cache_utils import DynamicCache
 
-from tiercache.errors import SlotError, TokenError
+from tiercache.errors import ConfigError, SlotError, TokenError
 from tiercache.integrations.transformers.layout import CacheLayout, LayerLayout, StateLayout, TensorLayout
+from tiercache.integrations.transformers.stream import to_device
 
 Slots: TypeAlias = npt.NDArray[np.int64] | Iterable[int]
 Tensors: TypeAlias = Mapping[tuple[int, str], torch.Tensor]
@@ -23,7 +24,8 @@ class PoolTensors:
     """The slots of one worker, keyed by (layer, name) as the geometries' segments are.
 
     `kv`: `[page_slots * page_size, heads, head_dim]`; slot s owns rows `[s * page_size, (s + 1) * page_size)`.
-    `states`: `[state_slots, ...]`; empty for a model without states. Not synchronised: whoever owns a slot may use it.
+    `states`: `[state_slots, ...]`; empty for a model without states. Not synchronised: whoever owns a slot may use it. On a device, copies
+    here are queued in torch's current stream; who hands a slot on to another stream says when they are over.
     """
 
     layout: CacheLayout
@@ -39,12 +41,17 @@ class PoolTensors:
 
 
 def allocate_pools(layout: CacheLayout, page_slots: int, state_slots: int) -> PoolTensors:
-    """Zeroed pools, each tensor on the device on which the model keeps that layer's cache."""
-    kv = {
-        (t.layer, t.name): torch.zeros((page_slots * layout.page_size, *t.shape), dtype=t.dtype, device=t.device)
-        for t in layout.kv_tensors()
-    }
-    states = {(t.layer, t.name): torch.zeros((state_slots, *t.shape), dtype=t.dtype, device=t.device) for t in layout.state_tensors()}
+    """Zeroed pools, each tensor on the device on which the model keeps that layer's cache. ConfigError if it has no room for them."""
+    try:
+        kv = {
+            (t.layer, t.name): torch.zeros((page_slots * layout.page_size, *t.shape), dtype=t.dtype, device=t.device)
+            for t in layout.kv_tensors()
+        }
+        states = {(t.layer, t.name): torch.zeros((state_slots, *t.shape), dtype=t.dtype, device=t.device) for t in layout.state_tensors()}
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"the device has no room for {page_slots} pages and {state_slots} states beside the model; ask for fewer"
+        ) from error
     return PoolTensors(layout, page_slots, state_slots if states else 0, kv, states)
 
 
@@ -61,10 +68,11 @@ def export_pages(cache: DynamicCache, pool: PoolTensors, first_page: int, slots:
             f"the cache holds {layout.length(cache)} tokens, not the pages of tokens [{start}, {stop}); export full pages only"
         )
     with torch.inference_mode():
+        at = _on_devices(index, layout)
         for t in layout.kv_tensors() if len(index) else ():
             held = layout.tensor_of(cache, t.layer, t.name)[0, :, start:stop]
             by_page = held.reshape(held.shape[0], len(index), layout.page_size, held.shape[-1]).permute(1, 2, 0, 3)
-            pool.pages(t.layer, t.name).index_copy_(0, index.to(t.device), by_page)
+            pool.pages(t.layer, t.name).index_copy_(0, at[t.device], by_page)
 
 
 def export_state(cache: DynamicCache, pool: PoolTensors, slot: int) -> None:
@@ -80,7 +88,8 @@ def fill(
 ) -> DynamicCache:
     """Fill a *new* cache from slots, and return it; it shares no memory with the pool, because a forward writes states in place.
 
-    `wait_layer(n)` is called before the first read of layer n's slots, layers ascending; what it raises is passed on and the cache is void.
+    `wait_layer(n)` is called before the first read of layer n's slots is made or queued, layers ascending; what it raises is passed on and
+    the cache is void.
     Raises SlotError for an unknown slot, and for a state slot that is missing or not wanted.
     """
     index = _slots(page_slots, pool.page_slots)
@@ -93,12 +102,13 @@ def fill(
     if state_slot is not None:
         _slots([state_slot], pool.state_slots)
     with torch.inference_mode():
+        at = _on_devices(index, pool.layout)
         for layer in pool.layout.layers:
             if layer.empty:
                 continue
             wait_layer(layer.layer)
             held: Any = cache.layers[layer.layer]
-            _fill_attention(held, pool, layer, index)
+            _fill_attention(held, pool, layer, at)
             if layer.states:
                 assert state_slot is not None
                 for state in layer.states:
@@ -107,21 +117,26 @@ def fill(
     return cache
 
 
-def _fill_attention(held: Any, pool: PoolTensors, layer: LayerLayout, index: torch.Tensor) -> None:
+def _on_devices(index: torch.Tensor, layout: CacheLayout) -> dict[torch.device, torch.Tensor]:
+    """An index on every device that holds KV: one copy for all layers."""
+    return {device: to_device(index, device) for device in {t.device for t in layout.kv_tensors()}}
+
+
+def _fill_attention(held: Any, pool: PoolTensors, layer: LayerLayout, at: Mapping[torch.device, torch.Tensor]) -> None:
     if layer.k is None or layer.v is None:
         return
-    keys, values = _gather(pool, layer.k, index), _gather(pool, layer.v, index)
+    keys, values = _gather(pool, layer.k, at[layer.k.device]), _gather(pool, layer.v, at[layer.v.device])
     held.lazy_initialization(keys, values)  # sets dtype, device and flags as the first update would
     held.keys, held.values = keys, values
 
 
-def _gather(pool: PoolTensors, t: TensorLayout, index: torch.Tensor) -> torch.Tensor:
+def _gather(pool: PoolTensors, t: TensorLayout, at: torch.Tensor) -> torch.Tensor:
     """Pages as the cache keeps them: a new contiguous `[1, heads, tokens, head_dim]`."""
-    pages, at, (heads, dim) = pool.pages(t.layer, t.name), index.to(t.device), t.shape
-    gathered = torch.empty((heads, len(index), pool.layout.page_size, dim), dtype=t.dtype, device=t.device)
+    pages, (heads, dim) = pool.pages(t.layer, t.name), t.shape
+    gathered = torch.empty((heads, len(at), pool.layout.page_size, dim), dtype=t.dtype, device=t.device)
     for head in range(heads):  # straight to its place: a gather of whole pages would have to be transposed, a second copy of everything
         torch.index_select(pages[:, :, head], 0, at, out=gathered[head])
-    return gathered.view(1, heads, len(index) * pool.layout.page_size, dim)
+    return gathered.view(1, heads, len(at) * pool.layout.page_size, dim)
 
 
 def _fill_state(held: Any, pool: PoolTensors, state: StateLayout, slot: int) -> None:

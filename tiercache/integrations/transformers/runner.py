@@ -20,6 +20,7 @@ from tiercache.errors import InputError, TokenError, UnsupportedModelError
 from tiercache.integrations.transformers import device
 from tiercache.integrations.transformers.device import PoolTensors, Slots
 from tiercache.integrations.transformers.layout import CacheLayout, inspect_cache
+from tiercache.integrations.transformers.stream import to_device
 
 TINY: Final = 16
 """Tokens of the forward that shows the layout: more than any convolution kernel keeps, so that no tensor is shorter than usual."""
@@ -45,8 +46,9 @@ def no_cut(depth: int) -> None:
 class ModelRunner:
     """One model, sequences of batch 1, from token ids to logits; sampling is its caller's.
 
-    Two runs that make the same calls on equal caches return equal bits, on one device and with one number of threads; where the cuts
-    fall is part of "the same calls" in CHUNK mode. In TOKEN mode only the end of the first chunk is.
+    Two runs that make the same calls on equal caches return equal bits, on one device and with one number of threads (on CUDA: with
+    kernels that repeat themselves, see `stream.compute_repeatably`); where the cuts fall is part of "the same calls" in CHUNK mode. In
+    TOKEN mode only the end of the first chunk is.
     Raises UnsupportedModelError if the cache could not be saved and restored exactly; `probe.load` also checks that the model keeps to it.
     Not synchronised: one owner thread; a cache belongs to one sequence.
     """
@@ -108,7 +110,7 @@ class ModelRunner:
         matters to the result.
         Returns the last position's logits `[vocab]` float32. Raises TokenError for cuts outside `(start, len(tokens)]` or out of order.
         """
-        ids = self._ids(tokens)
+        ids = self.checked(tokens)  # cut where they are: each chunk is sent by itself, and the device is never asked for one
         if not start < len(ids):
             raise TokenError(f"{len(ids)} tokens leave nothing to compute from position {start}; restore at most all but the last token")
         bounds = [start, *cuts]
@@ -149,7 +151,7 @@ class ModelRunner:
         return ids
 
     def _ids(self, tokens: Any) -> torch.Tensor:
-        return torch.from_numpy(self.checked(tokens).astype(np.int64)).to(self.model.device)
+        return to_device(torch.from_numpy(self.checked(tokens).astype(np.int64)), self.model.device)
 
     def _step(self, cache: DynamicCache, ids: torch.Tensor, start: int, keep: int) -> torch.Tensor:
         out = self._call(cache, ids, start, keep)

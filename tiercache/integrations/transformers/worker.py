@@ -1,7 +1,8 @@
 """The reference worker: a Hugging Face model behind a `HybridCacheController`, one request at a time.
 
 It shows what an engine has to do and in which order: restore, cut the prefill at the checkpoints, hand pages and states over at each, take
-snapshots at page boundaries while decoding, commit the newest at the end.
+snapshots at page boundaries while decoding, commit the newest at the end; and, on a device that works behind the thread's back, which
+stream waits for what.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import logging
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, Literal, Self
 
 import torch
@@ -19,16 +21,18 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from tiercache.controller import Admission, ControllerOptions, EngineFactory, HybridCacheController, Lookup, Sources
+from tiercache.controller.state import Fence
 from tiercache.core import PoolName, Reason, Tier, TokenArray, as_tokens
 from tiercache.errors import ConfigError, InputError, PoolFullError, TransferError
 from tiercache.geometry import Geometry
 from tiercache.integrations.transformers.probe import ProbeReport, load
 from tiercache.integrations.transformers.runner import ModelRunner
+from tiercache.integrations.transformers.stream import TorchStream, stream_of
 from tiercache.keys import Identity
 from tiercache.policy import ModelProfile, profile_of
-from tiercache.pools import DevicePool, HostArena
+from tiercache.pools import DevicePool, HostArena, HostPool
 from tiercache.storage.base import StorageBackend
-from tiercache.transfer import CopyEngine
+from tiercache.transfer import TransferEngine, engine_for
 
 _log = logging.getLogger(__name__)
 
@@ -45,7 +49,8 @@ class Generation:
     """What became of one request.
 
     `tokens`: prompt and answer; `bounds`: the depth after every forward pass; `states`: depths at which states were committed. `restored`
-    is in tokens, times in seconds: `restore_seconds` until the cache was filled, `ttft_seconds` until the first logits `[vocab]`.
+    is in tokens, times in seconds: `restore_seconds` until the cache was filled, `ttft_seconds` until the first logits `[vocab]` were there
+    (on a device: by its own clock, and after waiting for it).
     """
 
     prompt_tokens: int
@@ -77,9 +82,11 @@ class Worker:
 
     `device_bytes` and `host_bytes` bound the pools ("auto" asks the machine for host memory). `storage` is closed with the worker. The
     identity defaults to the digest of the configuration and every weight, so that no two models ever share a byte; pass one where hashing
-    takes too long. `engine` makes what copies between device and host.
+    takes too long. `engine` makes what copies between device and host (default: the one for the model's device); `stream` is where torch's
+    work is queued (default: the current stream of that device).
 
-    Raises UnsupportedModelError for a model that the probe refuses. Thread rule: one owner thread.
+    Raises UnsupportedModelError for a model that the probe refuses, GeometryError for one that is spread over several devices, ConfigError
+    for a device that is not served or has no room. Thread rule: one owner thread.
     """
 
     def __init__(
@@ -92,12 +99,17 @@ class Worker:
         page_size: int = 64,
         identity: Identity | None = None,
         options: ControllerOptions | None = None,
-        engine: EngineFactory = CopyEngine,
+        engine: EngineFactory = engine_for,
+        stream: TorchStream | None = None,
     ) -> None:
         self.runner, self.report = load(model, page_size)
         geometries = self.runner.layout.geometries
         page_slots, state_slots = split_device_bytes(device_bytes, geometries)
         self.tensors = self.runner.allocate_pools(page_slots, state_slots)
+        self.device = next(self.runner.layout.kv_tensors()).device
+        self.stream = stream or stream_of(self.device)
+        self.stream.synchronize()  # the first load comes in another stream, and the zeros must not land on top of it
+        self._released: Fence | None = None
         pools = {
             name: DevicePool.from_tensors(g, self.tensors.states if name is PoolName.MAMBA else self.tensors.kv)
             for name, g in geometries.items()
@@ -109,6 +121,14 @@ class Worker:
         )
         """How large the pools are and, for the host arena, why."""
         _log.info("%s", self.sizes)
+        self.engine_report = ""
+        """What the transfer engine has to say about its start; empty for one that has nothing."""
+
+        def reporting(devices: Mapping[PoolName, DevicePool], hosts: Mapping[PoolName, HostPool]) -> TransferEngine:
+            made = engine(devices, hosts)
+            self.engine_report = getattr(made, "report", "")
+            return made
+
         self.controller = HybridCacheController(
             identity or identity_of(model, self.runner, page_size),
             pools,
@@ -116,7 +136,7 @@ class Worker:
             storage,
             options=options,
             profile=_profile_of(model),
-            engine=engine,
+            engine=reporting,
         )
 
     @property
@@ -143,7 +163,15 @@ class Worker:
             return _Request(self, admission, prompt, audit, started).run(new_tokens, frozenset(stop))
         finally:
             if admission is not None:
-                self.controller.release(admission)
+                self._released = self.stream.fence()
+                self.controller.release(admission, fence=self._released)
+
+    def synchronize(self) -> None:
+        """Return once the device is through with the last request, whose slots are free then, and its pages and states evictable."""
+        if self._released is not None:
+            self._released.synchronize()
+            self._released = None
+        self.controller.tick()
 
     def _admit(self, lookup: Lookup, tokens: int, states: int) -> Admission | None:
         """An admission; None if the device pools have no room for it. Copies of the last request still hold slots, for milliseconds."""
@@ -152,6 +180,9 @@ class Worker:
             try:
                 return self.controller.admit(lookup, tokens=tokens, states=states)
             except PoolFullError as error:
+                if self._released is not None:
+                    self.synchronize()
+                    continue
                 possible = -(-tokens // self.controller.page_size) <= self.tensors.page_slots
                 if not possible or time.monotonic() > deadline or not self.controller.tick(wait=0.01):
                     _log.warning("computing %d tokens without the cache: %s", tokens, error)
@@ -184,12 +215,14 @@ class _Request:
         self._states: list[int] = []
         self._cache, self._exported = self._restore()
         self._restored = self._exported
-        self._restore_seconds = time.perf_counter() - self._started
+        self._filled = worker.stream.mark()
 
     def run(self, new_tokens: int, stop: frozenset[int]) -> Generation:
         cuts = self._cuts()
         logits = first = self._runner.prefill(self._cache, self._prompt, self._restored, cuts, self._hand_over)
         self._bounds += [*(c for c in cuts if c < len(self._prompt)), len(self._prompt)]
+        computed = self._worker.stream.mark()
+        self._worker.stream.synchronize()  # or the time would be that of queueing the work
         ttft = time.perf_counter() - self._started
         self._decode(logits, new_tokens, stop)
         return Generation(
@@ -201,7 +234,7 @@ class _Request:
             reason=self._admission.reason if self._admission else Reason.BUSY,
             bounds=tuple(self._bounds),
             states=tuple(self._states),
-            restore_seconds=self._restore_seconds,
+            restore_seconds=max(0.0, ttft - self._worker.stream.seconds(self._filled, computed)),
             ttft_seconds=ttft,
             cache=self._cache,
             restored_state=self._restored_state,
@@ -226,7 +259,8 @@ class _Request:
             pages = self._admission.pages[PoolName.KV][: depth // self._runner.page_size]
             state = self._admission.restored_states.get(PoolName.MAMBA)
             try:
-                cache = self._runner.restore(self._worker.tensors, pages, state, wait_layer=self._admission.wait_layer)
+                wait_layer = partial(self._admission.wait_layer, stream=self._worker.stream.handle)
+                cache = self._runner.restore(self._worker.tensors, pages, state, wait_layer=wait_layer)
             except TransferError as error:
                 _log.warning("a layer could not be loaded: %s", error)
                 self._worker.controller.tick(wait=0.01)  # once the load has landed, the next poll names what is still restorable
@@ -238,9 +272,11 @@ class _Request:
 
     def _keep_state(self, cache: DynamicCache) -> None:
         """Copy the restored state for the audit, out of what the forward will read, and before it writes there; off the clock."""
+        self._worker.stream.synchronize()
         began = time.perf_counter()
         layout = self._runner.layout
         self._restored_state = {(t.layer, t.name): layout.tensor_of(cache, t.layer, t.name)[0].clone() for t in layout.state_tensors()}
+        self._worker.stream.synchronize()
         self._started += time.perf_counter() - began
 
     def _hand_over(self, depth: int) -> None:
@@ -292,7 +328,8 @@ class _Request:
             self._runner.export_pages(self._cache, self._worker.tensors, first, self._admission.pages[PoolName.KV][first:last])
             self._exported = last * page_size
         states = {depth if at is None else at: slots} if slots else {}
-        self._worker.controller.commit(self._admission, as_tokens(self._tokens[:depth]), states)
+        # Everything that writes these slots is queued by now; copies to the host begin behind it.
+        self._worker.controller.commit(self._admission, as_tokens(self._tokens[:depth]), states, fence=self._worker.stream.fence())
         self._states += states
 
 
