@@ -181,7 +181,8 @@ class Worker:
                 return self.controller.admit(lookup, tokens=tokens, states=states)
             except PoolFullError as error:
                 if self._released is not None:
-                    self.synchronize()
+                    self.synchronize()  # before that, copies of its pages have not even begun
+                    deadline = time.monotonic() + _COPY_SECONDS
                     continue
                 possible = -(-tokens // self.controller.page_size) <= self.tensors.page_slots
                 if not possible or time.monotonic() > deadline or not self.controller.tick(wait=0.01):
