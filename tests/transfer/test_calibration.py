@@ -25,7 +25,7 @@ from tiercache.transfer.cuda import (
 from tiercache.transfer.cuda.calibration import COUNTS, LENGTHS, calibration_path
 from tiercache.transfer.descriptors import Copies
 
-SMALL = 8 << 20
+SMALL = 4 << 20
 """Bytes of a buffer: memory is copied by a CPU here."""
 CARD = Card("Simulated", "0000:00:00.0", 13000, 13000, 132)
 

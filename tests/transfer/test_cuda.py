@@ -84,7 +84,7 @@ def states(machine: Machine, rng: np.random.Generator, layers: Sequence[int], wi
     return Kind.make(machine, rng, shapes, 64)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     method=st.sampled_from([None, *Method]),
     form=st.sampled_from(["kv", "packed", "latent", "fp8"]),
@@ -395,6 +395,15 @@ class TestFailure:
             assert late.error is not None
             with pytest.raises(TransferError, match="layer 1 was not loaded"):
                 late.wait_layer(1)
+
+    def test_when_a_thread_cannot_have_the_device(self, simulated: tuple[Rig, SimulatedDevice]) -> None:
+        rig, device = simulated
+        device.fail("activate")
+        device.fail("activate")
+        with rig.engine(method=Method.BATCH) as engine:
+            tickets = [engine.store(rig.units([0], rig.host.alloc(1).tolist())), engine.load(rig.units(rig.host.alloc(1).tolist(), [1]))]
+            assert all(t.wait(5) for t in tickets)
+            assert any("without a current device" in str(t.error) for t in tickets)
 
     def test_wrong_numbers_are_refused_at_the_call(self, simulated: tuple[Rig, SimulatedDevice]) -> None:
         rig, _ = simulated

@@ -90,7 +90,7 @@ def demo(
         str,
         typer.Option(
             help="Where the model runs and the first tier lies: cpu, cuda, or cuda:N for one of several. CUDA needs pip install "
-            "'tiercache[cuda]'."
+            "'tiercache\\[cuda]'."
         ),
     ] = "cpu",
     storage: Annotated[

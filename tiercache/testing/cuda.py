@@ -179,6 +179,7 @@ class SimulatedDevice(CudaDevice):
     # The contract.
 
     def activate(self) -> None:
+        self._enter("activate", anywhere=True)
         self._here.depth = 1
 
     @contextmanager

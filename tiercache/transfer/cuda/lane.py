@@ -107,10 +107,16 @@ class Lane:
         self._jobs.put(None)  # the drain above may have taken the mark
 
     def _queue_all(self) -> None:
-        self._device.activate()
+        self._activate()
         while self._queue_one():
             pass
         self._flights.put(None)
+
+    def _activate(self) -> None:
+        try:
+            self._device.activate()
+        except Exception as error:  # noqa: BLE001  the thread goes on, or nobody would answer: without a device, every job fails by itself
+            _log.error("a device is not to be had: %s", error)
 
     def _queue_one(self) -> bool:
         """In a function of its own, so that no local variable keeps a finished job's pools and memory while the thread waits."""
@@ -154,7 +160,7 @@ class Lane:
                 self._device.wait_event(self._stream, event)
 
     def _see_all_through(self) -> None:
-        self._device.activate()
+        self._activate()
         while self._see_one_through():
             pass
         try:
