@@ -27,7 +27,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import count, pairwise
 from queue import SimpleQueue
 from typing import Any, Final
 
@@ -134,7 +134,7 @@ class SimulatedDevice(CudaDevice):
         self._here = threading.local()
         self._random = random.Random(seed)
         self._jitter, self._seconds = jitter, seconds
-        self._next = 1 << 40
+        self._handles = count(1 << 40)
         self._defaults = set(DEFAULT_STREAMS)
 
     # What tests ask for.
@@ -375,8 +375,7 @@ class SimulatedDevice(CudaDevice):
                 raise rule[2]
 
     def _handle(self) -> int:
-        self._next += 1
-        return self._next
+        return next(self._handles)
 
     def _stream(self, stream: int) -> _Stream:
         if stream in self._defaults and stream not in self._streams:
