@@ -270,7 +270,6 @@ def test_an_interrupt_beside_copies_ends_the_loop(device: SimulatedDevice) -> No
         ("tiny, 4 mix: comparing what batch", "copy_batch", 3),  # with two layers of a load under way
         ("tiny, 4 mix: comparing what kernel", "copy_table", 2),
         ("tiny, 4 mix: comparing what the engine", "copy_batch", 1),
-        ("tiny, 4 mix: host", "synchronize_stream", 5),
         ("tiny: a load", "lock", 1),
         ("matrix products", "copy_batch", 5),
         ("matrix products", "synchronize_stream", 1),

@@ -195,3 +195,44 @@ def test_a_lost_device_ends_in_order(caplog):
     engine.check()
     assert engine.controller.close(0.5) in (True, False)
     assert engine.controller.close()
+
+
+def test_a_state_stays_until_the_device_has_read_it():
+    """A goes on from a restored state and commits deeper; the device is behind and has not read that state yet."""
+    engine = LateEngine(pages=10, states=6, blocks=40)
+    a, b = as_tokens(prompt(1, 2, 3)), [*prompt(9), 7, 8]
+    for tokens in ([*prompt(1), 7, 8], b):
+        engine.serve(tokens)
+    engine.finish()
+    engine.controller.evict(Tier.DEVICE)
+    admission = engine.controller.admit(engine.controller.lookup(a), tokens=len(a), states=2)
+    depth = admission.wait().depth
+    assert depth == P
+    for layer in range(4):
+        admission.wait_layer(layer, stream=engine.stream)
+    state = admission.restored_states[MAMBA]
+    engine.device.event(engine.stream).synchronize()
+    while engine.controller.tick(0.01):
+        pass
+    engine.later(partial(time.sleep, 0.2))
+    engine.check_later(admission, a, depth, state)
+    engine.compute(admission, a, depth, len(a))
+    engine.controller.commit(admission, a, {len(a): engine.take_state(admission, a)}, fence=engine.fence())
+    # Everything else is taken, so that what is evictable now is what the next request gets.
+    engine.controller.evict(Tier.DEVICE)
+    pool = engine.pools[MAMBA]
+    others = pool.alloc(pool.available)
+    mine = np.isin(others, [state])
+    pool.free(others[mine])
+    compute, engine.stream = engine.stream, engine.new_stream()
+    try:
+        second = engine.admit(engine.controller.lookup(as_tokens(b)), tokens=len(b), states=0)
+        second.wait()
+        engine.controller.release(second)
+    finally:
+        pool.free(others[~mine])
+    engine.device.event(compute).synchronize()
+    assert engine.wrong == []
+    engine.controller.release(admission)
+    engine.finish()
+    engine.controller.close()

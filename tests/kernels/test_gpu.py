@@ -118,6 +118,7 @@ class ByKernel:
         fill_table(table, sources, destinations, lengths)
         self._tables.append(Device(self._cupy, table.nbytes))
         self._tables[-1].put(table)
+        self._cupy.cuda.runtime.deviceSynchronize()  # the call may return before its bytes are there, and other streams do not wait
         return self._tables[-1].address, table[:, 3].astype(np.int64)
 
     def __call__(self, sources: np.ndarray, destinations: np.ndarray, lengths: np.ndarray, stream: int) -> None:

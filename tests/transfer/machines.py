@@ -45,6 +45,8 @@ class Machine(ABC):
     """One device."""
 
     patience = 10.0
+    late = 0.1
+    """Seconds of a kernel that is too slow for whoever does not wait."""
 
     @abstractmethod
     def tensor(self, content: Bytes, shape: tuple[int, ...], dtype: str) -> Any:
@@ -112,12 +114,19 @@ class Simulated(Machine):
 
 
 class RealStream(Stream):
+    """Memory is made ready in this stream at first: to take some while a slow kernel runs may wait for that, and hide the race."""
+
     def __init__(self) -> None:
         import torch
 
         self._torch = torch
         self._stream = torch.cuda.Stream()
         self.handle = self._stream.cuda_stream
+        with torch.cuda.stream(self._stream):
+            ready = [torch.empty(size, dtype=torch.uint8, device="cuda:0") for size in (1 << 10, 1 << 20, 16 << 20)]
+            ready += [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in (1 << 10, 1 << 16, 1 << 20)]
+            del ready
+        torch.cuda.synchronize()
 
     def sleep(self, seconds: float) -> None:
         with self._torch.cuda.stream(self._stream):
@@ -126,7 +135,6 @@ class RealStream(Stream):
     def write(self, tensor: Any, first: int, content: Bytes) -> None:
         target = tensor.view(self._torch.uint8).reshape(-1)
         start = first * (target.numel() // len(tensor))
-        # Brought there before, so that the write itself is one kernel of this stream.
         with self._torch.cuda.stream(self._stream):
             target[start : start + len(content)].copy_(self._torch.from_numpy(content).pin_memory(), non_blocking=True)
 
@@ -150,6 +158,7 @@ class Real(Machine):
     """Device 0 of this process."""
 
     patience = 60.0
+    late = 0.3
 
     def __init__(self) -> None:
         torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -160,6 +169,7 @@ class Real(Machine):
 
     def tensor(self, content: Bytes, shape: tuple[int, ...], dtype: str) -> Any:
         raw = self._torch.from_numpy(content.copy()).to("cuda:0")
+        self._torch.cuda.synchronize()  # other streams do not wait for the default one
         return raw.view(getattr(self._torch, dtype)).reshape(shape)
 
     def content(self, tensor: Any) -> Bytes:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -205,7 +207,7 @@ class TestRaces:
             old, writer, key = rig.kind.slot(2), rig.machine.stream(), (1, "k")
             handle = rig.stored(engine, 2)
             new = np.full(rig.kind.twin[key].nbytes // SLOTS, 7, np.uint8)
-            writer.sleep(0.3)
+            writer.sleep(rig.machine.late)
             writer.write(rig.kind.tensors[key], 2 * 16, new)
             ticket = engine.store(rig.units([2], [handle]), after=[writer.event()] if fenced else [])
             assert ticket.wait(rig.machine.patience)
@@ -218,7 +220,7 @@ class TestRaces:
         with rig.engine(method=method) as engine:
             reader, key = rig.machine.stream(), (5, "v")
             handle = rig.stored(engine, 0)
-            reader.sleep(0.3)
+            reader.sleep(rig.machine.late)
             seen = reader.read(rig.kind.tensors[key])
             ticket = engine.load(rig.units([handle], [3]), after=[reader.event()] if fenced else [])
             assert ticket.wait(rig.machine.patience)
@@ -230,7 +232,7 @@ class TestRaces:
         with rig.engine(method=method) as engine:
             compute, before, key = rig.machine.stream(), rig.machine.stream(), (2, "k")
             handle = rig.stored(engine, 0)
-            before.sleep(0.3)
+            before.sleep(rig.machine.late)
             ticket = engine.load(rig.units([handle], [3]), after=[before.event()])
             if waits:
                 for layer in (0, 1, 2):
@@ -368,15 +370,28 @@ class TestFailure:
             engine.fork(rig.units([0], [1]))
             rig.stored(engine, 1)
 
-    def test_without_device_memory_for_the_table(self, simulated: tuple[Rig, SimulatedDevice]) -> None:
-        rig, device = simulated
+    def test_without_device_memory_for_a_larger_table(self) -> None:
+        """A copy a block, so that there are more than a table holds at first."""
+        machine = Simulated()
+        shapes = {(0, "k"): ((SLOTS * 256, 1800, 4), "bfloat16")}
+        kind = Kind.make(machine, np.random.default_rng(3), shapes, 256)
+        arena = HostArena(SLOTS * 1024 * 4096, 4096)
+        arena.free(np.random.default_rng(0).permutation(arena.alloc(arena.blocks)))
+        rig = Rig(machine, kind, DevicePool.from_tensors(kind.geometry, kind.tensors), HostPool(kind.geometry, arena), arena)
+        all_slots = list(range(SLOTS))
+        handles = rig.host.alloc(SLOTS).tolist()
         with rig.engine(method=Method.KERNEL) as engine:
-            device.fail("allocate", error=MemoryError("out of memory"))
-            ticket = engine.store(rig.units([0], rig.host.alloc(1).tolist()))
+            machine.device.fail("allocate", error=MemoryError("out of memory"))
+            ticket = engine.store(rig.units(all_slots, handles))
             assert ticket.wait(5)
             assert "out of memory" in str(ticket.error)
-            for _ in range(3):
-                rig.stored(engine, 0)
+            for _ in range(4):
+                again = engine.store(rig.units(all_slots, handles))
+                assert again.wait(5)
+                assert again.error is None
+        assert [rig.held(h) for h in handles] == [kind.slot(s) for s in all_slots]
+        assert machine.device.leftovers == {}
+        arena.close()
 
     def test_when_the_device_is_lost(self, simulated: tuple[Rig, SimulatedDevice]) -> None:
         rig, device = simulated
@@ -495,6 +510,41 @@ class TestTheEnd:
 
 
 class TestTheStart:
+    @pytest.mark.parametrize("call", ["allocate", "allocate_host", "create_stream", "create_event", "synchronize_stream"])
+    def test_any_refusal_of_the_driver_ends_it_in_order(self, simulated: tuple[Rig, SimulatedDevice], call: str) -> None:
+        rig, device = simulated
+        refused = 0
+        for at in count(1):
+            device.fail(call, at=at)
+            try:
+                engine = rig.engine(piece_bytes=8192)
+            except TransferError as error:
+                assert str(error) == f"the transfer engine could not start on {device.card}: {call} was refused"  # noqa: PT017
+                refused += 1
+            else:
+                engine.close()
+                device.unavailable.clear()
+            gc.collect()
+            assert device.leftovers == {}, (call, at)
+            if device.forgive():
+                break  # there are no more such calls in a start and an end
+        assert refused >= 1
+
+    def test_each_method_is_tried_with_bytes_of_its_own(self) -> None:
+        class Lazy(SimulatedDevice):
+            """Its kernel writes nothing to the device, where an earlier trial has left the same bytes, if they were the same."""
+
+            def copy_table(self, table: int, rows: int, chunks: int, blocks: int, stream: int) -> None:
+                if not self.calls["lazy"]:
+                    self.calls["lazy"] += 1
+                else:
+                    super().copy_table(table, rows, chunks, blocks, stream)
+
+        machine = Simulated()
+        machine.device = Lazy()
+        with rig_on(machine).engine(method=Method.BATCH) as engine:
+            assert "no kernel" in engine.report
+
     def test_a_method_that_copies_wrong_is_not_used(self, caplog: pytest.LogCaptureFixture) -> None:
         class Forgetful(SimulatedDevice):
             """Its batches lose what does not fill 16 bytes."""

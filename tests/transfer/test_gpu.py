@@ -14,6 +14,7 @@ import pytest
 from tests.transfer.machines import Real
 from tests.transfer.test_cuda import SLOTS, Kind
 from tiercache.core import CacheTransferUnits, PoolName
+from tiercache.errors import TransferError
 from tiercache.pools import DevicePool, HostArena, HostPool
 from tiercache.transfer import engine_for
 from tiercache.transfer.cuda import CudaEngine, CupyDevice, Direction, Method, calibrated
@@ -70,29 +71,27 @@ def test_slots_beyond_four_gib(machine: Real, method: Method) -> None:
     there_and_back(machine, Kind.make(machine, np.random.default_rng(2), shapes, 64), PoolName.MAMBA, method, count=2)
 
 
-def test_without_memory_for_the_table_the_ticket_fails_and_the_next_does_not(machine: Real) -> None:
+def test_without_device_memory_the_engine_does_not_start_and_later_does(machine: Real) -> None:
     import cupy
 
     shapes = {(layer, "k"): ((SLOTS * 16, 1, 16), "bfloat16") for layer in range(2)}
     kind = Kind.make(machine, np.random.default_rng(3), shapes, 16)
     arena = HostArena(1 << 20, 4096)
     device, host = DevicePool.from_tensors(kind.geometry, kind.tensors), HostPool(kind.geometry, arena)
-    units = [CacheTransferUnits(PoolName.KV, np.array([0]), host.alloc(1))]
+    taken, size = [], 1 << 34
+    while size >= 1 << 20:  # all there is, in smaller and smaller pieces
+        try:
+            taken.append(cupy.cuda.runtime.malloc(size))
+        except RuntimeError:
+            size //= 2
+    with pytest.raises(TransferError, match=r"could not start on .*MemoryAllocation"):
+        machine.engine({PoolName.KV: device}, {PoolName.KV: host}, method=Method.KERNEL)
+    for address in taken:
+        cupy.cuda.runtime.free(address)
     with machine.engine({PoolName.KV: device}, {PoolName.KV: host}, method=Method.KERNEL) as engine:
-        taken, size = [], 1 << 34
-        while size >= 4096:  # all there is, in smaller and smaller pieces
-            try:
-                taken.append(cupy.cuda.runtime.malloc(size))
-            except RuntimeError:
-                size //= 2
-        ticket = engine.store(units)
+        ticket = engine.store([CacheTransferUnits(PoolName.KV, np.array([0]), host.alloc(1))])
         assert ticket.wait(60)
-        for address in taken:
-            cupy.cuda.runtime.free(address)
-        assert "MemoryAllocation" in str(ticket.error) or ticket.error is None  # a small table may fit into what the driver keeps
-        again = engine.store(units)
-        assert again.wait(60)
-        assert again.error is None
+        assert ticket.error is None
     arena.close()
 
 
@@ -104,8 +103,7 @@ def test_a_lost_context_fails_tickets_and_not_the_process() -> None:
         import cupy
         from tiercache.core import CacheTransferUnits, PoolName
         from tiercache.pools import DevicePool, HostArena, HostPool, state_geometry_of
-        from tiercache.transfer import engine_for
-from tiercache.transfer.cuda import CudaEngine, Method
+        from tiercache.transfer.cuda import CudaEngine, Method
 
         tensors = {(0, "ssm"): torch.ones(4, 1 << 20, device="cuda:0")}
         geometry = state_geometry_of(tensors, 64)

@@ -53,7 +53,7 @@ def from_host(worker: Worker) -> Generation:
     return generation
 
 
-@pytest.mark.parametrize("name", [*HYBRIDS, "llama"])
+@pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1", "llama"])
 def test_every_state_comes_back_from_every_tier(name: str, tmp_path: Path) -> None:
     audit = Audit(loaded(name)[0], page_slots=256, state_slots=64)
     with simulated(name, store(tmp_path), pause=0.002) as worker:
@@ -68,7 +68,7 @@ def test_every_state_comes_back_from_every_tier(name: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "llama"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_conversations_with_pools_too_small_for_all_of_them(name: str, seed: int, tmp_path: Path) -> None:
     """Slots change hands all the time, between a slow stream of torch's and slow copies either way; nothing is waited for in between."""
     device = SimulatedDevice(seed=seed, jitter=0.003, seconds=lambda method, nbytes, count: nbytes / 200e6)

@@ -29,7 +29,7 @@ pytestmark = [
     # Where other tests have used cuBLAS before its workspace was settled; there is one stream, for which that does not matter.
     pytest.mark.filterwarnings("ignore:Deterministic behavior was enabled:UserWarning"),
 ]
-TIERCACHE = str(Path(sys.executable).parent / "tiercache")
+TIERCACHE = [sys.executable, "-m", "tiercache.cli"]
 LONG = prompt(6 * PAGE + 1, 1).tolist()
 LATE = 400_000_000
 """Cycles: a fifth of a second and more."""
@@ -141,7 +141,7 @@ def test_the_demonstration(cuda: torch.device, tmp_path: Path) -> None:
     """Two processes, with a kill between them; the second one computes what the first did, and compares."""
     report = tmp_path / "report.json"
     arguments = ["--device", "cuda", "--dir", tmp_path / "demo", "--turns", 2, "--conversations", 4, "--context", 512, "--json", report]
-    done = subprocess.run([TIERCACHE, "demo", *map(str, arguments)], capture_output=True, text=True, timeout=220)
+    done = subprocess.run([*TIERCACHE, "demo", *map(str, arguments)], capture_output=True, text=True, timeout=220)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "PASSED" in done.stdout
     assert describe(cuda) in done.stdout

@@ -178,7 +178,7 @@ class Admission:
         if len(tokens) > len(self.sequence):
             self.sequence = tokens.copy()
         if inserted.depth >= self._covered:  # a shorter commit must not let go of deeper pages that are in the slot table
-            self._hold(inserted.node, inserted.depth)
+            self._hold(inserted.node, inserted.depth, fence)
 
     def close(self, fence: Fence | None = None) -> None:
         """Undo: unpin, give every private slot back, both behind `fence`. Operations in flight land by themselves."""
@@ -210,11 +210,14 @@ class Admission:
         node = self._state.index.node_at(match, depth)
         return node if node.end == depth else self._state.index.extend_path(self.lookup.tokens, depth, self.lookup.extra)
 
-    def _hold(self, node: Node, depth: int) -> None:
-        """Hold pages [0, depth) on the device, where `node` covers the last of them, instead of what was held before."""
+    def _hold(self, node: Node, depth: int, fence: Fence | None = None) -> None:
+        """Hold pages [0, depth) on the device, where `node` covers the last of them, instead of what was held before.
+
+        That is let go behind `fence`: until then the device may be reading the state there, which nothing else holds.
+        """
         if self._pin.node is not node or Tier.HOST in self._pin.tiers:
             before, self._pin = self._pin, self._state.index.pin(node, Tier.DEVICE)
-            before.release()
+            self._state.retire({}, fence, [before])
         self._covered = depth
 
     def _go_on(self, *, freeze: bool) -> Poll:

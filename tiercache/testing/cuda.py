@@ -23,7 +23,7 @@ import random
 import threading
 import time
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -126,7 +126,9 @@ class SimulatedDevice(CudaDevice):
         self.moved: Counter[Method] = Counter()
         self.lost: Exception | None = None
         self._memory: dict[int, _Memory] = {}
-        self._mapping = threading.RLock()  # a finalizer may run while it is held
+        self._mapping = threading.Lock()
+        # What finalizers report, which run anywhere, also in the middle of a loop over the table; see `_table`.
+        self._dead: deque[tuple[int, str]] = deque()
         self._rules: list[list[Any]] = []
         self._streams: dict[int, _Stream] = {}
         self._events: dict[int, _Event] = {}
@@ -151,6 +153,11 @@ class SimulatedDevice(CudaDevice):
         """Refuse the `at`-th `call` from now on; nothing of it is queued."""
         self._rules.append([call, at, error or SimulatedError(f"{call} was refused")])
 
+    def forgive(self) -> int:
+        """Forget the refusals that were asked for and have not come: how many."""
+        forgotten, self._rules = len(self._rules), []
+        return forgotten
+
     def lose(self, error: Exception | None = None) -> None:
         """The device is gone: what is queued does not happen, and every call fails."""
         with self._changed:
@@ -171,8 +178,8 @@ class SimulatedDevice(CudaDevice):
     @property
     def leftovers(self) -> dict[str, int]:
         """What has been taken and not given back, but for adopted memory."""
-        with self._mapping:
-            kinds = Counter(memory.kind for memory in self._memory.values())
+        with self._table() as table:
+            kinds = Counter(memory.kind for memory in table.values())
         counts = {"streams": len(self._streams.keys() - self._defaults), "events": len(self._events)}
         return {name: count for name, count in {**counts, **kinds}.items() if count and name != "adopted"}
 
@@ -228,7 +235,7 @@ class SimulatedDevice(CudaDevice):
         self._record(event, stream)
 
     def wait_event(self, stream: int, event: int) -> None:
-        self._enter("wait_event", anywhere=True)
+        self._enter("wait_event")
         known = self._event(event)
         number = known.asked  # what it stands for at the call, as in CUDA: 0, and no wait at all, if it was never recorded
 
@@ -269,8 +276,8 @@ class SimulatedDevice(CudaDevice):
         self._enter("lock")
         if address % mmap.PAGESIZE or nbytes % mmap.PAGESIZE:
             raise SimulatedError("only whole pages can be page-locked")
-        with self._mapping:
-            if any(start < address + nbytes and address < start + memory.nbytes for start, memory in self._memory.items()):
+        with self._table() as table:
+            if any(start < address + nbytes and address < start + memory.nbytes for start, memory in table.items()):
                 raise SimulatedError("memory was page-locked twice")
         self._keep(address, _Memory(nbytes, "locked"))
 
@@ -323,22 +330,32 @@ class SimulatedDevice(CudaDevice):
 
     def _check(self, address: int, nbytes: int) -> None:
         """Is it in one piece of device or page-locked memory?"""
-        with self._mapping:
-            pieces = [(start, start + memory.nbytes) for start, memory in self._memory.items()]
+        with self._table() as table:
+            pieces = [(start, start + memory.nbytes) for start, memory in table.items()]
         if nbytes < 1 or not any(start <= address and address + nbytes <= end for start, end in pieces):
             raise SimulatedError(f"{nbytes} bytes at {address:#x} are not within one piece of device or page-locked memory")
 
     def _keep(self, address: int, memory: _Memory, owner: Any = None) -> None:
-        with self._mapping:
-            self._memory[address] = memory
+        with self._table() as table:
+            table[address] = memory
         if owner is not None:
-            weakref.finalize(owner, self._drop, address, memory.kind)
+            weakref.finalize(owner, self._dead.append, (address, memory.kind))
 
     def _drop(self, address: int, kind: str) -> None:
-        with self._mapping:
-            if address not in self._memory or self._memory[address].kind != kind:
+        with self._table() as table:
+            if address not in table or table[address].kind != kind:
                 raise SimulatedError(f"there is no {kind} memory at {address:#x} to give back")
-            del self._memory[address]
+            del table[address]
+
+    @contextmanager
+    def _table(self) -> Iterator[dict[int, _Memory]]:
+        """All memory that there is now, by address, for one thread at a time."""
+        with self._mapping:
+            while self._dead:
+                address, kind = self._dead.popleft()
+                if address in self._memory and self._memory[address].kind == kind:
+                    del self._memory[address]
+            yield self._memory
 
     def _record(self, event: int, stream: int) -> None:
         known = self._event(event)

@@ -8,6 +8,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from math import log2
 from pathlib import Path
@@ -80,21 +81,23 @@ def calibrate(device: CudaDevice, *, nbytes: int = MOST_BYTES, progress: Callabl
     current.
     """
     methods = [method for method in Method if method not in device.unavailable]
-    nbytes, on_device = _most(device, nbytes)
-    on_host, resources, stream = device.allocate_host(nbytes), CopySet(device), device.create_stream(urgent=False)
-    cells, plan = [], [(d, n, c) for d in Direction for n, c in _sizes(nbytes)]
-    try:
+    cells = []
+    with ExitStack() as stack:
+        nbytes, on_device = _most(device, nbytes)
+        stack.callback(device.release, on_device)
+        stream = device.create_stream(urgent=False)
+        stack.callback(device.destroy_stream, stream)
+        resources = CopySet(device)
+        stack.callback(resources.destroy)
+        on_host = device.allocate_host(nbytes)
+        stack.callback(device.synchronize_stream, stream)
+        plan = [(d, n, c) for d in Direction for n, c in _sizes(nbytes)]
         for number, (direction, length, count) in enumerate(plan):
             ends = on_device, on_host.ctypes.data
             copies = _spread(*(ends if direction is Direction.TO_HOST else ends[::-1]), length, count, nbytes)
             speeds = {method: _speed(device, copies, method, resources, stream) for method in methods}
             cells.append(Cell(direction, length, count, speeds))
             progress((number + 1) / len(plan))
-    finally:
-        device.synchronize_stream(stream)
-        resources.destroy()
-        device.destroy_stream(stream)
-        device.release(on_device)
     return Calibration(device.card, cells)
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from contextlib import ExitStack
+from typing import Final, Self, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 from tiercache_kernels.table import ROW_BYTES, fill_table
 
 from tiercache.transfer.cuda.device import CudaDevice, Method
@@ -15,7 +17,8 @@ _LEAST_ROWS: Final = 4096
 """A table for some 80 pages of Qwen3-Next at first; it grows with what is asked for."""
 GROUP_BYTES: Final = 4 << 20
 """80 us on the bus: to queue less at a time takes a thread as long, and brings no layer up sooner."""
-_NO_TABLE: Final = np.empty((0, ROW_BYTES // 8), np.uint64)
+Table: TypeAlias = npt.NDArray[np.uint64]
+_NO_TABLE: Final[Table] = np.empty((0, ROW_BYTES // 8), np.uint64)
 _LEAST_BLOCKS: Final = 4
 _SHARE: Final = 16
 """One multiprocessor in 16 copies: each keeps 32 KiB on the bus, and a latency of 2 us at 55 GB/s takes 110 KiB."""
@@ -41,7 +44,9 @@ def layer_groups(descriptors: Descriptors, least: int = GROUP_BYTES) -> list[tup
 
 
 class CopySet:
-    """What one transfer needs on the device until it is over: an event for each of its layers, and the kernel's table of copies.
+    """What one transfer needs on the device until it is over: an event for each of its groups, and the kernel's table of copies.
+
+    Both are made at once, and grow if they must: to take or to give back memory may hold up the device and whoever queues work there.
 
     The caller guarantees that nothing which was queued with the set is under way when it is used anew. Thread rule: one thread at a time.
     """
@@ -49,8 +54,27 @@ class CopySet:
     def __init__(self, device: CudaDevice) -> None:
         self._device = device
         self._events: list[int] = []
-        self._table = _NO_TABLE
-        self._address = 0
+        self._tables: list[tuple[int, Table]] = []
+        """Device address and host memory of the table in use, the last, and of those that it has outgrown."""
+        try:
+            self.event(0)
+            if Method.KERNEL not in device.unavailable:
+                self._grow(_LEAST_ROWS)
+        except BaseException:
+            self.destroy()
+            raise
+
+    @classmethod
+    def make(cls, device: CudaDevice, count: int) -> list[Self]:
+        """So many, or none if the driver refuses one."""
+        with ExitStack() as undo:
+            made = [cls(device)]
+            undo.callback(made[0].destroy)
+            while len(made) < count:
+                made.append(cls(device))
+                undo.callback(made[-1].destroy)
+            undo.pop_all()
+        return made
 
     def event(self, number: int) -> int:
         """The event of this number; made when it is first asked for."""
@@ -62,38 +86,33 @@ class CopySet:
         """Make ready to queue `groups` of `copies`; the table of those that a kernel copies is queued now."""
         if any(method is Method.KERNEL for _, method in groups):
             self._upload(copies, stream)
-        return Queue(self._device, copies, self._table, self._address, blocks, stream)
+        address, table = self._tables[-1] if self._tables else (0, _NO_TABLE)
+        return Queue(self._device, copies, table, address, blocks, stream)
 
     def destroy(self) -> None:
         """Give everything back."""
-        for event in self._events:
-            self._device.destroy_event(event)
-        self._events.clear()
-        self._free_table()
+        while self._events:
+            self._device.destroy_event(self._events.pop())
+        while self._tables:
+            self._device.release(self._tables.pop()[0])
 
     def _upload(self, copies: Copies, stream: int) -> None:
         rows = len(copies) + 1
-        if rows > len(self._table):
+        if not self._tables or rows > len(self._tables[-1][1]):
             self._grow(max(_LEAST_ROWS, 2 * rows))
-        fill_table(self._table[:rows], copies.source, copies.destination, copies.length)
-        self._device.copy(self._table.ctypes.data, self._address, rows * ROW_BYTES, stream)
+        address, table = self._tables[-1]
+        fill_table(table[:rows], copies.source, copies.destination, copies.length)
+        self._device.copy(table.ctypes.data, address, rows * ROW_BYTES, stream)
 
     def _grow(self, rows: int) -> None:
-        self._free_table()
-        self._address = self._device.allocate(rows * ROW_BYTES)
-        self._table = self._device.allocate_host(rows * ROW_BYTES).view(np.uint64).reshape(rows, -1)
-
-    def _free_table(self) -> None:
-        if self._address:
-            self._device.release(self._address)
-        self._address = 0
-        self._table = _NO_TABLE
+        table = self._device.allocate_host(rows * ROW_BYTES).view(np.uint64).reshape(rows, -1)
+        self._tables.append((self._device.allocate(rows * ROW_BYTES), table))
 
 
 class Queue:
     """Puts groups of one list of copies into one stream. Thread rule: one thread."""
 
-    def __init__(self, device: CudaDevice, copies: Copies, table: np.ndarray, address: int, blocks: int, stream: int) -> None:
+    def __init__(self, device: CudaDevice, copies: Copies, table: Table, address: int, blocks: int, stream: int) -> None:
         self._device, self._copies, self._stream = device, copies, stream
         self._table, self._address, self._blocks = table, address, blocks
 

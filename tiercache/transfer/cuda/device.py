@@ -57,8 +57,8 @@ class CudaDevice(Protocol):
 
     Every call may raise anything of the driver's, as a RuntimeError. An error that the driver calls sticky is raised by every later call.
 
-    Thread rule: any thread that has entered `current()`, or called `activate` once as its own master; `wait_event` and `has_passed` need
-    neither. Calls that wait for the device release the GIL.
+    Thread rule: any thread that has entered `current()`, or called `activate` once as its own master; `has_passed` needs neither. Calls
+    that wait for the device release the GIL.
     """
 
     ordinal: int

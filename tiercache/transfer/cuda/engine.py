@@ -8,21 +8,21 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Final
 
 from tiercache.core import CacheTransferUnits, PoolName
-from tiercache.errors import ClosedError, ConfigError, TransferError
+from tiercache.errors import ClosedError, ConfigError, TierCacheError, TransferError
 from tiercache.pools.blocks import BlockArena
 from tiercache.pools.device import DevicePool
 from tiercache.pools.host import HostPool
 from tiercache.transfer.base import Fence, LayerTicket, Ticket, TransferEngine
 from tiercache.transfer.cuda.calibration import Calibration, calibrated
 from tiercache.transfer.cuda.copying import GROUP_BYTES, CopySet
-from tiercache.transfer.cuda.device import DEFAULT_STREAMS, CudaDevice, Direction, Method
+from tiercache.transfer.cuda.device import CudaDevice, Direction, Method
 from tiercache.transfer.cuda.hardware import CupyDevice
-from tiercache.transfer.cuda.lane import Lane, event_of
+from tiercache.transfer.cuda.lane import LOADS_IN_FLIGHT, STORES_IN_FLIGHT, Lane, event_of
 from tiercache.transfer.cuda.locked import PIECE_BYTES, LockedArena
 from tiercache.transfer.cuda.proof import prove
 from tiercache.transfer.cuda.ticket import CudaLayerTicket
@@ -46,7 +46,7 @@ class CudaEngine(TransferEngine):
     `group_bytes`: layers of a load are queued together until they have as much.
 
     Raises ConfigError for pools that are not on one CUDA device, for a device, a CuPy or a method that is not there, and for an arena that
-    the driver does not page-lock; GeometryError where the two sides differ.
+    the driver does not page-lock; GeometryError where the two sides differ; TransferError if the driver fails otherwise.
 
     Thread rule: as `TransferEngine`. Callbacks run on the threads `tiercache-store` and `tiercache-load`.
     """
@@ -69,14 +69,15 @@ class CudaEngine(TransferEngine):
         self._submitting = threading.Lock()
         self._lanes_left = 2
         self._group_bytes = group_bytes
-        with self.device.current(), ExitStack() as undo:
+        with _starting(self.device), self.device.current(), ExitStack() as undo:
             prove(self.device)
             self.calibration, how = _how_to_copy(self.device, calibration, method)
             self._locked = LockedArena(arena, self.device, piece_bytes)
             undo.callback(self._locked.unlock)
             self._forks = _Forks(self.device)
+            undo.callback(self._forks.destroy)
             self._stores = self._lane("tiercache-store", Direction.TO_HOST, method)
-            undo.callback(self._stores.stop)
+            undo.callback(self._stores.end)
             self._loads = self._lane("tiercache-load", Direction.TO_DEVICE, method)
             undo.pop_all()
         missing = "".join(f"; no {name}: {reason}" for name, reason in self.device.unavailable.items())
@@ -123,8 +124,17 @@ class CudaEngine(TransferEngine):
             assert self.calibration is not None
             return self.calibration.choose(direction, copies)
 
-        urgent = direction is Direction.TO_DEVICE
-        return Lane(name, self.device, choose, self._locked.period, urgent=urgent, group_bytes=self._group_bytes, ended=self._lane_ended)
+        loads = direction is Direction.TO_DEVICE
+        return Lane(
+            name,
+            self.device,
+            choose,
+            self._locked.period,
+            urgent=loads,
+            in_flight=LOADS_IN_FLIGHT if loads else STORES_IN_FLIGHT,
+            group_bytes=self._group_bytes,
+            ended=self._lane_ended,
+        )
 
     def _submit(self, lane: Lane, job: Job) -> None:
         with self._submitting:  # or a job could get behind the mark that ends the lane, and never be answered
@@ -143,11 +153,14 @@ class CudaEngine(TransferEngine):
 
 
 class _Forks:
-    """Copies on the device, in streams of others. Thread rule: one thread at a time, with the device current."""
+    """Copies on the device, in streams of others; not where a graph is being captured, which would replay another fork's table.
+
+    Thread rule: one thread at a time, with the device current.
+    """
 
     def __init__(self, device: CudaDevice) -> None:
         self._device = device
-        self._ring = deque(CopySet(device) for _ in range(_IN_FLIGHT))
+        self._ring = deque(CopySet.make(device, _IN_FLIGHT))
         self._used = 0
 
     def queue(self, copies: Copies, stream: int) -> None:
@@ -159,7 +172,8 @@ class _Forks:
             self._device.synchronize_event(resources.event(0))
         self._ring.rotate(-1)
         self._used += 1
-        rows, method = slice(0, len(copies)), self._method(stream)
+        # Without the kernel, single copies: batches are for the copy engines, which are slow within a device.
+        rows, method = slice(0, len(copies)), Method.MEMCPY if Method.KERNEL in self._device.unavailable else Method.KERNEL
         blocks = _FORK_BLOCKS * self._device.card.multiprocessors
         try:
             resources.queue(copies, [(rows, method)], blocks, stream).put(rows, method)
@@ -173,12 +187,15 @@ class _Forks:
                 self._device.synchronize_event(resources.event(0))
                 resources.destroy()
 
-    def _method(self, stream: int) -> Method:
-        if Method.KERNEL not in self._device.unavailable:
-            return Method.KERNEL
-        if Method.BATCH not in self._device.unavailable and stream not in DEFAULT_STREAMS:
-            return Method.BATCH
-        return Method.MEMCPY
+
+@contextlib.contextmanager
+def _starting(device: CudaDevice) -> Iterator[None]:
+    try:
+        yield
+    except TierCacheError:
+        raise
+    except RuntimeError as error:
+        raise TransferError(f"the transfer engine could not start on {device.card}: {error}") from error
 
 
 def _how_to_copy(device: CudaDevice, calibration: Calibration | None, method: Method | None) -> tuple[Calibration | None, str]:

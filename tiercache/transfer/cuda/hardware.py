@@ -61,6 +61,9 @@ class CupyDevice(CudaDevice):
     @contextmanager
     def current(self) -> Iterator[None]:
         before = self._runtime.getDevice()
+        if before == self.ordinal:  # not set again: on a thread that never used it, that would be the first use of another device
+            yield
+            return
         self._runtime.setDevice(self.ordinal)
         try:
             yield

@@ -24,8 +24,11 @@ _log = logging.getLogger(__name__)
 Choose: TypeAlias = Callable[[Copies], Method]
 """The method for a group of copies."""
 
-_IN_FLIGHT: Final = 3
+_PATIENCE_S: Final = 10.0
+STORES_IN_FLIGHT: Final = 3
 """Transfers in the stream at once: one on the bus, one behind it so that the bus never waits, one being queued."""
+LOADS_IN_FLIGHT: Final = 8
+"""As many as an engine admits at a time: who waits for a layer of one that is not queued yet waits on the host."""
 
 
 def event_of(fence: Fence) -> int | None:
@@ -46,7 +49,7 @@ class _Flight:
 
 class Lane:
     """Takes jobs in order. `cut`: host memory is page-locked in pieces of so many bytes, and no copy may go across. `group_bytes`: layers
-    of a load are queued together until they have as much.
+    of a load are queued together until they have as much. `in_flight`: how many transfers are in the stream at once, at most.
 
     A job that fails is seen through like any other: its ticket is done when the device is past everything that was queued for it.
 
@@ -61,6 +64,7 @@ class Lane:
         cut: int,
         *,
         urgent: bool,
+        in_flight: int,
         group_bytes: int = GROUP_BYTES,
         ended: Callable[[], object] = lambda: None,
     ) -> None:
@@ -71,9 +75,14 @@ class Lane:
         self._flights: queue.SimpleQueue[_Flight | None] = queue.SimpleQueue()
         self._resources: queue.SimpleQueue[CopySet] = queue.SimpleQueue()
         self._abandon = threading.Event()
-        self._stream = device.create_stream(urgent=urgent)
-        for _ in range(_IN_FLIGHT):
-            self._resources.put(CopySet(device))
+        self._in_flight = in_flight
+        for resources in CopySet.make(device, in_flight):
+            self._resources.put(resources)
+        try:
+            self._stream = device.create_stream(urgent=urgent)
+        except BaseException:
+            self._give_back()
+            raise
         self._threads = [
             threading.Thread(target=self._queue_all, name=f"{name}-queue", daemon=True),
             threading.Thread(target=self._see_all_through, name=name, daemon=True),
@@ -88,6 +97,11 @@ class Lane:
     def stop(self) -> None:
         """Let the threads end after what is waiting now; the last thing they do is to give the stream back."""
         self._jobs.put(None)
+
+    def end(self) -> None:
+        """Stop, and wait for the threads: of a lane that nothing was submitted to."""
+        self.stop()
+        self.join(time.monotonic() + _PATIENCE_S)
 
     def join(self, deadline: float) -> None:
         """Wait for the threads; at the deadline fail what is waiting, and let the job that is being queued stop at its next layer."""
@@ -164,12 +178,15 @@ class Lane:
         while self._see_one_through():
             pass
         try:
-            for _ in range(_IN_FLIGHT):
-                self._resources.get().destroy()
+            self._give_back()
             self._device.destroy_stream(self._stream)
         except Exception as error:  # noqa: BLE001  after an error of the whole device nothing can be given back, and nothing needs to be
             _log.warning("a stream could not be given back: %s", error)
         self._ended()
+
+    def _give_back(self) -> None:
+        for _ in range(self._in_flight):
+            self._resources.get().destroy()
 
     def _see_one_through(self) -> bool:
         flight = self._flights.get()

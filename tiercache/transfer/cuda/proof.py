@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import ExitStack
 from typing import Final
 
 import numpy as np
@@ -15,7 +16,7 @@ from tiercache.transfer.descriptors import Copies
 
 _log = logging.getLogger(__name__)
 
-_BYTES: Final = 4 << 20
+_BYTES: Final = 2 << 20
 _LENGTHS: Final = (1, 15, 16, 17, 255, 4096, 4099, 65536, 65543, 1 << 20)
 """Bytes a copy."""
 _SENT: Final = 33
@@ -25,39 +26,61 @@ _BACK: Final = 43
 
 
 def prove(device: CudaDevice) -> None:
-    """Copy to the device and back by each method, and compare all bytes. One that fails or differs joins `device.unavailable`.
+    """Copy to the device and back by each method, and compare all bytes there and here. One that fails or differs joins
+    `device.unavailable`.
 
     ConfigError if none is left. Thread rule: one thread, with the device current.
     """
-    stream, resources = device.create_stream(urgent=False), CopySet(device)
-    sent, back, address = device.allocate_host(_BYTES), device.allocate_host(_BYTES), device.allocate(_BYTES)
-    sent[:] = np.random.default_rng(0).integers(1, 256, _BYTES, np.uint8)
-    expected = np.zeros(_BYTES, np.uint8)
-    for begin, end, length in zip(_places(_SENT), _places(_BACK), _LENGTHS, strict=True):
-        expected[end : end + length] = sent[begin : begin + length]
-    lengths, on_device = np.array(_LENGTHS), _places(_DEVICE, address)
-    there = Copies(_places(_SENT, sent.ctypes.data), on_device, lengths)
-    and_back = Copies(on_device, _places(_BACK, back.ctypes.data), lengths)
-    try:
+    with ExitStack() as stack:
+        trial = _Trial(device, stack)
         for method in [m for m in Method if m not in device.unavailable]:
-            back[:] = 0
             try:
-                for copies in (there, and_back):
-                    rows = slice(0, len(copies))
-                    resources.queue(copies, [(rows, method)], bus_blocks(device.card.multiprocessors), stream).put(rows, method)
-                    device.synchronize_stream(stream)
-                if wrong := int((back != expected).sum()):
-                    raise RuntimeError(f"{wrong} of {_BYTES} bytes were wrong in a trial")
+                trial.run(method)
             except Exception as error:  # noqa: BLE001  whatever the driver says, this method is not for us
                 device.unavailable[method] = str(error) or type(error).__name__
                 _log.warning("copies by %s are not used on %s: %s", method, device.card, device.unavailable[method])
-    finally:
-        device.synchronize_stream(stream)
-        resources.destroy()
-        device.release(address)
-        device.destroy_stream(stream)
+                device.synchronize_stream(trial.stream)  # the next trial uses the same memory
     if len(device.unavailable) == len(Method):
         raise ConfigError(f"no way to copy between {device.card} and the host works: {device.unavailable[Method.MEMCPY]}")
+
+
+class _Trial:
+    """A stretch of device memory with two on the host. Bytes are drawn anew for each run: what an earlier one left proves nothing."""
+
+    def __init__(self, device: CudaDevice, stack: ExitStack) -> None:
+        self._device, self._rng = device, np.random.default_rng()
+        self.stream = device.create_stream(urgent=False)
+        stack.callback(device.destroy_stream, self.stream)
+        self._address = device.allocate(_BYTES)
+        stack.callback(device.release, self._address)
+        self._resources = CopySet(device)
+        stack.callback(self._resources.destroy)
+        stack.callback(device.synchronize_stream, self.stream)
+        self._sent, self._there, self._back = (device.allocate_host(_BYTES) for _ in range(3))
+
+    def run(self, method: Method) -> None:
+        """RuntimeError if a byte is wrong, on the device or back from it, between the copies too."""
+        for memory in (self._sent, self._there, self._back):
+            memory[:] = np.frombuffer(self._rng.bytes(_BYTES), np.uint8)
+        expected = [self._there.copy(), self._back.copy()]
+        starts = (_SENT, _DEVICE, _BACK)
+        for target, source, begin, end in zip(expected, (self._sent, expected[0]), starts[:-1], starts[1:], strict=True):
+            for there, here, length in zip(_places(end).tolist(), _places(begin).tolist(), _LENGTHS, strict=True):
+                target[there : there + length] = source[here : here + length]
+        self._device.copy(self._there.ctypes.data, self._address, _BYTES, self.stream)
+        self._copy(method, self._sent.ctypes.data, _SENT, self._address, _DEVICE)
+        self._copy(method, self._address, _DEVICE, self._back.ctypes.data, _BACK)
+        self._device.copy(self._address, self._there.ctypes.data, _BYTES, self.stream)
+        self._device.synchronize_stream(self.stream)
+        wrong = sum(int((found != right).sum()) for found, right in zip((self._there, self._back), expected, strict=True))
+        if wrong:
+            raise RuntimeError(f"{wrong} of {2 * _BYTES} bytes were wrong in a trial")
+
+    def _copy(self, method: Method, source: int, begin: int, destination: int, end: int) -> None:
+        copies = Copies(_places(begin, source), _places(end, destination), np.array(_LENGTHS))
+        rows = slice(0, len(copies))
+        self._resources.queue(copies, [(rows, method)], bus_blocks(self._device.card.multiprocessors), self.stream).put(rows, method)
+        self._device.synchronize_stream(self.stream)
 
 
 def _places(step: int, base: int = 0) -> npt.NDArray[np.uint64]:

@@ -52,6 +52,7 @@ class CudaLayerTicket(LayerTicket):
 
     def _let_wait(self, stream: int, layer: int) -> None:
         try:
-            self._device.wait_event(stream, self._events[layer])
+            with self._device.current():  # a default stream's handle means that of the current device
+                self._device.wait_event(stream, self._events[layer])
         except RuntimeError as error:
             raise TransferError(f"layer {layer} cannot be waited for: {error}") from error
