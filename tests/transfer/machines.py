@@ -108,7 +108,7 @@ class Simulated(Machine):
 
     def engine(self, devices: Mapping[PoolName, DevicePool], hosts: Mapping[PoolName, HostPool], **settings: Any) -> CudaEngine:
         settings.setdefault("group_bytes", 1)  # layers are small here, and each shall be waited for by itself
-        if "method" not in settings:
+        if settings.get("method") is None:
             settings.setdefault("calibration", anything(self.device.card))
         return CudaEngine(devices, hosts, device=self.device, **settings)
 
@@ -182,7 +182,7 @@ class Real(Machine):
 
     def engine(self, devices: Mapping[PoolName, DevicePool], hosts: Mapping[PoolName, HostPool], **settings: Any) -> CudaEngine:
         settings.setdefault("group_bytes", 1)
-        if "method" not in settings:
+        if settings.get("method") is None:
             settings.setdefault("calibration", anything(Card("any", "any", 0, 0, 1)))
         return CudaEngine(devices, hosts, **settings)
 

@@ -120,7 +120,7 @@ class OnSimulated:
 
     def __init__(self, device: SimulatedDevice, **settings: Any) -> None:
         self.device = device
-        chosen = {} if "method" in settings else {"calibration": anything(device.card)}
+        chosen = {} if settings.get("method") else {"calibration": anything(device.card)}
         self.settings = chosen | {"group_bytes": 1} | settings  # layer by layer, however small these are
         self._memory: list[np.ndarray] = []
 
