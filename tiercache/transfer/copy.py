@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -13,18 +12,19 @@ import numpy.typing as npt
 from tiercache_kernels.reference import copy_segments
 
 from tiercache.core import CacheTransferUnits, PoolName
-from tiercache.errors import ClosedError, ConfigError, TransferError
+from tiercache.errors import ConfigError, TransferError
 from tiercache.pools.device import DevicePool
 from tiercache.pools.host import HostPool
-from tiercache.transfer.base import Fence, LayerTicket, Ticket, TransferEngine
+from tiercache.transfer.base import LayerTicket
 from tiercache.transfer.descriptors import Descriptors
-from tiercache.transfer.jobs import Job, Sides, layers_of
+from tiercache.transfer.jobs import Job, Sides
+from tiercache.transfer.lanes import LaneEngine, Waiting
 
 Copier: TypeAlias = Callable[[npt.NDArray[np.uint64], npt.NDArray[np.uint64], npt.NDArray[np.int64]], object]
 """Copies `lengths[i]` bytes from address `sources[i]` to `destinations[i]`, for all i, before it returns."""
 
 
-class CopyEngine(TransferEngine):
+class CopyEngine(LaneEngine):
     """Copies with the CPU: one thread for stores, one for loads, each taking its jobs in order.
 
     `copier` moves the bytes of one layer of one job; layers come in ascending order, in stores too. Tests pass one that delays or fails.
@@ -36,83 +36,49 @@ class CopyEngine(TransferEngine):
     def __init__(
         self, device_pools: Mapping[PoolName, DevicePool], host_pools: Mapping[PoolName, HostPool], *, copier: Copier = copy_segments
     ) -> None:
-        self._sides = Sides(device_pools, host_pools)
+        super().__init__(Sides(device_pools, host_pools))
         for name, pool in device_pools.items():
             if pool.device != "cpu":
                 raise ConfigError(
                     f"pool {name} is on {pool.device} and this transfer engine copies CPU memory only; use the engine for that device"
                 )
         self._copier = copier
-        self._closed = False
-        self._submitting = threading.Lock()
         self._stores = _Worker("tiercache-store", copier)
         self._loads = _Worker("tiercache-load", copier)
 
-    def store(self, units: Sequence[CacheTransferUnits], *, after: Sequence[Fence] = ()) -> Ticket:  # noqa: D102
-        ticket = Ticket()
-        self._submit(self._stores, Job(True, self._sides.parts(units, to_host=True), ticket, tuple(after)))
-        return ticket
-
-    def load(self, units: Sequence[CacheTransferUnits], *, after: Sequence[Fence] = ()) -> LayerTicket:  # noqa: D102
-        parts = self._sides.parts(units, to_host=False)
-        ticket = LayerTicket(layers_of(parts))
-        self._submit(self._loads, Job(False, parts, ticket, tuple(after)))
-        return ticket
-
     def fork(self, units: Sequence[CacheTransferUnits], *, stream: int = 0) -> None:  # noqa: D102
+        self._require_open()
         copies = self._sides.forks(units)
         try:
             self._copier(copies.source, copies.destination, copies.length)
         except Exception as error:
             raise TransferError(f"a fork failed: {str(error) or type(error).__name__}") from error
 
-    def close(self, timeout: float = 30.0) -> None:  # noqa: D102
-        with self._submitting:
-            if not self._closed:
-                self._closed = True
-                self._stores.stop()
-                self._loads.stop()
-        deadline = time.monotonic() + timeout
-        self._stores.join(deadline)
-        self._loads.join(deadline)
-
-    def _submit(self, worker: _Worker, job: Job) -> None:
-        with self._submitting:  # or a job could get behind the mark that ends the worker, and never be answered
-            if self._closed:
-                raise ClosedError("the transfer engine was closed")
-            worker.jobs.put(job)
+    def _layer_ticket(self, layers: Iterable[int]) -> LayerTicket:
+        return LayerTicket(layers)
 
 
 class _Worker:
-    """One thread and its queue. Thread rule: `jobs` is thread-safe; `stop` is called once."""
+    """One thread and its jobs. Thread rule: as `OneWay`."""
 
     def __init__(self, name: str, copier: Copier) -> None:
-        self.jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._waiting = Waiting()
         self._copier = copier
-        self._abandon = threading.Event()
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
 
+    def submit(self, job: Job) -> None:
+        self._waiting.put(job)
+
     def stop(self) -> None:
-        """Let the thread end after what is queued now."""
-        self.jobs.put(None)
+        self._waiting.stop()
 
     def join(self, deadline: float) -> None:
-        """Wait for the thread; at the deadline fail what is queued, and let the running job stop at its next layer."""
         if self._thread is threading.current_thread():  # closed from a callback: the thread ends when the callback has returned
             return
         self._thread.join(max(0.0, deadline - time.monotonic()))
-        if not self._thread.is_alive():
-            return
-        self._abandon.set()
-        while True:
-            try:
-                job = self.jobs.get_nowait()
-            except queue.Empty:
-                break
-            if job is not None:
-                job.finish(TransferError("the transfer engine was closed before this transfer began"))
-        self.jobs.put(None)  # the drain above may have taken the mark
+        if self._thread.is_alive():
+            self._waiting.abandon()
 
     def _serve(self) -> None:
         while self._serve_one():
@@ -120,7 +86,7 @@ class _Worker:
 
     def _serve_one(self) -> bool:
         """In a function of its own, so that no local variable keeps a finished job's pools and memory while the thread waits."""
-        job = self.jobs.get()
+        job = self._waiting.next()
         if job is None:
             return False
         step = "before its first layer"
@@ -137,8 +103,7 @@ class _Worker:
         return True
 
     def _copy_layer(self, job: Job, layer: int, copies: Descriptors, rows: slice) -> None:
-        if self._abandon.is_set():
-            raise TransferError("the transfer engine was closed")
+        self._waiting.go_on()
         moved = copies.copies(to_host=job.to_host)[rows]
         self._copier(moved.source, moved.destination, moved.length)
         if isinstance(job.ticket, LayerTicket):

@@ -5,19 +5,17 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-import threading
-import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Final
 
 from tiercache.core import CacheTransferUnits, PoolName
-from tiercache.errors import ClosedError, ConfigError, TierCacheError, TransferError
+from tiercache.errors import ConfigError, TierCacheError, TransferError
 from tiercache.pools.blocks import BlockArena
 from tiercache.pools.device import DevicePool
 from tiercache.pools.host import HostPool
-from tiercache.transfer.base import Fence, LayerTicket, Ticket, TransferEngine
+from tiercache.transfer.base import Fence, LayerTicket
 from tiercache.transfer.cuda.calibration import Calibration, calibrated
 from tiercache.transfer.cuda.copying import GROUP_BYTES, CopySet
 from tiercache.transfer.cuda.device import CudaDevice, Direction, Method
@@ -27,7 +25,8 @@ from tiercache.transfer.cuda.locked import PIECE_BYTES, LockedArena
 from tiercache.transfer.cuda.proof import prove
 from tiercache.transfer.cuda.ticket import CudaLayerTicket
 from tiercache.transfer.descriptors import Copies
-from tiercache.transfer.jobs import Job, Sides, layers_of
+from tiercache.transfer.jobs import Sides
+from tiercache.transfer.lanes import LaneEngine
 
 _log = logging.getLogger(__name__)
 
@@ -36,7 +35,7 @@ _FORK_BLOCKS: Final = 4
 """Blocks a multiprocessor for a fork, which is in the way of nothing: what comes next waits for it."""
 
 
-class CudaEngine(TransferEngine):
+class CudaEngine(LaneEngine):
     """Copies between the pools of one CUDA device and the host arena, which it keeps page-locked until it is closed.
 
     Loads have a stream of high priority, stores one of low. Each direction has a thread that queues and one that follows; a fence that is a
@@ -62,11 +61,9 @@ class CudaEngine(TransferEngine):
         piece_bytes: int = PIECE_BYTES,
         group_bytes: int = GROUP_BYTES,
     ) -> None:
-        self._sides = Sides(device_pools, host_pools)
+        super().__init__(Sides(device_pools, host_pools))
         ordinal, arena = _ordinal(device_pools), _arena(host_pools)
         self.device = device or CupyDevice(ordinal)
-        self._closed = False
-        self._submitting = threading.Lock()
         self._lanes_left = 2
         self._group_bytes = group_bytes
         with _starting(self.device), self.device.current(), ExitStack() as undo:
@@ -85,37 +82,23 @@ class CudaEngine(TransferEngine):
         """What came of the start, for a log."""
         _log.info("%s", self.report)
 
-    def store(self, units: Sequence[CacheTransferUnits], *, after: Sequence[Fence] = ()) -> Ticket:  # noqa: D102
-        ticket = Ticket()
-        self._submit(self._stores, Job(True, self._sides.parts(units, to_host=True), ticket, _recorded(after)))
-        return ticket
-
-    def load(self, units: Sequence[CacheTransferUnits], *, after: Sequence[Fence] = ()) -> LayerTicket:  # noqa: D102
-        parts = self._sides.parts(units, to_host=False)
-        ticket = CudaLayerTicket(layers_of(parts), self.device)
-        self._submit(self._loads, Job(False, parts, ticket, _recorded(after)))
-        return ticket
-
     def fork(self, units: Sequence[CacheTransferUnits], *, stream: int = 0) -> None:  # noqa: D102
         copies = self._sides.forks(units)
         with self._submitting:  # or the device's end could come in between
-            if self._closed:
-                raise ClosedError("the transfer engine was closed")
+            self._require_open()
             try:
                 with self.device.current():
                     self._forks.queue(copies, stream)
             except RuntimeError as error:
                 raise TransferError(f"a fork failed: {error}") from error
 
-    def close(self, timeout: float = 30.0) -> None:  # noqa: D102
-        with self._submitting:
-            if not self._closed:
-                self._closed = True
-                self._stores.stop()
-                self._loads.stop()
-        deadline = time.monotonic() + timeout
-        self._stores.join(deadline)
-        self._loads.join(deadline)
+    def _layer_ticket(self, layers: Iterable[int]) -> LayerTicket:
+        return CudaLayerTicket(layers, self.device)
+
+    def _checked(self, after: Sequence[Fence]) -> tuple[Fence, ...]:
+        if any(event_of(fence) == 0 for fence in after):  # it stands for nothing, and nobody would wait
+            raise ConfigError("a fence is an event that was never recorded; record it in the stream whose work comes first")
+        return tuple(after)
 
     def _lane(self, name: str, direction: Direction, method: Method | None) -> Lane:
         def choose(copies: Copies) -> Method:
@@ -135,12 +118,6 @@ class CudaEngine(TransferEngine):
             group_bytes=self._group_bytes,
             ended=self._lane_ended,
         )
-
-    def _submit(self, lane: Lane, job: Job) -> None:
-        with self._submitting:  # or a job could get behind the mark that ends the lane, and never be answered
-            if self._closed:
-                raise ClosedError("the transfer engine was closed")
-            lane.submit(job)
 
     def _lane_ended(self) -> None:
         """On the last thread of each lane: what both used goes back when both are through."""
@@ -223,10 +200,3 @@ def _arena(pools: Mapping[PoolName, HostPool]) -> BlockArena:
     if others:
         raise ConfigError("the host pools draw on several arenas and this transfer engine page-locks one; make them on one arena")
     return first
-
-
-def _recorded(after: Sequence[Fence]) -> tuple[Fence, ...]:
-    """The fences; ConfigError for an event that stands for nothing, and that nobody would wait for."""
-    if any(event_of(fence) == 0 for fence in after):
-        raise ConfigError("a fence is an event that was never recorded; record it in the stream whose work comes first")
-    return tuple(after)

@@ -18,6 +18,7 @@ from tiercache.transfer.cuda.device import CudaDevice, Method
 from tiercache.transfer.cuda.ticket import CudaLayerTicket
 from tiercache.transfer.descriptors import Copies, Descriptors
 from tiercache.transfer.jobs import Job
+from tiercache.transfer.lanes import Waiting
 
 _log = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ class Lane:
 
     A job that fails is seen through like any other: its ticket is done when the device is past everything that was queued for it.
 
-    Thread rule: `submit` from any thread, `stop` once, `join` from any.
+    Thread rule: as `OneWay`.
     """
 
     def __init__(
@@ -71,10 +72,9 @@ class Lane:
         self._device, self._choose, self._cut, self._ended = device, choose, cut, ended
         self._group_bytes = group_bytes
         self._blocks = bus_blocks(device.card.multiprocessors)
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._waiting = Waiting()
         self._flights: queue.SimpleQueue[_Flight | None] = queue.SimpleQueue()
         self._resources: queue.SimpleQueue[CopySet] = queue.SimpleQueue()
-        self._abandon = threading.Event()
         self._in_flight = in_flight
         for resources in CopySet.make(device, in_flight):
             self._resources.put(resources)
@@ -92,11 +92,11 @@ class Lane:
 
     def submit(self, job: Job) -> None:
         """Take a job on; returns at once."""
-        self._jobs.put(job)
+        self._waiting.put(job)
 
     def stop(self) -> None:
         """Let the threads end after what is waiting now; the last thing they do is to give the stream back."""
-        self._jobs.put(None)
+        self._waiting.stop()
 
     def end(self) -> None:
         """Stop, and wait for the threads: of a lane that nothing was submitted to."""
@@ -108,17 +108,8 @@ class Lane:
         for thread in self._threads:
             if thread is not threading.current_thread():  # closed from a callback: the thread ends when the callback has returned
                 thread.join(max(0.0, deadline - time.monotonic()))
-        if not self._threads[0].is_alive():
-            return
-        self._abandon.set()
-        while True:
-            try:
-                job = self._jobs.get_nowait()
-            except queue.Empty:
-                break
-            if job is not None:
-                job.finish(TransferError("the transfer engine was closed before this transfer began"))
-        self._jobs.put(None)  # the drain above may have taken the mark
+        if self._threads[0].is_alive():
+            self._waiting.abandon()
 
     def _queue_all(self) -> None:
         self._activate()
@@ -134,7 +125,7 @@ class Lane:
 
     def _queue_one(self) -> bool:
         """In a function of its own, so that no local variable keeps a finished job's pools and memory while the thread waits."""
-        job = self._jobs.get()
+        job = self._waiting.next()
         if job is None:
             return False
         resources = self._resources.get()
@@ -147,8 +138,7 @@ class Lane:
             stream_queue = resources.queue(copies, [(rows, method) for _, rows, method in groups], self._blocks, self._stream)
             for number, (layers, rows, method) in enumerate(groups):
                 step = f"in layer {layers[0]}" if layers else "on its way"
-                if self._abandon.is_set():
-                    raise TransferError("the transfer engine was closed")
+                self._waiting.go_on()
                 stream_queue.put(rows, method)
                 last = resources.event(number)
                 self._device.record(last, self._stream)

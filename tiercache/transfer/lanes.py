@@ -1,0 +1,115 @@
+"""What engines with one lane a direction share: jobs that wait, and how it all ends."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from tiercache.core import CacheTransferUnits
+from tiercache.errors import ClosedError, TransferError
+from tiercache.transfer.base import Fence, LayerTicket, Ticket, TransferEngine
+from tiercache.transfer.jobs import Job, Sides, layers_of
+
+
+class Waiting:
+    """The jobs that a lane has not begun. Thread rule: `next` belongs to the lane's thread, the rest to any."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._abandoned = threading.Event()
+
+    def put(self, job: Job) -> None:
+        """Add one."""
+        self._jobs.put(job)
+
+    def stop(self) -> None:
+        """Let `next` say that there are no more, behind what is waiting now."""
+        self._jobs.put(None)
+
+    def next(self) -> Job | None:
+        """The next job, as soon as there is one; None for the end."""
+        return self._jobs.get()
+
+    def abandon(self) -> None:
+        """Fail what is waiting, and make `go_on` raise: the job under way ends where it is."""
+        self._abandoned.set()
+        while True:
+            try:
+                job = self._jobs.get_nowait()
+            except queue.Empty:
+                break
+            if job is not None:
+                job.finish(TransferError("the transfer engine was closed before this transfer began"))
+        self.stop()  # the loop above may have taken the mark
+
+    def go_on(self) -> None:
+        """TransferError if the lane was abandoned."""
+        if self._abandoned.is_set():
+            raise TransferError("the transfer engine was closed")
+
+
+class OneWay(Protocol):
+    """A lane: takes the jobs of one direction, in order."""
+
+    def submit(self, job: Job) -> None:
+        """Take a job on; returns at once. Any thread."""
+
+    def stop(self) -> None:
+        """Let its threads end after what is waiting now. Once."""
+
+    def join(self, deadline: float) -> None:
+        """Wait for its threads until `deadline` (monotonic seconds), then abandon what is left. Any thread, its own too."""
+
+
+class LaneEngine(TransferEngine):
+    """An engine with a lane for stores and one for loads, which the subclass makes. Thread rule: as `TransferEngine`."""
+
+    _stores: OneWay
+    _loads: OneWay
+
+    def __init__(self, sides: Sides) -> None:
+        self._sides = sides
+        self._closed = False
+        self._submitting = threading.Lock()
+
+    @abstractmethod
+    def _layer_ticket(self, layers: Iterable[int]) -> LayerTicket:
+        """A new ticket for a load of these layers."""
+
+    def _checked(self, after: Sequence[Fence]) -> tuple[Fence, ...]:
+        """The fences; ConfigError for one that cannot be."""
+        return tuple(after)
+
+    def store(self, units: Sequence[CacheTransferUnits], *, after: Sequence[Fence] = ()) -> Ticket:  # noqa: D102
+        ticket = Ticket()
+        self._submit(self._stores, Job(True, self._sides.parts(units, to_host=True), ticket, self._checked(after)))
+        return ticket
+
+    def load(self, units: Sequence[CacheTransferUnits], *, after: Sequence[Fence] = ()) -> LayerTicket:  # noqa: D102
+        parts = self._sides.parts(units, to_host=False)
+        ticket = self._layer_ticket(layers_of(parts))
+        self._submit(self._loads, Job(False, parts, ticket, self._checked(after)))
+        return ticket
+
+    def close(self, timeout: float = 30.0) -> None:  # noqa: D102
+        with self._submitting:
+            if not self._closed:
+                self._closed = True
+                self._stores.stop()
+                self._loads.stop()
+        deadline = time.monotonic() + timeout
+        self._stores.join(deadline)
+        self._loads.join(deadline)
+
+    def _submit(self, lane: OneWay, job: Job) -> None:
+        with self._submitting:  # or a job could get behind the mark that ends the lane, and never be answered
+            self._require_open()
+            lane.submit(job)
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the transfer engine was closed")
