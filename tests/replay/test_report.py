@@ -388,8 +388,9 @@ PALE: Final = """(() => {
 })()"""
 
 
-@pytest.mark.parametrize("name", ["ten", "one", "flat", "alone", "hostile"])
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize(
+    ("name", "dark"), [("ten", False), ("ten", True), ("one", False), ("flat", True), ("alone", False), ("hostile", True)]
+)
 def test_nothing_is_missing_pale_crowded_or_too_wide(page: Page, reports: dict[str, Path], name: str, dark: bool) -> None:
     for width in (320, 1280) if name == "ten" else (320, 390, 820, 1280, 1920):
         page.open(reports[name], width=width, dark=dark)

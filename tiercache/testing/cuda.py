@@ -23,6 +23,7 @@ import random
 import threading
 import time
 import weakref
+from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -39,6 +40,7 @@ from tiercache.transfer.cuda.device import DEFAULT_STREAMS
 from tiercache.transfer.descriptors import Copies
 
 _CHUNK: Final = 32 << 10
+_BEYOND: Final = 1 << 64
 _PATIENCE_S: Final = 60.0
 """A stream that waits longer for an event has met a circle of waits; it fails rather than hang the test."""
 
@@ -129,6 +131,8 @@ class SimulatedDevice(CudaDevice):
         self._mapping = threading.Lock()
         # What finalizers report, which run anywhere, also in the middle of a loop over the table; see `_table`.
         self._dead: deque[tuple[int, str]] = deque()
+        self._ends: list[tuple[int, int]] | None = None
+        """Where every piece begins and ends, in order."""
         self._rules: list[list[Any]] = []
         self._streams: dict[int, _Stream] = {}
         self._events: dict[int, _Event] = {}
@@ -330,9 +334,13 @@ class SimulatedDevice(CudaDevice):
 
     def _check(self, address: int, nbytes: int) -> None:
         """Is it in one piece of device or page-locked memory?"""
-        with self._table() as table:
-            pieces = [(start, start + memory.nbytes) for start, memory in table.items()]
-        if nbytes < 1 or not any(start <= address and address + nbytes <= end for start, end in pieces):
+        with self._mapping:
+            if self._dead or self._ends is None:
+                self._bury()
+                self._ends = sorted((start, start + memory.nbytes) for start, memory in self._memory.items())
+            at = bisect_right(self._ends, (address, _BEYOND)) - 1
+            start, end = self._ends[at] if at >= 0 else (0, 0)
+        if nbytes < 1 or not start <= address < address + nbytes <= end:
             raise SimulatedError(f"{nbytes} bytes at {address:#x} are not within one piece of device or page-locked memory")
 
     def _keep(self, address: int, memory: _Memory, owner: Any = None) -> None:
@@ -351,11 +359,15 @@ class SimulatedDevice(CudaDevice):
     def _table(self) -> Iterator[dict[int, _Memory]]:
         """All memory that there is now, by address, for one thread at a time."""
         with self._mapping:
-            while self._dead:
-                address, kind = self._dead.popleft()
-                if address in self._memory and self._memory[address].kind == kind:
-                    del self._memory[address]
+            self._bury()
+            self._ends = None  # it may be changed now
             yield self._memory
+
+    def _bury(self) -> None:
+        while self._dead:
+            address, kind = self._dead.popleft()
+            if address in self._memory and self._memory[address].kind == kind:
+                del self._memory[address]
 
     def _record(self, event: int, stream: int) -> None:
         known = self._event(event)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from contextlib import ExitStack
 from typing import Final
+from weakref import WeakSet
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,7 @@ from tiercache.transfer.descriptors import Copies
 
 _log = logging.getLogger(__name__)
 
+_PROVEN: Final[WeakSet[CudaDevice]] = WeakSet()
 _BYTES: Final = 2 << 20
 _LENGTHS: Final = (1, 15, 16, 17, 255, 4096, 4099, 65536, 65543, 1 << 20)
 """Bytes a copy."""
@@ -29,8 +31,10 @@ def prove(device: CudaDevice) -> None:
     """Copy to the device and back by each method, and compare all bytes there and here. One that fails or differs joins
     `device.unavailable`.
 
-    ConfigError if none is left. Thread rule: one thread, with the device current.
+    Once for a device; ConfigError if none is left. Thread rule: one thread, with the device current.
     """
+    if device in _PROVEN:
+        return
     with ExitStack() as stack:
         trial = _Trial(device, stack)
         for method in [m for m in Method if m not in device.unavailable]:
@@ -42,6 +46,7 @@ def prove(device: CudaDevice) -> None:
                 device.synchronize_stream(trial.stream)  # the next trial uses the same memory
     if len(device.unavailable) == len(Method):
         raise ConfigError(f"no way to copy between {device.card} and the host works: {device.unavailable[Method.MEMCPY]}")
+    _PROVEN.add(device)
 
 
 class _Trial:
