@@ -26,7 +26,7 @@ def tiercache(*arguments):
 
 def test_the_demo_restores_from_every_tier_and_over_a_kill(tmp_path):
     report = tmp_path / "report.json"
-    done = tiercache("demo", "--dir", tmp_path / "demo", "--turns", 2, "--conversations", 3, "--context", 256, "--json", report)
+    done = tiercache("demo", "--dir", tmp_path / "demo", "--turns", 1, "--conversations", 3, "--context", 256, "--json", report)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "PASSED" in done.stdout
     assert "first process" in done.stdout

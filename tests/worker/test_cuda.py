@@ -199,7 +199,7 @@ def test_a_device_that_is_slow_is_not_busy() -> None:
     geometries = loaded("qwen3_next")[0].layout.geometries
     small = 8 * geometries[PoolName.KV].nbytes + 7 * geometries[PoolName.MAMBA].nbytes  # of one request
     audit = Audit(loaded("qwen3_next")[0], page_slots=64, state_slots=16)
-    with simulated("qwen3_next", pause=0.5, device_bytes=small) as worker:
+    with simulated("qwen3_next", pause=0.35, device_bytes=small) as worker:
         for seed in (1, 2):
             generation = worker.serve(prompt(6 * PAGE + 1, seed), PAGE, audit=True)
             assert generation.reason is not Reason.BUSY
