@@ -75,7 +75,7 @@ class Calibration:
 
 
 def calibrate(device: CudaDevice, *, nbytes: int = MOST_BYTES, progress: Callable[[float], object] = lambda _: None) -> Calibration:
-    """Measure every method that `device` has, in turn; about a second. `progress` is told the share that is done.
+    """Measure every method that `device` has, in turn. `progress` is told the share that is done.
 
     The buffers are of `nbytes`, or half of it and so on if the device has no room for them. Thread rule: one thread, with the device
     current.
@@ -104,7 +104,7 @@ def calibrate(device: CudaDevice, *, nbytes: int = MOST_BYTES, progress: Callabl
 def calibrated(device: CudaDevice, directory: Path | None = None, *, nbytes: int = MOST_BYTES) -> tuple[Calibration, str]:
     """What was measured here before, or what is measured now and then kept in `directory`; and which of the two, in words.
 
-    A file that cannot be read, or is for another machine, is replaced; one that cannot be written costs the next start a second.
+    A file that cannot be read, or is for another machine, is replaced; one that cannot be written costs the next start a calibration.
     """
     path = calibration_path(device.card, directory)
     methods = {method for method in Method if method not in device.unavailable}
