@@ -52,6 +52,7 @@ campaign: $(STAMP)  ## Crash campaigns over the local stores: some 10 minutes, p
 	$(BIN)/python -m tests.campaign $(ARGS)
 
 gpu:  ## What needs a CUDA device: tests, the kernel under compute-sanitizer, benchmark (GPU_PYTHON= one with torch for CUDA and CuPy)
+	@command -v compute-sanitizer > /dev/null || { echo "make gpu needs compute-sanitizer, which comes with the CUDA toolkit; put it on the PATH"; exit 1; }
 	$(GPU_PYTHON) -m pytest -m gpu $(ARGS)
 	compute-sanitizer --tool memcheck --error-exitcode 1 $(GPU_PYTHON) -m pytest -m gpu tests/kernels $(ARGS)
 	$(GPU_PYTHON) -m tiercache.cli bench device -o json
