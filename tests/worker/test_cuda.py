@@ -26,7 +26,6 @@ from tiercache.transfer.cuda import Method
 
 LONG = prompt(6 * PAGE + 1, 1).tolist()
 """A prompt that restores all but its last token."""
-HYBRIDS = ["qwen3_next", "jamba", "falcon_h1"]
 
 
 @pytest.fixture(autouse=True)
