@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.transfer.machines import Real
-from tests.transfer.test_cuda import SLOTS, Kind
+from tests.transfer.rigs import SLOTS, Kind
 from tiercache.core import CacheTransferUnits, PoolName
 from tiercache.errors import TransferError
 from tiercache.pools import DevicePool, HostArena, HostPool
