@@ -45,6 +45,7 @@ class PoolName(enum.StrEnum):
     MAMBA = "mamba"
     SWA = "swa"
     INDEXER = "indexer"
+    DRAFT = "draft"
 
 
 class Tier(enum.IntEnum):

@@ -1,0 +1,49 @@
+"""What SGLang needs before it can be imported on a machine without CUDA.
+
+Its host pools import model configs, which import torchvision for pictures that no test here shows. The real one wants a torch of its own.
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib.util
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+
+class InterpolationMode(enum.Enum):
+    """Names that configs of vision models refer to."""
+
+    NEAREST = "nearest"
+    NEAREST_EXACT = "nearest-exact"
+    BILINEAR = "bilinear"
+    BICUBIC = "bicubic"
+    BOX = "box"
+    HAMMING = "hamming"
+    LANCZOS = "lanczos"
+
+
+def _nothing(name: str) -> object:
+    """Functions that are imported by name and never called."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return None
+
+
+def _stub(name: str) -> ModuleType:
+    module = ModuleType(name)
+    module.__spec__ = ModuleSpec(name, None, is_package=True)
+    module.__path__ = []
+    module.__version__ = "0"
+    module.__getattr__ = _nothing
+    sys.modules[name] = module
+    parent, _, last = name.rpartition(".")
+    if parent:
+        setattr(sys.modules[parent], last, module)
+    return module
+
+
+if importlib.util.find_spec("sglang") is not None and importlib.util.find_spec("torchvision") is None:
+    for part in ("", ".transforms", ".transforms.functional", ".transforms.v2", ".transforms.v2.functional"):
+        _stub("torchvision" + part).InterpolationMode = InterpolationMode  # type: ignore[attr-defined]

@@ -1,0 +1,427 @@
+"""The storage backend under SGLang's own factory and host pools. Needs the environment of `make test-engines`."""
+
+from __future__ import annotations
+
+import errno
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.integration
+torch = pytest.importorskip("torch")
+pytest.importorskip("sglang.srt.mem_cache.hicache_storage", reason="SGLang is not installed: make test-engines")
+
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo, PoolHitPolicy, PoolName, PoolTransfer  # noqa: E402
+
+from tests.engines.damage import flip, truncate  # noqa: E402
+from tests.engines.sglang import rig  # noqa: E402
+from tests.engines.sglang.rig import PAGE, PAGES, SLOTS, any_state, backend, keys, kv_pool, mamba_pool, page, rows, state_at  # noqa: E402
+from tiercache.storage.registry import open_backend  # noqa: E402
+from tiercache.testing.faults import FaultEnv  # noqa: E402
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"file://{tmp_path}/store?capacity=64MiB"
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> str:
+    return f"lmdb://{tmp_path}/shared?capacity=64MiB"
+
+
+@pytest.mark.parametrize("v1", [0, 1])
+@pytest.mark.parametrize("layout", rig.KV_LAYOUTS)
+@pytest.mark.parametrize("dtype", rig.DTYPES)
+def test_pages_come_back_into_other_slots(url: str, v1: int, layout: str, dtype: str) -> None:
+    kv = kv_pool(layout, getattr(torch, dtype))
+    store = backend(url, kv, v1=v1)
+    names = keys("a", "b", "c")
+    expected = [page(kv, i) for i in (1, 2, 3)]
+    untouched = page(kv, 11)
+    if v1:
+        assert store.batch_set_v1(names, rows(1, 2, 3)) == [True] * 3
+        assert store.batch_get_v1([*names, *keys("d")], rows(7, 5, 9, 11)) == [True, True, True, False]
+    else:
+        assert store.batch_set(names, [kv.get_data_page(i * PAGE, flat=True) for i in (1, 2, 3)])
+        found = store.batch_get([*names, *keys("d")], [kv.get_dummy_flat_data_page() for _ in range(4)])
+        assert found[3] is None
+        for slot, flat in zip((7, 5, 9), found, strict=False):
+            kv.set_from_flat_data_page(slot * PAGE, flat)
+    assert [page(kv, i) for i in (7, 5, 9)] == expected
+    assert page(kv, 11) == untouched
+    assert store.batch_exists([*names, *keys("d")]) == 3
+    assert store.exists(names[2])
+    assert not store.exists(keys("d")[0])
+    store.close()
+    store.close()
+
+
+@pytest.mark.parametrize("layout", rig.MAMBA_LAYOUTS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float8_e4m3fn"])
+def test_states_come_back_into_other_slots(url: str, layout: str, dtype: str) -> None:
+    mamba = mamba_pool(layout, getattr(torch, dtype), torch.bfloat16 if "8" not in dtype else torch.float16)
+    store = backend(url, kv_pool(), mamba)
+    [name] = keys("state")
+    expected = page(mamba, 3)
+    assert store.batch_set_v2([state_at(name, 3)]) == {PoolName.MAMBA: [True]}
+    assert store.batch_get_v2([state_at(name, SLOTS - 1)]) == {PoolName.MAMBA: [True]}
+    assert page(mamba, SLOTS - 1) == expected
+    assert store.batch_get_v2([state_at(keys("none")[0], 2)]) == {PoolName.MAMBA: [False]}
+    store.close()
+
+
+def test_zero_copy_where_addresses_are_told_and_a_copy_where_not(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "tiercache")
+    kv, mamba = kv_pool(), mamba_pool()
+
+    def refuses(_: Any) -> Any:
+        raise NotImplementedError("slot side states")
+
+    mamba.get_page_buffer_meta = refuses
+    store = backend(url, kv, mamba)
+    assert "pool kv, layout page_first" in caplog.text
+    assert [r.message.split(", ")[-1] for r in caplog.records if "bytes a page" in r.message] == ["zero copy", "page by page"]
+    expected, copies = page(mamba, 3), []
+    copying = mamba.get_data_page
+    mamba.get_data_page = lambda *args, **kwargs: copies.append(args) or copying(*args, **kwargs)
+    [name] = keys("state")
+    for _ in range(2):
+        assert store.batch_set_v2([state_at(name, 3)]) == {PoolName.MAMBA: [True]}
+    assert len(copies) == 1  # what is stored already is not copied again
+    mamba.get_data_page = copying
+    assert store.batch_get_v2([state_at(name, 5)]) == {PoolName.MAMBA: [True]}
+    assert page(mamba, 5) == expected
+    store.close()
+    # The flat page and the parts of it are not in the same order, so they are not the same object.
+    store = backend(url, kv, mamba_pool())
+    assert store.batch_get_v2([state_at(name, 5)]) == {PoolName.MAMBA: [False]}
+    store.close()
+
+
+@pytest.mark.parametrize("name", ["SWA", "AUXILIARY_SWA", "INDEXER", "DRAFT", "DRAFT_SWA", "DRAFT_INDEXER"])
+def test_pools_that_go_with_the_kv(url: str, name: str) -> None:
+    kv, side = kv_pool(), kv_pool(layers=2)
+    rig.fill(side, seed=9)
+    pool = PoolName[name]
+    store = backend(url, kv, more={pool: side})
+    names, expected = keys(0, 1, 2), [page(side, i) for i in range(3)]
+    assert store.batch_set_v1(names, rows(0, 1, 2)) == [True] * 3
+    assert store.batch_set_v2([PoolTransfer(pool, rows(0, 1), keys=names[:2])]) == {pool: [True, True]}
+    found = store.batch_exists_v2(names, [PoolTransfer(pool)])
+    assert (found.kv_hit_pages, found.extra_pool_hit_pages, found.restorable_prefix_pages) == (2, {"kv": 3, pool.value: 2}, [1, 2])
+    assert store.batch_get_v2([PoolTransfer(pool, rows(9, 8, 7), keys=names)]) == {pool: [True, True, False]}
+    assert [page(side, 9), page(side, 8)] == expected[:2]
+    # A window of two pages is stored at the end of page 2 only.
+    windows = store.batch_exists_v2(names, [PoolTransfer(pool, keys=["_", "_"], hit_policy=PoolHitPolicy.TRAILING_PAGES)])
+    assert windows.restorable_prefix_pages == [1, 2]
+    store.close()
+
+
+def test_states_and_pages_are_restorable_together(url: str) -> None:
+    kv, mamba = kv_pool(), mamba_pool()
+    store = backend(url, kv, mamba)
+    names = keys(*range(5))
+    assert store.batch_set_v1(names, rows(*range(5))) == [True] * 5
+    for slot, at in ((2, 1), (3, 3)):
+        assert store.batch_set_v2([state_at(names[at], slot)]) == {PoolName.MAMBA: [True]}
+    found = store.batch_exists_v2([*names, *keys("x")], [any_state()])
+    assert (found.kv_hit_pages, found.extra_pool_hit_pages, found.restorable_prefix_pages) == (4, {"kv": 5, "mamba": 4}, [2, 4])
+    # A pool that is not kept, and a policy that we do not know: nothing is restorable, and what the others have is told all the same.
+    for unknown in (PoolTransfer(PoolName.DEEPSEEK_V4_C4), PoolTransfer(PoolName.MAMBA, hit_policy=PoolHitPolicy.BLOCK_GROUPS)):
+        found = store.batch_exists_v2(names, [unknown])
+        assert (found.kv_hit_pages, found.restorable_prefix_pages) == (0, [])
+        assert found.extra_pool_hit_pages == {"kv": 5, unknown.name.value: 0}
+    assert store.batch_exists_v2([], [any_state()]).kv_hit_pages == 0
+    assert store.batch_exists_v2(names, None).kv_hit_pages == 5
+    store.close()
+
+
+def test_a_restart_finds_everything_and_another_identity_nothing(shared: str) -> None:
+    kv = kv_pool()
+    store = backend(shared, kv)
+    names, expected = keys(*range(3)), [page(kv, i) for i in range(3)]
+    assert store.batch_set_v1(names, rows(0, 1, 2)) == [True] * 3
+    store.close()
+    again = backend(shared, kv)
+    assert again.batch_get_v1(names, rows(10, 11, 12)) == [True] * 3
+    assert [page(kv, i) for i in (10, 11, 12)] == expected
+    again.close()
+    larger = backend(shared, kv_pool(pages=PAGES * 2))  # the size of the pool means nothing
+    assert larger.batch_exists(names) == 3
+    larger.close()
+    tagged = kv_pool()
+    tagged.storage_format_tag = "another"
+    for pool, changes in [
+        (kv, {"revision": "r2"}), (kv, {"tenant": "other"}), (kv, {"quantization": "fp8"}), (kv, {"model": "some/other"}),
+        (kv, {"rank": 1, "size": 2}), (kv, {"rank": 0, "size": 2}), (kv, {"v1": 0}), (tagged, {}),
+        (kv_pool("layer_first"), {}), (kv_pool("page_head"), {}), (kv_pool(dtype=torch.float16), {}), (kv_pool(layers=2), {}),
+        (kv_pool(heads=4), {}), (kv_pool(dtype=torch.float8_e4m3fn), {}),
+    ]:  # fmt: skip
+        other = backend(shared, pool, **changes)
+        assert other.batch_exists(names) == 0, changes
+        assert other.batch_get_v1(names, rows(1, 2, 3)) == [False] * 3
+        other.close()
+
+
+def test_the_two_kinds_of_eight_bits_never_meet(url: str) -> None:
+    store = backend(url, kv_pool(dtype=torch.float8_e4m3fn))
+    assert store.batch_set_v1(keys("a"), rows(0)) == [True]
+    store.close()
+    other = backend(url, kv_pool(dtype=torch.float8_e5m2))
+    assert other.batch_exists(keys("a")) == 0
+    other.close()
+
+
+def test_latent_pages_are_one_ranks_and_everybodys_but_states_are_not(shared: str) -> None:
+    class Latent(SimpleNamespace):
+        """A pool whose pages have no heads, as that of an MLA model."""
+
+    mha, mamba = kv_pool(), mamba_pool()
+    latent = Latent(**{
+        name: getattr(mha, name)
+        for name in ("page_size", "size", "dtype", "layout", "get_page_buffer_meta", "get_hybrid_pool_buffer", "get_data_page")
+    })  # fmt: skip
+    names = keys("a")
+    first = backend(shared, latent, mamba, rank=0, size=4, mla=True)
+    assert first.batch_set_v1(names, rows(0)) == [True]
+    assert first.batch_set_v2([state_at(names[0], 1)]) == {PoolName.MAMBA: [True]}
+    first.close()
+    fourth = backend(shared, latent, mamba, rank=3, size=4, mla=True)
+    assert fourth.batch_exists(names) == 1
+    assert fourth.batch_exists_v2(names, [any_state()]).kv_hit_pages == 0
+    fourth.close()
+    # Pages with heads are every rank's own, whatever the model is said to be: a draft model's, say.
+    sharded = backend(shared, mha, rank=0, size=4, mla=True)
+    assert sharded.batch_set_v1(names, rows(0)) == [True]
+    sharded.close()
+    other = backend(shared, mha, rank=3, size=4, mla=True)
+    assert other.batch_exists(names) == 0
+    other.close()
+
+
+@pytest.mark.parametrize("hurt", [flip, truncate])
+def test_damage_is_a_miss_and_the_next_set_repairs_it(url: str, tmp_path: Path, hurt: Any) -> None:
+    kv = kv_pool()
+    store = backend(url, kv)
+    names = keys(*range(4))
+    assert store.batch_set_v1(names, rows(0, 1, 2, 3)) == [True] * 4
+    expected = [page(kv, i) for i in range(4)]
+    store.close()
+    hurt(tmp_path / "store", expected[2][:64])
+    store = backend(url, kv)
+    arrived = store.batch_get_v1(names, rows(20, 21, 22, 23))
+    assert not arrived[2]
+    assert [page(kv, 20 + i) for i in range(4) if arrived[i]] == [expected[i] for i in range(4) if arrived[i]]
+    assert store.batch_exists(names) <= 2
+    assert store.batch_set_v1(names, rows(0, 1, 2, 3)) == [True] * 4
+    assert store.batch_get_v1(names, rows(20, 21, 22, 23)) == [True] * 4
+    assert [page(kv, i) for i in (20, 21, 22, 23)] == expected
+    store.close()
+
+
+def test_one_bad_page_of_a_batch_fails_alone(url: str) -> None:
+    kv, mamba = kv_pool(), mamba_pool()
+    store = backend(url, kv, mamba)
+    names = keys(*range(3))
+    assert store.batch_set_v1(names, rows(0, 1, 2)) == [True] * 3
+    assert store.batch_get_v1([names[0], *keys("absent"), names[2]], rows(10, 11, 12)) == [True, False, True]
+    wrong = PoolTransfer(PoolName.SWA, rows(0), keys=keys("a"))  # never registered
+    assert store.batch_set_v2([wrong, state_at(names[0], 1)]) == {PoolName.SWA: [False], PoolName.MAMBA: [True]}
+    assert store.batch_get_v2([state_at(names[0], SLOTS), state_at(names[0], 5)]) == {PoolName.MAMBA: [True]}
+    store.close()
+
+
+def test_indices_that_are_not_pages_of_the_pool_are_refused(url: str) -> None:
+    kv = kv_pool()
+    store = backend(url, kv)
+    before = bytes(kv.kv_buffer.reshape(-1).view(torch.uint8).numpy())
+    assert store.batch_set_v1(keys("a"), rows(0)) == [True]
+    for indices in (rows(kv.page_num), rows(-1), rows(0) + 1, rows(0).flip(0), rows(0)[:-1], rows(0, 1), rows(0) * 2, None):
+        assert store.batch_get_v1(keys("a"), indices) == [False]
+        assert store.batch_set_v1(keys("b"), indices) == [False]
+    assert not store.exists(keys("b")[0])
+    assert bytes(kv.kv_buffer.reshape(-1).view(torch.uint8).numpy()) == before
+    store.close()
+
+
+def test_hashes_of_another_form_are_kept_apart(url: str) -> None:
+    kv = kv_pool()
+    store = backend(url, kv)
+    odd = ["", "x", "é" * 64, "0" * 63, "0" * 65, "0" * 64, "0" * 128, "zz" * 32, " " * 64, "00 " * 21 + "0"]
+    for index, name in enumerate(odd):
+        assert store.batch_set_v1([name], rows(index)) == [True]
+    expected = [page(kv, index) for index in range(len(odd))]
+    assert store.batch_get_v1(odd, rows(*range(20, 20 + len(odd)))) == [True] * len(odd)
+    assert [page(kv, 20 + index) for index in range(len(odd))] == expected
+    assert store.batch_get_v1(["0" * 64, "0" * 128], rows(30, 31)) == [True, True]  # two hashes, whose hex is as long as three
+    assert [page(kv, 30), page(kv, 31)] == [expected[5], expected[6]]
+    store.close()
+
+
+def test_nothing_raises_into_the_controller(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    kv = kv_pool()
+    store = backend(url, kv)
+    unknown = PoolTransfer(name=PoolName.DEEPSEEK_V4_C4, host_indices=rows(0), keys=keys("a"))
+    assert store.batch_set_v2([unknown]) == {PoolName.DEEPSEEK_V4_C4: [False]}
+    store.close()
+    assert store.batch_get_v1(keys("a"), rows(0)) == [False]
+    assert store.batch_set_v1(keys("a"), rows(0)) == [False]
+    assert store.batch_set_v2([state_at(keys("a")[0], 0)]) == {PoolName.MAMBA: [False]}
+    assert store.batch_exists(keys("a")) == 0
+    assert store.batch_exists_v2(keys("a"), []).kv_hit_pages == 0
+    assert store.batch_get(keys("a"), [kv.get_dummy_flat_data_page()]) == [None]
+    assert store.get(keys("a")[0]) is None
+    assert store.set(keys("a")[0], kv.get_dummy_flat_data_page()) is False
+    store.clear()
+    assert "batch_get_v1 failed" in caplog.text
+
+
+def test_a_disk_that_fails_is_a_miss(url: str) -> None:
+    kv = kv_pool()
+    store = backend(url, kv)
+    store.close()
+    env = FaultEnv()
+    store._store, store._closed = open_backend(url, env=env), False
+    names = keys(*range(4))
+    env.fail("pwritev", times=1000, error=errno.ENOSPC)
+    assert store.batch_set_v1(names, rows(0, 1, 2, 3)) == [False] * 4
+    env.rules.clear()
+    assert store.batch_set_v1(names, rows(0, 1, 2, 3)) == [True] * 4
+    expected = [page(kv, i) for i in range(4)]
+    env.fail("preadv", times=1000)
+    assert store.batch_get_v1(names, rows(10, 11, 12, 13)) == [False] * 4
+    env.rules.clear()
+    assert store.batch_set_v1(names, rows(0, 1, 2, 3)) == [True] * 4
+    assert store.batch_get_v1(names, rows(10, 11, 12, 13)) == [True] * 4
+    assert [page(kv, 10 + i) for i in range(4)] == expected
+    store.close()
+
+
+def test_a_pool_that_cannot_be_read_is_not_kept(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    broken = SimpleNamespace(page_size=1, size=4, dtype=torch.bfloat16)
+    store = backend(url, kv_pool(), more={PoolName.MAMBA: broken})
+    assert "pool mamba is not kept" in caplog.text
+    assert store.batch_set_v1(keys("a"), rows(0)) == [True]
+    assert store.batch_exists_v2(keys("a"), [any_state()]).kv_hit_pages == 0
+    assert store.batch_set_v2([state_at(keys("a")[0], 0)]) == {PoolName.MAMBA: [False]}
+    store.close()
+
+
+def test_an_engine_that_is_restarted_in_place_registers_its_pools_again(url: str) -> None:
+    kv, mamba = kv_pool(), mamba_pool()
+    store = backend(url, kv, mamba)
+    [name] = keys("state")
+    assert store.batch_set_v2([state_at(name, 3)]) == {PoolName.MAMBA: [True]}
+    other = mamba_pool()
+    rig.wipe(other, *range(SLOTS))
+    store.register_mem_host_pool_v2(other, PoolName.MAMBA)
+    assert store.batch_get_v2([state_at(name, 4)]) == {PoolName.MAMBA: [True]}
+    assert page(other, 4) == page(mamba, 3)
+    store.close()
+
+
+def test_queries_reads_and_writes_at_once(url: str) -> None:
+    kv, mamba = kv_pool(), mamba_pool()
+    store = backend(url, kv, mamba)
+    names = keys(*range(8))
+    expected = [page(kv, i) for i in range(8)]
+    states = [page(mamba, i) for i in range(4)]
+
+    def write(_: int) -> None:
+        assert store.batch_set_v1(names, rows(*range(8))) == [True] * 8
+        for i in range(4):
+            assert store.batch_set_v2([state_at(names[i], i)]) == {PoolName.MAMBA: [True]}
+
+    def query(_: int) -> None:
+        found = store.batch_exists_v2(names, [any_state()])
+        assert found.restorable_prefix_pages == [p for p in range(1, 5) if p <= found.kv_hit_pages] or not found.kv_hit_pages
+
+    def read(turn: int) -> None:
+        for i, there in enumerate(store.batch_get_v1(names, rows(*range(8 + 8 * turn, 16 + 8 * turn)))):
+            assert not there or page(kv, 8 + 8 * turn + i) == expected[i]
+        for i in range(4):
+            if store.batch_get_v2([state_at(names[i], 4 + 2 * turn + i % 2)])[PoolName.MAMBA][0]:
+                assert page(mamba, 4 + 2 * turn + i % 2) == states[i]
+
+    def repeat(what: Any, turn: int) -> None:
+        for _ in range(20):
+            what(turn)
+
+    with ThreadPoolExecutor(9) as threads:
+        for work in [threads.submit(repeat, what, turn) for turn in range(3) for what in (write, query, read)]:
+            work.result(60)
+    store.close()
+
+
+def test_clear_forgets_this_model_only(shared: str) -> None:
+    kv = kv_pool()
+    store = backend(shared, kv, rank=0, size=2)
+    assert store.batch_set_v1(keys("a"), rows(0)) == [True]
+    store.close()
+    other = backend(shared, kv, revision="r2")
+    assert other.batch_set_v1(keys("a"), rows(0)) == [True]
+    other.clear()
+    assert other.batch_exists(keys("a")) == 0
+    other.close()
+    store = backend(shared, kv, rank=0, size=2)
+    assert store.batch_exists(keys("a")) == 1
+    store.close()
+    neighbour = backend(shared, kv, rank=1, size=2)
+    neighbour.clear()
+    neighbour.close()
+    store = backend(shared, kv, rank=0, size=2)
+    assert store.batch_exists(keys("a")) == 0
+    store.close()
+
+
+def test_stats_are_those_since_the_last_call(url: str) -> None:
+    kv = kv_pool()
+    store = backend(url, kv, metrics=True)
+    store.batch_set_v1(keys(0, 1), rows(0, 1))
+    store.batch_set_v1(keys(0, 1), rows(0, 1))
+    store.batch_get_v1(keys(0, 1, "absent"), rows(4, 5, 6))
+    stats = store.get_stats()
+    assert (stats.backup_pgs, stats.prefetch_pgs) == ([2], [2])
+    assert len(stats.backup_bandwidth) == len(stats.prefetch_bandwidth) == 1
+    assert min(*stats.backup_bandwidth, *stats.prefetch_bandwidth) > 0
+    assert store.get_stats().backup_pgs == []
+    store.close()
+
+
+def test_pages_hang_on_the_pages_before_them(shared: str) -> None:
+    store = backend(shared, kv_pool(), mamba_pool())
+    names = keys(*range(4))
+    store.batch_set_v1(names[:2], rows(0, 1))
+    store.batch_set_v1(names[2:], rows(2, 3), HiCacheStorageExtraInfo(prefix_keys=names[:2]))
+    store.batch_set_v2([state_at(names[3], 1)])
+    pages = store._keys.of(names)
+    entries = list(store._store.scan_all())
+    assert {e.key.page_key: e.meta.parent for e in entries if e.key.pool == "kv"} == dict(zip(pages, [None, *pages[:-1]], strict=True))
+    assert [e.meta.parent for e in entries if e.key.pool == "mamba"] == [pages[3]]
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"revision": ""}, "revision"),
+        ({"revision": 7}, "revision: Input should be a valid string"),
+        ({"storage": []}, "storage"),
+        ({"storage": ["file:///a", "file:///b"]}, "storage"),
+        ({"colour": "red"}, "colour: Extra inputs are not permitted; the settings are storage, revision, quantization, tenant"),
+        ({"storage": "nowhere"}, "is not a URL"),
+        ({"size": 2}, "can be opened by one process at a time, and the engine runs 2"),
+        ({"storage": "file:///tmp/{rank}?capacity=64MiB", "size": 2, "mla": True}, "one rank writes the KV"),
+    ],
+)
+def test_a_wrong_setting_ends_the_attach_in_one_sentence(url: str, changes: dict[str, Any], sentence: str) -> None:
+    changes = dict(changes)
+    with pytest.raises(ValueError, match=sentence) as error:
+        backend(changes.pop("storage", url), kv_pool(), **changes)
+    assert "\n" not in str(error.value)
+    # Nothing is left open behind it.
+    backend(url, kv_pool()).close()

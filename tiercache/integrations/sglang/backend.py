@@ -1,0 +1,329 @@
+"""The storage backend itself: SGLang's calls, answered by a tiercache store."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable, Sequence
+from threading import Lock
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar
+
+import numpy as np
+import torch
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorage,
+    HiCacheStorageConfig,
+    HiCacheStorageExtraInfo,
+    PoolHitPolicy,
+    PoolTransfer,
+    PoolTransferResult,
+)
+from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+
+from tiercache.core import HitPolicy, ObjectKey, ObjectMeta, Outcome, PoolName, PoolPresence, Reason, restorable_prefixes
+from tiercache.errors import ConfigError
+from tiercache.integrations.settings import settings_of
+from tiercache.integrations.sglang.keys import PageKeys
+from tiercache.integrations.sglang.pools import HostPages, flat_bytes, kind_of
+from tiercache.integrations.sglang.traffic import Call, Traffic
+from tiercache.keys import Identity, Shard, namespace_of
+from tiercache.storage.base import GetItem, NamespaceRecord, SetItem, StorageBackend
+
+_log = logging.getLogger(__name__)
+
+_PLACE: Final = "hicache-storage-backend-extra-config"
+_OF_SGLANG: Final = frozenset({
+    "backend_name", "module_path", "class_name", "interface_v1", "tp_lcm_size", "prefetch_threshold", "prefetch_timeout_base",
+    "prefetch_timeout_per_ki_token", "hicache_storage_pass_prefix_keys",
+})  # fmt: skip
+"""Keys of the extra config that are SGLang's own."""
+
+_POLICIES: Final = {PoolHitPolicy.ALL_PAGES: HitPolicy.ALL_PAGES, PoolHitPolicy.TRAILING_PAGES: HitPolicy.TRAILING_PAGES}
+_KV: Final = PoolName.KV.value
+_DELETE_AT_ONCE: Final = 1024
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_Method = Callable[Concatenate["TierCacheStorage", _P], _T]
+
+
+def _never_raises(nothing: Callable[..., _T]) -> Callable[[_Method[_P, _T]], _Method[_P, _T]]:
+    """For calls of SGLang's threads: what goes wrong is logged, and the answer is that nothing was found or kept."""
+
+    def wrap(call: _Method[_P, _T]) -> _Method[_P, _T]:
+        def guarded(self: TierCacheStorage, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+            try:
+                return call(self, *args, **kwargs)
+            except Exception:  # noqa: BLE001  SGLang's threads are none of ours
+                _log.exception("tiercache: %s failed", call.__name__)
+                return nothing(*args, **kwargs)
+
+        functools.update_wrapper(guarded, call)
+        return guarded
+
+    return wrap
+
+
+def _none_of(keys: Sequence[str], *_: Any, **__: Any) -> list[bool]:
+    return [False] * len(keys)
+
+
+def _none_of_each(transfers: Sequence[PoolTransfer], *_: Any, **__: Any) -> dict[str, list[bool]]:
+    return {t.name: [False] * len(t.keys or ()) for t in transfers}
+
+
+class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no types
+    """A store of tiercache's as SGLang's third tier.
+
+    A page is kept under SGLang's hash of its prefix, bound to the identity (model, revision, dtype, page size, quantization, tenant), to
+    the layout that its host pool has, and to the rank: what differs in any of these is another object. Every byte read is verified.
+
+    Construction and registration raise ConfigError or StorageError, and so end the attach, where a setting is wrong or the store cannot be
+    opened. Nothing else raises: what fails is a miss, or was not kept.
+
+    Thread rule: any thread, at once; registration first and alone, `close` last.
+    """
+
+    def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any] | None = None) -> None:
+        extra = storage_config.extra_config or {}
+        self._config = storage_config
+        self._flat_kv = not extra.get("interface_v1")
+        self._settings = settings_of(_PLACE, {key: value for key, value in extra.items() if key not in _OF_SGLANG})
+        self._pools: dict[str, HostPages] = {}
+        self._traffic = Traffic()
+        self._closing = Lock()
+        self._closed = False
+        self._keys = PageKeys(b"")
+        self._namespace = b""
+        self._store = self._opened()
+
+    def _opened(self) -> StorageBackend:
+        c = self._config
+        ranks = c.tp_size * c.pp_size * c.attn_cp_size
+        if c.is_mla_model and c.tp_size > 1 and self._settings.per_rank:
+            raise ConfigError(
+                f"{_PLACE}: one rank writes the KV of this model for all {c.tp_size}, so a store per rank is never read; use lmdb:// or grpc://"
+            )
+        return self._settings.open(f"tp{c.tp_rank}pp{c.pp_rank}cp{c.attn_cp_rank}dp{c.dp_rank}", max(ranks, c.dp_rank + 1))
+
+    # Registration.
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        """The anchor pool, whose dtype and page size are part of the identity."""
+        super().register_mem_pool_host(mem_pool_host)
+        identity = Identity(
+            model=self._config.model_name or "",
+            revision=self._settings.revision,
+            weights_dtype="",
+            kv_dtype=str(mem_pool_host.dtype).removeprefix("torch."),
+            state_dtype="",
+            page_size=int(mem_pool_host.page_size),
+            quantization=self._settings.quantization,
+            tenant=self._settings.tenant,
+        )
+        self._namespace = namespace_of(identity)
+        self._keys = PageKeys(self._namespace)
+        self._store.register_namespace(NamespaceRecord(self._namespace, identity.public_record()))
+        self._register(_KV, mem_pool_host)
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        """A sidecar's pool, or the anchor once more; also after the attach."""
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        name = str(host_pool_name)
+        if name in self._pools and self._pools[name].pool is host_pool:
+            return
+        try:
+            self._register(name, host_pool)
+        except Exception as error:  # noqa: BLE001
+            # SGLang does not survive an error here; without the pool it computes what it would have found.
+            self._pools.pop(name, None)
+            _log.warning("tiercache: pool %s is not kept, and prefixes that need it are never restored: %r", name, error)
+
+    def _register(self, name: str, pool: Any) -> None:
+        made = HostPages(name, pool, self._namespace, self._shard(name, pool), flat=name == _KV and self._flat_kv)
+        self._pools[name] = made
+        how = "zero copy" if made.zero_copy else "page by page"
+        _log.info("tiercache: pool %s, layout %s, %d bytes a page, %s", name, getattr(pool, "layout", "?"), made.nbytes, how)
+
+    def _shard(self, name: str, pool: Any) -> Shard:
+        """Whose part of a page a pool holds. Latent attention is the same on all tensor-parallel ranks; states and heads are not."""
+        c = self._config
+        rank, size = c.pp_rank * c.attn_cp_size + c.attn_cp_rank, c.pp_size * c.attn_cp_size
+        if c.is_mla_model and kind_of(name) is not PoolName.MAMBA and not isinstance(pool, MHATokenToKVPoolHost):
+            return Shard(rank, size)
+        return Shard(rank * c.tp_size + c.tp_rank, size * c.tp_size)
+
+    # Queries.
+
+    @_never_raises(lambda *_, **__: 0)
+    def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
+        """The leading run of stored pages of the KV."""
+        found = self._store.exists(self._objects(self._pools[_KV], self._keys.of(keys)))
+        return found.index(False) if False in found else len(found)
+
+    def exists(self, key: str) -> bool:
+        """Is this page of the KV stored?"""
+        return self.batch_exists([key]) == 1
+
+    @_never_raises(lambda *_, **__: PoolTransferResult.empty())
+    def batch_exists_v2(
+        self, keys: list[str], pool_transfers: list[PoolTransfer] | None = None, extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> PoolTransferResult:
+        """The depths, in pages, at which everything is stored that a restore needs. All pools are asked in one call of the store.
+
+        A pool that is not kept, or comes with a policy that is none of ours, is found nowhere.
+        """
+        transfers = pool_transfers or []
+        names = [_KV, *(str(t.name) for t in transfers)]
+        pools = [self._pools.get(name) for name in names]
+        page_keys = self._keys.of(keys)
+        wanted = [key for pool in pools if pool is not None for key in self._objects(pool, page_keys)]
+        found = np.array(self._store.exists(wanted), np.bool_)
+        if self._store.outage() is not Reason.NONE:
+            return PoolTransferResult.empty()  # no verdict on any pool
+        masks = iter(found.reshape(-1, len(keys)))
+        presence: dict[Any, PoolPresence] = {}
+        for name, pool, transfer in zip(names, pools, [None, *transfers], strict=True):
+            mask = next(masks) if pool is not None else np.zeros(len(keys), np.bool_)
+            policy = HitPolicy.ALL_PAGES if transfer is None else _POLICIES.get(transfer.hit_policy)
+            if policy is None:
+                policy, mask = HitPolicy.ALL_PAGES, np.zeros(len(keys), np.bool_)
+            presence[name] = PoolPresence(policy, mask, max(1, len(transfer.keys or ())) if transfer is not None else 1)
+        folded = restorable_prefixes(presence, anchor=_KV)  # type: ignore[arg-type]  # several pools of SGLang's can be of one kind
+        hits = {_KV: folded.kv_run_pages} | {str(name): pages for name, pages in folded.extra_pool_hit_pages.items()}
+        return PoolTransferResult(folded.kv_hit_pages, hits, list(folded.restorable_prefix_pages))
+
+    # Reads and writes.
+
+    @_never_raises(_none_of)
+    def batch_get_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None) -> list[bool]:
+        """Pages of the KV into the anchor pool."""
+        return self._get(self._pools[_KV], keys, host_indices)
+
+    @_never_raises(_none_of)
+    def batch_set_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None) -> list[bool]:
+        """Pages of the KV out of the anchor pool."""
+        return self._set(self._pools[_KV], keys, host_indices, extra_info)
+
+    @_never_raises(_none_of_each)
+    def batch_get_v2(self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None) -> dict[str, list[bool]]:
+        """Objects of sidecar pools into these."""
+        return {t.name: self._sidecar(t, self._get) for t in transfers}
+
+    @_never_raises(_none_of_each)
+    def batch_set_v2(self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None) -> dict[str, list[bool]]:
+        """Objects of sidecar pools out of these."""
+        return {t.name: self._sidecar(t, functools.partial(self._set, extra=extra_info)) for t in transfers}
+
+    @_never_raises(lambda keys, *_, **__: [None] * len(keys))
+    def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> list[torch.Tensor | None]:
+        """Flat pages of the KV into `target_locations`; None for each that is not there."""
+        pool = self._pools[_KV]
+        targets = target_locations or [pool.pool.get_dummy_flat_data_page() for _ in keys]
+        arrived = self._read(pool, keys, [[flat_bytes(target)] for target in targets])
+        return [target if there else None for target, there in zip(targets, arrived, strict=True)]
+
+    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> torch.Tensor | None:
+        """One flat page of the KV; None if it is not there."""
+        [found] = self.batch_get([key], None if target_location is None else [target_location])
+        return found  # type: ignore[no-any-return]  # torch is Any here
+
+    @_never_raises(lambda *_, **__: False)
+    def batch_set(self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None) -> bool:
+        """Flat pages of the KV; are all of them stored now?"""
+        return all(self._write(self._pools[_KV], keys, [[flat_bytes(value.contiguous())] for value in values]))
+
+    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
+        """One flat page of the KV."""
+        return self.batch_set([key], [value])
+
+    # The rest.
+
+    @_never_raises(lambda *_, **__: None)
+    def clear(self) -> None:
+        """Delete what this identity has stored, of all its pools and ranks."""
+        gone = [entry.key for entry in self._store.scan_all(self._namespace)]
+        for start in range(0, len(gone), _DELETE_AT_ONCE):
+            self._store.delete(gone[start : start + _DELETE_AT_ONCE])
+        _log.info("tiercache: %d objects of this model deleted", len(gone))
+
+    @_never_raises(lambda *_, **__: None)
+    def get_stats(self) -> Any:
+        """Pages and GB/s of every read and write since the last call."""
+        return self._traffic.take()
+
+    def close(self) -> None:
+        """Close the store; twice is harmless."""
+        with self._closing:
+            closed, self._closed = self._closed, True
+        if not closed:
+            self._store.close()
+
+    def _sidecar(self, transfer: PoolTransfer, work: Callable[[HostPages, list[str], torch.Tensor], list[bool]]) -> list[bool]:
+        """The work on one pool; a pool that fails, or is not kept, fails alone."""
+        keys, pool = list(transfer.keys or ()), self._pools.get(str(transfer.name))
+        if pool is None:
+            return [False] * len(keys)
+        try:
+            return work(pool, keys, transfer.host_indices)
+        except Exception:  # noqa: BLE001
+            _log.exception("tiercache: pool %s failed", transfer.name)
+            return [False] * len(keys)
+
+    def _get(self, pool: HostPages, keys: Sequence[str], indices: torch.Tensor) -> list[bool]:
+        pages = pool.pages(indices, len(keys))
+        if pool.zero_copy:
+            return self._read(pool, keys, pool.buffers(indices, len(keys)))
+        flats = [pool.pool.get_dummy_flat_data_page() for _ in keys]
+        arrived = self._read(pool, keys, [[flat_bytes(flat)] for flat in flats])
+        for page, flat, there in zip(pages, flats, arrived, strict=True):
+            if there:
+                pool.pool.set_from_flat_data_page(page, flat)
+        return arrived
+
+    def _set(self, pool: HostPages, keys: Sequence[str], indices: torch.Tensor, extra: HiCacheStorageExtraInfo | None = None) -> list[bool]:
+        pages = pool.pages(indices, len(keys))
+        before = extra.prefix_keys[-1] if extra is not None and extra.prefix_keys else None
+        if pool.zero_copy:
+            return self._write(pool, keys, pool.buffers(indices, len(keys)), before)
+        # A flat page is a copy, so what is there already is not made.
+        there = self._store.exists(self._objects(pool, self._keys.of(keys)))
+        missing = [i for i, is_there in enumerate(there) if not is_there]
+        flats = [[flat_bytes(pool.pool.get_data_page(pages[i], flat=True).contiguous())] for i in missing]
+        for i, kept in zip(missing, self._write(pool, [keys[i] for i in missing], flats), strict=True):
+            there[i] = kept
+        return there
+
+    def _read(self, pool: HostPages, keys: Sequence[str], buffers: Sequence[list[memoryview]]) -> list[bool]:
+        objects = self._objects(pool, self._keys.of(keys))
+        start = time.perf_counter()
+        outcomes = self._store.get([GetItem(key, views, pool.nbytes) for key, views in zip(objects, buffers, strict=True)])
+        arrived = [outcome is Outcome.HIT for outcome in outcomes]
+        self._count(self._traffic.reads, sum(arrived), pool, start)
+        return arrived
+
+    def _write(self, pool: HostPages, keys: Sequence[str], buffers: Sequence[list[memoryview]], before: str | None = None) -> list[bool]:
+        """Store pages. One of the KV hangs on the page before it, everything else on the page on which it ends."""
+        page_keys = self._keys.of(keys)
+        parents: Sequence[bytes | None] = page_keys
+        if pool.name == _KV:
+            parents = [self._keys.of([before])[0] if before is not None else None, *page_keys[:-1]]
+        items = [
+            SetItem(key, views, ObjectMeta(self._namespace, pool.nbytes, b"", parent))
+            for key, views, parent in zip(self._objects(pool, page_keys), buffers, parents, strict=True)
+        ]
+        start = time.perf_counter()
+        outcomes = self._store.set(items)
+        kept = [outcome is Outcome.STORED or outcome is Outcome.HIT for outcome in outcomes]
+        self._count(self._traffic.writes, outcomes.count(Outcome.STORED), pool, start)
+        return kept
+
+    def _count(self, calls: Any, pages: int, pool: HostPages, start: float) -> None:
+        if self._config.enable_storage_metrics and pages:
+            calls.append(Call(pages, pages * pool.nbytes / 1e9 / max(time.perf_counter() - start, 1e-9)))
+
+    @staticmethod
+    def _objects(pool: HostPages, page_keys: Sequence[bytes]) -> list[ObjectKey]:
+        kind, layout = pool.kind, pool.layout
+        return [ObjectKey(kind, layout + key) for key in page_keys]

@@ -1,0 +1,145 @@
+"""SGLang's host pools: what one page is made of, and where its bytes are.
+
+Zero copy where the pool tells addresses (`get_page_buffer_meta`); else through flat pages, which costs a copy.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import Any, Final
+
+import msgpack
+import torch
+from blake3 import blake3
+from sglang.version import __version__ as sglang_version
+
+from tiercache.core import PoolName
+from tiercache.keys import Shard, layout_digest
+
+_log = logging.getLogger(__name__)
+
+_FACTS: Final = (
+    "layout", "dtype", "temporal_dtype", "conv_dtype", "layer_num", "num_mamba_layers", "head_num", "head_dim", "v_head_dim",
+    "kv_lora_rank", "qk_rope_head_dim", "conv_state_shapes", "temporal_state_shape", "storage_format_tag", "start_layer", "end_layer",
+)  # fmt: skip
+"""Attributes of host pools that say what their bytes mean; of those a pool has, all count."""
+
+_KINDS: Final = {
+    "kv": PoolName.KV,
+    "mamba": PoolName.MAMBA,
+    "swa": PoolName.SWA,
+    "auxiliary_swa": PoolName.SWA,
+    "indexer": PoolName.INDEXER,
+    "draft": PoolName.DRAFT,
+    "draft_indexer": PoolName.DRAFT,
+    "draft_swa": PoolName.DRAFT,
+}
+
+
+def kind_of(name: Any) -> PoolName | None:
+    """The cache kind that a pool of SGLang's stands for; None for one that is not kept."""
+    return _KINDS.get(str(getattr(name, "value", name)))
+
+
+class HostPages:
+    """One host pool, by page.
+
+    The bytes of a page are the parts that `get_page_buffer_meta` names, in its order, or the flat page, whose order differs. `layout` is
+    the digest under which they are kept: another pool, class, layout, dtype, size of a part, release of SGLang, identity (`namespace`) or
+    rank is another object. `flat`: pages come and go as flat tensors of the caller's.
+
+    Thread rule: any thread, for pages that nobody else uses.
+    """
+
+    def __init__(self, name: str, pool: Any, namespace: bytes, shard: Shard, *, flat: bool = False) -> None:
+        kind = kind_of(name)
+        if kind is None:
+            raise ValueError("its kind is not known")
+        self.name, self.kind, self.pool = name, kind, pool
+        self.page_size = int(getattr(pool, "page_size", 1) or 1)
+        self._regions = [] if flat else _regions_of(pool)
+        self._starts = [start for start, _ in self._regions]
+        sizes = self._part_sizes()
+        self.zero_copy = sizes is not None
+        if sizes is None:
+            page = pool.get_dummy_flat_data_page()
+            sizes = [page.numel() * page.element_size()]
+        self._parts = len(sizes)
+        self.nbytes = sum(sizes)
+        facts = {fact: str(getattr(pool, fact)) for fact in _FACTS if hasattr(pool, fact)}
+        means = [
+            "sglang",
+            sglang_version,
+            name,
+            type(pool).__name__,
+            sorted(facts.items()),
+            self.page_size,
+            self.zero_copy,
+            sizes,
+            namespace,
+        ]
+        self.layout = layout_digest(kind, blake3(msgpack.packb(means)).digest(), shard)
+
+    def pages(self, indices: torch.Tensor | None, count: int) -> list[int]:
+        """The first index of each of `count` pages. Raises ValueError unless the indices are that many whole pages of the pool."""
+        size = self.page_size
+        if indices is None or indices.numel() != count * size:
+            raise ValueError(f"{count} pages of {size} do not fit {0 if indices is None else indices.numel()} indices")
+        rows = indices.reshape(count, size)
+        firsts: list[int] = rows[:, 0].tolist()
+        if size > 1 and not torch.equal(rows, rows[:, :1] + torch.arange(size, dtype=rows.dtype, device=rows.device)):
+            raise ValueError("the indices of a page do not follow each other")
+        if not all(0 <= first <= int(self.pool.size) - size and first % size == 0 for first in firsts):
+            raise ValueError("the indices are outside of the pool, or not at the start of a page")
+        return firsts
+
+    def buffers(self, indices: torch.Tensor, count: int) -> list[list[memoryview]]:
+        """The memory of `count` pages, each in parts, of a pool that tells addresses. Raises ValueError for any that is not its own."""
+        pointers, sizes = self.pool.get_page_buffer_meta(indices)
+        parts = self._parts
+        if len(pointers) != count * parts:
+            raise ValueError(f"{len(pointers)} buffers for {count} pages of {parts} parts")
+        views = self._views(pointers, sizes)
+        return [views[i : i + parts] for i in range(0, len(views), parts)]
+
+    def _views(self, pointers: Sequence[int], sizes: Sequence[int]) -> list[memoryview]:
+        views = []
+        for pointer, size in zip(pointers, sizes, strict=True):
+            index = bisect_right(self._starts, pointer) - 1
+            start, region = self._regions[index]
+            offset = pointer - start
+            if index < 0 or offset + size > region.nbytes:
+                raise ValueError("a buffer is not in the pool's memory")
+            views.append(region[offset : offset + size])
+        return views
+
+    def _part_sizes(self) -> list[int] | None:
+        """Bytes of each part of a page; None for a pool that does not tell addresses in memory that it shows."""
+        if not self._regions:
+            return None
+        try:
+            pointers, sizes = self.pool.get_page_buffer_meta(torch.arange(self.page_size))
+            self._views(pointers, sizes)
+        except (AttributeError, NotImplementedError, ValueError, AssertionError) as error:
+            _log.info("tiercache: pool %s is copied page by page: %s", self.name, error)
+            return None
+        return [int(size) for size in sizes]
+
+
+def _regions_of(pool: Any) -> list[tuple[int, memoryview]]:
+    """The pool's memory as (address, bytes), by address: the tensors that it would have registered for zero copy."""
+    try:
+        tensors = pool.get_hybrid_pool_buffer()
+    except (AttributeError, NotImplementedError):
+        return []
+    return sorted(
+        ((t.data_ptr(), flat_bytes(t)) for t in tensors if t is not None and t.numel() and t.device.type == "cpu" and t.is_contiguous()),
+        key=lambda region: region[0],
+    )
+
+
+def flat_bytes(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, without a copy."""
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
