@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tiercache_backends.file import FileBackend
-from tiercache_backends.file.pace import Pace
+from tiercache_backends.file.pace import TRIAL_BYTES, Pace
 
 from tiercache.core import ObjectMeta, Outcome
 from tiercache.errors import ConfigError, StorageError, StoreFormatError
@@ -114,17 +114,33 @@ def test_the_page_cache_is_used_where_it_helps_and_left_alone_where_it_does_not(
 
 def test_the_pace_of_both_ways_is_watched() -> None:
     pace = Pace()
-    assert not pace.chooses_direct(), "the way through the cache is tried first"
+    assert pace.chooses_direct() == (False, False), "the way through the cache is tried first"
     pace.note(False, 1 << 30, 1.0)
-    assert pace.chooses_direct(), "then the other"
+    assert pace.chooses_direct() == (True, False), "then the other, with the beginning of a batch"
     pace.note(True, 1 << 30, 0.5)
     choices = [pace.chooses_direct() for _ in range(64)]
-    assert choices.count(False) == 2, "the slower one is tried now and then"
+    assert choices.count((False, True)) == 2, "the slower one is tried now and then"
+    assert choices.count((True, True)) == 62
     for _ in range(10):
         pace.note(True, 1 << 30, 100.0)
-    assert sum(pace.chooses_direct() for _ in range(64)) == 2, "the disk became slow"
+    assert [pace.chooses_direct() for _ in range(64)].count((True, False)) == 2, "the disk became slow"
     pace.note(False, 4096, 1000.0)
-    assert sum(pace.chooses_direct() for _ in range(64)) == 2, "a small write says nothing"
+    assert [pace.chooses_direct() for _ in range(64)].count((True, False)) == 2, "a small write says nothing"
+
+
+def test_the_slower_way_is_tried_with_the_beginning_of_a_batch(real_disk: Path) -> None:
+    env = Doors()
+    with FileBackend(str(real_disk), CAPACITY, env=env) as store:
+        env.doors("")
+        store._mover._pace.note(False, 1 << 30, 1.0)
+        names = [f"page-{i}" for i in range(12)]
+        sets = [SetItem(key(name), [aligned(payload(name, 1 << 20))], ObjectMeta(NAMESPACE, 1 << 20, b"")) for name in names]
+        assert store.set(sets) == [STORED] * 12
+        doors = env.doors("pwritev")
+        assert doors.count("direct") * (1 << 20) == TRIAL_BYTES
+        assert doors.count("buffered") == 12 - doors.count("direct")
+        for name in names:
+            assert get_aligned(store, name, 1 << 20) == payload(name, 1 << 20)
 
 
 def test_buffers_that_the_device_cannot_take_go_through_the_cache(real_disk: Path) -> None:

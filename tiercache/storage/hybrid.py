@@ -26,7 +26,7 @@ from tiercache.core import (
 )
 from tiercache.errors import InputError
 from tiercache.geometry import Geometry
-from tiercache.keys import KEY_BYTES, Shard, layout_digest, object_key
+from tiercache.keys import KEY_BYTES, Shard, layout_digest, object_keys
 from tiercache.storage.base import GetItem, NamespaceRecord, SetItem, SharedMemory, StorageBackend
 from tiercache.storage.vectors import take, total, zero_tail
 
@@ -72,8 +72,8 @@ class _Registered:
     def name(self) -> PoolName:
         return self.pool.geometry.pool
 
-    def key(self, page_key: bytes) -> ObjectKey:
-        return object_key(self.name, self.layout, page_key)
+    def keys(self, page_keys: Sequence[bytes]) -> list[ObjectKey]:
+        return object_keys(self.name, self.layout, page_keys)
 
     def buffers(self, handle: int) -> list[memoryview]:
         """The object's blocks up to the last one that holds payload, cut at a multiple of 4 KiB."""
@@ -132,7 +132,7 @@ class HybridStorage:
         wanted: list[ObjectKey] = []
         for name in asked:
             registered = self._registered(name)
-            wanted += [registered.key(k) for k in (keys if name is ANCHOR else sequence)]
+            wanted += registered.keys(keys if name is ANCHOR else sequence)
         there = self.backend.exists(wanted)
         reason = self.backend.outage() if wanted and not any(there) else Reason.NONE
         answers = iter(there)
@@ -152,7 +152,7 @@ class HybridStorage:
         for transfer, buffers in zip(transfers, self._checked(transfers, extra), strict=True):
             registered = self._registered(transfer.pool)
             length = registered.pool.geometry.nbytes
-            items += [GetItem(registered.key(k), b, length) for k, b in zip(transfer.keys, buffers, strict=True)]
+            items += [GetItem(k, b, length) for k, b in zip(registered.keys(transfer.keys), buffers, strict=True)]
         outcomes = iter(self.backend.get(items) if items else ())
         result: dict[PoolName, list[Outcome]] = {}
         for transfer in transfers:
@@ -179,7 +179,7 @@ class HybridStorage:
 
     def _set(self, parts: Mapping[int, tuple[PoolTransfer, list[list[memoryview]], list[bool]]]) -> dict[int, list[Outcome]]:
         """One round of writes; `parts` holds a transfer, its buffers and which of its objects are to be held back."""
-        keys = {i: [self._registered(t.pool).key(k) for k in t.keys] for i, (t, _, _) in parts.items()}
+        keys = {i: self._registered(t.pool).keys(t.keys) for i, (t, _, _) in parts.items()}
         outcomes: dict[int, list[Outcome]] = {}
         items: list[SetItem] = []
         places: list[tuple[int, int]] = []

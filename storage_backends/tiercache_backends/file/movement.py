@@ -15,14 +15,15 @@ from typing import Final
 from tiercache.core import BLOCK_ALIGN
 from tiercache.storage.env import Env
 from tiercache.storage.vectors import read_all, write_all
-from tiercache_backends.file.pace import Pace
-from tiercache_backends.file.runs import Movement, Run, runs_of, shares_of
+from tiercache_backends.file.pace import TRIAL_BYTES, Pace
+from tiercache_backends.file.runs import CALL_BYTES, Movement, Run, runs_of, shares_of
 from tiercache_backends.file.slabs import Slabs
 from tiercache_backends.local.crew import MEMORY_THREADS, Crew
 
 _PAD: Final = memoryview(mmap(-1, BLOCK_ALIGN))
 """Takes in what lies between a payload's end and its block's end, where the caller's buffers do not. Nobody reads it."""
 _SECTOR: Final = 512
+_TRIAL_RUNS: Final = TRIAL_BYTES // CALL_BYTES
 _ZEROS: Final = memoryview(bytes(BLOCK_ALIGN))
 
 
@@ -83,13 +84,20 @@ class Mover:
 
     def _write_uncached(self, runs: Sequence[Run]) -> None:
         """Write blocks that are not in the page cache, through it or past it: the way that has been faster lately."""
+        first, rest = self._pace.chooses_direct()
+        if first == rest:
+            self._write_one_way(runs, first)
+            return
+        self._write_one_way(runs[:_TRIAL_RUNS], first)
+        if len(runs) > _TRIAL_RUNS:
+            self._write_one_way(runs[_TRIAL_RUNS:], rest)
 
+    def _write_one_way(self, runs: Sequence[Run], direct: bool) -> None:
         def write(run: Run) -> None:
             if run.is_whole:
                 self._show(run)
             self._write(run, direct=direct)
 
-        direct = self._pace.chooses_direct()
         started = self._env.monotonic()
         self._crew.spread(write, runs, self._crew.threads if direct else MEMORY_THREADS)
         self._pace.note(direct, sum(run.blocks for run in runs) * BLOCK_ALIGN, self._env.monotonic() - started)

@@ -328,9 +328,10 @@ class _Interned:
 
     def find_many(self, layouts: Words, digests: Sequence[bytes]) -> Links:
         """The number of each, or NONE; `layouts` are the first halves of `digests`, shape (n, 4)."""
-        if not _mixed(layouts):
-            return np.full(len(digests), self.find(digests[0][:_LAYOUT_BYTES]), np.int32)
-        return np.fromiter((self.find(d[:_LAYOUT_BYTES]) for d in digests), np.int32, len(digests))
+        # A batch comes pool by pool, so its layouts come in runs.
+        starts = np.concatenate([[0], np.flatnonzero((layouts[1:] != layouts[:-1]).any(1)) + 1])
+        numbers = np.fromiter((self.find(digests[start][:_LAYOUT_BYTES]) for start in starts.tolist()), np.int32, len(starts))
+        return np.repeat(numbers, np.diff(starts, append=len(digests)))
 
     def name(self, number: int) -> bytes:
         """The layout with this number."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from threading import Lock
 from typing import Final
 
+TRIAL_BYTES: Final = 8 << 20
+"""Of a large batch so much goes the slower way when that is tried again: enough to tell, and no more."""
 _TELLING_BYTES: Final = 4 << 20
 _TRY_EVERY: Final = 32
 _MEMORY: Final = 0.5
@@ -25,14 +27,14 @@ class Pace:
         self._rates: dict[bool, float] = {}
         self._turns = 0
 
-    def chooses_direct(self) -> bool:
-        """Is it to go past the page cache this time?"""
+    def chooses_direct(self) -> tuple[bool, bool]:
+        """Is the beginning of a batch, its first `TRIAL_BYTES`, to go past the page cache this time? And the rest of it?"""
         with self._mutex:
             self._turns += 1
             if len(self._rates) < 2:
-                return bool(self._rates)
+                return bool(self._rates), False
             better = self._rates[True] > self._rates[False]
-            return better if self._turns % _TRY_EVERY else not better
+            return (better if self._turns % _TRY_EVERY else not better), better
 
     def note(self, direct: bool, nbytes: int, seconds: float) -> None:
         """So it went. Small writes say nothing."""

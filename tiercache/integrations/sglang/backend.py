@@ -21,7 +21,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
-from tiercache.core import HitPolicy, ObjectKey, ObjectMeta, Outcome, PoolName, PoolPresence, Reason, restorable_prefixes
+from tiercache.core import HitPolicy, ObjectMeta, Outcome, PoolName, PoolPresence, Reason, restorable_prefixes
 from tiercache.errors import ConfigError
 from tiercache.integrations.settings import settings_of
 from tiercache.integrations.sglang.keys import PageKeys
@@ -159,7 +159,7 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
     @_never_raises(lambda *_, **__: 0)
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
         """The leading run of stored pages of the KV."""
-        found = self._store.exists(self._objects(self._pools[_KV], self._keys.of(keys)))
+        found = self._store.exists(self._pools[_KV].objects(self._keys.of(keys)))
         return found.index(False) if False in found else len(found)
 
     def exists(self, key: str) -> bool:
@@ -178,7 +178,7 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         names = [_KV, *(str(t.name) for t in transfers)]
         pools = [self._pools.get(name) for name in names]
         page_keys = self._keys.of(keys)
-        wanted = [key for pool in pools if pool is not None for key in self._objects(pool, page_keys)]
+        wanted = [key for pool in pools if pool is not None for key in pool.objects(page_keys)]
         found = np.array(self._store.exists(wanted), np.bool_)
         if self._store.outage() is not Reason.NONE:
             return PoolTransferResult.empty()  # no verdict on any pool
@@ -288,7 +288,7 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         if pool.zero_copy:
             return self._write(pool, keys, pool.buffers(indices, len(keys)), before)
         # A flat page is a copy, so what is there already is not made.
-        there = self._store.exists(self._objects(pool, self._keys.of(keys)))
+        there = self._store.exists(pool.objects(self._keys.of(keys)))
         missing = [i for i, is_there in enumerate(there) if not is_there]
         flats = [[flat_bytes(pool.pool.get_data_page(pages[i], flat=True).contiguous())] for i in missing]
         for i, kept in zip(missing, self._write(pool, [keys[i] for i in missing], flats), strict=True):
@@ -296,7 +296,7 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         return there
 
     def _read(self, pool: HostPages, keys: Sequence[str], buffers: Sequence[list[memoryview]]) -> list[bool]:
-        objects = self._objects(pool, self._keys.of(keys))
+        objects = pool.objects(self._keys.of(keys))
         start = time.perf_counter()
         outcomes = self._store.get([GetItem(key, views, pool.nbytes) for key, views in zip(objects, buffers, strict=True)])
         arrived = [outcome is Outcome.HIT for outcome in outcomes]
@@ -311,7 +311,7 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
             parents = [self._keys.of([before])[0] if before is not None else None, *page_keys[:-1]]
         items = [
             SetItem(key, views, ObjectMeta(self._namespace, pool.nbytes, b"", parent))
-            for key, views, parent in zip(self._objects(pool, page_keys), buffers, parents, strict=True)
+            for key, views, parent in zip(pool.objects(page_keys), buffers, parents, strict=True)
         ]
         start = time.perf_counter()
         outcomes = self._store.set(items)
@@ -322,8 +322,3 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
     def _count(self, calls: Any, pages: int, pool: HostPages, start: float) -> None:
         if self._config.enable_storage_metrics and pages:
             calls.append(Call(pages, pages * pool.nbytes / 1e9 / max(time.perf_counter() - start, 1e-9)))
-
-    @staticmethod
-    def _objects(pool: HostPages, page_keys: Sequence[bytes]) -> list[ObjectKey]:
-        kind, layout = pool.kind, pool.layout
-        return [ObjectKey(kind, layout + key) for key in page_keys]

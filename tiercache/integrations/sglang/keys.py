@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from struct import unpack
 from typing import Final
 
 import numpy as np
@@ -29,9 +30,9 @@ class PageKeys:
     def of(self, hashes: Sequence[str]) -> list[bytes]:
         """The page keys, 32 bytes each, of SGLang's hashes; one of another form than theirs is hashed."""
         raw = _bytes_of("".join(hashes))
-        if len(raw) == len(hashes) * KEY_BYTES and all(len(one) == _HEX for one in hashes):
-            mixed = (np.frombuffer(raw, np.uint64).reshape(-1, len(self._mask)) ^ self._mask).tobytes()
-            return [mixed[i : i + KEY_BYTES] for i in range(0, len(mixed), KEY_BYTES)]
+        if len(raw) == len(hashes) * KEY_BYTES and set(map(len, hashes)) == {_HEX}:
+            mixed = np.frombuffer(raw, np.uint64).reshape(-1, len(self._mask)) ^ self._mask
+            return list(unpack(f"{KEY_BYTES}s" * len(hashes), mixed.data))
         if len(hashes) > 1:
             return [key for one in hashes for key in self.of([one])]
         return [blake3(self._namespace + one.encode()).digest() for one in hashes]

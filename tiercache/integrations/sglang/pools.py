@@ -15,8 +15,8 @@ import torch
 from blake3 import blake3
 from sglang.version import __version__ as sglang_version
 
-from tiercache.core import PoolName
-from tiercache.keys import Shard, layout_digest
+from tiercache.core import ObjectKey, PoolName
+from tiercache.keys import Shard, layout_digest, object_keys
 
 _log = logging.getLogger(__name__)
 
@@ -81,6 +81,10 @@ class HostPages:
             namespace,
         ]
         self.layout = layout_digest(kind, blake3(msgpack.packb(means)).digest(), shard)
+
+    def objects(self, page_keys: Sequence[bytes]) -> list[ObjectKey]:
+        """The keys under which the store has these pages."""
+        return object_keys(self.kind, self.layout, page_keys)
 
     def pages(self, indices: torch.Tensor | None, count: int) -> list[int]:
         """The first index of each of `count` pages. Raises ValueError unless the indices are that many whole pages of the pool."""
