@@ -1,8 +1,8 @@
-"""SGLang's own file backend and ours under the same work: `python -m tests.benchmarks.sglang [--rounds 7] [--storage URL]`, one JSON line a row.
+"""SGLang's own file backend and ours under the same work: `make bench-engines [ARGS="--rounds 7"]`, one JSON line a row.
 
 Runs in the environment of `make test-engines`, without a GPU. Both stand behind SGLang's real controller functions and real host pools:
-256 pages of 1 MiB KV (batches of 128, as the controller cuts them) and 16 states of 16.5 MiB. Rounds alternate; a ratio is the median of the
-rounds' own ratios. Every byte that came back is compared. Ours verifies a checksum of every object, the peer none.
+256 pages of 1 MiB KV (batches of 128, as the controller cuts them) and 16 states of 16.5 MiB. Rounds alternate; a ratio is the median
+of the rounds' own ratios. Every byte that came back is compared. Ours verifies a checksum of every object, the peer none.
 
     set        into files that are not there yet; for ours, blocks that were written before (a store in use)
     set.fresh  into a new directory

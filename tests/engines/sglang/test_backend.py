@@ -378,7 +378,7 @@ def test_clear_forgets_this_model_only(shared: str) -> None:
     store.close()
 
 
-def test_stats_are_those_since_the_last_call(url: str) -> None:
+def test_stats_are_those_since_the_last_call(url: str, caplog: pytest.LogCaptureFixture) -> None:
     kv = kv_pool()
     store = backend(url, kv, metrics=True)
     store.batch_set_v1(keys(0, 1), rows(0, 1))
@@ -389,7 +389,9 @@ def test_stats_are_those_since_the_last_call(url: str) -> None:
     assert len(stats.backup_bandwidth) == len(stats.prefetch_bandwidth) == 1
     assert min(*stats.backup_bandwidth, *stats.prefetch_bandwidth) > 0
     assert store.get_stats().backup_pgs == []
+    caplog.set_level("INFO", "tiercache")
     store.close()
+    assert "closed; pool kv: 2 of 3 pages read, 2 stored of 4 written" in caplog.text
 
 
 def test_pages_hang_on_the_pages_before_them(shared: str) -> None:

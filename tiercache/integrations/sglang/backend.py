@@ -26,7 +26,7 @@ from tiercache.errors import ConfigError
 from tiercache.integrations.settings import settings_of
 from tiercache.integrations.sglang.keys import PageKeys
 from tiercache.integrations.sglang.pools import HostPages, flat_bytes, kind_of
-from tiercache.integrations.sglang.traffic import Call, Traffic
+from tiercache.integrations.sglang.traffic import Traffic
 from tiercache.keys import Identity, Shard, namespace_of
 from tiercache.storage.base import GetItem, NamespaceRecord, SetItem, StorageBackend
 
@@ -91,7 +91,7 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         self._flat_kv = not extra.get("interface_v1")
         self._settings = settings_of(_PLACE, {key: value for key, value in extra.items() if key not in _OF_SGLANG})
         self._pools: dict[str, HostPages] = {}
-        self._traffic = Traffic()
+        self._traffic = Traffic(sampled=storage_config.enable_storage_metrics)
         self._closing = Lock()
         self._closed = False
         self._keys = PageKeys(b"")
@@ -258,6 +258,7 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         with self._closing:
             closed, self._closed = self._closed, True
         if not closed:
+            _log.info("tiercache: closed; %s", self._traffic.summary() or "nothing was read or written")
             self._store.close()
 
     def _sidecar(self, transfer: PoolTransfer, work: Callable[[HostPages, list[str], torch.Tensor], list[bool]]) -> list[bool]:
@@ -300,7 +301,8 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         start = time.perf_counter()
         outcomes = self._store.get([GetItem(key, views, pool.nbytes) for key, views in zip(objects, buffers, strict=True)])
         arrived = [outcome is Outcome.HIT for outcome in outcomes]
-        self._count(self._traffic.reads, sum(arrived), pool, start)
+        there = sum(arrived)
+        self._traffic.read(pool.name, len(keys), there, there * pool.nbytes, time.perf_counter() - start)
         return arrived
 
     def _write(self, pool: HostPages, keys: Sequence[str], buffers: Sequence[list[memoryview]], before: str | None = None) -> list[bool]:
@@ -316,9 +318,6 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         start = time.perf_counter()
         outcomes = self._store.set(items)
         kept = [outcome is Outcome.STORED or outcome is Outcome.HIT for outcome in outcomes]
-        self._count(self._traffic.writes, outcomes.count(Outcome.STORED), pool, start)
+        stored = outcomes.count(Outcome.STORED)
+        self._traffic.wrote(pool.name, len(keys), stored, stored * pool.nbytes, time.perf_counter() - start)
         return kept
-
-    def _count(self, calls: Any, pages: int, pool: HostPages, start: float) -> None:
-        if self._config.enable_storage_metrics and pages:
-            calls.append(Call(pages, pages * pool.nbytes / 1e9 / max(time.perf_counter() - start, 1e-9)))

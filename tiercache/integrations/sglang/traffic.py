@@ -1,8 +1,9 @@
-"""What SGLang's metrics want to know of a backend."""
+"""What went through a backend: for SGLang's metrics, and for a line in the log."""
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
+from threading import Lock
 from typing import Any, Final, NamedTuple
 
 _KEPT: Final = 1024
@@ -10,24 +11,54 @@ _KEPT: Final = 1024
 
 
 class Call(NamedTuple):
-    """One read or write: pages that arrived, and GB/s."""
+    """One read or write that moved something: pages, and GB/s."""
 
     pages: int
     gb_per_s: float
 
 
 class Traffic:
-    """Reads and writes since somebody asked last. Thread rule: any thread."""
+    """Reads and writes: totals by pool, and with `sampled` each since somebody asked last. Thread rule: any thread."""
 
-    def __init__(self) -> None:
-        self.reads: deque[Call] = deque(maxlen=_KEPT)
-        self.writes: deque[Call] = deque(maxlen=_KEPT)
+    def __init__(self, *, sampled: bool) -> None:
+        self._sampled = sampled
+        self._lock = Lock()
+        self._totals: Counter[tuple[str, str]] = Counter()
+        self._reads: deque[Call] = deque(maxlen=_KEPT)
+        self._writes: deque[Call] = deque(maxlen=_KEPT)
+
+    def read(self, pool: str, wanted: int, arrived: int, nbytes: int, seconds: float) -> None:
+        """Of `wanted` pages `arrived` came, which are `nbytes`."""
+        with self._lock:
+            self._totals[pool, "wanted"] += wanted
+            self._totals[pool, "arrived"] += arrived
+            self._note(self._reads, arrived, nbytes, seconds)
+
+    def wrote(self, pool: str, given: int, stored: int, nbytes: int, seconds: float) -> None:
+        """Of `given` pages `stored` were new and are kept now, which are `nbytes`."""
+        with self._lock:
+            self._totals[pool, "given"] += given
+            self._totals[pool, "stored"] += stored
+            self._note(self._writes, stored, nbytes, seconds)
+
+    def summary(self) -> str:
+        """A phrase for each pool."""
+        with self._lock:
+            total = self._totals.copy()
+        return "; ".join(
+            f"pool {pool}: {total[pool, 'arrived']} of {total[pool, 'wanted']} pages read,"
+            f" {total[pool, 'stored']} stored of {total[pool, 'given']} written"
+            for pool in sorted({pool for pool, _ in total})
+        )
 
     def take(self) -> Any:
-        """Them as SGLang's StorageMetrics; the count starts anew."""
+        """The sampled calls as SGLang's StorageMetrics; the count starts anew."""
         from sglang.srt.observability.metrics_collector import StorageMetrics  # late: it imports half of SGLang
 
-        reads, writes = _drained(self.reads), _drained(self.writes)
+        with self._lock:
+            reads, writes = list(self._reads), list(self._writes)
+            self._reads.clear()
+            self._writes.clear()
         return StorageMetrics(
             prefetch_pgs=[c.pages for c in reads],
             backup_pgs=[c.pages for c in writes],
@@ -35,6 +66,6 @@ class Traffic:
             backup_bandwidth=[c.gb_per_s for c in writes],
         )
 
-
-def _drained(calls: deque[Call]) -> list[Call]:
-    return [calls.popleft() for _ in range(len(calls))]
+    def _note(self, calls: deque[Call], pages: int, nbytes: int, seconds: float) -> None:
+        if self._sampled and pages:
+            calls.append(Call(pages, nbytes / 1e9 / max(seconds, 1e-9)))
