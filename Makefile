@@ -7,11 +7,15 @@ STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 GPU_PYTHON ?= $(BIN)/python
+# An environment for each inference engine; they cannot share one with each other or with ours.
+ENGINES ?= .venv-engines
+SGLANG := $(ENGINES)/sglang/bin/python
+VLLM := $(ENGINES)/vllm/bin/python
 
-.PHONY: help install demo test lint types check proto docs bench campaign gpu clean
+.PHONY: help install demo test test-engines lint types check proto docs bench bench-engines campaign gpu clean
 
 help:  ## Show what can be made
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 23
 
 $(STAMP): pyproject.toml constraints-dev.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "tiercache needs Python 3.11 or newer; set PYTHON=/path/to/python3.11"; exit 1; }
@@ -26,6 +30,21 @@ demo: $(STAMP)  ## Serve a hybrid model through device, host and disk, and over 
 
 test: $(STAMP)  ## Run the tests
 	$(BIN)/python -m pytest $(ARGS)
+
+$(ENGINES)/%/.installed: pyproject.toml constraints-dev.txt constraints-engines.txt tests/engines/%/requirements.txt tests/engines/%/engine.txt
+	@echo "making $(@D): gigabytes, a few minutes"
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-dev.txt -c constraints-engines.txt -r tests/engines/$*/requirements.txt -e .
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r tests/engines/$*/engine.txt
+	@touch $@
+
+test-engines: $(ENGINES)/sglang/.installed $(ENGINES)/vllm/.installed  ## Run the plug-ins under the real SGLang and vLLM, without a GPU, in environments of their own
+	@echo '#include <openssl/evp.h>' | g++ -E -x c++ - > /dev/null 2>&1 || { echo "SGLang compiles its hash: install a C++ compiler and OpenSSL's headers (g++, libssl-dev)"; exit 1; }
+	PATH=$(abspath $(ENGINES)/sglang/bin):$$PATH $(SGLANG) -m pytest tests/engines/sglang -m integration -W default $(ARGS)
+	$(VLLM) -m pytest tests/engines/vllm -m integration -W default $(ARGS)
+
+bench-engines: $(ENGINES)/sglang/.installed  ## SGLang's own file backend and ours under the same work (ARGS="--rounds 7")
+	PATH=$(abspath $(ENGINES)/sglang/bin):$$PATH $(SGLANG) -W ignore -m tests.benchmarks.sglang $(ARGS)
 
 lint: $(STAMP)  ## Style and import layers
 	$(BIN)/ruff check .
@@ -58,4 +77,4 @@ gpu:  ## What needs a CUDA device: tests, the kernel under compute-sanitizer, be
 	$(GPU_PYTHON) -m tiercache.cli bench device -o json
 
 clean:  ## Remove the environment and caches
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist build
+	rm -rf $(VENV) $(ENGINES) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist build

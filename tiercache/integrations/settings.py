@@ -5,6 +5,8 @@ Both plug-ins take the same settings, as keys of the JSON that the engine hands 
     storage         a URL, or a list of one, such as "file:///var/lib/tiercache?capacity=200GiB"; "{rank}" in it becomes this process's rank
     revision        of the weights: a commit, a digest, a date
     quantization    of the weights, where one is chosen at the start of the engine
+    kv_dtype        of the KV, where the engine does not tell
+    state_dtype     of recurrent states, where the engine does not tell
     tenant          whose cache it is; caches of different tenants never meet
 """
 
@@ -16,10 +18,18 @@ from typing import Annotated, Any, Final
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from tiercache.errors import ConfigError
+from tiercache.keys import Identity
 from tiercache.storage.base import StorageBackend
 from tiercache.storage.registry import open_backend
 
 RANK: Final = "{rank}"
+_SENTENCES: Final = {
+    "missing": "is missing",
+    "extra_forbidden": "is not a setting",
+    "string_too_short": "is empty",
+    "too_short": "names no store",
+    "too_long": "names several stores, and chains of stores are not there yet",
+}
 
 
 def _listed(value: Any) -> Any:
@@ -38,7 +48,22 @@ class StoreSettings(BaseModel):
     revision: Annotated[Name, Field(min_length=1)]
     """Other weights under the same name must never hit, and no engine says which weights it has loaded."""
     quantization: Name = ""
+    kv_dtype: Name = ""
+    state_dtype: Name = ""
     tenant: Name = ""
+
+    def identity(self, model: str, kv_dtype: str, page_size: int) -> Identity:
+        """That of what an engine caches; `kv_dtype` is what the engine tells of it."""
+        return Identity(
+            model=model,
+            revision=self.revision,
+            weights_dtype="",
+            kv_dtype=self.kv_dtype or kv_dtype,
+            state_dtype=self.state_dtype,
+            page_size=page_size,
+            quantization=self.quantization,
+            tenant=self.tenant,
+        )
 
     @property
     def per_rank(self) -> bool:
@@ -65,4 +90,5 @@ def settings_of(place: str, given: Mapping[str, Any]) -> StoreSettings:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "settings"
         known = ", ".join(StoreSettings.model_fields)
-        raise ConfigError(f"{place}: {where}: {first['msg']}; the settings are {known}") from error
+        what = _SENTENCES.get(first["type"], f"is wrong: {first['msg']}")
+        raise ConfigError(f"{place}: {where} {what}; the settings are {known}") from error

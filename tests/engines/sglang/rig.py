@@ -16,15 +16,17 @@ from typing import Any
 from unittest import mock
 
 import torch
+from sglang.srt import runtime_context
 from sglang.srt.managers import cache_controller
 from sglang.srt.mem_cache import l2_transfer
-from sglang.srt.mem_cache.device_pool_info import KVBufferLayout, KVBuffers, MambaStateBufferInfo, MHABufferInfo
+from sglang.srt.mem_cache.device_pool_info import KVBufferLayout, KVBuffers, MambaStateBufferInfo, MHABufferInfo, MLABufferInfo
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolHitPolicy, PoolName, PoolTransfer
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.pool_host.group import HostPoolGroup, PoolEntry
 from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 from sglang.srt.mem_cache.utils import get_storage_hash_str
@@ -53,6 +55,32 @@ def kv_pool(layout: str = "page_first", dtype: torch.dtype = torch.bfloat16, lay
     return pool
 
 
+def mla_pool(layout: str = "page_first", dtype: torch.dtype = torch.bfloat16, layers: int = 3) -> Any:
+    """A host pool of latent attention's pages, filled with noise."""
+    buffers = tuple(torch.zeros(PAGE * 4, 1, 576, dtype=dtype) for _ in range(layers))
+    info = MLABufferInfo(
+        buffers=buffers, data_ptrs=torch.zeros(layers, dtype=torch.uint64), layer_indices=tuple(range(layers)), device_layer_num=layers,
+        page_size=PAGE, kv_lora_rank=512, qk_rope_head_dim=64, kv_cache_dim=576, dtype=dtype, device=torch.device("cpu"),
+    )  # fmt: skip
+    pool = MLATokenToKVPoolHost(
+        info, 2.0, 0, PAGE, layout, pin_memory=False, device_capacity_tokens=PAGE * PAGES // 2, start_layer=0, end_layer=layers,
+        target_layer_num=layers,
+    )  # fmt: skip
+    fill(pool)
+    return pool
+
+
+@contextlib.contextmanager
+def server_says(kv_cache_dtype: str, draft: str | None = None) -> Iterator[None]:
+    """A process in which SGLang has published its configuration, as every server does before it makes pools."""
+    bags = {
+        "model": SimpleNamespace(kv_cache_dtype=kv_cache_dtype),
+        "spec": SimpleNamespace(speculative_draft_kv_cache_dtype=draft),
+    }  # fmt: skip
+    with mock.patch.object(runtime_context._CONTEXT, "_config_bags", bags):
+        yield
+
+
 def mamba_pool(layout: str = "page_first", dtype: torch.dtype = torch.float32, conv: torch.dtype = torch.bfloat16) -> Any:
     """A host pool of `SLOTS` states, filled with noise."""
     info = MambaStateBufferInfo(temporal=torch.zeros(4, 6, 8, 16, 16, dtype=dtype), conv=(torch.zeros(4, 6, 40, 3, dtype=conv),))
@@ -63,7 +91,7 @@ def mamba_pool(layout: str = "page_first", dtype: torch.dtype = torch.float32, c
 
 def fill(pool: Any, seed: int = 1) -> None:
     generator = torch.Generator().manual_seed(seed)
-    for buffer in pool.get_hybrid_pool_buffer():
+    for buffer in pool.get_hybrid_pool_buffer() if hasattr(pool, "get_hybrid_pool_buffer") else [pool.kv_buffer]:
         flat = buffer.reshape(-1).view(torch.uint8)
         flat.copy_(torch.randint(0, 256, flat.shape, dtype=torch.uint8, generator=generator))
 
@@ -106,7 +134,11 @@ def backend(
         is_page_first_layout=True, model_name=model, extra_config=extra_config(url, v1=v1, **settings),
     )  # fmt: skip
     made = StorageBackendFactory.create_backend("dynamic", config, kv)
-    made.register_mem_pool_host(kv)
+    try:
+        made.register_mem_pool_host(kv)
+    except ValueError:
+        made.close()  # as the controller does
+        raise
     pools = {PoolName.KV: kv} | ({PoolName.MAMBA: mamba} if mamba is not None else {}) | (more or {})
     for name, pool in pools.items():
         made.register_mem_host_pool_v2(pool, name)

@@ -167,24 +167,53 @@ def test_a_restart_finds_everything_and_another_identity_nothing(shared: str) ->
         other.close()
 
 
-def test_the_two_kinds_of_eight_bits_never_meet(url: str) -> None:
-    store = backend(url, kv_pool(dtype=torch.float8_e4m3fn))
-    assert store.batch_set_v1(keys("a"), rows(0)) == [True]
+def test_the_kinds_of_eight_bits_never_meet(url: str) -> None:
+    def there(dtype: Any = torch.uint8, **settings: Any) -> bool:
+        store = backend(url, kv_pool(dtype=dtype), **settings)
+        found = store.exists(keys("a")[0])
+        assert store.batch_set_v1(keys("a"), rows(0)) == [True]
+        store.close()
+        return bool(found)
+
+    # A server's pools hold both kinds as bytes; its configuration says which.
+    for dtype in ("fp8_e4m3", "fp8_e5m2", "auto"):
+        with rig.server_says(dtype):
+            assert not there()
+            assert there()
+    with rig.server_says("fp8_e4m3", draft="bf16"):
+        assert not there()
+    assert not there(torch.float8_e4m3fn)
+    assert not there(torch.float8_e5m2)
+    # Where nothing says so, the operator has to.
+    with pytest.raises(ValueError, match=r"nothing says of which dtype .* set kv_dtype"):
+        backend(url, kv_pool(dtype=torch.uint8))
+    assert not there(kv_dtype="fp8_e4m3")
+    assert there(kv_dtype="fp8_e4m3")
+    assert not there(kv_dtype="fp8_e5m2")
+
+
+@pytest.mark.parametrize("v1", [0, 1])
+@pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn"])
+def test_pages_of_latent_attention(url: str, layout: str, dtype: str, v1: int, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "tiercache")
+    latent = rig.mla_pool(layout, getattr(torch, dtype))
+    store = backend(url, latent, v1=v1, mla=True)
+    names, expected = keys(0, 1), [page(latent, i) for i in (3, 4)]
+    if v1:
+        assert "zero copy" in caplog.text
+        assert store.batch_set_v1(names, rows(3, 4)) == [True] * 2
+        assert store.batch_get_v1([*names, *keys("absent")], rows(9, 8, 7)) == [True, True, False]
+    else:
+        assert store.batch_set(names, [latent.get_data_page(i * PAGE, flat=True) for i in (3, 4)])
+        for slot, flat in zip((9, 8), store.batch_get(names, None), strict=True):
+            latent.set_from_flat_data_page(slot * PAGE, flat)
+    assert [page(latent, 9), page(latent, 8)] == expected
     store.close()
-    other = backend(url, kv_pool(dtype=torch.float8_e5m2))
-    assert other.batch_exists(keys("a")) == 0
-    other.close()
 
 
 def test_latent_pages_are_one_ranks_and_everybodys_but_states_are_not(shared: str) -> None:
-    class Latent(SimpleNamespace):
-        """A pool whose pages have no heads, as that of an MLA model."""
-
-    mha, mamba = kv_pool(), mamba_pool()
-    latent = Latent(**{
-        name: getattr(mha, name)
-        for name in ("page_size", "size", "dtype", "layout", "get_page_buffer_meta", "get_hybrid_pool_buffer", "get_data_page")
-    })  # fmt: skip
+    mha, latent, mamba = kv_pool(), rig.mla_pool(), mamba_pool()
     names = keys("a")
     first = backend(shared, latent, mamba, rank=0, size=4, mla=True)
     assert first.batch_set_v1(names, rows(0)) == [True]
@@ -410,11 +439,11 @@ def test_pages_hang_on_the_pages_before_them(shared: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"revision": ""}, "revision"),
-        ({"revision": 7}, "revision: Input should be a valid string"),
-        ({"storage": []}, "storage"),
-        ({"storage": ["file:///a", "file:///b"]}, "storage"),
-        ({"colour": "red"}, "colour: Extra inputs are not permitted; the settings are storage, revision, quantization, tenant"),
+        ({"revision": ""}, "revision is empty; the settings are storage, revision, quantization, kv_dtype, state_dtype, tenant"),
+        ({"revision": 7}, "revision is wrong: Input should be a valid string"),
+        ({"storage": []}, "storage names no store; the settings are"),
+        ({"storage": ["file:///a", "file:///b"]}, "storage names several stores, and chains of stores are not there yet"),
+        ({"colour": "red"}, "colour is not a setting; the settings are storage"),
         ({"storage": "nowhere"}, "is not a URL"),
         ({"size": 2}, "can be opened by one process at a time, and the engine runs 2"),
         ({"storage": "file:///tmp/{rank}?capacity=64MiB", "size": 2, "mla": True}, "one rank writes the KV"),

@@ -24,10 +24,11 @@ from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from tiercache.core import HitPolicy, ObjectMeta, Outcome, PoolName, PoolPresence, Reason, restorable_prefixes
 from tiercache.errors import ConfigError
 from tiercache.integrations.settings import settings_of
+from tiercache.integrations.sglang.dtypes import kv_dtype_of
 from tiercache.integrations.sglang.keys import PageKeys
 from tiercache.integrations.sglang.pools import HostPages, flat_bytes, kind_of
 from tiercache.integrations.sglang.traffic import Traffic
-from tiercache.keys import Identity, Shard, namespace_of
+from tiercache.keys import Shard, namespace_of
 from tiercache.storage.base import GetItem, NamespaceRecord, SetItem, StorageBackend
 
 _log = logging.getLogger(__name__)
@@ -112,16 +113,8 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         """The anchor pool, whose dtype and page size are part of the identity."""
         super().register_mem_pool_host(mem_pool_host)
-        identity = Identity(
-            model=self._config.model_name or "",
-            revision=self._settings.revision,
-            weights_dtype="",
-            kv_dtype=str(mem_pool_host.dtype).removeprefix("torch."),
-            state_dtype="",
-            page_size=int(mem_pool_host.page_size),
-            quantization=self._settings.quantization,
-            tenant=self._settings.tenant,
-        )
+        given = self._settings.kv_dtype
+        identity = self._settings.identity(self._config.model_name or "", given or kv_dtype_of(mem_pool_host), int(mem_pool_host.page_size))
         self._namespace = namespace_of(identity)
         self._keys = PageKeys(self._namespace)
         self._store.register_namespace(NamespaceRecord(self._namespace, identity.public_record()))

@@ -22,7 +22,8 @@ _log = logging.getLogger(__name__)
 
 _FACTS: Final = (
     "layout", "dtype", "temporal_dtype", "conv_dtype", "layer_num", "num_mamba_layers", "head_num", "head_dim", "v_head_dim",
-    "kv_lora_rank", "qk_rope_head_dim", "conv_state_shapes", "temporal_state_shape", "storage_format_tag", "start_layer", "end_layer",
+    "kv_lora_rank", "qk_rope_head_dim", "kv_cache_dim", "conv_state_shapes", "temporal_state_shape", "storage_format_tag", "start_layer",
+    "end_layer", "target_layer_num", "head_group_num", "indexer_dtype", "dcp_size", "dcp_rank",
 )  # fmt: skip
 """Attributes of host pools that say what their bytes mean; of those a pool has, all count."""
 
@@ -36,6 +37,13 @@ _KINDS: Final = {
     "draft_indexer": PoolName.DRAFT,
     "draft_swa": PoolName.DRAFT,
 }
+
+
+_BUFFERS: Final = (
+    "kv_buffer", "k_buffer", "v_buffer", "temporal_buffer", "conv_buffer", "index_k_buffer", "index_k_scale_buffer",
+    "index_k_with_scale_buffer",
+)  # fmt: skip
+"""Attributes of host pools that hold a tensor, or several."""
 
 
 def kind_of(name: Any) -> PoolName | None:
@@ -69,6 +77,8 @@ class HostPages:
         self._parts = len(sizes)
         self.nbytes = sum(sizes)
         facts = {fact: str(getattr(pool, fact)) for fact in _FACTS if hasattr(pool, fact)}
+        # How the device orders what the host keeps row by row; only these pools say so.
+        facts["device layouts"] = str([info.buffers.layout for info in getattr(pool, "_buffer_infos", ())])
         means = [
             "sglang",
             sglang_version,
@@ -133,15 +143,19 @@ class HostPages:
 
 
 def _regions_of(pool: Any) -> list[tuple[int, memoryview]]:
-    """The pool's memory as (address, bytes), by address: the tensors that it would have registered for zero copy."""
-    try:
-        tensors = pool.get_hybrid_pool_buffer()
-    except (AttributeError, NotImplementedError):
-        return []
-    return sorted(
-        ((t.data_ptr(), flat_bytes(t)) for t in tensors if t is not None and t.numel() and t.device.type == "cpu" and t.is_contiguous()),
-        key=lambda region: region[0],
-    )
+    """The pool's memory as (address, bytes), by address and without overlaps: the tensors that a page's parts can lie in."""
+    held: list[Any] = []
+    for name in _BUFFERS:
+        found = getattr(pool, name, None)
+        held += found if isinstance(found, list | tuple) else [found]
+    tensors = [t for t in held if isinstance(t, torch.Tensor) and t.numel() and t.device.type == "cpu" and t.is_contiguous()]
+    regions: list[tuple[int, memoryview]] = []
+    end = 0
+    for start, region in sorted(((t.data_ptr(), flat_bytes(t)) for t in tensors), key=lambda found: (found[0], -found[1].nbytes)):
+        if start + region.nbytes > end:
+            regions.append((start, region))
+            end = start + region.nbytes
+    return regions
 
 
 def flat_bytes(tensor: torch.Tensor) -> memoryview:

@@ -1,0 +1,211 @@
+"""vLLM's own manager, primary tier, shared region and factory over a tier of ours, driven as its scheduler drives them."""
+
+from __future__ import annotations
+
+import random
+import time
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Self
+
+import numpy as np
+from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, ScheduleEndContext, make_offload_key
+from vllm.v1.kv_offload.config import (
+    OffloadingCacheConfig,
+    OffloadingConfig,
+    OffloadingGroupConfig,
+    OffloadingModelConfig,
+    OffloadingParallelConfig,
+)
+from vllm.v1.kv_offload.tiering.base import TransferJob
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+
+from tiercache.integrations.vllm import TierCacheTier
+
+HIT, MISS, RETRY, HIT_PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY, LookupResult.HIT_PENDING
+ROWS = 8
+WORKER_BYTES = 12_000
+ROW = 12_288
+"""Bytes of a row: what the worker has for a block, rounded up to pages."""
+FULL, WINDOW = 0, 2
+"""Indices of groups as vLLM counts them; its group 1 is one that it does not offload."""
+LAYERS = {FULL: ("layers.0", "layers.2"), WINDOW: ("layers.1",)}
+
+PARALLEL = OffloadingParallelConfig(
+    rank=0,
+    world_size=1,
+    tp_size=1,
+    pp_size=1,
+    pcp_size=1,
+    dcp_size=1,
+    data_parallel_index=0,
+    data_parallel_size=1,
+    data_parallel_rank_local=None,
+    is_parallelism_agnostic=False,
+)
+
+
+def groups(*, window: int = 1, **changes: Any) -> tuple[OffloadingGroupConfig, ...]:
+    """A full group and one with a window of some chunks; `changes` to the first."""
+    full = {"tokens_per_block": 16, "layer_names": LAYERS[FULL], "group_id": FULL} | changes
+    return OffloadingGroupConfig(**full), OffloadingGroupConfig(16, LAYERS[WINDOW], WINDOW, window)
+
+
+def config(tier: dict[str, Any], **changes: Any) -> OffloadingConfig:
+    """What vLLM would make of its settings; `changes` to the fields of the parts, by name."""
+    parallel = {name: changes.pop(name) for name in tuple(changes) if hasattr(PARALLEL, name)}
+    rows = changes.pop("rows", ROWS)
+    named = {"type": "TierCacheTier", "module_path": "tiercache.integrations.vllm"} | tier
+    fields: dict[str, Any] = {
+        "groups": groups(),
+        "worker_kv_bytes_per_block": WORKER_BYTES,
+        "enable_kv_cache_events": False,
+        "engine_id": f"tiercache-{uuid.uuid4().hex}",
+        "model": OffloadingModelConfig(name=changes.pop("model", "some/model"), dtype=changes.pop("dtype", "bfloat16")),
+        "cache": OffloadingCacheConfig(tokens_per_hash=16, blocks_per_chunk=changes.pop("blocks_per_chunk", 1)),
+        "parallel": OffloadingParallelConfig(**(vars(PARALLEL) | parallel)),
+        "kv_cache_layout": "LBNHC",
+    } | changes
+    row = -(-fields["worker_kv_bytes_per_block"] * fields["parallel"].world_size * fields["cache"].blocks_per_chunk // 4096) * 4096
+    return OffloadingConfig(extra_config={"cpu_bytes_to_use": rows * row, "secondary_tiers": [named]}, **fields)
+
+
+def key(name: object, group: int = FULL) -> OffloadKey:
+    return make_offload_key(random.Random(f"hash of {name}").randbytes(32), group)
+
+
+def keys(*names: object, group: int = FULL) -> list[OffloadKey]:
+    return [key(name, group) for name in names]
+
+
+def content(name: object, size: int = ROW) -> bytes:
+    """What a row of this name holds: no two places of it are alike."""
+    return random.Random(f"content of {name}").randbytes(size)
+
+
+class Engine:
+    """A scheduler's side of vLLM, without a GPU: what a worker would copy, `store` and `read` put into the rows and take out of them."""
+
+    def __init__(self, tier: dict[str, Any], **changes: Any) -> None:
+        self.spec = TieringOffloadingSpec(config(tier, **changes))
+        self.manager: Any = self.spec.get_manager()
+        self.tier: TierCacheTier = self.manager.secondary_tiers[0]
+        self.region = self.spec._scheduler_mmap
+        self.requests = 0
+
+    def request(self) -> ReqContext:
+        self.requests += 1
+        context = ReqContext(f"request {self.requests}")
+        self.manager.on_new_request(context)
+        return context
+
+    def finish(self, context: ReqContext) -> None:
+        self.manager.on_request_finished(context)
+
+    def step(self) -> None:
+        self.manager.on_schedule_end(ScheduleEndContext((), ()))
+
+    def settle(self, until: Callable[[], bool] | None = None) -> None:
+        """Step until no transfer is under way, or until something is so."""
+        deadline = time.monotonic() + 20
+        done = until or (lambda: not self.manager._jobs)
+        while True:
+            self.step()
+            self.manager._maybe_process_finished_jobs()
+            if done():
+                return
+            assert time.monotonic() < deadline, "it never settled"
+            time.sleep(0.002)
+
+    def offer(self, wanted: Sequence[OffloadKey], names: Iterable[object], context: ReqContext | None = None) -> ReqContext:
+        """The GPU has computed these blocks: bring them into the primary tier, which passes them on."""
+        context = context or self.request()
+        for i, each in enumerate(wanted):
+            context.set_offload_key_position(each, 16 * (i + 1))
+        ready = self.manager.prepare_store(wanted, context)
+        assert ready is not None, "the primary tier is full"
+        named = dict(zip(wanted, names, strict=True))
+        for each, chunk in zip(ready.keys_to_store, ready.store_spec.chunk_ids, strict=True):
+            self.write(int(chunk), content(named[each], self.row_bytes))
+        self.manager.complete_store(ready.keys_to_store, context)
+        return context
+
+    def store(self, *names: object, group: int = FULL) -> None:
+        """As `offer`, to the end."""
+        context = self.offer(keys(*names, group=group), names)
+        self.settle()
+        self.finish(context)
+
+    def evict(self) -> None:
+        """Empty the primary tier; what is below stays."""
+        self.manager.reset_cache()
+        self.manager.on_reset_flushed()
+
+    def answers(self, wanted: Sequence[OffloadKey], context: ReqContext | None = None) -> list[list[LookupResult]]:
+        """What lookups say, step by step, until they say HIT or MISS for good."""
+        mine = context or self.request()
+        said: list[list[LookupResult]] = []
+        deadline = time.monotonic() + 20
+        while not said or not {RETRY, HIT_PENDING}.isdisjoint(said[-1]):
+            assert time.monotonic() < deadline, f"the last answers were {said[-1]}"
+            now = [self.manager.lookup(each, mine) for each in wanted]
+            if not said or said[-1] != now:
+                said.append(now)
+            self.step()
+            time.sleep(0.002)
+        if context is None:
+            self.finish(mine)
+        return said
+
+    def found(self, *names: object, group: int = FULL) -> list[bool]:
+        """Which of them are in the primary tier in the end, or come there; what is there must be right."""
+        wanted = keys(*names, group=group)
+        last = [said is HIT for said in self.answers(wanted)[-1]]
+        for name, each, there in zip(names, wanted, last, strict=True):
+            if there:
+                assert self.read(each) == content(name, self.row_bytes), f"{name} came back wrong"
+        return last
+
+    def read(self, wanted: OffloadKey) -> bytes:
+        context = ReqContext("reader")
+        [chunk] = self.manager.prepare_load([wanted], context).chunk_ids
+        with memoryview(self.manager.primary_tier.get_kv_memoryview()).cast("B") as flat:
+            data = bytes(flat[int(chunk) * self.row_bytes : (int(chunk) + 1) * self.row_bytes])
+        self.manager.complete_load([wanted], context)
+        return data
+
+    def write(self, chunk: int, data: bytes) -> None:
+        with memoryview(self.manager.primary_tier.get_kv_memoryview()).cast("B") as flat:
+            flat[chunk * self.row_bytes : (chunk + 1) * self.row_bytes] = data
+
+    def memory(self) -> bytes:
+        return self.manager.primary_tier.get_kv_memoryview().tobytes()
+
+    @property
+    def row_bytes(self) -> int:
+        return self.tier.block_size_bytes
+
+    def close(self) -> None:
+        self.manager.shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def job(number: int, wanted: Sequence[bytes], chunks: Sequence[int], *, load: bool = False) -> TransferJob:
+    """A job as the manager makes it, or never would."""
+    return TransferJob(number, wanted, np.array(chunks, np.int32), load, ReqContext("a job"))
+
+
+def outcome(tier: TierCacheTier, number: int) -> Any:
+    """The result of one job, once it is there; nothing else may end."""
+    deadline = time.monotonic() + 20
+    while not (results := list(tier.get_finished_jobs())):
+        assert time.monotonic() < deadline, "the job never ended"
+        time.sleep(0.002)
+    [result] = results
+    assert result.job_id == number
+    return result

@@ -1,0 +1,180 @@
+"""What differs in anything that the bytes depend on never hits; and settings that are wrong leave nothing behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import uuid
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.integration
+pytest.importorskip("vllm.v1.kv_offload.tiering.base", reason="vLLM is not installed: make test-engines")
+
+import vllm  # noqa: E402
+
+from tests.engines.vllm.rig import FULL, LAYERS, MISS, ROW, WINDOW, Engine, config, groups, key, keys  # noqa: E402
+from tiercache.core import ObjectKey  # noqa: E402
+from tiercache.errors import ConfigError, StorageError  # noqa: E402
+from tiercache.integrations.settings import StoreSettings  # noqa: E402
+from tiercache.integrations.vllm.identity import Keys  # noqa: E402
+from tiercache.storage.registry import open_backend  # noqa: E402
+
+
+@pytest.fixture
+def tier(tmp_path: Path) -> dict[str, object]:
+    return {"storage": f"file://{tmp_path}/store?capacity=64MiB", "revision": "r1"}
+
+
+@pytest.fixture
+def full(tier: dict[str, object]) -> dict[str, object]:
+    """A store that holds "a", of both groups."""
+    with Engine(tier) as engine:
+        engine.store("a")
+        engine.store("a", group=WINDOW)
+        engine.evict()
+        assert engine.found("a") == engine.found("a", group=WINDOW) == [True]
+    return tier
+
+
+@pytest.mark.parametrize("change", [{"revision": "r2"}, {"tenant": "other"}, {"quantization": "fp8"}], ids=str)
+def test_other_settings_never_hit(full: dict[str, object], change: dict[str, Any]) -> None:
+    with Engine(full | change) as engine:
+        assert engine.answers([*keys("a"), *keys("a", group=WINDOW)])[-1] == [MISS, MISS]
+        engine.store("a")
+        engine.evict()
+        assert engine.found("a") == [True]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model": "another/model"},
+        {"dtype": "fp8_e4m3"},
+        {"world_size": 2, "tp_size": 2, "worker_kv_bytes_per_block": 6000},
+        {"tp_size": 2},
+        {"pp_size": 2},
+        {"pcp_size": 2},
+        {"dcp_size": 2},
+        {"world_size": 2},
+        {"worker_kv_bytes_per_block": 12_288},
+        {"worker_kv_bytes_per_block": 16_384},
+        {"blocks_per_chunk": 2},
+        {"blocks_per_chunk": 2, "worker_kv_bytes_per_block": 6000},
+        {"kv_cache_layout": "LBHNC"},
+        {"kv_cache_layout": None},
+        {"canonical_layout": True},
+        {"replicated_layout": True},
+    ],
+    ids=str,
+)
+def test_another_engine_never_hits(full: dict[str, object], change: dict[str, Any]) -> None:
+    with Engine(full, **change) as engine:
+        assert engine.answers([*keys("a"), *keys("a", group=WINDOW)])[-1] == [MISS, MISS]
+        engine.store("a")
+        engine.evict()
+        assert engine.found("a") == [True]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"layer_names": LAYERS[FULL][::-1]},
+        {"layer_names": (*LAYERS[FULL], "layers.3")},
+        {"tokens_per_block": 32},
+        {"sliding_window_size_in_chunks": 1},
+        {"sliding_window_size_in_chunks": 4},
+    ],
+    ids=str,
+)
+def test_a_group_that_is_made_otherwise_never_hits_and_the_others_do(full: dict[str, object], change: dict[str, Any]) -> None:
+    with Engine(full, groups=groups(**change)) as engine:
+        assert engine.found("a") == [False]
+        assert engine.found("a", group=WINDOW) == [True]
+
+
+@pytest.mark.parametrize("part", ["world_size", "tp_size", "pp_size", "pcp_size", "dcp_size", "blocks_per_chunk", "tokens_per_hash", "row"])
+def test_each_of_these_alone_makes_another_object(part: str) -> None:
+    def made(row: int = ROW, **change: int) -> ObjectKey | None:
+        plain = config({})
+        parallel, cache = ({name: value for name, value in change.items() if hasattr(at, name)} for at in (plain.parallel, plain.cache))
+        changed = replace(plain, parallel=replace(plain.parallel, **parallel), cache=replace(plain.cache, **cache))
+        return Keys(changed, row, StoreSettings(storage=["memory://"], revision="r1")).of(key("a"))
+
+    assert made() == made() != made(**{part: 8})
+
+
+def test_another_window_never_hits(full: dict[str, object]) -> None:
+    with Engine(full, groups=groups(window=2)) as engine:
+        assert engine.found("a") == [True]
+        assert engine.found("a", group=WINDOW) == [False]
+
+
+def test_a_group_at_another_place_never_hits(full: dict[str, object]) -> None:
+    with Engine(full, groups=groups(group_id=1)) as engine:
+        assert engine.answers(keys("a", group=1))[-1] == [MISS]
+
+
+def test_another_version_of_vllm_never_hits(full: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm, "__version__", "0.33.1")
+    with Engine(full) as engine:
+        assert engine.found("a") == [False]
+
+
+@pytest.mark.parametrize("change", [{"data_parallel_index": 1}, {"rows": 30}, {"engine_id": "another"}], ids=str)
+def test_what_the_bytes_do_not_depend_on_hits(full: dict[str, object], change: dict[str, Any]) -> None:
+    with Engine(full, **change) as engine:
+        assert engine.found("a") == engine.found("a", group=WINDOW) == [True]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"revision": None}, "secondary tier TierCacheTier: revision is missing"),
+        ({"revision": 7}, "secondary tier TierCacheTier: revision is wrong"),
+        ({"storage": None}, "secondary tier TierCacheTier: storage is missing"),
+        ({"storage": "floppy:///a"}, "storage type 'floppy' is unknown"),
+        ({"stroage": "file:///a"}, "secondary tier TierCacheTier: stroage is not a setting"),
+        ({"queued_rows": 0}, "secondary tier TierCacheTier: queued_rows 0 is not possible"),
+        ({"queued_rows": True}, "secondary tier TierCacheTier: queued_rows True is not possible"),
+        ({"queued_rows": "4"}, "secondary tier TierCacheTier: queued_rows '4' is not possible"),
+        ({"locality": "NEAR"}, "secondary tier TierCacheTier: locality 'NEAR' is unknown; it is LOCAL or REMOTE"),
+    ],
+)
+def test_a_wrong_setting_is_one_sentence_and_leaves_nothing(tier: dict[str, Any], change: dict[str, Any], says: str) -> None:
+    given = {name: value for name, value in (tier | change).items() if value is not None}
+    refused(given, says)
+    with Engine(tier) as engine:
+        engine.store("a")
+
+
+def test_replicas_that_cannot_share_a_store_are_told_so(tier: dict[str, Any]) -> None:
+    refused(tier, "can be opened by one process at a time, and the engine runs 2; use lmdb://", data_parallel_size=2)
+    with Engine(tier | {"storage": str(tier["storage"]).replace("store", "store-{rank}")}, data_parallel_size=2, data_parallel_index=1):
+        pass
+    assert sorted(path.name for path in Path(str(tier["storage"]).removeprefix("file://")).parent.glob("store-*")) == ["store-1"]
+
+
+def test_a_store_that_cannot_be_opened_is_an_error_of_its_own(tier: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "store").write_text("a file")
+    with pytest.raises(StorageError, match="not a directory"):
+        Engine(tier)
+
+
+def refused(given: dict[str, Any], says: str, **changes: Any) -> None:
+    """The engine does not start; no thread, no shared memory and no lock of a store stays behind."""
+    threads, engine_id = set(threading.enumerate()), f"refused-{uuid.uuid4().hex}"
+    with pytest.raises(ConfigError) as caught:
+        Engine(given, engine_id=engine_id, **changes)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+    del caught
+    gc.collect()
+    assert set(threading.enumerate()) <= threads
+    assert not [name for name in os.listdir("/dev/shm") if engine_id in name]
+    if str(given.get("storage")).startswith("file://"):
+        open_backend(given["storage"]).close()

@@ -1,0 +1,138 @@
+"""What is stored comes back: vLLM's manager, primary tier and shared region over stores of ours.
+
+All tests here need the environment of `make test-engines`.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.integration
+pytest.importorskip("vllm.v1.kv_offload.tiering.base", reason="vLLM is not installed: make test-engines")
+
+from vllm.v1.kv_offload.base import Locality, Medium, TierFilter, TierMatcher, make_offload_key  # noqa: E402
+from vllm.v1.metrics.cache_hit_source import CacheHitSource  # noqa: E402
+
+from tests.engines.vllm.rig import FULL, HIT, HIT_PENDING, MISS, RETRY, ROW, ROWS, WINDOW, Engine, content, keys  # noqa: E402
+from tests.grpc.daemon import Daemon  # noqa: E402
+from tests.grpc.hooks import scratch  # noqa: E402
+from tiercache.core import PoolName  # noqa: E402
+from tiercache.storage.registry import open_backend  # noqa: E402
+
+
+@pytest.fixture(params=["file", "lmdb"])
+def tier(tmp_path: Path, request: pytest.FixtureRequest) -> dict[str, object]:
+    return {"storage": f"{request.param}://{tmp_path}/store?capacity=64MiB", "revision": "r1"}
+
+
+@pytest.fixture
+def file_tier(tmp_path: Path) -> dict[str, object]:
+    return {"storage": f"file://{tmp_path}/store?capacity=64MiB", "revision": "r1"}
+
+
+def test_a_lookup_says_retry_then_pending_then_hit_and_the_bytes_are_right(tier: dict[str, object]) -> None:
+    with Engine(tier) as engine:
+        assert engine.row_bytes == ROW
+        engine.store("a", "b", "c")
+        engine.store(*range(ROWS))  # their rows are needed: the primary tier evicts them
+        said = engine.answers(keys("a", "b", "z", "c"))
+        assert said[0] == [RETRY] * 4
+        assert [HIT_PENDING, HIT_PENDING, MISS, HIT_PENDING] in said
+        assert said[-1] == [HIT, HIT, MISS, HIT]
+        for name in "abc":
+            assert engine.read(keys(name)[0]) == content(name)
+
+
+def test_the_store_takes_rows_from_the_primary_tier_and_fills_only_those_it_is_given(tier: dict[str, object]) -> None:
+    with Engine(tier) as engine:
+        engine.store("a", "b")
+        engine.evict()
+        before = engine.memory()
+        assert engine.found("b") == [True]
+        after = engine.memory()
+        changed = [i for i in range(ROWS) if after[i * ROW : (i + 1) * ROW] != before[i * ROW : (i + 1) * ROW]]
+        assert len(changed) == 1
+
+
+def test_another_engine_finds_what_one_left(tier: dict[str, object]) -> None:
+    with Engine(tier) as engine:
+        engine.store("a", "b")
+        engine.store("a", group=WINDOW)
+    with Engine(tier) as engine:
+        assert engine.found("a", "b", "c") == [True, True, False]
+        assert engine.found("a", "b", group=WINDOW) == [True, False]
+
+
+def test_groups_do_not_meet(tier: dict[str, object]) -> None:
+    """The same block hash in two groups is two objects, and a group that vLLM does not offload has none."""
+    with Engine(tier) as engine:
+        context = engine.offer([*keys("a"), *keys("a", group=WINDOW)], ["full", "window"])
+        engine.settle()
+        engine.finish(context)
+        engine.evict()
+        assert engine.answers([*keys("a"), *keys("a", group=WINDOW), *keys("a", group=1)])[-1] == [HIT, HIT, MISS]
+        assert engine.read(keys("a")[0]) == content("full")
+        assert engine.read(keys("a", group=WINDOW)[0]) == content("window")
+
+
+def test_a_daemon_is_a_store_like_any_other() -> None:
+    with Daemon("unix", Path(tempfile.mkdtemp(dir=scratch()))) as daemon:
+        tier = {"storage": f"grpc://{daemon.where}", "revision": "r1"}
+        with Engine(tier) as engine:
+            engine.store("a", "b")
+            engine.evict()
+            assert engine.found("a", "b", "c") == [True, True, False]
+            engine.evict()
+            daemon.kill()
+            assert engine.found("a", "b") == [False, False]
+
+
+def test_what_is_stored_again_is_not_written_again(file_tier: dict[str, object], tmp_path: Path) -> None:
+    with Engine(file_tier) as engine:
+        engine.store("a")
+        engine.evict()
+        engine.store("a", "b")
+        assert not any(engine.manager._jobs)
+    with open_backend(str(file_tier["storage"])) as store:
+        assert store.usage().objects == 2
+
+
+def test_objects_know_what_they_depend_on(file_tier: dict[str, object]) -> None:
+    """A page on the page before it, what has a window on its page; so a store that evicts keeps prefixes whole."""
+    with Engine(file_tier) as engine:
+        engine.store("a", "b", "c")
+        engine.store("c", group=WINDOW)
+    with open_backend(str(file_tier["storage"])) as store:
+        entries = list(store.scan_all())
+        [record] = store.namespaces()
+    pages = {entry.meta.depth: entry for entry in entries if entry.key.pool is PoolName.KV}
+    [window] = [entry for entry in entries if entry.key.pool is PoolName.SWA]
+    assert [pages[depth].meta.parent for depth in (1, 2, 3)] == [None, pages[1].key.page_key, pages[2].key.page_key]
+    assert window.meta.parent == window.key.page_key == pages[3].key.page_key
+    assert {entry.meta.namespace for entry in entries} == {record.namespace}
+    assert (record.identity["model"], record.identity["revision"], record.identity["kv_dtype"]) == ("some/model", "r1", "bfloat16")
+
+
+def test_what_the_tier_says_of_itself(file_tier: dict[str, object]) -> None:
+    with Engine(file_tier | {"locality": "REMOTE"}) as engine:
+        assert (engine.tier.medium, engine.tier.locality) == (Medium.STORAGE, Locality.REMOTE)
+        assert engine.tier.cache_hit_source is CacheHitSource.DISK
+        engine.store("a")
+        engine.evict()
+        here = engine.request()
+        here.load_tier_filter = TierFilter((TierMatcher(locality=Locality.LOCAL),))
+        assert engine.answers(keys("a"), here) == [[MISS]], "a request that wants local tiers only"
+        assert engine.found("a") == [True]
+
+
+def test_keys_are_told_apart_by_all_of_their_bytes(file_tier: dict[str, object]) -> None:
+    with Engine(file_tier) as engine:
+        engine.store("a")
+        engine.evict()
+        whole = bytes(keys("a")[0][:-4])
+        near = [make_offload_key(h, FULL) for h in (whole[:-1], whole + b"\0", bytes([whole[0] ^ 1]) + whole[1:])]
+        assert engine.answers(near)[-1] == [MISS] * 3
+        assert engine.answers([make_offload_key(whole, FULL)])[-1] == [HIT]

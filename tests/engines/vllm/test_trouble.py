@@ -1,0 +1,409 @@
+"""Disks that rot, fail, hang and are slow; jobs that make no sense; resets and ends at bad moments. vLLM never sees an exception."""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from threading import Event
+
+import pytest
+
+pytestmark = pytest.mark.integration
+pytest.importorskip("vllm.v1.kv_offload.tiering.base", reason="vLLM is not installed: make test-engines")
+
+from vllm.v1.kv_offload.tiering.base import JobResult  # noqa: E402
+
+import tiercache.integrations.settings as settings  # noqa: E402
+from tests.engines.damage import flip, truncate  # noqa: E402
+from tests.engines.vllm.rig import HIT, MISS, RETRY, ROW, ROWS, Engine, content, job, key, keys, outcome  # noqa: E402
+from tiercache.integrations.vllm import tier as tier_module  # noqa: E402
+from tiercache.storage.base import StorageBackend  # noqa: E402
+from tiercache.storage.registry import open_backend  # noqa: E402
+from tiercache.storage.wrappers import Wrapper  # noqa: E402
+from tiercache.testing.faults import FaultEnv  # noqa: E402
+from tiercache.testing.faulty import Faulty, Rates  # noqa: E402
+from tiercache.testing.latency import Latency  # noqa: E402
+
+
+class Held(Wrapper):
+    """Operations in `held` wait inside the store for `go`; `reached` is set when one does."""
+
+    def __init__(self, inner: StorageBackend) -> None:
+        super().__init__(inner)
+        self.held: set[str] = set()
+        self.go, self.reached = Event(), Event()
+
+    def _perform(self, operation, call, *arguments, **named):  # type: ignore[no-untyped-def]
+        if operation in self.held:
+            self.reached.set()
+            assert self.go.wait(20)
+        return super()._perform(operation, call, *arguments, **named)
+
+
+class Broken(Wrapper):
+    """Raises, which no store may."""
+
+    def _perform(self, operation, call, *arguments, **named):  # type: ignore[no-untyped-def]
+        if operation in ("exists", "get", "set"):
+            raise ZeroDivisionError(operation)
+        return super()._perform(operation, call, *arguments, **named)
+
+
+@pytest.fixture
+def tier(tmp_path: Path) -> dict[str, object]:
+    return {"storage": f"file://{tmp_path}/store?capacity=64MiB", "revision": "r1"}
+
+
+@pytest.fixture
+def inside(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Opens stores with an Env of the test's, or inside a wrapper."""
+
+    def put(wrap: Callable[[StorageBackend], StorageBackend] = lambda store: store, env: FaultEnv | None = None) -> None:
+        monkeypatch.setattr(settings, "open_backend", lambda url: wrap(open_backend(url, env=env)))
+
+    return put
+
+
+@pytest.fixture
+def held(inside: Callable[..., None]) -> Iterator[list[Held]]:
+    """The stores that are opened, which can be held up."""
+    stores: list[Held] = []
+
+    def wrap(store: StorageBackend) -> StorageBackend:
+        stores.append(Held(store))
+        return stores[-1]
+
+    inside(wrap)
+    yield stores
+    for store in stores:
+        store.go.set()
+
+
+def test_a_load_brings_what_is_sound_and_the_rest_is_stored_anew(tier: dict[str, object], tmp_path: Path) -> None:
+    with Engine(tier) as engine:
+        for name in "abc":
+            engine.store(name)
+        flip(tmp_path / "store", content("b")[:512])
+        engine.evict()
+        results: list[JobResult] = []
+        real = engine.tier.get_finished_jobs
+        engine.tier.get_finished_jobs = lambda: results.extend(found := list(real())) or found  # type: ignore[func-returns-value]
+        context = engine.request()
+        assert engine.answers(keys("a", "b", "c"), context)[-1] == [HIT, MISS, HIT]
+        assert [engine.read(key(name)) for name in "ac"] == [content(name) for name in "ac"]
+        [result] = results
+        assert not result.success
+        assert set(result.successful_keys or ()) == set(keys("a", "c"))
+        assert result.transfer_bytes == 2 * ROW
+        assert engine.answers(keys("b"), context) == [[MISS]], "not asked again as long as the request lives"
+        engine.finish(context)
+        engine.store("b")
+        engine.evict()
+        assert engine.found("a", "b", "c") == [True, True, True]
+
+
+def test_a_file_that_is_cut_off_costs_what_lay_there(tier: dict[str, object], tmp_path: Path) -> None:
+    with Engine(tier) as engine:
+        for name in "abc":
+            engine.store(name)
+        truncate(tmp_path / "store", content("c")[:512])  # the last one in its file
+        engine.evict()
+        assert engine.found("a", "b", "c")[2] is False, "the others were read in the same run, which came short"
+        engine.evict()
+        assert engine.found("a", "b", "c") == [True, True, False]
+        engine.store("c")
+        engine.evict()
+        assert engine.found("a", "b", "c") == [True, True, True]
+
+
+def test_lookups_do_not_wait_for_the_store_and_loads_do_not_wait_for_stores(tier: dict[str, object], held: list[Held]) -> None:
+    with Engine(tier) as engine:
+        engine.store("a")
+        engine.evict()
+        [store] = held
+        store.held.add("exists")
+        context = engine.request()
+        started = time.monotonic()
+        for _ in range(50):
+            assert engine.manager.lookup(key("a"), context) is RETRY
+            engine.step()
+        assert time.monotonic() - started < 1
+        assert store.reached.wait(5)
+        store.held.clear()
+        store.go.set()
+        assert engine.answers(keys("a"), context)[-1] == [HIT]
+        engine.evict()
+        store.go.clear()
+        store.held.add("set")
+        engine.offer(keys("b"), "b")
+        assert engine.found("a") == [True], "while a store hangs"
+        store.go.set()
+
+
+def test_a_store_that_does_not_answer_lookups_has_nothing(
+    tier: dict[str, object], held: list[Held], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM would hold the request back for as long as it is told to retry."""
+    monkeypatch.setattr(tier_module, "PATIENCE_S", 0.05)
+    with Engine(tier) as engine:
+        engine.store("a")
+        engine.evict()
+        held[0].held.add("exists")
+        context = engine.request()
+        assert engine.answers(keys("a"), context)[-1] == [MISS]
+        held[0].go.set()
+        engine.settle(lambda: engine.manager.lookup(key("a"), context) is HIT)
+
+
+def test_a_slow_store_is_only_late(tier: dict[str, object], inside: Callable[..., None]) -> None:
+    inside(lambda store: Latency(store, {"exists": 0.1, "get": 0.1, "set": 0.1}))
+    with Engine(tier) as engine:
+        engine.store("a")
+        engine.evict()
+        started = time.monotonic()
+        assert engine.found("a") == [True]
+        assert time.monotonic() - started > 0.2
+
+
+@pytest.mark.parametrize("call", ["pwritev", "preadv", "commit", "fallocate"])
+def test_a_disk_that_fails_costs_hits_only(tier: dict[str, object], inside: Callable[..., None], call: str) -> None:
+    env = FaultEnv(seed=1)
+    inside(env=env)
+    with Engine(tier) as engine:
+        if call == "preadv":
+            engine.store("a")
+        env.fail(call, times=1000, error=errno.ENOSPC if call == "fallocate" else errno.EIO)
+        if call != "preadv":
+            engine.store("a")
+        engine.evict()
+        assert engine.found("a") == [False]
+        env.clear()
+        engine.store("a")
+        engine.evict()
+        assert engine.found("a") == [True]
+
+
+def test_a_store_that_raises_is_a_store_that_has_nothing(
+    tier: dict[str, object], inside: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    inside(Broken)
+    with Engine(tier) as engine:
+        engine.store("a")
+        engine.store("b")
+        engine.evict()
+        assert engine.found("a") == [False]
+        engine.tier.submit_load(job(77, keys("a"), [0], load=True))
+        assert outcome_is(engine, 77) == (False, None)
+    assert engine.region.mmap_obj is None, "the error that the log keeps holds no rows"
+    raised = [record for record in caplog.records if "transfers raised" in record.message]
+    assert len(raised) == 1, "trouble is told now and then, not each time"
+    assert raised[0].exc_info is not None
+
+
+@pytest.mark.parametrize("step", ["Jobs", "_Lookups"])
+def test_a_beginning_that_breaks_off_leaves_nothing(tier: dict[str, object], monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    def no_thread(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    threads = set(threading.enumerate())
+    with monkeypatch.context() as patch:
+        patch.setattr(tier_module, step, no_thread)
+        with pytest.raises(RuntimeError, match="start new thread"):
+            Engine(tier)
+    assert set(threading.enumerate()) <= threads
+    with Engine(tier) as engine:
+        engine.store("a")
+
+
+def test_failures_now_and_then_never_bring_wrong_bytes(tier: dict[str, object], inside: Callable[..., None]) -> None:
+    inside(lambda store: Faulty(store, Rates(error=0.2, throttled=0.1, corrupt=0.2, miss=0.1), seed=3))
+    with Engine(tier) as engine:
+        hits = 0
+        for _ in range(20):
+            engine.store("a", "b", "c")
+            engine.evict()
+            hits += sum(engine.found("a", "b", "c"))  # which compares what it finds
+            engine.evict()
+        assert 0 < hits < 60
+
+
+def test_stores_beyond_the_queue_are_refused_and_their_rows_given_back(
+    tier: dict[str, object], held: list[Held], caplog: pytest.LogCaptureFixture
+) -> None:
+    with Engine(tier | {"queued_rows": 3}) as engine:
+        held[0].held.add("set")
+        first = engine.offer(keys("a", "b"), "ab")
+        assert held[0].reached.wait(5)
+        engine.offer(keys("c"), "c", first)
+        assert len(engine.manager._jobs) == 2
+        for name in "defg":
+            engine.offer(keys(name), [name], first)
+        engine.settle(lambda: len(engine.manager._jobs) <= 2)
+        assert len(engine.manager._jobs) == 2, "the other four were answered at once"
+        engine.offer(keys(1, 2, 3, 4, 5), range(1, 6), first)  # the primary tier has room for five: only three rows are held back
+        assert [record.message for record in caplog.records if "refused" in record.message] == [
+            "the store is too slow: 1 stores were refused so far, of rows that stay in the primary tier alone"
+        ]
+        held[0].go.set()
+        engine.settle()
+        engine.store("d")
+        assert engine.tier._jobs._pinned == 0
+        engine.finish(first)
+        engine.evict()
+        assert engine.found("a", "b", "c", "e") == [True, True, True, False]
+
+
+def test_a_job_that_is_larger_than_the_queue_is_taken_where_nothing_else_waits(tier: dict[str, object]) -> None:
+    with Engine(tier | {"queued_rows": 1}) as engine:
+        engine.store("a", "b", "c")
+        engine.evict()
+        assert engine.found("a", "b", "c") == [True] * 3
+
+
+def test_a_quarter_of_the_rows_may_wait(tier: dict[str, object]) -> None:
+    for rows, most in ((2, 1), (8, 2), (12, 3)):
+        with Engine(tier, rows=rows) as engine:
+            assert engine.tier._jobs._queued_rows == most
+
+
+def test_a_reset_waits_for_what_runs_and_cancels_what_waits(tier: dict[str, object], held: list[Held]) -> None:
+    with Engine(tier | {"queued_rows": 8}) as engine:
+        store = held[0]
+        store.held.add("set")
+        context = engine.offer(keys("a"), "a")
+        assert store.reached.wait(5)
+        engine.offer(keys("b"), "b", context)
+        reset = threading.Thread(target=engine.manager.reset_cache)
+        reset.start()
+        reset.join(0.1)
+        assert reset.is_alive(), "a row that is being read is not given up"
+        store.go.set()
+        reset.join(10)
+        assert not reset.is_alive()
+        assert not engine.manager._jobs, "every job has its result"
+        assert engine.manager.lookup(key("a"), context) is MISS, "promotions are held"
+        engine.manager.on_reset_flushed()
+        assert engine.found("a", "b") == [True, False]
+        engine.store("b")
+        engine.evict()
+        assert engine.found("b") == [True]
+
+
+def test_draining_twice_ends_each_job_once(tier: dict[str, object], held: list[Held]) -> None:
+    with Engine(tier | {"queued_rows": 8}) as engine:
+        held[0].held.add("set")
+        for number in range(3):
+            engine.tier.submit_store(job(number, keys(number), [number]))
+        assert held[0].reached.wait(5)
+        threading.Timer(0.05, held[0].go.set).start()
+        engine.tier.drain_jobs()
+        engine.tier.drain_jobs()
+        assert [(r.job_id, r.success) for r in sorted(engine.tier.get_finished_jobs(), key=lambda r: r.job_id)] == [
+            (0, True),
+            (1, False),
+            (2, False),
+        ]
+
+
+def test_after_a_drain_nothing_touches_the_rows(tier: dict[str, object], held: list[Held]) -> None:
+    with Engine(tier) as engine:
+        engine.store("a", "b")
+        engine.evict()
+        held[0].held.add("get")
+        for number, name in enumerate("abab"):
+            engine.tier.submit_load(job(number, keys(name), [number], load=True))
+        assert held[0].reached.wait(5)
+        threading.Timer(0.05, held[0].go.set).start()
+        engine.tier.drain_jobs()
+        before = engine.memory()
+        assert len(list(engine.tier.get_finished_jobs())) == 4
+        time.sleep(0.1)
+        assert engine.memory() == before
+
+
+def test_an_end_with_jobs_waiting_closes_everything(tier: dict[str, object], held: list[Held], tmp_path: Path) -> None:
+    threads = set(threading.enumerate())
+    engine = Engine(tier | {"queued_rows": 8})
+    engine.store("a")
+    engine.evict()
+    context = engine.request()
+    assert engine.manager.lookup(key("a"), context) is RETRY
+    held[0].held.add("set")
+    for name in "bcd":
+        engine.offer(keys(name), name, context)
+    assert held[0].reached.wait(5)
+    threading.Timer(0.05, held[0].go.set).start()
+    region, path = engine.region, engine.region.mmap_path
+    engine.close()
+    assert region.mmap_obj is None, "nothing holds on to the shared region"
+    assert not Path(path).exists()
+    assert set(threading.enumerate()) - threads <= {t for t in threading.enumerate() if isinstance(t, threading.Timer)}
+    open_backend(str(tier["storage"])).close()
+
+
+def test_the_end_may_come_twice_and_calls_after_it_fail_quietly(tier: dict[str, object]) -> None:
+    with Engine(tier) as engine:
+        engine.store("a")
+        context = engine.request()
+        engine.tier.lookup(key("a"), context)
+        engine.tier.shutdown()
+        engine.tier.shutdown()
+        engine.tier.submit_store(job(101, keys("b"), [0]))
+        assert outcome_is(engine, 101) == (False, None)
+        engine.tier.submit_load(job(102, keys("a"), [0], load=True))
+        assert outcome_is(engine, 102) == (False, None)
+        assert engine.tier.lookup(key("a"), context) is MISS
+        assert engine.tier.lookup(key("new"), context) is MISS
+        engine.step()
+        engine.tier.drain_jobs()
+        engine.tier.on_request_finished(context)
+
+
+def test_jobs_that_make_no_sense_fail_and_spare_the_rows(tier: dict[str, object], caplog: pytest.LogCaptureFixture) -> None:
+    with Engine(tier) as engine:
+        engine.store("a", "b")
+        engine.evict()
+        before, a, b = engine.memory(), *keys("a", "b")
+        for number, (wanted, chunks) in enumerate([([a], [ROWS]), ([a], [-1]), ([a], [-2]), ([a, b], [0]), ([a, b], [1, 1]), ([b""], [0])]):
+            for load in (False, True):
+                made = job(2 * number + load, wanted, chunks, load=load)
+                engine.tier.submit_load(made) if load else engine.tier.submit_store(made)
+                result = outcome(engine.tier, made.job_id)
+                assert (result.success, result.successful_keys) == (False, None), (wanted, chunks)
+        assert engine.memory() == before
+        strange = [b"", b"\0", a[:4], a[:-1], a[:-4] + b"\xff\xff\xff\xff", a[:-4] + b"\0\0\0\1", b"\0\0\0\0", a + b"x" * 300]
+        engine.tier.submit_load(job(50, [*strange, b], range(len(strange), -1, -1), load=True))
+        result = outcome(engine.tier, 50)
+        assert (result.success, result.successful_keys) == (False, None) or len(strange) >= ROWS
+        engine.tier.submit_load(job(51, [strange[0], b, strange[5]], [2, 3, 4], load=True))
+        result = outcome(engine.tier, 51)
+        assert (result.success, result.successful_keys, result.transfer_bytes) == (False, (b,), ROW)
+        assert engine.memory()[3 * ROW : 4 * ROW] == content("b")
+        assert engine.answers(strange)[-1] == [MISS] * len(strange)
+        assert engine.found("a", "b") == [True, True]
+
+
+def test_results_say_how_much_moved_and_how_long_it_took(tier: dict[str, object], inside: Callable[..., None]) -> None:
+    inside(lambda store: Latency(store, {"set": 0.05, "get": 0.05}))
+    with Engine(tier) as engine:
+        for load in (False, True):
+            made = job(load, keys("a", "b"), [1, 2], load=load)
+            engine.tier.submit_load(made) if load else engine.tier.submit_store(made)
+            result = outcome(engine.tier, load)
+            assert (result.success, result.successful_keys, result.transfer_bytes) == (True, None, 2 * ROW)
+            assert 0.05 <= result.transfer_time < 5
+
+
+def test_a_store_that_holds_an_object_already_is_a_success(tier: dict[str, object]) -> None:
+    with Engine(tier) as engine:
+        for number in range(2):
+            engine.tier.submit_store(job(number, keys("a"), [0]))
+            assert outcome(engine.tier, number).success
+
+
+def outcome_is(engine: Engine, number: int) -> tuple[bool, object]:
+    result = outcome(engine.tier, number)
+    return result.success, result.successful_keys

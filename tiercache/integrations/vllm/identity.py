@@ -1,0 +1,83 @@
+"""What a key of vLLM's offloading becomes: the hash of a block and the index of its group, bound to everything its bytes depend on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import msgpack
+import vllm
+from blake3 import blake3
+from vllm.v1.kv_offload.config import OffloadingConfig, OffloadingGroupConfig
+
+from tiercache.core import ObjectKey, ObjectMeta, PoolName
+from tiercache.integrations.settings import StoreSettings
+from tiercache.keys import Shard, layout_digest, namespace_of, object_key
+
+_GROUP_BYTES: Final = 4
+"""At the end of an offload key: the index of its KV cache group, big-endian. The hash of the block comes before it."""
+
+
+class Keys:
+    """The keys of one engine: `namespace` of its `identity`, and a layout for each of its groups.
+
+    Whoever runs the same vLLM on the same model in the same way has the same keys, so data-parallel replicas do. `row_bytes`: of a row of
+    the primary tier, which is what is stored: the bytes of all workers for one chunk of one group, and padding.
+
+    Thread rule: immutable.
+    """
+
+    def __init__(self, config: OffloadingConfig, row_bytes: int, settings: StoreSettings) -> None:
+        self.identity: Final = settings.identity(config.model.name, config.model.dtype, config.cache.tokens_per_hash)
+        self.namespace: Final = namespace_of(self.identity)
+        self.row_bytes: Final = row_bytes
+        # By the index in vLLM's own list of groups, which may have more than are offloaded.
+        self._groups: Final = {group.group_id: group for group in config.groups}
+        self._layouts: Final[Mapping[int, tuple[PoolName, bytes]]] = {
+            group.group_id: _layout(config, group, row_bytes) for group in config.groups
+        }
+        self._blocks_per_chunk: Final = config.cache.blocks_per_chunk
+
+    def of(self, key: bytes) -> ObjectKey | None:
+        """The object of an offload key; None for a key that this engine cannot have made."""
+        block_hash, found = key[:-_GROUP_BYTES], self._layouts.get(_group_of(key))
+        if not block_hash or found is None:
+            return None
+        pool, layout = found
+        return object_key(pool, layout, blake3(block_hash, key=self.namespace).digest())
+
+    def metas(self, keys: Sequence[bytes], objects: Sequence[ObjectKey], ends: Sequence[int | None]) -> list[ObjectMeta]:
+        """What a store keeps beside `objects`, those of `keys`. `ends`: the tokens up to the end of each, where they are known.
+
+        A page depends on the page before it, where that is among `keys`; what belongs to a window depends on the page on which it ends.
+        """
+        groups = [self._groups[_group_of(key)] for key in keys]
+        pages = {(group.group_id, end): page.page_key for group, page, end in zip(groups, objects, ends, strict=True)}
+        metas: list[ObjectMeta] = []
+        for group, page, end in zip(groups, objects, ends, strict=True):
+            parent = page.page_key if page.pool is PoolName.SWA else None
+            if parent is None and end is not None:
+                parent = pages.get((group.group_id, end - group.tokens_per_block * self._blocks_per_chunk))
+            depth = None if end is None else end // self.identity.page_size
+            metas.append(ObjectMeta(self.namespace, self.row_bytes, b"", parent, depth))
+        return metas
+
+
+def _group_of(key: bytes) -> int:
+    return int.from_bytes(key[-_GROUP_BYTES:], "big")
+
+
+def _layout(config: OffloadingConfig, group: OffloadingGroupConfig, row_bytes: int) -> tuple[PoolName, bytes]:
+    """The pool and the layout digest of a group. vLLM does not say whether a group with a window is attention or a state."""
+    window = group.sliding_window_size_in_chunks
+    pool = PoolName.KV if window is None else PoolName.SWA
+    parallel = config.parallel
+    facts = [
+        "vllm",
+        vllm.__version__,  # what the bytes of a layout mean is vLLM's own affair, and another version may change its mind
+        [group.group_id, group.tokens_per_block, list(group.layer_names), window],
+        [config.cache.blocks_per_chunk, row_bytes, config.worker_kv_bytes_per_block],
+        [config.kv_cache_layout, config.canonical_layout, config.replicated_layout],
+        [parallel.world_size, parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size],
+    ]
+    return pool, layout_digest(pool, blake3(msgpack.packb(facts)).digest(), Shard())
