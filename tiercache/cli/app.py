@@ -14,6 +14,7 @@ import tiercache
 from tiercache.cli.bench import bench
 from tiercache.cli.config import config
 from tiercache.cli.demo import demo
+from tiercache.cli.prove import prove
 from tiercache.cli.replay import ReplayCommand, replay
 from tiercache.cli.serve import serve
 from tiercache.cli.store import VERBS
@@ -36,6 +37,7 @@ app = typer.Typer(
 app.command()(demo)
 app.command(cls=ReplayCommand)(replay)
 app.command()(serve)
+app.command()(prove)
 for verb in VERBS:
     app.command()(verb)
 app.add_typer(bench, name="bench")

@@ -81,9 +81,15 @@ def server_says(kv_cache_dtype: str, draft: str | None = None) -> Iterator[None]
         yield
 
 
-def mamba_pool(layout: str = "page_first", dtype: torch.dtype = torch.float32, conv: torch.dtype = torch.bfloat16) -> Any:
-    """A host pool of `SLOTS` states, filled with noise."""
-    info = MambaStateBufferInfo(temporal=torch.zeros(4, 6, 8, 16, 16, dtype=dtype), conv=(torch.zeros(4, 6, 40, 3, dtype=conv),))
+def mamba_pool(
+    layout: str = "page_first", dtype: torch.dtype = torch.float32, conv: torch.dtype = torch.bfloat16, *, side: bool = False
+) -> Any:
+    """A host pool of `SLOTS` states, filled with noise; with `side` each has something beside it, for which SGLang has no addresses."""
+    info = MambaStateBufferInfo(
+        temporal=torch.zeros(4, 6, 8, 16, 16, dtype=dtype),
+        conv=(torch.zeros(4, 6, 40, 3, dtype=conv),),
+        extra_checkpoint_buffers=(torch.zeros(6, 5),) if side else (),
+    )
     pool = MambaPoolHost(info, 2.0, 0, device_capacity=SLOTS // 2, pin_memory=False, layout=layout)
     fill(pool)
     return pool

@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("sglang.srt.mem_cache.hicache_storage", reason="SGLang is not installed: make test-engines")
 
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo, PoolHitPolicy, PoolName, PoolTransfer  # noqa: E402
+from sglang.srt.mem_cache.memory_pool_host import LogicalHostPool  # noqa: E402
 
 from tests.engines.damage import flip, truncate  # noqa: E402
 from tests.engines.sglang import rig  # noqa: E402
@@ -76,12 +77,7 @@ def test_states_come_back_into_other_slots(url: str, layout: str, dtype: str) ->
 
 def test_zero_copy_where_addresses_are_told_and_a_copy_where_not(url: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "tiercache")
-    kv, mamba = kv_pool(), mamba_pool()
-
-    def refuses(_: Any) -> Any:
-        raise NotImplementedError("slot side states")
-
-    mamba.get_page_buffer_meta = refuses
+    kv, mamba = kv_pool(), mamba_pool(side=True)
     store = backend(url, kv, mamba)
     assert "pool kv, layout page_first" in caplog.text
     assert [r.message.split(", ")[-1] for r in caplog.records if "bytes a page" in r.message] == ["zero copy", "page by page"]
@@ -338,6 +334,12 @@ def test_a_pool_that_cannot_be_read_is_not_kept(url: str, caplog: pytest.LogCapt
     assert store.batch_exists_v2(keys("a"), [any_state()]).kv_hit_pages == 0
     assert store.batch_set_v2([state_at(keys("a")[0], 0)]) == {PoolName.MAMBA: [False]}
     store.close()
+
+
+def test_a_model_without_pages_of_its_own_is_refused_in_a_sentence(url: str) -> None:
+    anchor = LogicalHostPool(PAGE * PAGES, PAGE)  # that of DeepSeek-V4, whose bytes are all in sidecars
+    with pytest.raises(ValueError, match="cannot keep this model: its host pool LogicalHostPool shows no pages"), rig.server_says("auto"):
+        backend(url, anchor)
 
 
 def test_an_engine_that_is_restarted_in_place_registers_its_pools_again(url: str) -> None:

@@ -117,8 +117,13 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         identity = self._settings.identity(self._config.model_name or "", given or kv_dtype_of(mem_pool_host), int(mem_pool_host.page_size))
         self._namespace = namespace_of(identity)
         self._keys = PageKeys(self._namespace)
+        try:
+            self._register(_KV, mem_pool_host)
+        except (AttributeError, NotImplementedError, ValueError) as error:
+            raise ConfigError(
+                f"tiercache cannot keep this model: its host pool {type(mem_pool_host).__name__} shows no pages ({error})"
+            ) from error
         self._store.register_namespace(NamespaceRecord(self._namespace, identity.public_record()))
-        self._register(_KV, mem_pool_host)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         """A sidecar's pool, or the anchor once more; also after the attach."""

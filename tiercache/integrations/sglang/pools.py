@@ -76,6 +76,8 @@ class HostPages:
             sizes = [page.numel() * page.element_size()]
         self._parts = len(sizes)
         self.nbytes = sum(sizes)
+        if not self.nbytes:
+            raise ValueError("a page of it has no bytes")
         facts = {fact: str(getattr(pool, fact)) for fact in _FACTS if hasattr(pool, fact)}
         # How the device orders what the host keeps row by row; only these pools say so.
         facts["device layouts"] = str([info.buffers.layout for info in getattr(pool, "_buffer_infos", ())])

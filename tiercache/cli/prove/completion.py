@@ -1,0 +1,142 @@
+"""One prompt, one streamed answer: its text, the time to its first token, and what the server says it had in a cache."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from tiercache.cli.prove.engines import Engine
+from tiercache.cli.prove.server import CannotTellError, Server
+
+PATH: Final = "/v1/completions"
+_DONE: Final = "[DONE]"
+_FIELDS: Final = frozenset(("", "data", "event", "id", "retry"))
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Cached tokens by where they lay when the prompt came. Only SGLang says it."""
+
+    device: int
+    host: int
+    storage: int
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What came back for one prompt. None where the server did not report it, which is not the same as 0."""
+
+    text: str
+    first_token_s: float
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    sources: Sources | None = None
+
+    def record(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def ask(server: Server, engine: Engine, model: str, prompt: str, max_tokens: int) -> Answer:
+    """Send a prompt and wait for all of its answer; raises CannotTellError."""
+    # Without ignore_eos a model may end at once, and two empty texts are always equal.
+    request: dict[str, Any] = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+    request |= {"stream": True, "stream_options": {"include_usage": True}}
+    if engine is Engine.SGLANG:
+        request["return_cached_tokens_details"] = True
+    url = server.url + PATH
+    reading = _Reading(server, time.perf_counter())
+    with server.lines(PATH, request) as lines:
+        for event in _events(lines, url):
+            reading.take(event)
+    return reading.answer()
+
+
+class _Reading:
+    """An answer while it comes.
+
+    Thread rule: one thread.
+    """
+
+    def __init__(self, server: Server, began: float) -> None:
+        self._server = server
+        self._url = server.url + PATH
+        self._began = began
+        self._first: float | None = None
+        self._text: list[str] = []
+        self._usage: dict[str, Any] = {}
+        self._details: dict[str, Any] = {}
+
+    def take(self, event: dict[str, Any]) -> None:
+        """One event of the stream."""
+        if error := event.get("error"):
+            said = self._server.without_keys(_words(error))
+            raise CannotTellError(f"{self._url} ends its answer with an error: {said}; look at the server's log")
+        for choice in _of(event, "choices", list, self._url) or []:
+            text = choice.get("text") if isinstance(choice, dict) else 0
+            if not isinstance(text, str | None):
+                raise _malformed(self._url)
+            self._first = self._first or time.perf_counter()
+            self._text.append(text or "")
+        self._usage = _of(event, "usage", dict, self._url) or self._usage
+        extension = _of(event, "sglext", dict, self._url) or {}
+        self._details = _of(extension, "cached_tokens_details", dict, self._url) or self._details
+
+    def answer(self) -> Answer:
+        """The whole; raises CannotTellError if there is no text in it."""
+        text = "".join(self._text)
+        if self._first is None or not text:
+            raise CannotTellError(f"{self._url} answers without a text, so there is nothing to compare; give a higher --max-tokens")
+        sources = Sources(*(_count(self._details, name, self._url) or 0 for name in ("device", "host", "storage")))
+        found = sources if self._details else None
+        reported = _count(_of(self._usage, "prompt_tokens_details", dict, self._url) or {}, "cached_tokens", self._url)
+        if reported is None and found is not None:  # without --enable-cache-report
+            reported = found.device + found.host + found.storage
+        return Answer(text, self._first - self._began, _count(self._usage, "prompt_tokens", self._url), reported, found)
+
+
+def _events(lines: Iterator[str], url: str) -> Iterator[dict[str, Any]]:
+    """The data of server-sent events until the last; comments, which keep proxies awake, and other fields are passed over."""
+    for line in lines:
+        name, _, value = line.partition(":")
+        if name not in _FIELDS:
+            raise _malformed(url)
+        if name != "data":
+            continue
+        if value.strip() == _DONE:
+            return
+        try:
+            event = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise _malformed(url) from error
+        if not isinstance(event, dict):
+            raise _malformed(url)
+        yield event
+    raise CannotTellError(f"{url} broke off in the middle of its answer; look at the server's log")
+
+
+def _malformed(url: str) -> CannotTellError:
+    return CannotTellError(f"{url} answers with a malformed stream; is that the URL of SGLang or vLLM?")
+
+
+def _of(event: dict[str, Any], name: str, kind: type, url: str) -> Any:
+    """A part of an event; None if it is not there."""
+    found = event.get(name)
+    if found is not None and not isinstance(found, kind):
+        raise _malformed(url)
+    return found
+
+
+def _count(record: dict[str, Any], name: str, url: str) -> int | None:
+    found = record.get(name)
+    if found is not None and (type(found) is not int or found < 0):
+        raise _malformed(url)
+    return found
+
+
+def _words(error: object) -> str:
+    said = error.get("message", error) if isinstance(error, dict) else error
+    return " ".join(str(said).split())[:300]

@@ -1,0 +1,190 @@
+"""An engine's HTTP server: bounded in time and in bytes, and every failure one sentence without the key."""
+
+from __future__ import annotations
+
+import json
+import ssl
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from tiercache.cli.store.output import clean
+from tiercache.errors import ConfigError, InputError
+
+MOST_BYTES: Final = 64 << 20
+"""Of one response."""
+_READ: Final = 1 << 16
+_QUOTED: Final = 300
+"""Characters of a server's own words in a sentence."""
+
+
+class CannotTellError(InputError):
+    """The server cannot be asked, or answers what it should not. Exit code 2: neither a hit nor a miss."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A whole response."""
+
+    url: str
+    status: int
+    body: bytes = field(repr=False)
+
+    def document(self) -> Any:
+        """Its JSON; raises CannotTellError."""
+        try:
+            return json.loads(self.body)
+        except (ValueError, RecursionError) as error:
+            raise CannotTellError(f"{self.url} answers with something that is not JSON; is an engine's API there?") from error
+
+
+class Server:
+    """What answers at a URL. Redirects are not followed and proxies not used: the key goes to this address only.
+
+    Thread rule: one thread.
+    """
+
+    def __init__(self, url: str, key: str, admin_key: str, timeout_s: float) -> None:
+        self.url = _base(url)
+        self.timeout_s = timeout_s
+        self._keys = {False: _header(key, "--api-key"), True: _header(admin_key or key, "--admin-key")}
+        parts = urlsplit(self.url)
+        self._secure, self._host, self._port, self._prefix = parts.scheme == "https", parts.hostname or "", parts.port, parts.path
+
+    def get(self, path: str) -> Reply:
+        """Any status; raises CannotTellError without one."""
+        return self._whole("GET", path, admin=False)
+
+    def post(self, path: str) -> Reply:
+        """As `get`, with the administrator's key and an empty body."""
+        return self._whole("POST", path, admin=True)
+
+    @contextmanager
+    def lines(self, path: str, document: Mapping[str, Any]) -> Iterator[Iterator[str]]:
+        """POST a document; the lines of the answer as they come. Raises CannotTellError, also for a status that is not 200."""
+        body = json.dumps(document).encode()
+        with self._open("POST", path, body, admin=False) as (response, parts):
+            if response.status != 200:
+                raise self.refusal(Reply(self.url + path, response.status, b"".join(parts)))
+            yield _split(parts, self.url + path)
+
+    def refusal(self, reply: Reply) -> CannotTellError:
+        """The sentence for a status that is not 200."""
+        answers = f"{reply.url} answers {reply.status}"
+        if reply.status in (401, 403):
+            return CannotTellError(f"{answers}: it wants another key; set OPENAI_API_KEY, or give --api-key or --admin-key")
+        if 300 <= reply.status < 400:
+            return CannotTellError(f"{answers}, a redirect, which is not followed; give the URL of the engine itself")
+        said = self.without_keys(_said(reply.body))
+        return CannotTellError(f"{answers}{': ' if said else ''}{said or '; is that the URL of an engine?'}")
+
+    def without_keys(self, text: str) -> str:
+        """What a server said, in case it repeats the key that it was given."""
+        for header in self._keys.values():
+            text = text.replace(header.get("Authorization", "Bearer ").removeprefix("Bearer ") or "\0", "***")
+        return text
+
+    def _whole(self, method: str, path: str, *, admin: bool) -> Reply:
+        with self._open(method, path, b"" if method == "POST" else None, admin=admin) as (response, parts):
+            return Reply(self.url + path, response.status, b"".join(parts))
+
+    @contextmanager
+    def _open(self, method: str, path: str, body: bytes | None, *, admin: bool) -> Iterator[tuple[HTTPResponse, Iterator[bytes]]]:
+        url = self.url + path
+        deadline = time.monotonic() + self.timeout_s
+        kind = HTTPSConnection if self._secure else HTTPConnection
+        connection = kind(self._host, self._port, timeout=self.timeout_s)
+        try:
+            connection.connect()
+            socket = connection.sock  # the connection forgets it as soon as the response is to be the last
+            connection.request(method, self._prefix + path, body, {"Content-Type": "application/json"} | self._keys[admin])
+            response = connection.getresponse()
+
+            def parts() -> Iterator[bytes]:
+                total = 0
+                while True:
+                    socket.settimeout(max(0.001, deadline - time.monotonic()))
+                    if not (part := response.read1(_READ)):
+                        return
+                    if (total := total + len(part)) > MOST_BYTES:
+                        raise CannotTellError(f"{url} answers with more than {MOST_BYTES >> 20} MiB; is that the URL of an engine?")
+                    if time.monotonic() > deadline:
+                        raise TimeoutError
+                    yield part
+
+            yield response, parts()
+        except TimeoutError as error:
+            raise CannotTellError(
+                f"{url} took longer than {self.timeout_s:g} s; look at the server's log, or give it more --timeout"
+            ) from error
+        except ssl.SSLError as error:
+            raise CannotTellError(f"{url} cannot be reached by TLS: {error.reason}; SSL_CERT_FILE names other certificates") from error
+        except ConnectionRefusedError as error:
+            raise CannotTellError(f"nothing answers at {url}; start the engine there, or give its URL") from error
+        except (OSError, UnicodeError) as error:  # the latter for a name of a host that cannot be one
+            said = getattr(error, "strerror", None) or error
+            raise CannotTellError(f"{url} cannot be reached: {said}; look whether the server runs") from error
+        except HTTPException as error:
+            raise CannotTellError(
+                f"{url} broke off or does not speak HTTP ({type(error).__name__}); look at the server's log, or give another URL"
+            ) from error
+        finally:
+            connection.close()
+
+
+def _split(parts: Iterator[bytes], url: str) -> Iterator[str]:
+    rest = bytearray()
+    for part in parts:
+        rest += part
+        if b"\n" in part:
+            *whole, last = rest.split(b"\n")
+            rest = bytearray(last)
+            yield from (_text(line, url) for line in whole)
+    yield _text(rest, url)
+
+
+def _text(line: bytes | bytearray, url: str) -> str:
+    try:
+        return line.decode().rstrip("\r")
+    except UnicodeDecodeError as error:
+        raise CannotTellError(f"{url} answers with a malformed stream (no UTF-8); is that the URL of an engine?") from error
+
+
+def _base(url: str) -> str:
+    """The URL without what belongs to an endpoint; raises ConfigError."""
+    try:
+        parts = urlsplit(url)
+        port_is_known = parts.port != 0
+    except ValueError:
+        raise ConfigError("URL has no host and port that can be read; give one such as http://127.0.0.1:30000") from None
+    if "@" in parts.netloc:
+        raise ConfigError("URL holds a user or a password, which would be printed; leave them out and give --api-key")
+    plain = url.isascii() and url.isprintable() and " " not in url
+    if parts.scheme not in ("http", "https") or not parts.hostname or not port_is_known or not plain or parts.query or parts.fragment:
+        raise ConfigError(f"URL {clean(url)} is not one of an engine; give one such as http://127.0.0.1:30000")
+    return url.rstrip("#?/").removesuffix("/v1").rstrip("/")
+
+
+def _header(key: str, option: str) -> dict[str, str]:
+    """The header for a key, or none; raises ConfigError for one that no header can carry, which `http.client` would print."""
+    key = key.strip()
+    if not (key.isascii() and key.isprintable()):
+        raise ConfigError(f"{option} (or its variable) holds characters that no key has; copy it anew")
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def _said(body: bytes) -> str:
+    """A server's own words about a refusal, in any of the shapes that the engines have; short and on one line."""
+    try:
+        found = json.loads(body)
+    except (ValueError, RecursionError):
+        found = body.decode(errors="replace")
+    for name in ("error", "message", "detail"):
+        if isinstance(found, dict) and name in found:
+            found = found[name]
+    text = " ".join((found if isinstance(found, str) else json.dumps(found) if found else "").split())
+    return text if len(text) <= _QUOTED else f"{text[:_QUOTED]}..."

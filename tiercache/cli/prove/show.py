@@ -1,0 +1,106 @@
+"""How `tiercache prove` prints: a small table and one line, or everything in one JSON object."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from rich.console import Console
+from rich.table import Table
+
+from tiercache.cli.prove.completion import Answer
+from tiercache.cli.prove.engines import LOOK_AT, REPORT_FLAGS, Subject
+from tiercache.cli.prove.verdict import EXITS, Round, Verdict, remarks, sentence, worst
+from tiercache.cli.store.output import Output, console, document, line, safe, table
+
+_COLOURS: Final = {Verdict.HIT: "green", Verdict.MISS: "yellow", Verdict.UNKNOWN: "yellow", Verdict.WRONG: "red"}
+_SHOWN: Final = 60
+"""Characters of a text in the table."""
+_BEFORE: Final = 20
+"""Of them before the first that differs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """All that is known in the end."""
+
+    url: str
+    subject: Subject
+    rounds: Sequence[Round]
+    notes: Sequence[str]
+
+    @property
+    def verdict(self) -> Verdict:
+        """Of all rounds."""
+        return worst(self.rounds)
+
+    @property
+    def sentence(self) -> str:
+        """It in words."""
+        return sentence(self.rounds, REPORT_FLAGS[self.subject.engine])
+
+    @property
+    def look_at(self) -> Sequence[str]:
+        """What may be the reason for a miss."""
+        return LOOK_AT[self.subject.engine] if self.verdict is Verdict.MISS else ()
+
+    def record(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "verdict": self.verdict.value, "exit_code": EXITS[self.verdict], "sentence": self.sentence, **heading(self.url, self.subject),
+            "rounds": [item.record() for item in self.rounds], "notes": [*self.notes, *remarks(self.rounds)], "look_at": [*self.look_at],
+        }  # fmt: skip
+
+
+def heading(url: str, subject: Subject) -> dict[str, Any]:
+    """Who was asked, for JSON."""
+    return {"url": url, "engine": subject.engine.value, "model": subject.model.name}
+
+
+def write(record: dict[str, Any], output: Output) -> None:
+    """One JSON object."""
+    (line if output is Output.JSONL else document)(record)
+
+
+def show(report: Report) -> None:
+    """For people."""
+    to = console()
+    to.print(f"{safe(report.url)}: {report.subject.engine.value}, model {safe(report.subject.model.name)}", soft_wrap=True)
+    to.print(_table(report.rounds))
+    to.print(f"[bold {_COLOURS[report.verdict]}]{report.verdict.name}:[/] {safe(report.sentence)}", soft_wrap=True)
+    for note in (*report.notes, *remarks(report.rounds)):
+        to.print(f"note: {safe(note)}", soft_wrap=True)
+    if report.look_at:
+        to.print("what to look at:")
+        _list(to, report.look_at)
+
+
+def _list(to: Console, points: Sequence[str]) -> None:
+    for point in points:
+        to.print(f"  - {safe(point)}", soft_wrap=True)
+
+
+def _table(rounds: Sequence[Round]) -> Table:
+    made = table(("seed", "request", "prompt", "cached", "1st token", "text"), left=("seed", "request", "text"))
+    for item in rounds:
+        start = 0 if item.same_text else max(0, item.differs_at - _BEFORE)
+        same = "[green]the same[/]" if item.same_text else f"[red]differs:[/] {_short(item.again.text, start)}"
+        made.add_row(str(item.seed), "first", *_figures(item.first), _short(item.first.text, start))
+        made.add_row("", "again", *_figures(item.again), same)
+        made.add_row("", "never sent", *_figures(item.control), "")
+    return made
+
+
+def _figures(answer: Answer) -> tuple[str, str, str]:
+    prompt = "-" if answer.prompt_tokens is None else f"{answer.prompt_tokens:,}"
+    cached = "not reported" if answer.cached_tokens is None else f"{answer.cached_tokens:,}"
+    if answer.sources is not None:
+        parts = {"device": answer.sources.device, "host": answer.sources.host, "storage": answer.sources.storage}
+        cached += f" ({', '.join(f'{n:,} {name}' for name, n in parts.items() if n) or 'none'})"
+    return prompt, cached, f"{answer.first_token_s:.3f} s"
+
+
+def _short(text: str, start: int) -> str:
+    part = " ".join(text[start : start + _SHOWN].split())
+    return safe(f"{'...' if start else ''}{part}{'...' if len(text) > start + _SHOWN else ''}")
