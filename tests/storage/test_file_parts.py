@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from random import Random
 
 import numpy as np
@@ -16,7 +17,7 @@ from tiercache_backends.file.objects import Facts, Objects
 from tiercache_backends.file.pages import Pages
 from tiercache_backends.file.records import PARENT_KNOWN, RECORD
 from tiercache_backends.file.recovery import sound_records
-from tiercache_backends.file.space import Extent, Space
+from tiercache_backends.file.space import APART_BLOCKS, Extent, Space
 
 from tiercache.policy import Lru, Policy, UnitKind, Units
 from tiercache.storage.checksum import Sealed
@@ -248,6 +249,47 @@ def test_a_batch_lies_side_by_side() -> None:
     space = Space(1024)
     space.grow(Extent(0, 1024))
     assert space.allocate_all([5] * 100) == [(Extent(5 * n, 5),) for n in range(100)]
+
+
+def test_a_large_batch_lies_in_two_slabs() -> None:
+    large = APART_BLOCKS // 4
+    space = Space(16 * large)
+    space.grow(Extent(0, 16 * large))
+    assert space.needs_second_slab(4 * large)
+    assert not space.needs_second_slab(APART_BLOCKS - 1)
+    assert not space.needs_second_slab(17 * large), "it does not fit anyway"
+    assert space.allocate_all([large] * 4) == [(Extent(n * large, large),) for n in range(4)], "there is no other slab"
+    space.grow(Extent(16 * large, 16 * large))
+    assert not space.needs_second_slab(4 * large)
+    places = [place for [place] in space.allocate_all([large] * 6)]
+    assert [place.start // space.slab_blocks for place in places] == [0, 0, 0, 1, 1, 1]
+    assert all(b.start == a.start + large for half in (places[:3], places[3:]) for a, b in pairwise(half)), "each half side by side"
+    assert [len({place.start // space.slab_blocks for [place] in space.allocate_all(sizes)}) for sizes in ([5] * 9, [4 * large])] == [1, 1]
+    space.check_integrity()
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=st.integers(0, 10_000))
+def test_large_batches_lose_and_double_no_block(seed: int) -> None:
+    random, slab = Random(seed), APART_BLOCKS // 2
+    space = Space(slab)
+    for n in range(6):
+        space.grow(Extent(n * slab, random.choice([slab, slab // 3])))
+    held: list[tuple[Extent, ...]] = []
+    for _ in range(20):
+        if held and random.random() < 0.5:
+            space.give(held.pop(random.randrange(len(held))))
+            continue
+        sizes = [random.choice([1, 17, slab // 3, slab + 5]) for _ in range(random.randrange(1, 12))]
+        before = space.free
+        places = space.allocate_all(sizes)
+        assert all(sum(e.blocks for e in place) in (0, size) for place, size in zip(places, sizes, strict=True))
+        assert any(not place for place in places) <= (sum(sizes) > before), "what is free can be had"
+        held += [place for place in places if place]
+        space.check_integrity()
+        extents = sorted(e for place in held for e in place)
+        assert all(a.start + a.blocks <= b.start for a, b in pairwise(extents))
+        assert sum(e.blocks for e in extents) == space.size - space.free
 
 
 def test_of_two_records_of_one_object_the_later_one_counts() -> None:

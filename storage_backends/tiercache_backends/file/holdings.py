@@ -191,6 +191,11 @@ class Holdings:
                 del self._busy[claim.digest]
         claims.done.set()
 
+    def needs_second_slab(self, blocks: int) -> bool:
+        """Would a batch of so many blocks lie in one slab, for want of room in another?"""
+        with self._mutex:
+            return self._space.needs_second_slab(blocks)
+
     def spare(self, budget_blocks: int) -> int:
         """Blocks that are free, or would be if the slabs grew to this many in all."""
         with self._mutex:

@@ -6,8 +6,10 @@ the device's speed and without pushing others out, unless it is read for the sec
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from errno import EINVAL
+from itertools import accumulate, zip_longest
 from mmap import mmap
 from threading import Lock
 from typing import Final
@@ -16,14 +18,13 @@ from tiercache.core import BLOCK_ALIGN
 from tiercache.storage.env import Env
 from tiercache.storage.vectors import read_all, write_all
 from tiercache_backends.file.pace import TRIAL_BYTES, Pace
-from tiercache_backends.file.runs import CALL_BYTES, Movement, Run, runs_of, shares_of
+from tiercache_backends.file.runs import Movement, Run, runs_of, shares_of
 from tiercache_backends.file.slabs import Slabs
 from tiercache_backends.local.crew import MEMORY_THREADS, Crew
 
 _PAD: Final = memoryview(mmap(-1, BLOCK_ALIGN))
 """Takes in what lies between a payload's end and its block's end, where the caller's buffers do not. Nobody reads it."""
 _SECTOR: Final = 512
-_TRIAL_RUNS: Final = TRIAL_BYTES // CALL_BYTES
 _ZEROS: Final = memoryview(bytes(BLOCK_ALIGN))
 
 
@@ -43,20 +44,15 @@ class Mover:
 
     def write(self, movements: Sequence[Movement]) -> None:
         """Write whole blocks: the payload, and behind it what the buffers hold there, else zeros. The proofs see it on its way."""
-        uncached: list[Run] = []
+        uncached: list[list[Run]] = []
 
-        def write(runs: list[Run]) -> None:
-            for run in runs:
-                cached = self._cached(run)
-                # What a run holds whole is shown by the thread that writes it; of what is cut up the pieces are shown in their order.
-                if cached or not run.is_whole:
-                    self._show(run)
-                if cached:
-                    self._write(run, direct=False)
-                else:
-                    uncached.append(run)
+        def write(share: list[Run]) -> None:
+            if all(map(self._cached, share)):
+                self._write_cached(share)
+            else:
+                uncached.append(share)
 
-        self._crew.spread(write, shares_of(runs_of(movements, _ZEROS, self._slabs.slab_blocks)), MEMORY_THREADS)
+        self._crew.spread(write, self._by_turns(shares_of(runs_of(movements, _ZEROS, self._slabs.slab_blocks))), MEMORY_THREADS)
         if uncached:
             self._write_uncached(uncached)
 
@@ -82,25 +78,50 @@ class Mover:
         """End the threads. Call it when nobody is inside."""
         self._crew.close()
 
-    def _write_uncached(self, runs: Sequence[Run]) -> None:
+    def _write_uncached(self, shares: Sequence[list[Run]]) -> None:
         """Write blocks that are not in the page cache, through it or past it: the way that has been faster lately."""
         first, rest = self._pace.chooses_direct()
         if first == rest:
-            self._write_one_way(runs, first)
+            self._write_one_way(shares, rest)
             return
-        self._write_one_way(runs[:_TRIAL_RUNS], first)
-        if len(runs) > _TRIAL_RUNS:
-            self._write_one_way(runs[_TRIAL_RUNS:], rest)
+        ends = list(accumulate(_nbytes(share) for share in shares))
+        trial = bisect_left(ends, TRIAL_BYTES) + 1
+        self._write_one_way(shares[:trial], first)
+        if trial < len(shares):
+            self._write_one_way(shares[trial:], rest)
 
-    def _write_one_way(self, runs: Sequence[Run], direct: bool) -> None:
-        def write(run: Run) -> None:
-            if run.is_whole:
-                self._show(run)
-            self._write(run, direct=direct)
-
+    def _write_one_way(self, shares: Sequence[list[Run]], direct: bool) -> None:
         started = self._env.monotonic()
-        self._crew.spread(write, runs, self._crew.threads if direct else MEMORY_THREADS)
-        self._pace.note(direct, sum(run.blocks for run in runs) * BLOCK_ALIGN, self._env.monotonic() - started)
+        if direct:
+            # Many calls at once, so that the pieces of an object are written in any order; its proof sees them in theirs.
+            self._crew.spread(self._show_pieces, shares, MEMORY_THREADS)
+            runs = [run for share in shares for run in share]
+            self._crew.spread(self._write_past, runs, self._crew.threads)
+        else:
+            self._crew.spread(self._write_cached, self._by_turns(shares), MEMORY_THREADS)
+        self._pace.note(direct, sum(map(_nbytes, shares)), self._env.monotonic() - started)
+
+    def _by_turns(self, shares: Sequence[list[Run]]) -> list[list[Run]]:
+        """Shares of the slabs by turns: two threads that take what comes next write to two files, and each lets in one writer at a time."""
+        lanes: dict[int, list[list[Run]]] = {}
+        for share in shares:
+            lanes.setdefault(share[0].start // self._slabs.slab_blocks, []).append(share)
+        return [share for turn in zip_longest(*lanes.values()) for share in turn if share is not None]
+
+    def _write_cached(self, share: list[Run]) -> None:
+        for run in share:
+            self._show(run)
+            self._write(run, direct=False)
+
+    def _show_pieces(self, share: list[Run]) -> None:
+        for run in share:
+            if not run.is_whole:
+                self._show(run)
+
+    def _write_past(self, run: Run) -> None:
+        if run.is_whole:
+            self._show(run)
+        self._write(run, direct=not self._cached(run))
 
     def _write(self, run: Run, *, direct: bool) -> None:
         slab, offset = self._slabs.slab(run), self._slabs.offset(run)
@@ -168,3 +189,7 @@ class Mover:
             return self._env.cached(self._slabs.slab(run).fd, self._slabs.offset(run), run.blocks * BLOCK_ALIGN)
         except OSError:
             return True
+
+
+def _nbytes(share: Sequence[Run]) -> int:
+    return sum(run.blocks for run in share) * BLOCK_ALIGN

@@ -6,9 +6,18 @@ can be had.
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
-from typing import NamedTuple
+from itertools import accumulate, islice, pairwise
+from typing import Final, NamedTuple
+
+from tiercache.core import BLOCK_ALIGN
+
+APART_BLOCKS: Final = (8 << 20) // BLOCK_ALIGN
+"""Of a batch that is worth two files."""
+_LOOKED_AT: Final = 8
+"""Free extents of one size, when one in another slab is looked for."""
 
 
 class Extent(NamedTuple):
@@ -32,6 +41,7 @@ class Space:
         self._by_start: dict[int, int] = {}
         self._by_end: dict[int, int] = {}
         self._bins: list[dict[int, None]] = [{} for _ in range(slab_blocks.bit_length())]
+        self._in_slab: dict[int, int] = {}
         self.free = 0
         """Free blocks."""
         self.size = 0
@@ -61,15 +71,32 @@ class Space:
     def allocate_all(self, sizes: Sequence[int]) -> list[tuple[Extent, ...]]:
         """Place a batch: the extents of each size, side by side as far as the free extents are long enough; () for those that do not fit.
 
-        A batch is mostly read as it was written, and neighbours move in one call.
+        A batch is mostly read as it was written, and neighbours move in one call. One of `APART_BLOCKS` and more is placed in two slabs, a
+        half of it in each, if there is room: file systems let one writer at a time into a file's cached pages.
         """
+        left = sum(sizes)
+        if left < APART_BLOCKS:
+            return self._place(sizes, left)
+        ends = list(accumulate(sizes))
+        half = bisect_left(ends, left // 2) + 1
+        first = self._place(sizes[:half], ends[half - 1])
+        elsewhere = first[-1][-1].start // self.slab_blocks if first[-1] else None
+        return first + self._place(sizes[half:], left - ends[half - 1], elsewhere)
+
+    def needs_second_slab(self, blocks: int) -> bool:
+        """Would a batch of so many blocks be placed in one slab, because there is no room in another?"""
+        if blocks < APART_BLOCKS or self.free < blocks:
+            return False
+        return self.free - max(self._in_slab.values()) < blocks // 2
+
+    def _place(self, sizes: Sequence[int], left: int, avoid: int | None = None) -> list[tuple[Extent, ...]]:
+        """Side by side, and not in slab `avoid` if there is room elsewhere. `left`: the sum of the sizes."""
         places: list[tuple[Extent, ...]] = []
         run = Extent(0, 0)
-        left = sum(sizes)
         for blocks in sizes:
             if blocks > run.blocks:
                 self._end(run)
-                run = self._begin(blocks, left) if blocks <= self.free else Extent(0, 0)
+                run = self._begin(blocks, left, avoid) if blocks <= self.free else Extent(0, 0)
             if run.blocks:
                 places.append((Extent(run.start, blocks),))
                 run = Extent(run.start + blocks, run.blocks - blocks)
@@ -98,14 +125,21 @@ class Space:
         assert self._by_end == {s + c: s for s, c in self._by_start.items()}, "both views name the same extents"
         assert {s for b in self._bins for s in b} == set(self._by_start), "every free extent is in one bin"
         ordered = sorted(self._by_start.items())
+        counts = Counter(dict.fromkeys(self._in_slab, 0))
+        for s, c in ordered:
+            counts[s // self.slab_blocks] += c
+        assert counts == self._in_slab, "free blocks are counted right in each slab"
         for (start, count), (following, _) in pairwise(ordered):
             assert start + count <= following, "free extents are disjoint"
             assert start + count < following or following % self.slab_blocks == 0, "free neighbours are joined"
         assert all(s // self.slab_blocks == (s + c - 1) // self.slab_blocks for s, c in ordered), "an extent lies in one slab"
 
-    def _begin(self, least: int, most: int) -> Extent:
+    def _begin(self, least: int, most: int, avoid: int | None) -> Extent:
         """Take a free extent for what comes now, of at most `most` blocks; an empty one where none has `least`."""
-        found = self._pick(min(most, self.slab_blocks))
+        most = min(most, self.slab_blocks)
+        found = self._pick_elsewhere(most, avoid) if avoid is not None else None
+        if found is None:
+            found = self._pick(most)
         if found.blocks < least:
             found = self._pick(least)
         if found.blocks < least:
@@ -128,6 +162,14 @@ class Space:
                 return self._last(k)
         return self._last(max(k for k, starts in enumerate(self._bins) if starts))
 
+    def _pick_elsewhere(self, blocks: int, avoid: int) -> Extent | None:
+        """A free extent that fits and is not in slab `avoid`, among those freed last; None if none of these is."""
+        for k in range(blocks.bit_length() - 1, len(self._bins)):
+            for start in islice(reversed(self._bins[k]), _LOOKED_AT):
+                if start // self.slab_blocks != avoid and self._by_start[start] >= blocks:
+                    return Extent(start, self._by_start[start])
+        return None
+
     def _last(self, k: int) -> Extent:
         start = next(reversed(self._bins[k]))
         return Extent(start, self._by_start[start])
@@ -136,8 +178,11 @@ class Space:
         self._by_start[start] = count
         self._by_end[start + count] = start
         self._bins[count.bit_length() - 1][start] = None
+        slab = start // self.slab_blocks
+        self._in_slab[slab] = self._in_slab.get(slab, 0) + count
 
     def _unlink(self, start: int, count: int) -> None:
         del self._by_start[start]
         del self._by_end[start + count]
         del self._bins[count.bit_length() - 1][start]
+        self._in_slab[start // self.slab_blocks] -= count

@@ -66,8 +66,12 @@ class Writer:
         fitting = [c for c in claims if c.blocks <= self._slabs.budget_blocks]
         if self._catalog.crowded(len(claims), len(claims)):
             self._evict(0, len(claims))
-        while missing := self._holdings.allocate(fitting):
-            if not self._grow() and not self._evict(missing, 1):
+        blocks = sum(c.blocks for c in fitting)
+        while True:
+            if self._holdings.needs_second_slab(blocks):
+                self._grow()
+            missing = self._holdings.allocate(fitting)
+            if not missing or not (self._grow() or self._evict(missing, 1)):
                 break
 
     def _grow(self) -> bool:
