@@ -76,7 +76,7 @@ class StoreSettings(BaseModel):
         if ranks > 1 and not self.per_rank and not store.capabilities.shared:
             store.close()
             raise ConfigError(
-                f"storage {self.storage[0]!r} can be opened by one process at a time, and the engine runs {ranks}; "
+                f"storage {self.storage[0]!r} can be opened by one process at a time, and this engine has several; "
                 f"use lmdb://, the grpc:// address of a daemon, or {RANK} in the path for a store per rank"
             )
         return store

@@ -71,12 +71,12 @@ def mla_pool(layout: str = "page_first", dtype: torch.dtype = torch.bfloat16, la
 
 
 @contextlib.contextmanager
-def server_says(kv_cache_dtype: str, draft: str | None = None) -> Iterator[None]:
+def server_says(kv_cache_dtype: str = "auto", **more: Any) -> Iterator[None]:
     """A process in which SGLang has published its configuration, as every server does before it makes pools."""
-    bags = {
-        "model": SimpleNamespace(kv_cache_dtype=kv_cache_dtype),
-        "spec": SimpleNamespace(speculative_draft_kv_cache_dtype=draft),
-    }  # fmt: skip
+    model = {"model_path": "some/model", "revision": None, "quantization": None, "quantization_param_path": None, "dtype": "auto"}
+    spec = {name: value for name, value in more.items() if name.startswith("speculative")}
+    model |= {"kv_cache_dtype": kv_cache_dtype} | {name: value for name, value in more.items() if name not in spec}
+    bags = {"model": SimpleNamespace(**model), "spec": SimpleNamespace(**spec)}
     with mock.patch.object(runtime_context._CONTEXT, "_config_bags", bags):
         yield
 

@@ -176,16 +176,57 @@ def test_the_kinds_of_eight_bits_never_meet(url: str) -> None:
         with rig.server_says(dtype):
             assert not there()
             assert there()
-    with rig.server_says("fp8_e4m3", draft="bf16"):
-        assert not there()
     assert not there(torch.float8_e4m3fn)
     assert not there(torch.float8_e5m2)
     # Where nothing says so, the operator has to.
-    with pytest.raises(ValueError, match=r"nothing says of which dtype .* set kv_dtype"):
+    with pytest.raises(ValueError, match="nothing says of which dtype; set kv_dtype"):
         backend(url, kv_pool(dtype=torch.uint8))
     assert not there(kv_dtype="fp8_e4m3")
     assert there(kv_dtype="fp8_e4m3")
     assert not there(kv_dtype="fp8_e5m2")
+
+
+def test_what_the_server_was_told_is_part_of_the_identity(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pools = {PoolName.DRAFT: kv_pool(layers=1)}
+
+    def there(**settings: Any) -> tuple[bool, bool]:
+        """Are the page of the KV and that of the draft model there? They are afterwards."""
+        store = backend(url, kv_pool(), more=pools, **settings)
+        found = store.batch_exists_v2(keys("a"), [PoolTransfer(PoolName.DRAFT)]).extra_pool_hit_pages
+        assert store.batch_set_v1(keys("a"), rows(0)) == [True]
+        assert store.batch_set_v2([PoolTransfer(PoolName.DRAFT, rows(0), keys=keys("a"))]) == {PoolName.DRAFT: [True]}
+        store.close()
+        return bool(found["kv"]), bool(found["draft"])
+
+    with rig.server_says():
+        assert there() == (False, False)
+        assert there() == (True, True)
+    scales = tmp_path / "scales.json"
+    scales.write_text("{}")
+    for told in (
+        {"model_path": "some/fine-tune"}, {"revision": "abc"}, {"json_model_override_args": '{"rope_scaling": 4}'}, {"quantization": "fp8"},
+        {"dtype": "half"}, {"kv_cache_dtype": "fp8_e4m3"}, {"load_format": "dummy"}, {"context_length": 131072},
+        {"quantization_param_path": str(scales)},
+    ):  # fmt: skip
+        with rig.server_says(**told):
+            assert there() == (False, False), told
+            assert there() == (True, True), told
+    scales.write_text('{"0": 2}')
+    with rig.server_says(quantization_param_path=str(scales)):
+        assert there() == (False, False)
+    with (
+        rig.server_says(quantization_param_path=str(tmp_path / "gone")),
+        pytest.raises(ValueError, match="the KV scales in"),
+    ):
+        there()
+    for told in ({"speculative_draft_model_path": "/eagle/v2"}, {"speculative_draft_kv_cache_dtype": "fp8_e5m2"}):
+        with rig.server_says(**told):
+            assert there() == (True, False), told
+            assert there() == (True, True), told
+    # How layers are divided among stages counts where there are stages.
+    monkeypatch.setenv("SGLANG_PP_LAYER_PARTITION", "8,4,12")
+    with rig.server_says():
+        assert there() == (True, True)
 
 
 @pytest.mark.parametrize("v1", [0, 1])
@@ -301,7 +342,6 @@ def test_nothing_raises_into_the_controller(url: str, caplog: pytest.LogCaptureF
     assert store.batch_get(keys("a"), [kv.get_dummy_flat_data_page()]) == [None]
     assert store.get(keys("a")[0]) is None
     assert store.set(keys("a")[0], kv.get_dummy_flat_data_page()) is False
-    store.clear()
     assert "batch_get_v1 failed" in caplog.text
 
 
@@ -326,9 +366,27 @@ def test_a_disk_that_fails_is_a_miss(url: str) -> None:
     store.close()
 
 
-def test_a_pool_that_cannot_be_read_is_not_kept(url: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_pool_that_cannot_be_kept_ends_the_attach(url: str, shared: str) -> None:
     broken = SimpleNamespace(page_size=1, size=4, dtype=torch.bfloat16)
-    store = backend(url, kv_pool(), more={PoolName.MAMBA: broken})
+    unknown = kv_pool()
+    heads = kv_pool()
+    for more, settings, sentence in [
+        ({PoolName.MAMBA: broken}, {}, r"prefixes need all of its pools: mamba \(SimpleNamespace: "),
+        ({PoolName.DEEPSEEK_V4_C4: unknown}, {}, r"deepseek_v4_c4 \(MHATokenToKVPoolHost: its kind is not known\)"),
+        (
+            {PoolName.DRAFT: heads},
+            {"mla": True, "rank": 1, "size": 2, "storage": shared},
+            "one rank write for all",
+        ),
+    ]:
+        with pytest.raises(ValueError, match=sentence):
+            backend(settings.pop("storage", url), rig.mla_pool() if settings else kv_pool(), more=more, **settings)
+        backend(url, kv_pool()).close()  # nothing is left open
+
+
+def test_a_pool_that_comes_after_the_attach_and_cannot_be_kept(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    store = backend(url, kv_pool())
+    store.register_mem_host_pool_v2(SimpleNamespace(page_size=1, size=4, dtype=torch.bfloat16), PoolName.MAMBA)
     assert "pool mamba is not kept" in caplog.text
     assert store.batch_set_v1(keys("a"), rows(0)) == [True]
     assert store.batch_exists_v2(keys("a"), [any_state()]).kv_hit_pages == 0
@@ -409,6 +467,19 @@ def test_clear_forgets_this_model_only(shared: str) -> None:
     store.close()
 
 
+def test_a_clear_that_leaves_something_says_so(url: str) -> None:
+    store = backend(url, kv_pool())
+    assert store.batch_set_v1(keys("a", "b"), rows(0, 1)) == [True] * 2
+    deleting = store._store.delete
+    store._store.delete = lambda found: [False] * len(found)
+    with pytest.raises(OSError, match="2 of 2 objects of this model could not be deleted"):
+        store.clear()
+    store._store.delete = deleting
+    store.clear()
+    assert store.batch_exists(keys("a")) == 0
+    store.close()
+
+
 def test_stats_are_those_since_the_last_call(url: str, caplog: pytest.LogCaptureFixture) -> None:
     kv = kv_pool()
     store = backend(url, kv, metrics=True)
@@ -438,6 +509,19 @@ def test_pages_hang_on_the_pages_before_them(shared: str) -> None:
     store.close()
 
 
+def test_pages_that_are_copied_hang_on_the_pages_before_them(shared: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kv = kv_pool()
+    monkeypatch.delattr(type(kv), "get_page_buffer_meta")  # a pool that tells no addresses
+    store = backend(shared, kv)
+    names = keys(*range(5))
+    store.batch_set_v1([names[3]], rows(3))
+    store.batch_set_v1(names[2:], rows(2, 3, 4), HiCacheStorageExtraInfo(prefix_keys=names[:2]))
+    pages = store._keys.of(names)
+    parents = {e.key.page_key: e.meta.parent for e in store._store.scan_all()}
+    assert parents == {pages[2]: pages[1], pages[3]: None, pages[4]: pages[3]}
+    store.close()
+
+
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
@@ -447,7 +531,7 @@ def test_pages_hang_on_the_pages_before_them(shared: str) -> None:
         ({"storage": ["file:///a", "file:///b"]}, "storage names several stores, and chains of stores are not there yet"),
         ({"colour": "red"}, "colour is not a setting; the settings are storage"),
         ({"storage": "nowhere"}, "is not a URL"),
-        ({"size": 2}, "can be opened by one process at a time, and the engine runs 2"),
+        ({"size": 2}, "can be opened by one process at a time, and this engine has several"),
         ({"storage": "file:///tmp/{rank}?capacity=64MiB", "size": 2, "mla": True}, "one rank writes the KV"),
     ],
 )

@@ -61,7 +61,11 @@ def config(tier: dict[str, Any], **changes: Any) -> OffloadingConfig:
         "worker_kv_bytes_per_block": WORKER_BYTES,
         "enable_kv_cache_events": False,
         "engine_id": f"tiercache-{uuid.uuid4().hex}",
-        "model": OffloadingModelConfig(name=changes.pop("model", "some/model"), dtype=changes.pop("dtype", "bfloat16")),
+        "model": OffloadingModelConfig(
+            name=changes.pop("model", "some/model"),
+            dtype=changes.pop("dtype", "bfloat16"),
+            max_model_len=changes.pop("max_model_len", 4096),
+        ),
         "cache": OffloadingCacheConfig(tokens_per_hash=16, blocks_per_chunk=changes.pop("blocks_per_chunk", 1)),
         "parallel": OffloadingParallelConfig(**(vars(PARALLEL) | parallel)),
         "kv_cache_layout": "LBNHC",

@@ -54,7 +54,8 @@ def test_other_settings_never_hit(full: dict[str, object], change: dict[str, Any
     "change",
     [
         {"model": "another/model"},
-        {"dtype": "fp8_e4m3"},
+        {"dtype": "float16"},
+        {"max_model_len": 131_072},
         {"world_size": 2, "tp_size": 2, "worker_kv_bytes_per_block": 6000},
         {"tp_size": 2},
         {"pp_size": 2},
@@ -153,10 +154,20 @@ def test_a_wrong_setting_is_one_sentence_and_leaves_nothing(tier: dict[str, Any]
 
 
 def test_replicas_that_cannot_share_a_store_are_told_so(tier: dict[str, Any]) -> None:
-    refused(tier, "can be opened by one process at a time, and the engine runs 2; use lmdb://", data_parallel_size=2)
+    refused(tier, "can be opened by one process at a time, and this engine has several; use lmdb://", data_parallel_size=2)
     with Engine(tier | {"storage": str(tier["storage"]).replace("store", "store-{rank}")}, data_parallel_size=2, data_parallel_index=1):
         pass
     assert sorted(path.name for path in Path(str(tier["storage"]).removeprefix("file://")).parent.glob("store-*")) == ["store-1"]
+
+
+def test_a_quantized_kv_hides_the_dtype_of_states_which_has_to_be_said(tier: dict[str, Any]) -> None:
+    refused(tier, "vLLM does not tell the dtype of recurrent states; set state_dtype", dtype="fp8_e4m3")
+    for state_dtype in ("bfloat16", "float32"):
+        with Engine(tier | {"state_dtype": state_dtype}, dtype="fp8_e4m3") as engine:
+            assert engine.found("a", group=WINDOW) == [False]
+            engine.store("a", group=WINDOW)
+    with Engine(tier, dtype="fp8_e4m3", groups=groups()[:1]) as engine:  # no group could have a state
+        engine.store("a")
 
 
 def test_a_store_that_cannot_be_opened_is_an_error_of_its_own(tier: dict[str, Any], tmp_path: Path) -> None:

@@ -22,11 +22,11 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
 from tiercache.core import HitPolicy, ObjectMeta, Outcome, PoolName, PoolPresence, Reason, restorable_prefixes
-from tiercache.errors import ConfigError
+from tiercache.errors import ConfigError, StorageError
 from tiercache.integrations.settings import settings_of
-from tiercache.integrations.sglang.dtypes import kv_dtype_of
 from tiercache.integrations.sglang.keys import PageKeys
 from tiercache.integrations.sglang.pools import HostPages, flat_bytes, kind_of
+from tiercache.integrations.sglang.server import Server
 from tiercache.integrations.sglang.traffic import Traffic
 from tiercache.keys import Shard, namespace_of
 from tiercache.storage.base import GetItem, NamespaceRecord, SetItem, StorageBackend
@@ -92,6 +92,7 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         self._flat_kv = not extra.get("interface_v1")
         self._settings = settings_of(_PLACE, {key: value for key, value in extra.items() if key not in _OF_SGLANG})
         self._pools: dict[str, HostPages] = {}
+        self._unkept: dict[str, str] = {}
         self._traffic = Traffic(sampled=storage_config.enable_storage_metrics)
         self._closing = Lock()
         self._closed = False
@@ -113,8 +114,11 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         """The anchor pool, whose dtype and page size are part of the identity."""
         super().register_mem_pool_host(mem_pool_host)
-        given = self._settings.kv_dtype
-        identity = self._settings.identity(self._config.model_name or "", given or kv_dtype_of(mem_pool_host), int(mem_pool_host.page_size))
+        self._server = Server(self._config.pp_size)
+        if mem_pool_host.dtype is torch.uint8 and not self._server.known and not self._settings.kv_dtype:
+            raise ConfigError(f"{_PLACE}: the host pool holds plain bytes, and nothing says of which dtype; set kv_dtype")
+        dtype = str(mem_pool_host.dtype).removeprefix("torch.")
+        identity = self._settings.identity(self._config.model_name or "", dtype, int(mem_pool_host.page_size))
         self._namespace = namespace_of(identity)
         self._keys = PageKeys(self._namespace)
         try:
@@ -134,12 +138,28 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         try:
             self._register(name, host_pool)
         except Exception as error:  # noqa: BLE001
-            # SGLang does not survive an error here; without the pool it computes what it would have found.
+            # Said at the end of the attach: SGLang cannot take one back from here.
             self._pools.pop(name, None)
+            self._unkept[name] = f"{type(host_pool).__name__}: {error}"
             _log.warning("tiercache: pool %s is not kept, and prefixes that need it are never restored: %r", name, error)
 
+    def on_host_pools_registered(self) -> None:
+        """The end of the attach. Raises ConfigError where a pool cannot be kept: all that is written would be written for nothing."""
+        if self._unkept:
+            self.close()
+            pools = "; ".join(f"{name} ({why})" for name, why in self._unkept.items())
+            raise ConfigError(f"tiercache cannot keep this model, for prefixes need all of its pools: {pools}")
+
     def _register(self, name: str, pool: Any) -> None:
-        made = HostPages(name, pool, self._namespace, self._shard(name, pool), flat=name == _KV and self._flat_kv)
+        if (
+            self._config.is_mla_model
+            and self._config.tp_size > 1
+            and kind_of(name) is PoolName.DRAFT
+            and isinstance(pool, MHATokenToKVPoolHost)
+        ):
+            raise ValueError("its heads differ from rank to rank, and SGLang lets one rank write for all")
+        flat = name == _KV and self._flat_kv
+        made = HostPages(name, pool, self._namespace, self._server, self._shard(name, pool), flat=flat)
         self._pools[name] = made
         how = "zero copy" if made.zero_copy else "page by page"
         _log.info("tiercache: pool %s, layout %s, %d bytes a page, %s", name, getattr(pool, "layout", "?"), made.nbytes, how)
@@ -179,7 +199,7 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         wanted = [key for pool in pools if pool is not None for key in pool.objects(page_keys)]
         found = np.array(self._store.exists(wanted), np.bool_)
         if self._store.outage() is not Reason.NONE:
-            return PoolTransferResult.empty()  # no verdict on any pool
+            return PoolTransferResult.empty()  # no verdict on any pool but the KV, of which SGLang always makes one
         masks = iter(found.reshape(-1, len(keys)))
         presence: dict[Any, PoolPresence] = {}
         for name, pool, transfer in zip(names, pools, [None, *transfers], strict=True):
@@ -238,13 +258,21 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
 
     # The rest.
 
-    @_never_raises(lambda *_, **__: None)
     def clear(self) -> None:
-        """Delete what this identity has stored, of all its pools and ranks."""
-        gone = [entry.key for entry in self._store.scan_all(self._namespace)]
-        for start in range(0, len(gone), _DELETE_AT_ONCE):
-            self._store.delete(gone[start : start + _DELETE_AT_ONCE])
-        _log.info("tiercache: %d objects of this model deleted", len(gone))
+        """Delete what this identity has stored, of all its pools and ranks. Raises StorageError, as SGLang expects, if some is left."""
+        found = [entry.key for entry in self._store.scan_all(self._namespace)]
+        deleted = left = 0
+        for start in range(0, len(found), _DELETE_AT_ONCE):
+            part = found[start : start + _DELETE_AT_ONCE]
+            answers = self._store.delete(part)
+            deleted += sum(answers)
+            kept = [key for key, gone in zip(part, answers, strict=True) if not gone]
+            left += sum(entry is not None for entry in self._store.describe(kept)) if kept else 0
+        _log.info("tiercache: %d objects of this model deleted", deleted)
+        if left:
+            raise StorageError(
+                f"{left} of {len(found)} objects of this model could not be deleted and may still be restored; clear it again"
+            )
 
     @_never_raises(lambda *_, **__: None)
     def get_stats(self) -> Any:
@@ -290,7 +318,7 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         there = self._store.exists(pool.objects(self._keys.of(keys)))
         missing = [i for i, is_there in enumerate(there) if not is_there]
         flats = [[flat_bytes(pool.pool.get_data_page(pages[i], flat=True).contiguous())] for i in missing]
-        for i, kept in zip(missing, self._write(pool, [keys[i] for i in missing], flats), strict=True):
+        for i, kept in zip(missing, self._write(pool, keys, flats, before, missing), strict=True):
             there[i] = kept
         return there
 
@@ -303,19 +331,30 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         self._traffic.read(pool.name, len(keys), there, there * pool.nbytes, time.perf_counter() - start)
         return arrived
 
-    def _write(self, pool: HostPages, keys: Sequence[str], buffers: Sequence[list[memoryview]], before: str | None = None) -> list[bool]:
-        """Store pages. One of the KV hangs on the page before it, everything else on the page on which it ends."""
+    def _write(
+        self,
+        pool: HostPages,
+        keys: Sequence[str],
+        buffers: Sequence[list[memoryview]],
+        before: str | None = None,
+        chosen: Sequence[int] | None = None,
+    ) -> list[bool]:
+        """Store pages: those of all `keys`, or the `chosen` ones among them.
+
+        One of the KV hangs on the page before it, everything else on the page on which it ends.
+        """
         page_keys = self._keys.of(keys)
         parents: Sequence[bytes | None] = page_keys
         if pool.name == _KV:
             parents = [self._keys.of([before])[0] if before is not None else None, *page_keys[:-1]]
+        objects = pool.objects(page_keys)
         items = [
-            SetItem(key, views, ObjectMeta(self._namespace, pool.nbytes, b"", parent))
-            for key, views, parent in zip(pool.objects(page_keys), buffers, parents, strict=True)
+            SetItem(objects[i], views, ObjectMeta(self._namespace, pool.nbytes, b"", parents[i]))
+            for i, views in zip(range(len(keys)) if chosen is None else chosen, buffers, strict=True)
         ]
         start = time.perf_counter()
         outcomes = self._store.set(items)
         kept = [outcome is Outcome.STORED or outcome is Outcome.HIT for outcome in outcomes]
         stored = outcomes.count(Outcome.STORED)
-        self._traffic.wrote(pool.name, len(keys), stored, stored * pool.nbytes, time.perf_counter() - start)
+        self._traffic.wrote(pool.name, len(items), stored, stored * pool.nbytes, time.perf_counter() - start)
         return kept

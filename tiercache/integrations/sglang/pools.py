@@ -13,9 +13,9 @@ from typing import Any, Final
 import msgpack
 import torch
 from blake3 import blake3
-from sglang.version import __version__ as sglang_version
 
 from tiercache.core import ObjectKey, PoolName
+from tiercache.integrations.sglang.server import Server
 from tiercache.keys import Shard, layout_digest, object_keys
 
 _log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class HostPages:
     Thread rule: any thread, for pages that nobody else uses.
     """
 
-    def __init__(self, name: str, pool: Any, namespace: bytes, shard: Shard, *, flat: bool = False) -> None:
+    def __init__(self, name: str, pool: Any, namespace: bytes, server: Server, shard: Shard, *, flat: bool = False) -> None:
         kind = kind_of(name)
         if kind is None:
             raise ValueError("its kind is not known")
@@ -72,6 +72,7 @@ class HostPages:
         sizes = self._part_sizes()
         self.zero_copy = sizes is not None
         if sizes is None:
+            pool.get_data_page(0, flat=True)  # a layout that has no flat pages says so now
             page = pool.get_dummy_flat_data_page()
             sizes = [page.numel() * page.element_size()]
         self._parts = len(sizes)
@@ -81,17 +82,8 @@ class HostPages:
         facts = {fact: str(getattr(pool, fact)) for fact in _FACTS if hasattr(pool, fact)}
         # How the device orders what the host keeps row by row; only these pools say so.
         facts["device layouts"] = str([info.buffers.layout for info in getattr(pool, "_buffer_infos", ())])
-        means = [
-            "sglang",
-            sglang_version,
-            name,
-            type(pool).__name__,
-            sorted(facts.items()),
-            self.page_size,
-            self.zero_copy,
-            sizes,
-            namespace,
-        ]
+        of_server = server.facts(draft=_has_draft(name, pool))
+        means = [name, type(pool).__name__, sorted(facts.items()), self.page_size, self.zero_copy, sizes, of_server, namespace]
         self.layout = layout_digest(kind, blake3(msgpack.packb(means)).digest(), shard)
 
     def objects(self, page_keys: Sequence[bytes]) -> list[ObjectKey]:
@@ -144,6 +136,13 @@ class HostPages:
         return [int(size) for size in sizes]
 
 
+def _has_draft(name: str, pool: Any) -> bool:
+    """Does a pool hold layers of a draft model, alone or behind those of the model itself?"""
+    layers = getattr(pool, "layer_num", None)
+    packed = [getattr(pool, drafts, ()) for drafts in ("mtp_draft_buffer_infos", "mtp_draft_device_pools")]
+    return name.startswith("draft") or any(packed) or getattr(pool, "target_layer_num", layers) != layers
+
+
 def _regions_of(pool: Any) -> list[tuple[int, memoryview]]:
     """The pool's memory as (address, bytes), by address and without overlaps: the tensors that a page's parts can lie in."""
     held: list[Any] = []
@@ -162,4 +161,6 @@ def _regions_of(pool: Any) -> list[tuple[int, memoryview]]:
 
 def flat_bytes(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, without a copy."""
+    if not tensor.is_contiguous():
+        raise ValueError("the tensor is not contiguous")
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Final
 
@@ -11,9 +12,12 @@ from blake3 import blake3
 from vllm.v1.kv_offload.config import OffloadingConfig, OffloadingGroupConfig
 
 from tiercache.core import ObjectKey, ObjectMeta, PoolName
+from tiercache.errors import ConfigError
 from tiercache.integrations.settings import StoreSettings
 from tiercache.keys import Shard, layout_digest, namespace_of, object_key
 
+_OF_MODELS: Final = frozenset({"bfloat16", "float16", "float32"})
+"""Dtypes of KV that are the model's own, and so that of its states unless the engine was told otherwise."""
 _GROUP_BYTES: Final = 4
 """At the end of an offload key: the index of its KV cache group, big-endian. The hash of the block comes before it."""
 
@@ -29,6 +33,12 @@ class Keys:
 
     def __init__(self, config: OffloadingConfig, row_bytes: int, settings: StoreSettings) -> None:
         self.identity: Final = settings.identity(config.model.name, config.model.dtype, config.cache.tokens_per_hash)
+        windows = any(group.sliding_window_size_in_chunks is not None for group in config.groups)
+        if windows and not settings.state_dtype and config.model.dtype not in _OF_MODELS:
+            raise ConfigError(
+                f"the KV is {config.model.dtype}, and then vLLM does not tell the dtype of recurrent states; set state_dtype, or"
+                " 'none' for a model that has none"
+            )
         self.namespace: Final = namespace_of(self.identity)
         self.row_bytes: Final = row_bytes
         # By the index in vLLM's own list of groups, which may have more than are offloaded.
@@ -78,6 +88,8 @@ def _layout(config: OffloadingConfig, group: OffloadingGroupConfig, row_bytes: i
         [group.group_id, group.tokens_per_block, list(group.layer_names), window],
         [config.cache.blocks_per_chunk, row_bytes, config.worker_kv_bytes_per_block],
         [config.kv_cache_layout, config.canonical_layout, config.replicated_layout],
+        config.model.max_model_len,  # by which some models choose the factors of their rotary embedding
         [parallel.world_size, parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size],
+        os.environ.get("VLLM_PP_LAYER_PARTITION") if parallel.pp_size > 1 else None,
     ]
     return pool, layout_digest(pool, blake3(msgpack.packb(facts)).digest(), Shard())

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable
 from contextlib import ExitStack
+from threading import Thread
 from typing import Any, ClassVar, Final
 
 from vllm.v1.kv_offload.base import (
@@ -26,6 +28,8 @@ from tiercache.integrations.settings import settings_of
 from tiercache.integrations.vllm.identity import Keys
 from tiercache.integrations.vllm.jobs import Jobs
 from tiercache.storage.base import NamespaceRecord, StorageBackend
+
+_log = logging.getLogger(__name__)
 
 PLACE: Final = "secondary tier TierCacheTier"
 """How errors call the settings."""
@@ -120,11 +124,14 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM has no 
     def shutdown(self) -> None:
         """As `drain_jobs`, and close the store. Twice is harmless."""
         self._closed = True
-        try:
-            self._lookups.shutdown()
-        finally:
-            self._jobs.close()
+        answered = self._lookups.end()
+        self._jobs.close()
+        if answered:
             self._store.close()
+        else:
+            # A lookup touches no memory of the engine's, so one that hangs need not hold the engine up; the store waits for it.
+            _log.warning("the store does not answer a lookup; it is closed when it does")
+            Thread(target=self._store.close, name="tiercache-close", daemon=True).start()
 
 
 class _Lookups(AsyncLookupManager):  # type: ignore[misc]  # vLLM has no types
@@ -138,6 +145,12 @@ class _Lookups(AsyncLookupManager):  # type: ignore[misc]  # vLLM has no types
         self._keys = keys
         self._asked: float | None = None
         super().__init__(tier_type)  # starts the thread
+
+    def end(self) -> bool:
+        """Ask nothing more. Did the thread end in time?"""
+        self._lookup_queue.put(None)
+        self._thread.join(PATIENCE_S)
+        return not self._thread.is_alive()
 
     @property
     def overdue(self) -> bool:

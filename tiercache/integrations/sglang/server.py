@@ -1,0 +1,66 @@
+"""What SGLang's server says of itself, of all that changes the bytes of a cache and is on no pool."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Final
+
+import torch
+from blake3 import blake3
+from sglang.srt.runtime_context import get_model, get_spec
+from sglang.version import __version__ as sglang_version
+
+from tiercache.errors import ConfigError
+
+_MODEL: Final = (
+    "model_path", "revision", "load_format", "json_model_override_args", "context_length", "dtype", "quantization", "kv_cache_dtype",
+)  # fmt: skip
+"""The served name of a model is an alias; which model it is, and with which rope, is said by these. FP8 of both kinds is plain bytes in a
+pool: `kv_cache_dtype` tells them apart, and "auto" is what the checkpoint says."""
+
+_DRAFT: Final = (
+    "speculative_draft_model_path", "speculative_draft_model_revision", "speculative_draft_load_format",
+    "speculative_draft_model_quantization", "speculative_draft_kv_cache_dtype",
+)  # fmt: skip
+
+_MOST_SCALES: Final = 64 << 20
+"""Bytes of a file of KV scales; those there are have kilobytes."""
+
+
+class Server:
+    """The facts. `known`: has a server published its configuration? In a script it has not.
+
+    Raises ConfigError where a file that the configuration names cannot be read. Thread rule: immutable.
+    """
+
+    def __init__(self, pp_size: int) -> None:
+        try:
+            model, spec = get_model(), get_spec()
+        except ValueError:
+            model = spec = None
+        self.known = model is not None
+        # AMD cards have an E4M3 of their own, under the name of the other.
+        self._platform = ["sglang", sglang_version, "rocm" if torch.version.hip else "cuda"]
+        # How layers are divided among stages is on no pool of states.
+        self._stages = [pp_size, os.environ.get("SGLANG_PP_LAYER_PARTITION") if pp_size > 1 else None]
+        self._model = [[name, str(getattr(model, name, None))] for name in _MODEL] + [["scales", _scales(model)]]
+        self._draft = [[name, str(getattr(spec, name, None))] for name in _DRAFT]
+
+    def facts(self, *, draft: bool) -> list[Any]:
+        """Everything that a pool's bytes depend on; `draft`: also those of a draft model."""
+        return [*self._platform, self._stages, self._model, self._draft if draft else None]
+
+
+def _scales(model: Any) -> str | None:
+    """The digest of the file of KV scales, which become part of keys and values."""
+    path = getattr(model, "quantization_param_path", None)
+    if not path:
+        return None
+    try:
+        with open(path, "rb") as file:
+            content = file.read(_MOST_SCALES + 1)
+    except OSError as error:
+        raise ConfigError(f"the KV scales in {path} cannot be read, and cached bytes depend on them: {error}") from error
+    if len(content) > _MOST_SCALES:
+        raise ConfigError(f"the KV scales in {path} have more than {_MOST_SCALES} bytes; nothing of that size can be KV scales")
+    return blake3(content).hexdigest()
