@@ -389,7 +389,15 @@ PALE: Final = """(() => {
 
 
 @pytest.mark.parametrize(
-    ("name", "dark"), [("ten", False), ("ten", True), ("one", False), ("flat", True), ("alone", False), ("hostile", True)]
+    ("name", "dark"),
+    [
+        pytest.param("ten", False, marks=pytest.mark.slow),
+        ("ten", True),
+        ("one", False),
+        ("flat", True),
+        ("alone", False),
+        ("hostile", True),
+    ],
 )
 def test_nothing_is_missing_pale_crowded_or_too_wide(page: Page, reports: dict[str, Path], name: str, dark: bool) -> None:
     for width in (320, 1280) if name == "ten" else (320, 390, 820, 1280, 1920):
