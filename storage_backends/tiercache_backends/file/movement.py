@@ -6,10 +6,10 @@ the device's speed and without pushing others out, unless it is read for the sec
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Sequence
 from errno import EINVAL
-from itertools import accumulate, zip_longest
+from itertools import zip_longest
 from mmap import mmap
 from threading import Lock
 from typing import Final
@@ -25,6 +25,7 @@ from tiercache_backends.local.crew import MEMORY_THREADS, Crew
 _PAD: Final = memoryview(mmap(-1, BLOCK_ALIGN))
 """Takes in what lies between a payload's end and its block's end, where the caller's buffers do not. Nobody reads it."""
 _SECTOR: Final = 512
+_STEP_BYTES: Final = 64 << 20
 _ZEROS: Final = memoryview(bytes(BLOCK_ALIGN))
 
 
@@ -79,18 +80,20 @@ class Mover:
         self._crew.close()
 
     def _write_uncached(self, shares: Sequence[list[Run]]) -> None:
-        """Write blocks that are not in the page cache, through it or past it: the way that has been faster lately."""
-        first, rest = self._pace.chooses_direct()
-        if first == rest:
-            self._write_one_way(shares, rest)
-            return
-        ends = list(accumulate(_nbytes(share) for share in shares))
-        trial = bisect_left(ends, TRIAL_BYTES) + 1
-        self._write_one_way(shares[:trial], first)
-        if trial < len(shares):
-            self._write_one_way(shares[trial:], rest)
+        """Write blocks that are not in the page cache, through it or past it: the way that has been faster lately.
+
+        In steps, for a way that is fast at first can become slow in the middle of a large batch.
+        """
+        waiting = deque(self._by_turns(shares))
+        while waiting:
+            first, rest = self._pace.chooses_direct()
+            if first != rest:
+                self._write_one_way(_taken(waiting, TRIAL_BYTES), first)
+            self._write_one_way(_taken(waiting, _STEP_BYTES), rest)
 
     def _write_one_way(self, shares: Sequence[list[Run]], direct: bool) -> None:
+        if not shares:
+            return
         started = self._env.monotonic()
         if direct:
             # Many calls at once, so that the pieces of an object are written in any order; its proof sees them in theirs.
@@ -98,7 +101,7 @@ class Mover:
             runs = [run for share in shares for run in share]
             self._crew.spread(self._write_past, runs, self._crew.threads)
         else:
-            self._crew.spread(self._write_cached, self._by_turns(shares), MEMORY_THREADS)
+            self._crew.spread(self._write_cached, shares, MEMORY_THREADS)
         self._pace.note(direct, sum(map(_nbytes, shares)), self._env.monotonic() - started)
 
     def _by_turns(self, shares: Sequence[list[Run]]) -> list[list[Run]]:
@@ -189,6 +192,16 @@ class Mover:
             return self._env.cached(self._slabs.slab(run).fd, self._slabs.offset(run), run.blocks * BLOCK_ALIGN)
         except OSError:
             return True
+
+
+def _taken(waiting: deque[list[Run]], most: int) -> list[list[Run]]:
+    """The shares up to the one that reaches `most` bytes."""
+    taken: list[list[Run]] = []
+    left = most
+    while waiting and left > 0:
+        taken.append(waiting.popleft())
+        left -= _nbytes(taken[-1])
+    return taken
 
 
 def _nbytes(share: Sequence[Run]) -> int:

@@ -41,4 +41,6 @@ class Pace:
         if nbytes >= _TELLING_BYTES and seconds > 0:
             with self._mutex:
                 rate = nbytes / seconds
-                self._rates[direct] = _MEMORY * self._rates.get(direct, rate) + (1 - _MEMORY) * rate
+                before = self._rates.get(direct, rate)
+                # What has become slow mostly stays so: the cache is full of what the disk has not taken yet.
+                self._rates[direct] = min(rate, _MEMORY * before + (1 - _MEMORY) * rate)
