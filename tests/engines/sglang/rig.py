@@ -31,6 +31,8 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 
+from tiercache.integrations.sglang import server
+
 PAGE, PAGES, SLOTS = 16, 40, 12
 MODEL = "some/model"
 KV_LAYOUTS = ["layer_first", "page_first", "page_first_direct", "page_head"]
@@ -71,14 +73,14 @@ def mla_pool(layout: str = "page_first", dtype: torch.dtype = torch.bfloat16, la
 
 
 @contextlib.contextmanager
-def server_says(kv_cache_dtype: str = "auto", **more: Any) -> Iterator[None]:
+def server_says(kv_cache_dtype: str = "auto", **more: Any) -> Iterator[dict[str, Any]]:
     """A process in which SGLang has published its configuration, as every server does before it makes pools."""
-    model = {"model_path": "some/model", "revision": None, "quantization": None, "quantization_param_path": None, "dtype": "auto"}
-    spec = {name: value for name, value in more.items() if name.startswith("speculative")}
+    model = dict.fromkeys(server._MODEL) | {"model_path": "some/model", "quantization_param_path": None, "dtype": "auto"}
+    spec = dict.fromkeys(server._DRAFT) | {name: value for name, value in more.items() if name.startswith("speculative")}
     model |= {"kv_cache_dtype": kv_cache_dtype} | {name: value for name, value in more.items() if name not in spec}
     bags = {"model": SimpleNamespace(**model), "spec": SimpleNamespace(**spec)}
     with mock.patch.object(runtime_context._CONTEXT, "_config_bags", bags):
-        yield
+        yield bags
 
 
 def mamba_pool(

@@ -14,12 +14,15 @@ pytestmark = pytest.mark.integration
 torch = pytest.importorskip("torch")
 pytest.importorskip("sglang.srt.mem_cache.hicache_storage", reason="SGLang is not installed: make test-engines")
 
+from sglang.srt.arg_groups.arg_utils import namespace_of  # noqa: E402
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo, PoolHitPolicy, PoolName, PoolTransfer  # noqa: E402
 from sglang.srt.mem_cache.memory_pool_host import LogicalHostPool  # noqa: E402
+from sglang.srt.server_args import ServerArgs  # noqa: E402
 
 from tests.engines.damage import flip, truncate  # noqa: E402
 from tests.engines.sglang import rig  # noqa: E402
 from tests.engines.sglang.rig import PAGE, PAGES, SLOTS, any_state, backend, keys, kv_pool, mamba_pool, page, rows, state_at  # noqa: E402
+from tiercache.integrations.sglang import server  # noqa: E402
 from tiercache.storage.registry import open_backend  # noqa: E402
 from tiercache.testing.faults import FaultEnv  # noqa: E402
 
@@ -227,6 +230,16 @@ def test_what_the_server_was_told_is_part_of_the_identity(url: str, tmp_path: Pa
     monkeypatch.setenv("SGLANG_PP_LAYER_PARTITION", "8,4,12")
     with rig.server_says():
         assert there() == (True, True)
+
+
+def test_the_real_server_says_all_of_that(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    bags = namespace_of(ServerArgs)
+    assert {bags.get(name) for name in (*server._MODEL, "quantization_param_path")} == {"model"}
+    assert {bags.get(name) for name in server._DRAFT} == {"spec"}
+    with rig.server_says() as said:
+        del said["model"].context_length  # as in another release
+        backend(url, kv_pool()).close()
+    assert "this SGLang does not say context_length; what you set of that belongs into revision" in caplog.text
 
 
 @pytest.mark.parametrize("v1", [0, 1])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -11,6 +13,8 @@ from sglang.srt.runtime_context import get_model, get_spec
 from sglang.version import __version__ as sglang_version
 
 from tiercache.errors import ConfigError
+
+_log = logging.getLogger(__name__)
 
 _MODEL: Final = (
     "model_path", "revision", "load_format", "json_model_override_args", "context_length", "dtype", "quantization", "kv_cache_dtype",
@@ -43,12 +47,19 @@ class Server:
         self._platform = ["sglang", sglang_version, "rocm" if torch.version.hip else "cuda"]
         # How layers are divided among stages is on no pool of states.
         self._stages = [pp_size, os.environ.get("SGLANG_PP_LAYER_PARTITION") if pp_size > 1 else None]
-        self._model = [[name, str(getattr(model, name, None))] for name in _MODEL] + [["scales", _scales(model)]]
-        self._draft = [[name, str(getattr(spec, name, None))] for name in _DRAFT]
+        self._model = [*_said(model, _MODEL), ["scales", _scales(model)]]
+        self._draft = _said(spec, _DRAFT)
 
     def facts(self, *, draft: bool) -> list[Any]:
         """Everything that a pool's bytes depend on; `draft`: also those of a draft model."""
         return [*self._platform, self._stages, self._model, self._draft if draft else None]
+
+
+def _said(published: Any, names: Sequence[str]) -> list[list[str]]:
+    absent = [name for name in names if published is not None and not hasattr(published, name)]
+    if absent:
+        _log.warning("tiercache: this SGLang does not say %s; what you set of that belongs into revision", ", ".join(absent))
+    return [[name, str(getattr(published, name, None))] for name in names]
 
 
 def _scales(model: Any) -> str | None:
