@@ -8,8 +8,13 @@ from __future__ import annotations
 import enum
 import importlib.util
 import sys
+from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
+from typing import Any
+
+import pytest
 
 
 class InterpolationMode(enum.Enum):
@@ -47,3 +52,12 @@ def _stub(name: str) -> ModuleType:
 if importlib.util.find_spec("sglang") is not None and importlib.util.find_spec("torchvision") is None:
     for part in ("", ".transforms", ".transforms.functional", ".transforms.v2", ".transforms.v2.functional"):
         _stub("torchvision" + part).InterpolationMode = InterpolationMode  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[Any]:
+    """A process group of one, in a process that is a rank of one."""
+    from tests.engines.sglang import rig  # late: it imports SGLang
+
+    with rig.on_a_cpu(), rig.group_of_one(tmp_path) as group:
+        yield group

@@ -134,11 +134,13 @@ def extra_config(url: str, *, v1: int = 1, **settings: Any) -> dict[str, Any]:
 
 def backend(
     url: str, kv: Any, mamba: Any = None, *, v1: int = 1, rank: int = 0, size: int = 1, mla: bool = False, model: str = MODEL,
-    metrics: bool = False, more: dict[Any, Any] | None = None, **settings: Any,
+    metrics: bool = False, more: dict[Any, Any] | None = None, stage: tuple[int, int] = (0, 1), context: tuple[int, int] = (0, 1),
+    **settings: Any,
 ) -> Any:  # fmt: skip
     """A backend as the controller makes and registers one, through SGLang's own factory."""
     config = HiCacheStorageConfig(
-        tp_rank=rank, tp_size=size, pp_rank=0, pp_size=1, attn_cp_rank=0, attn_cp_size=1, is_mla_model=mla, enable_storage_metrics=metrics,
+        tp_rank=rank, tp_size=size, pp_rank=stage[0], pp_size=stage[1], attn_cp_rank=context[0], attn_cp_size=context[1],
+        is_mla_model=mla, enable_storage_metrics=metrics,
         is_page_first_layout=True, model_name=model, extra_config=extra_config(url, v1=v1, **settings),
     )  # fmt: skip
     made = StorageBackendFactory.create_backend("dynamic", config, kv)

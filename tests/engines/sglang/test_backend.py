@@ -282,6 +282,29 @@ def test_latent_pages_are_one_ranks_and_everybodys_but_states_are_not(shared: st
     other.close()
 
 
+@pytest.mark.parametrize("mla", [False, True])
+def test_every_rank_has_its_own(shared: str, mla: bool) -> None:
+    kv, mamba = rig.mla_pool() if mla else kv_pool(), mamba_pool()
+    [name] = keys("a")
+    ranks = [(tensor, stage, context) for tensor in range(2) for stage in range(2) for context in range(2)]
+
+    def of(tensor: int, stage: int, context: int) -> Any:
+        return backend(shared, kv, mamba, rank=tensor, size=2, stage=(stage, 2), context=(context, 2), mla=mla)
+
+    first = of(1, 0, 1)
+    assert first.batch_set_v1([name], rows(0)) == [True]
+    assert first.batch_set_v2([state_at(name, 1)]) == {PoolName.MAMBA: [True]}
+    first.close()
+    found = {}
+    for rank in ranks:
+        store = of(*rank)
+        found[rank] = store.exists(name), store.batch_get_v2([state_at(name, 2)])[PoolName.MAMBA][0]
+        store.close()
+    pages = {rank for rank, (page_there, _) in found.items() if page_there}
+    assert pages == ({(0, 0, 1), (1, 0, 1)} if mla else {(1, 0, 1)})
+    assert [rank for rank, (_, state_there) in found.items() if state_there] == [(1, 0, 1)]
+
+
 @pytest.mark.parametrize("hurt", [flip, truncate])
 def test_damage_is_a_miss_and_the_next_set_repairs_it(url: str, tmp_path: Path, hurt: Any) -> None:
     kv = kv_pool()

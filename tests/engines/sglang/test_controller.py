@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,12 +22,6 @@ from tests.engines.damage import flip, truncate  # noqa: E402
 from tests.engines.sglang import rig  # noqa: E402
 
 TOKENS = range(rig.PAGE * 6)
-
-
-@pytest.fixture
-def group(tmp_path: Path) -> Iterator[Any]:
-    with rig.on_a_cpu(), rig.group_of_one(tmp_path) as group:
-        yield group
 
 
 @pytest.fixture
@@ -62,6 +55,22 @@ def test_what_was_written_is_found_and_fetched(group: Any, url: str, v1: int, la
     assert (tokens, hits["mamba"]) == (4 * rig.PAGE, 1)
     assert [rig.page(kv, i) for i in (20, 25, 22, 21)] == expected[:4]
     assert rig.page(mamba, 7) == state
+    made.detach_storage_backend()
+
+
+@pytest.mark.parametrize("form", ["toml", "json", "text"])
+def test_settings_as_an_operator_writes_them(group: Any, url: str, tmp_path: Path, form: str) -> None:
+    written = rig.extra_config(url) | {"hicache_storage_pass_prefix_keys": True, "prefetch_threshold": 64}
+    lines = (f"{name} = {json.dumps(value)}\n" for name, value in written.items())
+    text = "".join(lines) if form == "toml" else json.dumps(written)
+    path = tmp_path / f"tiercache.{form}"
+    path.write_text(text)
+    made = rig.controller(rig.kv_pool(), rig.mamba_pool(), group)
+    parsed, threshold, *_ = made.parse_storage_backend_extra_config(text if form == "text" else f"@{path}")
+    made.attach_storage_backend("dynamic", threshold, rig.MODEL, parsed, host_pools=made.mem_pool_host.entries)
+    key, hashes = rig.hashed(TOKENS)
+    rig.write(made, TOKENS, hashes, range(6), {5: 2})
+    assert rig.query(made, key, rig.any_state()).storage_hit_count == len(TOKENS)
     made.detach_storage_backend()
 
 

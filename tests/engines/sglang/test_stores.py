@@ -23,12 +23,6 @@ TOKENS = range(rig.PAGE * 6)
 
 
 @pytest.fixture
-def group(tmp_path: Path) -> Iterator[Any]:
-    with rig.on_a_cpu(), rig.group_of_one(tmp_path) as group:
-        yield group
-
-
-@pytest.fixture
 def daemon(tmp_path: Path) -> Iterator[Daemon]:
     sockets = Path(tempfile.mkdtemp(prefix="tc-"))  # a unix socket's path must be short
     with Daemon("unix", sockets, f"file://{tmp_path}/served?capacity=64MiB") as daemon:
