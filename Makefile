@@ -29,7 +29,7 @@ demo: $(STAMP)  ## Serve a hybrid model through device, host and disk, and over 
 	$(BIN)/tiercache demo $(ARGS)
 
 test: $(STAMP)  ## Run the tests
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m tests $(ARGS)
 
 $(ENGINES)/%/.installed: pyproject.toml constraints-dev.txt constraints-engines.txt tests/engines/%/requirements.txt tests/engines/%/engine.txt
 	@echo "making $(@D): gigabytes, a few minutes"

@@ -543,7 +543,7 @@ def test_files_that_are_no_traces(tmp_path):
         (empty, "has no requests"),
         (blank, "line 2097153: a trace has at most 2,097,152 lines"),
         (packed, "is compressed; unpack it"),
-        (tmp_path / "missing.jsonl", "neither a file nor a generator"),
+        (Path("missing.jsonl"), "neither a file nor a generator"),
     ]:
         with pytest.raises(InputError, match=message) as raised:
             open_source(str(path))

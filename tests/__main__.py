@@ -1,0 +1,28 @@
+"""Run the tests: `python -m tests [arguments of pytest]`.
+
+In two parts: first on two processes all that only computes; then, with nothing beside it, what has deadlines of its own to meet. With a
+marker expression (`-m`) of the caller's, once and in one process, as `pytest` does it.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+NO_TESTS = 5
+QUICK = "not gpu and not slow and not stress and not integration"
+PARTS = (
+    ["-n", "2", "--dist", "loadfile", "-m", f"{QUICK} and not alone"],
+    ["-m", f"{QUICK} and alone"],
+)
+
+
+def main(arguments: list[str]) -> int:
+    """The exit status: that of pytest; 5, as there, if neither part found a test."""
+    parts = ([],) if "-m" in arguments else PARTS
+    ends = [subprocess.call([sys.executable, "-m", "pytest", *part, *arguments]) for part in parts]
+    return max((end for end in ends if end != NO_TESTS), default=NO_TESTS)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
