@@ -61,3 +61,15 @@ def group(tmp_path: Path) -> Iterator[Any]:
 
     with rig.on_a_cpu(), rig.group_of_one(tmp_path) as group:
         yield group
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    """A store for one process."""
+    return f"file://{tmp_path}/store?capacity=64MiB"
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> str:
+    """A store for several."""
+    return f"lmdb://{tmp_path}/shared?capacity=64MiB"

@@ -14,27 +14,14 @@ pytestmark = pytest.mark.integration
 torch = pytest.importorskip("torch")
 pytest.importorskip("sglang.srt.mem_cache.hicache_storage", reason="SGLang is not installed: make test-engines")
 
-from sglang.srt.arg_groups.arg_utils import namespace_of  # noqa: E402
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo, PoolHitPolicy, PoolName, PoolTransfer  # noqa: E402
 from sglang.srt.mem_cache.memory_pool_host import LogicalHostPool  # noqa: E402
-from sglang.srt.server_args import ServerArgs  # noqa: E402
 
 from tests.engines.damage import flip, truncate  # noqa: E402
 from tests.engines.sglang import rig  # noqa: E402
 from tests.engines.sglang.rig import PAGE, PAGES, SLOTS, any_state, backend, keys, kv_pool, mamba_pool, page, rows, state_at  # noqa: E402
-from tiercache.integrations.sglang import server  # noqa: E402
 from tiercache.storage.registry import open_backend  # noqa: E402
 from tiercache.testing.faults import FaultEnv  # noqa: E402
-
-
-@pytest.fixture
-def url(tmp_path: Path) -> str:
-    return f"file://{tmp_path}/store?capacity=64MiB"
-
-
-@pytest.fixture
-def shared(tmp_path: Path) -> str:
-    return f"lmdb://{tmp_path}/shared?capacity=64MiB"
 
 
 @pytest.mark.parametrize("v1", [0, 1])
@@ -139,109 +126,6 @@ def test_states_and_pages_are_restorable_together(url: str) -> None:
     store.close()
 
 
-def test_a_restart_finds_everything_and_another_identity_nothing(shared: str) -> None:
-    kv = kv_pool()
-    store = backend(shared, kv)
-    names, expected = keys(*range(3)), [page(kv, i) for i in range(3)]
-    assert store.batch_set_v1(names, rows(0, 1, 2)) == [True] * 3
-    store.close()
-    again = backend(shared, kv)
-    assert again.batch_get_v1(names, rows(10, 11, 12)) == [True] * 3
-    assert [page(kv, i) for i in (10, 11, 12)] == expected
-    again.close()
-    larger = backend(shared, kv_pool(pages=PAGES * 2))  # the size of the pool means nothing
-    assert larger.batch_exists(names) == 3
-    larger.close()
-    tagged = kv_pool()
-    tagged.storage_format_tag = "another"
-    for pool, changes in [
-        (kv, {"revision": "r2"}), (kv, {"tenant": "other"}), (kv, {"quantization": "fp8"}), (kv, {"model": "some/other"}),
-        (kv, {"rank": 1, "size": 2}), (kv, {"rank": 0, "size": 2}), (kv, {"v1": 0}), (tagged, {}),
-        (kv_pool("layer_first"), {}), (kv_pool("page_head"), {}), (kv_pool(dtype=torch.float16), {}), (kv_pool(layers=2), {}),
-        (kv_pool(heads=4), {}), (kv_pool(dtype=torch.float8_e4m3fn), {}),
-    ]:  # fmt: skip
-        other = backend(shared, pool, **changes)
-        assert other.batch_exists(names) == 0, changes
-        assert other.batch_get_v1(names, rows(1, 2, 3)) == [False] * 3
-        other.close()
-
-
-def test_the_kinds_of_eight_bits_never_meet(url: str) -> None:
-    def there(dtype: Any = torch.uint8, **settings: Any) -> bool:
-        store = backend(url, kv_pool(dtype=dtype), **settings)
-        found = store.exists(keys("a")[0])
-        assert store.batch_set_v1(keys("a"), rows(0)) == [True]
-        store.close()
-        return bool(found)
-
-    # A server's pools hold both kinds as bytes; its configuration says which.
-    for dtype in ("fp8_e4m3", "fp8_e5m2", "auto"):
-        with rig.server_says(dtype):
-            assert not there()
-            assert there()
-    assert not there(torch.float8_e4m3fn)
-    assert not there(torch.float8_e5m2)
-    # Where nothing says so, the operator has to.
-    with pytest.raises(ValueError, match="nothing says of which dtype; set kv_dtype"):
-        backend(url, kv_pool(dtype=torch.uint8))
-    assert not there(kv_dtype="fp8_e4m3")
-    assert there(kv_dtype="fp8_e4m3")
-    assert not there(kv_dtype="fp8_e5m2")
-
-
-def test_what_the_server_was_told_is_part_of_the_identity(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pools = {PoolName.DRAFT: kv_pool(layers=1)}
-
-    def there(**settings: Any) -> tuple[bool, bool]:
-        """Are the page of the KV and that of the draft model there? They are afterwards."""
-        store = backend(url, kv_pool(), more=pools, **settings)
-        found = store.batch_exists_v2(keys("a"), [PoolTransfer(PoolName.DRAFT)]).extra_pool_hit_pages
-        assert store.batch_set_v1(keys("a"), rows(0)) == [True]
-        assert store.batch_set_v2([PoolTransfer(PoolName.DRAFT, rows(0), keys=keys("a"))]) == {PoolName.DRAFT: [True]}
-        store.close()
-        return bool(found["kv"]), bool(found["draft"])
-
-    with rig.server_says():
-        assert there() == (False, False)
-        assert there() == (True, True)
-    scales = tmp_path / "scales.json"
-    scales.write_text("{}")
-    for told in (
-        {"model_path": "some/fine-tune"}, {"revision": "abc"}, {"json_model_override_args": '{"rope_scaling": 4}'}, {"quantization": "fp8"},
-        {"dtype": "half"}, {"kv_cache_dtype": "fp8_e4m3"}, {"load_format": "dummy"}, {"context_length": 131072},
-        {"quantization_param_path": str(scales)},
-    ):  # fmt: skip
-        with rig.server_says(**told):
-            assert there() == (False, False), told
-            assert there() == (True, True), told
-    scales.write_text('{"0": 2}')
-    with rig.server_says(quantization_param_path=str(scales)):
-        assert there() == (False, False)
-    with (
-        rig.server_says(quantization_param_path=str(tmp_path / "gone")),
-        pytest.raises(ValueError, match="the KV scales in"),
-    ):
-        there()
-    for told in ({"speculative_draft_model_path": "/eagle/v2"}, {"speculative_draft_kv_cache_dtype": "fp8_e5m2"}):
-        with rig.server_says(**told):
-            assert there() == (True, False), told
-            assert there() == (True, True), told
-    # How layers are divided among stages counts where there are stages.
-    monkeypatch.setenv("SGLANG_PP_LAYER_PARTITION", "8,4,12")
-    with rig.server_says():
-        assert there() == (True, True)
-
-
-def test_the_real_server_says_all_of_that(url: str, caplog: pytest.LogCaptureFixture) -> None:
-    bags = namespace_of(ServerArgs)
-    assert {bags.get(name) for name in (*server._MODEL, "quantization_param_path")} == {"model"}
-    assert {bags.get(name) for name in server._DRAFT} == {"spec"}
-    with rig.server_says() as said:
-        del said["model"].context_length  # as in another release
-        backend(url, kv_pool()).close()
-    assert "this SGLang does not say context_length; what you set of that belongs into revision" in caplog.text
-
-
 @pytest.mark.parametrize("v1", [0, 1])
 @pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn"])
@@ -260,49 +144,6 @@ def test_pages_of_latent_attention(url: str, layout: str, dtype: str, v1: int, c
             latent.set_from_flat_data_page(slot * PAGE, flat)
     assert [page(latent, 9), page(latent, 8)] == expected
     store.close()
-
-
-def test_latent_pages_are_one_ranks_and_everybodys_but_states_are_not(shared: str) -> None:
-    mha, latent, mamba = kv_pool(), rig.mla_pool(), mamba_pool()
-    names = keys("a")
-    first = backend(shared, latent, mamba, rank=0, size=4, mla=True)
-    assert first.batch_set_v1(names, rows(0)) == [True]
-    assert first.batch_set_v2([state_at(names[0], 1)]) == {PoolName.MAMBA: [True]}
-    first.close()
-    fourth = backend(shared, latent, mamba, rank=3, size=4, mla=True)
-    assert fourth.batch_exists(names) == 1
-    assert fourth.batch_exists_v2(names, [any_state()]).kv_hit_pages == 0
-    fourth.close()
-    # Pages with heads are every rank's own, whatever the model is said to be: a draft model's, say.
-    sharded = backend(shared, mha, rank=0, size=4, mla=True)
-    assert sharded.batch_set_v1(names, rows(0)) == [True]
-    sharded.close()
-    other = backend(shared, mha, rank=3, size=4, mla=True)
-    assert other.batch_exists(names) == 0
-    other.close()
-
-
-@pytest.mark.parametrize("mla", [False, True])
-def test_every_rank_has_its_own(shared: str, mla: bool) -> None:
-    kv, mamba = rig.mla_pool() if mla else kv_pool(), mamba_pool()
-    [name] = keys("a")
-    ranks = [(tensor, stage, context) for tensor in range(2) for stage in range(2) for context in range(2)]
-
-    def of(tensor: int, stage: int, context: int) -> Any:
-        return backend(shared, kv, mamba, rank=tensor, size=2, stage=(stage, 2), context=(context, 2), mla=mla)
-
-    first = of(1, 0, 1)
-    assert first.batch_set_v1([name], rows(0)) == [True]
-    assert first.batch_set_v2([state_at(name, 1)]) == {PoolName.MAMBA: [True]}
-    first.close()
-    found = {}
-    for rank in ranks:
-        store = of(*rank)
-        found[rank] = store.exists(name), store.batch_get_v2([state_at(name, 2)])[PoolName.MAMBA][0]
-        store.close()
-    pages = {rank for rank, (page_there, _) in found.items() if page_there}
-    assert pages == ({(0, 0, 1), (1, 0, 1)} if mla else {(1, 0, 1)})
-    assert [rank for rank, (_, state_there) in found.items() if state_there] == [(1, 0, 1)]
 
 
 @pytest.mark.parametrize("hurt", [flip, truncate])
@@ -347,20 +188,6 @@ def test_indices_that_are_not_pages_of_the_pool_are_refused(url: str) -> None:
         assert store.batch_set_v1(keys("b"), indices) == [False]
     assert not store.exists(keys("b")[0])
     assert bytes(kv.kv_buffer.reshape(-1).view(torch.uint8).numpy()) == before
-    store.close()
-
-
-def test_hashes_of_another_form_are_kept_apart(url: str) -> None:
-    kv = kv_pool()
-    store = backend(url, kv)
-    odd = ["", "x", "é" * 64, "0" * 63, "0" * 65, "0" * 64, "0" * 128, "zz" * 32, " " * 64, "00 " * 21 + "0"]
-    for index, name in enumerate(odd):
-        assert store.batch_set_v1([name], rows(index)) == [True]
-    expected = [page(kv, index) for index in range(len(odd))]
-    assert store.batch_get_v1(odd, rows(*range(20, 20 + len(odd)))) == [True] * len(odd)
-    assert [page(kv, 20 + index) for index in range(len(odd))] == expected
-    assert store.batch_get_v1(["0" * 64, "0" * 128], rows(30, 31)) == [True, True]  # two hashes, whose hex is as long as three
-    assert [page(kv, 30), page(kv, 31)] == [expected[5], expected[6]]
     store.close()
 
 
@@ -556,25 +383,3 @@ def test_pages_that_are_copied_hang_on_the_pages_before_them(shared: str, monkey
     parents = {e.key.page_key: e.meta.parent for e in store._store.scan_all()}
     assert parents == {pages[2]: pages[1], pages[3]: None, pages[4]: pages[3]}
     store.close()
-
-
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"revision": ""}, "revision is empty; the settings are storage, revision, quantization, kv_dtype, state_dtype, tenant"),
-        ({"revision": 7}, "revision is wrong: Input should be a valid string"),
-        ({"storage": []}, "storage names no store; the settings are"),
-        ({"storage": ["file:///a", "file:///b"]}, "storage names several stores, and chains of stores are not there yet"),
-        ({"colour": "red"}, "colour is not a setting; the settings are storage"),
-        ({"storage": "nowhere"}, "is not a URL"),
-        ({"size": 2}, "can be opened by one process at a time, and this engine has several"),
-        ({"storage": "file:///tmp/{rank}?capacity=64MiB", "size": 2, "mla": True}, "one rank writes the KV"),
-    ],
-)
-def test_a_wrong_setting_ends_the_attach_in_one_sentence(url: str, changes: dict[str, Any], sentence: str) -> None:
-    changes = dict(changes)
-    with pytest.raises(ValueError, match=sentence) as error:
-        backend(changes.pop("storage", url), kv_pool(), **changes)
-    assert "\n" not in str(error.value)
-    # Nothing is left open behind it.
-    backend(url, kv_pool()).close()

@@ -24,11 +24,6 @@ from tests.engines.sglang import rig  # noqa: E402
 TOKENS = range(rig.PAGE * 6)
 
 
-@pytest.fixture
-def url(tmp_path: Path) -> str:
-    return f"file://{tmp_path}/store?capacity=64MiB"
-
-
 def stored(made: Any) -> int:
     return int(made.storage_backend._store.usage().objects)
 

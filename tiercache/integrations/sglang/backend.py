@@ -137,7 +137,7 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
             return
         try:
             self._register(name, host_pool)
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:  # noqa: BLE001  whatever a pool of theirs raises
             # Said at the end of the attach: SGLang cannot take one back from here.
             self._pools.pop(name, None)
             self._unkept[name] = f"{type(host_pool).__name__}: {error}"
@@ -294,7 +294,7 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
             return [False] * len(keys)
         try:
             return work(pool, keys, transfer.host_indices)
-        except Exception:  # noqa: BLE001
+        except Exception:  # noqa: BLE001  the other pools go on
             _log.exception("tiercache: pool %s failed", transfer.name)
             return [False] * len(keys)
 
