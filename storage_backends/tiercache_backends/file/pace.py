@@ -8,7 +8,7 @@ from typing import Final
 TRIAL_BYTES: Final = 8 << 20
 """Of a large batch so much goes the slower way when that is tried again: enough to tell, and no more."""
 _TELLING_BYTES: Final = 4 << 20
-_TRY_EVERY: Final = 32
+_TRY_EVERY: Final = 16
 _MEMORY: Final = 0.5
 
 
