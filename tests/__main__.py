@@ -18,10 +18,18 @@ PARTS = (
 
 
 def main(arguments: list[str]) -> int:
-    """The exit status: that of pytest; 5, as there, if neither part found a test."""
+    """The exit status, as pytest has them."""
     parts = ([],) if "-m" in arguments else PARTS
     ends = [subprocess.call([sys.executable, "-m", "pytest", *part, *arguments]) for part in parts]
-    return max((end for end in ends if end != NO_TESTS), default=NO_TESTS)
+    return status_of(ends, chosen=bool(arguments))
+
+
+def status_of(ends: list[int], *, chosen: bool) -> int:
+    """The status of the whole. Only of a choice of tests may a part have none; a part that a signal ended (below 0) has failed."""
+    failed = [end for end in ends if end != 0 and not (chosen and end == NO_TESTS)]
+    if failed:
+        return failed[0] if failed[0] > 0 else 1
+    return 0 if 0 in ends else NO_TESTS
 
 
 if __name__ == "__main__":

@@ -6,7 +6,10 @@ import subprocess
 import sys
 from importlib.metadata import entry_points
 
+import pytest
+
 import tiercache
+from tests.__main__ import status_of
 from tiercache import errors
 
 
@@ -26,6 +29,17 @@ def test_the_command_answers_help_without_loading_torch():
 def test_the_stores_are_found_by_entry_points():
     found = {e.name: e.load() for e in entry_points(group="tiercache.storage_backends")}
     assert {"memory", "file", "lmdb", "grpc"} <= set(found)
+
+
+@pytest.mark.parametrize(
+    ("ends", "chosen", "status"),
+    [
+        ([0, 0], False, 0), ([0, 1], False, 1), ([1, 0], True, 1), ([0, -11], False, 1), ([-9, 0], True, 1), ([2, 1], False, 2),
+        ([0, 5], True, 0), ([5, 0], True, 0), ([5, 5], True, 5), ([5, 0], False, 5), ([0, 5], False, 5), ([5, 1], True, 1),
+    ],
+)  # fmt: skip
+def test_the_tests_pass_only_if_each_part_of_them_does(ends, chosen, status):
+    assert status_of(ends, chosen=chosen) == status
 
 
 def test_every_error_is_in_the_tree_that_its_module_draws():

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiercache_backends.file import FileBackend
+from tiercache_backends.file import FileBackend, movement
 from tiercache_backends.file.pace import TRIAL_BYTES, Pace
 
 from tiercache.core import ObjectMeta, Outcome
@@ -126,6 +126,42 @@ def test_the_pace_of_both_ways_is_watched() -> None:
     assert [pace.chooses_direct() for _ in range(64)].count((True, False)) == 4, "the disk became slow"
     pace.note(False, 4096, 1000.0)
     assert [pace.chooses_direct() for _ in range(64)].count((True, False)) == 4, "a small write says nothing"
+
+
+def test_a_way_that_became_slow_is_left_at_once() -> None:
+    pace = Pace()
+    for _ in range(20):
+        pace.note(False, 1 << 30, 0.2)
+        pace.note(True, 1 << 30, 0.5)
+    assert pace.chooses_direct() == (False, False)
+    pace.note(False, 1 << 30, 3.0)
+    assert pace.chooses_direct() == (True, True)
+
+
+def test_a_large_batch_is_written_in_steps(real_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(movement, "_STEP_BYTES", 4 << 20)
+    env = Doors()
+    with FileBackend(str(real_disk), CAPACITY, env=env) as store:
+        env.doors("")
+        ways = [(False, False), (True, True), (False, False)]
+        monkeypatch.setattr(store._mover._pace, "chooses_direct", lambda: ways.pop(0))
+        names = [f"page-{i}" for i in range(12)]
+        sets = [SetItem(key(name), [aligned(payload(name, 1 << 20))], ObjectMeta(NAMESPACE, 1 << 20, b"")) for name in names]
+        assert store.set(sets) == [STORED] * 12
+        assert not ways, "each step asks anew"
+        doors = env.doors("pwritev")
+        assert (doors[0], doors[-1], doors.count("direct")) == ("buffered", "buffered", 4)
+        for name in names:
+            assert get_aligned(store, name, 1 << 20) == payload(name, 1 << 20)
+
+
+def test_the_first_large_batch_lies_in_two_slabs_and_a_small_one_in_one(real_disk: Path) -> None:
+    for count, slabs in ((12, 2), (4, 1)):
+        with FileBackend(str(real_disk / str(count)), 1 << 30) as store:
+            names = [f"page-{i}" for i in range(count)]
+            sets = [SetItem(key(name), [aligned(payload(name, 1 << 20))], ObjectMeta(NAMESPACE, 1 << 20, b"")) for name in names]
+            assert store.set(sets) == [STORED] * count
+            assert len({path for name in names for path, _, _ in store.locate(key(name))}) == slabs
 
 
 def test_the_slower_way_is_tried_with_the_beginning_of_a_batch(real_disk: Path) -> None:

@@ -191,6 +191,28 @@ def test_indices_that_are_not_pages_of_the_pool_are_refused(url: str) -> None:
     store.close()
 
 
+def test_addresses_that_are_not_the_pools_are_refused(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kv, other = kv_pool(), kv_pool()
+    store = backend(url, kv)
+    names = keys("a")
+    assert store.batch_set_v1(names, rows(0)) == [True]
+    truth, before = kv.get_page_buffer_meta, page(other, 0)
+    base, end = kv.kv_buffer.data_ptr(), kv.kv_buffer.data_ptr() + kv.kv_buffer.nbytes
+    [k, v], sizes = truth(rows(5))
+    for told in [
+        ([other.kv_buffer.data_ptr(), v], sizes), ([base - 1, v], sizes), ([k, end - sizes[1] + 1], sizes), ([0, v], sizes),
+        ([k], sizes[:1]), ([k, v, v], [*sizes, sizes[1]]), ([k, v], [sizes[0] * 2, sizes[1]]), ([k, v], [sizes[0] - 1, sizes[1] + 1]),
+    ]:  # fmt: skip
+        monkeypatch.setattr(kv, "get_page_buffer_meta", lambda _, told=told: told)
+        assert store.batch_get_v1(names, rows(5)) == [False], told
+        assert store.batch_set_v1(keys("b"), rows(5)) == [False], told
+    monkeypatch.setattr(kv, "get_page_buffer_meta", truth)
+    assert page(other, 0) == before
+    assert not store.exists(keys("b")[0])
+    assert store.batch_get_v1(names, rows(5)) == [True]
+    store.close()
+
+
 def test_nothing_raises_into_the_controller(url: str, caplog: pytest.LogCaptureFixture) -> None:
     kv = kv_pool()
     store = backend(url, kv)

@@ -38,7 +38,7 @@ _FIRST: Final = "docs/engines.md: the settings that attach the store, and what t
 LOOK_AT: Final = {
     Engine.SGLANG: (
         _FIRST,
-        "the server's log: `tiercache: pool kv, ...` at the start; `is not kept` names a pool without which no prefix comes back",
+        "the server's log: `tiercache: pool kv, ...` at the start, or why the attach failed; `is not kept` names a pool that came too late",
         "--tokens: SGLang asks storage for no less than a page, and no less than prefetch_threshold (256 tokens)",
         "--hicache-write-policy: write_through_selective stores what is used a second time, write_back only what is evicted",
         "--hicache-storage-prefetch-policy: best_effort does not wait for a slow store, wait_complete does",

@@ -5,7 +5,8 @@
         "class_name": "TierCacheStorage", "interface_v1": 1, "storage": "file:///var/lib/tiercache?capacity=200GiB",
         "revision": "<of the weights>"}'
 
-What the JSON may say: `tiercache.integrations.settings`. Read `keys`, `pools` (what SGLang's host pools are made of), `backend`.
+What the JSON may say: `tiercache.integrations.settings`. Read `keys`, `server` (what it was told),
+`pools` (what SGLang's host pools are made of), `backend`.
 """
 
 from tiercache.integrations.sglang.backend import TierCacheStorage

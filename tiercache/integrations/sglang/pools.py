@@ -75,7 +75,7 @@ class HostPages:
             pool.get_data_page(0, flat=True)  # a layout that has no flat pages says so now
             page = pool.get_dummy_flat_data_page()
             sizes = [page.numel() * page.element_size()]
-        self._parts = len(sizes)
+        self._sizes = sizes
         self.nbytes = sum(sizes)
         if not self.nbytes:
             raise ValueError("a page of it has no bytes")
@@ -106,10 +106,9 @@ class HostPages:
     def buffers(self, indices: torch.Tensor, count: int) -> list[list[memoryview]]:
         """The memory of `count` pages, each in parts, of a pool that tells addresses. Raises ValueError for any that is not its own."""
         pointers, sizes = self.pool.get_page_buffer_meta(indices)
-        parts = self._parts
-        if len(pointers) != count * parts:
-            raise ValueError(f"{len(pointers)} buffers for {count} pages of {parts} parts")
-        views = self._views(pointers, sizes)
+        if sizes != self._sizes * count:
+            raise ValueError(f"{count} pages are told to have parts of other sizes than at the registration")
+        views, parts = self._views(pointers, sizes), len(self._sizes)
         return [views[i : i + parts] for i in range(0, len(views), parts)]
 
     def _views(self, pointers: Sequence[int], sizes: Sequence[int]) -> list[memoryview]:
