@@ -270,6 +270,8 @@ def test_memory_that_cannot_be_mapped_for_writing_is_refused(ends: ExitStack, ca
 
 
 def test_a_worker_that_is_killed_leaves_nothing_with_the_node(ends: ExitStack) -> None:
+    maps = Path("/proc/self/maps")
+    until(lambda: "memfd:tiercache-staging" not in maps.read_text())  # a node lets go of what an earlier client had behind its back
     node = started(ends)
     script = (
         "import sys, time; from tiercache_backends.grpc import GrpcBackend; from tiercache_backends.grpc.settings import read_settings;"
@@ -280,7 +282,6 @@ def test_a_worker_that_is_killed_leaves_nothing_with_the_node(ends: ExitStack) -
     worker = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
     assert worker.stdout is not None
     assert worker.stdout.readline() == b"ready\n"
-    maps = Path("/proc/self/maps")
     assert "memfd:tiercache-arena" in maps.read_text()
     assert maps.read_text().count("memfd:tiercache-staging") == 1
     worker.kill()
