@@ -5,9 +5,9 @@ from __future__ import annotations
 from tiercache.policy import POLICIES, Policy, policy_named
 from tiercache.testing.policies import PolicyConformance
 
-for _name in POLICIES:
+for _name in (*POLICIES, "seglen:additive"):
 
     def _make(self: PolicyConformance, name: str = _name) -> Policy:
         return policy_named(name)
 
-    globals()[f"Test{_name.title()}"] = type(_name, (PolicyConformance,), {"make": _make})
+    globals()[f"Test{_name.title().replace(':', '')}"] = type(_name, (PolicyConformance,), {"make": _make})

@@ -55,11 +55,30 @@ def test_every_policy_has_a_name_by_which_it_is_made():
 def test_a_parameter_follows_the_name():
     asked = units(replay=[1, 2, 9], last_access=[3, 9, 1], depth=[5, 7, 9], nbytes=[4, 5, 6], now=9)
     np.testing.assert_array_equal(policy_named("seglen:0.3").rank(asked), SegLen(0.3).rank(asked))
+    np.testing.assert_array_equal(policy_named("seglen:additive").rank(asked), SegLen(additive=True).rank(asked))
+    assert policy_named("seglen:additive").needs_states
     np.testing.assert_array_equal(policy_named("marconi:1.5", COSTS).rank(asked), Marconi(COSTS, 1.5).rank(asked))
     np.testing.assert_array_equal(policy_named("marconi").rank(asked), Marconi(Costs(profile_named(DEFAULT_PROFILE))).rank(asked))
 
 
-@pytest.mark.parametrize("name", ["", "mru", "LRU", ":1", "seglen:x", "seglen:2", "seglen:nan", "marconi:-1", "marconi:inf", "lru:1"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "mru",
+        "LRU",
+        ":1",
+        "seglen:x",
+        "seglen:2",
+        "seglen:nan",
+        "marconi:-1",
+        "marconi:inf",
+        "lru:1",
+        "seglen:convex",
+        "marconi:additive",
+        "seglen:additive:0.5",
+    ],
+)
 def test_what_there_is_not_is_refused(name: str):
     with pytest.raises(ConfigError):
         policy_named(name)
@@ -104,6 +123,21 @@ def test_density_is_by_bytes_freed_and_a_load_where_the_tier_below_has_it():
 def test_seglen_weighs_replay_against_recency(weight: float, expected: list[float]):
     asked = units(replay=[1, 5, 9], last_access=[10, 30, 20], nbytes=[3, 1, 2], hits=[9, 0, 4], now=40)
     assert SegLen(weight).rank(asked).tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("weight", "expected"), [(0.85, [0.0, 0.85 * 0.5 + 1.0, 0.85 + 0.5]), (0.0, [0.0, 1.0, 0.5]), (1.0, [0.0, 1.5, 1.5])]
+)
+def test_in_its_additive_reading_seglen_adds_recency_in_full(weight: float, expected: list[float]):
+    asked = units(replay=[1, 5, 9], last_access=[10, 30, 20], nbytes=[3, 1, 2], hits=[9, 0, 4], now=40)
+    assert SegLen(weight, additive=True).rank(asked).tolist() == pytest.approx(expected)
+
+
+def test_the_two_readings_of_seglen_disagree():
+    """The middle one is the least recent by far and has the most to replay."""
+    asked = units(replay=[1, 9, 5], last_access=[30, 10, 20])
+    assert order(SegLen(), asked) == [0, 2, 1]
+    assert order(SegLen(additive=True), asked) == [1, 2, 0]
 
 
 def test_seglen_s_default_weight():
@@ -174,7 +208,35 @@ def test_marconi_has_an_alpha_from_0(alpha: float):
 def test_gdsf_is_frequency_by_density():
     asked = units(depth=4, replay=4, nbytes=[7, 14, 7, 7], hits=[0, 0, 3, 0], children=[0, 0, 2, 1], page_tokens=1)
     assert Gdsf(COSTS).rank(asked).tolist() == pytest.approx([8, 4, 32, 0.08])
-    assert Gdsf(COSTS).rank(units(covered=1, hits=1)).tolist() == [2 * LOAD_FLOPS_PER_BYTE]
+
+
+def test_for_gdsf_what_the_tier_below_holds_goes_first_and_by_frequency():
+    asked = units(depth=4, replay=4, nbytes=[7, 7, 70, 7], hits=[1, 0, 2, 0], children=[0, 0, 0, 1], covered=1, page_tokens=1)
+    ranks = Gdsf(COSTS).rank(asked)
+    assert list(np.argsort(ranks)) == [3, 1, 0, 2]
+    dear, lost = Gdsf(COSTS).rank(units(depth=900, replay=900, nbytes=1, hits=5, covered=[1, 0])), Gdsf(COSTS).rank(units(nbytes=2**40))
+    assert dear[0] < lost[0] < dear[1]
+
+
+def test_for_gdsf_demotions_age_what_is_demoted_and_not_what_would_be_lost():
+    """A small upper tier changes all the time. What lies below it is as young as before."""
+    policy = Gdsf(COSTS)
+
+    def ranks(covered: int, now: int) -> list[float]:
+        asked = units(depth=4, replay=4, nbytes=7, hits=[0, 7], last_access=[now, 0], covered=covered, page_tokens=1, now=now)
+        return list(policy.rank(asked))
+
+    assert ranks(0, 0) == [8, 64]
+    for now in range(1, 101):
+        policy.evicted(ranks(1, now)[0])
+    assert ranks(0, 101) == [8, 64]
+    fresh, popular_once = ranks(1, 101)
+    assert fresh > popular_once
+    for now in range(101, 201):
+        policy.evicted(ranks(0, now)[0])
+    fresh, popular_once = ranks(0, 201)
+    assert fresh > popular_once
+    assert Gdsf(COSTS).rank(units(covered=1, last_access=[0, 300], now=300))[0] < 0
 
 
 def test_gdsf_s_base_is_that_of_the_last_access_and_only_rises():
@@ -212,9 +274,30 @@ def test_for_gdsf_a_dear_unit_that_is_not_used_is_overtaken():
 
 
 def test_for_gdsf_a_superseded_state_s_hits_count_for_nothing():
-    asked = units(depth=4, replay=4, nbytes=7, hits=[50, 0, 0], children=[1, 0, 2], page_tokens=1)
+    """In a session each turn hits the state of the one before, once; what is left of the session has the hits of all of them."""
+    asked = units(depth=4, replay=4, nbytes=7, hits=[1, 0, 50, 0, 0], lineage=[0, 0, 49, 0, 9], children=[1, 1, 1, 0, 2], page_tokens=1)
     ranks = Gdsf(COSTS).rank(asked)
-    assert ranks[0] < ranks[1] == ranks[2]
+    assert ranks.tolist() == pytest.approx([0.08, 0.08, 0.08, 8, 8])
+
+
+@pytest.mark.parametrize("kind", [BRANCH, CheckpointKind.GHOST])
+@pytest.mark.parametrize("hits", [0, 1, 5])
+def test_for_gdsf_a_state_at_a_branch_is_not_superseded_by_the_one_continuation_that_is_left(kind: CheckpointKind, hits: int):
+    asked = units(depth=4, replay=4, nbytes=7, hits=hits, children=[0, 1, 2], checkpoint=kind, page_tokens=1)
+    assert Gdsf(COSTS).rank(asked).tolist() == [8 * (1 + hits)] * 3
+
+
+@pytest.mark.parametrize("kind", [PROMPT, END, CheckpointKind.INTERVAL, CheckpointKind.NONE])
+def test_for_gdsf_what_is_hit_more_often_than_its_session_goes_on_is_not_superseded(kind: CheckpointKind):
+    """A prompt that is repeated hits the state at its end, time and again, with the same answer behind it."""
+    asked = units(depth=4, replay=4, nbytes=7, hits=[1, 2, 4, 5], lineage=[0, 0, 3, 3], children=1, checkpoint=kind, page_tokens=1)
+    assert Gdsf(COSTS).rank(asked).tolist() == pytest.approx([0.08, 24, 0.08, 48])
+
+
+def test_for_gdsf_seven_hits_count():
+    """What was popular once goes after so many generations, and not after as many as it has hits."""
+    asked = units(depth=4, replay=4, nbytes=7, hits=[6, 7, 8, 10**6], checkpoint=BRANCH, children=[2, 1, 0, 1], page_tokens=1)
+    assert Gdsf(COSTS).rank(asked).tolist() == [56, 64, 64, 64]
 
 
 def test_gdsf_remembers_a_bounded_number_of_steps_and_the_latest_best():
@@ -226,8 +309,8 @@ def test_gdsf_remembers_a_bounded_number_of_steps_and_the_latest_best():
     for now in range(6000):
         rank(now, now)
         policy.evicted(float(now))
-    assert len(policy._ticks) == len(policy._bases) <= 4097
-    assert policy._ticks == sorted(policy._ticks)
+    assert len(policy._lost._ticks) == len(policy._lost._bases) <= 4097
+    assert policy._lost._ticks == sorted(policy._lost._ticks)
     assert rank(6000, 6000) == 6000
     assert rank(5900, 6000) == 5901
     assert rank(0, 6000) == 1

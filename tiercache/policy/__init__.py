@@ -58,8 +58,8 @@ POLICIES: Final = tuple(_MAKE)
 def policy_named(name: str, costs: Costs | None = None) -> Policy:
     """A new policy of this name, weighing by `costs` (default: those of `DEFAULT_PROFILE`).
 
-    A parameter may follow the name: `seglen:0.7` (the weight), `marconi:1.5` (alpha), `marconi:tuned` (the alpha that lately saved most in
-    shadow caches). Raises ConfigError for what there is not.
+    A parameter may follow the name: `seglen:0.7` (the weight), `seglen:additive` (its other reading, see `SegLen`), `marconi:1.5` (alpha),
+    `marconi:tuned` (the alpha that lately saved most in shadow caches). Raises ConfigError for what there is not.
     """
     base, _, parameter = name.partition(":")
     if base not in _MAKE:
@@ -69,6 +69,8 @@ def policy_named(name: str, costs: Costs | None = None) -> Policy:
         return _MAKE[base](costs)
     if name == "marconi:tuned":
         return Portfolio({alpha: policy_named(alpha, costs) for alpha in _ALPHAS}, name)
+    if name == "seglen:additive":
+        return SegLen(additive=True)
     try:
         value = float(parameter)
     except ValueError:

@@ -11,10 +11,15 @@ from tiercache.policy.base import Policy, Ranks, Units
 
 
 class SegLen(Policy):
-    """`weight` x replay length + (1 - `weight`) x recency, each normalised over what is compared.
+    """`weight` x replay length + (1 - `weight`) x recency, each normalised over what is compared; `additive`: + recency, in full.
 
     The replay length is that to the nearest restorable depth above: states that many tokens depend on stay. It has no meaning without
-    states. Source: the public description of SGLang's `seglen` (pull request 22172), from which the formula is inferred.
+    states.
+
+    The formula is inferred from the public description of SGLang's `seglen` (pull request 22172, closed without a merge), which says that
+    a weight of 0.85 controls the balance of the two, and not how they are added. So there are two readings of it. The convex one is the
+    default: a weight that runs from recency alone to replay length alone is a balance. The additive one is how Marconi adds its terms,
+    after which `seglen` is modelled.
 
     Thread rule: stateless, any thread.
     """
@@ -22,14 +27,15 @@ class SegLen(Policy):
     name: ClassVar[str] = "seglen"
     needs_states: ClassVar[bool] = True
 
-    def __init__(self, weight: float = 0.85) -> None:
+    def __init__(self, weight: float = 0.85, *, additive: bool = False) -> None:
         if not 0.0 <= weight <= 1.0:
             raise ConfigError(f"seglen's weight {weight} is not possible; use a number from 0 (recency alone) to 1 (replay length alone)")
-        self._weight = weight
+        self._replay = weight
+        self._recency = 1.0 if additive else 1.0 - weight
 
     def rank(self, units: Units) -> Ranks:
-        """The weighted sum, in [0, 1]."""
-        return self._weight * normalised(units.replay) + (1.0 - self._weight) * normalised(units.last_access)
+        """The weighted sum, from 0."""
+        return self._replay * normalised(units.replay) + self._recency * normalised(units.last_access)
 
 
 def normalised(values: np.ndarray) -> Ranks:
