@@ -1,8 +1,9 @@
 """What `make campaign` runs: crashes, power cuts and full disks until the counts are convincing, and one table at the end.
 
-    python -m tests.campaign [--backend file,lmdb] [--only kill,clones,power,enospc,soak] [--quick] [--seed N] [-o FILE.json]
+    python -m tests.campaign [--backend file,lmdb] [--only kill,open,...] [--quick] [--seed N] [-o FILE.json]
 
-Exit status: 1 where something was wrong, lost or failed. `power` and `enospc` mount, which takes root, and say so where they cannot.
+Exit status: 1 where something was wrong, lost or failed. `power`, `enospc` and a part of `gone` mount, which takes root, and say so where
+they cannot.
 """
 
 from __future__ import annotations
@@ -18,18 +19,23 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tests.campaign import clones, full_disk, kill, power, soak
+from tests.campaign import clocks, clones, forks, full_disk, gone, growth, kill, opening, power, soak
 from tests.campaign.report import Row, steps, table
 from tests.campaign.stores import KINDS, available
 
 CAMPAIGNS = {
     "kill": (kill.campaign, 500, 24),
+    "open": (opening.campaign, 500, 22),
+    "grow": (growth.campaign, 60, 4),
+    "fork": (forks.campaign, 20, 2),
+    "clock": (clocks.campaign, 8, 1),
+    "gone": (gone.campaign, 6, 1),
     "clones": (clones.campaign, 100, 8),
     "power": (power.campaign, 50, 4),
     "enospc": (full_disk.campaign, 10, 1),
     "soak": (soak.campaign, 120, 15),
 }
-"""Each with its trials (clones: for each durability; soak: seconds), and those of --quick."""
+"""Each with its trials (`open`: in all; `grow`, `fork`, `clock`, `gone`, `clones`: for each row; soak: seconds), and those of --quick."""
 
 
 def main(arguments: Sequence[str]) -> int:

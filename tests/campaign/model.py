@@ -38,8 +38,11 @@ def _data(name: int, turn: int) -> bytes:
     return payload((name, turn), random.randint(low, high))
 
 
+KINDS = ("set", "delete", "get", "flush")
+
+
 class Op(NamedTuple):
-    """One call: "set", "delete", "get" or "flush", and what it is about."""
+    """One call, of one of `KINDS`, and what it is about."""
 
     kind: str
     versions: Sequence[Version] = ()
@@ -185,8 +188,8 @@ def perform(store: StorageBackend, op: Op) -> list[Outcome | bool]:
     return [Outcome.ERROR if o is Outcome.HIT and content(item) != v.data else o for v, item, o in answers]
 
 
-def judge(store: StorageBackend, model: Model, must: Iterable[Version], names: int) -> Verdict:
-    """Read everything, and compare. `must`: what has to be there."""
+def judge(store: StorageBackend, model: Model, must: Iterable[Version], names: int, *, damaged: bool = False) -> Verdict:
+    """Read everything, and compare. `must`: what has to be there; of a `damaged` store the rest may be unreadable, and counts as torn."""
     verdict = Verdict()
     known = {key(n).digest: n for n in range(names)}
     entries = list(store.scan_all())
@@ -194,7 +197,7 @@ def judge(store: StorageBackend, model: Model, must: Iterable[Version], names: i
         name = known.get(entry.key.digest, -1)
         item = to_get(entry.key, entry.meta.length)
         [outcome] = store.get([item])
-        if outcome is Outcome.CORRUPT:
+        if outcome is Outcome.CORRUPT or (damaged and outcome is Outcome.ERROR):
             verdict.torn += 1
         elif outcome is Outcome.HIT:
             same = [v for v in model.allowed(name) if v.data == content(item)]
@@ -231,7 +234,7 @@ class Ledger:
 
     @staticmethod
     def replay(path: str, model: Model) -> list[str]:
-        """Bring a model up to date; returns what the writer itself complained about."""
+        """Bring a model up to date; returns what the writer itself complained about. Other lines than those of calls are not for this."""
         complaints: list[str] = []
         op = Op("flush")
         with open(path, "a+", encoding="ascii") as file:
@@ -246,7 +249,7 @@ class Ledger:
                     complaints.append(str(error))
             elif kind == "bad":
                 complaints.append(rest[0])
-            else:
+            elif kind in KINDS:
                 op = Op(kind, [Version(*pair) for pair in rest[0]])
                 model.begin(op)
         return complaints

@@ -1,14 +1,28 @@
-"""The quick form of every campaign."""
+"""The quick form of every campaign, and what they are made of."""
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import signal
+from collections import Counter
 from pathlib import Path
+from random import Random
 
 import pytest
 
+from tests.campaign import gone, growth
 from tests.campaign.__main__ import CAMPAIGNS, main
+from tests.campaign.clocks import MOMENTS, WrongClock
+from tests.campaign.damage import DAMAGES, NAMES, Template, template
+from tests.campaign.model import Ledger, Model, Version
+from tests.campaign.pages import PAGE, nodes, used_pages
+from tests.campaign.parts import Part, died, looked, played, spread
 from tests.campaign.stores import KINDS, available
+from tests.campaign.victims import Nursery
+from tiercache.core import Outcome
+from tiercache.testing.objects import key
 
 
 @pytest.mark.stress
@@ -24,3 +38,125 @@ def test_campaign(campaign: str, kind: str, tmp_path: Path) -> None:
         pytest.skip(rows[0]["skipped"])
     assert status == 0
     assert all(row["trials"] for row in rows if not row["skipped"])
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Template:
+    return template(request.param, tmp_path_factory.mktemp("template"))
+
+
+def test_every_page_of_a_database_is_known_and_every_object_lies_on_one(made: Template) -> None:
+    data = made.data(made.running).read_bytes()
+    found = list(used_pages(data))
+    numbers = [page.number for page in found]
+    assert len(set(numbers)) == len(numbers) <= len(data) // PAGE
+    assert {"meta.leaf", "main.leaf", "objects.leaf", "objects.branch"} <= {page.role for page in found}
+    on_records = Counter(name for role, names in made.pages.values() if role == "objects.leaf" for name in names)
+    assert on_records == Counter(range(NAMES)), "each object has one record"
+    assert {name for name, _, _ in made.records} == set(range(NAMES))
+    if made.kind == "lmdb":
+        [parts] = [set().union(*(names for role, names in made.pages.values() if role.startswith("parts")))]
+        assert parts == set(range(NAMES)), "and a payload"
+    else:
+        assert set().union(*({name for name, _ in objects} for objects in made.slabs.values())) == set(range(NAMES))
+    assert nodes(next(page.content for page in found if page.role == "main.leaf"))
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damage_changes_its_copy_alone_and_can_be_repeated(made: Template, name: str, tmp_path: Path) -> None:
+    damage, kinds = DAMAGES[name]
+    if made.kind not in kinds:
+        pytest.skip("another kind's")
+    before = contents(made.running)
+    left = []
+    for turn in range(2):
+        subject = made.copy(tmp_path / str(turn), closed=False)
+        spoiled = damage(made, subject.path, Random(5))
+        left.append((contents(subject.path), spoiled.loses))
+        assert spoiled.kept()
+    assert left[0] == left[1]
+    assert (left[0][0] != before) == (name != "nothing")
+    assert contents(made.running) == before
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(path)): p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file()}
+
+
+def test_a_process_kills_itself_at_the_call_that_it_was_told(made: Template, tmp_path: Path) -> None:
+    with Nursery("tests.campaign.actors") as nursery:
+        subject = made.copy(tmp_path / "whole", closed=True)
+        assert played(nursery, Part("open_and_close", subject.fields)) == 0
+        calls = int(nursery.words["calls"])
+        assert calls > 10
+        assert played(nursery, Part("open_and_close", made.copy(tmp_path / "last", closed=True).fields, kill_at=calls)) == -signal.SIGKILL
+        assert played(nursery, Part("open_and_close", made.copy(tmp_path / "none", closed=True).fields, kill_at=calls + 1)) == 0
+        assert played(nursery, Part("open_and_close", ("file", "/dev/null/there", 1 << 24, "process"))) == 1
+        assert "Error" in died(nursery)
+
+
+def test_who_looks_tells_what_is_lost_and_what_has_other_bytes(made: Template, tmp_path: Path) -> None:
+    subject = made.copy(tmp_path / "store", closed=True)
+    with subject.open() as store:
+        assert store.delete([key(3)]) == [True]
+    model = Model.from_json(made.model.to_json())
+    model.stored[4] = 2
+    with Nursery("tests.campaign.actors") as nursery:
+        verdict = looked(nursery, Part("look", subject.fields, NAMES, model.to_json(), must=[(2, 1), (3, 1)]))
+    assert (verdict.lost, verdict.failed, len(verdict.found)) == (1, 0, NAMES - 2)
+    assert verdict.wrong == 2, "an older version of one object, at both looks"
+
+
+def test_payloads_are_found_and_spoiled_where_they_lie(made: Template, tmp_path: Path) -> None:
+    made.copy(tmp_path / "store", closed=False)
+    chosen = [version for version in sorted(made.model.certain()) if len(version.data) > 9000][:3]
+    assert sorted(growth.spoil(tmp_path / "store", chosen)) == chosen
+    before, after = contents(made.running), contents(tmp_path / "store")
+    assert sum(a != b for name in before for a, b in zip(before[name], after[name], strict=True)) == 3
+
+
+@pytest.mark.parametrize(("calls", "count"), [(1, 5), (5, 5), (93, 4), (93, 92), (7, 0)])
+def test_kills_are_spread_over_all_calls(calls: int, count: int) -> None:
+    chosen = spread(calls, count, Random(0))
+    assert len(chosen) == min(calls, count)
+    assert chosen == sorted(set(chosen))
+    assert set(chosen) <= set(range(1, calls + 1))
+
+
+def test_clocks_say_what_they_are_told() -> None:
+    assert {WrongClock(n, MOMENTS["at zero"]).time_ns() for n in range(5)} == {0}
+    clock = WrongClock(1)
+    said = [clock.time_ns() for _ in range(99)]
+    assert min(said) < 0 < max(said)
+    assert 0 in said
+
+
+def test_a_ledger_tells_what_was_said_while_something_was_gone(tmp_path: Path) -> None:
+    path = str(tmp_path / "ledger")
+    ledger = Ledger(path)
+    for lines in (
+        ["set", [[1, 1]]], ["done", [Outcome.STORED]], ["gone", True], ["set", [[2, 2], [3, 2]]], ["done", [Outcome.STORED, Outcome.ERROR]],
+        ["flush", []], ["done", [True]], ["flush", []], ["gone", False], ["set", [[4, 3]]], ["done", [Outcome.STORED]], ["again", True],
+        ["evicted", 5], ["bad", "a complaint"],
+    ):  # fmt: skip
+        ledger.note(*lines)
+    stored, figures = gone.since(path)
+    assert stored == {Version(2, 2)}
+    assert figures == {"stored while gone": 1, "flushed while gone": 1, "works again": 1, "evicted": 5}
+    model = Model()
+    assert Ledger.replay(path, model) == ["a complaint"]
+    assert model.certain() == {Version(1, 1), Version(2, 2), Version(4, 3)}
+
+
+@pytest.mark.parametrize("name", [name for name in gone.AWAY if name not in gone.ON_AN_IMAGE])
+def test_what_goes_away_comes_back(made: Template, name: str, tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    shutil.copytree(made.running, path)
+    before = contents(path)
+    back = gone.AWAY[name](path, Random(0))
+    mode = path.stat().st_mode & 0o777 if path.exists() else None
+    assert mode == 0 if name == "chmod 000" else mode is None if name == "removed" else contents(path) != before
+    back()
+    if name in ("replaced", "chmod 000"):
+        assert contents(path) == before
+    assert os.path.isdir(path) == (name != "removed")

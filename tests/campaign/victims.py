@@ -1,4 +1,4 @@
-"""The campaign's side of the nursery: order a writer, wait, stop it or kill it, and read what it acknowledged."""
+"""The campaign's side of the nursery: order a process, wait, stop it or kill it, and read what it acknowledged."""
 
 from __future__ import annotations
 
@@ -13,23 +13,27 @@ from dataclasses import asdict
 from pathlib import Path
 from random import Random
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
-from tests.campaign.writer import Order
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 ROOT = Path(__file__).parents[2]
 
 
 class Nursery:
-    """One process that forks writers, one after the other.
+    """One process that forks others, one after the other, by the orders of its module.
 
     Thread rule: one thread.
     """
 
+    def __init__(self, module: str = "tests.campaign.writer") -> None:
+        self._module = module
+
     def __enter__(self) -> Self:
         # In a session of its own: Ctrl-C is for the campaign, which then ends the nursery in order.
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.campaign.writer"],
+            [sys.executable, "-m", self._module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -42,18 +46,19 @@ class Nursery:
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         if self._pid_fd >= 0:
-            self.kill()
+            self.end()
         self._process.communicate()
 
-    def start(self, order: Order) -> None:
-        """Let a writer be born; it begins to open its store at once."""
+    def start(self, order: DataclassInstance) -> None:
+        """Let a process be born; it begins with its order at once."""
         self.words = {}
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(asdict(order)) + "\n")
         self._process.stdin.flush()
         self.hear("pid")
         # By descriptor: the number may be another process's when the writer has ended by itself.
-        self._pid_fd = os.pidfd_open(int(self.words["pid"]))
+        with suppress(ProcessLookupError):  # it ended by itself already
+            self._pid_fd = os.pidfd_open(int(self.words["pid"]))
 
     def hear(self, word: str) -> bool:
         """Read until the writer said it; False where it ended before."""
@@ -85,18 +90,29 @@ class Nursery:
 
     def kill(self) -> None:
         """kill -9, and wait for the end. Raises RuntimeError where the writer had died by itself."""
-        self._send(signal.SIGKILL)
-        self.hear("ended")
-        os.close(self._pid_fd)
-        self._pid_fd = -1
+        status = self.end()
         if "died" in self.words:
             raise RuntimeError(json.loads(self.words["died"]))
-        if int(self.words["ended"]) != -signal.SIGKILL:
-            raise RuntimeError(f"the writer ended with status {self.words['ended']}")
+        if status != -signal.SIGKILL:
+            raise RuntimeError(f"the writer ended with status {status}")
+
+    def end(self) -> int:
+        """kill -9, and wait for the end: its status, as the writer may have ended by itself."""
+        self._send(signal.SIGKILL)
+        return self.wait()
+
+    def wait(self) -> int:
+        """Wait for the end: its exit status, or the negative number of the signal."""
+        self.hear("ended")
+        if self._pid_fd >= 0:
+            os.close(self._pid_fd)
+        self._pid_fd = -1
+        return int(self.words["ended"])
 
     def _send(self, number: signal.Signals) -> None:
         with suppress(ProcessLookupError):  # it ended by itself, which `kill` reports
-            signal.pidfd_send_signal(self._pid_fd, number)
+            if self._pid_fd >= 0:
+                signal.pidfd_send_signal(self._pid_fd, number)
 
 
 def _states(pid: int) -> list[str]:

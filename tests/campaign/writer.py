@@ -13,13 +13,16 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from tests.campaign.model import History, Ledger, Model, Verdict, judge, perform
 from tests.campaign.stores import Subject, available, check_integrity, load
 from tiercache.core import Outcome
+from tiercache.storage.base import StorageBackend
 
 LIFE_SECONDS = 60
 """A writer that nobody kills ends by itself."""
@@ -64,8 +67,12 @@ def write(order: Order) -> None:
         check_integrity(store)
         model.settle(verdict.found)
         say("verdict", json.dumps(asdict(verdict)))
-    history = History(order.seed, order.names, flushes=order.flushes)
-    while True:
+    work(store, model, ledger, History(order.seed, order.names, flushes=order.flushes), count(), evicts=order.evicts)
+
+
+def work(store: StorageBackend, model: Model, ledger: Ledger, history: History, calls: Iterable[object], *, evicts: bool) -> None:
+    """Make one call after the other, each with a line in the ledger before and after it."""
+    for _ in calls:
         op = history.draw(model)
         ledger.note(op.kind, [list(v) for v in op.versions])
         model.begin(op)
@@ -74,7 +81,7 @@ def write(order: Order) -> None:
             ledger.note("done", answers)
         if set(answers) & {Outcome.ERROR, Outcome.CORRUPT}:
             ledger.note("bad", f"{op} was answered with {answers}")
-        elif op.kind == "get" and Outcome.MISS in answers and not order.evicts and {v.name for v in op.versions} - model.unsure.keys():
+        elif op.kind == "get" and Outcome.MISS in answers and not evicts and {v.name for v in op.versions} - model.unsure.keys():
             ledger.note("bad", f"{op} was answered with {answers}, and nothing is evicted here")
         model.end(op, answers)
 
@@ -84,8 +91,8 @@ def say(*words: str) -> None:
     os.write(1, (" ".join(words) + "\n").encode())
 
 
-def nursery() -> None:
-    """Fork a writer for each order, and wait for its end."""
+def nursery(live: Callable[[dict[str, Any]], None]) -> None:
+    """Fork a process for each order, which lives by it, and wait for its end."""
     logging.disable(logging.CRITICAL)
     for kind in available():
         load(kind)
@@ -94,7 +101,7 @@ def nursery() -> None:
         if not pid:
             signal.alarm(LIFE_SECONDS)
             try:
-                write(Order(**json.loads(line)))
+                live(json.loads(line))
             except BaseException:  # noqa: BLE001 (the reader of this process's stdout is to know, and nothing of the nursery's may run here)
                 say("died", json.dumps(traceback.format_exc(limit=-4)))
             os._exit(1)
@@ -105,5 +112,5 @@ def nursery() -> None:
 
 
 if __name__ == "__main__":
-    nursery()
+    nursery(lambda words: write(Order(**words)))
     sys.exit(0)

@@ -1,0 +1,205 @@
+"""Conversations that fill a store, what of them is worth anything, and what a plain model would keep: the parts of `restorable`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from random import Random
+from typing import NamedTuple
+
+from tiercache.core import PoolName
+from tiercache.storage.base import ScanEntry
+from tiercache.testing.objects import page_key
+
+
+@dataclass(eq=False)
+class Conversation:
+    """A sequence of pages. `every`: a state at each multiple of so many pages. `ends`: one at the end of each turn.
+
+    `hybrid` False: there are no states, and every page is worth something by itself. The first `shared` pages are those of every other
+    conversation of the tenant that shares as many.
+    """
+
+    name: object
+    tenant: int = 0
+    every: int = 0
+    ends: bool = True
+    hybrid: bool = True
+    shared: int = 0
+    keys: list[bytes] = field(default_factory=list)
+
+    def upto(self, pages: int) -> list[bytes]:
+        """The keys of the first pages."""
+        self.keys += [
+            page_key((self.tenant, "shared" if depth < self.shared else self.name, depth)) for depth in range(len(self.keys), pages)
+        ]
+        return self.keys[:pages]
+
+    def states(self, first: int, last: int, *, final: bool = False) -> list[int]:
+        """The depths at which computing the pages from `first` to `last` gives a state."""
+        depths = set(range(first - first % self.every + self.every, last + 1, self.every)) if self.every else set()
+        if final or (self.hybrid and self.ends):
+            depths.add(last)
+        return sorted(depths)
+
+
+class Turn(NamedTuple):
+    """A request: the conversation up to `last` pages, of which those from `first` on are new. `final`: a state at the end in any case."""
+
+    conversation: Conversation
+    first: int
+    last: int
+    final: bool = False
+
+
+def growing(conversation: Conversation, pages: int, step: int, start: int = 0) -> Iterator[Turn]:
+    """Turns of `step` pages up to `pages`."""
+    for first in range(start, pages, step):
+        yield Turn(conversation, first, min(first + step, pages))
+
+
+def in_turn(conversations: Iterable[Conversation], turns: int, pages: int) -> Iterator[Turn]:
+    """All of them at once: the first turn of each, the second of each, ..."""
+    conversations = list(conversations)
+    for n in range(turns):
+        for conversation in conversations:
+            yield Turn(conversation, n * pages, (n + 1) * pages)
+
+
+def clients(count: int, turns: int, seed: int) -> Iterator[Turn]:
+    """Clients who come by Zipf's law, each with a conversation that begins anew after some 10 turns of 4 to 60 pages."""
+    random = Random(seed)
+    weights = [1 / rank for rank in range(1, count + 1)]
+    running: dict[int, tuple[Conversation, int, int]] = {}
+    for n, client in enumerate(random.choices(range(count), weights, k=turns)):
+        conversation, first, said = running.get(client, (Conversation((client, n)), 0, 0))
+        last = first + random.randint(4, 60)
+        yield Turn(conversation, first, last)
+        running[client] = (conversation, last, said + 1)
+        if said == 9:
+            del running[client]
+
+
+class Truth:
+    """Which pages follow which, as the conversations have it, whatever a store was told.
+
+    Thread rule: one thread.
+    """
+
+    def __init__(self) -> None:
+        self.parents: dict[bytes, bytes] = {}
+        self.depths: dict[bytes, int] = {}
+        self.attention: set[bytes] = set()
+
+    def learn(self, conversation: Conversation, first: int, last: int) -> None:
+        """Take in a conversation's pages from one depth to another."""
+        keys = conversation.upto(last)
+        for depth in range(first, last):
+            self.parents[keys[depth]] = keys[depth - 1] if depth else b""
+            self.depths[keys[depth]] = depth
+        if not conversation.hybrid:
+            self.attention.update(keys[first:last])
+
+
+class Held(NamedTuple):
+    """What a store holds: the page keys of its pages, of those that can be restored, and of its states."""
+
+    pages: set[bytes]
+    restorable: set[bytes]
+    states: set[bytes]
+
+    @property
+    def share(self) -> float:
+        """Of the stored pages, how many can be restored."""
+        return len(self.restorable) / len(self.pages) if self.pages else 0.0
+
+    def prefix(self, conversation: Conversation) -> int:
+        """Pages of a conversation that can be restored at once."""
+        found = 0
+        for depth, key in enumerate(conversation.keys, 1):
+            if key not in self.restorable:
+                break
+            found = depth if not conversation.hybrid or key in self.states else found
+        return found
+
+
+def held(entries: Iterable[ScanEntry], truth: Truth) -> Held:
+    """Judge what a scan lists.
+
+    A page can be restored if every page from the start of its sequence to it is stored, and a state is stored on it or on a later page
+    that is reached in the same way; where there are no states, the first alone.
+    """
+    pages: set[bytes] = set()
+    states: set[bytes] = set()
+    for entry in entries:
+        (pages if entry.key.pool is PoolName.KV else states).add(entry.key.page_key)
+    reached: set[bytes] = set()
+    for key in sorted(pages, key=truth.depths.__getitem__):
+        parent = truth.parents[key]
+        if not parent or parent in reached:
+            reached.add(key)
+    alive = reached & truth.attention
+    for key in states & reached:
+        while key and key not in alive:
+            alive.add(key)
+            key = truth.parents[key]
+    return Held(pages, alive, states)
+
+
+class WholeConversations:
+    """What a cache would keep that gives up whole conversations, the least recently used first. One that does not fit is not kept.
+
+    `rewritten`: a turn writes again what is missing. Otherwise a conversation that was given up is never whole again.
+
+    Thread rule: one thread.
+    """
+
+    def __init__(self, capacity: int, page_bytes: int, state_bytes: int, *, rewritten: bool = True) -> None:
+        self._rewritten = rewritten
+        self._capacity, self._page_bytes, self._state_bytes = capacity, page_bytes, state_bytes
+        self._kept: dict[Conversation, tuple[int, frozenset[int]]] = {}
+        self._users: Counter[bytes] = Counter()
+        self._states = 0
+
+    def turn(self, turn: Turn) -> None:
+        """A conversation was used, and has grown."""
+        conversation = turn.conversation
+        if turn.first and not self._rewritten and conversation not in self._kept:
+            return
+        pages, states = self._kept.pop(conversation, (0, frozenset()))
+        new = set(conversation.states(turn.first if pages else 0, turn.last, final=turn.final)) - states
+        self._users.update(conversation.upto(turn.last)[pages:])
+        self._states += len(new)
+        self._kept[conversation] = (max(pages, turn.last), states | new)
+        while self._bytes() > self._capacity:
+            self._forget(next(iter(self._kept)))
+
+    def restorable(self) -> int:
+        """Bytes of the pages that it could restore."""
+        found: set[bytes] = set()
+        for conversation, (pages, states) in self._kept.items():
+            found.update(conversation.keys[: max(states, default=0) if conversation.hybrid else pages])
+        return len(found) * self._page_bytes
+
+    def _bytes(self) -> int:
+        return len(self._users) * self._page_bytes + self._states * self._state_bytes
+
+    def _forget(self, conversation: Conversation) -> None:
+        pages, states = self._kept.pop(conversation)
+        self._states -= len(states)
+        for key in conversation.keys[:pages]:
+            self._users[key] -= 1
+            if not self._users[key]:
+                del self._users[key]
+
+
+def mixed(*histories: Iterable[Turn]) -> Iterator[Turn]:
+    """A turn of each at a time, until the last is over."""
+    missing = object()
+    walks = [iter(history) for history in histories]
+    while True:
+        turns = [turn for turn in (next(walk, missing) for walk in walks) if turn is not missing]
+        if not turns:
+            return
+        yield from turns  # type: ignore[misc]

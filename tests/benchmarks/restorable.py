@@ -1,0 +1,380 @@
+"""Which share of the KV that a full store holds could be restored: `python -m tests.benchmarks.restorable`, one JSON line a row, no timing.
+
+A page of KV is worth something if all pages before it are stored, and with recurrent states a state on it or behind it. The judge knows the
+conversations themselves, whatever the store was told, and reads the store with a scan. Samples are taken at the ends of turns, late in a
+history that fills the store more than once.
+
+    share        of the stored KV bytes, those that can be restored: the least of all samples, and their mean
+    restorable   MiB of such KV, mean of the samples; whole_lru: what LRU over whole conversations would keep of the same history in 85 % of
+                 the capacity, its objects taking no more than their bytes; before: what there was when a dead conversation began
+    used         least part of the capacity in use at a sample; loses_at: in use before or after the first turn in which something
+                 was evicted or throttled
+    newest       pages of the conversation that was written last which can be restored, of all that it has
+    missed       what is below its target: share, whole_lru, before (a tenth of the capacity must be left of it), loses_at (0.9)
+
+The last line names the rows that missed a target; the exit status is 1 if there are any.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import shutil
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from tests.benchmarks.conversations import Conversation, Held, Truth, Turn, WholeConversations, clients, growing, held, in_turn, mixed
+from tests.grpc.daemon import Daemon
+from tiercache.config import parse_size
+from tiercache.core import HitPolicy, Outcome, PoolName, PoolTransfer
+from tiercache.geometry import kv_geometry, state_geometry
+from tiercache.integrations.parents import Successions
+from tiercache.pools import HostArena, HostPool
+from tiercache.storage.base import NamespaceRecord, StorageBackend
+from tiercache.storage.hybrid import HybridStorage
+from tiercache.storage.registry import open_backend
+from tiercache.testing.objects import page_key
+
+STORES: Final = ("file", "lmdb", "memory", "daemon")
+BATCH: Final = 128
+"""Pages of one call, as controllers cut them."""
+STATES: Final = 16
+"""States of one call, at most."""
+SAMPLES: Final = 8
+SAMPLED_FROM: Final = 0.6
+"""The part of a history's turns after which samples begin."""
+CAPACITY: Final = 64 << 20
+PAGE_BYTES: Final = 24 << 10
+STATE_BYTES: Final = 96 << 10
+SPARED: Final = 0.1
+"""Of the capacity, what a conversation that is worth nothing until its end must leave of the others."""
+USED: Final = 0.9
+"""A store loses nothing before so much of its capacity is in use."""
+MODEL: Final = 0.85
+"""The part of the capacity that the model fills: it has no overheads, and whether a store uses what it may is told by `loses_at`."""
+_ASK_STATES: Final = PoolTransfer(PoolName.MAMBA, hit_policy=HitPolicy.TRAILING_PAGES)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One row: a history, given how many pages the capacity holds, and how it is written.
+
+    `tells`: what the writer says of a page's parent: "all", "calls" (of those within one call), "nothing", "inferred" (as plug-ins do it:
+    from queries of the whole prompt, and from the order of a call). `asks`: a turn asks what can be restored, reads that and writes the
+    rest; otherwise it writes its new pages, and believes in what it wrote before.
+    `states_first`: the states of a turn are written before its pages. `share`: the target; 0 where none can be named. `last_is_dead`: until
+    its end the last conversation is worth nothing, and must not displace what was there before it.
+    """
+
+    name: str
+    history: Callable[[int], Iterable[Turn]]
+    tells: str = "all"
+    asks: bool = True
+    states_first: bool = False
+    last_is_dead: bool = False
+    page_bytes: int = 0
+    share: float = 0.9
+    query: str = ""
+    stores: Sequence[str] = STORES[:3]
+
+
+def one(pages: int, every: int, step: int = BATCH) -> Iterator[Turn]:
+    """A conversation twice the capacity."""
+    return growing(Conversation("one", every=every, ends=False), 2 * pages, step)
+
+
+def one_state(pages: int) -> Iterator[Turn]:
+    """Two conversations of a quarter of the capacity each, then one twice the capacity whose only state comes at its very end."""
+    for name in ("first", "second"):
+        yield from growing(Conversation(name), pages // 4, BATCH)
+    late = list(growing(Conversation("late", ends=False), 2 * pages, BATCH))
+    yield from [*late[:-1], late[-1]._replace(final=True)]
+
+
+def again(pages: int) -> Iterator[Turn]:
+    """The same prompt, half again as long as what fits, for ever."""
+    conversation = Conversation("again", every=64)
+    for _ in range(4):
+        yield Turn(conversation, 0, pages * 3 // 2)
+
+
+def rounds(count: int, turns: int, pages: int, **more: Any) -> Iterator[Turn]:
+    """So many conversations at once, of so many turns of so many pages; then as many new ones, for half as many turns."""
+    for generation in range(2):
+        yield from in_turn([Conversation((generation, n), **more) for n in range(count)], turns // (1 + generation), pages)
+
+
+def tenants() -> Iterator[Turn]:
+    """A quiet tenant, who comes back now and then, and a busy one in another namespace."""
+    quiet = [Conversation(("quiet", n)) for n in range(3)]
+    yield from in_turn(quiet, 10, 20)
+    for n, turn in enumerate(rounds(3, 10, 150, tenant=1)):
+        yield turn
+        if n % 15 == 14:
+            yield Turn(quiet[n // 15 % 3], 200, 200)
+
+
+def beside_attention() -> Iterator[Turn]:
+    """A model with states, and one of attention alone in another namespace."""
+    return mixed(rounds(3, 10, 100), rounds(3, 10, 100, tenant=1, hybrid=False))
+
+
+PLANS: Final = [
+    Plan("one.16", lambda pages: one(pages, 16), asks=False, stores=STORES),
+    Plan("one.1000", lambda pages: one(pages, 1000, 512), asks=False, page_bytes=4096),
+    Plan("one.late", one_state, asks=False, last_is_dead=True, share=0),
+    Plan("one.again", again),
+    Plan("3x10x150", lambda _: rounds(3, 10, 150), stores=STORES),
+    Plan("3x10x150.believed", lambda _: rounds(3, 10, 150), asks=False),
+    Plan("20x10x20", lambda _: rounds(20, 10, 20)),
+    Plan("20x10x20.believed", lambda _: rounds(20, 10, 20), asks=False),
+    Plan("20x10x20.shared", lambda _: rounds(20, 10, 20, shared=60)),
+    Plan("zipf", lambda _: clients(200, 300, 7), stores=STORES),
+    Plan("one.16.states-first", lambda pages: one(pages, 16), asks=False, states_first=True),
+    Plan("3x10x150.states-first", lambda _: rounds(3, 10, 150), asks=False, states_first=True),
+    Plan("zipf.states-first", lambda _: clients(200, 300, 7), states_first=True),
+    *(
+        plan
+        for tells in ("nothing", "calls", "inferred")
+        for plan in (
+            Plan(f"one.16.{tells}", lambda pages: one(pages, 16), asks=False, tells=tells, share=0.8 if tells == "inferred" else 0),
+            Plan(f"3x10x150.{tells}", lambda _: rounds(3, 10, 150), asks=False, tells=tells, share=0.8 if tells == "inferred" else 0),
+            Plan(f"zipf.{tells}", lambda _: clients(200, 300, 7), tells=tells, share=0.8 if tells == "inferred" else 0),
+        )
+    ),
+    Plan("tenants", lambda _: tenants()),
+    Plan("attention", lambda _: rounds(3, 10, 150, hybrid=False), asks=False),
+    Plan("hybrid-and-attention", lambda _: beside_attention(), asks=False),
+    *(
+        plan
+        for policy in ("gdsf", "hvd")
+        for plan in (
+            Plan(f"3x10x150.{policy}", lambda _: rounds(3, 10, 150), asks=False, query=f"&policy={policy}", stores=["file"]),
+            Plan(f"zipf.{policy}", lambda _: clients(200, 300, 7), query=f"&policy={policy}", stores=["file"]),
+        )
+    ),
+]
+"""`file` evicts by `lru` where its row names no policy."""
+
+
+class Writer:
+    """An engine's side: what it asks, reads and writes, turn by turn.
+
+    Thread rule: one thread.
+    """
+
+    def __init__(self, store: StorageBackend, plan: Plan, page_bytes: int, state_bytes: int) -> None:
+        self._plan, self._store = plan, store
+        self._arena = HostArena(BATCH * page_bytes + STATES * state_bytes + (1 << 20), 4096, huge_pages=False)
+        self._pools = [
+            HostPool(kv_geometry([0], 1, page_bytes // 64, "bfloat16", 16), self._arena),
+            HostPool(state_geometry([(0, "ssm", (state_bytes // 4,), "float32")], 16), self._arena),
+        ]
+        self._pages, self._states = self._pools[0].alloc(BATCH), self._pools[1].alloc(STATES)
+        self._inferred = Successions()
+        self._tenants: dict[int, HybridStorage] = {}
+        self.outcomes: Counter[Outcome] = Counter()
+
+    def turn(self, turn: Turn) -> None:
+        """Serve one request."""
+        conversation = turn.conversation
+        storage = self._storage(conversation)
+        keys = conversation.upto(turn.last)
+        self._inferred.note(keys)  # the query that came before
+        first = self._restored(storage, conversation, keys) if self._plan.asks else turn.first
+        depths = conversation.states(first, turn.last, final=turn.final)
+        if self._plan.states_first:
+            for start in range(0, len(depths), STATES):
+                self._set(storage, [self._of_states(keys, depths[start : start + STATES])])
+            depths = []
+        for start in range(first, turn.last, BATCH):
+            stop = min(start + BATCH, turn.last)
+            here = [d for d in depths if start < d <= stop]
+            states = [self._of_states(keys, here)] if here else []
+            self._set(storage, [self._of_pages(keys, start, stop), *states])
+
+    def close(self) -> None:
+        """Give the memory back; the store is closed by now."""
+        self._arena.close()
+
+    def _set(self, storage: HybridStorage, call: list[PoolTransfer]) -> None:
+        for answers in storage.batch_set_v2(call).values():
+            self.outcomes.update(answers)
+
+    def _restored(self, storage: HybridStorage, conversation: Conversation, keys: list[bytes]) -> int:
+        """Read the deepest prefix that the store can restore: its pages; 0 where one does not come."""
+        if not keys:
+            return 0
+        found = storage.batch_exists_v2(keys, [_ASK_STATES] if conversation.hybrid else []).kv_hit_pages
+        for start in range(0, found, BATCH):
+            part = keys[start : min(start + BATCH, found)]
+            answers = storage.batch_get_v2([PoolTransfer(PoolName.KV, part, self._pages[: len(part)])])[PoolName.KV]
+            if set(answers) != {Outcome.HIT}:
+                return 0
+        if found and conversation.hybrid:
+            state = replace(self._of_states(keys, [found]), depths=())
+            return found if storage.batch_get_v2([state])[PoolName.MAMBA] == [Outcome.HIT] else 0
+        return found
+
+    def _of_pages(self, keys: list[bytes], start: int, stop: int) -> PoolTransfer:
+        part, tells = keys[start:stop], self._plan.tells
+        whole = PoolTransfer(PoolName.KV, part, self._pages[: len(part)])
+        if tells == "nothing":
+            return whole
+        if tells == "inferred":
+            return replace(whole, parents=[parent or b"" for parent in self._inferred.parents(part)])
+        before = keys[start - 1] if start and tells == "all" else b""
+        parents = [before, *part[:-1]]
+        return replace(whole, parents=parents, depths=range(start + 1, stop + 1) if tells == "all" else ())
+
+    def _of_states(self, keys: list[bytes], depths: list[int]) -> PoolTransfer:
+        told = depths if self._plan.tells == "all" else ()
+        handles = self._states[: len(depths)]
+        return PoolTransfer(PoolName.MAMBA, [keys[d - 1] for d in depths], handles, HitPolicy.TRAILING_PAGES, depths=told)
+
+    def _storage(self, conversation: Conversation) -> HybridStorage:
+        if conversation.tenant not in self._tenants:
+            record = NamespaceRecord(
+                page_key(("tenant", conversation.tenant)), {"model": f"m{conversation.tenant}"}, states=conversation.hybrid
+            )
+            made = self._tenants[conversation.tenant] = HybridStorage(self._store, namespace=record)
+            for pool in self._pools[: 1 + conversation.hybrid]:
+                made.register_pool(pool)
+        return self._tenants[conversation.tenant]
+
+
+@contextmanager
+def opened(store: str, plan: Plan, capacity: int, directory: Path) -> Iterator[StorageBackend]:
+    """An empty store; "daemon": of a daemon of its own, which keeps a `file` store, over a unix socket."""
+    base = Path(tempfile.mkdtemp(dir=directory))
+    url = f"memory://?capacity={capacity}" if store == "memory" else f"{store}://{base}/store?capacity={capacity}{plan.query}"
+    try:
+        if store == "daemon":
+            sockets = Path(tempfile.mkdtemp(prefix="tc-"))  # a path that is short enough for a socket
+            try:
+                with Daemon("unix", sockets, url.replace("daemon:", "file:")) as daemon, open_backend(f"grpc://{daemon.where}") as client:
+                    yield client
+            finally:
+                shutil.rmtree(sockets)
+        else:
+            with open_backend(url) as backend:
+                yield backend
+    finally:
+        shutil.rmtree(base)
+
+
+def measure(store: str, plan: Plan, capacity: int, page_bytes: int, state_bytes: int, directory: Path) -> dict[str, Any]:
+    """One row."""
+    page_bytes = plan.page_bytes or page_bytes
+    turns = list(plan.history(capacity // page_bytes))
+    truth, whole = Truth(), WholeConversations(int(capacity * MODEL), page_bytes, state_bytes, rewritten=plan.asks)
+    sampled = set(np.linspace(int(len(turns) * SAMPLED_FROM), len(turns) - 1, SAMPLES).astype(int).tolist())
+    samples: list[tuple[Held, int, float]] = []
+    before, loses_at, used = 0, None, 0.0
+    with opened(store, plan, capacity, directory) as backend:
+        writer = Writer(backend, plan, page_bytes, state_bytes)
+        for n, turn in enumerate(turns):
+            if plan.last_is_dead and not turn.first:
+                before = len(held(backend.scan_all(), truth).restorable) * page_bytes
+            writer.turn(turn)
+            whole.turn(turn)
+            truth.learn(turn.conversation, turn.first, turn.last)
+            if loses_at is None:
+                before_turn, used = used, backend.usage().used_bytes / capacity
+                loses_at = max(before_turn, used) if lost(writer, backend) else None
+            if n in sampled:
+                usage = backend.usage()
+                samples.append((held(backend.scan_all(), truth), whole.restorable(), usage.used_bytes / capacity))
+        gone = writer.outcomes[Outcome.STORED] - usage.objects
+    writer.close()
+    shares = [found.share for found, _, _ in samples]
+    row = {
+        "benchmark": "restorable", "row": plan.name, "store": store, "tells": plan.tells, "target": plan.share,
+        "share": round(min(shares), 3), "share_mean": round(sum(shares) / len(shares), 3),
+        "restorable_mib": mib(sum(len(found.restorable) for found, _, _ in samples) / len(samples) * page_bytes),
+        "before_mib": mib(before), "capacity_mib": mib(capacity),
+        "whole_lru_mib": mib(sum(model for _, model, _ in samples) / len(samples)),
+        "used": round(min(used for _, _, used in samples), 3), "loses_at": None if loses_at is None else round(loses_at, 3),
+        "objects": usage.objects, "evicted": gone,
+        "throttled": writer.outcomes[Outcome.THROTTLED], "errors": writer.outcomes[Outcome.ERROR],
+        "newest": f"{samples[-1][0].prefix(turns[-1].conversation)} of {turns[-1].last}",
+    }  # fmt: skip
+    return row | {"missed": missed(row)}
+
+
+Order = tuple[str, int, int, int, int, Path]
+"""A store, the number of a plan, the capacity, bytes of a page and of a state, a directory."""
+
+
+def rows(orders: list[Order], jobs: int) -> Iterator[dict[str, Any]]:
+    """Measure, so many at once, in processes of their own where it is more than one."""
+    if jobs == 1:
+        yield from map(measured, orders)
+        return
+    with ProcessPoolExecutor(jobs, get_context("spawn"), logging.disable, (logging.CRITICAL,)) as processes:
+        yield from processes.map(measured, orders)
+
+
+def measured(order: Order) -> dict[str, Any]:
+    """One row. The plan is named by its number: its functions do not travel to another process."""
+    store, number, *sizes = order
+    return measure(store, PLANS[number], *sizes)
+
+
+def lost(writer: Writer, backend: StorageBackend) -> bool:
+    """Was something throttled or evicted yet?"""
+    return bool(writer.outcomes[Outcome.THROTTLED]) or backend.usage().objects < writer.outcomes[Outcome.STORED]
+
+
+def missed(row: dict[str, Any]) -> list[str]:
+    """The targets that a row is below."""
+    found = ["share"] if row["share"] < row["target"] else []
+    found += ["whole_lru"] if row["target"] and row["restorable_mib"] < row["whole_lru_mib"] else []
+    found += ["before"] if row["before_mib"] and row["restorable_mib"] < SPARED * row["capacity_mib"] else []
+    return found + (["loses_at"] if row["loses_at"] is None or row["loses_at"] < USED else [])
+
+
+def mib(nbytes: float) -> float:
+    return round(nbytes / (1 << 20), 1)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print what was asked for; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--store", type=lambda text: text.split(","), default=list(STORES), help=f"some of {', '.join(STORES)}")
+    parser.add_argument("--only", help="rows whose name begins like this")
+    parser.add_argument("--capacity", type=parse_size, default=CAPACITY)
+    parser.add_argument("--page", type=parse_size, default=PAGE_BYTES, help="bytes of a page of KV; a multiple of 64")
+    parser.add_argument("--state", type=parse_size, default=STATE_BYTES, help="bytes of a state")
+    parser.add_argument("--directory", type=Path, default=Path.cwd(), help="where the stores are made and removed")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="rows at once; no row depends on the time that it takes")
+    options = parser.parse_args(arguments)
+    if unknown := set(options.store) - set(STORES):
+        parser.error(f"--store {', '.join(sorted(unknown))}: not among {', '.join(STORES)}")
+    chosen = [
+        (store, plan) for store in options.store for plan in PLANS if store in plan.stores and plan.name.startswith(options.only or "")
+    ]
+    below: list[str] = []
+    with tempfile.TemporaryDirectory(prefix=".restorable-", dir=options.directory.resolve()) as base:
+        sizes = (options.capacity, options.page, options.state, Path(base))
+        for row in rows([(store, PLANS.index(plan), *sizes) for store, plan in chosen], options.jobs):
+            print(json.dumps(row), flush=True)
+            below += [f"{row['store']} {row['row']}: {', '.join(row['missed'])}"] if row["missed"] else []
+    print(json.dumps({"benchmark": "restorable.summary", "rows": len(chosen), "below": below}))
+    return 1 if below else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,138 @@
+"""The judge of `restorable` on cases made by hand, its model, and one row."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from tests.benchmarks import restorable
+from tests.benchmarks.conversations import Conversation, Truth, Turn, WholeConversations, clients, growing, held
+from tiercache.core import ObjectMeta, PoolName
+from tiercache.storage.base import ScanEntry
+from tiercache.testing.objects import NAMESPACE, key
+
+
+def stored(conversation: Conversation, pages: Iterable[int], states: Iterable[int] = ()) -> list[ScanEntry]:
+    """What a scan says of pages and states at these depths, of which a store was told nothing."""
+    meta = ObjectMeta(NAMESPACE, 1, bytes(16))
+    made = []
+    for pool, depths in ((PoolName.KV, pages), (PoolName.MAMBA, states)):
+        made += [ScanEntry(key("any", pool)._replace(digest=bytes(32) + conversation.keys[d - 1]), meta) for d in depths]
+    return made
+
+
+@pytest.mark.parametrize(
+    ("pages", "states", "restorable_pages", "prefix"),
+    [
+        ([1, 2, 3, 4, 5, 6], [6], 6, 6),
+        ([1, 2, 3, 4, 5, 6], [4], 4, 4),
+        ([1, 2, 3, 4, 5, 6], [2, 4], 4, 4),
+        ([1, 2, 3, 4, 5, 6], [], 0, 0),
+        ([2, 3, 4, 5, 6], [6], 0, 0),
+        ([1, 2, 4, 5, 6], [6], 0, 0),
+        ([1, 2, 4, 5, 6], [2, 6], 2, 2),
+        ([1, 2, 3], [4], 0, 0),
+        ([1], [1], 1, 1),
+        ([], [3], 0, 0),
+    ],
+)
+def test_a_page_counts_with_all_before_it_and_a_state_on_it_or_behind(pages, states, restorable_pages, prefix) -> None:
+    conversation, truth = Conversation("c"), Truth()
+    truth.learn(conversation, 0, 3)
+    truth.learn(conversation, 3, 6)
+    found = held(reversed(stored(conversation, pages, states)), truth)
+    assert (len(found.restorable), len(found.pages), found.prefix(conversation)) == (restorable_pages, len(pages), prefix)
+
+
+def test_without_states_a_page_counts_with_all_before_it() -> None:
+    conversation, truth = Conversation("c", hybrid=False), Truth()
+    truth.learn(conversation, 0, 6)
+    found = held(stored(conversation, [1, 2, 3, 5, 6]), truth)
+    assert (len(found.restorable), found.share, found.prefix(conversation)) == (3, 0.6, 3)
+
+
+def test_a_state_of_one_branch_makes_the_shared_pages_count_and_not_the_other_branch() -> None:
+    one, other, truth = Conversation("a", shared=2), Conversation("b", shared=2), Truth()
+    for conversation in (one, other):
+        truth.learn(conversation, 0, 4)
+    found = held(stored(one, [1, 2, 3, 4]) + stored(other, [3, 4], [4]), truth)
+    assert found.restorable == set(other.keys)
+    assert (found.prefix(one), found.prefix(other)) == (0, 4)
+
+
+def test_tenants_do_not_meet() -> None:
+    assert not set(Conversation("a").upto(3)) & set(Conversation("a", tenant=1).upto(3))
+
+
+def test_states_come_at_multiples_and_ends() -> None:
+    assert Conversation("c", every=4, ends=False).states(4, 13) == [8, 12]
+    assert Conversation("c", every=4).states(3, 13) == [4, 8, 12, 13]
+    assert Conversation("c", ends=False).states(0, 9) == []
+    assert Conversation("c", ends=False).states(0, 9, final=True) == [9]
+    assert Conversation("c", hybrid=False).states(0, 9) == []
+
+
+def test_whole_conversations_go_at_once_and_one_that_does_not_fit_is_not_kept() -> None:
+    whole = WholeConversations(capacity=100, page_bytes=10, state_bytes=5)
+    first, second, large = Conversation("1"), Conversation("2"), Conversation("3")
+    whole.turn(Turn(first, 0, 3))
+    whole.turn(Turn(second, 0, 3))
+    assert whole.restorable() == 60
+    whole.turn(Turn(first, 3, 5))
+    assert whole.restorable() == 80, "80 bytes of pages and three states"
+    whole.turn(Turn(second, 3, 4))
+    assert whole.restorable() == 40, "the first was used before the second"
+    whole.turn(Turn(first, 5, 6))
+    assert whole.restorable() == 60, "it is written again"
+    whole.turn(Turn(large, 0, 10))
+    assert whole.restorable() == 0
+
+
+def test_what_is_not_written_again_is_not_whole() -> None:
+    whole = WholeConversations(capacity=100, page_bytes=10, state_bytes=5, rewritten=False)
+    first, second = Conversation("1"), Conversation("2")
+    whole.turn(Turn(first, 0, 6))
+    whole.turn(Turn(second, 0, 6))
+    whole.turn(Turn(first, 6, 7))
+    assert whole.restorable() == 60
+    whole.turn(Turn(second, 6, 8))
+    assert whole.restorable() == 80
+
+
+def test_histories_go_on_where_they_were() -> None:
+    ends: dict[Conversation, int] = {}
+    for turn in clients(20, 200, seed=1):
+        assert turn.first == ends.get(turn.conversation, 0) < turn.last
+        ends[turn.conversation] = turn.last
+    assert [t.last for t in growing(Conversation("c"), 10, 4)] == [4, 8, 10]
+
+
+def test_parents_are_inferred_from_the_order_of_a_call_and_the_query_before_it() -> None:
+    keys = Conversation("c").upto(6)
+    inferred = restorable.Successions()
+    assert inferred.parents(keys[2:4]) == [None, keys[2]]
+    inferred.note(keys)
+    assert inferred.parents(keys[4:]) == keys[3:5]
+
+
+def test_a_row(tmp_path: Path) -> None:
+    small = restorable.Plan("small", lambda _: restorable.rounds(2, 5, 8, hybrid=False), asks=False)
+    row = restorable.measure("memory", small, 64 * 640, 640, 640, tmp_path)
+    assert (row["row"], row["store"], row["errors"], row["evicted"] > 0) == ("small", "memory", 0, True)
+    assert row["share"] <= row["share_mean"] <= 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_below_its_target_is_named() -> None:
+    good = {"share": 0.9, "target": 0.9, "restorable_mib": 5.0, "whole_lru_mib": 5.0, "before_mib": 5.0, "loses_at": 0.9}
+    assert restorable.missed(good) == []
+    assert restorable.missed(good | {"share": 0.89, "whole_lru_mib": 5.1, "before_mib": 6.0}) == ["share", "whole_lru", "before"]
+    assert restorable.missed(good | {"loses_at": 0.8}) == restorable.missed(good | {"loses_at": None}) == ["loses_at"]
+
+
+def test_the_exit_status_tells_whether_a_row_missed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status = restorable.main(["--store", "memory", "--only", "nothing is called this", "--directory", str(tmp_path)])
+    assert (status, json.loads(capsys.readouterr().out)) == (0, {"benchmark": "restorable.summary", "rows": 0, "below": []})

@@ -1,0 +1,271 @@
+"""Everything that can be wrong with a store's directory when it is opened, made on purpose, and what may be lost by it.
+
+A `Template` is a store with some objects and a record of where each of them lies. A `Damage` spoils a copy of its directory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+from tests.campaign.model import Model, Op, Version, perform
+from tests.campaign.pages import PAGE, live, nodes, used_pages
+from tests.campaign.stores import Subject
+from tiercache.core import Outcome
+from tiercache.testing.objects import key
+
+NAMES = 120
+CAPACITY = 16 << 20
+DATABASES = {"file": "catalog", "lmdb": "database"}
+WITH_OBJECTS = {"file": ("objects", "extents"), "lmdb": ("objects", "parts")}
+"""Trees whose leaves hold what cannot be had from elsewhere; all others could be made anew."""
+
+
+@dataclass(frozen=True)
+class Template:
+    """Two copies of one store: as a process leaves it that was killed, and as one that closed it.
+
+    `slabs`: of `file`, the names and ends of the objects in each slab file, by its name. `pages`: roles of LMDB's pages, and the names of
+    the objects that lie on them. `records`, in LMDB's file: name, offset and bytes.
+    """
+
+    kind: str
+    running: Path
+    closed: Path
+    model: Model
+    slabs: Mapping[str, list[tuple[int, int]]]
+    pages: Mapping[int, tuple[str, frozenset[int]]]
+    records: list[tuple[int, int, int]]
+
+    @property
+    def subject(self) -> Subject:
+        return Subject(self.kind, self.running, CAPACITY)
+
+    def copy(self, target: Path, *, closed: bool) -> Subject:
+        """A store of one's own to spoil."""
+        shutil.copytree(self.closed if closed else self.running, target, symlinks=True)
+        return self.subject.at(target)
+
+    def data(self, path: Path) -> Path:
+        """LMDB's file of a copy."""
+        return path / DATABASES[self.kind] / "data.mdb"
+
+
+def template(kind: str, directory: Path) -> Template:
+    """Make a store, and note where everything lies."""
+    subject = Subject(kind, directory / "store", CAPACITY)
+    model = Model()
+    slabs: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    with subject.open() as store:
+        for start in range(0, NAMES, 4):
+            op = Op("set", [Version(name, 1) for name in range(start, start + 4)])
+            model.begin(op)
+            model.end(op, answers := perform(store, op))
+            assert set(answers) == {Outcome.STORED}, answers
+        store.flush()
+        for name in range(NAMES):
+            for path, offset, length in getattr(store, "locate", lambda _: ())(key(name)):
+                slabs[os.path.basename(path)].append((name, offset + length))
+        shutil.copytree(subject.path, directory / "running")
+    shutil.copytree(subject.path, directory / "closed")
+    made = Template(kind, directory / "running", directory / "closed", model, slabs, {}, [])
+    data = made.data(directory / "running").read_bytes()
+    pages, records = _lies(kind, data)
+    return Template(kind, made.running, made.closed, model, slabs, pages, records)
+
+
+def _lies(kind: str, data: bytes) -> tuple[dict[int, tuple[str, frozenset[int]]], list[tuple[int, int, int]]]:
+    """What each page in use is, with the objects on it, and where the records lie."""
+    digests = {name: key(name).digest for name in range(NAMES)}
+    places = {name: digest if kind == "file" else digest[32:] + digest[:32] for name, digest in digests.items()}
+    numbers: dict[bytes, int] = {}
+    records: list[tuple[int, int, int]] = []
+    on: dict[int, set[int]] = defaultdict(set)
+    whole = list(used_pages(data))
+    for page in whole:
+        if page.tree != "objects" or page.kind != "leaf":
+            continue
+        content = live(page.content)
+        for name, place in places.items():
+            at = content.find(place)
+            if at < 0:
+                continue
+            start, size = (at - 8, 192) if kind == "file" else (at + 64, 118)
+            number = content[start : start + 8]
+            numbers[number if kind == "file" else number[::-1]] = name
+            records.append((name, page.number * PAGE + start, size))
+            on[page.number].add(name)
+    for page in whole:
+        if page.tree in ("parts", "extents"):
+            keys = [page.key] if page.kind == "run" else [node.key for node in nodes(page.content)] if page.kind == "leaf" else []
+            on[page.number] |= {numbers[k[:8]] for k in keys if k[:8] in numbers}
+    return {page.number: (page.role, frozenset(on[page.number])) for page in whole}, records
+
+
+@dataclass(frozen=True)
+class Spoiled:
+    """What a damage did: the names that may be lost by it (None: as many as an opening that nobody disturbs loses), and how to undo it."""
+
+    loses: frozenset[int] | None = frozenset()
+    undo: Callable[[], None] = lambda: None
+    kept: Callable[[], bool] = lambda: True
+    """Is what the store puts aside still there?"""
+
+
+Damage = Callable[[Template, Path, Random], Spoiled]
+
+
+def nothing(_template: Template, _path: Path, _random: Random) -> Spoiled:
+    """A sound store."""
+    return Spoiled()
+
+
+def record(template: Template, path: Path, random: Random) -> Spoiled:
+    """One flipped bit in the record of one object."""
+    name, offset, size = random.choice(template.records)
+    _flip(template.data(path), offset + random.randrange(size), random)
+    return Spoiled(frozenset({name}))
+
+
+def object_page(template: Template, path: Path, random: Random) -> Spoiled:
+    """A page of zeros in the place of one that says something of objects, or holds a part of one."""
+    return _zero(template, path, random, lambda role: role.partition(".")[0] in WITH_OBJECTS[template.kind] and "branch" not in role)
+
+
+def other_page(template: Template, path: Path, random: Random) -> Spoiled:
+    """A page of zeros in the place of any other that is in use: branches, the main tree, the list of free pages, a meta page."""
+    objects = WITH_OBJECTS[template.kind]
+    spoiled = _zero(template, path, random, lambda role: role.partition(".")[0] not in objects or "branch" in role)
+    return Spoiled(None, spoiled.undo)
+
+
+def suspect(_template: Template, path: Path, _random: Random) -> Spoiled:
+    """The last owner has written down that it does not trust the catalog."""
+    return _edit(path / "state", suspect=True)
+
+
+def useless_state(_template: Template, path: Path, random: Random) -> Spoiled:
+    """The file that says how the last owner left is missing, empty or garbage."""
+    (path / "state").unlink()
+    if left := random.choice((None, b"", b"\xff" * 64, b"[]")):
+        (path / "state").write_bytes(left)
+    return Spoiled()
+
+
+def missing_format(_template: Template, path: Path, _random: Random) -> Spoiled:
+    """The file that says what kind of store it is is gone: what it was made with must not be taken for nothing."""
+    (path / "format").unlink()
+    return Spoiled()
+
+
+def leftovers(template: Template, path: Path, random: Random) -> Spoiled:
+    """Half of what an earlier opening was writing beside the real files when it was killed."""
+    for name in ("state.new", "format.new"):
+        (path / name).write_bytes(random.randbytes(40))
+    database = DATABASES[template.kind]
+    for name in (f"{database}.new", f"{database}.damaged"):
+        (path / name).mkdir(exist_ok=True)
+        (path / name / "data.mdb").write_bytes(random.randbytes(3 * PAGE))
+    return Spoiled()
+
+
+def missing_slab(template: Template, path: Path, random: Random) -> Spoiled:
+    """One slab is gone."""
+    slab = random.choice(sorted(template.slabs))
+    (path / "slabs" / slab).unlink()
+    return Spoiled(frozenset(name for name, _ in template.slabs[slab]))
+
+
+def short_slab(template: Template, path: Path, random: Random) -> Spoiled:
+    """One slab is cut."""
+    slab = random.choice(sorted(template.slabs))
+    file = path / "slabs" / slab
+    left = random.randrange(file.stat().st_size)
+    os.truncate(file, left)
+    return Spoiled(frozenset(name for name, end in template.slabs[slab] if end > left))
+
+
+def missing_data(template: Template, path: Path, _random: Random) -> Spoiled:
+    """LMDB's file is gone, and with it all that was known."""
+    template.data(path).unlink()
+    return Spoiled(frozenset(range(NAMES)))
+
+
+def short_data(template: Template, path: Path, random: Random) -> Spoiled:
+    """LMDB's file is cut somewhere behind its first pages."""
+    data = template.data(path)
+    used = (max(template.pages) + 1) * PAGE
+    os.truncate(data, random.randrange(2 * PAGE, used))
+    return Spoiled(None)
+
+
+def newer_format(_template: Template, path: Path, _random: Random) -> Spoiled:
+    """A later version made it: it is refused, and stays as it is for who can read it."""
+    before = (path / "format").read_bytes()
+    _edit(path / "format", version=99)
+    return Spoiled(undo=lambda: (path / "format").write_bytes(before) and None)
+
+
+def older_format(template: Template, path: Path, _random: Random) -> Spoiled:
+    """An earlier version made it: its database is put aside, and must be there afterwards."""
+    _edit(path / "format", version=0)
+    before = template.data(path).read_bytes()
+    size = (max(template.pages) + 1) * PAGE
+
+    def kept() -> bool:
+        return any(file.read_bytes()[:size] == before[:size] for file in path.rglob("data.mdb*"))
+
+    # What `lmdb` puts aside holds the payloads, and makes room for new ones where it is large.
+    return Spoiled(frozenset(range(NAMES)), kept=kept if template.kind == "file" else lambda: True)
+
+
+DAMAGES: dict[str, tuple[Damage, tuple[str, ...]]] = {
+    "nothing": (nothing, ("file", "lmdb")),
+    "record": (record, ("file", "lmdb")),
+    "page with objects": (object_page, ("file", "lmdb")),
+    "other page": (other_page, ("file", "lmdb")),
+    "suspect": (suspect, ("file", "lmdb")),
+    "useless state": (useless_state, ("file", "lmdb")),
+    "missing format": (missing_format, ("file", "lmdb")),
+    "leftovers": (leftovers, ("file", "lmdb")),
+    "missing slab": (missing_slab, ("file",)),
+    "short slab": (short_slab, ("file",)),
+    "missing data.mdb": (missing_data, ("file", "lmdb")),
+    "short data.mdb": (short_data, ("file", "lmdb")),
+    "newer format": (newer_format, ("file", "lmdb")),
+    "older format": (older_format, ("file", "lmdb")),
+}
+"""Each with the kinds of store that know it."""
+
+UNMENDED = (record, object_page, other_page)
+"""Where `lmdb` goes on with what it has, so that its databases may disagree about the rest."""
+
+
+def _zero(template: Template, path: Path, random: Random, which: Callable[[str], bool]) -> Spoiled:
+    """By role first, so that rare ones come as often as common ones."""
+    roles = sorted({role for role, _ in template.pages.values() if which(role)})
+    role = random.choice(roles)
+    number = random.choice(sorted(n for n, (its, _) in template.pages.items() if its == role))
+    with template.data(path).open("r+b") as file:
+        file.seek(number * PAGE)
+        file.write(bytes(PAGE))
+    return Spoiled(template.pages[number][1])
+
+
+def _flip(path: Path, offset: int, random: Random) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        [byte] = file.read(1)
+        file.seek(offset)
+        file.write(bytes([byte ^ 1 << random.randrange(8)]))
+
+
+def _edit(path: Path, **more: object) -> Spoiled:
+    path.write_text(json.dumps(json.loads(path.read_text()) | more))
+    return Spoiled()

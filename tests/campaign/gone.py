@@ -1,0 +1,317 @@
+"""What a store stands on goes away under it: its directory, the right to it, its file system, or the end of LMDB's file.
+
+No call may raise then but those that may say so (StorageError from `flush` and the listing calls), no bytes may be wrong, and what is
+answered with STORED must be there when things come back. Mounting and becoming another user take root.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import signal
+import struct
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from tests.campaign.damage import DATABASES
+from tests.campaign.model import KINDS, History, Ledger, Model, Op, Verdict, Version, perform
+from tests.campaign.parts import Killer, Part, died, job, looked, played
+from tests.campaign.power import mounted, new_image, unfit
+from tests.campaign.report import Row, Steps
+from tests.campaign.stores import Subject
+from tests.campaign.victims import Nursery
+from tests.campaign.writer import say, work
+from tiercache.core import Outcome
+from tiercache.errors import StorageError
+from tiercache.storage.base import NamespaceRecord, StorageBackend
+from tiercache.testing.objects import NAMESPACE, content, key, to_get
+
+CAPACITY, NAMES = 16 << 20, 60
+NOBODY = 65534
+SHUTDOWN = 0x8004587D
+"""EXT4_IOC_SHUTDOWN, _IOR('X', 125, __u32)."""
+SYNCED, AS_IT_IS = 0, 2
+"""Shut down with everything written back first, or without even the journal."""
+
+Away = Callable[[Path, Random], Callable[[], None]]
+"""Takes something away; what it returns brings it back."""
+
+
+def removed(path: Path, _random: Random) -> Callable[[], None]:
+    """The directory and all that is in it."""
+    shutil.rmtree(path)
+    return lambda: None
+
+
+def replaced(path: Path, _random: Random) -> Callable[[], None]:
+    """The directory is moved away, and an empty one is in its place."""
+    aside = path.with_name("aside")
+    path.rename(aside)
+    path.mkdir()
+
+    def back() -> None:
+        shutil.rmtree(path)
+        aside.rename(path)
+
+    return back
+
+
+def forbidden(path: Path, _random: Random) -> Callable[[], None]:
+    """Nobody may enter the directory any more."""
+    path.chmod(0)
+    return lambda: path.chmod(0o700)
+
+
+def read_only(path: Path, _random: Random) -> Callable[[], None]:
+    """The file system met an error and is read-only from now on."""
+    subprocess.run(["mount", "-o", "remount,abort", str(path.parent)], check=True, capture_output=True)
+    return lambda: None
+
+
+def shut_down(flags: int) -> Away:
+    """The file system answers everything with an error from now on."""
+
+    def away(path: Path, _random: Random) -> Callable[[], None]:
+        fd = os.open(path.parent, os.O_RDONLY)
+        try:
+            fcntl.ioctl(fd, SHUTDOWN, struct.pack("I", flags))
+        finally:
+            os.close(fd)
+        return lambda: None
+
+    return away
+
+
+def cut(path: Path, random: Random) -> Callable[[], None]:
+    """LMDB's file is cut."""
+    [data] = [p for name in DATABASES.values() if (p := path / name / "data.mdb").exists()]
+    os.truncate(data, random.choice((0, 4096, random.randrange(data.stat().st_size))))
+    return lambda: None
+
+
+AWAY: dict[str, Away] = {
+    "removed": removed, "replaced": replaced, "chmod 000": forbidden, "read-only": read_only,
+    "shut down": shut_down(SYNCED), "shut down at once": shut_down(AS_IT_IS), "data.mdb cut": cut,
+}  # fmt: skip
+ON_AN_IMAGE = ("read-only", "shut down", "shut down at once")
+RACE = "data.mdb cut in a call"
+
+
+def campaign(kind: str, trials: int, seed: int, base: Path, steps: Steps) -> list[Row]:
+    """One row for each thing that goes away."""
+    rows = []
+    why = unfit()
+    with Nursery("tests.campaign.actors") as nursery:
+        for name in (*AWAY, RACE):
+            row = Row("gone", f"{kind}, {name}")
+            rows.append(row)
+            row.skipped = _unfit(name, base, why)
+            if row.skipped:
+                continue
+            row.figures = {"stored while gone": 0, "flushed while gone": 0, "works again": 0, "evicted": 0, "SIGBUS": 0}
+            for n in steps.over(range(trials), f"gone {row.backend}"):
+                directory = Path(tempfile.mkdtemp(dir=base))
+                row.take(partial(trial, nursery, kind, name, directory, seed * 1009 + n, row), f"seed {seed + n}")
+                shutil.rmtree(directory)
+    return rows
+
+
+def _unfit(name: str, base: Path, no_image: str) -> str:
+    if name in ON_AN_IMAGE and no_image:
+        return f"skipped: {no_image}"
+    if name == "chmod 000":
+        if os.geteuid() != 0:
+            return "skipped: becoming another user takes root"
+        base.chmod(0o711)
+        able = subprocess.run(["ls", str(base / "..")], user=NOBODY, group=NOBODY, capture_output=True, check=False).returncode == 0
+        return "" if able else f"skipped: another user cannot enter {base.parent}"
+    return ""
+
+
+def trial(nursery: Nursery, kind: str, name: str, directory: Path, seed: int, row: Row) -> Verdict:
+    """Let a process work, take something away, let it go on, bring it back; then look."""
+    with ExitStack() as stack:
+        ledger = str(directory / "ledger")
+        place = Place(directory, stack, on_an_image=name in ON_AN_IMAGE)
+        subject = Subject(kind, place.enter() / "store", CAPACITY, "power" if name in ON_AN_IMAGE else "process")
+        if name == "chmod 000":
+            os.chown(directory, NOBODY, NOBODY)
+        part = Part("bereaved", subject.fields, NAMES, Model().to_json(), ledger=ledger, seed=seed, how=[name])
+        status = _race(nursery, part, seed) if name == RACE else played(nursery, part)
+        model = Model()
+        complaints = Ledger.replay(ledger, model)
+        after, figures = since(ledger)
+        for figure, count in figures.items():
+            row.figures[figure] += count
+        row.figures["SIGBUS"] += status == -signal.SIGBUS
+        if status != 0 and not (name == RACE and status == -signal.SIGBUS):
+            complaints.append(f"it ended with status {status}: {died(nursery)}")
+        lasting = model.certain()
+        if name == "removed":
+            lasting = {version for version in lasting if figures["flushed while gone"] or version in after}
+        must = sorted(set() if "cut" in name else lasting)
+        subject = subject.at(place.again() / "store")
+        verdict = looked(nursery, Part("look", subject.fields, NAMES, model.to_json(), must=must, checks="cut" not in name))
+        # Where no slab can be made, a new object may take the place of an old one, which the store counts.
+        verdict.lost = max(0, verdict.lost - figures["evicted"])
+        verdict.failed += len(complaints)
+        verdict.notes += complaints
+        return verdict
+
+
+class Place:
+    """Where the store lies: a directory, or a file system in an image that is mounted anew for the look.
+
+    Thread rule: one thread.
+    """
+
+    def __init__(self, directory: Path, stack: ExitStack, *, on_an_image: bool) -> None:
+        self._directory, self._outer, self._image = directory, stack, on_an_image
+        self._inner = stack.enter_context(ExitStack())
+
+    def enter(self) -> Path:
+        """For the work."""
+        return self._mount("before", new_image(self._directory / "image")) if self._image else self._directory
+
+    def again(self) -> Path:
+        """For the look."""
+        self._inner.close()
+        return self._mount("after", self._directory / "image") if self._image else self._directory
+
+    def _mount(self, name: str, image: Path) -> Path:
+        where, _ = self._inner.enter_context(mounted(image, self._directory / name))
+        return where
+
+
+def since(ledger: str) -> tuple[set[Version], dict[str, int]]:
+    """What a ledger says of the time while something was gone: what was stored, and how often what else was said."""
+    stored: set[Version] = set()
+    figures = {"stored while gone": 0, "flushed while gone": 0, "works again": 0, "evicted": 0}
+    gone, op = False, Op("flush")
+    for line in Path(ledger).read_text().splitlines():
+        kind, *rest = json.loads(line)
+        if kind == "gone":
+            gone = rest[0]
+        elif kind == "again":
+            figures["works again"] += rest[0]
+        elif kind == "evicted":
+            figures["evicted"] = rest[0]
+        elif kind == "done" and gone:
+            figures["flushed while gone"] += op.kind == "flush"
+            stored |= {v for v, answer in zip(op.versions, rest[0], strict=False) if answer == Outcome.STORED and op.kind == "set"}
+        elif kind in KINDS:
+            op = Op(kind, [Version(*pair) for pair in rest[0]])
+    figures["stored while gone"] = len(stored)
+    return stored, figures
+
+
+def _race(nursery: Nursery, part: Part, seed: int) -> int:
+    """Cut the file from outside while the process works."""
+    path, random = part.subject.path, Random(seed)
+    nursery.start(part)
+    nursery.hear("working")
+    time.sleep(random.uniform(0, 0.2))
+    with suppress(FileNotFoundError):
+        cut(path, random)
+    return nursery.wait()
+
+
+@job
+def bereaved(part: Part, env: Killer) -> None:
+    """Work; go on while something is gone; go on when it is back."""
+    [name] = part.how
+    random = Random(part.seed)
+    ledger = Ledger(part.ledger)
+    if name == "chmod 000":
+        os.setgroups([])
+        os.setgid(NOBODY)
+        os.setuid(NOBODY)
+    store = part.subject.open(env)
+    model, history = Model.from_json(part.model), History(part.seed, part.names)
+    work(store, model, ledger, history, range(15), evicts=False)
+    store.flush()
+    say("working")
+    if name == RACE:
+        for _ in range(60):
+            boldly(store, model, ledger, history)
+    else:
+        back = AWAY[name](part.subject.path, random)
+        ledger.note("gone", True)
+        for _ in range(25):
+            boldly(store, model, ledger, history)
+        listing(store, ledger)
+        back()
+        ledger.note("gone", False)
+        last = Op("set", [Version(part.names - 1, model.turn + 1)])
+        ledger.note("again", Outcome.STORED in make(store, model, ledger, last))
+        with suppress(StorageError):
+            ledger.note("evicted", int(store.usage().details.get("evicted", 0)))
+    try:
+        store.close()
+    except Exception as error:  # noqa: BLE001 (whatever it is, it may not be)
+        ledger.note("bad", f"close raised {error!r}")
+
+
+def boldly(store: StorageBackend, model: Model, ledger: Ledger, history: History) -> None:
+    """One call of a history, whatever it answers."""
+    op = history.draw(model)
+    if op.kind == "get":
+        read(store, op, ledger)
+    else:
+        make(store, model, ledger, op)
+
+
+def make(store: StorageBackend, model: Model, ledger: Ledger, op: Op) -> list[Any]:
+    """A call that changes something, noted; empty where it was not answered."""
+    ledger.note(op.kind, [list(v) for v in op.versions])
+    model.begin(op)
+    try:
+        answers = perform(store, op)
+    except Exception as error:  # noqa: BLE001 (only one may come, and only from one call)
+        if not (op.kind == "flush" and isinstance(error, StorageError)):
+            ledger.note("bad", f"{op.kind} raised {error!r}")
+        return []
+    ledger.note("done", answers)
+    with suppress(ValueError):  # the reader of the ledger says it
+        model.end(op, answers)
+    return list(answers)
+
+
+def read(store: StorageBackend, op: Op, ledger: Ledger) -> None:
+    """A get: what is a hit has the right bytes."""
+    items = [to_get(key(v.name), len(v.data)) for v in op.versions]
+    try:
+        answers = store.get(items)
+    except Exception as error:  # noqa: BLE001 (none may come)
+        ledger.note("bad", f"get raised {error!r}")
+        return
+    for version, item, answer in zip(op.versions, items, answers, strict=True):
+        if answer is Outcome.HIT and content(item) != version.data:
+            ledger.note("bad", f"wrong bytes of {version.name}")
+
+
+def listing(store: StorageBackend, ledger: Ledger) -> None:
+    """The calls that may refuse with StorageError, and those that may not."""
+    calls: dict[str, Callable[[], object]] = {
+        "scan": lambda: list(store.scan_all()),
+        "describe": lambda: store.describe([key(0)]),
+        "namespaces": store.namespaces,
+        "usage": store.usage,
+        "exists": lambda: store.exists([key(0), key(1)]),
+        "register_namespace": lambda: store.register_namespace(NamespaceRecord(NAMESPACE, {"model": "m"})),
+    }
+    for name, call in calls.items():
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001 (the ledger says which may not be)
+            if not isinstance(error, StorageError) or name in ("exists", "register_namespace"):
+                ledger.note("bad", f"{name} raised {error!r}")
