@@ -12,7 +12,7 @@ ENGINES ?= .venv-engines
 SGLANG := $(ENGINES)/sglang/bin/python
 VLLM := $(ENGINES)/vllm/bin/python
 
-.PHONY: help install demo test test-engines lint types check proto docs bench bench-engines campaign gpu clean
+.PHONY: help install demo test test-slow test-engines lint types check proto docs bench bench-engines campaign gpu clean
 
 help:  ## Show what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 23
@@ -30,6 +30,9 @@ demo: $(STAMP)  ## Serve a hybrid model through device, host and disk, and over 
 
 test: $(STAMP)  ## Run the tests
 	$(BIN)/python -m tests $(ARGS)
+
+test-slow: $(STAMP)  ## Run the tests that take longer
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "slow and not gpu and not integration and not stress" --timeout 900 $(ARGS)
 
 $(ENGINES)/%/.installed: pyproject.toml constraints-dev.txt constraints-engines.txt tests/engines/%/requirements.txt tests/engines/%/engine.txt
 	@echo "making $(@D): gigabytes, a few minutes"
@@ -67,7 +70,7 @@ bench: $(STAMP)  ## Benchmarks: keys, index, engine-thread cost, copies, local s
 	$(BIN)/tiercache bench disk --backend file -o json
 	$(BIN)/tiercache bench disk --backend lmdb -o json
 
-campaign: $(STAMP)  ## Crash campaigns over the local stores: some 10 minutes, power cuts need root (ARGS=--quick)
+campaign: $(STAMP)  ## Crash campaigns over the local stores: some 40 minutes, much of it needs root (ARGS=--quick)
 	$(BIN)/python -m tests.campaign $(ARGS)
 
 gpu:  ## What needs a CUDA device: tests, the kernel under compute-sanitizer, benchmark (GPU_PYTHON= one with torch for CUDA and CuPy)

@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from tiercache.errors import TokenError
+from tiercache.errors import InputError, TokenError
 
 Locations: TypeAlias = npt.NDArray[np.int64]
 """One location per object of a pool in one tier: a device slot or a host handle (both >= 0), or `ABSENT`, or pending."""
@@ -25,6 +25,9 @@ TokenArray: TypeAlias = npt.NDArray[np.uint64]
 
 BLOCK_ALIGN: Final = 4096
 """Bytes. Arena blocks, slab blocks and I/O buffers are multiples of this: the page size and the O_DIRECT alignment."""
+
+MOST_TRAILING: Final = 2**31
+"""Pages: more than any sequence has."""
 
 ABSENT: Final = -1
 """The object is not in this tier, and nothing is bringing it there."""
@@ -169,7 +172,8 @@ class PoolTransfer:
     """One pool's part of a storage call.
 
     `keys` are page keys in sequence order (empty in `batch_exists_v2`: the call's own keys are meant); `handles` the host objects to read
-    or fill, one per key. `depths` (pages up to each object's end) and `parents` are passed on to the store where known.
+    or fill, one per key. `depths` (pages up to each object's end) and `parents` (page keys, empty for a first page) are passed on to the
+    store where known. `trailing` is 1 to 2**31. All of it is checked by the call that it is part of.
     """
 
     pool: PoolName
@@ -218,17 +222,31 @@ class PoolPresence:
             return np.logical_and.accumulate(self.present)
         count = np.concatenate([[0], np.cumsum(self.present)])
         ends = np.arange(1, len(self.present) + 1)
-        starts = np.maximum(0, ends - self.trailing)
+        starts = np.maximum(0, ends - int(self.trailing))
         needed: Mask = count[ends] - count[starts] == ends - starts
         return needed
+
+
+def check_trailing(trailing: Any, pool: object) -> None:
+    """Raise InputError unless so many last pages can be what a prefix needs of a pool."""
+    if isinstance(trailing, bool) or not isinstance(trailing, int | np.integer) or not 1 <= trailing <= MOST_TRAILING:
+        raise InputError(f"pool {pool}: trailing={trailing!r} is not possible; give how many last pages a prefix needs, 1 to 2**31")
 
 
 def restorable_prefixes(presence: Mapping[PoolName, PoolPresence], anchor: PoolName = PoolName.KV) -> PoolTransferResult:
     """Fold what every pool holds into the depths at which *all* of them can be restored.
 
     With K the length of the anchor's leading run, the answer is every p in 1 .. K that each pool restores under its own hit policy. All
-    `present` arrays have the same length; the caller counts pages that it already has as present.
+    `present` arrays have the same length; the caller counts pages that it already has as present. Raises InputError.
     """
+    if anchor not in presence:
+        raise InputError(f"pool {anchor} is missing; its leading run bounds every depth")
+    for name, pool in presence.items():
+        check_trailing(pool.trailing, name)
+        if len(pool.present) != len(presence[anchor].present):
+            raise InputError(
+                f"pool {name} covers {len(pool.present)} pages and {anchor} {len(presence[anchor].present)}; all cover the same"
+            )
     run = int(np.logical_and.accumulate(presence[anchor].present).sum())
     agreed = np.ones(run, np.bool_)
     extra: dict[PoolName, int] = {}

@@ -11,7 +11,8 @@
     ├── TransferError(RuntimeError)       a copy between device and host failed
     ├── StorageError(OSError)
     │   ├── StoreLockedError              another process owns the directory
-    │   └── StoreFormatError              the directory holds a format that this version does not know
+    │   ├── StoreFormatError              the directory holds a format that this version does not know
+    │   └── StoreDamagedError             what is stored cannot be looked at before it was repaired
     ├── WireError(ValueError)             a message from the other end of a connection is malformed or beyond a limit
     ├── AdmissionError(RuntimeError)      an admission is used after its release, or out of order
     ├── UnsupportedModelError(ValueError) a model cannot be served; the message names the layer
@@ -69,6 +70,10 @@ class StoreLockedError(StorageError):
 
 class StoreFormatError(StorageError):
     """The directory holds a format that this version does not know."""
+
+
+class StoreDamagedError(StorageError):
+    """What is stored is damaged, and cannot be looked at before the store was opened to be changed, which repairs it."""
 
 
 class WireError(TierCacheError, ValueError):

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
-from tiercache.core import BLOCK_ALIGN, HitPolicy, PoolName
+from tiercache.core import BLOCK_ALIGN, MOST_TRAILING, HitPolicy, PoolName
 from tiercache.errors import GeometryError
 
 DTYPE_BITS = {
@@ -74,8 +74,8 @@ class Geometry:
     def __post_init__(self) -> None:
         if self.page_size < 1:
             raise GeometryError(f"page size {self.page_size} is not possible; use a positive number of tokens, such as 64")
-        if self.trailing < 1:
-            raise GeometryError(f"trailing={self.trailing} is not possible; a prefix needs at least its last page")
+        if type(self.trailing) is not int or not 1 <= self.trailing <= MOST_TRAILING:
+            raise GeometryError(f"trailing={self.trailing!r} is not possible; a prefix needs its last page at least, and at most 2**31")
         if not self.segments:
             raise GeometryError(f"pool {self.pool} has no segments; give it at least one tensor")
         names = [(s.layer, s.name) for s in self.segments]

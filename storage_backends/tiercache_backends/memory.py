@@ -5,14 +5,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from heapq import nsmallest
+from itertools import chain
 from threading import Lock
 from typing import Any, Final, Self
 
 from tiercache.config import parse_size
 from tiercache.core import ObjectKey, ObjectMeta, Outcome
+from tiercache.policy import Lru
 from tiercache.storage.base import (
     Capabilities,
     GetItem,
@@ -28,25 +29,24 @@ from tiercache.storage.base import (
 )
 from tiercache.storage.checksum import checksum
 from tiercache.storage.env import Env
+from tiercache.storage.eviction import EvictionOrder
 from tiercache.storage.gate import CallGate
 from tiercache.storage.registry import settings_of
-from tiercache.storage.residents import Resident, Residents
+from tiercache.storage.residents import Residents, Standing, parents_first
 from tiercache.storage.vectors import take, usable
 
 _SCAN_PAGE: Final = 1024
 
 
-class _Object(Resident):
+@dataclass(slots=True, eq=False)
+class _Object:
     """An object and its bytes."""
 
-    __slots__ = ("key", "meta", "payload", "stored_at")
-
-    def __init__(self, key: ObjectKey, meta: ObjectMeta, payload: bytes, stored_at: float) -> None:
-        super().__init__(key.digest, meta.parent)
-        self.key = key
-        self.meta = meta
-        self.payload = payload
-        self.stored_at = stored_at
+    key: ObjectKey
+    meta: ObjectMeta
+    payload: bytes
+    stored_at: float
+    row: int = -1
 
     def entry(self) -> ScanEntry:
         """What a scan says of it."""
@@ -66,9 +66,13 @@ class MemoryBackend(StorageBackend):
         self._env = env or Env()
         self._gate = CallGate("the memory store")
         self._mutex = Lock()
-        self._objects: Residents[_Object] = Residents()
+        self._objects: dict[bytes, _Object] = {}
+        self._residents = Residents()
+        self._order = EvictionOrder(self._residents, Lru())
+        self._spaces: dict[bytes, int] = {}
         self._used = 0
         self._corrupt = 0
+        self._evicted = 0
         self._namespaces: dict[bytes, NamespaceRecord] = {}
 
     @classmethod
@@ -85,9 +89,24 @@ class MemoryBackend(StorageBackend):
 
     def set(self, items: Sequence[SetItem]) -> list[Outcome]:
         with self._gate:
-            # A batch does not evict its own: what comes first begins a sequence, and what comes last is worth nothing without it.
-            own = {item.key.digest for item in items}
-            return [self._set(item, own) for item in items]
+            sound = [i for i, item in enumerate(items) if storable(item)]
+            batch = [(items[i].key.page_key, items[i].meta.parent) for i in sound]
+            outcomes = [Outcome.ERROR] * len(items)
+            with self._mutex:
+                # A batch does not evict its own: what comes first begins a sequence, and what comes last is worth nothing without it.
+                held = [self._residents.hold(page) for page in dict.fromkeys(chain.from_iterable(batch)) if page is not None]
+            missing: set[bytes] = set()
+            try:
+                for i in parents_first(batch):
+                    page, parent = batch[i]
+                    outcomes[sound[i]] = outcome = self._set(items[sound[i]], refused=page in missing)
+                    if page != parent and outcome in (Outcome.THROTTLED, Outcome.ERROR):
+                        missing.add(page)
+            finally:
+                with self._mutex:
+                    for node in held:
+                        self._residents.release(node)
+            return outcomes
 
     def delete(self, keys: Sequence[ObjectKey]) -> list[bool]:
         with self._gate, self._mutex:
@@ -96,8 +115,8 @@ class MemoryBackend(StorageBackend):
 
     def scan(self, namespace: bytes | None = None, cursor: bytes = b"") -> ScanPage:
         with self._gate, self._mutex:
-            behind = (o for o in self._objects if o.digest > cursor and namespace in (None, o.meta.namespace))
-            page: Iterable[_Object] = nsmallest(_SCAN_PAGE, behind, key=lambda o: o.digest)
+            behind = (o for o in self._objects.values() if o.key.digest > cursor and namespace in (None, o.meta.namespace))
+            page: Iterable[_Object] = nsmallest(_SCAN_PAGE, behind, key=lambda o: o.key.digest)
         entries = [o.entry() for o in page]
         return ScanPage(entries, entries[-1].key.digest if len(entries) == _SCAN_PAGE else b"")
 
@@ -108,7 +127,9 @@ class MemoryBackend(StorageBackend):
 
     def register_namespace(self, record: NamespaceRecord) -> None:
         with self._gate, self._mutex:
-            self._namespaces[record.namespace] = record
+            self._namespaces[record.namespace] = kept = record.over(self._namespaces.get(record.namespace))
+            if kept.states:
+                self._residents.require_states(self._space(record.namespace))
 
     def namespaces(self) -> list[NamespaceRecord]:
         with self._gate, self._mutex:
@@ -116,7 +137,8 @@ class MemoryBackend(StorageBackend):
 
     def usage(self) -> Usage:
         with self._gate, self._mutex:
-            return Usage(len(self._objects), self._used, self._used, self._capacity, {"corrupt": self._corrupt})
+            figures = {"corrupt": self._corrupt, "evicted": self._evicted, **self._residents.worth()._asdict()}
+            return Usage(len(self._objects), self._used, self._used, self._capacity, figures)
 
     def flush(self) -> None:
         with self._gate:
@@ -124,7 +146,8 @@ class MemoryBackend(StorageBackend):
 
     def close(self) -> None:
         if self._gate.close():
-            self._objects = Residents()
+            self._objects = {}
+            self._residents = Residents()
 
     def _get(self, item: GetItem) -> Outcome:
         with self._mutex:
@@ -133,7 +156,8 @@ class MemoryBackend(StorageBackend):
                 return Outcome.MISS
             if found.meta.length != item.length or not usable(item.buffers, item.length, writable=True):
                 return Outcome.ERROR
-            self._objects.touch(found)
+            self._residents.touch(found.row)
+            self._residents.hits[found.row] += 1
             payload = memoryview(found.payload)
         if len(payload) != item.length or checksum(item.key, [payload], item.length) != found.meta.checksum:
             with self._mutex:
@@ -144,50 +168,83 @@ class MemoryBackend(StorageBackend):
             payload = payload[view.nbytes :]
         return Outcome.HIT
 
-    def _set(self, item: SetItem, own: AbstractSet[bytes]) -> Outcome:
-        if not storable(item):
-            return Outcome.ERROR
+    def _set(self, item: SetItem, *, refused: bool) -> Outcome:
         with self._mutex:
-            if self._touched(item.key.digest):
-                return Outcome.HIT
+            outcome = self._refuse(item, refused=refused)
+        if outcome is not None:
+            return outcome
         meta = replace(item.meta, checksum=checksum_of(item))
         fresh = _Object(item.key, meta, b"".join(take(item.buffers, 0, meta.length)), self._env.time_ns() / 1e9)
         with self._mutex:
-            if self._touched(fresh.digest):
-                return Outcome.HIT
-            if not self._make_room(fresh, own):
-                return Outcome.THROTTLED
-            self._objects.add(fresh)
-            self._used += fresh.meta.length
-        return Outcome.STORED
+            return self._refuse(item, refused=refused) or self._add(fresh)
 
-    def _touched(self, digest: bytes) -> bool:
-        found = self._objects.get(digest)
+    def _refuse(self, item: SetItem, *, refused: bool) -> Outcome | None:
+        """The outcome of a set that is over before it stores anything; None where it is not. `refused`: that of its page was."""
+        found = self._objects.get(item.key.digest)
         if found is not None:
-            self._objects.touch(found)
-        return found is not None
+            self._residents.renew(found.row)
+            return Outcome.HIT
+        residents, parent = self._residents, item.meta.parent
+        node, above = residents.hold(item.key.page_key), None if parent is None else residents.hold(parent)
+        standing = residents.standing(node, above, item.meta.depth or 0, self._space(item.meta.namespace), refused=refused)
+        for held in (node, above):
+            if held is not None:
+                residents.release(held)
+        return {Standing.FINE: None, Standing.ABSENT_PARENT: Outcome.THROTTLED, Standing.IMPOSSIBLE: Outcome.ERROR}[standing]
 
-    def _make_room(self, fresh: _Object, own: AbstractSet[bytes]) -> bool:
-        """Evict until the object fits, sparing its own batch and the page that it depends on."""
-        size = len(fresh.payload)
+    def _add(self, fresh: _Object) -> Outcome:
+        """Evict until the object fits, and take it in; its page and its parent are held by the batch."""
+        if self._capacity and len(fresh.payload) > self._capacity:
+            return Outcome.THROTTLED
+        residents, meta = self._residents, fresh.meta
+        node, parent = residents.hold(fresh.key.page_key), None if meta.parent is None else residents.hold(meta.parent)
+        space = self._space(meta.namespace)
+        promising = residents.is_promising(node, space, hangs=parent == node)
+        self._order.evict(_Evicting(self, len(fresh.payload)), promising=promising)
+        fits = not self._capacity or self._used + len(fresh.payload) <= self._capacity
+        if fits:
+            number = residents.newest + 1
+            fresh.row = residents.add(fresh.key.digest, node, parent, number, meta.length, space, meta.depth or 0)
+            self._objects[fresh.key.digest] = fresh
+            self._used += meta.length
+        for held in (node, parent):
+            if held is not None:
+                residents.release(held)
+        return Outcome.STORED if fits else Outcome.THROTTLED
 
-        def fits() -> bool:
-            return not self._capacity or self._used + size <= self._capacity
-
-        def paid(gone: _Object) -> bool:
-            self._used -= gone.meta.length
-            return fits()
-
-        if not fits() and size <= self._capacity:
-            self._objects.hold(fresh.parent)
-            self._objects.victims(enough=paid, spare=lambda o: o.digest in own)
-            self._objects.release(fresh.parent)
-        return fits()
+    def _space(self, namespace: bytes) -> int:
+        return self._spaces.setdefault(namespace, len(self._spaces))
 
     def _drop(self, item: _Object | None) -> bool:
-        if item is None or self._objects.get(item.digest) is not item:
+        if item is None or self._objects.get(item.key.digest) is not item:
             return False
-        self._objects.pop(item)
-        item.payload = b""  # its entry in the queue for eviction may stay for a while
+        del self._objects[item.key.digest]
+        self._residents.leave(item.row)
+        self._residents.drop(item.row)
         self._used -= item.meta.length
         return True
+
+
+class _Evicting:
+    """Room for so many bytes. See `eviction.Taker`.
+
+    Thread safety: under the mutex of its store.
+    """
+
+    def __init__(self, store: MemoryBackend, nbytes: int) -> None:
+        self._store = store
+        self._nbytes = nbytes
+
+    def take(self, rows: list[int]) -> None:
+        """Let them go."""
+        for row in rows:
+            self._store._drop(self._store._objects[self._store._residents.digest(row)])
+        self._store._evicted += len(rows)
+
+    def enough(self) -> bool:
+        """Does it fit?"""
+        return not self._store._capacity or self._store._used + self._nbytes <= self._store._capacity
+
+    def full(self) -> bool:
+        """There is no limit."""
+        return False

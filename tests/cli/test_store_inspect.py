@@ -82,7 +82,7 @@ def test_a_corrupt_object_is_exit_code_4(tmp_path):
     spoil(path, kv(page))
     found = call("inspect", page.hex(), "--verify", "-s", path, "-o", "json", ok=4).document
     assert [o["verified"] for o in found["objects"]] == ["corrupt"]
-    call("inspect", page.hex(), "--verify", "-s", path, ok=2)
+    assert "CORRUPT" in call("inspect", page.hex(), "--verify", "-s", path, ok=4).out, "and it says so again"
 
 
 def test_the_tree_of_a_namespace_draws_runs_together(tmp_path):

@@ -11,13 +11,17 @@ import time
 from pathlib import Path
 
 import pytest
+from tiercache_backends.memory import MemoryBackend
 
 from tests.cli.test_store_samples import ACME, FORK, KINDS, PROMPT, call, identity, keys_of, make_store, open_store, state, store_sequence
 from tiercache.cli.store.filters import make_filter
 from tiercache.cli.store.output import age_text, count_text, ranges_text, size_text
+from tiercache.config.settings import Settings
 from tiercache.core import ObjectMeta
+from tiercache.daemon import Node
 from tiercache.keys import namespace_of
-from tiercache.storage.base import ScanEntry
+from tiercache.storage.base import ScanEntry, Usage
+from tiercache.storage.wrappers import Wrapper
 from tiercache.testing.objects import key
 
 TIERCACHE = str(Path(sys.executable).parent / "tiercache")
@@ -42,6 +46,33 @@ def test_status_counts_by_namespace_and_pool(kind, tmp_path):
     assert call("status", "-s", path, "--quick", "-o", "jsonl").lines[0]["namespaces"] is None
     table = call("status", "-s", path).out
     assert all(word in table for word in ("qwen3-next@r1, acme", "16.0 MiB", "evicted", "mamba"))
+
+
+WORTH = {"restorable_bytes": 9 << 20, "dead_bytes": 1 << 20, "orphans": 12}
+
+
+class Telling(Wrapper):
+    """A store that says what its objects are worth."""
+
+    def usage(self):
+        return Usage(3, 10 << 20, 11 << 20, 64 << 20, {"evicted": 4, **WORTH})
+
+
+def test_status_says_what_can_be_restored_where_the_store_does(tmp_path):
+    tmp_path.chmod(0o700)
+    settings = Settings(directory=tmp_path, host_bytes="64MiB", drain=2).check()
+    with Node(settings, Telling(MemoryBackend())):
+        where = f"grpc://{tmp_path}/run"
+        found = call("status", "-s", where, "-o", "json").document
+        assert {name: found[name] for name in WORTH} == WORTH
+        assert found["details"] == {"evicted": 4, **WORTH}
+        shown = " ".join(call("status", "-s", where).out.split())
+        assert shown.count("orphans") == 1
+        assert "restorable 9.0 MiB (90%), dead 1.0 MiB, 12 orphans" in shown
+    with Node(settings, MemoryBackend()):
+        found = call("status", "-s", where, "-o", "json").document
+        if found["restorable_bytes"] is None:
+            assert "restorable" not in call("status", "-s", where).out
 
 
 @pytest.mark.parametrize("kind", KINDS)

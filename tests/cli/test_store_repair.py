@@ -62,22 +62,22 @@ def test_verify_says_what_happened_to_each_corrupt_object(tmp_path):
     pages = keys_of(PROMPT)
     for key in (kv(pages[6]), state(pages[4])):
         spoil(path, key)
+    call("verify", "-s", path, ok=4)
     *found, last = call("verify", "-s", path, "-o", "jsonl", ok=4).lines
     assert {(o["result"], o["action"], o["page_key"]) for o in found if o["result"] == "corrupt"} == {
-        ("corrupt", "dropped", pages[6].hex()),
-        ("corrupt", "dropped", pages[4].hex()),
-    }
+        ("corrupt", "listed", pages[6].hex()),
+        ("corrupt", "listed", pages[4].hex()),
+    }, "the first run changed nothing"
     # What was behind the page that is gone now cannot be reached any more.
     orphans = [o for o in found if o["result"] == "orphan"]
     assert {o["page_key"] for o in orphans} == {page.hex() for page in pages[7:]}
     assert {o["action"] for o in orphans} == {"none"}
     assert (last["summary"]["corrupt"], last["summary"]["ok"], last["summary"]["orphan"]) == (2, EVERYTHING - 2, 4)
-    # The second time nothing is corrupt: exit code 0, with orphans.
-    done = call("verify", "-s", path)
+    done = call("verify", "-s", path, ok=4)
     assert "4 orphan" in done.out
     assert "verify --repair deletes them" in done.out
-    repaired = call("verify", "-s", path, "--repair", "-o", "json").document
-    assert {o["action"] for o in repaired["found"]} == {"deleted"}
+    repaired = call("verify", "-s", path, "--repair", "-o", "json", ok=4).document
+    assert {(o["result"], o["action"]) for o in repaired["found"]} == {("corrupt", "dropped"), ("orphan", "deleted")}
     assert repaired["summary"]["repaired"] == 4
     last = call("verify", "-s", path, "-o", "json").document["summary"]
     assert (last["ok"], last["orphan"], last["repaired"]) == (EVERYTHING - 2 - 4, 0, 0)
@@ -88,8 +88,51 @@ def test_verify_prints_corruption_in_words(tmp_path):
     page = keys_of(PROMPT)[9]
     spoil(path, kv(page))
     done = call("verify", "-s", path, ok=4)
-    assert f"corrupt, dropped: page {page.hex()[:12]} kv" in done.out
+    assert f"corrupt, still listed: page {page.hex()[:12]} kv" in done.out
+    assert f"corrupt, dropped: page {page.hex()[:12]} kv" in call("verify", "--repair", "-s", path, ok=4).out
+    call("verify", "-s", path)
     assert "1 corrupt" in done.out
+
+
+@pytest.mark.parametrize("how", ["missing", "cut"])
+def test_a_slab_that_is_missing_or_cut_is_corruption_until_it_is_repaired(tmp_path, how):
+    path = make_store("file", tmp_path / "s")
+    slab = path / "slabs" / "000000.slab"
+    if how == "missing":
+        slab.unlink()
+    else:
+        os.truncate(slab, 0)
+    for _ in range(2):
+        found = call("verify", "-s", path, "-o", "json", ok=4).document
+        assert {(o["result"], o["action"]) for o in found["found"]} == {("corrupt", "listed")}
+        assert (found["summary"]["corrupt"], found["summary"]["ok"]) == (EVERYTHING, 0)
+    repaired = call("verify", "--repair", "-s", path, "-o", "json", ok=4).document
+    assert {(o["result"], o["action"]) for o in repaired["found"]} == {("corrupt", "dropped")}
+    assert len(repaired["found"]) == EVERYTHING
+    assert call("verify", "-s", path, "-o", "json").document["summary"]["objects"] == 0
+
+
+def test_a_damaged_catalog_is_told_until_it_is_repaired(tmp_path):
+    path = make_store("file", tmp_path / "s")
+    with open(path / "catalog" / "data.mdb", "r+b") as file:
+        file.write(bytes(4096))
+    for _ in range(2):
+        done = call("verify", "-s", path, "-o", "json", ok=4).document["summary"]
+        assert (done["ok"], done["catalog"]) == (EVERYTHING, "damaged")
+    assert "the catalog was damaged" in call("verify", "--repair", "-s", path, ok=4).out
+    assert call("verify", "-s", path, "-o", "json").document["summary"]["ok"] == EVERYTHING
+
+
+def test_a_damaged_environment_is_told_until_it_is_repaired(tmp_path):
+    path = make_store("lmdb", tmp_path / "s")
+    with open(path / "database" / "data.mdb", "r+b") as file:
+        file.write(bytes(4096))
+    for _ in range(2):
+        assert "is damaged" in call("verify", "-s", path, ok=4).error
+    assert "is damaged" in call("ls", "-s", path, ok=1).error
+    done = call("verify", "--repair", "-s", path, "-o", "json", ok=4).document["summary"]
+    assert (done["ok"], done["catalog"]) == (EVERYTHING, "damaged")
+    assert call("verify", "-s", path, "-o", "json").document["summary"]["ok"] == EVERYTHING
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -193,13 +193,55 @@ def test_a_file_store_of_which_no_capacity_is_known_keeps_everything(tmp_path):
     call("verify", "-s", path)
 
 
-def test_a_damaged_catalog_is_left_as_it_is(tmp_path):
+def written_down(path):
+    """Everything about a directory: names, sizes, contents, times and modes."""
+    found = {}
+    for where in [path, *sorted(path.rglob("*"))]:
+        about = where.lstat()
+        content = where.read_bytes() if where.is_file() else b""
+        found[str(where)] = (about.st_size, about.st_mtime_ns, about.st_ctime_ns, about.st_mode, content)
+    return found
+
+
+def _overwrite(path, size=20_000):
+    with open(path, "r+b") as file:
+        file.write(b"\xff" * size)
+
+
+DAMAGES = {
+    "none": lambda path, data: None,
+    "head": lambda path, data: _overwrite(data, 4096),
+    "half": lambda path, data: os.truncate(data, data.stat().st_size // 2 // 4096 * 4096),
+    "garbage": lambda path, data: _overwrite(data),
+    "killed": lambda path, data: (path / "state").write_text("{}"),
+    "suspect": lambda path, data: (path / "state").write_text('{"suspect": true}'),
+    "no data": lambda path, data: data.unlink(),
+    "no slab": lambda path, data: shutil.rmtree(path / "slabs", ignore_errors=True),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_reading_verb_writes_a_byte_whatever_it_finds(kind, tmp_path, damage):
+    path = make_store(kind, tmp_path / "s")
+    page = keys_of(PROMPT)[3].hex()
+    DAMAGES[damage](path, path / {"file": "catalog", "lmdb": "database"}[kind] / "data.mdb")
+    for mode in (0o500, 0o700):
+        path.chmod(mode)
+        before = written_down(path)
+        for verb in (
+            ["status"], ["ls"], ["ls", "--namespaces"], ["inspect", page], ["inspect", page, "--verify"],
+            ["inspect", "--namespace", "acme"],
+            ["verify"], ["flush", "--all", "--dry-run"], ["doctor"],
+        ):  # fmt: skip
+            call(*verb, "-s", path, ok=None)
+        assert written_down(path) == before, damage
+
+
+def test_a_damaged_catalog_shows_what_can_be_read(tmp_path):
     path = make_store("file", tmp_path / "s")
-    with open(path / "catalog" / "data.mdb", "r+b") as file:
-        file.write(b"\xff" * 20_000)
-    left = shutil.copytree(path, tmp_path / "copy")
-    assert "is damaged" in call("ls", "-s", path, ok=1).error
-    assert (path / "catalog" / "data.mdb").read_bytes() == (left / "catalog" / "data.mdb").read_bytes()
+    _overwrite(path / "catalog" / "data.mdb", 4096)
+    assert len(call("ls", "-s", path, "-o", "jsonl").lines) == 23
     assert not (path / "catalog.damaged").exists()
 
 

@@ -47,6 +47,8 @@ def test_bytes_without_torch(shape, dtype, bytes_):
         (lambda: nbytes_of((3,), "bf16"), "unknown"),
         (lambda: nbytes_of((0,), "int8"), "empty dimension"),
         (lambda: Geometry(PoolName.SWA, 64, (Segment(0, "k", (1,), "int8"),), HitPolicy.TRAILING_PAGES, 0), "trailing=0"),
+        (lambda: Geometry(PoolName.SWA, 64, (Segment(0, "k", (1,), "int8"),), HitPolicy.TRAILING_PAGES, 2**31 + 1), "trailing=2147483649"),
+        (lambda: Geometry(PoolName.SWA, 64, (Segment(0, "k", (1,), "int8"),), HitPolicy.TRAILING_PAGES, 1.5), "trailing=1.5"),
     ],
 )
 def test_what_does_not_fit_is_refused_in_one_sentence(make, message):

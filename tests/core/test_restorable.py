@@ -1,10 +1,12 @@
 """`restorable_prefixes` against a brute force that enumerates every prefix."""
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tiercache.core import HitPolicy, PoolName, PoolPresence, restorable_prefixes
+from tiercache.errors import InputError
 
 
 def brute_force(presence):
@@ -56,3 +58,19 @@ def test_worked_example():
 def test_nothing_is_stored():
     result = restorable_prefixes({PoolName.KV: PoolPresence(HitPolicy.ALL_PAGES, np.zeros(0, bool))})
     assert (result.kv_hit_pages, result.restorable_prefix_pages) == (0, ())
+
+
+@pytest.mark.parametrize("trailing", [0, -1, 2**31 + 1, 2**63, 1.5, None, True])
+def test_a_prefix_needs_some_last_pages(trailing):
+    kv = PoolPresence(HitPolicy.ALL_PAGES, np.ones(3, bool))
+    states = PoolPresence(HitPolicy.TRAILING_PAGES, np.zeros(3, bool), trailing)
+    with pytest.raises(InputError, match="trailing="):
+        restorable_prefixes({PoolName.KV: kv, PoolName.MAMBA: states})
+
+
+def test_pools_cover_the_same_pages_and_the_anchor_is_one_of_them():
+    kv = PoolPresence(HitPolicy.ALL_PAGES, np.ones(3, bool))
+    with pytest.raises(InputError, match="covers 2 pages"):
+        restorable_prefixes({PoolName.KV: kv, PoolName.SWA: PoolPresence(HitPolicy.ALL_PAGES, np.ones(2, bool))})
+    with pytest.raises(InputError, match="missing"):
+        restorable_prefixes({PoolName.SWA: kv})

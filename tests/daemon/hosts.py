@@ -48,8 +48,8 @@ REFUSALS = {
 
 
 def key(number: int, name: str = "") -> ObjectKey:
-    """An object key of its own for each number."""
-    return ObjectKey(PoolName.KV, f"{name}{number}".encode().ljust(64, b"."))
+    """An object key of its own for each number, on a page of its own."""
+    return ObjectKey(PoolName.KV, b"." * 32 + f"{name}{number}".encode().ljust(32, b"."))
 
 
 def until(condition: Callable[[], bool], seconds: float = 20, every: float = 0.02) -> None:

@@ -129,6 +129,9 @@ def ended(node: Node, calls: int) -> Scrape:
     return Scrape(node.metrics_address)
 
 
+NOT_OF_EVERY_STORE = {f"node_store_{name}" for name in ("evicted_objects_total", "restorable_bytes", "dead_bytes", "orphans")}
+
+
 def test_every_label_set_is_at_0_from_the_start(tmp_path: Path) -> None:
     principals = [{"name": name, "token_file": secret(tmp_path, name)} for name in TOKENS]
     with serving(tmp_path, principals=principals) as (node, _):
@@ -137,7 +140,7 @@ def test_every_label_set_is_at_0_from_the_start(tmp_path: Path) -> None:
         for row in TABLE:
             if row.name.startswith(("node_", "store_")) and row.kind.__name__ == "Counter":
                 for labels in label_sets(row, known):
-                    if row.name not in ("node_disk_written_bytes_total", "node_store_evicted_objects_total"):
+                    if row.name not in {"node_disk_written_bytes_total", *NOT_OF_EVERY_STORE}:
                         assert scrape(row.name, **dict(zip(row.label_names, labels, strict=True))) == 0, (row.name, labels)
         assert scrape("node_call_seconds_count", method="Get") == 0
         assert (
@@ -150,7 +153,7 @@ def test_every_label_set_is_at_0_from_the_start(tmp_path: Path) -> None:
         assert time.time() - scrape("node_start_time_seconds") < 60
         assert scrape("node_resident_bytes") > 1 << 20
         shown = {name for name, *_ in scrape.samples}
-        rows = {row.name for row in NODE if row.kind.__name__ != "Histogram"} - {"node_store_evicted_objects_total"}
+        rows = {row.name for row in NODE if row.kind.__name__ != "Histogram"} - NOT_OF_EVERY_STORE
         assert rows - shown <= {"node_disk_written_bytes_total"}
 
 
@@ -334,8 +337,11 @@ class Told(Wrapper):
         return self._tell()
 
 
+WORTH = {"restorable_bytes": 20, "dead_bytes": 10, "orphans": 1}
+
+
 def test_the_store_s_figures(tmp_path: Path) -> None:
-    store = Told(MemoryBackend(), lambda: Usage(3, 30, 40, 50, {"evicted": 7, "corrupt": 2, "io": "direct"}))
+    store = Told(MemoryBackend(), lambda: Usage(3, 30, 40, 50, {"evicted": 7, "corrupt": 2, "io": "direct"} | WORTH))
     with serving(tmp_path, store) as (node, _):
         until(lambda: Scrape(node.metrics_address)("node_store_objects") == 3)
         scrape = Scrape(node.metrics_address)
@@ -344,6 +350,9 @@ def test_the_store_s_figures(tmp_path: Path) -> None:
     assert scrape("node_store_capacity_bytes") == 50
     assert scrape("node_store_evicted_objects_total") == 7
     assert scrape("node_store_corrupt_objects_total") == 2
+    assert scrape("node_store_restorable_bytes") == 20
+    assert scrape("node_store_dead_bytes") == 10
+    assert scrape("node_store_orphans") == 1
     assert scrape("node_store_figures_age_seconds") < 30
     assert scrape("store_calls_total", operation="usage") == 0, "our own questions are not counted as calls"
 

@@ -113,6 +113,18 @@ def test_a_worker_starts_before_its_daemon(tmp_path: Path) -> None:
             assert [record.namespace for record in client.namespaces()] == [NAMESPACE]
 
 
+def test_a_daemon_that_starts_anew_learns_again_that_there_are_states() -> None:
+    where = directory()
+    plain, hybrid = NamespaceRecord(NAMESPACE, {"model": "m"}), NamespaceRecord(NAMESPACE, {"model": "m"}, states=True)
+    with GrpcBackend(read_settings(section("unix", str(where), **QUICK))) as client:
+        for _ in range(2):
+            client.register_namespace(hybrid)
+            client.register_namespace(plain)
+            with Node(daemon_settings("unix", where), MemoryBackend(1 << 20)):
+                until(lambda: put(client, key("a"), payload("a", SIZE)) is STORED)
+                assert client.namespaces() == [hybrid]
+
+
 @pytest.mark.parametrize("transport", ["unix", "tcp"])
 def test_a_restart_between_two_calls_is_noticed(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing failed in between; what a daemon must know is told to the new one all the same."""

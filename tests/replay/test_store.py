@@ -17,7 +17,7 @@ from tiercache.policy import POLICIES, Costs, Policy, Units, policy_named, profi
 from tiercache.policy.base import Ranks
 from tiercache.replay.store import NullStore
 from tiercache.storage import StoreContext
-from tiercache.storage.base import GetItem, SetItem
+from tiercache.storage.base import GetItem, NamespaceRecord, SetItem
 from tiercache.storage.env import Env
 from tiercache.testing.objects import NAMESPACE, key, page_key
 
@@ -152,9 +152,9 @@ def test_the_oldest_that_nothing_depends_on_goes_first() -> None:
     store = filled(policy_named("lru"), old, *chain, young, state)  # 6 x 90 + 210 = 750 bytes
     store.get(asked([old]))
     assert store.set([item((0, 1, PoolName.MAMBA))]) == [Outcome.STORED]
-    # `old` was asked for, the chain's front holds up its end: that end is the oldest that may go.
+    # `old` was asked for, and the chain's end keeps its front in place: of what no state makes use of that end is the oldest.
     assert there(store, old, young, state, *chain) == [True] * 7
-    assert store.set([item((0, 2, PoolName.KV))]) == [Outcome.STORED]
+    assert store.set([item((0, 1, PoolName.KV))]) == [Outcome.STORED]
     assert there(store, old, young, state, *chain) == [True, True, True, True, True, True, False]
 
 
@@ -205,18 +205,25 @@ def test_a_policy_sees_what_may_go_and_hears_what_went() -> None:
     assert store.set([item((2, 1, PoolName.KV), 300)]) == [Outcome.STORED]
     [shown] = policy.shown
     assert shown == {
-        "kind": [2, 2],
+        "kind": [2, 1],
         "last_access": [8, 7],
         "hits": [1, 0],
         "depth": [3, 5],
         "children": [1, 0],
         "replay": [3, 2],
-        "nbytes": [210, 210],
+        "nbytes": [210, 210 + 2 * 90],
     }
     assert policy.told == [1.0]
-    assert there(store, (0, 3, PoolName.MAMBA), (0, 5, PoolName.MAMBA), *pages) == [True, False, *[True] * 5]
+    assert there(store, (0, 3, PoolName.MAMBA), (0, 5, PoolName.MAMBA), *pages) == [True, False, True, True, True, False, False]
 
 
 def test_nobody_configures_a_null_store() -> None:
     with pytest.raises(ConfigError, match="made by a replay"):
         NullStore.from_config({}, StoreContext(Env()))
+
+
+def test_a_null_store_remembers_which_namespaces_have_states() -> None:
+    store = NullStore(CAPACITY, policy_named("lru", COSTS), 16)
+    for states in (False, True, False):
+        store.register_namespace(NamespaceRecord(NAMESPACE, {}, states))
+    assert store.namespaces() == [NamespaceRecord(NAMESPACE, {}, states=True)]

@@ -146,6 +146,16 @@ def test_tiers_in_bytes_are_kept_to() -> None:
     assert 0 < hvd.token_hit_rate < infinite.token_hit_rate
 
 
+@pytest.mark.parametrize("policy", ["gdsf", "hvd"])
+def test_prompts_that_many_share_stay_where_there_is_room_for_little_else(policy: str) -> None:
+    """A shared prompt has one continuation at most times, and every request goes through a device that keeps nothing."""
+    infinite, shared, lru = found(
+        asked("shared-prefix?groups=8&prompts=16&system=2000-6000", f"{policy},lru", profile=MODEL, capacities=(0.1,))
+    )
+    assert shared.flops_saved >= 0.95 * infinite.flops_saved
+    assert lru.flops_saved < 0.7 * infinite.flops_saved
+
+
 @pytest.mark.parametrize("policies", ["lru", "gdsf", "hvd"])
 def test_a_model_without_states(policies: str) -> None:
     infinite, one = found(asked(CHATS, policies, profile=ATTENTION, capacities=(0.4,)))

@@ -172,6 +172,7 @@ def test_without_a_limit_it_is_the_infinite_cache_with_a_state_at_every_page_and
     assert everything.flops_saved == pytest.approx(flops, rel=1e-12)
 
 
+@settings(deadline=None)
 @given(requests=st.lists(st.tuples(texts, texts), min_size=1, max_size=12), capacities=st.lists(st.integers(0, 60), min_size=2, max_size=5))
 def test_it_never_falls_with_the_capacity_and_answers_in_the_order_of_the_question(requests, capacities):
     found = dict(zip(capacities, upper_bound(Listed(requests), SMALL, capacities), strict=True))

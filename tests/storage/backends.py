@@ -45,7 +45,8 @@ class MemoryHooks(BackendConformance):
     def check(self, store: StorageBackend) -> None:
         memory = unwrap(store)
         assert isinstance(memory, MemoryBackend)
-        assert memory._used == sum(o.meta.length for o in memory._objects)
+        assert memory._used == sum(o.meta.length for o in memory._objects.values())
+        memory._residents.check_integrity()
 
     def object_of(self, store: StorageBackend, k: ObjectKey) -> Any:
         memory = unwrap(store)
@@ -65,7 +66,7 @@ class TrustingStore(MemoryBackend):
                 return Outcome.MISS
             if found.meta.length != item.length or not usable(item.buffers, item.length, writable=True):
                 return Outcome.ERROR
-            self._objects.touch(found)
+            self._residents.touch(found.row)
             left = memoryview(found.payload)
         for view in take(item.buffers, 0, len(left)):
             view[:] = left[: view.nbytes]

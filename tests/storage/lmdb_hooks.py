@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import struct
 from errno import ENOSPC
 from pathlib import Path
 from typing import Any
@@ -92,3 +93,47 @@ def locate(store: StorageBackend, k: ObjectKey) -> list[tuple[int, int]]:
         return found
 
     return environment.read(pieces)
+
+
+def page_kinds(path: str) -> dict[str, list[int]]:
+    """The numbers of the pages in LMDB's file, by what they are: "objects leaf", "parts overflow", "free leaf", ..."""
+    with open(path, "rb") as file:
+        return _Pages(file.read()).kinds
+
+
+class _Pages:
+    """The trees of an LMDB file with pages of 4 KiB, as its newest meta page has them."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        self.kinds: dict[str, list[int]] = {}
+        meta = max((16, 4096 + 16), key=lambda at: struct.unpack_from("<Q", data, at + 24 + 2 * 48 + 8)[0])
+        self._walk("free", self._root(meta + 24))
+        self._walk("main", self._root(meta + 24 + 48))
+
+    def _root(self, at: int) -> int:
+        return int(struct.unpack_from("<Q", self.data, at + 40)[0])
+
+    def _walk(self, name: str, page: int) -> None:
+        if page == 2**64 - 1:
+            return
+        begin = page * 4096
+        flags, lower = struct.unpack_from("<HH", self.data, begin + 10)
+        self.kinds.setdefault(f"{name} {'branch' if flags & 1 else 'leaf'}", []).append(page)
+        for node in struct.unpack_from(f"<{(lower - 16) // 2}H", self.data, begin + 16):
+            low, high, bits, size = struct.unpack_from("<HHHH", self.data, begin + node)
+            key = self.data[begin + node + 8 : begin + node + 8 + size]
+            value = begin + node + 8 + size
+            if flags & 1:
+                self._walk(name, low | high << 16 | bits << 32)
+            elif bits & 1:
+                self.kinds.setdefault(f"{name} overflow", []).append(*struct.unpack_from("<Q", self.data, value))
+            elif bits & 2:
+                self._walk(key.decode(), self._root(value))
+
+
+def zero(path: str, page: int) -> None:
+    """Overwrite a page of LMDB's file with zeros."""
+    fd = os.open(path, os.O_RDWR)
+    os.pwrite(fd, bytes(4096), page * 4096)
+    os.close(fd)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import lmdb
+import msgpack
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
@@ -14,13 +16,13 @@ from tests.storage.backends import FileHooks, MemoryHooks, TrustingHooks, withou
 from tests.storage.lmdb_hooks import LmdbHooks
 from tiercache.core import Reason
 from tiercache.errors import StorageError
-from tiercache.storage.base import StorageBackend
+from tiercache.storage.base import NamespaceRecord, StorageBackend
 from tiercache.storage.checksum import Seal
 from tiercache.storage.wrappers import Metered, Verified
 from tiercache.testing.conformance import BackendConformance
 from tiercache.testing.faulty import Faulty, Rates
 from tiercache.testing.latency import Latency
-from tiercache.testing.objects import key, payload, put
+from tiercache.testing.objects import NAMESPACE, OTHER_NAMESPACE, key, payload, put, to_set
 from tiercache.testing.outage import Outage
 from tiercache.testing.stateful import BackendMachine, EvictingMachine
 
@@ -88,6 +90,29 @@ def test_a_store_that_cannot_read_its_catalog_does_not_call_it_empty(hooks: type
                 call()
     assert store.outage() is Reason.NONE
     store.close()
+
+
+@pytest.mark.parametrize(("hooks", "folder"), [(FileHooks, "catalog"), (LmdbHooks, "database")])
+def test_namespaces_of_an_earlier_release_have_no_states(hooks: type[BackendConformance], folder: str, tmp_path: Path) -> None:
+    names = {namespace: number for number, namespace in enumerate((NAMESPACE, OTHER_NAMESPACE, b"n"), 1)}
+    with hooks().open_store(tmp_path / "s") as store:
+        for namespace in names:
+            store.register_namespace(NamespaceRecord(namespace, {"model": "m"}, states=True))
+            store.set([to_set(key(namespace), payload(namespace, 100), namespace=namespace)])
+    values = {NAMESPACE: [1, {"model": "m"}], OTHER_NAMESPACE: [2, None], b"n": "damaged"}
+    with lmdb.open(str(tmp_path / "s" / folder), max_dbs=8) as environment, environment.begin(write=True) as txn:
+        db = environment.open_db(b"namespaces", txn)
+        for namespace, value in values.items():
+            txn.put(namespace, msgpack.packb(value), db=db)
+    with hooks().open_store(tmp_path / "s") as store:
+        assert store.namespaces() == [NamespaceRecord(NAMESPACE, {"model": "m"})]
+        found = {entry.key: entry.meta.namespace for entry in store.scan_all()}
+        assert found == {key(NAMESPACE): NAMESPACE, key(OTHER_NAMESPACE): OTHER_NAMESPACE, key(b"n"): b""}
+        store.register_namespace(NamespaceRecord(OTHER_NAMESPACE, {}, states=True))
+        for namespace in (b"new", b"newer"):
+            store.set([to_set(key(namespace), payload(namespace, 100), namespace=namespace)])
+            assert [entry.key for entry in store.scan_all(namespace)] == [key(namespace)], "no number stands for two"
+        assert {r.namespace: r.states for r in store.namespaces()} == {NAMESPACE: False, OTHER_NAMESPACE: True}
 
 
 _QUICK = settings(deadline=None, stateful_step_count=25, suppress_health_check=list(HealthCheck))

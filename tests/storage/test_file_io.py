@@ -427,7 +427,7 @@ def test_a_policy_decides_among_the_leaves(tmp_path: Path) -> None:
         for depth in (3, 1, 2):
             for n in range(30):
                 store.set([to_set(key((depth, n)), payload(n, 60_000), depth=depth)])
-        for n in range(40):
+        for n in range(70):
             store.set([to_set(key(("new", n)), payload(n, 60_000), depth=1)])
         left = [sum(store.exists([key((depth, n)) for n in range(30)])) for depth in (1, 2, 3)]
         assert left[0] == 30
@@ -457,7 +457,7 @@ def test_suffixes_go_first_under_any_policy(tmp_path: Path) -> None:
         ("policy=best", "there is no eviction policy 'best'; use lru"),
         ("durability=none", "use 'process' or 'power'"),
         ("mac_key=secret", "'secret' is not an absolute path"),
-        ("cap=1", "has no setting 'cap'; it has capacity, durability, io, io_threads, mac_key, path, policy"),
+        ("cap=1", "has no setting 'cap'; it has access, capacity, durability, io, io_threads, mac_key, path, policy"),
     ],
 )
 def test_bad_settings_are_named(tmp_path: Path, setting: str, said: str) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 from tiercache_backends.memory import MemoryBackend
 
 from tiercache.core import HitPolicy, ObjectKey, Outcome, PoolName, PoolTransfer, Reason, StorageExtra
-from tiercache.errors import InputError
+from tiercache.errors import InputError, SlotError
 from tiercache.geometry import Geometry, kv_geometry, state_geometry
 from tiercache.keys import Shard
 from tiercache.pools import HostArena, HostPool
@@ -186,7 +188,16 @@ def test_slack_is_zeroed_and_the_store_gets_parents_and_depths() -> None:
     assert [(metas[KV, page_key(d)].parent, metas[KV, page_key(d)].depth) for d in (0, 1)] == [(None, 1), (page_key(0), 2)]
     assert metas[MAMBA, page_key(1)].parent == page_key(1), "a state hangs on its own page"
     assert metas[MAMBA, page_key(1)].namespace == NAMESPACE
+
+
+def test_a_pool_of_states_is_told_to_the_store() -> None:
+    hybrid, backend = storage(kv_pool())
     assert backend.namespaces() == [RECORD]
+    hybrid.register_pool(state_pool())
+    assert backend.namespaces() == [hybrid.namespace] == [replace(RECORD, states=True)]
+    another = HybridStorage(backend, namespace=RECORD)
+    another.register_pool(kv_pool())
+    assert backend.namespaces() == [replace(RECORD, states=True)], "who knows of fewer pools takes nothing back"
 
 
 def test_pages_go_first_and_states_over_failed_pages_are_held_back() -> None:
@@ -225,18 +236,6 @@ def test_ranks_and_layouts_do_not_meet() -> None:
 
 def test_bad_input_is_refused_before_anything_is_touched() -> None:
     hybrid, backend = storage(kv_pool())
-    bad = [
-        [kv(0), PoolTransfer(KV, pages(1, 2), np.array([1]))],
-        [kv(0), PoolTransfer(KV, [b"short"], np.array([1]))],
-        [kv(0), states(0)],
-        [kv(0), replace(kv(1), depths=[1, 2])],
-        [kv(0), replace(kv(1), parents=[b"", b""])],
-    ]
-    for transfers in bad:
-        with pytest.raises(InputError):
-            hybrid.batch_set_v2(transfers)
-        with pytest.raises(InputError):
-            hybrid.batch_get_v2(transfers)
     with pytest.raises(InputError, match="register_pool"):
         hybrid.batch_exists_v2(pages(0), [ASK_STATES])
     with pytest.raises(InputError, match="without keys"):
@@ -245,6 +244,159 @@ def test_bad_input_is_refused_before_anything_is_touched() -> None:
         hybrid.register_pool(ByteArrayPool(kv_geometry([0], 2, 24, "bfloat16", 16)))
     hybrid.register_pool(kv_pool())
     assert backend.sets == []
+    assert backend.exists_calls == 0
+
+
+class Odd(bytes):
+    """Bytes all the same."""
+
+
+NO_TRAILING: list[Any] = [0, -1, 2**31 + 1, 2**63, 1.5, 1.0, None, True, "1", np.float64(1), [1], math.nan]
+NO_KEYS: list[Any] = [
+    [b"short"], [bytes(31)], [bytes(33)], [b""], ["x" * 32], [None], [5], [bytearray(32)], [memoryview(bytes(32))], [list(range(32))],
+    [np.zeros(32, np.uint8)], [True], bytes(32), "x" * 32, None, 5, {bytes(32): 1}, {bytes(32)}, iter([bytes(32)]), np.array([b"x" * 32]),
+]  # fmt: skip
+WRONG: list[Any] = [
+    *({"keys": keys, "handles": np.arange(1)} for keys in NO_KEYS),
+    *({"trailing": trailing} for trailing in NO_TRAILING),
+    *({"handles": handles} for handles in (
+        np.array([], np.int64), np.array([1, 2]), np.array([-1]), np.array([1.0]), np.array([True]), np.array([[1]]), np.array(1),
+        np.array(["1"]), np.array([None]), np.array([-(2**63)]), [1], (1,), None, 1, "1", b"1",
+    )),
+    *({"depths": depths} for depths in (
+        [1, 2], [-1], [2**32], [2**70], [1.0], [None], [True], ["1"], 1, "1", b"1", None, [math.nan], [[1]], {1: 1},
+        np.array([1.5]), np.array([[1]]), np.array([True]),
+    )),
+    *({"parents": parents} for parents in (
+        [b"", b""], [b"x"], [bytes(31)], [bytes(64)], ["x" * 32], [None], [0], [bytearray(32)], bytes(32), 5, None, [[]], {b""},
+    )),
+    *({"hit_policy": policy} for policy in ("trailing", "all_pages", None, 1, True)),
+    *({"pool": pool} for pool in (MAMBA, "nothing", None, [], {}, 3)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=range(len(WRONG)))
+def test_a_transfer_that_cannot_be_is_refused_before_anything_is_touched(wrong: dict[str, Any]) -> None:
+    class Untouched(MemoryBackend):
+        def exists(self, keys: Sequence[ObjectKey]) -> list[bool]:
+            raise AssertionError("nothing may be asked")
+
+        get = set = exists  # type: ignore[assignment]
+
+    pool = kv_pool()
+    hybrid = HybridStorage(Untouched(), namespace=RECORD)
+    hybrid.register_pool(pool)
+    pool.data[:] = before = bytes([7]) * len(pool.data)
+    bad = replace(kv(1), **wrong)
+    calls: list[Callable[[], object]] = [
+        lambda: hybrid.batch_get_v2([kv(0), bad]),
+        lambda: hybrid.batch_set_v2([kv(0), bad]),
+        lambda: hybrid.batch_get_v2([bad]),
+    ]
+    if "trailing" in wrong or "hit_policy" in wrong:
+        calls.append(lambda: hybrid.batch_exists_v2(pages(0), [replace(PoolTransfer(KV), **wrong)]))
+    if "keys" in wrong:
+        extra = StorageExtra(wrong["keys"])
+        calls += [
+            lambda: hybrid.batch_exists_v2(wrong["keys"], []),
+            lambda: hybrid.batch_exists_v2(pages(0), [], extra),
+            lambda: hybrid.batch_get_v2([kv(0)], extra),
+            lambda: hybrid.batch_set_v2([kv(0)], extra),
+        ]
+    for call in calls:
+        with pytest.raises(InputError) as caught:
+            call()
+        assert "\n" not in str(caught.value)
+        assert len(str(caught.value)) < 300
+    assert pool.data == before
+
+
+@pytest.mark.parametrize("transfers", [None, 5, [None], ["kv"], [kv(0), {}], kv(0), iter([kv(0)])], ids=range(7))
+def test_calls_take_lists_of_transfers(transfers: Any) -> None:
+    hybrid, _ = storage(kv_pool())
+    for call in (
+        lambda: hybrid.batch_get_v2(transfers),
+        lambda: hybrid.batch_set_v2(transfers),
+        lambda: hybrid.batch_exists_v2([], transfers),
+    ):
+        with pytest.raises(InputError, match="list of PoolTransfer"):
+            call()
+    with pytest.raises(InputError, match="StorageExtra"):
+        hybrid.batch_get_v2([], pages(0))  # type: ignore[arg-type]
+
+
+def test_what_is_right_is_taken_in_every_form() -> None:
+    hybrid, backend = storage(kv_pool(), state_pool())
+    keys = tuple(map(Odd, pages(0, 1)))
+    for handles in (np.array([0, 1], np.uint8), np.array([0, 1], np.int32)):
+        backend.sets.clear()
+        hybrid.batch_set_v2([PoolTransfer(KV, keys, handles, depths=np.array([1, 2]), parents=(b"", keys[0]))])  # type: ignore[arg-type]
+        assert [(i.meta.parent, i.meta.depth, type(i.meta.depth)) for i in backend.sets] == [(None, 1, int), (keys[0], 2, int)]
+        assert hybrid.batch_get_v2((PoolTransfer(KV, keys, handles),)) == {KV: [Outcome.HIT] * 2}
+    assert hybrid.batch_get_v2([PoolTransfer(KV), PoolTransfer(MAMBA, handles=np.array([]))]) == {KV: [], MAMBA: []}
+    for trailing in (1, 2**31, np.int64(1), np.uint64(2)):
+        asked = PoolTransfer(MAMBA, hit_policy=HitPolicy.TRAILING_PAGES, trailing=trailing)  # type: ignore[arg-type]
+        assert hybrid.batch_exists_v2(keys, [asked]).kv_run_pages == 2
+    named = hybrid.batch_exists_v2(keys[1:], [PoolTransfer("kv")], StorageExtra(keys[:1]))  # type: ignore[arg-type]
+    assert (named.kv_hit_pages, named.extra_pool_hit_pages) == (2, {})
+
+
+@dataclass
+class Shifted(ByteArrayPool):
+    """Lies over another pool, from byte `at` of that."""
+
+    over: ByteArrayPool | None = None
+    at: int = 0
+
+    def buffers(self, handle: int) -> list[memoryview]:
+        assert self.over is not None
+        start = self.at + handle * self.geometry.padded_nbytes
+        return [memoryview(self.over.data)[start : start + self.geometry.padded_nbytes]]
+
+
+@pytest.mark.parametrize("at", [0, 1, BLOCK - 1, BLOCK])
+def test_two_places_of_one_get_that_meet_are_refused(at: int) -> None:
+    kvs = kv_pool()
+    shifted = Shifted(state_pool().geometry, over=kvs, at=at)
+    hybrid, backend = storage(kvs, shifted)
+    hybrid.batch_set_v2([kv(3)])
+    size, reach = kvs.geometry.padded_nbytes, at + shifted.geometry.padded_nbytes
+    kvs.data[:] = before = bytes([7]) * len(kvs.data)
+    state = PoolTransfer(MAMBA, pages(3), np.array([0]))
+    for handle in range(5):
+        page = PoolTransfer(KV, pages(3), np.array([handle]))
+        if handle * size < reach and (handle + 1) * size > at:
+            for transfers in ([page, state], [state, page]):
+                for call in (hybrid.batch_get_v2, hybrid.batch_set_v2):
+                    with pytest.raises(InputError, match="share memory"):
+                        call(transfers)
+            assert kvs.data == before
+        else:
+            assert hybrid.batch_get_v2([page, state]) == {KV: [Outcome.HIT], MAMBA: [Outcome.MISS]}
+            kvs.data[:] = before
+    assert len(backend.sets) == 1
+
+
+def test_one_handle_serves_two_keys_of_a_set_and_not_of_a_get() -> None:
+    arenas = [HostArena(1 << 20, BLOCK, huge_pages=False) for _ in range(2)]
+    pools = [HostPool(kv_pool().geometry, arenas[0]), HostPool(state_pool().geometry, arenas[1]), kv_pool()]
+    hybrid, _ = storage(*pools[:2])  # type: ignore[arg-type]
+    other, _ = storage(pools[2])  # type: ignore[arg-type]
+    handles = [pool.alloc(3) for pool in pools[:2]]  # type: ignore[union-attr]
+    assert set(handles[0]) & set(handles[1]), "arenas number their blocks alike"
+    for store, handle in ((hybrid, handles[0][0]), (other, 0)):
+        twice = PoolTransfer(KV, pages(0, 1), np.array([handle, handle]))
+        assert store.batch_set_v2([twice]) == {KV: [Outcome.STORED] * 2}
+        ones = [PoolTransfer(KV, pages(n), np.array([handle])) for n in range(2)]
+        for transfers in ([twice], ones):
+            with pytest.raises(InputError, match=r"given twice|share memory"):
+                store.batch_get_v2(transfers)
+    both = [PoolTransfer(KV, pages(0), handles[0][:1]), PoolTransfer(MAMBA, pages(0), handles[1][:1])]
+    assert hybrid.batch_get_v2(both) == {KV: [Outcome.HIT], MAMBA: [Outcome.MISS]}
+    with pytest.raises(SlotError):
+        hybrid.batch_get_v2([PoolTransfer(KV, pages(0), np.array([2**40]))])
+    for arena in arenas:
+        arena.close()
 
 
 def test_every_outcome_has_a_reason() -> None:

@@ -1,4 +1,4 @@
-"""The small parts of stores: settings, vectors, checksums, who goes first, free space, a failing disk."""
+"""The small parts of stores: settings, vectors, checksums, free space, a failing disk."""
 
 from __future__ import annotations
 
@@ -23,10 +23,9 @@ from tiercache.errors import ClosedError, ConfigError
 from tiercache.storage.checksum import checksum
 from tiercache.storage.gate import CallGate
 from tiercache.storage.registry import open_backend
-from tiercache.storage.residents import Resident, Residents
 from tiercache.storage.vectors import read_all, take, write_all, zero_tail
 from tiercache.testing.faults import CALLS, FaultEnv
-from tiercache.testing.objects import key, page_key, payload, split
+from tiercache.testing.objects import key, payload, split
 
 
 @pytest.mark.parametrize(
@@ -138,55 +137,6 @@ def test_a_gate_waits_for_calls_inside() -> None:
     closing.join(5)
     assert not closing.is_alive()
     assert not gate.close(), "only the first caller releases"
-
-
-def _resident(name: object, parent: object = None, pool: PoolName = PoolName.KV) -> Resident:
-    return Resident(key(name, pool).digest, page_key(parent) if parent is not None else None)
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.randoms(use_true_random=False), st.integers(1, 40))
-def test_evicting_everything_respects_every_dependency(random: Random, n: int) -> None:
-    residents: Residents[Resident] = Residents()
-    parents: dict[bytes, bytes] = {}
-    for i in range(n):
-        pool = random.choice([PoolName.KV, PoolName.KV, PoolName.MAMBA])
-        on = i if pool is PoolName.MAMBA else (random.randrange(i) if i and random.random() < 0.8 else None)
-        item = _resident(i, on, pool)
-        residents.add(item)
-        parents[item.digest] = item.parent
-    for item in list(residents):
-        if random.random() < 0.3:
-            residents.touch(item)
-        if random.random() < 0.1:
-            residents.pop(item)
-    left = set(parents) & {r.digest for r in residents}
-    while len(residents):
-        [gone] = residents.victims(enough=lambda _: True, spare=lambda _: False)
-        left.discard(gone.digest)
-        page = gone.digest[32:]
-        assert gone.parent == page or not any(parents[d] == page for d in left)
-    assert not left
-    assert residents.orphans() == 0
-
-
-def test_recency_decides_among_equals_and_the_spared_stay() -> None:
-    residents: Residents[Resident] = Residents()
-    items = [_resident(i) for i in range(5)]
-    residents.load(items)
-    residents.touch(items[0])
-    taken = residents.victims(enough=lambda item: item is items[3], spare=lambda item: item is items[1])
-    assert taken == [items[2], items[3]]
-    assert residents.victims(enough=lambda _: False, spare=lambda _: False) == [items[1], items[4], items[0]]
-
-
-def test_deleting_for_ever_does_not_grow() -> None:
-    residents: Residents[Resident] = Residents()
-    for _ in range(10_000):
-        item = _resident("a")
-        residents.add(item)
-        residents.pop(item)
-    assert len(residents._heap) < 3000
 
 
 @settings(max_examples=100, deadline=None)

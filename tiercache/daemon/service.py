@@ -223,16 +223,14 @@ class Service:
             raise WireError(
                 f"a namespace's record of {request.ByteSize()} bytes is beyond the limit of {_RECORD_BYTES}; that is no identity"
             )
-        record = NamespaceRecord(request.namespace, messages.read_mapping(request.texts, request.numbers))
+        record = NamespaceRecord(request.namespace, messages.read_mapping(request.texts, request.numbers), request.states)
         await self._ask(call, _register, store, record)
         await _answer(call, pb.RegisterReply())
 
     async def _namespaces(self, call: Call) -> None:
         await call.request(pb.NamespacesRequest)
         records = await self._ask(call, call.caller.grants.store.namespaces)
-        found = [
-            pb.Namespace(namespace=r.namespace, texts=messages.texts(r.identity), numbers=messages.numbers(r.identity)) for r in records
-        ]
+        found = [messages.namespace(r.namespace, r.identity, states=r.states) for r in records]
         await _answer(call, pb.NamespacesReply(namespaces=found))
 
     async def _usage(self, call: Call) -> None:

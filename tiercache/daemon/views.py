@@ -123,11 +123,12 @@ class Veiled(Wrapper):
 
     def register_namespace(self, record: NamespaceRecord) -> None:
         if len(record.namespace) <= _MOST_NAMESPACE:
-            super().register_namespace(NamespaceRecord(self._veil.mark(record.namespace), {**record.identity, "tenant": self._tenant}))
+            identity = {**record.identity, "tenant": self._tenant}
+            super().register_namespace(replace(record, namespace=self._veil.mark(record.namespace), identity=identity))
 
     def namespaces(self) -> list[NamespaceRecord]:
-        records = [(self._veil.unmark(record.namespace), record.identity) for record in super().namespaces()]
-        return [NamespaceRecord(namespace, identity) for namespace, identity in records if namespace is not None]
+        records = [(self._veil.unmark(record.namespace), record) for record in super().namespaces()]
+        return [replace(record, namespace=namespace) for namespace, record in records if namespace is not None]
 
     def _hide(self, key: ObjectKey) -> ObjectKey:
         # A malformed digest stays what it is: no store holds one.

@@ -53,6 +53,9 @@ they then fetched, where a miss is an object that was lost in between.""",
             ("Nearly full, or stuck",
              "tiercache_node_store_used_bytes / (tiercache_node_store_capacity_bytes > 0) > 0.95\n"
              "  or tiercache_node_store_figures_age_seconds > 60"),
+            ("Share of what is stored that can be restored; far below 1, and writers do not say which page comes before which",
+             "tiercache_node_store_restorable_bytes\n"
+             "  / (tiercache_node_store_restorable_bytes + tiercache_node_store_dead_bytes > 0)"),
         ),
     ),
     _Group(

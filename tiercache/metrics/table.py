@@ -189,6 +189,16 @@ NODE: Final = (
     Metric("node_store_capacity_bytes", Gauge, "The capacity; 0 is none."),
     Metric("node_store_evicted_objects_total", Counter, "Objects given up to make room. Not there where the store does not count them."),
     Metric("node_store_corrupt_objects_total", Counter, "Objects that failed their check. Not there where the store does not count them."),
+    Metric(
+        "node_store_restorable_bytes", Gauge,
+        "Payload bytes of which a restore can make use: of pages whose path to the first one is stored, with a state on it or below where"
+        " the namespace has states. Not there where the store does not count them.",
+    ),
+    Metric(
+        "node_store_dead_bytes", Gauge,
+        "Payload bytes of which no restore can make use; they are given up first. Not there where the store does not count them.",
+    ),
+    Metric("node_store_orphans", Gauge, "Objects whose parent is not stored. Not there where the store does not count them."),
     Metric("node_store_figures_age_seconds", Gauge, "How long ago the store told these figures; they grow old when it hangs."),
     Metric(
         "node_disk_written_bytes_total", Counter,

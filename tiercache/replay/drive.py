@@ -43,7 +43,7 @@ class Tiers:
     """Bytes of each tier. Without `device_bytes` the device holds what runs and nothing else, so that the host is the cache.
 
     `device_states`: state slots of the device (default: a quarter of its bytes); pages get the rest. `disk_bytes` 0: no storage.
-    `disk_policy`: of the store, which knows too little of its objects for a policy that learns.
+    `disk_policy`: of the store, whatever ranks in the tiers above.
     """
 
     host_bytes: int

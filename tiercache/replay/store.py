@@ -1,70 +1,37 @@
-"""The null store: a disk that keeps keys and lengths, evicts by the policy contract, and forgets the bytes."""
+"""The null store: a disk that keeps keys and lengths, gives up what every store gives up first, and forgets the bytes."""
 
 # ruff: noqa: D102 (the contract documents these methods)
 
 from __future__ import annotations
 
-import heapq
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any, Self
-
-import numpy as np
 
 from tiercache.core import ObjectKey, ObjectMeta, Outcome
 from tiercache.errors import ConfigError
-from tiercache.policy import Policy, UnitKind
-from tiercache.policy.base import Column
-from tiercache.policy.stored import StoredColumns
+from tiercache.policy import Policy
 from tiercache.storage import StoreContext
 from tiercache.storage.base import Capabilities, GetItem, NamespaceRecord, ScanEntry, ScanPage, SetItem, StorageBackend, Usage
-
-_SHARE = 64
-
-
-@dataclass(slots=True, eq=False)
-class _Object:
-    """`page`: the key of the page on which it ends; `parent`: of the page that it depends on, empty for none."""
-
-    key: ObjectKey
-    meta: ObjectMeta
-    page: bytes
-    parent: bytes
-    is_state: bool
-    tick: int
-    hits: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class _Page:
-    """What is held of one page: how many states, and its KV with the page that this depends on."""
-
-    parent: bytes = b""
-    states: int = 0
-    kv: list[_Object] = field(default_factory=list)
+from tiercache.storage.eviction import EvictionOrder
+from tiercache.storage.residents import Residents, Standing, parents_first
 
 
 class NullStore(StorageBackend):
-    """At most `capacity` payload bytes. What nothing else depends on goes first, in the order of the policy.
+    """At most `capacity` payload bytes. What is given up first: `tiercache.storage.eviction`.
 
-    Every get is a hit if the key is there: there are no bytes to verify. Thread rule: one thread, unlike other stores.
+    Every get is a hit if the key is there: there are no bytes to verify. Thread safety: one thread, unlike other stores.
     """
 
     capabilities = Capabilities(bounded=True)
 
     def __init__(self, capacity: int, policy: Policy, page_tokens: int) -> None:
         self._capacity = capacity
-        self._policy = policy
-        self._page_tokens = page_tokens
-        self._objects: dict[bytes, _Object] = {}
-        self._pages: dict[bytes, _Page] = {}
-        self._leaves: dict[bytes, _Object] = {}
-        self._dependents: Counter[bytes] = Counter()
-        self._front: list[tuple[float, int, bytes]] = []
-        self._until = -1
-        self._tick = 0
-        self._used = 0
+        self._residents = Residents()
+        self._order = EvictionOrder(self._residents, policy, page_tokens)
+        self._metas: dict[int, tuple[ObjectKey, ObjectMeta]] = {}
+        self._spaces: dict[bytes, int] = {}
+        self._namespaces: dict[bytes, NamespaceRecord] = {}
         self.peak = self.evicted = self.read_bytes = self.written_bytes = 0
 
     @classmethod
@@ -72,48 +39,56 @@ class NullStore(StorageBackend):
         raise ConfigError("a null store is made by a replay and by nothing else")
 
     def exists(self, keys: Sequence[ObjectKey]) -> list[bool]:
-        return [key.digest in self._objects for key in keys]
+        return [row >= 0 for row in self._rows(keys)]
 
     def get(self, items: Sequence[GetItem]) -> list[Outcome]:
-        outcomes = []
-        for item in items:
-            found = self._objects.get(item.key.digest)
-            if found is not None:
-                self._tick += 1
-                found.tick, found.hits = self._tick, found.hits + 1
-                self.read_bytes += found.meta.length
-            outcomes.append(Outcome.MISS if found is None else Outcome.HIT)
-        return outcomes
+        rows = self._rows([item.key for item in items])
+        for row in rows:
+            if row >= 0:
+                self._residents.touch(row)
+                self._residents.hits[row] += 1
+                self.read_bytes += self._residents.length[row]
+        return [Outcome.HIT if row >= 0 else Outcome.MISS for row in rows]
 
     def set(self, items: Sequence[SetItem]) -> list[Outcome]:
-        own = {item.key.digest for item in items}
-        # What it hangs on would be orphaned by its eviction, as a state is whose page goes to make room for it.
-        parents = {item.meta.parent for item in items if item.meta.parent}
-        own |= {one.key.digest for page in parents if page in self._pages for one in self._pages[page].kv}
-        return [self._set(item, own) for item in items]
+        # A batch does not evict its own, nor what it hangs on: what comes last is worth nothing without what came first.
+        links = [(item.key.page_key, item.meta.parent) for item in items]
+        # In the order of the batch, so that a replay that is run again breaks its ties alike.
+        held = {page: self._residents.hold(page) for page in dict.fromkeys(chain.from_iterable(links)) if page is not None}
+        outcomes = [Outcome.ERROR] * len(items)
+        missing: set[bytes] = set()
+        for i in parents_first(links):
+            page, parent = links[i]
+            outcomes[i] = self._set(items[i], held, refused=page in missing)
+            if page != parent and outcomes[i] in (Outcome.THROTTLED, Outcome.ERROR):
+                missing.add(page)
+        for node in held.values():
+            self._residents.release(node)
+        return outcomes
 
     def delete(self, keys: Sequence[ObjectKey]) -> list[bool]:
-        found = [self._objects.get(key.digest) for key in keys]
-        for one in found:
-            if one is not None:
-                self._drop(one)
-        return [one is not None for one in found]
+        found = [self._residents.find(key.digest) for key in keys]
+        for row in set(found) - {-1}:
+            self._drop(row)
+        return [row >= 0 for row in found]
 
     def scan(self, namespace: bytes | None = None, cursor: bytes = b"") -> ScanPage:
-        return ScanPage([ScanEntry(one.key, one.meta) for one in self._objects.values() if namespace in (None, one.meta.namespace)], b"")
+        return ScanPage([ScanEntry(key, meta) for key, meta in self._metas.values() if namespace in (None, meta.namespace)], b"")
 
     def describe(self, keys: Sequence[ObjectKey]) -> list[ScanEntry | None]:
-        found = [self._objects.get(key.digest) for key in keys]
-        return [None if one is None else ScanEntry(one.key, one.meta) for one in found]
+        return [ScanEntry(*self._metas[row]) if row >= 0 else None for row in self._rows(keys)]
 
     def register_namespace(self, record: NamespaceRecord) -> None:
-        pass
+        self._namespaces[record.namespace] = kept = record.over(self._namespaces.get(record.namespace))
+        if kept.states:
+            self._residents.require_states(self._space(record.namespace))
 
     def namespaces(self) -> list[NamespaceRecord]:
-        return []
+        return list(self._namespaces.values())
 
     def usage(self) -> Usage:
-        return Usage(len(self._objects), self._used, self._used, self._capacity)
+        used = self._residents.payload
+        return Usage(len(self._residents), used, used, self._capacity, self._residents.worth()._asdict())
 
     def flush(self) -> None:
         pass
@@ -121,126 +96,61 @@ class NullStore(StorageBackend):
     def close(self) -> None:
         pass
 
-    def _set(self, item: SetItem, own: Iterable[bytes]) -> Outcome:
-        if item.key.digest in self._objects:
+    def _set(self, item: SetItem, held: Mapping[bytes, int], *, refused: bool) -> Outcome:
+        key, meta, residents = item.key, item.meta, self._residents
+        row = residents.find(key.digest)
+        if row >= 0:
+            residents.renew(row)
             return Outcome.HIT
-        if not self._make_room(item.meta.length, own):
+        node, parent, depth, space = held[key.page_key], held.get(meta.parent or b""), meta.depth or 0, self._space(meta.namespace)
+        standing = residents.standing(node, parent, depth, space, refused=refused)
+        if standing is not Standing.FINE:
+            return Outcome.ERROR if standing is Standing.IMPOSSIBLE else Outcome.THROTTLED
+        if meta.length > self._capacity:
             return Outcome.THROTTLED
-        self._tick += 1
-        self._add(
-            _Object(item.key, item.meta, item.key.page_key, item.meta.parent or b"", item.meta.parent == item.key.page_key, self._tick)
-        )
-        self._used += item.meta.length
-        self.peak = max(self.peak, self._used)
-        self.written_bytes += item.meta.length
+        evicting = _Evicting(self, meta.length)
+        attached = () if parent is None else (parent,)
+        self._order.evict(evicting, attached, promising=residents.is_promising(node, space, hangs=parent == node))
+        if not evicting.enough():
+            return Outcome.THROTTLED
+        row = residents.add(key.digest, node, parent, residents.newest + 1, meta.length, space, depth)
+        self._metas[row] = key, meta
+        self.peak = max(self.peak, residents.payload)
+        self.written_bytes += meta.length
         return Outcome.STORED
 
-    def _make_room(self, length: int, own: Iterable[bytes]) -> bool:
-        """A batch does not evict its own, nor what it hangs on: what comes last is worth nothing without what came first."""
-        if length > self._capacity:
-            return False
-        while self._used + length > self._capacity:
-            if self._tick > self._until or not self._front:
-                self._refill(own)
-            if not self._front:
-                return False
-            rank, tick, digest = heapq.heappop(self._front)
-            found = self._objects.get(digest)
-            if found is not None and found.tick == tick and digest in self._leaves and digest not in own:
-                self._drop(found)
-                self.evicted += 1
-                self._policy.evicted(rank)
-        return True
+    def _rows(self, keys: Sequence[ObjectKey]) -> Sequence[int]:
+        return self._residents.find_many([key.digest for key in keys])
 
-    def _refill(self, own: Iterable[bytes]) -> None:
-        leaves = [one for digest, one in self._leaves.items() if digest not in own]
-        self._front = []
-        if leaves:
-            ranks = self._policy.rank(_Units(self, leaves))
-            wanted = max(_SHARE, len(leaves) // _SHARE)
-            least = np.argsort(ranks, kind="stable")[:wanted].tolist()
-            self._front = [(float(ranks[i]), leaves[i].tick, leaves[i].key.digest) for i in least]
-            self._until = self._tick + wanted
+    def _drop(self, row: int) -> None:
+        self._residents.leave(row)
+        self._residents.drop(row)
+        del self._metas[row]
 
-    def _add(self, one: _Object) -> None:
-        self._objects[one.key.digest] = one
-        page = self._pages.setdefault(one.page, _Page())
-        if one.is_state:
-            page.states += 1
-        else:
-            page.kv.append(one)
-            page.parent = one.parent
-        if one.is_state or not self._dependents[one.page]:
-            self._leaves[one.key.digest] = one
-        self._dependents[one.parent] += 1
-        if self._dependents[one.parent] == 1 and one.parent in self._pages:
-            for other in self._pages[one.parent].kv:
-                del self._leaves[other.key.digest]
-
-    def _drop(self, one: _Object) -> None:
-        del self._objects[one.key.digest]
-        self._leaves.pop(one.key.digest, None)
-        page = self._pages[one.page]
-        if one.is_state:
-            page.states -= 1
-        else:
-            page.kv.remove(one)
-        if not page.states and not page.kv:
-            del self._pages[one.page]
-        self._used -= one.meta.length
-        self._dependents[one.parent] -= 1
-        if not self._dependents[one.parent]:
-            del self._dependents[one.parent]
-            if one.parent in self._pages:
-                self._leaves |= {other.key.digest: other for other in self._pages[one.parent].kv}
-
-    def _replay(self, one: _Object) -> int:
-        """Pages from the nearest state above to the object's end."""
-        at, distance = self._pages.get(one.page), 0
-        while at is not None and at.kv:
-            distance += 1
-            at = self._pages.get(at.parent)
-            if at is not None and at.states:
-                break
-        return max(1, distance)
+    def _space(self, namespace: bytes) -> int:
+        return self._spaces.setdefault(namespace, len(self._spaces))
 
 
-class _Units(StoredColumns):
-    """Objects as a policy sees them. See `Units`. Thread rule: during one call of the policy."""
+class _Evicting:
+    """Room for so many bytes. See `eviction.Taker`.
 
-    def __init__(self, store: NullStore, objects: Sequence[_Object]) -> None:
-        self.now = store._tick
-        self.page_tokens = store._page_tokens
+    Thread safety: one thread.
+    """
+
+    def __init__(self, store: NullStore, nbytes: int) -> None:
         self._store = store
-        self._objects = objects
+        self._nbytes = nbytes
 
-    def __len__(self) -> int:
-        return len(self._objects)
+    def take(self, rows: list[int]) -> None:
+        """Let them go."""
+        for row in rows:
+            self._store._drop(row)
+        self._store.evicted += len(rows)
 
-    @property
-    def kind(self) -> Column:
-        return np.array([UnitKind.STATE if one.is_state else UnitKind.LEAF for one in self._objects])
+    def enough(self) -> bool:
+        """Does it fit?"""
+        return self._store._residents.payload + self._nbytes <= self._store._capacity
 
-    @property
-    def last_access(self) -> Column:
-        return np.array([one.tick for one in self._objects])
-
-    @property
-    def hits(self) -> Column:
-        return np.array([one.hits for one in self._objects])
-
-    @property
-    def depth(self) -> Column:
-        return np.array([one.meta.depth or 0 for one in self._objects])
-
-    @property
-    def children(self) -> Column:
-        return np.array([self._store._dependents[one.page] - one.is_state for one in self._objects])
-
-    @property
-    def replay(self) -> Column:
-        return np.array([self._store._replay(one) for one in self._objects])
-
-    @property
-    def nbytes(self) -> Column:
-        return np.array([one.meta.length for one in self._objects])
+    def full(self) -> bool:
+        """There is no limit."""
+        return False

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple, Protocol, Self
 
 from tiercache.core import ObjectKey, ObjectMeta, Outcome, Reason
@@ -83,6 +83,12 @@ class NamespaceRecord:
 
     namespace: bytes
     identity: Mapping[str, str | int]
+    states: bool = False
+    """A prefix of it needs recurrent states: KV without a state at or below it is worth nothing."""
+
+    def over(self, known: NamespaceRecord | None) -> NamespaceRecord:
+        """What is remembered once this is registered and `known` was before: that there are states is never taken back."""
+        return replace(self, states=True) if known is not None and known.states else self
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +208,11 @@ class StorageBackend(ABC):
 
     @abstractmethod
     def register_namespace(self, record: NamespaceRecord) -> None:
-        """Remember whose objects a namespace's are. Repeating it is harmless."""
+        """Remember whose objects a namespace's are. Repeating it is harmless.
+
+        The latest identity counts; `states` stays once a record of the namespace had it (`NamespaceRecord.over`), for writers of one
+        namespace register their pools one after the other, and some of them know of fewer.
+        """
 
     @abstractmethod
     def namespaces(self) -> list[NamespaceRecord]:

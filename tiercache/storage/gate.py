@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from threading import Condition
+from typing import Final
 
 from tiercache.errors import ClosedError
 
@@ -10,16 +12,24 @@ from tiercache.errors import ClosedError
 class CallGate:
     """Counts the calls inside a store, turns new ones away once it closes, and lets `close` wait for the rest.
 
+    With `getpid`, which says what process this is, it also turns away every call of a process that was forked off meanwhile: files, locks
+    and threads of the store are the parent's. `close` does nothing there.
+
     Thread rule: any thread may enter, leave or close.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, getpid: Callable[[], int] = lambda: 0) -> None:
         self._name = name
+        self._getpid: Final = getpid
+        self._pid = getpid()
         self._condition = Condition()
         self._inside = 0
         self._closed = False
 
     def __enter__(self) -> None:
+        # Before the lock: at the moment of the fork another thread of the parent may have held it.
+        if self._getpid() != self._pid:
+            raise ClosedError(f"{self._name} was opened before this process was forked; open it again in this process")
         with self._condition:
             if self._closed:
                 raise ClosedError(f"{self._name} is closed; open it again before you use it")
@@ -33,6 +43,8 @@ class CallGate:
 
     def close(self) -> bool:
         """Turn new calls away and wait for those inside. True for the first caller, who then releases what the store holds."""
+        if self._getpid() != self._pid:
+            return False
         with self._condition:
             first = not self._closed
             self._closed = True

@@ -5,7 +5,7 @@ This is the only place that turns hit policies into answers; the fold itself is 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
@@ -26,8 +26,10 @@ from tiercache.core import (
 )
 from tiercache.errors import InputError
 from tiercache.geometry import Geometry
-from tiercache.keys import KEY_BYTES, Shard, layout_digest, object_keys
+from tiercache.keys import Shard, layout_digest, object_keys
+from tiercache.pools import HostPool
 from tiercache.storage.base import GetItem, NamespaceRecord, SetItem, SharedMemory, StorageBackend
+from tiercache.storage.transfers import Place, check_keys, check_places, check_transfers, depths_of, handles_of, parents_of
 from tiercache.storage.vectors import take, total, zero_tail
 
 ANCHOR: Final = PoolName.KV
@@ -72,6 +74,11 @@ class _Registered:
     def name(self) -> PoolName:
         return self.pool.geometry.pool
 
+    @property
+    def length(self) -> int:
+        """Payload bytes of an object."""
+        return self.pool.geometry.nbytes
+
     def keys(self, page_keys: Sequence[bytes]) -> list[ObjectKey]:
         return object_keys(self.name, self.layout, page_keys)
 
@@ -80,8 +87,40 @@ class _Registered:
         return take(self.pool.buffers(handle), 0, self.pool.geometry.padded_nbytes)
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A transfer of a get or a set that was looked through, with what the store is told of each object."""
+
+    transfer: PoolTransfer
+    pool: _Registered
+    handles: list[int]
+    buffers: list[list[memoryview]]
+    depths: list[int | None]
+    parents: list[bytes | None]
+
+    @property
+    def hangs(self) -> bool:
+        """Do its objects hang on pages, as states do?"""
+        return self.transfer.hit_policy is not HitPolicy.ALL_PAGES
+
+    def object_keys(self) -> list[ObjectKey]:
+        return self.pool.keys(self.transfer.keys)
+
+    def places(self) -> Iterator[tuple[Place, list[memoryview]]]:
+        """Where the objects lie."""
+        for handle, buffers in zip(self.handles, self.buffers, strict=True):
+            yield (self.pool.name, handle), buffers
+
+    def meta(self, j: int, key: ObjectKey, namespace: bytes) -> ObjectMeta:
+        """Describe an object. The store computes the checksum while it writes: the bytes pass once."""
+        parent = key.page_key if self.hangs else self.parents[j]
+        return ObjectMeta(namespace, self.pool.length, checksum=b"", parent=parent, depth=self.depths[j])
+
+
 class HybridStorage:
     """Pages and states of all registered pools in one backend, under one namespace and one shard.
+
+    `namespace` is the record as the store knows it: with states from the first pool on of which a prefix needs only the last pages.
 
     Thread rule: register the pools first; then any thread may call. The caller keeps every handle of a call allocated until it returns, and
     unchanged during a set; a set zeroes the slack behind the payloads.
@@ -101,6 +140,9 @@ class HybridStorage:
         if name in self._pools and self._pools[name].layout != layout:
             raise InputError(f"pool {name} is registered with another geometry; make a HybridStorage of its own for this one")
         self._pools[name] = _Registered(pool, layout)
+        if pool.geometry.hit_policy is not HitPolicy.ALL_PAGES and not self.namespace.states:
+            self.namespace = replace(self.namespace, states=True)
+            self.backend.register_namespace(self.namespace)
         if pool.memory is not None:
             self.backend.attach(pool.memory)
 
@@ -122,10 +164,11 @@ class HybridStorage:
         too, because every depth in 1 .. K is answered for. One call of the backend; where that met an outage, `reason` says so. Raises
         InputError.
         """
+        check_transfers(transfers, extra)
+        check_keys(keys)
         prefix = (extra or StorageExtra()).prefix_keys
         sequence = [*prefix, *keys]
-        _check_keys(sequence)
-        asked = {t.pool: t for t in transfers}
+        asked = {self._registered(t.pool).name: t for t in transfers}
         if len(asked) < len(transfers) or any(t.keys for t in transfers):
             raise InputError("batch_exists_v2 takes each pool once, without keys: the call's own keys are meant")
         asked.setdefault(ANCHOR, PoolTransfer(ANCHOR))
@@ -148,15 +191,15 @@ class HybridStorage:
 
         A pool that comes twice has its outcomes one after the other. Raises InputError or SlotError before anything is touched.
         """
-        items: list[GetItem] = []
-        for transfer, buffers in zip(transfers, self._checked(transfers, extra), strict=True):
-            registered = self._registered(transfer.pool)
-            length = registered.pool.geometry.nbytes
-            items += [GetItem(k, b, length) for k, b in zip(registered.keys(transfer.keys), buffers, strict=True)]
+        parts = self._checked(transfers, extra)
+        _check_apart(parts)
+        items = [
+            GetItem(key, buffers, part.pool.length) for part in parts for key, buffers in zip(part.object_keys(), part.buffers, strict=True)
+        ]
         outcomes = iter(self.backend.get(items) if items else ())
         result: dict[PoolName, list[Outcome]] = {}
-        for transfer in transfers:
-            result.setdefault(transfer.pool, []).extend(next(outcomes) for _ in transfer.keys)
+        for part in parts:
+            result.setdefault(part.pool.name, []).extend(next(outcomes) for _ in part.buffers)
         return result
 
     def batch_set_v2(self, transfers: Sequence[PoolTransfer], extra: StorageExtra | None = None) -> dict[PoolName, list[Outcome]]:
@@ -165,80 +208,76 @@ class HybridStorage:
         An object of a trailing pool is THROTTLED, and not written, if a page that it needs failed in this call. Outcomes as in
         `batch_get_v2`. Raises InputError or SlotError before anything is touched.
         """
-        buffers = self._checked(transfers, extra)
-        pages = [i for i, t in enumerate(transfers) if t.hit_policy is HitPolicy.ALL_PAGES]
-        hanging = [i for i, t in enumerate(transfers) if t.hit_policy is not HitPolicy.ALL_PAGES]
-        outcomes: dict[int, list[Outcome]] = {}
-        outcomes |= self._set({i: (transfers[i], buffers[i], [False] * len(transfers[i].keys)) for i in pages})
-        blocked = {i: _blocked(transfers[i], [(transfers[p], outcomes[p]) for p in pages]) for i in hanging}
-        outcomes |= self._set({i: (transfers[i], buffers[i], blocked[i]) for i in hanging})
+        parts = self._checked(transfers, extra)
+        if not _host_pools(parts):
+            # One place may be written under several keys; but the slack that is zeroed must be no other object's payload.
+            check_places({place: buffers for part in parts for place, buffers in part.places()}.items())
+        pages = [part for part in parts if not part.hangs]
+        hanging = [part for part in parts if part.hangs]
+        stored = self._set(pages, [[False] * len(part.buffers) for part in pages])
+        failed = [(page.transfer, outcomes) for page, outcomes in zip(pages, stored, strict=True)]
+        added = self._set(hanging, [_blocked(part.transfer, failed) for part in hanging])
+        first, then = iter(stored), iter(added)
         result: dict[PoolName, list[Outcome]] = {}
-        for i, transfer in enumerate(transfers):
-            result.setdefault(transfer.pool, []).extend(outcomes[i])
+        for part in parts:
+            result.setdefault(part.pool.name, []).extend(next(then if part.hangs else first))
         return result
 
-    def _set(self, parts: Mapping[int, tuple[PoolTransfer, list[list[memoryview]], list[bool]]]) -> dict[int, list[Outcome]]:
-        """One round of writes; `parts` holds a transfer, its buffers and which of its objects are to be held back."""
-        keys = {i: self._registered(t.pool).keys(t.keys) for i, (t, _, _) in parts.items()}
-        outcomes: dict[int, list[Outcome]] = {}
+    def _set(self, parts: Sequence[_Part], blocked: Sequence[Sequence[bool]]) -> list[list[Outcome]]:
+        """One round of writes, without what is `blocked`, which is THROTTLED."""
+        outcomes = [[Outcome.THROTTLED] * len(part.buffers) for part in parts]
         items: list[SetItem] = []
-        places: list[tuple[int, int]] = []
-        for i, (transfer, buffers, blocked) in parts.items():
-            outcomes[i] = [Outcome.THROTTLED] * len(transfer.keys)
-            for j, key in enumerate(keys[i]):
-                if not blocked[j]:
-                    items.append(SetItem(key, buffers[j], self._meta(transfer, j, key, buffers[j])))
-                    places.append((i, j))
-        for (i, j), outcome in zip(places, self.backend.set(items) if items else (), strict=True):
-            outcomes[i][j] = outcome
+        places: list[tuple[list[Outcome], int]] = []
+        for part, held, answers in zip(parts, blocked, outcomes, strict=True):
+            for j, key in enumerate(part.object_keys()):
+                if not held[j]:
+                    zero_tail(part.buffers[j], part.pool.length)
+                    items.append(SetItem(key, part.buffers[j], part.meta(j, key, self.namespace.namespace)))
+                    places.append((answers, j))
+        for (answers, j), outcome in zip(places, self.backend.set(items) if items else (), strict=True):
+            answers[j] = outcome
         return outcomes
-
-    def _meta(self, transfer: PoolTransfer, j: int, key: ObjectKey, buffers: list[memoryview]) -> ObjectMeta:
-        """Zero the object's slack and describe it. The store computes the checksum while it writes: the bytes pass once."""
-        length = self._registered(transfer.pool).pool.geometry.nbytes
-        zero_tail(buffers, length)
-        hangs = transfer.hit_policy is not HitPolicy.ALL_PAGES
-        parent = key.page_key if hangs else (transfer.parents[j] if transfer.parents else b"")
-        return ObjectMeta(
-            namespace=self.namespace.namespace,
-            length=length,
-            checksum=b"",
-            parent=parent or None,
-            depth=transfer.depths[j] if transfer.depths else None,
-        )
 
     def _registered(self, name: PoolName) -> _Registered:
         try:
             return self._pools[name]
-        except KeyError:
+        except (KeyError, TypeError):
             known = ", ".join(self._pools) or "none"
             raise InputError(f"pool {name} is not registered (registered: {known}); call register_pool first") from None
 
-    def _checked(self, transfers: Sequence[PoolTransfer], extra: StorageExtra | None) -> list[list[list[memoryview]]]:
-        """The buffers of every object of every transfer; raises InputError or SlotError if anything in the call is wrong."""
-        _check_keys((extra or StorageExtra()).prefix_keys)
-        return [self._buffers(transfer) for transfer in transfers]
+    def _checked(self, transfers: Sequence[PoolTransfer], extra: StorageExtra | None) -> list[_Part]:
+        """Every transfer with the buffers of its objects; raises InputError or SlotError if anything in the call is wrong."""
+        check_transfers(transfers, extra)
+        return [self._part(transfer) for transfer in transfers]
 
-    def _buffers(self, transfer: PoolTransfer) -> list[list[memoryview]]:
-        registered = self._registered(transfer.pool)
-        _check_keys(transfer.keys)
-        n = len(transfer.keys)
-        if len(transfer.handles) != n:
-            raise InputError(f"pool {transfer.pool}: {n} keys and {len(transfer.handles)} handles; give one handle per key")
-        for name, column in (("depths", transfer.depths), ("parents", transfer.parents)):
-            if len(column) not in (0, n):
-                raise InputError(f"pool {transfer.pool}: {n} keys and {len(column)} {name}; give one per key, or none")
-        buffers = [registered.buffers(handle) for handle in transfer.handles.tolist()]
-        for handle, room in zip(transfer.handles.tolist(), map(total, buffers), strict=True):
-            if room < registered.pool.geometry.nbytes:
+    def _part(self, transfer: PoolTransfer) -> _Part:
+        pool = self._registered(transfer.pool)
+        check_keys(transfer.keys)
+        handles, depths, parents = handles_of(transfer), depths_of(transfer), parents_of(transfer)
+        buffers = [pool.buffers(handle) for handle in handles]
+        for handle, room in zip(handles, map(total, buffers), strict=True):
+            if room < pool.length:
                 raise InputError(f"pool {transfer.pool}: handle {handle} has {room} bytes, fewer than one object needs")
-        return buffers
+        return _Part(transfer, pool, handles, buffers, depths, parents)
 
 
-def _check_keys(keys: Sequence[bytes]) -> None:
-    for key in keys:
-        if len(key) != KEY_BYTES:
-            raise InputError(f"a page key of {len(key)} bytes is not possible; page keys have {KEY_BYTES} bytes (see tiercache.page_keys)")
+def _host_pools(parts: Sequence[_Part]) -> bool:
+    """Are all pools of a kind whose objects never share a block, but by the same handle?"""
+    return all(type(part.pool.pool) is HostPool for part in parts)
+
+
+def _check_apart(parts: Sequence[_Part]) -> None:
+    """Raise InputError if any two objects share memory. To ask a block for its address takes 0.5 us, so host pools are spared that."""
+    if not _host_pools(parts):
+        check_places(place for part in parts for place in part.places())
+        return
+    seen: set[tuple[int, int]] = set()
+    for part in parts:
+        arena = id(part.pool.pool.memory)
+        for handle in part.handles:
+            if (arena, handle) in seen:
+                raise InputError(f"pool {part.pool.name}: handle {handle} is given twice; what is read needs a place for each key")
+            seen.add((arena, handle))
 
 
 def _blocked(transfer: PoolTransfer, pages: Sequence[tuple[PoolTransfer, Sequence[Outcome]]]) -> list[bool]:

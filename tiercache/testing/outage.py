@@ -66,6 +66,7 @@ class Outage(Wrapper):
         return _either(super().delete, keys, [False] * len(keys))
 
     def register_namespace(self, record: NamespaceRecord) -> None:
+        record = record.over(self._registered.get(record.namespace))
         self._registered[record.namespace] = record  # first, so that an end that comes in between finds it
         _either(super().register_namespace, record, None)
 

@@ -194,6 +194,7 @@ class BackendMachine(RuleBasedStateMachine):
         for item, answer in zip(items, self.store.set(items), strict=True):
             if answer is Outcome.STORED:
                 assert self.bounded or item.key not in self.model
+                assert self.bounded or not self.is_cut_off(item, before, items)
                 self.model[item.key] = Held(b"".join(item.buffers)[: item.meta.length], item.meta)
                 self.corrupted.discard(item.key)
                 self.undead.pop(item.key, None)
@@ -247,7 +248,20 @@ class BackendMachine(RuleBasedStateMachine):
 
     def may_throttle(self, item: SetItem, batch: Sequence[SetItem]) -> bool:
         """Has the store a reason not to take this item of a batch?"""
-        return self.full
+        return self.full or self.is_cut_off(item, self.model, batch)
+
+    def is_cut_off(self, item: SetItem, stored: Mapping[ObjectKey, Held], batch: Sequence[SetItem]) -> bool:
+        """Is a page to be stored behind one that neither is there nor comes along?"""
+        pages = {k.page_key for k, held in stored.items() if held.meta.parent != k.page_key}
+        coming = {other.key.page_key: other.meta.parent for other in batch if other.meta.parent != other.key.page_key}
+        parent = item.meta.parent
+        if parent == item.key.page_key:
+            parent = coming.get(parent) if parent not in pages else None  # what hangs on a page that comes along needs it
+        while parent is not None and parent not in pages:
+            if parent not in coming:
+                return True
+            parent = coming[parent]
+        return False
 
     def give_up(self, before: Mapping[ObjectKey, Held], batch: Sequence[SetItem]) -> None:
         """Take out of the model what a set may have cost: nothing. `before` is the model before that set."""

@@ -96,6 +96,11 @@ def read_meta(message: pb.ObjectMeta) -> ObjectMeta:
     )
 
 
+def namespace(name: bytes, identity: Mapping[str, str | int], *, states: bool) -> pb.Namespace:
+    """What is known of a namespace."""
+    return pb.Namespace(namespace=name, texts=texts(identity), numbers=numbers(identity), states=states)
+
+
 def texts(mapping: Mapping[str, str | int]) -> dict[str, str]:
     """The texts of a mapping of texts and numbers."""
     return {name: value for name, value in mapping.items() if isinstance(value, str)}

@@ -9,7 +9,7 @@ The format, version 2. All integers are little-endian, but for `number`.
     objects:    u64 number >> 12, big-endian  ->  records of 192 bytes, many under one key (DUPFIXED), sorted by number
     extents:    number                        ->  the extents behind the first: u64 first block, u32 blocks, in payload order
                 "opened"                      ->  written at every start, to see whether that can be done
-    namespaces: namespace, 1 to 64 bytes      ->  msgpack [id, identity without its salt, or nil]
+    namespaces: namespace, 1 to 64 bytes      ->  msgpack [id, identity without its salt, or nil, has it states?]
 
 `records.py` says what a record is. One is written when the object's bytes are, and removed before its blocks are used again.
 """
@@ -20,21 +20,23 @@ import logging
 import os
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from errno import EIO
+from contextlib import suppress
+from errno import EIO, ESTALE
 from threading import Lock
 from typing import Any, Final, NamedTuple
 
 import lmdb
-import msgpack
 import numpy as np
 import numpy.typing as npt
 
 from tiercache.storage.base import NamespaceRecord, ScanEntry, SetItem
 from tiercache.storage.checksum import Sealed
 from tiercache.storage.env import Env, let_go
+from tiercache_backends.file.names import Names
 from tiercache_backends.file.records import RECORD, Records, entry, pack, pack_extents, rows, seal, sound, unpack_extents
 from tiercache_backends.file.space import Extent
-from tiercache_backends.local.failures import DamagedError, os_error
+from tiercache_backends.local.failures import DamagedError, FileLength, os_error
+from tiercache_backends.local.names import unpack_name
 
 _log = logging.getLogger(__name__)
 
@@ -46,6 +48,10 @@ _CHUNK: Final = struct.Struct(">Q")
 _MARK: Final = b"opened"
 """A key of `extents` that is no number."""
 _RESERVE_BYTES: Final = 1 << 20
+_BATCH: Final = 1 << 15
+"""Records that one transaction writes where a catalog is written anew."""
+DATA: Final = "data.mdb"
+"""The catalog's file, as LMDB calls it."""
 
 
 class Loaded(NamedTuple):
@@ -66,7 +72,8 @@ class Catalog:
     Thread rule: any thread may call; `apply` takes the writer's lock for the length of one transaction, which readers never wait for.
     """
 
-    def __init__(self, env: Env, path: str, map_bytes: int) -> None:
+    def __init__(self, env: Env, path: str, map_bytes: int, *, name: str = DATA) -> None:
+        """Open the catalog in the directory `path`, or make it there. Another `name` than LMDB's own is for one that is being made."""
         self._env = env
         self._path = path
         self._map_bytes = map_bytes
@@ -74,16 +81,23 @@ class Catalog:
         self.is_damaged = False
         """Did LMDB contradict itself since it was opened?"""
         self._writer = Lock()
-        self._ids: dict[bytes, int] = {}
-        self._by_id: dict[int, bytes] = {}
-        self._records: dict[bytes, NamespaceRecord] = {}
+        self._known = Names()
         self._unsaved: set[bytes] = set()
         self._next = 1
         self._pages = 0
+        self._file = os.path.join(path, name)
+        own = name == DATA
         try:
-            self._lmdb = lmdb.open(path, map_size=map_bytes, max_dbs=8, mode=0o600, max_spare_txns=4)
+            self._lmdb = lmdb.open(
+                path if own else self._file, map_size=map_bytes, max_dbs=8, mode=0o600, max_spare_txns=4, subdir=own, lock=own
+            )
         except lmdb.Error as error:
             raise self._os_error(error) from error
+        try:
+            self._length = FileLength(env, self._file, self._lmdb)
+        except BaseException:
+            self._lmdb.close()
+            raise
         try:
             self._objects = self._lmdb.open_db(b"objects", dupsort=True, dupfixed=True)
             self._extents = self._lmdb.open_db(b"extents")
@@ -92,7 +106,7 @@ class Catalog:
             self._load_facts()
             self._reserve()
         except BaseException as error:
-            self._lmdb.close()
+            self._let_go()
             if isinstance(error, lmdb.Error):
                 raise self._os_error(error) from error
             raise
@@ -100,7 +114,7 @@ class Catalog:
     def load(self) -> Loaded:
         """Every record, in a few large copies: a million take about 0.3 s. Raises DamagedError where LMDB cannot find its way."""
         try:
-            with self._lmdb.begin(buffers=True) as txn:
+            with self._begin(buffers=True) as txn:
                 with txn.cursor(self._objects) as cursor:
                     chunks = [bytes(k) for k in cursor.iternext_nodup(keys=True, values=False)]
                     stored = self._read(cursor, chunks)
@@ -118,6 +132,7 @@ class Catalog:
             kept &= held == records["more"]
         else:
             kept &= records["more"] == 0
+        self._known.last = max(self._known.last, int(records["namespace"][kept].max(initial=0)))
         in_order = (numbers[1:] > numbers[:-1]).all() and (stored["chunk"] == numbers >> np.uint64(_CHUNK_BITS)).all()
         if kept.all() and in_order:
             return Loaded(records, extents)
@@ -128,7 +143,7 @@ class Catalog:
         """Make one small change, because a catalog that can be read need not be fit to be written; raises OSError."""
         with self._writer:
             try:
-                txn = self._lmdb.begin(write=True)
+                txn = self._begin(write=True)
                 try:
                     txn.put(_MARK, self._next.to_bytes(8), db=self._extents)
                     self._env.commit(txn)
@@ -138,22 +153,27 @@ class Catalog:
             except lmdb.Error as error:
                 raise self._os_error(error) from error
 
-    def restore(self, loaded: Loaded, names: Catalog) -> None:
-        """Write what was saved from a damaged catalog into this one, which is empty, with what `names` knows of namespaces.
+    def restore(self, loaded: Loaded, names: Names) -> None:
+        """Write what was saved from a damaged catalog into this one, which is empty; returns when all of it is durable, raises OSError.
 
-        Gives the records new numbers, in place, and returns when all of it is durable; raises OSError.
+        The records get new numbers.
         """
         with self._writer:
-            self._ids, self._by_id, self._records = names._ids, names._by_id, names._records
-            self._unsaved = set(self._ids)
-        further = {i: loaded.extents[n] for i, n in enumerate(loaded.records["number"].tolist()) if n in loaded.extents}
-        self.apply(loaded.records, further)
+            self._known = names
+            self._unsaved = set(names.ids)
+        for start in range(0, len(loaded.records), _BATCH):
+            records = loaded.records[start : start + _BATCH].copy()
+            further = {i: loaded.extents[n] for i, n in enumerate(records["number"].tolist()) if n in loaded.extents}
+            self.apply(records, further)
+        self.apply()
+        self.sync()
 
     def pack(
         self, items: Sequence[SetItem], places: Sequence[tuple[Extent, ...]], seals: Sequence[Sealed], stored_at: int
     ) -> tuple[Records, dict[int, tuple[Extent, ...]]]:
         """The records of a batch, not yet numbered, and by position the further extents of those that have more than one."""
-        records = pack(items, places, seals, [self._id(item.meta.namespace) for item in items], stored_at)
+        known_at = min(max(0, stored_at), 2**63 - 1)  # a clock may be set to anything
+        records = pack(items, places, seals, [self.id_of(item.meta.namespace) for item in items], known_at)
         return records, {i: place[1:] for i, place in enumerate(places) if len(place) > 1}
 
     def apply(
@@ -175,7 +195,7 @@ class Catalog:
     def page(self, cursor: bytes, count: int) -> Iterator[Records]:
         """Records behind `cursor` (a number, 8 bytes, or empty), by age, in arrays until there are `count` or no more. Raises OSError."""
         try:
-            with self._lmdb.begin(buffers=True) as txn, txn.cursor(self._objects) as walk:
+            with self._begin(buffers=True) as txn, txn.cursor(self._objects) as walk:
                 number = _NUMBER.unpack(cursor)[0] if len(cursor) == _NUMBER.size else 0
                 chunk = number >> _CHUNK_BITS
                 while count > 0 and walk.set_range(_CHUNK.pack(chunk)):
@@ -191,7 +211,7 @@ class Catalog:
     def find(self, numbers: Sequence[int]) -> Records:
         """Those of the records with these numbers that are there and sound, in one transaction. Raises OSError."""
         try:
-            with self._lmdb.begin(buffers=True) as txn, txn.cursor(self._objects) as walk:
+            with self._begin(buffers=True) as txn, txn.cursor(self._objects) as walk:
                 found = [bytes(walk.value()) for number in numbers if self._is_there(walk, number)]
         except lmdb.Error as error:
             raise self._os_error(error) from error
@@ -200,17 +220,24 @@ class Catalog:
 
     def entry(self, record: Any) -> ScanEntry:
         """What a record says about its object."""
-        return entry(record, self._by_id.get(int(record["namespace"]), b""))
+        return entry(record, self._known.name(int(record["namespace"])))
 
     def register(self, record: NamespaceRecord) -> None:
         """Remember a namespace's identity; raises OSError."""
-        self._id(record.namespace)
+        self.id_of(record.namespace)
         with self._writer:
-            if self._records.get(record.namespace) == record:
+            known = self._known.records.get(record.namespace)
+            kept = record.over(known)
+            if kept == known:
                 return
-            self._records[record.namespace] = record
+            self._known.records[record.namespace] = kept
             self._unsaved.add(record.namespace)
         self.apply()
+
+    def has_states(self, namespace: bytes) -> bool:
+        """Does a prefix of this namespace need states? Takes no lock, and is True from the moment on in which it is registered."""
+        record = self._known.records.get(namespace)
+        return record is not None and record.states
 
     @property
     def newest(self) -> int:
@@ -221,18 +248,18 @@ class Catalog:
     def namespaces(self) -> list[NamespaceRecord]:
         """Every namespace whose identity is known."""
         with self._writer:
-            return list(self._records.values())
+            return list(self._known.records.values())
 
-    def crowded(self, records: int, removals: int) -> bool:
-        """Should the store evict for the catalog's sake before it adds this many records and takes away this many?
+    def removable(self, records: int) -> int:
+        """How many records a transaction may remove beside entering so many; 0 and below: the catalog is too full even to enter them.
 
-        New records fill pages at the end; a removal touches a page of records and some above it. A transaction copies what it touches, and
-        LMDB uses the old pages again only two transactions later; an eviction and a set make two of them, and a full map refuses even
+        New records fill LMDB pages at the end; a removal touches a page of records and some above it. A transaction copies what it touches,
+        and LMDB uses the old pages again only two transactions later; an eviction and a set make two of them, and a full map refuses even
         deletions. So there must be room for four copies of all that is touched.
         """
         added = records * RECORD.itemsize // self._page_bytes + 8
-        touched = min(self._pages, 2 * removals + 8)
-        return (self._pages + added + 4 * (touched + added)) * self._page_bytes > self._map_bytes
+        touchable = (self._map_bytes // self._page_bytes - self._pages - 5 * added) // 4
+        return touchable // 2 if touchable < self._pages else records + (1 << 20)
 
     def nbytes(self) -> int:
         """Bytes of the catalog's file, with those that are reserved."""
@@ -248,7 +275,7 @@ class Catalog:
     def close(self) -> None:
         """Close the environment."""
         with self._writer:
-            self._lmdb.close()
+            self._let_go()
 
     def _read(self, cursor: Any, chunks: Sequence[bytes]) -> npt.NDArray[Any]:
         """All records under these keys, with their key. A bulk read of LMDB's, page by page."""
@@ -261,7 +288,7 @@ class Catalog:
         further: Mapping[int, tuple[Extent, ...]],
         removals: Sequence[int],
     ) -> None:
-        txn = self._lmdb.begin(write=True)
+        txn = self._begin(write=True)
         try:
             with txn.cursor(self._objects) as cursor:
                 for number in removals:
@@ -275,8 +302,7 @@ class Catalog:
                     for index, extents in further.items():
                         txn.put(_NUMBER.pack(int(records["number"][index])), pack_extents(extents), db=self._extents)
             for namespace in self._unsaved:
-                named = self._records.get(namespace)
-                txn.put(namespace, msgpack.packb([self._ids[namespace], dict(named.identity) if named else None]), db=self._names)
+                txn.put(namespace, self._known.packed(namespace), db=self._names)
             pages = self._used_pages(txn)
         except BaseException:
             txn.abort()
@@ -292,12 +318,14 @@ class Catalog:
             self._next += len(records)
         self._unsaved.clear()
         self._pages = pages
+        with suppress(OSError):  # it is done, and the next transaction will say so
+            self._length.check()
         self._reserve()
 
     def _landed(self, records: Records | None, removals: Sequence[int]) -> bool:
         """Did a transaction whose commit failed come about all the same? Taking it for lost would give its blocks to others."""
         try:
-            with self._lmdb.begin() as txn, txn.cursor(self._objects) as cursor:
+            with self._begin() as txn, txn.cursor(self._objects) as cursor:
                 if records is not None:
                     return self._is_there(cursor, int(records["number"][0]))
                 return bool(removals) and not self._is_there(cursor, removals[0])
@@ -314,7 +342,7 @@ class Catalog:
             return
         wanted = min(self._map_bytes, self._written() + _RESERVE_BYTES)
         try:
-            fd = self._env.open(os.path.join(self._path, "data.mdb"), os.O_RDWR)
+            fd = self._env.open(self._file, os.O_RDWR)
             try:
                 self._env.fallocate(fd, 0, wanted)
                 self._env.fdatasync(fd)
@@ -326,7 +354,7 @@ class Catalog:
         self._reserved = wanted
 
     def _written(self) -> int:
-        return int(self._lmdb.info()["last_pgno"] + 1) * self._page_bytes
+        return self._length.needed
 
     def _remove(self, txn: Any, cursor: Any, number: int) -> None:
         if self._is_there(cursor, number):
@@ -334,17 +362,13 @@ class Catalog:
         txn.delete(_NUMBER.pack(number), db=self._extents)
 
     def _load_facts(self) -> None:
-        with self._lmdb.begin() as txn:
+        with self._begin() as txn:
+            self._known.last = int(txn.stat(self._names)["entries"])
             for namespace, value in txn.cursor(self._names):
                 try:
-                    number, identity = msgpack.unpackb(value)
-                except (ValueError, TypeError, msgpack.UnpackException):
-                    _log.warning("what is known of a namespace in %s is not readable", self._path)
-                    continue
-                self._ids[namespace] = number
-                self._by_id[number] = namespace
-                if identity is not None:
-                    self._records[namespace] = NamespaceRecord(namespace, identity)
+                    self._known.add(namespace, *unpack_name(namespace, value))
+                except ValueError as error:
+                    _log.warning("%s, in %s", error, self._path)
             with txn.cursor(self._objects) as cursor:
                 if cursor.last() and cursor.last_dup() and len(cursor.value()) == RECORD.itemsize:
                     self._next = _NUMBER.unpack(cursor.value()[:8])[0] + 1
@@ -359,14 +383,31 @@ class Catalog:
         self.is_damaged |= isinstance(found, DamagedError)
         return found
 
-    def _id(self, namespace: bytes) -> int:
-        found = self._ids.get(namespace)
+    def id_of(self, namespace: bytes) -> int:
+        """The number by which records name this namespace; a new one is kept with the next transaction."""
+        found = self._known.ids.get(namespace)
         if found is not None:
             return found
         with self._writer:
-            if namespace not in self._ids:
-                number = max(self._by_id, default=0) + 1
-                self._by_id[number] = namespace
-                self._ids[namespace] = number
+            if namespace not in self._known.ids:
                 self._unsaved.add(namespace)
-            return self._ids[namespace]
+            return self._known.number(namespace)
+
+    def check_there(self) -> None:
+        """Raise OSError unless the file still lies where it was opened."""
+        if not self._length.same():
+            raise OSError(ESTALE, f"{self._file} was replaced while it was open; close the store and open it again")
+
+    def _begin(self, *, write: bool = False, buffers: bool = False) -> Any:
+        """A transaction, unless the file was cut: reading its map behind the end would end the process."""
+        try:
+            self._length.check()
+        except DamagedError:
+            self.is_damaged = True
+            raise
+        return self._lmdb.begin(None, None, write, buffers)  # type: ignore[call-overload]
+
+    def _let_go(self) -> None:
+        """Close the files. Twice is harmless."""
+        self._length.close()
+        self._lmdb.close()

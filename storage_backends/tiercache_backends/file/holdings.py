@@ -15,11 +15,13 @@ from itertools import pairwise
 from threading import Event, Lock
 from typing import Final, NamedTuple
 
-from tiercache.core import BLOCK_ALIGN
+from tiercache.core import BLOCK_ALIGN, Outcome
 from tiercache.policy import Policy
+from tiercache.storage.eviction import EvictionOrder
+from tiercache.storage.pages import PAGE_KEY_BYTES
+from tiercache.storage.residents import RESIDENT, Standing, parents_first
 from tiercache_backends.file.catalog import Loaded
-from tiercache_backends.file.eviction import EvictionOrder
-from tiercache_backends.file.objects import RESIDENT, Facts, Objects, Placement
+from tiercache_backends.file.objects import Facts, Objects, Placement
 from tiercache_backends.file.recovery import sound_records
 from tiercache_backends.file.space import Extent, Space
 
@@ -33,25 +35,60 @@ class Pin(NamedTuple):
     reused: bool
 
 
+class Wanted(NamedTuple):
+    """An item of a batch: which object it is, what it follows, and how much room it needs. `space`: the id of its namespace."""
+
+    item: int
+    digest: bytes
+    parent: bytes | None
+    blocks: int
+    depth: int
+    space: int
+
+    @property
+    def page(self) -> bytes:
+        """The key of the page that it is or hangs on."""
+        return self.digest[-PAGE_KEY_BYTES:]
+
+    @property
+    def is_page(self) -> bool:
+        """Can others follow it?"""
+        return self.parent != self.page
+
+
 @dataclass(slots=True)
 class Claim:
-    """An object that is being written: item `index` of its batch, which depends on the page of node `parent`, where it is not None."""
+    """An object that is being written, on the page of `node`, behind the page of node `parent`, where it is not None."""
 
-    index: int
-    digest: bytes
+    wanted: Wanted
+    node: int
     parent: int | None
-    blocks: int
     extents: tuple[Extent, ...] = ()
+
+    @property
+    def index(self) -> int:
+        """Its item in the batch."""
+        return self.wanted.item
+
+    @property
+    def blocks(self) -> int:
+        """Blocks that it takes."""
+        return self.wanted.blocks
 
 
 @dataclass(slots=True)
 class Claims:
-    """What a batch may write now, what is there already, and what another call is busy with."""
+    """What a batch may write now, parents before what follows them; what is there already, what it may not write, and what another call
+    is busy with. All nodes in `held` stay in place until they are let go. `missing`: pages of the batch that were not stored.
+    """
 
     fresh: list[Claim] = field(default_factory=list)
     hits: list[int] = field(default_factory=list)
+    refused: dict[int, Outcome] = field(default_factory=dict)
     later: list[int] = field(default_factory=list)
     waits: set[Event] = field(default_factory=set)
+    held: list[int] = field(default_factory=list)
+    missing: set[bytes] = field(default_factory=set)
     done: Event = field(default_factory=Event)
 
 
@@ -89,18 +126,18 @@ class Holdings:
         self._mutex: Final = Lock()
         self._objects = Objects(with_macs=with_macs)
         self._order = EvictionOrder(self._objects, policy)
-        self._objects.exposed = self._order.offer
+        self._writing: dict[int, Claims] = {}
         self._busy: dict[bytes, Event] = {}
         self._gone: dict[int, Leaver] = {}
         self._space = Space(slab_blocks)
         self._stranded = 0
         self._retired = 0
-        self._counts = {"corrupt": 0, "evicted": 0}
+        self._counts = {"corrupt": 0, "evicted": 0, "refused_absent_parent": 0, "refused_impossible": 0}
 
     def load(self, loaded: Loaded, slabs: Sequence[Extent]) -> list[int]:
         """Take in the catalog and rebuild the free space. Returns the numbers of records that have no sound place, or are outdated."""
         sound, unsound, gaps = sound_records(loaded, slabs, self._space.slab_blocks)
-        self._objects.load(sound)
+        self._objects.load_catalog(sound)
         self._space.size += sum(slab.blocks for slab in slabs)
         self._space.give(gaps)
         return unsound
@@ -147,26 +184,43 @@ class Holdings:
                         suspects += self._vacate(pin.row)
         return suspects
 
-    def claim(self, wanted: Iterable[tuple[int, bytes, bytes | None, int]], limit: int) -> Claims:
-        """Sort a batch of (index, digest, parent, blocks): at most `limit` are claimed for writing, whatever comes after them waits."""
-        claims = Claims()
-        batch = list(wanted)
-        objects = self._objects
+    def require_states(self, space: int) -> None:
+        """Prefixes of the namespace with this id need states: KV without one at or below it is worth nothing."""
         with self._mutex:
-            for (index, digest, parent, blocks), row in zip(batch, objects.find_many([digest for _, digest, _, _ in batch]), strict=True):
+            self._objects.require_states(space)
+
+    def claim(self, batch: Sequence[Wanted], limit: int, missing: Iterable[bytes] = ()) -> Claims:
+        """Sort a batch: at most `limit` objects are claimed for writing, whatever comes after them waits.
+
+        A page whose parent is neither stored, nor being written, nor in the batch could never be read: THROTTLED, and what hangs on it
+        too. One that contradicts what is stored is an ERROR. `missing`: pages that the call could not store before.
+        """
+        claims = Claims(missing=set(missing))
+        later: set[bytes] = set()
+        ordered = [batch[i] for i in parents_first([(wanted.page, wanted.parent) for wanted in batch])]
+        with self._mutex:
+            for wanted, row in zip(ordered, self._objects.find_many([wanted.digest for wanted in ordered]), strict=True):
                 if row >= 0:
-                    objects.touch(row)
-                    claims.hits.append(index)
-                elif digest in self._busy or len(claims.fresh) == limit:
-                    claims.later.append(index)
-                    if (event := self._busy.get(digest)) not in (None, claims.done):
+                    self._objects.renew(row)
+                    claims.hits.append(wanted.item)
+                    claims.held.append(self._objects.hold(wanted.page))
+                elif wanted.digest in self._busy or len(claims.fresh) == limit or wanted.parent in later:
+                    claims.later.append(wanted.item)
+                    if wanted.is_page:
+                        later.add(wanted.page)
+                    if (event := self._busy.get(wanted.digest)) not in (None, claims.done):
                         claims.waits.add(event)
                 else:
-                    self._busy[digest] = claims.done
-                    # What is being written holds its page in place: evicting that page to make room for it would leave an orphan.
-                    held = None if parent is None else objects.hold(parent)
-                    claims.fresh.append(Claim(index, digest, held, blocks))
+                    self._claim(wanted, claims)
+            if claims.fresh:
+                self._writing[id(claims)] = claims
         return claims
+
+    def let_go(self, nodes: Iterable[int]) -> None:
+        """A call is over: what it wrote or found may be given up again."""
+        with self._mutex:
+            for node in nodes:
+                self._objects.release(node)
 
     def allocate(self, claims: Sequence[Claim]) -> int:
         """Give blocks to those claims that have none, as far as they go; returns the blocks that are missing for the rest."""
@@ -182,13 +236,16 @@ class Holdings:
         with self._mutex:
             for claim in claims.fresh:
                 found = facts.get(claim.index)
+                if claim.wanted.is_page:
+                    objects.expected(claim.node)
                 if found is not None:
-                    self._order.offer(objects.add(found, claim.digest, claim.parent, claim.extents))
+                    objects.store(found, claim.wanted.digest, claim.node, claim.parent, claim.extents)
                 else:
                     self._space.give(claim.extents)
-                    if claim.parent is not None:
-                        objects.release(claim.parent)
-                del self._busy[claim.digest]
+                    if claim.wanted.is_page:
+                        claims.missing.add(claim.wanted.page)
+                del self._busy[claim.wanted.digest]
+            self._writing.pop(id(claims), None)
         claims.done.set()
 
     def needs_second_slab(self, blocks: int) -> bool:
@@ -196,24 +253,30 @@ class Holdings:
         with self._mutex:
             return self._space.needs_second_slab(blocks)
 
-    def spare(self, budget_blocks: int) -> int:
-        """Blocks that are free, or would be if the slabs grew to this many in all."""
+    def shortage(self, budget_blocks: int | None, share: int) -> int:
+        """Blocks that are missing until one in `share` is free or could still be made; None: the slabs cannot grow."""
         with self._mutex:
-            return self._space.free + max(0, budget_blocks - self._space.size)
+            size = self._space.size if budget_blocks is None else budget_blocks
+            return size // share - self._space.free - max(0, size - self._space.size)
 
-    def evict(self, blocks: int, objects: int, most: int) -> Departure:
-        """Take out the objects to give up: for `blocks` blocks and at least `objects` objects, if so much is there and `most` allows it."""
+    def evict(self, blocks: int, objects: int, most: int, claims: Sequence[Claim] = ()) -> Departure:
+        """Take out the objects to give up: for `blocks` blocks and at least `objects` objects, if so much is there and `most` allows it.
+
+        `claims`: for what the room is wanted. See `EvictionOrder.evict`.
+        """
+        departure, residents = Departure(), self._objects
+        with self._mutex:
+            promising = any(residents.is_promising(c.node, c.wanted.space, hangs=not c.wanted.is_page) for c in claims)
+            attached = (claim.parent for claims in self._writing.values() for claim in claims.fresh if claim.parent is not None)
+            self._order.evict(_Evicting(self, departure, blocks, objects, most), attached, promising=promising)
+        return departure
+
+    def sweep(self, most: int) -> Departure:
+        """Take out the rest of what the last eviction left useless, at most so many objects at once."""
         departure = Departure()
-        gained = 0
-
-        def enough(row: int) -> bool:
-            nonlocal gained
-            gained += self._objects.blocks(row)
-            self._leave(departure, row)
-            return len(departure.leavers) >= most or (gained >= blocks and len(departure.leavers) >= objects)
-
         with self._mutex:
-            self._order.victims(enough)
+            if self._order.unfinished:
+                self._order.sweep(_Evicting(self, departure, 0, 0, most))
         return departure
 
     def take_out(self, digests: Iterable[bytes]) -> Departure:
@@ -250,11 +313,10 @@ class Holdings:
     def restored(self, departure: Departure) -> None:
         """The catalog could not forget them: they are resident again."""
         with self._mutex:
-            for leaver in departure.leavers:
+            for leaver in reversed(departure.leavers):  # what followed a page left before it
                 del self._busy[leaver.digest]
                 self._objects.pins[leaver.row] -= 1
                 self._objects.enter(leaver.row, leaver.digest, leaver.parent)
-                self._order.offer(leaver.row)
         departure.done.set()
 
     def strand(self, departure: Departure) -> None:
@@ -302,14 +364,10 @@ class Holdings:
                 "blocks_free": self._space.free,
                 "blocks_stranded": self._stranded,
                 "blocks_retired": self._retired,
-                "memory_bytes": self._objects.nbytes(),
+                "memory_bytes": self._objects.memory_bytes(),
+                **self._objects.worth()._asdict(),
                 **self._counts,
             }
-
-    def orphans(self) -> int:
-        """Objects whose page is known and not stored."""
-        with self._mutex:
-            return self._objects.orphans()
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless, at a quiet moment, free + used = capacity, no two objects share a block and nobody holds a pin."""
@@ -324,6 +382,23 @@ class Holdings:
             assert all(a.start + a.blocks <= b.start for a, b in pairwise(held)), "no two objects share a block"
             used = sum(extent.blocks for extent in held) + self._stranded + self._retired
             assert used + self._space.free == self._space.size, "free + used = capacity"
+
+    def _claim(self, wanted: Wanted, claims: Claims) -> None:
+        objects = self._objects
+        node = objects.hold(wanted.page)
+        parent = None if wanted.parent is None else objects.hold(wanted.parent)
+        claims.held += [node] if parent is None else [node, parent]
+        standing = objects.standing(node, parent, wanted.depth, wanted.space, refused=wanted.page in claims.missing)
+        if standing is not Standing.FINE:
+            claims.refused[wanted.item] = Outcome.ERROR if standing is Standing.IMPOSSIBLE else Outcome.THROTTLED
+            self._counts[f"refused_{standing.value}"] += 1
+            if wanted.is_page:
+                claims.missing.add(wanted.page)
+            return
+        self._busy[wanted.digest] = claims.done
+        if wanted.is_page:
+            objects.expect(node, wanted.depth, wanted.space)
+        claims.fresh.append(Claim(wanted, node, parent))
 
     def _leave(self, departure: Departure, row: int, *, suspect: bool = False) -> None:
         number = self._objects.number[row]
@@ -344,6 +419,35 @@ class Holdings:
             return extents
         self._space.give(extents)
         return ()
+
+
+class _Evicting:
+    """One eviction: what left, and whether that is enough. See `eviction.Taker`.
+
+    Thread safety: under the mutex of its holdings.
+    """
+
+    def __init__(self, holdings: Holdings, departure: Departure, blocks: int, objects: int, most: int) -> None:
+        self._holdings = holdings
+        self._departure = departure
+        self._blocks = blocks
+        self._objects = objects
+        self._most = most
+        self._gained = 0
+
+    def take(self, rows: list[int]) -> None:
+        """Let them leave."""
+        for row in rows:
+            self._gained += self._holdings._objects.blocks(row)
+            self._holdings._leave(self._departure, row)
+
+    def enough(self) -> bool:
+        """Are there the blocks and the objects?"""
+        return self._gained >= self._blocks and len(self._departure.leavers) >= self._objects
+
+    def full(self) -> bool:
+        """Are there as many as one transaction may take?"""
+        return len(self._departure.leavers) >= self._most
 
 
 def blocks_for(length: int) -> int:

@@ -2,7 +2,7 @@
 
     record = u64 number, big-endian: counts every object ever stored, so that a batch is written into one or two pages, and records lie
                          in the order of their age; 64 digest of the object key; 32 parent or zeros; 16 checksum; 16 MAC or zeros;
-             u64 length  payload bytes; u64 stored_at, nanoseconds since 1970;
+             u64 length  payload bytes; u64 stored_at, nanoseconds since 1970, 0 where the clock did not know;
              u64 first block and u32 blocks of the first extent; u16 further extents; u8 flags: 1 parent is known, 2 depth is known; u8 0;
              u32 depth   pages up to the object's end; u32 namespace id; 8 pool name, ASCII, zero-padded; u64 guard
 
@@ -90,7 +90,7 @@ def entry(record: Any, namespace: bytes) -> ScanEntry:
             parent=record["parent"].tobytes() if flags & PARENT_KNOWN else None,
             depth=int(record["depth"]) if flags & DEPTH_KNOWN else None,
         ),
-        int(record["stored_at"]) / 1e9,
+        int(record["stored_at"]) / 1e9 or None,
     )
 
 

@@ -5,33 +5,27 @@ All in columns: a million records take a fraction of a second.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from tiercache.core import BLOCK_ALIGN
+from tiercache.storage.pages import Ints
 from tiercache_backends.file.catalog import Loaded
-from tiercache_backends.file.pages import Ints
 from tiercache_backends.file.records import Records, words_of
 from tiercache_backends.file.space import Extent
 
-_MANY: Final = 4096
-
 
 def sound_records(loaded: Loaded, slabs: Sequence[Extent], slab_blocks: int) -> tuple[Loaded, list[int], list[Extent]]:
-    """The records to keep, the numbers of those to drop, and the extents that the kept ones leave free.
+    """The records to keep, the numbers of those to drop, and the extents that the kept ones leave free. `without_doubt` comes first.
 
     Dropped are records that overlap another's blocks (both: nobody knows who wrote last), leave their slab, do not fit their length, or
     speak of an object of which there is a later record.
     """
     records = loaded.records
     starts, counts, owners = _all_extents(loaded)
-    bad = np.zeros(len(records), np.bool_)
-    bad[owners[_outside(starts, counts, slabs, slab_blocks)]] = True
-    room = np.bincount(owners, weights=counts, minlength=len(records)).astype(np.int64)
-    bad |= (records["length"] == 0) | (room != -(-records["length"].astype(np.int64) // BLOCK_ALIGN))
+    bad = _misplaced(loaded, starts, counts, owners, slabs, slab_blocks)
     bad[owners[_clashing(starts, counts)]] = True
     bad |= _outdated(records)
     kept = ~bad[owners]
@@ -39,6 +33,38 @@ def sound_records(loaded: Loaded, slabs: Sequence[Extent], slab_blocks: int) -> 
     if not bad.any():
         return loaded, [], gaps
     return loaded._replace(records=records[~bad]), records["number"][bad].tolist(), gaps
+
+
+def without_doubt(loaded: Loaded, slabs: Sequence[Extent], slab_blocks: int, holds: Callable[[int], bool]) -> tuple[Loaded, list[int]]:
+    """The records that can be right together, and the numbers of the others.
+
+    Where several name the same blocks or the same object, `holds` says which of them (by position) have their bytes there: no two that
+    overlap can, and of two of one object the later one stays. A catalog that was damaged may bring back what was removed.
+    """
+    records = loaded.records
+    starts, counts, owners = _all_extents(loaded)
+    bad = _misplaced(loaded, starts, counts, owners, slabs, slab_blocks)
+    there = ~bad[owners]
+    doubtful = np.zeros(len(records), np.bool_)
+    doubtful[owners[there][_clashing(starts[there], counts[there])]] = True
+    doubtful |= _repeated(records)
+    for i in np.flatnonzero(doubtful & ~bad).tolist():
+        bad[i] = not holds(i)
+    if not bad.any():
+        return loaded, []
+    return loaded._replace(records=records[~bad]), records["number"][bad].tolist()
+
+
+def _misplaced(
+    loaded: Loaded, starts: Ints, counts: Ints, owners: Ints, slabs: Sequence[Extent], slab_blocks: int
+) -> npt.NDArray[np.bool_]:
+    """Records that leave their slab, or do not fit their length."""
+    records = loaded.records
+    bad = np.zeros(len(records), np.bool_)
+    bad[owners[_outside(starts, counts, slabs, slab_blocks)]] = True
+    room = np.bincount(owners, weights=counts, minlength=len(records)).astype(np.int64)
+    bad |= (records["length"] == 0) | (room != -(-records["length"].astype(np.int64) // BLOCK_ALIGN))
+    return bad
 
 
 def _all_extents(loaded: Loaded) -> tuple[Ints, Ints, Ints]:
@@ -70,31 +96,42 @@ def _outside(starts: Ints, counts: Ints, slabs: Sequence[Extent], slab_blocks: i
 def _clashing(starts: Ints, counts: Ints) -> Ints:
     """Extents that overlap another one."""
     order = np.argsort(starts, kind="stable")
-    ends = starts + counts
-    reach = np.maximum.accumulate(ends[order]) if len(order) else ends
-    clash = np.flatnonzero(starts[order][1:] < reach[:-1]) + 1
-    if len(clash) > _MANY:
-        return order  # no accident does that, and telling them apart would take for ever
-    found = [order[clash]]
-    # The one that reaches into a later one is bad as well; it need not be its neighbour in this order.
-    found.extend(order[:i][ends[order[:i]] > starts[order[i]]] for i in clash.tolist())
-    return np.concatenate(found)
+    starts, ends = starts[order], (starts + counts)[order]
+    clash = np.zeros(len(order), np.bool_)
+    # One that begins before the end of any in front of it, and one that reaches beyond the begin of the next.
+    clash[1:] |= starts[1:] < np.maximum.accumulate(ends)[:-1]
+    clash[:-1] |= ends[:-1] > starts[1:]
+    return order[clash]
+
+
+def _alike(records: Records) -> list[int]:
+    """Records whose object others may speak of as well, oldest first: all that do, and rarely more."""
+    words = words_of(records, "digest")
+    mixed = words[:, 0] * np.uint64(0x9E3779B97F4A7C15) + words[:, 4]
+    order = np.argsort(mixed, kind="stable")
+    alike = np.flatnonzero(mixed[order][1:] == mixed[order][:-1])
+    return sorted(set(order[alike].tolist()) | set(order[alike + 1].tolist()))
+
+
+def _repeated(records: Records) -> npt.NDArray[np.bool_]:
+    """Which speak of an object of which there is another record."""
+    seen: dict[bytes, list[int]] = {}
+    for i in _alike(records):
+        seen.setdefault(records["digest"][i].tobytes(), []).append(i)
+    repeated = np.zeros(len(records), np.bool_)
+    repeated[[i for group in seen.values() if len(group) > 1 for i in group]] = True
+    return repeated
 
 
 def _outdated(records: Records) -> npt.NDArray[np.bool_]:
     """Of several records of one object, all but the last: a removal that failed left them behind."""
-    words = words_of(records, "digest")
-    mixed = words[:, 0] * np.uint64(0x9E3779B97F4A7C15) + words[:, 4]
-    order = np.argsort(mixed, kind="stable")
     outdated = np.zeros(len(records), np.bool_)
-    alike = np.flatnonzero(mixed[order][1:] == mixed[order][:-1])
-    if len(alike):
-        last: dict[bytes, int] = {}
-        for i in sorted(set(order[alike].tolist()) | set(order[alike + 1].tolist())):
-            digest = records["digest"][i].tobytes()
-            if digest in last:
-                outdated[last[digest]] = True
-            last[digest] = i
+    last: dict[bytes, int] = {}
+    for i in _alike(records):
+        digest = records["digest"][i].tobytes()
+        if digest in last:
+            outdated[last[digest]] = True
+        last[digest] = i
     return outdated
 
 

@@ -11,9 +11,11 @@ from tiercache_backends.local.directory import StoreDirectory
 
 SMALLEST_CAPACITY: Final = 4 << 20
 _SMALLEST_SLAB: Final = 1 << 20
-_SMALLEST_MAP: Final = 2 << 20
+_SMALLEST_MAP: Final = 1 << 20
 _SLABS: Final = 64
-_CATALOG_SHARE: Final = 32
+CATALOG_SHARE: Final = 16
+"""One byte in so many goes to the catalog: objects of a single block take 195 bytes of records for 4,096 of payload, and a transaction
+copies what it changes."""
 _FIXED_BYTES: Final = 256 << 10
 """Kept free of slabs for the small files, the directories and the file system's own bookkeeping of the large ones."""
 
@@ -53,4 +55,4 @@ def as_found(there: int, directory: StoreDirectory) -> Shares:
 
 
 def _map_bytes(capacity: int, directory: StoreDirectory) -> int:
-    return max(_SMALLEST_MAP, capacity // _CATALOG_SHARE // BLOCK_ALIGN * BLOCK_ALIGN, directory.database_bytes())
+    return max(_SMALLEST_MAP, capacity // CATALOG_SHARE // BLOCK_ALIGN * BLOCK_ALIGN, directory.database_bytes())

@@ -6,17 +6,26 @@ Overwriting a preallocated file runs at memory speed where one new file per obje
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from errno import EDQUOT, ENOSPC, ESTALE
 from mmap import mmap
 from typing import Final, Protocol
+
+import numpy as np
 
 from tiercache.core import BLOCK_ALIGN
 from tiercache.storage.env import Env, let_go
 from tiercache.storage.vectors import read_all, write_all
+from tiercache_backends.file.records import Records
 from tiercache_backends.file.space import Extent
 from tiercache_backends.local.directory import sync_directory
+
+_SMALLEST_GROWTH: Final = (1 << 20) // BLOCK_ALIGN
+"""Blocks that a slab grows by on a disk that has no room for more."""
+_MOST_MISSING: Final = 4096
+"""Slabs behind the last one that is there, as far as they can be looked for: what is named beyond is no store's."""
 
 
 def goes_direct(env: Env, directory: str) -> bool:
@@ -45,13 +54,29 @@ def blocks_there(env: Env, directory: str, slab_blocks: int) -> int:
     return max(0, count - 1) * slab_blocks + (env.lstat(_path(directory, count - 1)).st_size // BLOCK_ALIGN if count else 0)
 
 
+def blocks_named(records: Records, extents: Iterable[Extent], slab_blocks: int) -> dict[int, int]:
+    """How many blocks each slab must have for these records and further extents; nonsense is left out."""
+    more = list(extents)
+    starts = np.concatenate([records["start"].astype(np.int64), np.array([extent.start for extent in more], np.int64)])
+    counts = np.concatenate([records["blocks"].astype(np.int64), np.array([extent.blocks for extent in more], np.int64)])
+    right = (starts >= 0) & (starts % slab_blocks + counts <= slab_blocks)
+    slabs, owners = np.unique(starts[right] // slab_blocks, return_inverse=True)
+    ends = np.zeros(len(slabs), np.int64)
+    np.maximum.at(ends, owners, (starts % slab_blocks + counts)[right])
+    return dict(zip(slabs.tolist(), ends.tolist(), strict=True))
+
+
 def _path(directory: str, index: int) -> str:
     return os.path.join(directory, f"{index:06d}.slab")
 
 
 def _count(env: Env, directory: str) -> int:
     """One for each slab up to the highest that is there; a missing one counts, and is made anew."""
-    there = [n for n in env.listdir(directory) if n.endswith(".slab") and n[:-5].isdigit()]
+    try:
+        names = env.listdir(directory)
+    except FileNotFoundError:
+        return 0
+    there = [n for n in names if n.endswith(".slab") and n[:-5].isdigit()]
     return max((int(n[:-5]) + 1 for n in there), default=0)
 
 
@@ -90,8 +115,10 @@ class Slabs:
     Thread rule: `open`, `grow` and `close` need one caller at a time; the rest may run at once on different extents.
     """
 
-    def __init__(self, env: Env, directory: str, slab_blocks: int, budget_blocks: int, *, direct: bool) -> None:
+    def __init__(self, env: Env, directory: str, slab_blocks: int, budget_blocks: int, *, direct: bool, looks: bool = False) -> None:
         self._env = env
+        self._looks = looks
+        self._nothing: int | None = None
         self._directory: Final = directory
         self._direct = direct
         self.slab_blocks: Final = slab_blocks
@@ -103,7 +130,25 @@ class Slabs:
         for index in range(_count(self._env, self._directory)):
             self._add(index)
             self._slabs[index].blocks = min(self._env.fstat(self._slabs[index].fd).st_size // BLOCK_ALIGN, self._target(index))
-        return [Extent(i * self.slab_blocks, slab.blocks) for i, slab in enumerate(self._slabs) if slab.blocks]
+        return self._extents()
+
+    def look(self, named: Mapping[int, int]) -> list[Extent]:
+        """Open what is there to read it, as if every slab had the blocks that the catalog names: the blocks that each should have.
+
+        `named`: how many those are, by slab. What is missing reads like a file that was cut.
+        """
+        there = _count(self._env, self._directory)
+        for index in range(max([there, *(index + 1 for index in named if index < there + _MOST_MISSING)])):
+            self._add(index)
+            self._slabs[index].blocks = max(self._env.fstat(self._slabs[index].fd).st_size // BLOCK_ALIGN, named.get(index, 0))
+        return self._extents()
+
+    def check_there(self) -> None:
+        """Raise OSError unless every slab still lies where it was opened."""
+        for index, slab in enumerate(self._slabs):
+            named, held = self._env.lstat(self.path(index)), self._env.fstat(slab.fd)
+            if (named.st_dev, named.st_ino) != (held.st_dev, held.st_ino):
+                raise OSError(ESTALE, f"{self.path(index)} was replaced while it was open; close the store and open it again")
 
     def trim(self) -> None:
         """Give back to the disk what lies beyond the budget or the whole blocks. Call it when the catalog names none of it any more."""
@@ -115,7 +160,10 @@ class Slabs:
             self._env.unlink(self.path(len(self._slabs)))
 
     def grow(self) -> Extent | None:
-        """Preallocate the next slab, or the missing end of one: its new blocks. None when the budget is used up; raises OSError."""
+        """Preallocate the next slab, or the missing end of one: its new blocks, fewer on a disk that has no room for all.
+
+        None when the budget is used up; raises OSError.
+        """
         for index, slab in enumerate(self._slabs):
             if slab.blocks < self._target(index):
                 return self._extend(index)
@@ -187,8 +235,17 @@ class Slabs:
         """Close every file. Twice is harmless."""
         while self._slabs:
             self._release(self._slabs.pop())
+        if self._nothing is not None:
+            let_go(self._env, self._nothing)
+            self._nothing = None
+
+    def _extents(self) -> list[Extent]:
+        return [Extent(i * self.slab_blocks, slab.blocks) for i, slab in enumerate(self._slabs) if slab.blocks]
 
     def _add(self, index: int) -> None:
+        if self._looks:
+            self._slabs.append(Slab(self._readable(index), None))
+            return
         fd = self._env.open(self.path(index), os.O_RDWR | os.O_CREAT)
         try:
             direct = self._env.open(self.path(index), os.O_RDWR | os.O_DIRECT) if self._direct else None
@@ -197,20 +254,33 @@ class Slabs:
             raise
         self._slabs.append(Slab(fd, direct))
 
+    def _readable(self, index: int) -> int:
+        try:
+            return self._env.open(self.path(index), os.O_RDONLY)
+        except FileNotFoundError:
+            if self._nothing is None:
+                self._nothing = self._env.open(os.devnull, os.O_RDONLY)
+            return self._nothing
+
     def _release(self, slab: Slab) -> None:
-        let_go(self._env, slab.fd)
+        if slab.fd != self._nothing:
+            let_go(self._env, slab.fd)
         if slab.direct is not None:
             let_go(self._env, slab.direct)
 
     def _extend(self, index: int) -> Extent:
         slab, want = self._slabs[index], self._target(index)
         have = slab.blocks
-        try:
-            self._env.fallocate(slab.fd, have * BLOCK_ALIGN, (want - have) * BLOCK_ALIGN)
-        except OSError:
-            # A full disk leaves a part behind, which would count towards the cap and serve nobody.
-            self._env.ftruncate(slab.fd, have * BLOCK_ALIGN)
-            raise
+        while True:
+            try:
+                self._env.fallocate(slab.fd, have * BLOCK_ALIGN, (want - have) * BLOCK_ALIGN)
+                break
+            except OSError as error:
+                # A full disk leaves a part behind, which would count towards the cap and serve nobody.
+                self._env.ftruncate(slab.fd, have * BLOCK_ALIGN)
+                if error.errno not in (ENOSPC, EDQUOT) or want - have < 2 * _SMALLEST_GROWTH:
+                    raise
+                want = have + (want - have) // 2
         slab.blocks = want
         return Extent(index * self.slab_blocks + have, want - have)
 

@@ -9,9 +9,12 @@ the disk works, but for the catalog's writer lock and the one that lets a single
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from errno import EDQUOT, EIO, ENOSPC
+from functools import partial
+from itertools import chain
 from mmap import mmap
 from threading import Lock
 from typing import Any, Final, Self
@@ -31,26 +34,32 @@ from tiercache.storage.base import (
     Usage,
     storable,
 )
-from tiercache.storage.checksum import Seal
+from tiercache.storage.checksum import Seal, Sealed
 from tiercache.storage.env import Env
 from tiercache.storage.gate import CallGate
 from tiercache.storage.vectors import usable
 from tiercache_backends.file.catalog import Catalog, Loaded
-from tiercache_backends.file.holdings import Holdings, Pin, blocks_for
+from tiercache_backends.file.holdings import Holdings, Pin, Wanted, blocks_for
 from tiercache_backends.file.movement import Mover
+from tiercache_backends.file.recovery import without_doubt
 from tiercache_backends.file.removal import Removal
 from tiercache_backends.file.runs import Movement, pieces_of
-from tiercache_backends.file.shares import as_found, divide, slab_blocks_for
-from tiercache_backends.file.slabs import Slabs, blocks_there, goes_direct
+from tiercache_backends.file.salvage import salvage
+from tiercache_backends.file.shares import CATALOG_SHARE, as_found, divide, slab_blocks_for
+from tiercache_backends.file.slabs import Slabs, blocks_named, blocks_there, goes_direct
+from tiercache_backends.file.snapshot import Snapshot
+from tiercache_backends.file.space import Extent
 from tiercache_backends.file.writing import BATCH, Writer
 from tiercache_backends.local.directory import StoreDirectory, sync_directory
 from tiercache_backends.local.failures import DamagedError
-from tiercache_backends.local.settings import between, local_settings, one_of
+from tiercache_backends.local.settings import between, check_capacity, local_settings, looks, one_of, refused
 
 _log = logging.getLogger(__name__)
 
 KIND: Final = "tiercache.file"
 VERSION: Final = 2
+_NEW: Final = "data.new"
+"""A catalog that is being written anew, beside the old one."""
 _SCAN_PAGE: Final = 1024
 _IO_THREADS: Final = 8
 _MOST_IO_THREADS: Final = 64
@@ -62,7 +71,9 @@ class FileBackend(StorageBackend):
     `durability`: "process": acknowledged objects survive the death of the process, and after a power cut every object is right or is found
     out by its checksum; "power": they survive the power cut as well, at the price of one data sync per set. `io`: "auto" goes past the page
     cache with O_DIRECT, on `io_threads` threads, for what is not in it; "buffered" never does. `seal` adds a MAC to every object. A
-    `capacity` of None ("kept" in a URL) opens a store that is there as it was, and makes, grows or gives up nothing by that.
+    `capacity` of None ("kept" in a URL) opens a store that is there as it was, and makes, grows or gives up nothing by that. With `access`
+    "read", which is then the rule, nothing is written at all: sets are THROTTLED, deletions False, and what is corrupt stays; "write" lets
+    such a store be changed.
 
     Thread rule: as the contract says; reads and writes of several threads run in parallel.
     """
@@ -80,14 +91,19 @@ class FileBackend(StorageBackend):
         io_threads: int = _IO_THREADS,
         policy: Policy | None = None,
         seal: Seal | None = None,
+        access: str = "",
     ) -> None:
         self._env = env or Env()
         self._seal = seal or Seal()
-        self._gate = CallGate(f"the store in {path}")
+        self._looks = looks(access, capacity)
+        self._gate = CallGate(f"the store in {path}", self._env.getpid)
         self._flushed = 0
         self._looking = Lock()
         self._doubtful = False
-        self._directory = StoreDirectory(self._env, path, kind=KIND, version=VERSION, database="catalog", as_found=capacity is None)
+        self._directory = StoreDirectory(
+            self._env, path, kind=KIND, version=VERSION, database="catalog", as_found=capacity is None, looks=self._looks
+        )
+        check_capacity(capacity, (capacity or 0) // CATALOG_SHARE)
         self._directory.claim()
         with ExitStack() as undo:
             undo.callback(self._directory.release, clean=False)
@@ -121,22 +137,39 @@ class FileBackend(StorageBackend):
 
     def set(self, items: Sequence[SetItem]) -> list[Outcome]:
         with self._gate:
+            if self._looks:
+                return refused(items, self._holdings.present([item.key.digest for item in items]))
             outcomes = [Outcome.ERROR] * len(items)
+            try:
+                self._directory.check_there()
+            except OSError as error:
+                failed = self._removal.failed("set", error)
+                return [failed if storable(item) else Outcome.ERROR for item in items]
             todo = [i for i, item in enumerate(items) if storable(item)]
-            while todo:
-                claims = self._holdings.claim([_wanted(i, items[i]) for i in todo], BATCH)
-                for i in claims.hits:
-                    outcomes[i] = Outcome.HIT
-                if claims.fresh:
-                    self._writer.store(items, claims, outcomes)
-                # Our own claims are settled by now, so two calls that wait for each other's objects cannot both wait for ever.
-                for event in claims.waits:
-                    event.wait()
-                todo = claims.later
+            held: list[int] = []
+            missing: set[bytes] = set()
+            try:
+                while todo:
+                    claims = self._holdings.claim([self._wanted(i, items[i]) for i in todo], BATCH, missing)
+                    missing = claims.missing
+                    held += claims.held
+                    outcomes = [claims.refused.get(i, outcome) for i, outcome in enumerate(outcomes)] if claims.refused else outcomes
+                    for i in claims.hits:
+                        outcomes[i] = Outcome.HIT
+                    if claims.fresh:
+                        self._writer.store(items, claims, outcomes)
+                    # Our own claims are settled by now, so two calls that wait for each other's objects cannot both wait for ever.
+                    for event in claims.waits:
+                        event.wait()
+                    todo = claims.later
+            finally:
+                self._holdings.let_go(held)
             return outcomes
 
     def delete(self, keys: Sequence[ObjectKey]) -> list[bool]:
         with self._gate:
+            if self._looks:
+                return [False] * len(keys)
             departure = self._holdings.take_out([key.digest for key in keys])
             gone = {leaver.digest for leaver in departure.leavers} if self._removal.forget(departure) else set()
             answers: list[bool] = []
@@ -172,6 +205,10 @@ class FileBackend(StorageBackend):
 
     def register_namespace(self, record: NamespaceRecord) -> None:
         with self._gate:
+            if self._looks:
+                return
+            if record.states:
+                self._holdings.require_states(self._catalog.id_of(record.namespace))
             try:
                 self._catalog.register(record)
             except OSError as error:
@@ -188,10 +225,14 @@ class FileBackend(StorageBackend):
             used = figures["blocks_used"] * BLOCK_ALIGN + self._catalog.nbytes()
             objects, payload = figures.pop("objects"), figures.pop("payload_bytes")
             io = "direct" if self._direct else "buffered"
+            if self._looks and (self._directory.suspect or self._lost):
+                figures["catalog_damaged"] = 1
             return Usage(objects, payload, used, self._capacity, {"io": io, **figures})
 
     def flush(self) -> None:
         with self._gate:
+            if self._looks:
+                return
             try:
                 self._flush()
             except OSError as error:
@@ -216,75 +257,101 @@ class FileBackend(StorageBackend):
                 self._removal.settle(self._holdings.unpin(pins))
 
     def orphans(self) -> int:
-        """Objects whose page is known and not stored: what a crash or a deletion left behind. Walks over all objects."""
+        """Objects that nothing can reach, for a page in front of them is gone: what a crash or a deletion left behind."""
         with self._gate:
-            return self._holdings.orphans()
+            return self._holdings.figures()["orphans"]
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless all counts add up; only when no other call is inside."""
         self._holdings.check_integrity()
 
+    def _wanted(self, index: int, item: SetItem) -> Wanted:
+        meta = item.meta
+        return Wanted(index, item.key.digest, meta.parent, blocks_for(meta.length), meta.depth or 0, self._catalog.id_of(meta.namespace))
+
     def _open(self, undo: ExitStack, capacity: int | None, durability: str, io: str, io_threads: int, policy: Policy) -> None:
         directory = self._directory
         fresh = {"block": BLOCK_ALIGN, "slab_blocks": slab_blocks_for(capacity or 0), "mac": self._seal.fingerprint}
         settled = directory.settle(fresh)
+        if not _is_possible(settled) and capacity is not None and not blocks_there(self._env, directory.at("slabs"), 1):
+            settled = directory.settle_anew(fresh)
         self._seal.match(settled["mac"], directory.path)
         slab_blocks = settled["slab_blocks"]
-        if settled["block"] != BLOCK_ALIGN or not isinstance(slab_blocks, int) or not 0 < slab_blocks < 2**31:
+        if not _is_possible(settled):
             raise StorageError(f"{directory.at('format')} names impossible sizes; remove {directory.path} to start with an empty store")
-        directory.part(directory.at("slabs"))
-        directory.prove()
+        if not self._looks:
+            directory.part(directory.at("slabs"), make=True)
+        sound = directory.prove(closely=True)
         if capacity is None:
             shares = as_found(blocks_there(self._env, directory.at("slabs"), slab_blocks), directory)
         else:
             shares = divide(capacity, directory)
             directory.keep(capacity)
         self._capacity = shares.capacity
-        self._direct = io == "auto" and goes_direct(self._env, directory.at("slabs"))
-        loaded = self._open_catalog(undo, shares.map_bytes)
-        self._slabs = Slabs(self._env, directory.at("slabs"), slab_blocks, shares.budget_blocks, direct=self._direct)
+        self._direct = not self._looks and io == "auto" and goes_direct(self._env, directory.at("slabs"))
+        loaded = self._snapshot() if self._looks else self._open_catalog(undo, shares.map_bytes, sound)
+        self._slabs = Slabs(self._env, directory.at("slabs"), slab_blocks, shares.budget_blocks, direct=self._direct, looks=self._looks)
         undo.callback(self._slabs.close)
         self._mover = Mover(self._env, self._slabs, io_threads, direct=self._direct)
         undo.callback(self._mover.close)
         self._holdings = Holdings(slab_blocks, policy, with_macs=self._seal.fingerprint is not None)
-        sync_directory(self._env, directory.database)
+        for record in self._catalog.namespaces():
+            if record.states:
+                self._holdings.require_states(self._catalog.id_of(record.namespace))
         self._removal = Removal(directory.path, self._catalog, self._slabs, self._holdings)
         self._writer = Writer(
             self._env, self._catalog, self._slabs, self._mover, self._holdings, self._removal, self._seal, power=durability == "power"
         )
-        unsound = self._holdings.load(loaded, self._slabs.open())
-        if unsound:
+        if self._looks:
+            extents = self._slabs.look(blocks_named(loaded.records, chain.from_iterable(loaded.extents.values()), slab_blocks))
+        else:
+            sync_directory(self._env, directory.database)
+            extents = self._slabs.open()
+        loaded, unsound = without_doubt(loaded, extents, slab_blocks, partial(self._has_bytes, loaded))
+        unsound += self._holdings.load(loaded, extents)
+        self._lost = len(unsound)
+        if unsound and not self._looks:
             _log.warning("%d records in %s have no sound place and are dropped", len(unsound), directory.path)
             self._catalog.apply(removals=unsound)
-        self._slabs.trim()
+        if not self._looks:
+            self._slabs.trim()
         directory.opened()
 
-    def _open_catalog(self, undo: ExitStack, map_bytes: int) -> Loaded:
-        """Open the catalog and read it: one that LMDB cannot read is put aside, one with damaged parts is written anew from the rest."""
+    def _snapshot(self) -> Loaded:
+        """Read the catalog as it lies there, damaged or not, for somebody who only looks."""
+        found = salvage(self._env, self._directory.database)
+        self._catalog: Catalog = Snapshot(found, self._directory.database_bytes())
+        return found.loaded
+
+    def _open_catalog(self, undo: ExitStack, map_bytes: int, sound: bool) -> Loaded:
+        """Open the catalog and read it. One that is damaged is written anew from all that can still be read of it."""
         directory = self._directory
-
-        def opened() -> Catalog:
-            catalog = Catalog(self._env, directory.database, map_bytes)
-            undo.callback(catalog.close)  # twice is harmless
-            return catalog
-
+        beside = os.path.join(directory.database, _NEW)
+        directory.remove(beside)
+        if sound and not directory.suspect:
+            try:
+                loaded = self._opened(undo, map_bytes).load()
+                if not loaded.damaged and self._is_writable():
+                    return loaded
+            except DamagedError as error:
+                _log.error("the catalog in %s is damaged: %s", directory.database, error)
+            self._catalog.close()
+        found = salvage(self._env, directory.database)
+        _log.error("the catalog in %s is damaged; it is written anew from %d records", directory.database, len(found.loaded.records))
+        new = Catalog(self._env, directory.database, map_bytes, name=_NEW)
         try:
-            self._catalog = opened()
-            loaded = self._catalog.load()
-        except DamagedError as error:
-            _log.error("the catalog in %s is damaged: %s", directory.database, error)
-            directory.set_aside()
-            self._catalog = opened()
-            return self._catalog.load()
-        if not loaded.damaged and not directory.suspect and self._is_writable():
-            return loaded
-        _log.warning("the catalog in %s has damaged parts; it is written anew from the rest", directory.database)
-        old = self._catalog
-        old.close()
-        directory.discard()
-        self._catalog = opened()
-        self._catalog.restore(loaded, old)
-        return self._catalog.load()
+            new.restore(found.loaded, found.names)
+        finally:
+            new.close()
+        # At every instant the old file or the new one has the name, whole and on the medium.
+        directory.replace(beside)
+        directory.healed()
+        return self._opened(undo, map_bytes).load()
+
+    def _opened(self, undo: ExitStack, map_bytes: int) -> Catalog:
+        self._catalog = Catalog(self._env, self._directory.database, map_bytes)
+        undo.callback(self._catalog.close)  # twice is harmless
+        return self._catalog
 
     def _is_writable(self) -> bool:
         try:
@@ -295,6 +362,14 @@ class FileBackend(StorageBackend):
             if error.errno not in (ENOSPC, EDQUOT):
                 raise
         return True
+
+    def _has_bytes(self, loaded: Loaded, index: int) -> bool:
+        """Do the blocks that a record names hold the object that it speaks of?"""
+        record = loaded.records[index]
+        found = self._catalog.entry(record)
+        extents = (Extent(int(record["start"]), int(record["blocks"])), *loaded.extents.get(int(record["number"]), ()))
+        sealed = Sealed(record["checksum"].tobytes(), record["mac"].tobytes())
+        return self._is_sound(found.key, found.meta.length, sealed, extents)
 
     def _read(self, items: Sequence[GetItem], pins: Sequence[Pin | None]) -> list[Outcome]:
         """Read pinned objects; the damaged ones are given up."""
@@ -319,7 +394,9 @@ class FileBackend(StorageBackend):
             elif movement.error is not None and movement.error.errno == EIO:
                 # A block that cannot be read stays so until it is written: keeping the object would keep its next set from healing it.
                 unreadable.append(pin)
-        if corrupt or unreadable:
+        if self._looks:
+            self._holdings.count("corrupt", len(corrupt))
+        elif corrupt or unreadable:
             self._holdings.count("corrupt", self._removal.give_up(corrupt))
             self._removal.give_up(unreadable)
         return outcomes
@@ -331,14 +408,14 @@ class FileBackend(StorageBackend):
         if not movement.short and movement.proof.holds(pin.placement.sealed):
             return Outcome.HIT
         # The buffers may be shared with somebody who writes to them: no reason to give up an object that is sound.
-        return Outcome.ERROR if self._is_sound(key, pin) else Outcome.CORRUPT
+        return Outcome.ERROR if self._is_sound(key, *pin.placement) else Outcome.CORRUPT
 
-    def _is_sound(self, key: ObjectKey, pin: Pin) -> bool:
+    def _is_sound(self, key: ObjectKey, length: int, sealed: Sealed, extents: tuple[Extent, ...]) -> bool:
         """Look at an object in memory of our own; one at a time, for it costs time that somebody else may make us spend."""
-        proof = self._seal.proof(key, pin.placement.length)
-        left = pin.placement.length
+        proof = self._seal.proof(key, length)
+        left = length
         with self._looking:
-            for extent in pieces_of(pin.placement.extents):
+            for extent in pieces_of(extents):
                 size = min(left, extent.blocks * BLOCK_ALIGN)
                 room = memoryview(mmap(-1, extent.blocks * BLOCK_ALIGN))
                 movement = Movement((extent,), [room], size)
@@ -347,9 +424,12 @@ class FileBackend(StorageBackend):
                     return False
                 proof.add([room[:size]])
                 left -= size
-        return proof.holds(pin.placement.sealed)
+        return proof.holds(sealed)
 
     def _flush(self) -> None:
+        self._directory.check_there()
+        self._slabs.check_there()
+        self._catalog.check_there()
         newest = self._catalog.newest
         try:
             self._slabs.sync()
@@ -377,8 +457,9 @@ class FileBackend(StorageBackend):
                 self._removal.settle(self._holdings.unpin(pins))
 
 
-def _wanted(index: int, item: SetItem) -> tuple[int, bytes, bytes | None, int]:
-    return index, item.key.digest, item.meta.parent, blocks_for(item.meta.length)
+def _is_possible(settled: Mapping[str, Any]) -> bool:
+    """Are the sizes in a store's format such as this version can work with?"""
+    return settled["block"] == BLOCK_ALIGN and isinstance(settled["slab_blocks"], int) and 0 < settled["slab_blocks"] < 2**31
 
 
 def _policy(value: Any) -> Policy:

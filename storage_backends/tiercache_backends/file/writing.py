@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import ExitStack
 from errno import EIO
 from threading import Lock
@@ -25,6 +26,8 @@ BATCH: Final = 4096
 """Objects per catalog transaction."""
 _LOW_WATER: Final = 64
 """Below 1/64 of its blocks free, a store evicts along with the next set, in the same transaction: no set then has to wait for blocks."""
+_LEAST: Final = 16
+"""Records that may be removed at once in any case."""
 _FEW: Final = 1024
 """Objects that one such eviction gives up at most, so that nobody waits long for it."""
 
@@ -54,24 +57,25 @@ class Writer:
         facts: dict[int, Facts] = {}
         try:
             self._reserve(claims.fresh)
-            placed = [claim for claim in claims.fresh if 0 < len(claim.extents) <= MAX_EXTENTS]
+            placed = _rooted(claims.fresh, {claim.index for claim in claims.fresh if not 0 < len(claim.extents) <= MAX_EXTENTS})
             for claim in claims.fresh:
                 outcomes[claim.index] = Outcome.THROTTLED
             facts = self._write(items, placed, outcomes)
         finally:
             self._holdings.publish(claims, facts)
+        self._sweep()
 
     def _reserve(self, claims: Sequence[Claim]) -> None:
         """Find blocks for the claims, growing the slabs first and then evicting. Those that get none are left without."""
         fitting = [c for c in claims if c.blocks <= self._slabs.budget_blocks]
-        if self._catalog.crowded(len(claims), len(claims)):
-            self._evict(0, len(claims))
+        if self._catalog.removable(len(claims)) <= 0:
+            self._evict(0, len(claims), claims)
         blocks = sum(c.blocks for c in fitting)
         while True:
             if self._holdings.needs_second_slab(blocks):
                 self._grow()
             missing = self._holdings.allocate(fitting)
-            if not missing or not (self._grow() or self._evict(missing, 1)):
+            if not missing or not (self._grow() or self._evict(missing, 1, claims)):
                 break
 
     def _grow(self) -> bool:
@@ -90,19 +94,26 @@ class Writer:
             self._holdings.grow(extent)
             return True
 
-    def _evict(self, blocks: int, objects: int) -> bool:
+    def _evict(self, blocks: int, objects: int, claims: Sequence[Claim]) -> bool:
         """Give up objects for at least `blocks` blocks, in a transaction of its own; False if none could be given up."""
-        departure = self._holdings.evict(blocks, objects, BATCH)
+        most = min(BATCH, max(_LEAST, self._catalog.removable(0)))
+        departure = self._holdings.evict(blocks, objects, most, claims)
         if not self._removal.forget(departure) or not departure.leavers:
             return False
         self._holdings.count("evicted", len(departure.leavers))
         return True
 
+    def _sweep(self) -> None:
+        """Give up what is left of a conversation that was more than one transaction could take."""
+        while (departure := self._holdings.sweep(min(BATCH, max(_LEAST, self._catalog.removable(0))))).leavers:
+            if not self._removal.forget(departure):
+                return
+            self._holdings.count("evicted", len(departure.leavers))
+
     def _ahead(self, changes: int) -> Departure:
         """Objects to give up along with this many that are being stored, so that the next set finds free blocks."""
-        low = self._slabs.budget_blocks // _LOW_WATER
-        short = low - self._holdings.spare(0 if self._cramped else self._slabs.budget_blocks)
-        most = changes if self._catalog.crowded(changes, _FEW) else _FEW
+        short = self._holdings.shortage(None if self._cramped else self._slabs.budget_blocks, _LOW_WATER)
+        most = min(_FEW, max(_LEAST, changes, self._catalog.removable(changes)))
         return self._holdings.evict(short, 1, most) if short > 0 else Departure()
 
     def _write(self, items: Sequence[SetItem], claims: Sequence[Claim], outcomes: list[Outcome]) -> dict[int, Facts]:
@@ -127,18 +138,19 @@ class Writer:
             proof = None if meta.checksum and not self._seal.fingerprint else self._seal.proof(key, meta.length)
             movements.append(Movement(claim.extents, buffers, meta.length, proof))
         self._mover.write(movements)
-        written: list[tuple[Claim, Sealed]] = []
+        written: dict[int, Sealed] = {}
         for claim, movement in zip(claims, movements, strict=True):
             given = items[claim.index].meta.checksum
             if movement.error is None:
                 checksum, mac = movement.proof.seal() if movement.proof else (given, NO_MAC)
-                written.append((claim, Sealed(given or checksum, mac)))
+                written[claim.index] = Sealed(given or checksum, mac)
                 continue
             outcomes[claim.index] = self._removal.failed("set", movement.error)
             if movement.error.errno == EIO:
                 extents, claim.extents = claim.extents, ()
                 self._removal.settle(extents)
-        return written
+        rooted = claims if len(written) == len(claims) else _rooted(claims, {c.index for c in claims} - written.keys())
+        return [(claim, written[claim.index]) for claim in rooted]
 
     def _acknowledge(self, items: Sequence[SetItem], written: Sequence[tuple[Claim, Sealed]], outcomes: list[Outcome]) -> dict[int, Facts]:
         """One transaction: enter what was written, and remove what is given up ahead of need. Raises OSError where it fails."""
@@ -159,6 +171,20 @@ class Writer:
         self._removal.settle(self._holdings.removed(departure))
         facts: dict[int, Facts] = {}
         for (claim, sealed), meta, number in zip(written, metas, records["number"].tolist(), strict=True):
-            facts[claim.index] = Facts(number, meta.length, meta.depth or 0, sealed)
+            facts[claim.index] = Facts(number, meta.length, meta.depth or 0, claim.wanted.space, sealed)
             outcomes[claim.index] = Outcome.STORED
         return facts
+
+
+def _rooted(claims: Sequence[Claim], failed: AbstractSet[int]) -> list[Claim]:
+    """The claims that did not fail and follow none that did. `claims`: parents before what follows them."""
+    if not failed:
+        return list(claims)
+    rooted: list[Claim] = []
+    missing: set[int] = set()
+    for claim in claims:
+        if claim.index not in failed and claim.parent not in missing:
+            rooted.append(claim)
+        elif claim.wanted.is_page:
+            missing.add(claim.node)
+    return rooted

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any, Final, Self, TypeVar
 
 from tiercache.core import ObjectKey, Outcome, Reason
@@ -74,6 +75,7 @@ class GrpcBackend(StorageBackend):
         self._settings = settings
         self._gate = CallGate(f"the store at {settings}")
         self._namespaces: dict[bytes, NamespaceRecord] = {}
+        self._naming = Lock()
         self._refused: set[bytes] = set()
         self._link = Link(settings, self._prepare, self._settled)
         self._stream = StreamPlane(self._link, settings.transfer_timeout)
@@ -128,7 +130,9 @@ class GrpcBackend(StorageBackend):
 
     def register_namespace(self, record: NamespaceRecord) -> None:
         with self._gate:
-            self._namespaces[record.namespace] = record  # first, so that a connection that is made meanwhile finds it
+            with self._naming:
+                record = record.over(self._namespaces.get(record.namespace))
+                self._namespaces[record.namespace] = record  # first, so that a connection that is made meanwhile finds it
             try:
                 self._link.perform(lambda connection, seconds: self._register(connection, record, seconds), self._settings.timeout)
             except CallError as error:
@@ -138,7 +142,7 @@ class GrpcBackend(StorageBackend):
         with self._gate:
             try:
                 return [
-                    NamespaceRecord(found.namespace, messages.read_mapping(found.texts, found.numbers))
+                    NamespaceRecord(found.namespace, messages.read_mapping(found.texts, found.numbers), found.states)
                     for found in self._ask("Namespaces", pb.NamespacesRequest()).namespaces
                 ]
             except WireError as error:
@@ -234,12 +238,11 @@ class GrpcBackend(StorageBackend):
         self.capabilities = Capabilities(persistent=hello.persistent, shared=True, bounded=hello.bounded)
 
     def _register(self, connection: Connection, record: NamespaceRecord, seconds: float) -> None:
-        if record.namespace in connection.registered:
+        if connection.registered.get(record.namespace) == record:
             return
-        text, number = messages.texts(record.identity), messages.numbers(record.identity)
-        request = pb.RegisterRequest(namespace=pb.Namespace(namespace=record.namespace, texts=text, numbers=number))
-        connection.call("Register", request, seconds)
-        connection.registered.add(record.namespace)
+        described = messages.namespace(record.namespace, record.identity, states=record.states)
+        connection.call("Register", pb.RegisterRequest(namespace=described), seconds)
+        connection.registered[record.namespace] = record
 
     def _log_refusal(self, record: NamespaceRecord, error: CallError) -> None:
         if record.namespace not in self._refused:

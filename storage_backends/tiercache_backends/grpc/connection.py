@@ -12,6 +12,7 @@ from typing import Any, Final, Self
 import grpc
 
 from tiercache.errors import ConfigError
+from tiercache.storage.base import NamespaceRecord
 from tiercache.wire.methods import ATTACH_SOCKET, METHODS, SESSION_METADATA
 from tiercache.wire.v1 import storage_pb2 as pb
 from tiercache_backends.grpc.failures import CallError, Kind, judge
@@ -38,7 +39,7 @@ class Connection:
         self.session: Session | None = None
         self.regions: dict[int, int] = {}
         """Number of each attached memory in this session, by `id` of our record of it."""
-        self.registered: set[bytes] = set()
+        self.registered: dict[bytes, NamespaceRecord] = {}
         """Namespaces that this daemon was told of."""
         self.checked = time.monotonic()
         self._settings = settings

@@ -58,9 +58,7 @@ def _check(environment: Environment, txn: Any) -> None:
     ages = {tick_of(raw): bytes(value) for raw, value in txn.cursor(environment.ages)}
     assert all(records[place].tick == tick for tick, place in ages.items()), "every age is an object's"
     assert max((record.tick for record in records.values()), default=0) < facts.next_tick, "no tick is from the future"
-    for place, record in records.items():
-        inner = counts.get(place[:HALF], 0) > 0 and not record.hangs_on(place)
-        assert inner or ages.get(record.tick) == place, "only what others depend on is without an age"
+    assert all(ages.get(record.tick) == place for place, record in records.items()), "every object has an age"
 
 
 def _orphans(environment: Environment, position: bytes, txn: Any) -> Stretch:

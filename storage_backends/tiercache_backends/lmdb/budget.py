@@ -19,8 +19,11 @@ _BOOKKEEPING: Final = 2048
 """One byte in so many is left to the file system's own records of where the large file lies."""
 _BATCH_BYTES: Final = 8 << 20
 _BATCH_OBJECTS: Final = 256
-_PAGES_A_CHANGE: Final = 2
-"""An object's own neighbourhood in the tree, and its parent's."""
+_RESERVE_SHARE: Final = 18
+_BURST_SHARE: Final = 4 / 9
+"""Of the reserve, for what one transaction changes: two of them, and what is scattered among longer runs."""
+_LEAST_RESERVE: Final = 24
+_LOWER_LIMITS: Final = 5
 
 
 def map_bytes(capacity: int, foreign: int, path: str) -> int:
@@ -41,7 +44,9 @@ def capacity_for(map_size: int, foreign: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What a map of `map_pages` allows.
+    """What a file of `map_pages` allows: the map, or what a smaller disk gave of it.
+
+    Two transactions in a row may each change nearly half of the reserve: what the first gave up is not needed before the third.
 
     Thread rule: immutable.
     """
@@ -50,26 +55,35 @@ class Budget:
     page_bytes: int
 
     @property
+    def reserve(self) -> int:
+        """Pages that stay free for what is given up and cannot be used yet: 5.6 %."""
+        return max(_LEAST_RESERVE, self.map_pages // _RESERVE_SHARE)
+
+    @property
     def limit(self) -> int:
-        """Pages that may be in use: 85 %."""
-        return self.map_pages * 85 // 100
+        """Pages that may be in use."""
+        return self.map_pages - self.reserve
 
     @property
-    def squeezed(self) -> int:
-        """Pages that may be in use where the free ones turned out to be too scattered: 70 %."""
-        return self.map_pages * 70 // 100
-
-    @property
-    def burst(self) -> int:
-        """Pages that one transaction may fill, unless it is for a single object."""
-        return max(16, min(_BATCH_BYTES // self.page_bytes, self.map_pages // 32))
+    def lower_limits(self) -> list[int]:
+        """Pages that may be in use where the free ones turned out not to do, one limit after the other."""
+        return [self.limit - self.reserve * step for step in range(1, _LOWER_LIMITS + 1)]
 
     @property
     def slack(self) -> int:
         """Pages that an eviction frees beyond what is needed, so that not every set has to evict."""
-        return self.map_pages // 32
+        return self.map_pages // 256
 
     @property
     def changes(self) -> int:
-        """Objects that one transaction may store, remove or touch."""
-        return max(16, min(_BATCH_OBJECTS, self.map_pages // 32 // _PAGES_A_CHANGE))
+        """Objects that one transaction may remove, or touch."""
+        return max(8, min(_BATCH_OBJECTS, self.reserve // 6))
+
+    def burst(self, used: int) -> int:
+        """Pages that one transaction may change where so many are in use, unless it is for a single object."""
+        least = int((self.reserve - self.slack) * _BURST_SHARE)
+        return max(least, min((self.map_pages - used) // 4, _BATCH_BYTES // self.page_bytes))
+
+    def cost(self, pages: int) -> int:
+        """Pages that a transaction changes to store an object of so many, and to remove what makes way."""
+        return pages + 1

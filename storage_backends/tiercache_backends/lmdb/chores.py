@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from threading import Lock
@@ -14,6 +15,7 @@ from tiercache_backends.lmdb.environment import Environment
 from tiercache_backends.lmdb.ledger import Ledger
 from tiercache_backends.lmdb.records import Record
 from tiercache_backends.lmdb.tally import Tally
+from tiercache_backends.local.failures import DamagedError, is_full
 
 MOST_WAITING: Final = 4096
 """Objects that were read and wait for their recency to be written, and as many damaged ones that could not be removed."""
@@ -49,10 +51,14 @@ class Chores:
         self._mutex = Lock()
         self._touched: dict[bytes, None] = {}
         self._spoiled: dict[bytes, int | None] = {}
+        self._stuck: dict[bytes, int | None] = {}
+        """Damaged objects that cannot be removed either; they count as absent as long as this process lives."""
         self._unsaved: dict[bytes, NamespaceRecord] = {}
 
     def touch(self, places: Sequence[bytes]) -> None:
         """A batch was used, in this order."""
+        if self._environment.is_damaged():
+            return
         with self._mutex:
             # The deeper pages of a sequence come later in a batch, and are to be evicted earlier.
             for place in reversed(places):
@@ -67,7 +73,7 @@ class Chores:
     def register(self, record: NamespaceRecord) -> None:
         """Remember a namespace's identity, with the next batch if not now."""
         with self._mutex:
-            self._unsaved[record.namespace] = record
+            self._unsaved[record.namespace] = record.over(self._unsaved.get(record.namespace))
         self.settle()
 
     def drop(self, damaged: Mapping[bytes, int | None]) -> None:
@@ -80,21 +86,17 @@ class Chores:
 
     def is_spoiled(self, place: bytes, number: int) -> bool:
         """Does the object with this number count as absent?"""
-        return self._spoiled.get(place) == number
+        return number in (self._spoiled.get(place), self._stuck.get(place))
 
     def any_spoiled(self) -> bool:
         """Is there any that does?"""
-        return bool(self._spoiled)
+        return bool(self._spoiled or self._stuck)
 
-    def hidden(self, txn: Any) -> Hidden:
+    def hidden(self) -> Hidden:
         """What the store's own counts include and nobody can have."""
-        if not self._spoiled:
-            return Hidden()
         with self._mutex:
-            spoiled = dict(self._spoiled)
-        values = ((number, txn.get(place, db=self._environment.objects)) for place, number in spoiled.items())
-        records = [(number, Record.unpack(value)) for number, value in values if value is not None]
-        lengths = [record.length for number, record in records if record is not None and record.number == number]
+            hidden = self._stuck | self._spoiled
+        lengths = [length for place, number in hidden.items() if (length := self._length(place, number)) is not None]
         return Hidden(len(lengths), sum(lengths))
 
     def remove(self, places: Sequence[bytes]) -> set[bytes]:
@@ -102,9 +104,7 @@ class Chores:
         gone: set[bytes] = set()
         try:
             for start in range(0, len(places), self._budget.changes):
-                removed, done = self._environment.write(partial(self._remove, places[start : start + self._budget.changes]))
-                self.settled(done)
-                gone.update(removed)
+                gone.update(self._remove_apart(places[start : start + self._budget.changes]))
         except OSError as error:
             self._tally.failed("a deletion", error)
         return gone
@@ -112,10 +112,31 @@ class Chores:
     def settle(self) -> None:
         """Write down everything, if that is possible."""
         try:
-            while self._unsaved or self._touched or self._spoiled:
-                self.settled(self._environment.write(lambda txn: self._alone(Ledger(self._environment, txn))))
+            while self._waits():
+                try:
+                    self.settled(self._environment.write(lambda txn: self._alone(Ledger(self._environment, txn))))
+                except DamagedError:
+                    self.sift()
         except OSError as error:
             self._tally.failed("noting what was used", error)
+
+    def sift(self) -> None:
+        """Write what waits, each thing apart from the others, and drop what cannot be written, and all recency.
+
+        Raises OSError where the disk is full or fails.
+        """
+        with self._mutex:
+            waiting, named, spoiled = list(self._touched), dict(self._unsaved), dict(self._spoiled)
+        for namespace, record in named.items():
+            self._alone_or_dropped(Done((), {namespace: record}, {}), partial(_register, record))
+        for place, number in spoiled.items():
+            ways = [partial(_drop, place, number, strike) for strike in (False, True)]
+            if not self._alone_or_dropped(Done((), {}, {place: number}), *ways):
+                self._keep_out(place, number)
+        if waiting:
+            # To move an age is to remove one, and LMDB ends the process where it joins a leaf with a damaged neighbour.
+            self._tally.count("chores_dropped", len(waiting))
+            self.settled(Done(waiting, {}, {}))
 
     def do(self, ledger: Ledger) -> Done:
         """Write down what is waiting, as far as one transaction may take it."""
@@ -151,8 +172,86 @@ class Chores:
         """Objects whose recency is not written yet."""
         return len(self._touched)
 
-    def _remove(self, places: Sequence[bytes], txn: Any) -> tuple[list[bytes], Done]:
+    def _alone_or_dropped(self, done: Done, *ways: Callable[[Ledger], object]) -> bool:
+        """Do one thing that waits in a transaction of its own, in the first way that works; False where none did, so that it is dropped."""
+        for way in ways:
+            try:
+                self._environment.write(partial(self._in_full, way))
+            except DamagedError as error:
+                self._tally.failed("noting what was used", error)
+            else:
+                self.settled(done)
+                return True
+        self._tally.count("chores_dropped", len(done.touched) + len(done.named) + len(done.dropped))
+        self.settled(done)
+        return False
+
+    def _in_full(self, way: Callable[[Ledger], object], txn: Any) -> None:
         ledger = Ledger(self._environment, txn)
+        way(ledger)
+        ledger.save()
+
+    def _keep_out(self, place: bytes, number: int | None) -> None:
+        with self._mutex:
+            self._stuck[place] = number
+            while len(self._stuck) > MOST_WAITING:
+                del self._stuck[next(iter(self._stuck))]
+
+    def _length(self, place: bytes, number: int | None) -> int | None:
+        """The bytes of a damaged object, if it is still there and can be read."""
+
+        def look(txn: Any) -> int | None:
+            value = txn.get(place, db=self._environment.objects)
+            record = None if value is None else Record.unpack(value)
+            return record.length if record is not None and record.number == number else None
+
+        with suppress(DamagedError):
+            return self._environment.read(look)
+        return None
+
+    def _remove_apart(self, places: Sequence[bytes], *, silent: bool = False) -> list[bytes]:
+        """Remove objects in one transaction; in smaller ones where it meets damage, or the disk has no room for so much."""
+        try:
+            removed, done = self._environment.write(partial(self._remove, places, silent))
+        except DamagedError as error:
+            if self._waits():
+                self.sift()
+                return self._remove_apart(places)
+            if len(places) == 1:
+                return self._strike(places[0], error)
+        except OSError as error:
+            if is_full(error) and not silent:
+                return self._remove_apart(places, silent=True)
+            if not is_full(error) or len(places) == 1:
+                raise
+        else:
+            self.settled(done)
+            return removed
+        middle = len(places) // 2
+        return self._remove_apart(places[:middle], silent=silent) + self._remove_apart(places[middle:], silent=silent)
+
+    def _strike(self, place: bytes, error: OSError) -> list[bytes]:
+        """Remove at least the record of an object whose payload, or whose place in the order, lies on a damaged page."""
+
+        def strike(ledger: Ledger) -> None:
+            record = ledger.find(place)
+            if record is not None:
+                found.append(place)
+                ledger.strike(place, record)
+
+        found: list[bytes] = []
+        try:
+            self._environment.write(partial(self._in_full, strike))
+        except DamagedError:
+            self._tally.failed("a deletion", error)
+            return []
+        return found
+
+    def _waits(self) -> bool:
+        return bool(self._unsaved or self._touched or self._spoiled)
+
+    def _remove(self, places: Sequence[bytes], silent: bool, txn: Any) -> tuple[list[bytes], Done]:
+        ledger = Ledger(self._environment, txn, silent=silent)
         before = ledger.facts
         # Damaged objects go first: they are not there for anybody, so nobody deletes them.
         done = self.do(ledger)
@@ -170,3 +269,11 @@ class Chores:
         if ledger.facts != before:
             ledger.save()
         return done
+
+
+def _register(record: NamespaceRecord, ledger: Ledger) -> None:
+    ledger.register(record)
+
+
+def _drop(place: bytes, number: int | None, strike: bool, ledger: Ledger) -> None:
+    ledger.drop(place, number, strike=strike)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import struct
 from collections.abc import Callable
 from contextlib import suppress
-from errno import ENOSPC
+from errno import EIO, ENOSPC, ESTALE
 from threading import Lock
 from typing import Any, Final, TypeVar
 
@@ -14,7 +15,7 @@ import lmdb
 from tiercache.errors import ClosedError, StorageError
 from tiercache.storage.env import Env, let_go
 from tiercache_backends.lmdb.queue import Queue
-from tiercache_backends.local.failures import os_error
+from tiercache_backends.local.failures import DamagedError, FileLength, os_error
 
 T = TypeVar("T")
 
@@ -22,7 +23,6 @@ _READERS: Final = 1024
 """Places for read transactions of all processes together; 64 bytes each, in the lock file."""
 _SPARE: Final = 8
 _NAMES: Final = ("objects", "parts", "ages", "namespaces", "facts")
-_DAMAGE: Final = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.PanicError, lmdb.InvalidError)
 _open: Final[set[tuple[int, int, int]]] = set()
 """Process, device and inode of what is open here: LMDB's locks do not tell two openers of one process apart."""
 _open_lock: Final = Lock()
@@ -33,16 +33,17 @@ class MapFullError(OSError):
 
 
 class Environment:
-    """An open environment. Every failure is an OSError.
+    """An open environment. Every failure is an OSError. With `looks` it is only read, and with `alone` nothing tells others of it.
 
     Thread rule: any thread may call; one writes at a time, in this process and in all others. Readers wait for nobody.
     """
 
-    def __init__(self, env: Env, path: str, map_bytes: int, *, last_sync: bool) -> None:
+    def __init__(self, env: Env, path: str, map_bytes: int, *, last_sync: bool, looks: bool = False, alone: bool = False) -> None:
         self._env = env
         self._pid = env.getpid()
         self._queue = Queue(env, os.path.join(path, "WRITER"))
         self._damaged = False
+        self._kept = 0
         self.path: Final = path
         self._claim()
         try:
@@ -54,6 +55,9 @@ class Environment:
                 max_spare_txns=_SPARE,
                 mode=0o600,
                 metasync=last_sync,
+                readonly=looks,
+                lock=not (looks and alone),
+                create=not looks,
             )
         except lmdb.Error as error:
             self._let_go()
@@ -62,7 +66,14 @@ class Environment:
             self._let_go()
             raise
         try:
-            self.objects, self.parts, self.ages, self.names, self.facts = self.write(self._databases)
+            self._length = FileLength(env, os.path.join(path, "data.mdb"), self._lmdb)
+        except BaseException:
+            self._lmdb.close()
+            self._let_go()
+            raise
+        try:
+            found = self._present() if looks else self.write(self._databases)
+            self.objects, self.parts, self.ages, self.names, self.facts = found
             self.page_bytes: int = self._lmdb.stat()["psize"]
         except BaseException:
             self.close()
@@ -72,16 +83,20 @@ class Environment:
         """Do `work`, briefly, in a read transaction, whose values are views of the map: none may outlive it. Raises OSError."""
         self._check_process()
         try:
+            self._check_length()
             with self._begin() as txn:
                 return work(txn)
         except lmdb.Error as error:
             raise self._os_error(error) from error
+        except struct.error as error:
+            raise self._unreadable(error) from error
 
     def write(self, work: Callable[[Any], T]) -> T:
         """Do `work` in a write transaction: all of it is done on return, or nothing is and an OSError is raised."""
         self._check_process()
         with self._queue:
             try:
+                self._check_length()
                 txn = self._lmdb.begin(write=True)
                 try:
                     result = work(txn)
@@ -91,6 +106,8 @@ class Environment:
                     raise
             except lmdb.Error as error:
                 raise self._os_error(error) from error
+            except struct.error as error:
+                raise self._unreadable(error) from error
             return result
 
     def resize(self, map_bytes: int) -> None:
@@ -125,9 +142,27 @@ class Environment:
         """The size of the map."""
         return int(self._lmdb.info()["map_size"])
 
-    def file_pages(self) -> int:
-        """Pages of the file; it never shrinks."""
-        return int(self._lmdb.info()["last_pgno"]) + 1
+    def reserve(self, least: int, pages: int) -> None:
+        """Have the disk keep `pages` LMDB pages behind the file's last one ready, if it keeps fewer than `least`; raises OSError.
+
+        Deletions need new pages as well, and on a disk that somebody else has filled there are no others.
+        """
+        there = int(self._lmdb.info()["last_pgno"]) + 1
+        if self._kept >= min(there + least, self.map_bytes() // self.page_bytes):
+            return
+        wanted = min(there + pages, self.map_bytes() // self.page_bytes)
+        fd = self._env.open(os.path.join(self.path, "data.mdb"), os.O_RDWR)
+        try:
+            self._env.fallocate(fd, 0, wanted * self.page_bytes)
+            self._env.fdatasync(fd)
+        finally:
+            let_go(self._env, fd)
+        self._kept = wanted
+
+    def pages_on_disk(self) -> int:
+        """Pages of the file that the disk has given already, whether they are in use or not; raises OSError."""
+        found = self._env.lstat(os.path.join(self.path, "data.mdb"))
+        return min(found.st_size, found.st_blocks * 512) // self.page_bytes
 
     def sync(self) -> None:
         """Return once the file is on the medium; raises OSError."""
@@ -138,18 +173,30 @@ class Environment:
         finally:
             let_go(self._env, fd)
 
+    def is_damaged(self) -> bool:
+        """Did LMDB meet a damaged page since it was opened?"""
+        return self._damaged
+
     def is_ours(self) -> bool:
         """Was it opened in this process, and not before a fork?"""
         return self._env.getpid() == self._pid
 
     def close(self) -> bool:
         """Close the environment; False where LMDB found it damaged while it was open."""
+        self._length.close()
         self._lmdb.close()
         self._let_go()
         return not self._damaged
 
     def _databases(self, txn: Any) -> list[Any]:
         return [self._lmdb.open_db(name.encode(), txn) for name in _NAMES]
+
+    def _present(self) -> list[Any]:
+        try:
+            self._check_length()
+            return [self._lmdb.open_db(name.encode(), create=False) for name in _NAMES]
+        except lmdb.Error as error:
+            raise self._os_error(error) from error
 
     def _begin(self) -> Any:
         try:
@@ -161,6 +208,18 @@ class Environment:
     def _check_process(self) -> None:
         if self._env.getpid() != self._pid:
             raise ClosedError(f"the store in {self.path} was opened before this process was forked; open it again in this process")
+
+    def check_there(self) -> None:
+        """Raise OSError unless the file still lies where it was opened."""
+        if not self._length.same():
+            raise OSError(ESTALE, f"{self.path} was replaced while it was open; close the store and open it again")
+
+    def _check_length(self) -> None:
+        try:
+            self._length.check()
+        except DamagedError:
+            self._damaged = True
+            raise
 
     def _claim(self) -> None:
         found = self._env.lstat(self.path)
@@ -178,6 +237,11 @@ class Environment:
         """LMDB's error as the OSError that it stands for."""
         if isinstance(error, lmdb.MapFullError):
             return MapFullError(ENOSPC, str(error))
-        if isinstance(error, _DAMAGE):
-            self._damaged = True
-        return os_error(error, self._env, self.path)
+        found = os_error(error, self._env, self.path)
+        self._damaged = self._damaged or isinstance(found, DamagedError)
+        return found
+
+    def _unreadable(self, error: struct.error) -> DamagedError:
+        """What lies in a page is not what was written there."""
+        self._damaged = True
+        return DamagedError(EIO, f"an entry has another length than it was written with: {error}")

@@ -7,19 +7,23 @@ import os
 from dataclasses import dataclass
 from typing import Final
 
-from tiercache.errors import ConfigError, StorageError
+from tiercache.errors import ConfigError, StorageError, StoreDamagedError
 from tiercache.storage.checksum import Seal
 from tiercache.storage.env import Env
-from tiercache_backends.lmdb.budget import Budget, capacity_for, map_bytes
+from tiercache_backends.lmdb.budget import SMALLEST_CAPACITY, Budget, capacity_for, map_bytes
 from tiercache_backends.lmdb.environment import Environment
 from tiercache_backends.lmdb.records import SIZE, Size
+from tiercache_backends.lmdb.salvage import data_file, salvage
 from tiercache_backends.local.directory import StoreDirectory, tree_bytes
+from tiercache_backends.local.settings import check_capacity
 
 _log = logging.getLogger(__name__)
 
 KIND: Final = "tiercache.lmdb"
 VERSION: Final = 1
 _DATABASE: Final = "database"
+_REPAIR: Final = "database.new"
+"""An environment that is being written anew."""
 _ASIDE_SHARE: Final = 16
 """Damaged data are kept for a look at them if they take no more than this part of the capacity: the rest is for what is stored anew."""
 
@@ -57,15 +61,16 @@ class Opened:
             self.directory.release(clean=sound, suspect=not sound)
 
 
-def open_environment(env: Env, path: str, capacity: int | None, seal: Seal, *, last_sync: bool) -> Opened:
-    """Open or make the store in `path`; with a capacity of None open the one that is there, as it is.
+def open_environment(env: Env, path: str, capacity: int | None, seal: Seal, *, last_sync: bool, looks: bool) -> Opened:
+    """Open or make the store in `path`; with a capacity of None open the one that is there, as it is, and with `looks` only to read it.
 
     Raises ConfigError, StorageError or what StoreDirectory raises, and leaves nothing open then.
     """
-    directory = StoreDirectory(env, path, kind=KIND, version=VERSION, database=_DATABASE, as_found=capacity is None)
+    directory = StoreDirectory(env, path, kind=KIND, version=VERSION, database=_DATABASE, as_found=capacity is None, looks=looks)
+    check_capacity(capacity, capacity or 0)
     directory.claim(shared=True)
     try:
-        opened = _open(env, directory, capacity, seal, last_sync)
+        opened = _open(env, directory, capacity, seal, last_sync, looks)
         directory.opened()
     except BaseException as error:
         directory.release(clean=False)
@@ -75,22 +80,60 @@ def open_environment(env: Env, path: str, capacity: int | None, seal: Seal, *, l
     return opened
 
 
-def _open(env: Env, directory: StoreDirectory, capacity: int | None, seal: Seal, last_sync: bool) -> Opened:
+def _open(env: Env, directory: StoreDirectory, capacity: int | None, seal: Seal, last_sync: bool, looks: bool) -> Opened:
     seal.match(directory.settle({"mac": seal.fingerprint}).get("mac"), directory.path)
-    directory.prove()
+    sound = directory.prove(closely=False)
+    if looks and not sound:
+        raise StoreDamagedError(
+            f"{directory.database} is damaged; whoever opens the store to change it writes it anew from what can be read"
+        )
+    if directory.sole and not looks:
+        _clear(env, directory)
+        if not sound:
+            _repair(env, directory, capacity, seal)
+        elif directory.suspect:
+            directory.healed()  # every page was looked at
     for name in ("data.mdb", "lock.mdb"):  # LMDB itself would follow a link
         directory.stat(os.path.join(_DATABASE, name))
     wanted = None if capacity is None else _wanted(env, directory, capacity)
     # Without a size LMDB maps what the last writer had mapped.
-    environment = Environment(env, directory.database, wanted.map_bytes if wanted else 0, last_sync=last_sync)
+    environment = Environment(
+        env, directory.database, wanted.map_bytes if wanted else 0, last_sync=last_sync, looks=looks, alone=directory.sole
+    )
     try:
-        environment.clear_readers()
+        if not looks:
+            environment.clear_readers()
         size = _agree(directory, environment, wanted) if wanted else _found(directory, environment)
         budget = Budget(size.map_bytes // environment.page_bytes, environment.page_bytes)
         return Opened(env, directory, environment, budget, size.capacity)
     except BaseException:
         environment.close()
         raise
+
+
+def _repair(env: Env, directory: StoreDirectory, capacity: int | None, seal: Seal) -> None:
+    """Write what can be read of a damaged environment into a new one beside it, which then takes its place at once."""
+    beside = directory.at(_REPAIR)
+    directory.part(beside, make=True)
+    # Room for all that there may be, in pages that are less full.
+    environment = Environment(env, beside, 2 * max(directory.database_bytes(), capacity or 0, SMALLEST_CAPACITY), last_sync=True)
+    try:
+        copied = salvage(env, data_file(directory.database), environment, seal)
+        environment.sync()
+    finally:
+        environment.close()
+    _log.error("%s is damaged; it was written anew from %d objects", directory.database, copied)
+    directory.replace(data_file(beside))
+    directory.healed()
+    _clear(env, directory)
+
+
+def _clear(env: Env, directory: StoreDirectory) -> None:
+    """Remove what is left of a repair, whole or not."""
+    beside = directory.at(_REPAIR)
+    if directory.stat(_REPAIR) is not None:
+        for name in env.listdir(beside):
+            env.unlink(os.path.join(beside, name))
 
 
 def _wanted(env: Env, directory: StoreDirectory, capacity: int) -> Size:
@@ -135,11 +178,13 @@ def _agree(directory: StoreDirectory, environment: Environment, wanted: Size) ->
 
 
 def _trim_aside(env: Env, directory: StoreDirectory, capacity: int) -> None:
-    """Remove data that were put aside as damaged where they would leave too little room."""
-    aside = directory.database + ".damaged"
-    name = os.path.basename(aside)
-    if directory.stat(name) is None or tree_bytes(env, aside) <= capacity // _ASIDE_SHARE:
-        return
-    _log.warning("%s takes too much of the store's capacity and is removed", aside)
-    for inner in env.listdir(aside):
-        env.unlink(os.path.join(aside, inner))
+    """Remove data that were put aside as damaged, the oldest first, where they would leave too little room."""
+    asides = directory.asides()
+    left = sum(tree_bytes(env, aside) for aside in asides)
+    for aside in asides:
+        if left <= capacity // _ASIDE_SHARE:
+            return
+        left -= tree_bytes(env, aside)
+        _log.warning("%s takes too much of the store's capacity and is removed", aside)
+        for inner in env.listdir(aside):
+            env.unlink(os.path.join(aside, inner))

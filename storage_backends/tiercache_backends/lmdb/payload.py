@@ -20,6 +20,7 @@ _HEADER: Final = 16
 """Bytes at the beginning of a run that are LMDB's."""
 _MARGIN: Final = 64
 """Bytes of a run that a long payload leaves empty: the header, and the rest so that its pieces are whole strides of the checksum."""
+_PIECES_A_LEAF: Final = 128
 _INLINE: Final = 1024
 """A piece up to this size lies in a leaf, beside others."""
 _IN_CACHE: Final = 256 << 10
@@ -44,8 +45,9 @@ def piece_sizes(length: int, page_bytes: int, part_pages: int = PART_PAGES) -> l
 
 
 def pages_for(length: int, page_bytes: int, part_pages: int = PART_PAGES) -> int:
-    """Pages that a payload takes, and one for its share of the trees."""
-    return 1 + sum(_run(size, page_bytes) for size in piece_sizes(length, page_bytes, part_pages) if size > _INLINE)
+    """Pages that a payload takes, and its share of the trees."""
+    sizes = piece_sizes(length, page_bytes, part_pages)
+    return 1 + len(sizes) // _PIECES_A_LEAF + sum(_run(size, page_bytes) for size in sizes if size > _INLINE)
 
 
 class Strip:

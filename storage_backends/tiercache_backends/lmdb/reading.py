@@ -15,6 +15,7 @@ from tiercache_backends.lmdb.chores import Chores
 from tiercache_backends.lmdb.environment import Environment
 from tiercache_backends.lmdb.records import Record, place_of
 from tiercache_backends.lmdb.tally import Tally
+from tiercache_backends.local.failures import DamagedError
 
 _AT_ONCE: Final = 1024
 """Keys that are looked up in one transaction: pages that are given up meanwhile cannot be used again before it ends."""
@@ -45,7 +46,7 @@ class Reader:
         for start in range(0, len(places), _AT_ONCE):
             some = places[start : start + _AT_ONCE]
             try:
-                answers += self._environment.read(partial(self._present, some))
+                answers += self._look_up(some)
             except OSError as error:
                 self._tally.failed("a look-up", error)
                 answers += [False] * len(some)
@@ -55,11 +56,26 @@ class Reader:
         """Read and verify one object."""
         if len(item.key.digest) != DIGEST_BYTES:
             return Found(Outcome.MISS)
+        met: list[int] = []
         try:
-            return self._environment.read(partial(self._fetch, item))
+            return self._environment.read(partial(self._fetch, item, met))
+        except DamagedError as error:
+            self._tally.failed("a get", error)
+            return Found(Outcome.CORRUPT, met[0]) if met else Found(Outcome.ERROR)
         except OSError as error:
             self._tally.failed("a get", error)
             return Found(Outcome.ERROR)
+
+    def _look_up(self, places: Sequence[bytes]) -> list[bool]:
+        """Which objects are there, part by part where something among them cannot be read."""
+        try:
+            return self._environment.read(partial(self._present, places))
+        except DamagedError as error:
+            if len(places) == 1:
+                self._tally.failed("a look-up", error)
+                return [False]
+        middle = len(places) // 2
+        return self._look_up(places[:middle]) + self._look_up(places[middle:])
 
     def _present(self, places: Sequence[bytes], txn: Any) -> list[bool]:
         get, objects = txn.get, self._environment.objects
@@ -68,7 +84,8 @@ class Reader:
         found = ((place, Record.unpack(get(place, b"", db=objects)) if len(place) == DIGEST_BYTES else None) for place in places)
         return [record is not None and not self._chores.is_spoiled(place, record.number) for place, record in found]
 
-    def _fetch(self, item: GetItem, txn: Any) -> Found:
+    def _fetch(self, item: GetItem, met: list[int], txn: Any) -> Found:
+        """Read and verify one object; its number is in `met` as soon as it is known."""
         key, buffers, length = item
         place = place_of(key.digest)
         value = txn.get(place, db=self._environment.objects)
@@ -81,6 +98,7 @@ class Reader:
             return Found(Outcome.MISS)
         if record.length != length or not usable(buffers, length, writable=True):
             return Found(Outcome.ERROR)
+        met.append(record.number)
         proof = self._seal.proof(key, length)
         with txn.cursor(self._environment.parts) as cursor:
             whole = payload.read(cursor, record.number, length, buffers, proof.add)

@@ -9,9 +9,12 @@ The format, version 1. Integers are little-endian unless they are keys, which LM
                 page key, 32 bytes                  ->  u32: how many stored objects name this page as their parent
     parts:      u64 object's number, u32 part       ->  the payload, in pieces (see payload.py)
     ages:       u64 tick                            ->  place; the smallest tick was used least recently
-    namespaces: namespace, 1 to 64 bytes            ->  msgpack [id, identity without its salt, or nil]
+    namespaces: namespace, 1 to 64 bytes            ->  msgpack [id, identity without its salt, or nil, has it states?]
     facts:      "facts"                             ->  next number, next tick, objects, payload bytes, evicted, corrupt: u64 each
                 "size"                              ->  capacity, map bytes: u64 each
+                "gone", u64 tick                    ->  place, u64 number of an object that was removed then; the latest ones only
+                "kept"                              ->  u64: removals since this tick are all told by those
+                "named"                             ->  u64: the tick at which a namespace was last said to have states
 
     place  = page key (32 bytes), layout digest (32 bytes): the object key's digest with its halves exchanged. The objects of one page and
              the count of those that depend on it are neighbours, so that a set touches one page of the tree and not three.
@@ -27,14 +30,14 @@ The format, version 1. Integers are little-endian unless they are keys, which LM
              32 bytes       parent, or zeros
              rest           pool name, ASCII
 
-Every object has an entry in `ages`, but for those that an eviction walked past because others depend on them: they get it back when the
-last of these is gone.
+Every object has an entry in `ages`; earlier releases took it away where others depend on the object.
 """
 
 from __future__ import annotations
 
 import struct
-from typing import Final, NamedTuple
+from collections.abc import Iterator
+from typing import Any, Final, NamedTuple
 
 from tiercache.core import ObjectKey, ObjectMeta, PoolName
 from tiercache.storage.checksum import Sealed
@@ -51,6 +54,9 @@ _DEPTH_KNOWN: Final = 2
 
 FACTS: Final = b"facts"
 SIZE: Final = b"size"
+_GONE: Final = b"gone"
+_KEPT: Final = b"kept"
+_NAMED: Final = b"named"
 
 
 def place_of(digest: bytes) -> bytes:
@@ -76,6 +82,59 @@ def tick_key(tick: int) -> bytes:
 def tick_of(key: bytes) -> int:
     """The tick of an age's key."""
     return int(_TICK.unpack(key)[0])
+
+
+def gone_key(tick: int) -> bytes:
+    """The key in `facts` under which a removal is told."""
+    return _GONE + _TICK.pack(tick)
+
+
+def gone_value(place: bytes, number: int) -> bytes:
+    """What is told of a removal."""
+    return place + number.to_bytes(8)
+
+
+def removals(txn: Any, facts: Any, since: int = 0) -> Iterator[tuple[int, bytes, int]]:
+    """The removals that are told, from a tick on: tick, place and number."""
+    with txn.cursor(facts) as walk:
+        found = walk.set_range(gone_key(since))
+        while found and bytes(walk.key()).startswith(_GONE):
+            value = bytes(walk.value())
+            yield tick_of(bytes(walk.key())[len(_GONE) :]), value[: 2 * HALF], int.from_bytes(value[2 * HALF :])
+            found = walk.next()
+
+
+def gone_since(txn: Any, facts: Any) -> int:
+    """The tick from which on all removals are told."""
+    return int.from_bytes(txn.get(_KEPT, b"", db=facts))
+
+
+def forget_removals(txn: Any, facts: Any, before: int) -> None:
+    """Tell no more of removals before a tick."""
+    old = []
+    for tick, _, _ in removals(txn, facts):
+        if tick >= before:
+            break
+        old.append(tick)
+    for tick in old:
+        txn.delete(gone_key(tick), db=facts)
+    if old:
+        tell_none(txn, facts, before)
+
+
+def tell_none(txn: Any, facts: Any, tick: int) -> None:
+    """Say that removals before a tick are not all told."""
+    txn.put(_KEPT, tick.to_bytes(8), db=facts)
+
+
+def tell_names(txn: Any, facts: Any, tick: int) -> None:
+    """Say that a namespace has states since a tick."""
+    txn.put(_NAMED, tick.to_bytes(8), db=facts)
+
+
+def named_at(txn: Any, facts: Any) -> int:
+    """The tick at which that was last said."""
+    return int.from_bytes(txn.get(_NAMED, b"", db=facts))
 
 
 def count_value(count: int) -> bytes:

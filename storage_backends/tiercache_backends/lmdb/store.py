@@ -12,8 +12,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Final, Self
 
-import msgpack
-
 from tiercache.core import ObjectKey, Outcome
 from tiercache.errors import StorageError
 from tiercache.storage.base import (
@@ -34,12 +32,16 @@ from tiercache.storage.env import Env
 from tiercache.storage.gate import CallGate
 from tiercache_backends.lmdb import audit
 from tiercache_backends.lmdb.chores import Chores
+from tiercache_backends.lmdb.disk import Disk
+from tiercache_backends.lmdb.mirror import Mirror
+from tiercache_backends.lmdb.names import names_in
 from tiercache_backends.lmdb.opening import Opened, open_environment
 from tiercache_backends.lmdb.reading import Reader
 from tiercache_backends.lmdb.records import FACTS, Facts, Record, place_of
 from tiercache_backends.lmdb.tally import Tally
 from tiercache_backends.lmdb.writing import Writer
-from tiercache_backends.local.settings import local_settings
+from tiercache_backends.local.failures import DamagedError
+from tiercache_backends.local.settings import local_settings, looks, refused
 
 _SCAN_PAGE: Final = 1024
 
@@ -49,9 +51,11 @@ class LmdbBackend(StorageBackend):
 
     All of them give the same capacity, or None ("kept" in a URL): a store that is there, with the capacity that it has. They must see each
     other's process ids: containers that share a directory share their pid namespace.
+    None opens a store to look at it, and then nothing is changed: sets are THROTTLED, deletions False, what is corrupt stays; `access`
+    "write" lets such a store be changed. While somebody looks at a store that nobody has open, those who open it wait.
     A process that forks opens the store again in the child. One that is stopped within a write has the sets of all others THROTTLED until
     it goes on or dies; one that is stopped within a get holds up nobody until the map is full. Nothing may cut LMDB's file while it is
-    open: reading a mapped file behind its end ends the process.
+    open: reading a mapped file behind its end ends the process, where it happens in the middle of a transaction.
 
     `durability`: "process": acknowledged objects survive the death of any process, and after a power cut the store is as it was after some
     transaction, of which only the last may be missing, and not a deletion; "power": that one survives as well, at the price of a second
@@ -63,18 +67,22 @@ class LmdbBackend(StorageBackend):
     capabilities = Capabilities(persistent=True, shared=True, bounded=True)
 
     def __init__(
-        self, path: str, capacity: int | None, durability: str = "process", env: Env | None = None, *, seal: Seal | None = None
-    ) -> None:
+        self, path: str, capacity: int | None, durability: str = "process", env: Env | None = None, *, seal: Seal | None = None,
+        access: str = "",
+    ) -> None:  # fmt: skip
         env, seal = env or Env(), seal or Seal()
-        self._gate = CallGate(f"the store in {path}")
+        self._looks = looks(access, capacity)
+        self._gate = CallGate(f"the store in {path}", env.getpid)
         self._power = durability == "power"
-        self._store: Opened = open_environment(env, path, capacity, seal, last_sync=self._power)
+        self._store: Opened = open_environment(env, path, capacity, seal, last_sync=self._power, looks=self._looks)
         self._capacity = self._store.capacity
         self._environment = self._store.environment
         self._tally = Tally(path)
         self._chores = Chores(self._environment, self._store.budget, self._tally)
         self._reader = Reader(self._environment, seal, self._chores, self._tally)
-        self._writer = Writer(self._environment, self._store.budget, seal, self._chores, self._tally)
+        self._disk = Disk(env, self._environment, self._store.budget)
+        self._mirror = Mirror(self._environment)
+        self._writer = Writer(self._environment, self._mirror, self._disk, seal, self._chores, self._tally)
 
     @classmethod
     def from_config(cls, section: Mapping[str, Any], context: StoreContext) -> Self:
@@ -88,14 +96,25 @@ class LmdbBackend(StorageBackend):
     def get(self, items: Sequence[GetItem]) -> list[Outcome]:
         with self._gate:
             found = [self._reader.fetch(item) for item in items]
+            if self._looks:
+                return [f.outcome for f in found]
             damaged = {place_of(i.key.digest): f.number for i, f in zip(items, found, strict=True) if f.outcome is Outcome.CORRUPT}
             if damaged:
                 self._chores.drop(damaged)
-            self._chores.touch([place_of(i.key.digest) for i, f in zip(items, found, strict=True) if f.outcome is Outcome.HIT])
+            used = [place_of(i.key.digest) for i, f in zip(items, found, strict=True) if f.outcome is Outcome.HIT]
+            self._chores.touch(used)
+            self._mirror.note(used)
             return [f.outcome for f in found]
 
     def set(self, items: Sequence[SetItem]) -> list[Outcome]:
         with self._gate:
+            if self._looks:
+                return refused(items, self._reader.present([place_of(item.key.digest) for item in items]))
+            try:
+                self._store.directory.check_there()
+            except OSError as error:
+                failed = self._tally.failed("a set", error)
+                return [failed if storable(item) else Outcome.ERROR for item in items]
             sound = {i: place_of(item.key.digest) for i, item in enumerate(items) if storable(item)}
             first: dict[bytes, int] = {}
             for i, place in sound.items():
@@ -111,6 +130,8 @@ class LmdbBackend(StorageBackend):
 
     def delete(self, keys: Sequence[ObjectKey]) -> list[bool]:
         with self._gate:
+            if self._looks:
+                return [False] * len(keys)
             places = dict.fromkeys(place_of(key.digest) for key in keys if len(key.digest) == DIGEST_BYTES)
             gone = self._chores.remove(list(places))
             if gone and not self._power:
@@ -141,46 +162,54 @@ class LmdbBackend(StorageBackend):
 
     def register_namespace(self, record: NamespaceRecord) -> None:
         with self._gate:
-            self._chores.register(record)
+            if not self._looks:
+                self._chores.register(record)
 
     def namespaces(self) -> list[NamespaceRecord]:
         with self._gate:
             try:
-                known = self._environment.read(self._names)
+                known = self._environment.read(partial(names_in, self._environment))
             except OSError as error:
                 raise self._unreadable("reading the namespaces", error) from error
-            return [NamespaceRecord(name, identity) for name, (_, identity) in known.items() if identity is not None]
+            return [name.record for name in known.values() if name.record is not None]
 
     def usage(self) -> Usage:
         with self._gate:
             try:
                 facts, pages = self._environment.read(self._totals)
+                hidden = self._chores.hidden()
                 disk = self._store.disk_bytes()
                 # Pages of the file that nothing uses will be used before it grows.
                 used = disk - max(0, self._store.data_bytes() - pages * self._environment.page_bytes)
                 figures = {"map_pages_used": pages, "disk_bytes": disk, "readers": self._environment.readers()}
+                figures |= self._worth()
             except OSError as error:
                 raise self._unreadable("counting what is used", error) from error
             figures |= self._tally.figures() | {
                 "evicted": facts.evicted,
                 "corrupt": facts.corrupt,
                 "map_pages": self._store.budget.map_pages,
-                "map_pages_limit": self._store.budget.limit,
+                "map_pages_limit": self._disk.budget().limit,
+                "disk_is_short": int(self._disk.is_short()),
                 "recency_waiting": self._chores.waiting(),
             }
-            return Usage(facts.objects, facts.payload_bytes, used, self._capacity, figures)
+            return Usage(facts.objects - hidden.objects, facts.payload_bytes - hidden.payload_bytes, used, self._capacity, figures)
 
     def flush(self) -> None:
         with self._gate:
-            self._chores.settle()
+            if self._looks:
+                return
             try:
+                self._store.directory.check_there()
+                self._environment.check_there()
+                self._chores.settle()
                 self._environment.sync()
             except OSError as error:
                 raise StorageError(f"the store in {self._store.path} cannot be flushed: {error}") from error
 
     def close(self) -> None:
         if self._gate.close():
-            if self._environment.is_ours():
+            if self._environment.is_ours() and not self._looks:
                 self._chores.settle()
             self._store.close()
 
@@ -194,6 +223,16 @@ class LmdbBackend(StorageBackend):
         with self._gate:
             audit.check(self._environment)
 
+    def _worth(self) -> dict[str, int]:
+        """Which bytes are of use; nothing where a damaged page keeps that from being known."""
+        try:
+            with self._mirror.lock:
+                while not self._mirror.is_read or not self._environment.read(self._mirror.keep_up):
+                    self._mirror.read()
+                return self._mirror.worth()._asdict()
+        except DamagedError:
+            return {}
+
     def _unreadable(self, what: str, error: OSError) -> StorageError:
         self._tally.failed(what, error)
         return StorageError(f"the store in {self._store.path} cannot be read: {error}")
@@ -206,12 +245,10 @@ class LmdbBackend(StorageBackend):
             self._tally.failed("making a deletion last", error)
 
     def _totals(self, txn: Any) -> tuple[Facts, int]:
-        facts, hidden = Facts.unpack(txn.get(FACTS, db=self._environment.facts)), self._chores.hidden(txn)
-        facts = facts._replace(objects=facts.objects - hidden.objects, payload_bytes=facts.payload_bytes - hidden.payload_bytes)
-        return facts, self._environment.used_pages(txn)
+        return Facts.unpack(txn.get(FACTS, db=self._environment.facts)), self._environment.used_pages(txn)
 
     def _page(self, namespace: bytes | None, cursor: bytes, txn: Any) -> ScanPage:
-        names = {number: name for name, (number, _) in self._names(txn).items()}
+        names = self._names(txn)
         entries: list[ScanEntry] = []
         seen = 0
         with txn.cursor(self._environment.objects) as walk:
@@ -226,7 +263,7 @@ class LmdbBackend(StorageBackend):
             return ScanPage(entries, place if found else b"")
 
     def _entries(self, places: Sequence[bytes], txn: Any) -> list[ScanEntry | None]:
-        names = {number: name for name, (number, _) in self._names(txn).items()}
+        names = self._names(txn)
         values = ((place, txn.get(place, db=self._environment.objects) if len(place) == DIGEST_BYTES else None) for place in places)
         return [None if value is None else self._entry(place, value, names) for place, value in values]
 
@@ -238,6 +275,5 @@ class LmdbBackend(StorageBackend):
             return None
         return ScanEntry(key, record.meta(names.get(record.namespace, b"")))
 
-    def _names(self, txn: Any) -> dict[bytes, tuple[int, dict[str, str | int] | None]]:
-        with txn.cursor(self._environment.names) as cursor:
-            return {bytes(name): tuple(msgpack.unpackb(value)) for name, value in cursor}
+    def _names(self, txn: Any) -> dict[int, bytes]:
+        return {name.number: namespace for namespace, name in names_in(self._environment, txn).items()}

@@ -19,6 +19,8 @@ _KINDS: Final = {ENOSPC: "full", EDQUOT: "full", EAGAIN: "busy"}
 class Tally:
     """Counts of this process: of calls that met a `full` disk or map, a `busy` store, or other `failures`.
 
+    `chores_dropped`: what waited to be written beside other objects and could not be, because it belongs on a damaged page.
+
     Thread rule: any thread may call.
     """
 
@@ -42,4 +44,4 @@ class Tally:
     def figures(self) -> dict[str, int]:
         """All counts."""
         with self._mutex:
-            return {"full": 0, "busy": 0, "failures": 0, **self._counts}
+            return {"full": 0, "busy": 0, "failures": 0, "chores_dropped": 0, **self._counts}

@@ -1,10 +1,12 @@
 """The directory of a local store: who owns it, which format it has, and whether the LMDB environment inside can be trusted.
 
-DIR/LOCK        held with flock: exclusively by the one owner (its pid in ASCII inside), or shared by several
-DIR/OPENING     shared stores only: held while one of them opens or closes
+DIR/LOCK        held with flock: exclusively by the one owner (its pid in ASCII inside), or shared by several, or by those who only look
+DIR/OPENING     shared stores only: held while one of them opens or closes; by those who look alone, shared, as long as they do
 DIR/format      JSON {"kind": ..., "version": N, ...}: settled when the store is made
-DIR/state       JSON {"boot_id": ..., "database": [size, mtime_ns] of a clean shutdown, or null while open, "capacity": where it is known}
+DIR/state       JSON {"boot_id": ..., "database": [size, mtime_ns] of a clean shutdown, or null while open, "capacity": where it is known,
+                "suspect": true if the environment is damaged and was not put right yet}
 DIR/<database>/ the LMDB environment
+DIR/<database>.damaged, .damaged.1, ... environments that were put aside
 """
 
 from __future__ import annotations
@@ -16,17 +18,21 @@ import stat
 import struct
 import sys
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
-from errno import EDQUOT, ENOSPC
+from contextlib import closing, suppress
+from errno import EDQUOT, ENOENT, ENOSPC, ESTALE
+from itertools import count
 from typing import Any, Final
 
 from tiercache.errors import StorageError, StoreFormatError, StoreLockedError
 from tiercache.storage.env import Env, let_go
 from tiercache.storage.vectors import read_all, write_all
 from tiercache_backends.local import check
+from tiercache_backends.local.lmdb_file import LmdbFile, UnsoundError
 
 _log = logging.getLogger(__name__)
 
+LARGEST_CAPACITY: Final = (1 << 48) - 1
+"""256 TiB less a byte: what the blocks of slabs can be numbered for, and LMDB can map, on every machine."""
 _CHECK_SECONDS: Final = 120.0
 _OPENING_SECONDS: Final = _CHECK_SECONDS + 30
 _POLL_SECONDS: Final = 0.01
@@ -58,13 +64,15 @@ class StoreDirectory:
     """One directory, held by this object from `claim` to `release`.
 
     In order: `claim`, `settle`, `prove`, open the environment, `opened`; at the end close the environment, then `release`. With `as_found`
-    nothing is made, put aside or started anew: what would need that is a StorageError.
+    nothing is made or started anew: what would need that is a StorageError. With `looks` nothing at all is written.
 
-    Thread rule: one caller at a time; the store calls it while it opens and closes.
+    Thread rule: one caller at a time, while the store opens and closes; any thread may call `check_there`.
     """
 
-    def __init__(self, env: Env, path: str, *, kind: str, version: int, database: str, as_found: bool = False) -> None:
+    def __init__(self, env: Env, path: str, *, kind: str, version: int, database: str, as_found: bool = False, looks: bool = False) -> None:
+        assert as_found or not looks, "who looks finds"
         self._env = env
+        self._looks = looks
         self._kind = kind
         self._version = version
         self._as_found = as_found
@@ -73,7 +81,7 @@ class StoreDirectory:
         self.sole = True
         """Does nobody else have the store open? Always true for an exclusive owner; for a shared one it holds until `opened`."""
         self.suspect = False
-        """Did the last owner find the environment contradicting itself? Known from `prove` on."""
+        """Was the environment found to contradict itself, now or by the last owner? Known from `prove` on, until `healed`."""
         self.capacity: int | None = None
         """What the last owner's store might take, where that is known; since `prove`."""
         self._shared = False
@@ -86,6 +94,9 @@ class StoreDirectory:
         try:
             if self._as_found and not self._is_there(self.at("format")):
                 raise StorageError(f"{self.path} holds no tiercache store; name the directory of one, or give a capacity to make one there")
+            if self._looks:
+                self._look()
+                return
             self._make(self.path, parents=True)
             names = self._env.listdir(self.path)
             if "LOCK" not in names and names:
@@ -95,6 +106,7 @@ class StoreDirectory:
                 self._join()
             else:
                 self._own()
+            self._identity = self._env.fstat(self._lock_fd)
         except OSError as error:
             self._let_go()
             if isinstance(error, StorageError):
@@ -111,7 +123,7 @@ class StoreDirectory:
         """
         if self.stat("format") is None:
             self._env.chmod(self.path, 0o700)
-            return self._settle_anew(fresh)
+            return self.settle_anew(fresh)
         found = self._read("format")
         version = found.get("version")
         if not isinstance(version, int) or not isinstance(found.get("kind"), str):
@@ -131,32 +143,77 @@ class StoreDirectory:
             _log.error("%s has format %d, which this tiercache does not read any more", self.path, version)
             if self.stat(os.path.basename(self.database)) is not None:
                 self.set_aside()
-            return self._settle_anew(fresh)
+            return self.settle_anew(fresh)
         if not fresh.keys() <= found.keys():
             raise StoreFormatError(f"{self.at('format')} is incomplete; remove {self.path} to start with an empty store")
         return found
 
-    def prove(self) -> None:
-        """Make the environment's directory, or see to it that what is there does no harm: a damaged one is put aside."""
+    def settle_anew(self, fresh: Mapping[str, Any]) -> dict[str, Any]:
+        """Settle the format of a store that holds nothing."""
+        settled = {"kind": self._kind, "version": self._version, **fresh}
+        self._write("format", settled)
+        return settled
+
+    def prove(self, *, closely: bool) -> bool:
+        """Make the environment's directory, and say whether what is in it can be opened: LMDB maps its file, and damage ends the process.
+
+        What cannot stays `suspect`, also for the next owner, until it is `healed`. `closely`: look at every page, even after a clean end.
+        """
         self.part(self.database)
         if not self.sole:
-            return
-        kept = self._read("state").get("capacity")
-        self.capacity = kept if isinstance(kept, int) and kept > 0 else None
-        if not self._trusted() and self._damaged():
-            self.set_aside()
+            return True
+        state = self._read("state")
+        kept = state.get("capacity")
+        self.capacity = kept if isinstance(kept, int) and 0 < kept <= LARGEST_CAPACITY else None
+        self.suspect = bool(state.get("suspect"))
+        found = self._data()
+        sound = found is None or self._is_sound(found, state, closely)
+        self.suspect |= not sound
+        if not self._looks:
+            self._mark_open()
+        return sound
+
+    def healed(self) -> None:
+        """The environment is a new one, or was put right."""
+        self.suspect = False
         self._mark_open()
 
+    def check_there(self) -> None:
+        """Raise OSError unless the directory is still the one that was opened, under its name."""
+        try:
+            found = self._env.lstat(self.at("LOCK"))
+        except FileNotFoundError as error:
+            raise OSError(ENOENT, f"{self.path} was removed or moved while it was open; close the store and open it again") from error
+        if (found.st_dev, found.st_ino) != (self._identity.st_dev, self._identity.st_ino):
+            raise OSError(ESTALE, f"{self.path} was replaced while it was open; close the store and open it again")
+
+    def replace(self, path: str) -> None:
+        """Let a new environment's file, which is whole and on the medium, take the old one's place at once."""
+        self._env.rename(path, os.path.join(self.database, "data.mdb"))
+        sync_directory(self._env, self.database)
+
+    def remove(self, path: str) -> None:
+        """Remove a file that somebody who died may have left half made."""
+        with suppress(FileNotFoundError):
+            self._env.unlink(path)
+
     def set_aside(self) -> None:
-        """Keep a useless environment for a look at it, instead of any earlier one, and make room for a new one."""
+        """Keep a useless environment for a look at it, beside earlier ones, and make room for a new one."""
         if self._as_found:
             raise StorageError(f"{self.database} is damaged and says nothing any more; whoever opens the store to use it starts empty")
-        aside = self.database + ".damaged"
-        if self.stat(os.path.basename(aside)) is not None:
-            self._empty(aside)
-        self._env.rename(self.database, aside)
+        if self._env.listdir(self.database):
+            aside = next(name for n in count() if self.stat(name := self._aside(n)) is None)
+            self._env.rename(self.database, self.at(aside))
+            _log.error("%s was put aside as %s; the store starts empty", self.database, aside)
         self._make(self.database)
-        _log.error("%s was put aside as %s; the store starts empty", self.database, aside)
+        sync_directory(self._env, self.path)
+
+    def asides(self) -> list[str]:
+        """The paths of what was put aside, oldest first."""
+        found: list[str] = []
+        while self.stat(name := self._aside(len(found))) is not None:
+            found.append(self.at(name))
+        return found
 
     def keep(self, capacity: int) -> None:
         """Remember the capacity with which the store opens, for who will open it as found."""
@@ -164,21 +221,20 @@ class StoreDirectory:
             self.capacity = capacity
             self._mark_open()
 
-    def discard(self) -> None:
-        """Remove an environment of which everything that is worth it is in memory."""
-        self._empty(self.database)
-
-    def part(self, path: str) -> None:
-        """Make a directory of the store's, or find it there, closed to others."""
-        if self._as_found and not self._is_there(path):
+    def part(self, path: str, *, make: bool = False) -> None:
+        """Make a directory of the store's, or find it there, closed to others. `make`: also in a store that opens as found."""
+        if self._as_found and not make and not self._is_there(path):
             raise StorageError(f"{path} is missing, so nothing was stored in {self.path} yet, or it was removed; nothing can be shown")
+        if self._looks:
+            return
         self._make(path)
         self._env.chmod(path, 0o700)
 
     def opened(self) -> None:
-        """The environment is open: others may open it too, if the store is shared."""
-        self._close(self._opening_fd)
-        self._opening_fd = None
+        """The environment is open: others may open it too, if the store is shared. Who looks alone goes on to keep them away."""
+        if not (self._looks and self.sole):
+            self._close(self._opening_fd)
+            self._opening_fd = None
 
     def release(self, *, clean: bool, suspect: bool = False) -> None:
         """Give up the ownership.
@@ -186,8 +242,11 @@ class StoreDirectory:
         `clean`: the environment was closed in order, and the next owner need not check it; `suspect`: it must, even within this boot.
         """
         try:
-            if suspect:
-                self._write_state(None, suspect=True)
+            if self._looks:
+                return
+            if suspect or self.suspect:
+                self.suspect = True
+                self._write_state(None)
             elif clean and (not self._shared or self._is_last()) and (found := self._data()) is not None:
                 self._write_state([found.st_size, found.st_mtime_ns])
         except OSError as error:
@@ -219,14 +278,40 @@ class StoreDirectory:
         """The path of a name in the directory."""
         return os.path.join(self.path, name)
 
+    def _look(self) -> None:
+        """Keep writers away without a trace: by a share in the lock of a single owner, or for as long as nobody shares the store."""
+        if not self._shared:
+            if not self._is_there(self.at("LOCK")):
+                return  # a copy of a store, which nobody opened yet
+            self._lock_fd = self._env.open(self.at("LOCK"), os.O_RDONLY)
+            if not self._env.try_share(self._lock_fd):
+                raise self._locked(self._lock_fd)
+            return
+        if not self._is_there(self.at("OPENING")) or not self._is_there(self.at("LOCK")):
+            return
+        self._begin(os.O_RDONLY)
+        self._lock_fd = self._env.open(self.at("LOCK"), os.O_RDONLY)
+        self.sole = self._env.try_lock(self._lock_fd)
+        if self.sole:
+            # Others who look are to find themselves alone as well.
+            self._close(self._lock_fd)
+            self._lock_fd = None
+        elif not self._env.try_share(self._lock_fd):
+            raise self._locked(self._lock_fd)
+
+    def _locked(self, fd: int) -> StoreLockedError:
+        owner = bytearray(32)
+        self._env.preadv(fd, [memoryview(owner)], 0)
+        pid = owner.rstrip(b"\0").decode("ascii", "replace").strip() or "unknown"
+        who = "this process" if pid == str(self._env.getpid()) else f"process {pid}"
+        return StoreLockedError(f"{self.path} is in use by {who} (pid {pid}); close that store, or give this one a directory of its own")
+
     def _own(self) -> None:
         fd = self._held()
         if not self._env.try_lock(fd):
-            owner = bytearray(32)
-            self._env.preadv(fd, [memoryview(owner)], 0)
-            pid = owner.rstrip(b"\0").decode("ascii", "replace").strip() or "unknown"
-            who = "this process" if pid == str(self._env.getpid()) else f"process {pid}"
-            raise StoreLockedError(f"{self.path} is in use by {who} (pid {pid}); close that store, or give this one a directory of its own")
+            if self._env.try_share(fd):
+                raise StoreLockedError(f"{self.path} is being looked at by another process; try again when that is done")
+            raise self._locked(fd)
         with suppress(OSError):  # the pid is for people; a full disk must not keep a store from opening
             self._env.ftruncate(fd, 0)
             self._env.pwritev(fd, [memoryview(f"{self._env.getpid()}\n".encode())], 0)
@@ -239,10 +324,11 @@ class StoreDirectory:
         if not self._env.try_share(fd):
             raise StoreLockedError(f"{self.path} is in use by a process that shares it with nobody; close that one first")
 
-    def _begin(self) -> None:
-        self._opening_fd = self._env.open(self.at("OPENING"), os.O_RDWR | os.O_CREAT)
+    def _begin(self, flags: int = os.O_RDWR | os.O_CREAT) -> None:
+        self._opening_fd = self._env.open(self.at("OPENING"), flags)
+        take = self._env.try_share if self._looks else self._env.try_lock
         deadline = self._env.monotonic() + _OPENING_SECONDS
-        while not self._env.try_lock(self._opening_fd):
+        while not take(self._opening_fd):
             if self._env.monotonic() > deadline:
                 raise StoreLockedError(f"{self.path} is being opened or closed by another process that does not get on; end that one")
             self._env.sleep(_POLL_SECONDS)
@@ -256,18 +342,16 @@ class StoreDirectory:
         return self._lock_fd
 
     def _let_go(self) -> None:
-        self._close(self._lock_fd)
-        self._close(self._opening_fd)
+        for fd in (self._lock_fd, self._opening_fd):
+            if fd is not None:
+                with suppress(OSError):  # a process that was forked meanwhile has the descriptor too
+                    self._env.unlock(fd)
+                self._close(fd)
         self._lock_fd = self._opening_fd = None
 
     def _close(self, fd: int | None) -> None:
         if fd is not None:
             let_go(self._env, fd)
-
-    def _settle_anew(self, fresh: Mapping[str, Any]) -> dict[str, Any]:
-        settled = {"kind": self._kind, "version": self._version, **fresh}
-        self._write("format", settled)
-        return settled
 
     def _mark_open(self) -> None:
         """Say that the environment is in use; where even that does not fit on the disk, say nothing, which is not trusted either."""
@@ -279,29 +363,41 @@ class StoreDirectory:
             with suppress(FileNotFoundError):
                 self._env.unlink(self.at("state"))
 
-    def _write_state(self, database: list[int] | None, **more: Any) -> None:
-        known = {} if self.capacity is None else {"capacity": self.capacity}
-        self._write("state", {"boot_id": self._env.boot_id(), "database": database, **known, **more})
+    def _write_state(self, database: list[int] | None) -> None:
+        known: dict[str, Any] = {} if self.capacity is None else {"capacity": self.capacity}
+        if self.suspect:
+            known["suspect"] = True
+        self._write("state", {"boot_id": self._env.boot_id(), "database": database, **known})
 
-    def _trusted(self) -> bool:
-        """Can the environment be opened in this process at once?
-
-        After a clean shutdown, if the file is as it was left; and after any death of the owner within this boot, because what LMDB has
-        written is in the page cache. Its two head pages must be plausible in any case.
-        """
-        found = self._data()
-        if found is None:
-            return True
-        state = self._read("state")
-        self.suspect = bool(state.get("suspect"))
-        if self.suspect or not self._plausible(found.st_size):
+    def _is_sound(self, found: os.stat_result, state: Mapping[str, Any], closely: bool) -> bool:
+        trusted = not self.suspect and self._trusted(found, state)
+        clean = trusted and state.get("database") is not None
+        if (closely or not clean or not self._plausible(found.st_size)) and not self._is_whole():
             return False
+        return trusted or not self._damaged()
+
+    def _is_whole(self) -> bool:
+        """Has every page of the environment's file, its list of free ones included, the form that LMDB gives it?"""
+        try:
+            with closing(LmdbFile(self._env, os.path.join(self.database, "data.mdb"))) as file:
+                file.check()
+        except UnsoundError as error:
+            _log.error("the database in %s is damaged: %s", self.database, error)
+            return False
+        return True
+
+    def _trusted(self, found: os.stat_result, state: Mapping[str, Any]) -> bool:
+        """Is the environment as LMDB left it?
+
+        After a clean shutdown, if the file is as it was then; and after any death of the owner within this boot, because what LMDB has
+        written is in the page cache.
+        """
         if state.get("database") is not None:
             return bool(state["database"] == [found.st_size, found.st_mtime_ns])
         return bool(state.get("boot_id")) and state["boot_id"] == self._env.boot_id()
 
     def _plausible(self, size: int) -> bool:
-        """Do LMDB's two head pages look right, and is the file as long as the newer one says?"""
+        """Do LMDB's two head pages look right, and is the file as long as the newer one says? It may be shorter where pages are free."""
         fd = self._env.open(os.path.join(self.database, "data.mdb"), os.O_RDONLY)
         try:
             heads = []
@@ -322,9 +418,8 @@ class StoreDirectory:
             _log.error("the database in %s is damaged (its check ended with status %d)", self.database, status)
         return status != 0
 
-    def _empty(self, path: str) -> None:
-        for name in self._env.listdir(path):
-            self._env.unlink(os.path.join(path, name))
+    def _aside(self, n: int) -> str:
+        return os.path.basename(self.database) + ".damaged" + (f".{n}" if n else "")
 
     def _data(self) -> os.stat_result | None:
         return self.stat(os.path.join(os.path.basename(self.database), "data.mdb"))

@@ -394,6 +394,73 @@ def test_pages_hang_on_the_pages_before_them(shared: str) -> None:
     store.close()
 
 
+def parents_in(store: Any) -> dict[bytes, bytes | None]:
+    return {e.key.page_key: e.meta.parent for e in store._store.scan_all() if e.key.pool == "kv"}
+
+
+@pytest.mark.parametrize("v1", [0, 1])
+def test_pages_of_a_writer_that_tells_no_prefix_hang_on_those_that_queries_name_before_them(
+    shared: str, v1: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    kv, mamba = kv_pool(), mamba_pool()
+    store = backend(shared, kv, mamba, v1=v1)
+
+    def write(names: list[str], *at: int) -> None:
+        if v1:
+            assert store.batch_set_v1(names, rows(*at), HiCacheStorageExtraInfo()) == [True] * len(names)
+        else:
+            assert store.batch_set(names, [kv.get_data_page(i * kv.page_size, flat=True) for i in at])
+
+    one, other = keys(*range(8)), keys(*"abcd")
+    store.batch_exists(one[:3], HiCacheStorageExtraInfo(prefix_keys=None))
+    store.batch_exists_v2(other[:3], [any_state()], HiCacheStorageExtraInfo())
+    store.batch_exists_v2(one[5:7], [any_state()], HiCacheStorageExtraInfo(prefix_keys=one[:5]))
+    caplog.clear()
+    for names, *at in ((one[:2], 0, 1), (other[:2], 8, 9), (one[2:4], 2, 3), (other[2:], 10, 11), (one[4:5], 4), (one[5:], 5, 6, 7)):
+        write(names, *at)
+    first, then = store._keys.of(one), store._keys.of(other)
+    expected = dict(zip(first, [None, *first[:-1]], strict=True)) | dict(zip(then, [None, *then[:-1]], strict=True))
+    assert parents_in(store) == expected | {first[4]: None}, "nobody said what comes before page 4: the write before it was a stranger's"
+    assert all(e.meta.depth is None for e in store._store.scan_all())
+    told = [r.getMessage() for r in caplog.records if "hicache_storage_pass_prefix_keys" in r.getMessage()]
+    assert len(told) == 1
+    assert ("interface_v1 to 1" in told[0]) == (not v1)
+    store.close()
+
+
+def test_where_the_prefix_is_told_nothing_is_concluded_and_depths_are_known(shared: str, caplog: pytest.LogCaptureFixture) -> None:
+    store = backend(shared, kv_pool(), mamba_pool())
+    names = keys(*range(5))
+    store.batch_set_v1(names[:2], rows(0, 1), HiCacheStorageExtraInfo(prefix_keys=[]))
+    store.batch_set_v1(names[2:4], rows(2, 3), HiCacheStorageExtraInfo(prefix_keys=names[:2]))
+    store.batch_set_v2([state_at(names[3], 1)], HiCacheStorageExtraInfo(prefix_keys=names[:3]))
+    pages = store._keys.of(names)
+    entries = [e for e in store._store.scan_all() if e.key.pool == "kv"]
+    assert {e.key.page_key: (e.meta.parent, e.meta.depth) for e in entries} == {
+        page: (parent, i + 1) for i, (page, parent) in enumerate(zip(pages[:4], [None, *pages], strict=False))
+    }
+    assert "pass_prefix_keys" not in caplog.text
+    store.batch_set_v1(names[4:], rows(4))
+    assert parents_in(store)[pages[4]] is None
+    assert caplog.text.count("pass_prefix_keys") == 1
+    store.close()
+
+
+def test_a_namespace_has_states_as_soon_as_there_is_a_pool_of_them(shared: str) -> None:
+    kv = kv_pool()
+    store = backend(shared, kv)
+    assert [record.states for record in store._store.namespaces()] == [False]
+    store.batch_exists_v2(keys(0), [any_state()])
+    assert [record.states for record in store._store.namespaces()] == [True], "a query may be the first to say so"
+    store.close()
+    store = backend(shared, kv, mamba_pool(), revision="r2")
+    assert {record.identity["revision"]: record.states for record in store._store.namespaces()} == {"r1": True, "r2": True}
+    store.close()
+    store = backend(shared, kv, more={PoolName.INDEXER: kv_pool()}, revision="r3")
+    assert {record.identity["revision"]: record.states for record in store._store.namespaces()}["r3"] is False
+    store.close()
+
+
 def test_pages_that_are_copied_hang_on_the_pages_before_them(shared: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kv = kv_pool()
     monkeypatch.delattr(type(kv), "get_page_buffer_meta")  # a pool that tells no addresses

@@ -125,7 +125,8 @@ class Engine:
         """The GPU has computed these blocks: bring them into the primary tier, which passes them on."""
         context = context or self.request()
         for i, each in enumerate(wanted):
-            context.set_offload_key_position(each, 16 * (i + 1))
+            if context.get_offload_key_position(each) is None:
+                context.set_offload_key_position(each, 16 * (i + 1))
         ready = self.manager.prepare_store(wanted, context)
         assert ready is not None, "the primary tier is full"
         named = dict(zip(wanted, names, strict=True))

@@ -16,7 +16,21 @@ pytest.importorskip("vllm.v1.kv_offload.tiering.base", reason="vLLM is not insta
 from vllm.v1.kv_offload.base import Locality, Medium, TierFilter, TierMatcher, make_offload_key  # noqa: E402
 from vllm.v1.metrics.cache_hit_source import CacheHitSource  # noqa: E402
 
-from tests.engines.vllm.rig import FULL, HIT, HIT_PENDING, MISS, RETRY, ROW, ROWS, WINDOW, Engine, content, keys  # noqa: E402
+from tests.engines.vllm.rig import (  # noqa: E402
+    FULL,
+    HIT,
+    HIT_PENDING,
+    MISS,
+    RETRY,
+    ROW,
+    ROWS,
+    WINDOW,
+    Engine,
+    content,
+    groups,
+    key,
+    keys,
+)
 from tests.grpc.daemon import Daemon  # noqa: E402
 from tests.grpc.hooks import scratch  # noqa: E402
 from tiercache.core import PoolName  # noqa: E402
@@ -104,7 +118,10 @@ def test_objects_know_what_they_depend_on(file_tier: dict[str, object]) -> None:
     """A page on the page before it, what has a window on its page; so a store that evicts keeps prefixes whole."""
     with Engine(file_tier) as engine:
         engine.store("a", "b", "c")
-        engine.store("c", group=WINDOW)
+        context = engine.request()
+        context.set_offload_key_position(key("c", WINDOW), 48)
+        engine.offer([key("c", WINDOW)], ["c"], context)
+        engine.settle()
     with open_backend(str(file_tier["storage"])) as store:
         entries = list(store.scan_all())
         [record] = store.namespaces()
@@ -112,8 +129,53 @@ def test_objects_know_what_they_depend_on(file_tier: dict[str, object]) -> None:
     [window] = [entry for entry in entries if entry.key.pool is PoolName.SWA]
     assert [pages[depth].meta.parent for depth in (1, 2, 3)] == [None, pages[1].key.page_key, pages[2].key.page_key]
     assert window.meta.parent == window.key.page_key == pages[3].key.page_key
+    assert window.meta.depth == 3
     assert {entry.meta.namespace for entry in entries} == {record.namespace}
+    assert record.states
     assert (record.identity["model"], record.identity["revision"], record.identity["kv_dtype"]) == ("some/model", "r1", "bfloat16")
+
+
+def test_pages_of_a_later_job_hang_on_those_before_them(file_tier: dict[str, object]) -> None:
+    """A request computes page after page, and other requests between; those that it found on the GPU were not offered by it at all."""
+    with Engine(file_tier) as engine:
+        engine.store("a", "b")
+        one, other = engine.request(), engine.request()
+        for context, names in ((one, "abcde"), (other, "axy")):
+            for i, name in enumerate(names):
+                context.set_offload_key_position(key(name), 16 * (i + 1))
+        for context, name in ((one, "c"), (other, "x"), (one, "d"), (other, "y"), (one, "e")):
+            engine.offer([key(name)], [name], context)
+            engine.settle()
+        page = {name: engine.tier._jobs._keys.of(key(name)).page_key for name in "abcdexy"}
+    with open_backend(str(file_tier["storage"])) as store:
+        found = {entry.key.page_key: (entry.meta.parent, entry.meta.depth) for entry in store.scan_all()}
+    expected = {"a": (None, 1), "b": ("a", 2), "c": ("b", 3), "d": ("c", 4), "e": ("d", 5), "x": ("a", 2), "y": ("x", 3)}
+    assert found == {page[name]: (parent and page[parent], depth) for name, (parent, depth) in expected.items()}
+
+
+def test_depths_count_what_is_stored(tmp_path: Path) -> None:
+    """Chunks of two blocks, and a last one that is not full: each is one deeper than the one before it."""
+    tier = {"storage": f"file://{tmp_path}/store?capacity=64MiB", "revision": "r1"}
+    with Engine(tier, blocks_per_chunk=2) as engine:
+        context = engine.request()
+        for name, end in (("a", 32), ("b", 64), ("tail", 80)):
+            context.set_offload_key_position(key(name), end)
+        context.set_offload_key_position(key("b", WINDOW), 64)
+        engine.offer([key("tail"), key("b"), key("a"), key("b", WINDOW)], ["tail", "b", "a", "b"], context)
+        engine.settle()
+    with open_backend(str(tier["storage"])) as store:
+        entries = {entry.key.page_key: entry.meta for entry in store.scan_all() if entry.key.pool is PoolName.KV}
+        [window] = [entry for entry in store.scan_all() if entry.key.pool is PoolName.SWA]
+    depths = {meta.depth: (page, meta.parent) for page, meta in entries.items()}
+    assert [depths[depth][1] for depth in (1, 2, 3)] == [None, depths[1][0], depths[2][0]]
+    assert (window.meta.parent, window.meta.depth) == (depths[2][0], 2)
+
+
+def test_a_model_of_full_attention_alone_has_no_states(file_tier: dict[str, object]) -> None:
+    with Engine(file_tier, groups=groups()[:1]) as engine:
+        engine.store("a")
+    with open_backend(str(file_tier["storage"])) as store:
+        assert [record.states for record in store.namespaces()] == [False]
 
 
 def test_what_the_tier_says_of_itself(file_tier: dict[str, object]) -> None:

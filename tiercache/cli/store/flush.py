@@ -77,21 +77,21 @@ def flush(
     target = resolve(store, mac_key)
     with opened(target) as found:
         plan = _plan(found, wanted, namespace, tenant, digits, cascade)
-        if dry_run or not plan.going:
-            _report(plan, plan.going, [], output, dry_run=dry_run)
-            return
-        if not yes:
-            _ask(plan, target.name)
-        deleted: list[ScanEntry] = []
-        failed: list[ScanEntry] = []
-        with progress("deleting", sum(entry.meta.length for entry in plan.going)) as advance:
-            for removed in remove(target, found, plan.going):
-                left = {entry.key.digest for entry in removed.failed}
-                deleted += (entry for entry in removed.entries if entry.key.digest not in left)
-                failed += removed.failed
-                if output is Output.JSONL:
-                    _lines(removed.entries, left)
-                advance(sum(entry.meta.length for entry in removed.entries))
+    if dry_run or not plan.going:
+        _report(plan, plan.going, [], output, dry_run=dry_run)
+        return
+    if not yes:
+        _ask(plan, target.name)
+    deleted: list[ScanEntry] = []
+    failed: list[ScanEntry] = []
+    with opened(target, change=True) as found, progress("deleting", sum(entry.meta.length for entry in plan.going)) as advance:
+        for removed in remove(target, found, plan.going):
+            left = {entry.key.digest for entry in removed.failed}
+            deleted += (entry for entry in removed.entries if entry.key.digest not in left)
+            failed += removed.failed
+            if output is Output.JSONL:
+                _lines(removed.entries, left)
+            advance(sum(entry.meta.length for entry in removed.entries))
     _report(plan, deleted, failed, output, dry_run=False)
     if failed:
         raise StorageError(

@@ -43,9 +43,7 @@ def inspect(
     extra: Annotated[
         str, typer.Option(metavar="HEX", help="What tiercache.keys.sequence_extra gives for the prompt's adapter or images.")
     ] = "",
-    verify: Annotated[
-        bool, typer.Option("--verify", help="Read and check the page's objects too; a corrupt one is dropped by the store.")
-    ] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Read and check the page's objects too; a daemon drops a corrupt one.")] = False,
     limit: Annotated[int, typer.Option(min=1, help="Parts of a tree that are drawn.")] = 500,
     mac_key: MacKeyOption = "",
     output: OutputOption = Output.TABLE,
@@ -166,7 +164,7 @@ def _print(record: dict[str, Any], lines: list[str]) -> None:
     to.print(rows.header(), markup=False, soft_wrap=True)
     for text, found in zip(lines, record["objects"], strict=True):
         outcome = found["verified"]
-        judged = {None: "", "hit": "  [green]verified[/]", "corrupt": "  [red]CORRUPT, given up[/]"}.get(outcome, f"  [yellow]{outcome}[/]")
+        judged = {None: "", "hit": "  [green]verified[/]", "corrupt": "  [red]CORRUPT[/]"}.get(outcome, f"  [yellow]{outcome}[/]")
         to.print(safe(text) + judged, soft_wrap=True)
 
 

@@ -35,7 +35,7 @@ class Reading:
         self._buffer = memoryview(mmap(-1, BATCH_BYTES))
 
     def check(self, entries: Iterable[ScanEntry]) -> Iterator[list[Checked]]:
-        """Read and check each object, batch by batch. A store drops what it finds corrupt."""
+        """Read and check each object, batch by batch. A store that may change drops what it finds corrupt."""
         for batch in _batches(entries):
             found = [Outcome.THROTTLED] * len(batch)
             for tried in range(_TRIES):

@@ -19,6 +19,8 @@ from tiercache.storage.base import ScanEntry, StorageBackend
 
 _PONG: Final = ("version", "instance", "principal", "tenant", "verbs", "transport", "store")
 _PAUSE: Final = 0.1
+_WORTH: Final = ("restorable_bytes", "dead_bytes", "orphans")
+"""What a store that knows says in its details of what can be restored."""
 
 
 def status(
@@ -40,7 +42,9 @@ def status(
     JSON fields: name, kind, live, directory, owner (process id of the daemon),
     version, daemon (instance, principal, tenant, verbs, transport, store; null
     for a stopped store), objects, payload_bytes, used_bytes, capacity_bytes (0:
-    no cap), details (the store's own counters: corrupt, evicted, ...),
+    no cap), restorable_bytes, dead_bytes (payload of which a restore can make
+    use, or never), orphans (objects whose parent is gone; null where the store
+    does not say), details (the store's own counters: corrupt, evicted, ...),
     namespaces (namespace, label, identity, objects, bytes, pools: pool,
     objects, bytes; null with --quick). With jsonl the same on one line.
     """
@@ -127,6 +131,7 @@ def _describe(target: Target, store: StorageBackend) -> dict[str, Any]:
         "payload_bytes": usage.payload_bytes,
         "used_bytes": usage.used_bytes,
         "capacity_bytes": usage.capacity_bytes,
+        **{name: usage.details.get(name) for name in _WORTH},
         "details": dict(usage.details),
     }
 
@@ -163,7 +168,8 @@ def _print(record: dict[str, Any]) -> None:
         ("payload", size_text(record["payload_bytes"])),
         ("used", size_text(record["used_bytes"]) + share),
         ("capacity", size_text(capacity) if capacity else "no cap"),
-        *((name.replace("_", " "), _text(value)) for name, value in record["details"].items()),
+        ("restorable", _worth(record)),
+        *((name.replace("_", " "), _text(value)) for name, value in record["details"].items() if name not in _WORTH),
     ]
     for name, value in rows:
         if value:
@@ -172,6 +178,15 @@ def _print(record: dict[str, Any]) -> None:
     to.print(shown)
     if record["namespaces"]:
         to.print(_pools(record["namespaces"]))
+
+
+def _worth(record: dict[str, Any]) -> str:
+    """What can be restored of the payload, and what cannot; empty where the store does not say."""
+    restorable, dead, orphans = (record[name] for name in _WORTH)
+    if None in (restorable, dead, orphans):
+        return ""
+    share = f" ({restorable / (restorable + dead):.0%})" if restorable + dead else ""
+    return f"{size_text(restorable)}{share}, dead {size_text(dead)}, {count_text(orphans, 'orphan')}"
 
 
 def _pools(namespaces: list[dict[str, Any]]) -> Any:

@@ -26,6 +26,7 @@ DEFAULT_DIRECTORY: Final = "/var/lib/tiercache"
 LIVE: Final = "grpc"
 _LOCAL: Final = ("file", "lmdb")
 _KEPT: Final = "kept"
+_LOOKED_AT: Final = "is being looked at"
 _FORMAT_BYTES: Final = 4096
 _CREDENTIALS: Final = struct.Struct("3i")
 """Of SO_PEERCRED: process, user, group."""
@@ -62,9 +63,12 @@ def resolve(text: str, mac_key: str = "") -> Target:
 
 
 @contextmanager
-def opened(target: Target) -> Iterator[StorageBackend]:
-    """The store, open as it lies there: nothing is evicted, shrunk or grown by that. Raises UnreachableError where no daemon answers."""
-    with _open(target) as store:
+def opened(target: Target, *, change: bool = False) -> Iterator[StorageBackend]:
+    """The store, open as it lies there: nothing is evicted, shrunk or grown by that, and without `change` not a byte of it is written.
+
+    A daemon writes what it likes. Raises UnreachableError where no daemon answers.
+    """
+    with _open(target, {"access": "write"} if change and target.kind in _LOCAL else {}) as store:
         try:
             yield store
         except StorageError as error:
@@ -79,12 +83,14 @@ def check_reached(target: Target, store: StorageBackend, cause: BaseException | 
         raise UnreachableError(f"{target.name} does not answer{why}") from cause
 
 
-def _open(target: Target) -> StorageBackend:
+def _open(target: Target, more: Mapping[str, str]) -> StorageBackend:
     # What it warns of is raised here, too, and said once.
     logging.getLogger("tiercache_backends.grpc").addHandler(logging.NullHandler())
     try:
-        return open_backend(target.section)
+        return open_backend({**target.section, **more})
     except StoreLockedError as error:
+        if _LOOKED_AT in str(error):
+            raise
         pid = _owner_of(target.directory)
         above = os.path.dirname(target.directory.rstrip("/"))
         if _listener(os.path.join(above, "run"))[0]:
@@ -119,8 +125,9 @@ def _of_url(url: str, mac_key: str) -> Target:
             parse_size(section["capacity"])
         if directory and not os.path.lexists(os.path.join(directory, "format")):
             raise ConfigError(f"{clean(directory)} holds no tiercache store; look for the directory that has a file named format")
-        # Whatever the URL says: a look at a store must not resize it.
+        # Whatever the URL says: a look at a store must not resize it, and only some verbs may change it.
         section["capacity"] = _KEPT
+        section.pop("access", None)
         if mac_key:
             section["mac_key"] = os.path.abspath(mac_key)
     elif mac_key:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Annotated, Any, Final
 
 import typer
@@ -31,6 +33,7 @@ from tiercache.cli.store.reading import Checked, Reading
 from tiercache.cli.store.removal import remove
 from tiercache.cli.store.target import Target, check_reached, opened, resolve
 from tiercache.core import ObjectKey, Outcome
+from tiercache.errors import StoreDamagedError
 from tiercache.storage.base import ScanEntry, StorageBackend
 
 _WORDS: Final = {
@@ -47,7 +50,9 @@ _RESULTS: Final = ("ok", "corrupt", "missing", "unreadable", "orphan")
 
 def verify(
     store: StoreOption = "",
-    repair: Annotated[bool, typer.Option("--repair", help="Delete orphans as well: objects of pages whose ancestors are gone.")] = False,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Remove what is corrupt, and orphans: objects of pages whose ancestors are gone.")
+    ] = False,
     namespace: NamespaceOption = "",
     pool: PoolOption = "",
     depth: DepthOption = "",
@@ -60,10 +65,16 @@ def verify(
 ) -> None:
     """Read every object and check it. Exit code 4 if one was corrupt, 1 if one could not be read.
 
-    A store drops what it finds corrupt, so that it is stored anew the next
-    time; a second run then finds nothing. Orphans are objects that nothing can
-    reach, because a page in front of them is gone: they take room and do no
-    harm, and are of use again once that page is stored anew.
+    Corrupt is also what lay in a slab that is missing or was cut, and a catalog
+    that is damaged. Of a stopped store nothing is changed, so that every run
+    says the same until --repair removes what is corrupt and writes a damaged
+    catalog anew; that run still has exit code 4, and the next one 0. A daemon
+    cannot be looked at only: it drops what it finds corrupt by itself, so that
+    it is stored anew the next time, and a second run finds nothing.
+
+    Orphans are objects that nothing can reach, because a page in front of them
+    is gone: they take room and do no harm, and are of use again once that page
+    is stored anew.
 
         tiercache verify -s /var/lib/tiercache
 
@@ -72,7 +83,8 @@ def verify(
     JSON fields: found (the objects that are not ok: result = corrupt, missing,
     unreadable or orphan; action = dropped, listed, deleted or none; and the
     fields of ls), summary (objects, bytes, seconds, bytes_per_second, ok,
-    corrupt, missing, unreadable, orphan, repaired). With jsonl each of found on
+    corrupt, missing, unreadable, orphan, repaired, catalog = sound or damaged).
+    With jsonl each of found on
     a line as it is found, and a last line with summary.
     """
     wanted = make_filter(
@@ -81,11 +93,24 @@ def verify(
     target = resolve(store, mac_key)
     tally = Tally()
     found: list[dict[str, Any]] = []
-    with opened(target) as opened_store:
+    listed: list[ScanEntry] = []
+    if repair and not target.live:
+        # A store that opens to be changed lets go of what has no place any more; here it is still told.
+        tally.damaged = True
+        with suppress(StoreDamagedError), opened(target) as looked:
+            tally.damaged = False
+            listed = list(looked.scan_all())
+            tally.look(looked)
+    with _opened(target, repair) as opened_store:
+        tally.look(opened_store)
         everything = list(opened_store.scan_all())
+        there = {entry.key.digest for entry in everything}
+        dropped = list(wanted.scan(opened_store, [entry for entry in listed if entry.key.digest not in there]))
         wanted_entries = list(wanted.scan(opened_store, everything))
         orphans = 0
-        for record in _all(target, opened_store, everything, wanted_entries, repair, tally):
+        tally.counts["corrupt"] += len(dropped)
+        records = _all(target, opened_store, everything, wanted_entries, repair, tally)
+        for record in chain((_record("corrupt", "dropped", entry) for entry in dropped), records):
             orphans += record["result"] == "orphan"
             if output is Output.JSONL:
                 line(record)
@@ -94,10 +119,21 @@ def verify(
             elif orphans <= _ORPHANS:
                 _print(record)
     _finish(found, tally.summary(), output)
-    if tally.counts["corrupt"]:
+    if tally.counts["corrupt"] or tally.damaged:
         raise typer.Exit(EXIT_CORRUPT)
     if tally.counts["unreadable"]:
         raise typer.Exit(1)
+
+
+@contextmanager
+def _opened(target: Target, repair: bool) -> Iterator[StorageBackend]:
+    """The store; one that cannot even be looked at is corrupt."""
+    try:
+        with opened(target, change=repair) as store:
+            yield store
+    except StoreDamagedError as error:
+        typer.echo(f"{clean(str(error))}; verify --repair does", err=True)
+        raise typer.Exit(EXIT_CORRUPT) from error
 
 
 @dataclass(slots=True)
@@ -110,6 +146,12 @@ class Tally:
     counts: Counter[str] = field(default_factory=Counter)
     nbytes: int = 0
     seconds: float = 0.0
+    damaged: bool = False
+    """Is the catalog damaged, or was it until this run?"""
+
+    def look(self, store: StorageBackend) -> None:
+        """Note what the store says of its catalog."""
+        self.damaged |= bool(store.usage().details.get("catalog_damaged"))
 
     def summary(self) -> dict[str, Any]:
         """Its fields for JSON."""
@@ -119,6 +161,7 @@ class Tally:
             "seconds": round(self.seconds, 6),
             "bytes_per_second": round(self.nbytes / self.seconds) if self.seconds else 0,
             **{name: self.counts[name] for name in (*_RESULTS, "repaired")},
+            "catalog": "damaged" if self.damaged else "sound",
         }
 
 
@@ -154,7 +197,7 @@ def _all(
 def _bad(store: StorageBackend, bad: Sequence[Checked], gone: set[bytes]) -> Iterator[dict[str, Any]]:
     there = store.exists([checked.entry.key for checked in bad]) if bad else []
     for (entry, outcome), still in zip(bad, there, strict=True):
-        if not still:
+        if not still or outcome is Outcome.CORRUPT:
             gone.add(entry.key.digest)
         action = "none" if outcome is not Outcome.CORRUPT else "listed" if still else "dropped"
         yield _record(_WORDS[outcome], action, entry)
@@ -169,7 +212,7 @@ def _orphans(store: StorageBackend, everything: Sequence[ScanEntry], wanted: set
     layouts = {(entry.key.pool, entry.key.layout) for page in forest.pages.values() for entry in page.pages}
     absent = sorted({missing for entry in lost if (missing := forest.cut_off_by(entry)) is not None})
     keys = [ObjectKey(pool, layout + page) for page in absent for pool, layout in sorted(layouts)]
-    came = {key.page_key for key, there in zip(keys, store.exists(keys), strict=True) if there}
+    came = {key.page_key for key, there in zip(keys, store.exists(keys), strict=True) if there and key.digest not in gone}
     return forest.removal_order(entry for entry in lost if entry.key.digest in wanted and forest.cut_off_by(entry) not in came)
 
 
@@ -203,5 +246,7 @@ def _finish(found: list[dict[str, Any]], summary: dict[str, Any], output: Output
         if summary["orphan"] > _ORPHANS:
             console().print(f"and {summary['orphan'] - _ORPHANS:,} more orphans, which -o jsonl lists", markup=False)
         console().print(f"{count_text(summary['objects'], 'object')}, {size_text(summary['bytes'])}, {rate}: {parts}", markup=False)
+        if summary["catalog"] == "damaged":
+            console().print("the catalog was damaged: what could be read of it is listed, and --repair writes it anew", markup=False)
         if summary["orphan"] > summary["repaired"]:
             console().print("orphans cannot be reached any more; verify --repair deletes them", markup=False)

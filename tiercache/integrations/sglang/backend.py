@@ -6,6 +6,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from threading import Lock
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
@@ -23,9 +24,10 @@ from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
 from tiercache.core import HitPolicy, ObjectMeta, Outcome, PoolName, PoolPresence, Reason, restorable_prefixes
 from tiercache.errors import ConfigError, StorageError
+from tiercache.integrations.parents import Once, Successions
 from tiercache.integrations.settings import settings_of
 from tiercache.integrations.sglang.keys import PageKeys
-from tiercache.integrations.sglang.pools import HostPages, flat_bytes, kind_of
+from tiercache.integrations.sglang.pools import HostPages, flat_bytes, is_trailing, kind_of
 from tiercache.integrations.sglang.server import Server
 from tiercache.integrations.sglang.traffic import Traffic
 from tiercache.keys import Shard, namespace_of
@@ -43,6 +45,11 @@ _OF_SGLANG: Final = frozenset({
 _POLICIES: Final = {PoolHitPolicy.ALL_PAGES: HitPolicy.ALL_PAGES, PoolHitPolicy.TRAILING_PAGES: HitPolicy.TRAILING_PAGES}
 _KV: Final = PoolName.KV.value
 _DELETE_AT_ONCE: Final = 1024
+
+_UNTOLD: Final = (
+    "tiercache: SGLang does not say which pages come before those that it writes. What queries tell makes up for a part of that, but a full"
+    " store keeps less that can be restored; in %s set %shicache_storage_pass_prefix_keys to true"
+)
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -93,6 +100,8 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         self._settings = settings_of(_PLACE, {key: value for key, value in extra.items() if key not in _OF_SGLANG})
         self._pools: dict[str, HostPages] = {}
         self._unkept: dict[str, str] = {}
+        self._successions = Successions()
+        self._untold = Once()
         self._traffic = Traffic(sampled=storage_config.enable_storage_metrics)
         self._closing = Lock()
         self._closed = False
@@ -127,7 +136,8 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
             raise ConfigError(
                 f"tiercache cannot keep this model: its host pool {type(mem_pool_host).__name__} shows no pages ({error})"
             ) from error
-        self._store.register_namespace(NamespaceRecord(self._namespace, identity.public_record()))
+        self._record = NamespaceRecord(self._namespace, identity.public_record())
+        self._store.register_namespace(self._record)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         """A sidecar's pool, or the anchor once more; also after the attach."""
@@ -161,8 +171,16 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         flat = name == _KV and self._flat_kv
         made = HostPages(name, pool, self._namespace, self._server, self._shard(name, pool), flat=flat)
         self._pools[name] = made
+        if is_trailing(name):
+            self._needs_states()
         how = "zero copy" if made.zero_copy else "page by page"
         _log.info("tiercache: pool %s, layout %s, %d bytes a page, %s", name, getattr(pool, "layout", "?"), made.nbytes, how)
+
+    def _needs_states(self) -> None:
+        """Tell the store, once, that KV alone restores nothing."""
+        if not self._record.states:
+            self._record = replace(self._record, states=True)
+            self._store.register_namespace(self._record)
 
     def _shard(self, name: str, pool: Any) -> Shard:
         """Whose part of a page a pool holds. Latent attention is the same on all tensor-parallel ranks; states and heads are not."""
@@ -177,7 +195,9 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
     @_never_raises(lambda *_, **__: 0)
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
         """The leading run of stored pages of the KV."""
-        found = self._store.exists(self._pools[_KV].objects(self._keys.of(keys)))
+        page_keys = self._keys.of(keys)
+        self._note(page_keys, extra_info)
+        found = self._store.exists(self._pools[_KV].objects(page_keys))
         return found.index(False) if False in found else len(found)
 
     def exists(self, key: str) -> bool:
@@ -196,6 +216,7 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         names = [_KV, *(str(t.name) for t in transfers)]
         pools = [self._pools.get(name) for name in names]
         page_keys = self._keys.of(keys)
+        self._note(page_keys, extra_info)
         wanted = [key for pool in pools if pool is not None for key in pool.objects(page_keys)]
         found = np.array(self._store.exists(wanted), np.bool_)
         if self._store.outage() is not Reason.NONE:
@@ -205,6 +226,8 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         for name, pool, transfer in zip(names, pools, [None, *transfers], strict=True):
             mask = next(masks) if pool is not None else np.zeros(len(keys), np.bool_)
             policy = HitPolicy.ALL_PAGES if transfer is None else _POLICIES.get(transfer.hit_policy)
+            if policy is HitPolicy.TRAILING_PAGES:
+                self._needs_states()
             if policy is None:
                 policy, mask = HitPolicy.ALL_PAGES, np.zeros(len(keys), np.bool_)
             presence[name] = PoolPresence(policy, mask, max(1, len(transfer.keys or ())) if transfer is not None else 1)
@@ -231,7 +254,13 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
 
     @_never_raises(_none_of_each)
     def batch_set_v2(self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None) -> dict[str, list[bool]]:
-        """Objects of sidecar pools out of these."""
+        """Objects of sidecar pools out of these.
+
+        Those of a pool that goes page by page with the KV come first, and all in one call, so their order is worth noting.
+        """
+        for t in transfers:
+            if getattr(t, "indices_from_pool", None) == _KV and t.keys:
+                self._note(self._keys.of(t.keys), None)
         return {t.name: self._sidecar(t, functools.partial(self._set, extra=extra_info)) for t in transfers}
 
     @_never_raises(lambda keys, *_, **__: [None] * len(keys))
@@ -290,6 +319,8 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
     def _sidecar(self, transfer: PoolTransfer, work: Callable[[HostPages, list[str], torch.Tensor], list[bool]]) -> list[bool]:
         """The work on one pool; a pool that fails, or is not kept, fails alone."""
         keys, pool = list(transfer.keys or ()), self._pools.get(str(transfer.name))
+        if _POLICIES.get(transfer.hit_policy) is HitPolicy.TRAILING_PAGES:
+            self._needs_states()
         if pool is None:
             return [False] * len(keys)
         try:
@@ -311,7 +342,7 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
 
     def _set(self, pool: HostPages, keys: Sequence[str], indices: torch.Tensor, extra: HiCacheStorageExtraInfo | None = None) -> list[bool]:
         pages = pool.pages(indices, len(keys))
-        before = extra.prefix_keys[-1] if extra is not None and extra.prefix_keys else None
+        before = extra.prefix_keys if extra is not None else None
         if pool.zero_copy:
             return self._write(pool, keys, pool.buffers(indices, len(keys)), before)
         # A flat page is a copy, so what is there already is not made.
@@ -336,20 +367,22 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         pool: HostPages,
         keys: Sequence[str],
         buffers: Sequence[list[memoryview]],
-        before: str | None = None,
+        before: Sequence[str] | None = None,
         chosen: Sequence[int] | None = None,
     ) -> list[bool]:
         """Store pages: those of all `keys`, or the `chosen` ones among them.
 
-        One of the KV hangs on the page before it, everything else on the page on which it ends.
+        `before` are the keys before these from the sequence start, where SGLang tells them. One of the KV hangs on the page before it,
+        everything else on the page on which it ends.
         """
         page_keys = self._keys.of(keys)
         parents: Sequence[bytes | None] = page_keys
         if pool.name == _KV:
-            parents = [self._keys.of([before])[0] if before is not None else None, *page_keys[:-1]]
+            parents = self._parents(page_keys, before)
+        first = len(before) + 1 if before is not None and pool.name == _KV else None
         objects = pool.objects(page_keys)
         items = [
-            SetItem(objects[i], views, ObjectMeta(self._namespace, pool.nbytes, b"", parents[i]))
+            SetItem(objects[i], views, ObjectMeta(self._namespace, pool.nbytes, b"", parents[i], None if first is None else first + i))
             for i, views in zip(range(len(keys)) if chosen is None else chosen, buffers, strict=True)
         ]
         start = time.perf_counter()
@@ -358,3 +391,18 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         stored = outcomes.count(Outcome.STORED)
         self._traffic.wrote(pool.name, len(items), stored, stored * pool.nbytes, time.perf_counter() - start)
         return kept
+
+    def _parents(self, page_keys: Sequence[bytes], before: Sequence[str] | None) -> list[bytes | None]:
+        """On which page each page of a write hangs."""
+        if before is None:
+            if self._untold.first():
+                _log.warning(_UNTOLD, _PLACE, "" if not self._flat_kv else "interface_v1 to 1 and ")
+            return self._successions.parents(page_keys)
+        last = self._keys.of(before[-1:])
+        self._successions.note([*last, *page_keys])
+        return [last[0] if last else None, *page_keys[:-1]]
+
+    def _note(self, page_keys: Sequence[bytes], extra: HiCacheStorageExtraInfo | None) -> None:
+        """What a query says in passing: its pages are one sequence."""
+        before = extra.prefix_keys if extra is not None else None
+        self._successions.note([*self._keys.of((before or [])[-1:]), *page_keys])

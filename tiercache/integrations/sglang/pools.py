@@ -39,6 +39,9 @@ _KINDS: Final = {
 }
 
 
+_TRAILING: Final = frozenset({"mamba", "swa", "auxiliary_swa", "draft_swa"})
+"""Pools of which a prefix needs the last pages only."""
+
 _BUFFERS: Final = (
     "kv_buffer", "k_buffer", "v_buffer", "temporal_buffer", "conv_buffer", "index_k_buffer", "index_k_scale_buffer",
     "index_k_with_scale_buffer",
@@ -49,6 +52,11 @@ _BUFFERS: Final = (
 def kind_of(name: Any) -> PoolName | None:
     """The cache kind that a pool of SGLang's stands for; None for one that is not kept."""
     return _KINDS.get(str(getattr(name, "value", name)))
+
+
+def is_trailing(name: Any) -> bool:
+    """Does a prefix need only the last pages of this pool of SGLang's, and at least one of them?"""
+    return str(getattr(name, "value", name)) in _TRAILING
 
 
 class HostPages:

@@ -15,6 +15,7 @@ from tiercache.core import ObjectKey, ObjectMeta, PoolName
 from tiercache.errors import ConfigError
 from tiercache.integrations.settings import StoreSettings
 from tiercache.keys import Shard, layout_digest, namespace_of, object_key
+from tiercache.storage.base import NamespaceRecord
 
 _OF_MODELS: Final = frozenset({"bfloat16", "float16", "float32"})
 """Dtypes of KV that are the model's own, and so that of its states unless the engine was told otherwise."""
@@ -23,7 +24,7 @@ _GROUP_BYTES: Final = 4
 
 
 class Keys:
-    """The keys of one engine: `namespace` of its `identity`, and a layout for each of its groups.
+    """The keys of one engine: `namespace` of its `identity`, the `record` of it for a store, and a layout for each of its groups.
 
     Whoever runs the same vLLM on the same model in the same way has the same keys, so data-parallel replicas do. `row_bytes`: of a row of
     the primary tier, which is what is stored: the bytes of all workers for one chunk of one group, and padding.
@@ -40,13 +41,16 @@ class Keys:
                 " 'none' for a model that has none"
             )
         self.namespace: Final = namespace_of(self.identity)
+        self.record: Final = NamespaceRecord(self.namespace, self.identity.public_record(), states=windows)
         self.row_bytes: Final = row_bytes
         # By the index in vLLM's own list of groups, which may have more than are offloaded.
-        self._groups: Final = {group.group_id: group for group in config.groups}
+        per_chunk = config.cache.blocks_per_chunk
+        self._chunks: Final = {group.group_id: group.tokens_per_block * per_chunk for group in config.groups}
+        paged = {self._chunks[group.group_id] for group in config.groups if group.sliding_window_size_in_chunks is None}
+        self._page_chunk: Final = paged.pop() if len(paged) == 1 else 0
         self._layouts: Final[Mapping[int, tuple[PoolName, bytes]]] = {
             group.group_id: _layout(config, group, row_bytes) for group in config.groups
         }
-        self._blocks_per_chunk: Final = config.cache.blocks_per_chunk
 
     def of(self, key: bytes) -> ObjectKey | None:
         """The object of an offload key; None for a key that this engine cannot have made."""
@@ -54,23 +58,31 @@ class Keys:
         if not block_hash or found is None:
             return None
         pool, layout = found
-        return object_key(pool, layout, blake3(block_hash, key=self.namespace).digest())
+        return object_key(pool, layout, self._page_key(key))
 
-    def metas(self, keys: Sequence[bytes], objects: Sequence[ObjectKey], ends: Sequence[int | None]) -> list[ObjectMeta]:
-        """What a store keeps beside `objects`, those of `keys`. `ends`: the tokens up to the end of each, where they are known.
+    def metas(self, keys: Sequence[bytes], objects: Sequence[ObjectKey], ends: Mapping[bytes, int]) -> list[ObjectMeta]:
+        """What a store keeps beside `objects`, those of `keys`. `ends`: the tokens up to the end of keys of the request, as far as known.
 
-        A page depends on the page before it, where that is among `keys`; what belongs to a window depends on the page on which it ends.
+        A page depends on the page of its group before it; what belongs to a window depends on the page on which it ends, if pages end
+        there. Depths count chunks, so that a page is one deeper than the page that it depends on.
         """
-        groups = [self._groups[_group_of(key)] for key in keys]
-        pages = {(group.group_id, end): page.page_key for group, page, end in zip(groups, objects, ends, strict=True)}
+        places = {(_group_of(key), end): key for key, end in ends.items()}
         metas: list[ObjectMeta] = []
-        for group, page, end in zip(groups, objects, ends, strict=True):
-            parent = page.page_key if page.pool is PoolName.SWA else None
-            if parent is None and end is not None:
-                parent = pages.get((group.group_id, end - group.tokens_per_block * self._blocks_per_chunk))
-            depth = None if end is None else end // self.identity.page_size
+        for key, page in zip(keys, objects, strict=True):
+            end, chunk = ends.get(key), self._chunks[_group_of(key)]
+            parent = None
+            if page.pool is PoolName.SWA:
+                chunk = self._page_chunk
+                if chunk and end is not None and end % chunk == 0:
+                    parent = page.page_key
+            elif end is not None and (before := places.get((_group_of(key), (end - 1) // chunk * chunk))) is not None:
+                parent = self._page_key(before)
+            depth = None if end is None or not chunk else -(-end // chunk)
             metas.append(ObjectMeta(self.namespace, self.row_bytes, b"", parent, depth))
         return metas
+
+    def _page_key(self, key: bytes) -> bytes:
+        return blake3(key[:-_GROUP_BYTES], key=self.namespace).digest()
 
 
 def _group_of(key: bytes) -> int:

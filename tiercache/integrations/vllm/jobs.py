@@ -156,8 +156,7 @@ class Jobs:
         with ExitStack() as views:
             parts = self._parts(job, views)
             started = time.monotonic()
-            ends = [job.req_context.get_offload_key_position(part.key) for part in parts]
-            metas = self._keys.metas([part.key for part in parts], [part.object for part in parts], ends)
+            metas = self._keys.metas([part.key for part in parts], [part.object for part in parts], _ends(job))
             outcomes = self._store.set([SetItem(part.object, [part.row], meta) for part, meta in zip(parts, metas, strict=True)])
         kept = {part.key for part, outcome in zip(parts, outcomes, strict=True) if outcome in (Outcome.STORED, Outcome.HIT)}
         return self._over(job, started, kept)
@@ -180,6 +179,15 @@ class Jobs:
         seconds, nbytes = time.monotonic() - started, len(done) * self._keys.row_bytes
         kept = tuple(done) if missing and job.is_promotion else None
         return Ended(job, JobResult(job.job_id, not missing, kept or None, seconds, nbytes), missing)
+
+
+def _ends(job: TransferJob) -> dict[OffloadKey, int]:
+    """The tokens up to the end of the request's keys, those of earlier jobs included where this vLLM shows them."""
+    told = getattr(job.req_context, "_offload_key_positions", None)
+    if isinstance(told, dict):
+        return told.copy()  # in one step: the scheduler adds to it
+    ends = {key: job.req_context.get_offload_key_position(key) for key in job.keys}
+    return {key: end for key, end in ends.items() if end is not None}
 
 
 def _started(threads: int, name: str) -> ThreadPoolExecutor:

@@ -27,7 +27,7 @@ from tiercache.errors import ConfigError
 from tiercache.integrations.settings import settings_of
 from tiercache.integrations.vllm.identity import Keys
 from tiercache.integrations.vllm.jobs import Jobs
-from tiercache.storage.base import NamespaceRecord, StorageBackend
+from tiercache.storage.base import StorageBackend
 
 _log = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM has no 
             # The scheduler's process opens the store, and every data-parallel replica has a scheduler.
             self._store = chosen.open(str(parallel.data_parallel_index), parallel.data_parallel_size)
             undo.callback(self._store.close)
-            self._store.register_namespace(NamespaceRecord(keys.namespace, keys.identity.public_record()))
+            self._store.register_namespace(keys.record)
             self._jobs = Jobs(self._store, keys, primary_kv_view, most)
             undo.callback(self._jobs.close)
             self._lookups = _Lookups(self._store, keys, tier_type)

@@ -14,8 +14,8 @@ A test of something that a backend does not declare in its `Capabilities` is ski
 import pytest
 
 _THEMES = (
-    "attaching", "batches", "damage", "describing", "eviction", "figures", "full_disk", "objects", "persistence", "refusals", "sharing",
-    "threads",
+    "attaching", "batches", "damage", "describing", "eviction", "figures", "full_disk", "objects", "persistence", "refusals",
+    "restorable", "sharing", "threads",
 )  # fmt: skip
 pytest.register_assert_rewrite(*(f"{__name__}.{theme}" for theme in _THEMES))
 
@@ -30,6 +30,7 @@ from tiercache.testing.conformance.hooks import BackendHooks
 from tiercache.testing.conformance.objects import Objects
 from tiercache.testing.conformance.persistence import Persistence
 from tiercache.testing.conformance.refusals import Refusals
+from tiercache.testing.conformance.restorable import Restorable
 from tiercache.testing.conformance.sharing import Sharing
 from tiercache.testing.conformance.threads import Threads
 
@@ -37,7 +38,7 @@ __all__ = ["BackendConformance", "BackendHooks"]
 
 
 class BackendConformance(
-    Objects, Batches, Refusals, Damage, FullDisk, Figures, Describing, Threads, Eviction, Persistence, Sharing, Attaching
+    Objects, Batches, Refusals, Damage, FullDisk, Figures, Describing, Threads, Eviction, Restorable, Persistence, Sharing, Attaching
 ):
     """Subclass it, supply the hooks (see `BackendHooks`), and pytest runs the contract over your store.
 

@@ -23,11 +23,12 @@ class Describing(BackendHooks):
     def test_it_says_what_a_scan_says_in_the_order_of_the_keys(self, store: StorageBackend) -> None:
         state = state_of("b")
         items = [
+            to_set(key("parent"), payload("parent", 100), depth=6),
             to_set(key("a"), payload("a", 5000), parent=page_key("parent"), depth=7),
-            to_set(key("b"), payload("b", 100)),
+            to_set(key("b"), payload("b", 100), namespace=OTHER_NAMESPACE),
             to_set(state, payload("state", 9000), namespace=OTHER_NAMESPACE, parent=state.page_key, depth=0),
         ]
-        assert store.set(items) == [STORED] * 3
+        assert store.set(items) == [STORED] * 4
         scanned = {entry.key: entry for entry in store.scan_all()}
         asked = [state, key("x"), key("a"), state, key("b"), key("x"), key("a")]
         assert store.describe(asked) == [scanned.get(k) for k in asked]

@@ -13,7 +13,7 @@ from tiercache.core import ObjectKey
 from tiercache.storage.base import StorageBackend
 from tiercache.testing.conformance.hooks import HIT, MISS, STORED, THROTTLED, BackendHooks
 from tiercache.testing.conformance.threads import run_all
-from tiercache.testing.objects import chain, content, fetch, key, payload, put, state_of, to_get, to_set
+from tiercache.testing.objects import OTHER_NAMESPACE, chain, content, fetch, key, payload, put, state_of, to_get, to_set
 
 SIZE = 60_000
 
@@ -73,7 +73,8 @@ class Eviction(BackendHooks):
         order: list[ObjectKey] = []
         watched = [k for k, _ in pages] + [state]
         for n in range(300):
-            put(bounded, key(n), payload(n, SIZE))
+            # Of a namespace without states: there every page is of use.
+            assert bounded.set([to_set(key(n), payload(n, SIZE), namespace=OTHER_NAMESPACE)]) == [STORED]
             gone = [k for k, there in zip(watched, bounded.exists(watched), strict=True) if not there and k not in order]
             order += sorted(gone, key=watched.index, reverse=True)
         assert set(order) == set(watched)

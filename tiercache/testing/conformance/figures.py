@@ -18,12 +18,13 @@ class Figures(BackendHooks):
     def test_a_scan_names_everything_once(self, store: StorageBackend) -> None:
         state = key("b", PoolName.MAMBA)
         items = [
+            to_set(key("parent"), payload("parent", 100), depth=6),
             to_set(key("a"), payload("a", 5000), parent=page_key("parent"), depth=7),
             to_set(state, payload("b", 100), namespace=OTHER_NAMESPACE, parent=state.page_key),
         ]
         store.set([*items, items[0]])
         assert _sorted(self._scan(store)) == _sorted(self._expected(items))
-        assert [e.key for e in store.scan_all(NAMESPACE)] == [key("a")]
+        assert sorted(e.key for e in store.scan_all(NAMESPACE)) == sorted([key("parent"), key("a")])
         assert [e.key for e in store.scan_all(OTHER_NAMESPACE)] == [state]
         assert list(store.scan_all(bytes(32))) == []
 
@@ -34,7 +35,7 @@ class Figures(BackendHooks):
             meta[0],
             replace(meta[1], depth=0),
             replace(meta[2], depth=2**32 - 1),
-            replace(meta[3], parent=bytes(32)),
+            replace(meta[3], parent=items[0].key.page_key),
             replace(meta[4], namespace=b"n"),
             replace(meta[5], namespace=bytes(64)),
         ]
@@ -97,6 +98,17 @@ class Figures(BackendHooks):
         store.delete([key("a"), key("b")])
         assert len(store.namespaces()) == len(records)
 
+    def test_that_there_are_states_is_never_taken_back(self, store: StorageBackend) -> None:
+        plain, hybrid = NamespaceRecord(NAMESPACE, {"model": "m"}), NamespaceRecord(NAMESPACE, {"model": "m"}, states=True)
+        store.register_namespace(plain)
+        store.register_namespace(NamespaceRecord(OTHER_NAMESPACE, {}))
+        assert _states(store) == {NAMESPACE: False, OTHER_NAMESPACE: False}
+        for record in (hybrid, plain, hybrid, plain):
+            store.register_namespace(record)
+            assert _states(store) == {NAMESPACE: True, OTHER_NAMESPACE: False}
+        [found] = [record for record in store.namespaces() if record.namespace == NAMESPACE]
+        assert found.identity["model"] == "m"
+
     def test_flush(self, store: StorageBackend) -> None:
         store.flush()
         put(store, key("a"), payload("a", 10))
@@ -109,6 +121,10 @@ class Figures(BackendHooks):
 
     def _expected(self, items: list[SetItem]) -> list[tuple[ObjectKey, ObjectMeta]]:
         return [(item.key, self.scanned(item.meta)) for item in items]
+
+
+def _states(store: StorageBackend) -> dict[bytes, bool]:
+    return {record.namespace: record.states for record in store.namespaces()}
 
 
 def _sorted(found: list[tuple[ObjectKey, ObjectMeta]]) -> list[tuple[ObjectKey, ObjectMeta]]:

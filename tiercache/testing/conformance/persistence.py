@@ -33,7 +33,7 @@ class Persistence(BackendHooks):
             store.register_namespace(record)
         for n, size in enumerate(SIZES):
             put(store, key(n), payload(n, size))
-        store.set([to_set(k, payload(k, 5000), parent=parent, depth=9) for k, parent in chain("s", 5)])
+        store.set([to_set(k, payload(k, 5000), parent=parent, depth=n) for n, (k, parent) in enumerate(chain("s", 5), 9)])
         store.delete([key(1)])
         put(store, key("spoiled"), payload("spoiled", 5000))
         self.corrupt(store, key("spoiled"))
@@ -50,6 +50,18 @@ class Persistence(BackendHooks):
             assert put(again, key("new"), payload("new", 5000)) is STORED
             assert put(again, key(1), payload("anew", 70_000)) is STORED
             self.check(again)
+
+    @pytest.mark.parametrize("how", ENDS)
+    def test_that_there_are_states_is_known_afterwards(self, store: StorageBackend, tmp_path: Path, how: str) -> None:
+        self.need(store, "persistent")
+        for namespace, states in ((NAMESPACE, True), (OTHER_NAMESPACE, False)):
+            store.register_namespace(NamespaceRecord(namespace, {"model": "m"}, states))
+            store.set([to_set(key(namespace), payload(namespace, 100), namespace=namespace)])
+        with self.end(store, tmp_path / "store", how) as again:
+            for _ in range(2):
+                assert {r.namespace: r.states for r in again.namespaces()} == {NAMESPACE: True, OTHER_NAMESPACE: False}
+                again.register_namespace(NamespaceRecord(NAMESPACE, {"model": "m"}))
+            assert {e.key: e.meta.namespace for e in again.scan_all()} == {key(n): n for n in (NAMESPACE, OTHER_NAMESPACE)}
 
     @pytest.mark.parametrize("how", ENDS)
     def test_again_and_again(self, store: StorageBackend, tmp_path: Path, how: str) -> None:

@@ -235,7 +235,7 @@ class ScanReply(_message.Message):
     def __init__(self, keys: _Optional[_Union[Keys, _Mapping]] = ..., metas: _Optional[_Iterable[_Union[ObjectMeta, _Mapping]]] = ..., stored_at: _Optional[_Iterable[float]] = ..., cursor: _Optional[bytes] = ...) -> None: ...
 
 class Namespace(_message.Message):
-    __slots__ = ("namespace", "texts", "numbers")
+    __slots__ = ("namespace", "texts", "numbers", "states")
     class TextsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -253,10 +253,12 @@ class Namespace(_message.Message):
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     TEXTS_FIELD_NUMBER: _ClassVar[int]
     NUMBERS_FIELD_NUMBER: _ClassVar[int]
+    STATES_FIELD_NUMBER: _ClassVar[int]
     namespace: bytes
     texts: _containers.ScalarMap[str, str]
     numbers: _containers.ScalarMap[str, int]
-    def __init__(self, namespace: _Optional[bytes] = ..., texts: _Optional[_Mapping[str, str]] = ..., numbers: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    states: bool
+    def __init__(self, namespace: _Optional[bytes] = ..., texts: _Optional[_Mapping[str, str]] = ..., numbers: _Optional[_Mapping[str, int]] = ..., states: _Optional[bool] = ...) -> None: ...
 
 class RegisterRequest(_message.Message):
     __slots__ = ("namespace",)

@@ -1,0 +1,311 @@
+"""What this process knows of an `lmdb` store's objects, in memory, so that it gives up what every store gives up first.
+
+The truth is in LMDB, and other processes change it. A mirror is read once, when the store is first full, and then kept up by what has a
+newer tick: `ages` says what was stored or used, the log of removals in `facts` what went. Every change has a tick of its own, and ticks
+rise from transaction to transaction, so nothing is missed. Who is behind the log, which is bounded, reads everything again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from functools import partial
+from threading import RLock
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from tiercache.policy import Lru
+from tiercache.storage.eviction import EvictionOrder
+from tiercache.storage.pages import column_of
+from tiercache.storage.residents import Loaded, Residents, Worth
+from tiercache_backends.lmdb.environment import Environment
+from tiercache_backends.lmdb.ledger import Ledger
+from tiercache_backends.lmdb.names import names_in
+from tiercache_backends.lmdb.records import FACTS, HALF, Facts, Record, gone_since, named_at, place_of, removals, tick_key, tick_of
+from tiercache_backends.local.failures import DAMAGE
+
+_AT_ONCE: Final = 4096
+_MOST_USED: Final = 1 << 16
+"""Reads that are remembered until the next transaction."""
+
+
+class Known(NamedTuple):
+    """What a part of a walk over all objects found, and the tick to go on with; 0 at the end."""
+
+    objects: list[tuple[bytes, Record]]
+    following: int
+    damaged: bool = False
+
+
+class Mirror:
+    """The objects of a store as of one transaction, and which of them go first.
+
+    In a write transaction: `keep_up`, then `evict` and what it needs, then `settled` or `undone`, with the lock held throughout.
+
+    Thread safety: any thread, under `lock`.
+    """
+
+    def __init__(self, environment: Environment) -> None:
+        self._in = environment
+        self.lock: Final = RLock()
+        self._leaving: list[tuple[int, bytes, bytes | None]] = []
+        self._used: deque[bytes] = deque(maxlen=_MOST_USED)
+        self._start_again()
+
+    def note(self, places: Iterable[bytes]) -> None:
+        """These objects were read; the next transaction reckons with it. Takes no lock: who reads waits for nobody."""
+        if self.is_read:
+            self._used.extend(places)
+
+    @property
+    def is_read(self) -> bool:
+        """Has everything been read?"""
+        return self._seen > 0
+
+    def read(self) -> None:
+        """Read all objects, outside of any transaction of the caller's. Raises OSError."""
+        self._start_again()
+        facts, spaces = self._in.read(self._facts)
+        found: dict[bytes, Record] = {}
+        tick, damaged = 1, self._in.is_damaged()
+        while tick:
+            some = self._in.read(partial(self._by_age, tick))
+            found.update(some.objects)
+            tick, damaged = some.following, damaged or some.damaged
+        if len(found) < facts.objects and not damaged:
+            # Earlier releases took the age of an object away where others depend on it.
+            self._in.read(partial(self._without_age, found))
+        ordered = sorted(found.items(), key=lambda entry: entry[1].tick)
+        records = [record for _, record in ordered]
+        known = [i for i, record in enumerate(records) if record.depends_on]
+        self._residents.load(
+            Loaded(
+                column_of([place_of(place) for place, _ in ordered], 2 * HALF).copy(),
+                column_of([record.parent for record in records], HALF).copy(),
+                np.array(known, np.int64),
+                np.array([record.number for record in records], np.uint64),
+                np.array([record.length for record in records], np.uint64),
+                np.array([record.depth for record in records], np.uint32),
+                np.array([record.namespace for record in records], np.uint32),
+            )
+        )
+        for number in spaces:
+            self._residents.require_states(number)
+        self._seen = facts.next_tick
+
+    def keep_up(self, txn: Any) -> bool:
+        """Take in what changed since; False where everything must be read again. Before anything is changed in a write transaction."""
+        facts = Facts.unpack(txn.get(FACTS, db=self._in.facts))
+        if not self._seen or facts.next_tick < self._seen or gone_since(txn, self._in.facts) > self._seen:
+            return False
+        self._touch()
+        if facts.next_tick == self._seen:
+            return True
+        if named_at(txn, self._in.facts) >= self._seen:
+            for space in self._facts(txn)[1]:
+                self._residents.require_states(space)
+        for tick, place, number in sorted([*removals(txn, self._in.facts, self._seen), *self._changes(txn)]):
+            row = self._residents.find(place_of(place))
+            if number:
+                if row >= 0 and self._residents.number[row] <= number:
+                    self._forget(row)
+                continue
+            value = txn.get(place, db=self._in.objects)
+            record = None if value is None else Record.unpack(value)
+            if record is None or record.tick != tick:
+                continue
+            if row >= 0 and self._residents.number[row] == record.number:
+                self._residents.renew(row)
+                continue
+            if row >= 0:
+                self._forget(row)
+            self._add(place, record)
+        self._seen = facts.next_tick
+        return True
+
+    def evict(self, ledger: Ledger, eviction: Eviction, held: Sequence[bytes], *, promising: bool) -> None:
+        """Give up objects in the transaction of `ledger`; the pages in `held`, and all before them, stay."""
+        nodes = [self._residents.hold(page) for page in held]
+        try:
+            self._order.evict(_Evicting(self, ledger, eviction), promising=promising)
+        finally:
+            for node in nodes:
+                self._residents.release(node)
+
+    @property
+    def unfinished(self) -> bool:
+        """Did an eviction leave a part of what it had to give up?"""
+        return self._order.unfinished
+
+    def sweep(self, ledger: Ledger, eviction: Eviction) -> None:
+        """Give up the rest of that, as far as one transaction may."""
+        self._order.sweep(_Evicting(self, ledger, eviction))
+
+    def settled(self) -> None:
+        """The transaction is through: what it gave up is gone."""
+        for row, _, _ in self._leaving:
+            self._residents.drop(row)
+        self._leaving = []
+
+    def undone(self) -> None:
+        """The transaction is not through: what it gave up is there."""
+        for row, digest, parent in reversed(self._leaving):
+            self._residents.enter(row, digest, parent)
+        self._leaving = []
+
+    def renew(self, places: Iterable[bytes]) -> None:
+        """A writer brought what is here. See `Residents.renew`."""
+        for place in places:
+            row = self._residents.find(place_of(place))
+            if row >= 0:
+                self._residents.renew(row)
+
+    def require_states(self, space: int) -> None:
+        """Prefixes of the namespace with this id need states."""
+        self._residents.require_states(space)
+
+    def depth(self, page: bytes) -> int:
+        """Pages up to the end of this one; 0 where that is not known."""
+        node = self._residents.pages.find(page)
+        return int(self._residents.pages.depth[node]) if node >= 0 else 0
+
+    def is_promising(self, page: bytes, space: int, *, hangs: bool) -> bool:
+        """See `Residents.is_promising`."""
+        node = self._residents.hold(page)
+        promising = self._residents.is_promising(node, space, hangs=hangs)
+        self._residents.release(node)
+        return promising
+
+    def worth(self) -> Worth:
+        """What the store holds, by what it is good for."""
+        return self._residents.worth()
+
+    def leave(self, row: int) -> None:
+        """Let an object leave; `settled` or `undone` follows."""
+        self._leaving.append((row, *self._residents.leave(row)))
+
+    def forget(self, row: int) -> None:
+        """Another process has removed this object."""
+        self._forget(row)
+
+    def spare(self, row: int) -> None:
+        """Never give up this object: it cannot be removed."""
+        self._residents.pins[row] += 1
+
+    def place(self, row: int) -> bytes:
+        """Where the object lies."""
+        return place_of(self._residents.digest(row))
+
+    def number(self, row: int) -> int:
+        """The object's number."""
+        return int(self._residents.number[row])
+
+    def _start_again(self) -> None:
+        self._residents = Residents()
+        self._order = EvictionOrder(self._residents, Lru())
+        self._leaving = []
+        self._seen = 0
+
+    def _add(self, place: bytes, record: Record) -> None:
+        residents, page = self._residents, place[:HALF]
+        node = residents.hold(page)
+        parent = residents.hold(record.depends_on) if record.depends_on else None
+        residents.add(place_of(place), node, parent, record.number, record.length, record.namespace, record.depth)
+        residents.release(node)
+        if parent is not None:
+            residents.release(parent)
+
+    def _touch(self) -> None:
+        for _ in range(len(self._used)):
+            row = self._residents.find(place_of(self._used.popleft()))
+            if row >= 0:
+                self._residents.touch(row)
+
+    def _forget(self, row: int) -> None:
+        self._residents.leave(row)
+        self._residents.drop(row)
+
+    def _facts(self, txn: Any) -> tuple[Facts, list[int]]:
+        facts = Facts.unpack(txn.get(FACTS, db=self._in.facts))
+        return facts, [name.number for name in names_in(self._in, txn).values() if name.states]
+
+    def _by_age(self, tick: int, txn: Any) -> Known:
+        """The next objects from a tick on. A walk over `objects` itself would end the process where one of its leaves is damaged."""
+        objects: list[tuple[bytes, Record]] = []
+        with txn.cursor(self._in.ages) as walk:
+            found = walk.set_range(tick_key(tick))
+            while found and len(objects) < _AT_ONCE:
+                tick, place = tick_of(walk.key()), bytes(walk.value())
+                try:
+                    value = txn.get(place, db=self._in.objects)
+                except DAMAGE:
+                    return Known(objects, tick + 1, damaged=True)  # no more can be read in this transaction
+                record = None if value is None else Record.unpack(value)
+                if record is not None and record.tick == tick:
+                    objects.append((place, record))
+                found = walk.next()
+            return Known(objects, tick_of(walk.key()) if found else 0)
+
+    def _without_age(self, found: dict[bytes, Record], txn: Any) -> None:
+        for key, value in txn.cursor(self._in.objects):
+            record = Record.unpack(value) if len(key) == 2 * HALF and bytes(key) not in found else None
+            if record is not None:
+                found[bytes(key)] = record
+
+    def _changes(self, txn: Any) -> Iterable[tuple[int, bytes, int]]:
+        with txn.cursor(self._in.ages) as walk:
+            found = walk.set_range(tick_key(self._seen))
+            while found:
+                yield tick_of(walk.key()), bytes(walk.value()), 0
+                found = walk.next()
+
+
+class Eviction:
+    """How much is to be given up in one transaction, and what has been: until `pages` are in use at most, `most` objects at most."""
+
+    def __init__(self, pages: int, most: int, damaged: set[bytes]) -> None:
+        self.pages = pages
+        self.most = most
+        self.damaged = damaged
+        """Places of objects that cannot be removed; one that turns out so is added, and its transaction is lost."""
+        self.objects = 0
+
+
+class _Evicting:
+    """See `eviction.Taker`.
+
+    Thread safety: that of its mirror.
+    """
+
+    def __init__(self, mirror: Mirror, ledger: Ledger, eviction: Eviction) -> None:
+        self._mirror = mirror
+        self._ledger = ledger
+        self._eviction = eviction
+
+    def take(self, rows: list[int]) -> None:
+        """Remove them, as far as they are there."""
+        for row in rows:
+            place = self._mirror.place(row)
+            if place in self._eviction.damaged:
+                self._mirror.spare(row)
+                continue
+            try:
+                record = self._ledger.find(place)
+                if record is None or record.number != self._mirror.number(row):
+                    self._mirror.forget(row)
+                    continue
+                self._ledger.remove(place, record)
+            except DAMAGE:
+                self._eviction.damaged.add(place)
+                raise
+            self._mirror.leave(row)
+            self._eviction.objects += 1
+
+    def enough(self) -> bool:
+        """Are there as many free pages as were wanted?"""
+        return self._ledger.used_pages() <= self._eviction.pages
+
+    def full(self) -> bool:
+        """May no more go in this transaction?"""
+        return self._eviction.objects >= self._eviction.most

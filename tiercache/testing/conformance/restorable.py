@@ -1,0 +1,247 @@
+"""Bounded stores: what is kept can be restored, and what never could be is refused or goes first."""
+
+# ruff: noqa: D102 (a test is named for what it checks)
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tiercache.core import ObjectKey, Outcome
+from tiercache.storage.base import NamespaceRecord, SetItem, StorageBackend
+from tiercache.testing.conformance.hooks import ERROR, STORED, THROTTLED, BackendHooks
+from tiercache.testing.objects import NAMESPACE, OTHER_NAMESPACE, chain, key, payload, put, state_of, to_set
+
+PAGE = 20_000
+HALF = PAGE // 2
+STATE = 30_000
+EVERY = 5
+"""Pages of a turn, which leaves a state behind its last one."""
+
+
+class Restorable(BackendHooks):
+    """Thread rule: as `BackendHooks`."""
+
+    def test_a_conversation_larger_than_the_store_keeps_its_beginning(self, bounded: StorageBackend) -> None:
+        turns = 2 * self.small // _nbytes(1)
+        last = _converse(bounded, "long", turns)
+        assert THROTTLED in last
+        depth = _restorable(bounded, "long", turns)
+        assert depth * PAGE > self.small // 3
+        assert _worth(bounded)[0] >= 0.9 * bounded.usage().payload_bytes
+        assert set(bounded.set(_turn("long", turns))) == {THROTTLED}, "what is behind the part that is not stored is worth nothing"
+        assert _restorable(bounded, "long", turns) == depth
+
+    def test_another_conversation_takes_over_from_its_end(self, bounded: StorageBackend) -> None:
+        turns = 2 * self.small // _nbytes(1)
+        _converse(bounded, "first", turns)
+        depth = _restorable(bounded, "first", turns)
+        assert set(_converse(bounded, "second", 6)) == {STORED}
+        assert _restorable(bounded, "second", 6) == 6 * EVERY
+        assert 0 < _restorable(bounded, "first", turns) < depth
+        assert _worth(bounded)[0] >= 0.9 * bounded.usage().payload_bytes
+
+    def test_many_conversations_leave_what_can_be_restored(self, bounded: StorageBackend) -> None:
+        conversations = 2 * self.small // _nbytes(6)
+        for turn in range(6):
+            for name in range(conversations):
+                bounded.set(_turn(name, turn))
+        assert _worth(bounded)[0] >= 0.9 * bounded.usage().payload_bytes
+        assert bounded.usage().payload_bytes > self.small // 3
+
+    @pytest.mark.parametrize("states_first", [True, False])
+    def test_states_may_come_before_their_pages_or_after(self, bounded: StorageBackend, states_first: bool) -> None:
+        bounded.register_namespace(NamespaceRecord(NAMESPACE, {}, states=True))
+        for name in range(2 * self.small // _nbytes(2)):
+            for turn in range(2):
+                *pages, state = _turn(name, turn)
+                for call in ([state], pages) if states_first else (pages, [state]):
+                    assert set(bounded.set(call)) == {STORED}
+        assert _worth(bounded)[0] >= 0.9 * bounded.usage().payload_bytes
+
+    def test_what_is_dead_goes_before_what_can_be_restored(self, bounded: StorageBackend) -> None:
+        _converse(bounded, "old", 3)
+        dead = [item.key for item in _turn("dead", 0, every=20)[:-1]]
+        assert set(bounded.set(_turn("dead", 0, every=20)[:-1])) == {STORED}
+        left = len(dead)
+        for name in range(2 * self.small // _nbytes(1)):
+            assert set(_converse(bounded, ("new", name), 1)) == {STORED}
+            before, left = left, sum(bounded.exists(dead))
+            if left:
+                assert _restorable(bounded, "old", 3) == 3 * EVERY
+            elif before:
+                assert before < len(dead), "it went little by little"
+        assert not left
+
+    def test_a_conversation_without_states_does_not_push_out_the_others(self, bounded: StorageBackend) -> None:
+        _converse(bounded, "kept", self.small // 2 // _nbytes(1))
+        for n, (k, parent) in enumerate(chain("endless", 3 * self.small // PAGE)):
+            bounded.set([to_set(k, payload(k, PAGE), parent=parent, depth=n + 1)])
+        assert _restorable(bounded, "kept", self.small // 2 // _nbytes(1)) >= EVERY
+        assert 8 * _worth(bounded)[0] >= bounded.usage().payload_bytes
+        assert set(_converse(bounded, "next", 3)) == {STORED}
+        assert _restorable(bounded, "next", 3) == 3 * EVERY
+
+    def test_states_of_one_namespace_say_nothing_of_another(self, bounded: StorageBackend) -> None:
+        plain = [to_set(k, payload(k, PAGE), parent=parent, namespace=OTHER_NAMESPACE) for k, parent in chain("plain", 20)]
+        assert set(bounded.set(plain)) == {STORED}
+        for name in range(20):
+            _converse(bounded, name, 1)
+        assert _worth(bounded) == (20 * PAGE + 20 * _nbytes(1), 0, 0)
+        for name in range(20, 2 * self.small // _nbytes(1)):
+            _converse(bounded, name, 1)
+            bounded.set(plain)
+        assert all(bounded.exists([item.key for item in plain])), "they were used all the time"
+
+    def test_what_it_holds_is_told_by_what_it_is_good_for(self, bounded: StorageBackend) -> None:
+        items = [to_set(k, payload(k, PAGE), parent=parent, depth=n + 1) for n, (k, parent) in enumerate(chain("a", 4))]
+        assert set(bounded.set(items)) == {STORED}
+        assert _worth(bounded) == (4 * PAGE, 0, 0), "nobody said that states are needed"
+        bounded.register_namespace(NamespaceRecord(NAMESPACE, {}, states=True))
+        assert _worth(bounded) == (0, 4 * PAGE, 0)
+        state = state_of(("a", 1))
+        put(bounded, state, payload(state, STATE), state.page_key)
+        assert _worth(bounded) == (2 * PAGE + STATE, 2 * PAGE, 0)
+        bounded.delete([items[0].key])
+        assert _worth(bounded) == (0, 0, 4)
+        assert bounded.set(items[:1]) == [STORED]
+        assert _worth(bounded) == (2 * PAGE + STATE, 2 * PAGE, 0)
+        bounded.delete([state])
+        assert _worth(bounded) == (0, 4 * PAGE, 0)
+        bounded.delete([item.key for item in items])
+        assert _worth(bounded) == (0, 0, 0)
+
+    def test_a_page_behind_one_that_is_not_stored_waits_for_it(self, bounded: StorageBackend) -> None:
+        first, second, third = [to_set(k, payload(k, PAGE), parent=parent) for k, parent in chain("s", 3)]
+        assert bounded.set([third]) == bounded.set([second]) == [THROTTLED]
+        assert bounded.set([second, third]) == [THROTTLED] * 2
+        assert bounded.usage().objects == 0
+        assert bounded.set([first]) == [STORED]
+        assert bounded.set([third]) == [THROTTLED]
+        assert bounded.set([second]) == bounded.set([third]) == [STORED]
+        bounded.delete([second.key])
+        fourth = to_set(key("t"), payload("t", PAGE), parent=second.key.page_key)
+        assert bounded.set([fourth]) == [THROTTLED]
+        other = to_set(key("u"), payload("u", PAGE), parent=first.key.page_key, namespace=OTHER_NAMESPACE)
+        assert bounded.set([other]) == [THROTTLED], "the page of another namespace is not its own"
+
+    def test_a_batch_may_come_in_any_order(self, bounded: StorageBackend) -> None:
+        items = [*_turn("s", 0, every=40), *_turn("t", 0)]
+        assert bounded.set(items[::-1]) == [STORED] * len(items)
+        assert _worth(bounded) == (45 * PAGE + 2 * STATE, 0, 0)
+        assert bounded.set(items[::-1]) == [Outcome.HIT] * len(items)
+
+    def test_a_page_that_does_not_fit_takes_what_follows_it_along(self, bounded: StorageBackend) -> None:
+        (a, _), (b, above_b), (c, above_c), (d, above_d) = chain("s", 4)
+        items = [
+            to_set(a, payload(a, PAGE)),
+            to_set(b, bytes(self.small + 1), parent=above_b),
+            to_set(c, payload(c, PAGE), parent=above_c),
+            to_set(d, payload(d, PAGE), parent=above_d),
+            to_set(key("x"), payload("x", PAGE)),
+        ]
+        assert bounded.set(items) == [STORED, THROTTLED, THROTTLED, THROTTLED, STORED]
+        assert _worth(bounded) == (2 * PAGE, 0, 0)
+
+    def test_a_wrong_depth_is_an_error_and_costs_nothing(self, bounded: StorageBackend) -> None:
+        _fill(bounded, self.small)
+        pages = chain("s", 5)
+        assert set(bounded.set([_deep(pages, n, n + 1) for n in range(3)])) == {STORED}
+        before = {entry.key for entry in bounded.scan_all()}
+        wrong = [_deep(pages, 3, 3), _deep(pages, 3, 5), _deep(pages, 3, 1), _deep(pages, 3, 2**32 - 1)]
+        for item in wrong:
+            assert bounded.set([item]) == [ERROR]
+        state = state_of(("s", 2))
+        assert bounded.set([to_set(state, payload(state, STATE), parent=state.page_key, depth=2)]) == [ERROR]
+        assert {entry.key for entry in bounded.scan_all()} == before
+        assert bounded.set([_deep(pages, 3, 4), _deep(pages, 4, 9)]) == [STORED, ERROR]
+        assert bounded.set([_deep(pages, 4, None)]) == [STORED], "who does not know says nothing"
+
+    def test_pages_that_follow_each_other_in_a_circle_are_refused(self, bounded: StorageBackend, tmp_path: Path) -> None:
+        """Whatever a tenant says of its pages, it costs nobody else anything."""
+        others = [to_set(key(n), payload(n, PAGE), namespace=OTHER_NAMESPACE) for n in range(30)]
+        assert set(bounded.set(others)) == {STORED}
+        for size in range(2, 40):
+            assert STORED not in bounded.set(_circle(("c", size), size))
+        for name in range(30):
+            items = [to_set(k, payload(k, 2000), parent=parent) for k, parent in chain(("d", name), 3)]
+            assert set(bounded.set(items)) == {STORED}
+            bounded.delete([items[0].key])
+            assert bounded.set([_behind(items[0], items[2])]) == [ERROR], "it would follow itself"
+            assert bounded.set([_behind(items[1], items[2])]) == [Outcome.HIT], "what is stored stays as it is"
+        assert all(bounded.exists([item.key for item in others]))
+        if bounded.capabilities.persistent:
+            path = tmp_path / "store"
+            with self.kill(bounded, path, self.small) as again:
+                assert all(again.exists([item.key for item in others]))
+                _go_on(again, others, self.small)
+                self.check(again)
+        else:
+            _go_on(bounded, others, self.small)
+
+
+def _turn(name: object, turn: int, every: int = EVERY) -> list[SetItem]:
+    """What a turn of a conversation stores: its pages, and the state behind the last one."""
+    pages = list(enumerate(chain(name, (turn + 1) * every), 1))[turn * every :]
+    items = [to_set(k, payload(k, PAGE), parent=parent, depth=depth) for depth, (k, parent) in pages]
+    state = state_of((name, pages[-1][0] - 1))
+    return [*items, to_set(state, payload(state, STATE), parent=state.page_key, depth=pages[-1][0])]
+
+
+def _converse(store: StorageBackend, name: object, turns: int) -> list[Outcome]:
+    """Store a conversation turn by turn; the answers to the last one."""
+    for turn in range(turns):
+        answers = store.set(_turn(name, turn))
+    return answers
+
+
+def _nbytes(turns: int) -> int:
+    return turns * (EVERY * PAGE + STATE)
+
+
+def _restorable(store: StorageBackend, name: object, turns: int) -> int:
+    """Pages of a conversation that can be restored."""
+    pages = store.exists([k for k, _ in chain(name, turns * EVERY)])
+    run = pages.index(False) if False in pages else len(pages)
+    depths = range(EVERY, run + 1, EVERY)
+    states = store.exists([state_of((name, depth - 1)) for depth in depths])
+    return max((depth for depth, there in zip(depths, states, strict=True) if there), default=0)
+
+
+def _worth(store: StorageBackend) -> tuple[int, int, int]:
+    """Restorable bytes and dead bytes, rounded down to half a page, for a wrapper may add some to each object; and orphans."""
+    restorable, dead, orphans = (int(store.usage().details[name]) for name in ("restorable_bytes", "dead_bytes", "orphans"))
+    return restorable // HALF * HALF, dead // HALF * HALF, orphans
+
+
+def _deep(pages: Sequence[tuple[ObjectKey, bytes | None]], n: int, depth: int | None) -> SetItem:
+    """Page number n, with a depth that is told of it."""
+    k, parent = pages[n]
+    return to_set(k, payload(k, PAGE), parent=parent, depth=depth)
+
+
+def _circle(name: object, size: int) -> list[SetItem]:
+    """Pages each of which follows the next one."""
+    keys = [key((name, n)) for n in range(size)]
+    return [to_set(k, payload(k, 2000), parent=keys[(n + 1) % size].page_key) for n, k in enumerate(keys)]
+
+
+def _behind(item: SetItem, other: SetItem) -> SetItem:
+    """The same object, told to follow another page."""
+    return to_set(item.key, payload(item.key, item.meta.length), parent=other.key.page_key)
+
+
+def _fill(store: StorageBackend, capacity: int) -> None:
+    """Fill the store with pages that nothing follows, until it evicts."""
+    for n in range(capacity // PAGE):
+        put(store, key(("fill", n)), payload(n, PAGE))
+
+
+def _go_on(store: StorageBackend, items: Sequence[SetItem], capacity: int) -> None:
+    """Fill a store while these objects are in use: all is stored, they stay, and all else can be given up."""
+    for n in range(2 * capacity // PAGE):
+        assert store.set([to_set(key(("on", n)), payload(n, PAGE), namespace=OTHER_NAMESPACE)]) == [STORED]
+        store.set(items)
+    assert all(store.exists([item.key for item in items]))
