@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import suppress
-from itertools import pairwise
 from pathlib import Path
 from typing import Final, Self
 
@@ -114,10 +113,11 @@ class Subject:
 
     def put(self, keys: Sequence[ObjectKey]) -> None:
         """Set a batch, checksums included."""
-        parents = {child: parent.page_key for parent, child in pairwise(keys)}
 
         def put_span(span: Sequence[int]) -> None:
-            items = [self._set_item(keys[i], self._buffers.views[i], parents.get(keys[i]), i) for i in span]
+            # Each thread writes a sequence of its own: a page is stored behind its parent only.
+            parents = [None, *(keys[i].page_key for i in span)]
+            items = [self._set_item(keys[i], self._buffers.views[i], parents[n], n) for n, i in enumerate(span)]
             _expect("set", self.store.set(items), Outcome.STORED)
 
         self._callers.each(put_span, self._spans)
