@@ -127,9 +127,17 @@ def test_a_row(tmp_path: Path) -> None:
 
 
 def test_what_is_below_its_target_is_named() -> None:
-    good = {"share": 0.9, "target": 0.9, "restorable_mib": 5.0, "whole_lru_mib": 5.0, "before_mib": 5.0, "loses_at": 0.9}
+    good = {
+        "share": 0.9,
+        "target": 0.9,
+        "restorable_mib": 5.0,
+        "whole_lru_mib": 5.0,
+        "before_mib": 5.0,
+        "capacity_mib": 50.0,
+        "loses_at": 0.9,
+    }
     assert restorable.missed(good) == []
-    assert restorable.missed(good | {"share": 0.89, "whole_lru_mib": 5.1, "before_mib": 6.0}) == ["share", "whole_lru", "before"]
+    assert restorable.missed(good | {"share": 0.89, "whole_lru_mib": 5.1, "capacity_mib": 60.0}) == ["share", "whole_lru", "before"]
     assert restorable.missed(good | {"loses_at": 0.8}) == restorable.missed(good | {"loses_at": None}) == ["loses_at"]
 
 
