@@ -111,7 +111,7 @@ class Held(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Of the stored pages, how many can be restored."""
+        """The share of the stored pages that can be restored."""
         return len(self.restorable) / len(self.pages) if self.pages else 0.0
 
     def prefix(self, conversation: Conversation) -> int:

@@ -59,7 +59,7 @@ CAPACITY: Final = 64 << 20
 PAGE_BYTES: Final = 24 << 10
 STATE_BYTES: Final = 96 << 10
 SPARED: Final = 0.1
-"""Of the capacity, what a conversation that is worth nothing until its end must leave of the others."""
+"""Share of the capacity that a conversation which is worth nothing until its end must leave to the others."""
 USED: Final = 0.9
 """A store loses nothing before so much of its capacity is in use."""
 MODEL: Final = 0.85
@@ -111,7 +111,7 @@ def again(pages: int) -> Iterator[Turn]:
 
 
 def rounds(count: int, turns: int, pages: int, **more: Any) -> Iterator[Turn]:
-    """So many conversations at once, of so many turns of so many pages; then as many new ones, for half as many turns."""
+    """Run `count` conversations of `turns` turns of `pages` pages each at once; then as many new ones, for half as many turns."""
     for generation in range(2):
         yield from in_turn([Conversation((generation, n), **more) for n in range(count)], turns // (1 + generation), pages)
 

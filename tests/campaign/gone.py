@@ -66,7 +66,7 @@ def replaced(path: Path, _random: Random) -> Callable[[], None]:
 
 
 def forbidden(path: Path, _random: Random) -> Callable[[], None]:
-    """Nobody may enter the directory any more."""
+    """Forbid everybody to enter the directory (mode 000)."""
     path.chmod(0)
     return lambda: path.chmod(0o700)
 

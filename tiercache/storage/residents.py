@@ -19,14 +19,13 @@ import numpy as np
 import numpy.typing as npt
 
 from tiercache.storage.base import DIGEST_BYTES
+from tiercache.storage.layouts import LAYOUT_BYTES, Layouts
 from tiercache.storage.pages import (
     BROKEN,
     CUT,
     NONE,
-    PAGE_KEY_BYTES,
     SERVED,
     Ints,
-    Links,
     Mask,
     Pages,
     Words,
@@ -36,7 +35,6 @@ from tiercache.storage.pages import (
 )
 
 _FIRST_ROWS: Final = 1024
-_LAYOUT_BYTES: Final = DIGEST_BYTES - PAGE_KEY_BYTES
 _FEW: Final = 16
 FREE: Final = 0
 RESIDENT: Final = 1
@@ -146,7 +144,7 @@ class Residents:
         """Did a page go that others follow, or come back? Which objects are orphans is found out when it is asked for."""
         self._free = NONE
         self._left: dict[int, _Left] = {}
-        self._layouts = _Interned()
+        self._layouts = Layouts()
         self._hybrid: set[int] = set()
         self._kv_of: Counter[int] = Counter()
         self._bind()
@@ -206,8 +204,8 @@ class Residents:
 
     def find(self, digest: bytes) -> int:
         """The row of a resident object, or NONE."""
-        layout = self._layouts.find(digest[:_LAYOUT_BYTES])
-        node = self.pages.find(digest[_LAYOUT_BYTES:]) if layout >= 0 else NONE
+        layout = self._layouts.find(digest[:LAYOUT_BYTES])
+        node = self.pages.find(digest[LAYOUT_BYTES:]) if layout >= 0 else NONE
         row = self.pages.first[node] if node >= 0 else NONE
         while row >= 0 and self.layout[row] != layout:
             row = self.next[row]
@@ -311,7 +309,7 @@ class Residents:
 
     def enter(self, row: int, digest: bytes, parent: bytes | None) -> None:
         """Let a row that left be found again, behind the page `parent`."""
-        node = self.hold(digest[_LAYOUT_BYTES:])
+        node = self.hold(digest[LAYOUT_BYTES:])
         above = None if parent is None else self.hold(parent)
         pages, left = self.pages, self._left.pop(row)
         if not pages.kv[node]:
@@ -459,7 +457,7 @@ class Residents:
         pages = self.pages
         self.page[row], self.next[row] = node, pages.first[node]
         pages.first[node] = row
-        self.layout[row] = self._layouts.obtain(digest[:_LAYOUT_BYTES])
+        self.layout[row] = self._layouts.obtain(digest[:LAYOUT_BYTES])
         self.state[row] = RESIDENT
         self.count += 1
         self._weigh(node, self.length[row])
@@ -598,65 +596,3 @@ class Residents:
     def _bind(self) -> None:
         for name in _COLUMNS:
             setattr(self, name, self.columns[name].data)
-
-
-class _Interned:
-    """Layouts by a small number, counted, so that one that no object has any more costs nothing.
-
-    Thread rule: that of its owner.
-    """
-
-    def __init__(self) -> None:
-        self._ids: dict[bytes, int] = {}
-        self._names: list[bytes] = []
-        self._counts: list[int] = []
-        self._free: list[int] = []
-
-    def load(self, layouts: Words) -> Links:
-        """Intern all at once, shape (n, 4): the number of each."""
-        distinct, inverse = (
-            np.unique(layouts, axis=0, return_inverse=True) if _mixed(layouts) else (layouts[:1], np.zeros(len(layouts), int))
-        )
-        self._names = [row.tobytes() for row in distinct]
-        self._ids = {name: i for i, name in enumerate(self._names)}
-        self._counts = np.bincount(inverse.ravel(), minlength=len(self._names)).tolist()
-        return inverse.ravel().astype(np.int32)
-
-    def find(self, layout: bytes) -> int:
-        """The number of a layout, or NONE."""
-        return self._ids.get(layout, NONE)
-
-    def find_many(self, layouts: Words, digests: Sequence[bytes]) -> Links:
-        """The number of each, or NONE; `layouts` are the first halves of `digests`, shape (n, 4)."""
-        # A batch comes pool by pool, so its layouts come in runs.
-        starts = np.concatenate([[0], np.flatnonzero((layouts[1:] != layouts[:-1]).any(1)) + 1])
-        numbers = np.fromiter((self.find(digests[start][:_LAYOUT_BYTES]) for start in starts.tolist()), np.int32, len(starts))
-        return np.repeat(numbers, np.diff(starts, append=len(digests)))
-
-    def name(self, number: int) -> bytes:
-        """The layout with this number."""
-        return self._names[number]
-
-    def obtain(self, layout: bytes) -> int:
-        """The number of a layout, which one more object has now."""
-        number = self._ids.get(layout)
-        if number is None:
-            number = self._free.pop() if self._free else len(self._names)
-            if number == len(self._names):
-                self._names.append(layout)
-                self._counts.append(0)
-            self._names[number] = layout
-            self._ids[layout] = number
-        self._counts[number] += 1
-        return number
-
-    def release(self, number: int) -> None:
-        """One object less has this layout."""
-        self._counts[number] -= 1
-        if not self._counts[number]:
-            del self._ids[self._names[number]]
-            self._free.append(number)
-
-
-def _mixed(layouts: Words) -> bool:
-    return bool((layouts != layouts[:1]).any())

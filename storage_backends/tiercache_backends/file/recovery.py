@@ -124,7 +124,7 @@ def _repeated(records: Records) -> npt.NDArray[np.bool_]:
 
 
 def _outdated(records: Records) -> npt.NDArray[np.bool_]:
-    """Of several records of one object, all but the last: a removal that failed left them behind."""
+    """Mark the records that a later record of the same object supersedes: a removal that failed left them behind."""
     outdated = np.zeros(len(records), np.bool_)
     last: dict[bytes, int] = {}
     for i in _alike(records):

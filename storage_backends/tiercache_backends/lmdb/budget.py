@@ -21,7 +21,7 @@ _BATCH_BYTES: Final = 8 << 20
 _BATCH_OBJECTS: Final = 256
 _RESERVE_SHARE: Final = 18
 _BURST_SHARE: Final = 4 / 9
-"""Of the reserve, for what one transaction changes: two of them, and what is scattered among longer runs."""
+"""Share of the reserve that one transaction may change: two transactions fit, and a ninth is lost between long runs."""
 _LEAST_RESERVE: Final = 24
 _LOWER_LIMITS: Final = 5
 

@@ -20,7 +20,7 @@ _RESERVE_PAGES: Final = 64
 _RESERVE_SHARE: Final = 64
 """What is kept ready behind the file's end, at least: LMDB pages, and one in so many of the map."""
 _ROOM_BYTES: Final = 1 << 20
-"""So much more than when the disk was full is worth a try at once."""
+"""Bytes of new room on the disk that are worth a try at once."""
 
 
 class Disk:

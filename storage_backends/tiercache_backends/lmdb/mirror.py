@@ -26,8 +26,8 @@ from tiercache_backends.lmdb.records import FACTS, HALF, Facts, Record, gone_sin
 from tiercache_backends.local.failures import DAMAGE
 
 _AT_ONCE: Final = 4096
-_MOST_USED: Final = 1 << 16
-"""Reads that are remembered until the next transaction."""
+_MOST_NOTED: Final = 1 << 16
+"""Uses of objects that are remembered until the next transaction."""
 
 
 class Known(NamedTuple):
@@ -43,20 +43,20 @@ class Mirror:
 
     In a write transaction: `keep_up`, then `evict` and what it needs, then `settled` or `undone`, with the lock held throughout.
 
-    Thread safety: any thread, under `lock`.
+    Thread safety: any thread, under `lock`; `note` and `is_read` without it.
     """
 
     def __init__(self, environment: Environment) -> None:
         self._in = environment
         self.lock: Final = RLock()
         self._leaving: list[tuple[int, bytes, bytes | None]] = []
-        self._used: deque[bytes] = deque(maxlen=_MOST_USED)
+        self._noted: deque[tuple[bytes, bool]] = deque(maxlen=_MOST_NOTED)
         self._start_again()
 
-    def note(self, places: Iterable[bytes]) -> None:
-        """These objects were read; the next transaction reckons with it. Takes no lock: who reads waits for nobody."""
+    def note(self, places: Iterable[bytes], *, brought: bool = False) -> None:
+        """Note, without waiting, that objects were read, or `brought` by a writer and found here; the next transaction applies it."""
         if self.is_read:
-            self._used.extend(places)
+            self._noted.extend((place, brought) for place in places)
 
     @property
     def is_read(self) -> bool:
@@ -64,8 +64,12 @@ class Mirror:
         return self._seen > 0
 
     def read(self) -> None:
-        """Read all objects, outside of any transaction of the caller's. Raises OSError."""
-        self._start_again()
+        """Read all objects, outside of any transaction of the caller's. Raises OSError, and nothing is read then."""
+        with self.lock:
+            self._start_again()
+            self._read()
+
+    def _read(self) -> None:
         facts, spaces = self._in.read(self._facts)
         found: dict[bytes, Record] = {}
         tick, damaged = 1, self._in.is_damaged()
@@ -99,7 +103,7 @@ class Mirror:
         facts = Facts.unpack(txn.get(FACTS, db=self._in.facts))
         if not self._seen or facts.next_tick < self._seen or gone_since(txn, self._in.facts) > self._seen:
             return False
-        self._touch()
+        self._reckon()
         if facts.next_tick == self._seen:
             return True
         if named_at(txn, self._in.facts) >= self._seen:
@@ -153,13 +157,6 @@ class Mirror:
         for row, digest, parent in reversed(self._leaving):
             self._residents.enter(row, digest, parent)
         self._leaving = []
-
-    def renew(self, places: Iterable[bytes]) -> None:
-        """A writer brought what is here. See `Residents.renew`."""
-        for place in places:
-            row = self._residents.find(place_of(place))
-            if row >= 0:
-                self._residents.renew(row)
 
     def require_states(self, space: int) -> None:
         """Prefixes of the namespace with this id need states."""
@@ -216,11 +213,13 @@ class Mirror:
         if parent is not None:
             residents.release(parent)
 
-    def _touch(self) -> None:
-        for _ in range(len(self._used)):
-            row = self._residents.find(place_of(self._used.popleft()))
+    def _reckon(self) -> None:
+        """Apply what was noted."""
+        for _ in range(len(self._noted)):
+            place, brought = self._noted.popleft()
+            row = self._residents.find(place_of(place))
             if row >= 0:
-                self._residents.touch(row)
+                (self._residents.renew if brought else self._residents.touch)(row)
 
     def _forget(self, row: int) -> None:
         self._residents.leave(row)

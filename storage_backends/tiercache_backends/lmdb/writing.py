@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple, TypeVar
 
 from tiercache.core import Outcome
 from tiercache.storage.base import SetItem, checksum_of
@@ -27,7 +27,10 @@ _MOST_OBJECTS: Final = 256
 """Objects of one transaction."""
 _MOST_DAMAGED: Final = 4096
 _WARY: Final = 32
-"""So many transactions begin with the pieces that the last one needed, before longer ones are tried again."""
+"""Transactions that begin with the short pieces that the last one needed, before longer ones are tried again."""
+
+
+T = TypeVar("T")
 
 
 class Wish(NamedTuple):
@@ -114,8 +117,7 @@ class Writer:
     def store(self, items: Mapping[bytes, SetItem], places: Sequence[bytes]) -> dict[bytes, Outcome]:
         """Store what is missing of a batch that has `places`; says by place how it went."""
         batch = Batch(places, items.values())
-        with self._mirror.lock:
-            self._mirror.renew(place for place in places if place not in items)
+        self._mirror.note((place for place in places if place not in items), brought=True)
         missing = list(items)
         ordered = (missing[i] for i in parents_first([(place[:HALF], items[place].meta.parent) for place in missing]))
         for chunk in self._chunks(self._wish(place, items[place]) for place in ordered):
@@ -136,15 +138,11 @@ class Writer:
             ledger.save()
             return eviction.objects
 
-        with self._mirror.lock:
-            try:
-                gone = self._environment.write(work)
-            except OSError as error:
-                self._mirror.undone()
-                self._tally.failed("an eviction", error)
-                return False
-            self._mirror.settled()
-        return gone > 0
+        try:
+            return self._written(work) > 0
+        except OSError as error:
+            self._tally.failed("an eviction", error)
+            return False
 
     def _wish(self, place: bytes, item: SetItem) -> Wish:
         length = item.meta.length
@@ -280,8 +278,7 @@ class Writer:
     def _transact(self, chunk: Sequence[Wish], batch: Batch, room: Room) -> None:
         while True:
             try:
-                with self._mirror.lock:
-                    attempt = self._attempted(chunk, batch, room)
+                attempt = self._written(lambda txn: self._attempt(txn, chunk, batch, room))
             except _BehindError:
                 self._mirror.read()
                 continue
@@ -296,14 +293,16 @@ class Writer:
             if room.patient:
                 self._turn()
 
-    def _attempted(self, chunk: Sequence[Wish], batch: Batch, room: Room) -> Attempt:
-        try:
-            attempt = self._environment.write(lambda txn: self._attempt(txn, chunk, batch, room))
-        except BaseException:
-            self._mirror.undone()
-            raise
-        self._mirror.settled()
-        return attempt
+    def _written(self, work: Callable[[Any], T]) -> T:
+        """Do `work`, which may evict, in a write transaction; the mirror follows it, or stays as it was."""
+        with self._mirror.lock:
+            try:
+                result = self._environment.write(work)
+            except BaseException:
+                self._mirror.undone()
+                raise
+            self._mirror.settled()
+            return result
 
     def _turn(self) -> None:
         """Let a transaction pass: what one gave up can be used by the next but one."""

@@ -1,0 +1,75 @@
+"""The layouts of a store's objects by small numbers: the first halves of their digests, of which there are few."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from tiercache.storage.base import DIGEST_BYTES
+from tiercache.storage.pages import NONE, PAGE_KEY_BYTES, Links, Words
+
+LAYOUT_BYTES: Final = DIGEST_BYTES - PAGE_KEY_BYTES
+
+
+class Layouts:
+    """Layout digests by a small number, counted, so that one that no object has any more costs nothing.
+
+    Thread safety: that of its owner.
+    """
+
+    def __init__(self) -> None:
+        self._ids: dict[bytes, int] = {}
+        self._names: list[bytes] = []
+        self._counts: list[int] = []
+        self._free: list[int] = []
+
+    def load(self, layouts: Words) -> Links:
+        """Intern all at once, shape (n, 4): the number of each."""
+        distinct, inverse = (
+            np.unique(layouts, axis=0, return_inverse=True) if _mixed(layouts) else (layouts[:1], np.zeros(len(layouts), int))
+        )
+        self._names = [row.tobytes() for row in distinct]
+        self._ids = {name: i for i, name in enumerate(self._names)}
+        self._counts = np.bincount(inverse.ravel(), minlength=len(self._names)).tolist()
+        return inverse.ravel().astype(np.int32)
+
+    def find(self, layout: bytes) -> int:
+        """The number of a layout, or NONE."""
+        return self._ids.get(layout, NONE)
+
+    def find_many(self, layouts: Words, digests: Sequence[bytes]) -> Links:
+        """The number of each, or NONE; `layouts` are the first halves of `digests`, shape (n, 4)."""
+        # A batch comes pool by pool, so its layouts come in runs.
+        starts = np.concatenate([[0], np.flatnonzero((layouts[1:] != layouts[:-1]).any(1)) + 1])
+        numbers = np.fromiter((self.find(digests[start][:LAYOUT_BYTES]) for start in starts.tolist()), np.int32, len(starts))
+        return np.repeat(numbers, np.diff(starts, append=len(digests)))
+
+    def name(self, number: int) -> bytes:
+        """The layout with this number."""
+        return self._names[number]
+
+    def obtain(self, layout: bytes) -> int:
+        """The number of a layout, which one more object has now."""
+        number = self._ids.get(layout)
+        if number is None:
+            number = self._free.pop() if self._free else len(self._names)
+            if number == len(self._names):
+                self._names.append(layout)
+                self._counts.append(0)
+            self._names[number] = layout
+            self._ids[layout] = number
+        self._counts[number] += 1
+        return number
+
+    def release(self, number: int) -> None:
+        """One object less has this layout."""
+        self._counts[number] -= 1
+        if not self._counts[number]:
+            del self._ids[self._names[number]]
+            self._free.append(number)
+
+
+def _mixed(layouts: Words) -> bool:
+    return bool((layouts != layouts[:1]).any())
