@@ -355,7 +355,9 @@ class ResidentsMachine(RuleBasedStateMachine):
         claim = self.claims.pop(which % len(self.claims))
         if claim.layout < STATE:
             self.residents.expected(claim.node)
-            self.model.pages[claim.name].coming -= 1
+            page = self.model.pages[claim.name]
+            page.coming -= 1
+            page.depth = page.depth if page.coming or page.lengths else 0
         if works:
             d = digest(claim.name, claim.layout)
             self.residents.add(d, claim.node, claim.parent, self.residents.newest + 1, claim.length, claim.space, claim.depth)

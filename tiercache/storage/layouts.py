@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 
 from tiercache.storage.base import DIGEST_BYTES
-from tiercache.storage.pages import NONE, PAGE_KEY_BYTES, Links, Words
+from tiercache.storage.pages import NONE, PAGE_KEY_BYTES, Links, Words, groups_of
 
 LAYOUT_BYTES: Final = DIGEST_BYTES - PAGE_KEY_BYTES
 
@@ -27,13 +27,13 @@ class Layouts:
 
     def load(self, layouts: Words) -> Links:
         """Intern all at once, shape (n, 4): the number of each."""
-        distinct, inverse = (
-            np.unique(layouts, axis=0, return_inverse=True) if _mixed(layouts) else (layouts[:1], np.zeros(len(layouts), int))
-        )
-        self._names = [row.tobytes() for row in distinct]
+        order, begins = groups_of(layouts)
+        numbers = np.empty(len(layouts), np.int32)
+        numbers[order] = np.cumsum(begins) - 1
+        self._names = [row.tobytes() for row in layouts[order[begins]]]
         self._ids = {name: i for i, name in enumerate(self._names)}
-        self._counts = np.bincount(inverse.ravel(), minlength=len(self._names)).tolist()
-        return inverse.ravel().astype(np.int32)
+        self._counts = np.bincount(numbers, minlength=len(self._names)).tolist()
+        return numbers
 
     def find(self, layout: bytes) -> int:
         """The number of a layout, or NONE."""
@@ -69,7 +69,3 @@ class Layouts:
         if not self._counts[number]:
             del self._ids[self._names[number]]
             self._free.append(number)
-
-
-def _mixed(layouts: Words) -> bool:
-    return bool((layouts != layouts[:1]).any())

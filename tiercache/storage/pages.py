@@ -1,4 +1,4 @@
-"""The pages of a store as a forest: which page follows which, and what can still be restored: a hash table in columns, 120 bytes a page.
+"""The pages of a store as a forest, in columns of some 110 bytes a page: which page follows which, and what can still be restored.
 
 A million Python objects take half a gigabyte and seconds to make; columns take a fraction of that, and are filled with a few sorts.
 
@@ -85,7 +85,7 @@ class Pages:
 
     def load(self, keys: Words) -> Ints:
         """Make a node for each distinct key, shape (n, 4), of an empty table; returns the node of each."""
-        order, begins = _groups(keys)
+        order, begins = groups_of(keys)
         nodes = np.empty(len(keys), np.int64)
         nodes[order] = np.cumsum(begins) - 1
         distinct = keys[order[begins]]
@@ -287,8 +287,8 @@ def column_of(keys: Sequence[bytes], width: int) -> Words:
     return np.frombuffer(b"".join(keys), np.uint64).reshape(len(keys), width // 8)
 
 
-def _groups(keys: Words) -> tuple[Ints, npt.NDArray[np.bool_]]:
-    """An order in which equal keys are neighbours, and where in it a new key begins.
+def groups_of(keys: Words) -> tuple[Ints, npt.NDArray[np.bool_]]:
+    """Order keys, shape (n, 4), so that equal ones are neighbours: the order, and where in it a new key begins.
 
     By their first word alone, which is enough for digests; two that share it and differ send us to a full sort.
     """

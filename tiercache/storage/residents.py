@@ -1,4 +1,4 @@
-"""What a store knows in memory of the objects that it holds: in columns, some 100 bytes an object beside those of its page.
+"""What a store knows in memory of the objects that it holds: in columns, 40 bytes an object beside those of its page.
 
 An object is a page (it names the page before it, where the caller told one) or hangs on a page (it names its own: a recurrent state). The
 worth of KV in a hybrid namespace is that of the states at or below it, and a state is worth nothing without all KV up to it:
@@ -258,8 +258,11 @@ class Residents:
             pages.depth[node] = depth
 
     def expected(self, node: int) -> None:
-        """Undo one `expect`, whatever came of it."""
-        self.pages.coming[node] -= 1
+        """Undo one `expect`, whatever came of it: a page that was not stored has told no depth."""
+        pages = self.pages
+        pages.coming[node] -= 1
+        if not pages.coming[node] and pages.first[node] < 0:
+            pages.depth[node] = 0
 
     def add(self, digest: bytes, node: int, parent: int | None, number: int, length: int, space: int, depth: int = 0) -> int:
         """Take in a new object on `node`, behind the page of node `parent`: its row. The caller holds both nodes."""
@@ -421,7 +424,7 @@ class Residents:
         return frayed
 
     def worth(self) -> Worth:
-        """What is held, by what it is good for. Passes over all columns: some 20 ms for a million objects."""
+        """What is held, by what it is good for. For a million objects some 4 ms, and 0.2 s more where `mend` has to count anew."""
         self.mend()
         columns, used = self.pages.columns, self.pages.used
         live, flags, nbytes, kv, states = (columns[name][:used] for name in ("live", "flags", "nbytes", "kv", "states"))
