@@ -138,5 +138,5 @@ def test_of_two_records_of_one_object_the_later_one_counts() -> None:
     for i, d in enumerate([digest(0), digest(1), digest(0)]):
         records[i]["number"], records[i]["digest"], records[i]["length"] = i + 1, np.void(d), 4096
         records[i]["start"], records[i]["blocks"] = i, 1
-    sound, unsound, gaps = sound_records(Loaded(records, {}), [Extent(0, 8)], 8)
+    sound, unsound, gaps = sound_records(Loaded(records, {}), [Extent(0, 8)], 8, lambda _: True)
     assert (sound.records["number"].tolist(), unsound, gaps) == ([2, 3], [1], [Extent(0, 1), Extent(3, 5)])

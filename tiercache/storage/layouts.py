@@ -27,10 +27,12 @@ class Layouts:
 
     def load(self, layouts: Words) -> Links:
         """Intern all at once, shape (n, 4): the number of each."""
-        order, begins = groups_of(layouts)
-        numbers = np.empty(len(layouts), np.int32)
-        numbers[order] = np.cumsum(begins) - 1
-        self._names = [row.tobytes() for row in layouts[order[begins]]]
+        numbers, distinct = np.zeros(len(layouts), np.int32), layouts[:1]
+        if (layouts != distinct).any():
+            order, begins = groups_of(layouts)
+            numbers[order] = np.cumsum(begins) - 1
+            distinct = layouts[order[begins]]
+        self._names = [row.tobytes() for row in distinct]
         self._ids = {name: i for i, name in enumerate(self._names)}
         self._counts = np.bincount(numbers, minlength=len(self._names)).tolist()
         return numbers

@@ -86,9 +86,14 @@ class Pages:
     def load(self, keys: Words) -> Ints:
         """Make a node for each distinct key, shape (n, 4), of an empty table; returns the node of each."""
         order, begins = groups_of(keys)
+        firsts = order[begins]
+        # Nodes in the order in which they first appear, so that what was stored together lies together.
+        appears = np.zeros(len(keys), np.bool_)
+        appears[firsts] = True
+        number = np.cumsum(appears) - 1
         nodes = np.empty(len(keys), np.int64)
-        nodes[order] = np.cumsum(begins) - 1
-        distinct = keys[order[begins]]
+        nodes[order] = number[firsts][np.cumsum(begins) - 1]
+        distinct = keys[appears]
         self._make(max(_FIRST_NODES, len(distinct) + len(distinct) // 8))
         self.keys[: len(distinct)] = distinct
         self.used = len(distinct)
@@ -125,11 +130,10 @@ class Pages:
         node = self.find(page)
         if node >= 0:
             return node
-        node = self._take()
+        node = self._take()  # which may make the buckets anew
         self._raw[node * PAGE_KEY_BYTES : (node + 1) * PAGE_KEY_BYTES] = page
-        bucket = hash(page) & self._mask
-        self.chain[node] = self._buckets[bucket]
-        self._buckets[bucket] = node
+        buckets, bucket = self._buckets, hash(page) & self._mask
+        self.chain[node], buckets[bucket] = buckets[bucket], node
         return node
 
     def tidy(self, node: int) -> None:
@@ -162,7 +166,7 @@ class Pages:
         """Find out anew what is live and what is broken, and cut circles. `sustains`: by node, may its KV be restored without a state?
 
         Pointer doubling: after round k every node has asked all its ancestors up to distance 2**k, so a chain of a million pages takes 20
-        rounds and not a million.
+        rounds and not a million. A round in which nothing changes is the last, where depths prove that there are no circles.
         """
         while not self._recount(sustains):
             pass
@@ -199,10 +203,16 @@ class Pages:
         alive = own | (states > 0)
         whole = (kv > 0) & (flags & CUT == 0)
         at = up.copy()
+        follows = np.flatnonzero(up >= 0)
+        depth = self.columns["depth"]
+        acyclic = bool((depth[up[follows]] < depth[follows]).all())
+        known: int | None = None
         for _ in range(n.bit_length() + 1):
             on = np.flatnonzero(at >= 0)
-            if not len(on):
+            told = int(np.count_nonzero(alive) - np.count_nonzero(whole))
+            if not len(on) or (acyclic and told == known):
                 break
+            known = told
             far = at[on]
             alive[far[alive[on]]] = True
             whole[on] &= whole[far]
@@ -273,13 +283,13 @@ def grown(column: npt.NDArray[Any], size: int) -> npt.NDArray[Any]:
 
 def link_groups(group: Ints, heads: Links, links: Links) -> None:
     """Chain all members i of each group g: heads[g] is its first one, links[i] the one after i, NONE behind the last."""
-    order = np.argsort(group, kind="stable")
-    sorted_groups = group[order]
-    same = sorted_groups[1:] == sorted_groups[:-1]
-    links[order[:-1]] = np.where(same, order[1:], NONE)
-    links[order[-1:]] = NONE
-    leads = np.concatenate([[True], ~same]) if len(order) else np.zeros(0, np.bool_)
-    heads[sorted_groups[leads]] = order[leads]
+    heads[group[::-1]] = np.arange(len(group))[::-1]
+    links[: len(group)] = NONE
+    # Most are alone in their group, so that only the others need sorting.
+    crowded = np.flatnonzero(np.bincount(group)[group] > 1)
+    order = crowded[np.argsort(group[crowded], kind="stable")]
+    same = group[order[1:]] == group[order[:-1]]
+    links[order[:-1][same]] = order[1:][same]
 
 
 def column_of(keys: Sequence[bytes], width: int) -> Words:
@@ -293,10 +303,11 @@ def groups_of(keys: Words) -> tuple[Ints, npt.NDArray[np.bool_]]:
     By their first word alone, which is enough for digests; two that share it and differ send us to a full sort.
     """
     order = np.argsort(keys[:, 0], kind="stable")
-    ordered = keys[order]
-    differs = (ordered[1:] != ordered[:-1]).any(1)
-    if (differs & (ordered[1:, 0] == ordered[:-1, 0])).any():
+    first = keys[order, 0]
+    begins = np.ones(len(order), np.bool_)
+    np.not_equal(first[1:], first[:-1], out=begins[1:])
+    again = np.flatnonzero(~begins)
+    if (keys[order[again]] != keys[order[again - 1]]).any():
         order = np.lexsort(tuple(keys[:, word] for word in range(_WORDS)))
-        ordered = keys[order]
-        differs = (ordered[1:] != ordered[:-1]).any(1)
-    return order, np.concatenate([[True], differs]) if len(order) else np.zeros(0, np.bool_)
+        begins[1:] = (keys[order][1:] != keys[order][:-1]).any(1)
+    return order, begins

@@ -82,10 +82,18 @@ def parents_first(batch: Sequence[tuple[bytes, bytes | None]]) -> Sequence[int]:
 
     Objects that hang on a page name it as their parent. Of pages that follow each other in a circle any comes first.
     """
+    seen, awaited = set[bytes](), set[bytes]()
+    for page, parent in batch:
+        if parent is not None and parent not in seen:
+            awaited.add(parent)
+        if parent != page:
+            if page in awaited:
+                break
+            seen.add(page)
+    else:
+        return range(len(batch))
     position = {page: i for i, (page, parent) in reversed(list(enumerate(batch))) if parent != page}
     before = [position.get(parent, NONE) if parent is not None else NONE for _, parent in batch]
-    if all(above < i for i, above in enumerate(before)):
-        return range(len(batch))
     order: list[int] = []
     reached = [False] * len(batch)
     for i in range(len(batch)):
@@ -275,8 +283,11 @@ class Residents:
             pages.space[node] = space
         if depth:
             pages.depth[node] = depth
-        pages.number[node] = self.newest = max(self.newest, number)
-        self.touch(row, node)
+        if number > self.newest:
+            self.newest = number
+        pages.number[node] = self.newest
+        self.clock += 1
+        pages.tick[node] = self.clock
         self._enter(row, digest, node, parent)
         return row
 
@@ -348,15 +359,15 @@ class Residents:
             else:
                 pages.tidy(node)
 
-    def touch(self, row: int, node: int | None = None) -> None:
+    def touch(self, row: int) -> None:
         """The object was used, or made, just now."""
         self.clock += 1
-        self.pages.tick[self.page[row] if node is None else node] = self.clock
+        self.pages.tick[self.page[row]] = self.clock
 
     def renew(self, row: int) -> None:
         """A writer brought an object that is here: it was used, and what makes it worth something again may be on its way."""
         node = self.page[row]
-        self.touch(row, node)
+        self.touch(row)
         if self.is_useless(node):
             self.pages.number[node] = self.newest
             if self.pages.flags[node] & SERVED:
@@ -457,9 +468,8 @@ class Residents:
         assert before == [(pages.live[node], pages.flags[node] & BROKEN) for node in nodes], "what is live and what is broken"
 
     def _enter(self, row: int, digest: bytes, node: int, parent: int | None) -> None:
-        pages = self.pages
-        self.page[row], self.next[row] = node, pages.first[node]
-        pages.first[node] = row
+        pages, first = self.pages, self.pages.first
+        self.page[row], self.next[row], first[node] = node, first[node], row
         self.layout[row] = self._layouts.obtain(digest[:LAYOUT_BYTES])
         self.state[row] = RESIDENT
         self.count += 1
@@ -471,12 +481,12 @@ class Residents:
             self.require_states(pages.space[node])
             self._support(node)
         else:
-            pages.kv[node] += 1
+            pages.kv[node] = kv = pages.kv[node] + 1
             if parent is not None and pages.up[node] < 0:
                 self._follow(node, parent)
-            if pages.kv[node] == 1:
+            if kv == 1:
                 self._gain(node)
-        if self.is_leaf(node):
+        if not pages.holds[node] and not pages.children[node]:
             self.exposed(node)
 
     def _follow(self, node: int, parent: int) -> None:
@@ -495,17 +505,17 @@ class Residents:
 
     def _gain(self, node: int) -> None:
         """The first page object has come."""
-        pages, up = self.pages, self.pages.up[node]
-        space = pages.space[node]
+        pages, flags = self.pages, self.pages.flags
+        space, up = pages.space[node], pages.up[node]
         self._kv_of[space] += 1
-        whole = not pages.flags[node] & CUT and (up < 0 or (pages.kv[up] > 0 and not pages.flags[up] & BROKEN))
-        if whole:
-            pages.flags[node] &= 0xFF ^ BROKEN
+        if flags[node] & CUT or (up >= 0 and (not pages.kv[up] or flags[up] & BROKEN)):
+            flags[node] |= BROKEN
+        else:
+            flags[node] &= 0xFF ^ BROKEN
             if pages.live[node]:
                 self._serve(node)
-        else:
-            pages.flags[node] |= BROKEN
-        self.frayed |= pages.children[node] > 0
+        if pages.children[node]:
+            self.frayed = True
         if space not in self._hybrid:
             self._support(node)
 

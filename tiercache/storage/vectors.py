@@ -22,13 +22,18 @@ def total(buffers: Sequence[memoryview]) -> int:
 
 def usable(buffers: Sequence[memoryview], length: int, *, writable: bool) -> bool:
     """May a store move `length` bytes through these buffers?"""
-    return total(buffers) >= length > 0 and all(
-        b.c_contiguous and b.ndim == 1 and b.format == "B" and not (writable and b.readonly) for b in buffers
-    )
+    there = 0
+    for buffer in buffers:
+        if not (buffer.c_contiguous and buffer.ndim == 1 and buffer.format == "B") or (writable and buffer.readonly):
+            return False
+        there += buffer.nbytes
+    return there >= length > 0
 
 
 def take(buffers: Sequence[memoryview], start: int, stop: int) -> list[memoryview]:
     """The views of bytes [start, stop) of all buffers laid end to end."""
+    if not start and len(buffers) == 1 and stop == buffers[0].nbytes:
+        return [buffers[0]] if stop else []
     views: list[memoryview] = []
     for buffer in buffers:
         size = buffer.nbytes

@@ -354,7 +354,7 @@ class Catalog:
         self._reserved = wanted
 
     def _written(self) -> int:
-        return self._length.needed
+        return self._length.needed()
 
     def _remove(self, txn: Any, cursor: Any, number: int) -> None:
         if self._is_there(cursor, number):

@@ -9,7 +9,7 @@ Blocks go back to the free space only when the object's removal is in the catalo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from threading import Event, Lock
@@ -18,7 +18,6 @@ from typing import Final, NamedTuple
 from tiercache.core import BLOCK_ALIGN, Outcome
 from tiercache.policy import Policy
 from tiercache.storage.eviction import EvictionOrder
-from tiercache.storage.pages import PAGE_KEY_BYTES
 from tiercache.storage.residents import RESIDENT, Standing, parents_first
 from tiercache_backends.file.catalog import Loaded
 from tiercache_backends.file.objects import Facts, Objects, Placement
@@ -36,39 +35,32 @@ class Pin(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """An item of a batch: which object it is, what it follows, and how much room it needs. `space`: the id of its namespace."""
+    """An item of a batch: which object it is, what it follows, and how much room it needs. `page`: the key of the page that it is or hangs
+    on; `space`: the id of its namespace.
+    """
 
     item: int
     digest: bytes
+    page: bytes
     parent: bytes | None
     blocks: int
     depth: int
     space: int
 
-    @property
-    def page(self) -> bytes:
-        """The key of the page that it is or hangs on."""
-        return self.digest[-PAGE_KEY_BYTES:]
-
-    @property
-    def is_page(self) -> bool:
-        """Can others follow it?"""
-        return self.parent != self.page
-
 
 @dataclass(slots=True)
 class Claim:
-    """An object that is being written, on the page of `node`, behind the page of node `parent`, where it is not None."""
+    """Item `index` of a batch, which is being written on the page of `node`, behind the page of node `parent`, where it is not None.
 
+    `is_page`: others can follow it.
+    """
+
+    index: int
     wanted: Wanted
     node: int
     parent: int | None
+    is_page: bool
     extents: tuple[Extent, ...] = ()
-
-    @property
-    def index(self) -> int:
-        """Its item in the batch."""
-        return self.wanted.item
 
     @property
     def blocks(self) -> int:
@@ -79,7 +71,7 @@ class Claim:
 @dataclass(slots=True)
 class Claims:
     """What a batch may write now, parents before what follows them; what is there already, what it may not write, and what another call
-    is busy with. All nodes in `held` stay in place until they are let go. `missing`: pages of the batch that were not stored.
+    is busy with. All nodes in `held`, by page key, stay in place until they are let go. `missing`: pages of the batch that were not stored.
     """
 
     fresh: list[Claim] = field(default_factory=list)
@@ -87,7 +79,7 @@ class Claims:
     refused: dict[int, Outcome] = field(default_factory=dict)
     later: list[int] = field(default_factory=list)
     waits: set[Event] = field(default_factory=set)
-    held: list[int] = field(default_factory=list)
+    held: dict[bytes, int] = field(default_factory=dict)
     missing: set[bytes] = field(default_factory=set)
     done: Event = field(default_factory=Event)
 
@@ -134,9 +126,12 @@ class Holdings:
         self._retired = 0
         self._counts = {"corrupt": 0, "evicted": 0, "refused_absent_parent": 0, "refused_impossible": 0}
 
-    def load(self, loaded: Loaded, slabs: Sequence[Extent]) -> list[int]:
-        """Take in the catalog and rebuild the free space. Returns the numbers of records that have no sound place, or are outdated."""
-        sound, unsound, gaps = sound_records(loaded, slabs, self._space.slab_blocks)
+    def load(self, loaded: Loaded, slabs: Sequence[Extent], holds: Callable[[int], bool]) -> list[int]:
+        """Take in the catalog and rebuild the free space. Returns the numbers of records that have no sound place, or are outdated.
+
+        `holds`: see `sound_records`.
+        """
+        sound, unsound, gaps = sound_records(loaded, slabs, self._space.slab_blocks, holds)
         self._objects.load_catalog(sound)
         self._space.size += sum(slab.blocks for slab in slabs)
         self._space.give(gaps)
@@ -203,10 +198,10 @@ class Holdings:
                 if row >= 0:
                     self._objects.renew(row)
                     claims.hits.append(wanted.item)
-                    claims.held.append(self._objects.hold(wanted.page))
+                    self._hold(wanted.page, claims)
                 elif wanted.digest in self._busy or len(claims.fresh) == limit or wanted.parent in later:
                     claims.later.append(wanted.item)
-                    if wanted.is_page:
+                    if wanted.parent != wanted.page:
                         later.add(wanted.page)
                     if (event := self._busy.get(wanted.digest)) not in (None, claims.done):
                         claims.waits.add(event)
@@ -235,16 +230,16 @@ class Holdings:
         objects = self._objects
         with self._mutex:
             for claim in claims.fresh:
-                found = facts.get(claim.index)
-                if claim.wanted.is_page:
+                found, wanted = facts.get(claim.index), claim.wanted
+                if claim.is_page:
                     objects.expected(claim.node)
                 if found is not None:
-                    objects.store(found, claim.wanted.digest, claim.node, claim.parent, claim.extents)
+                    objects.store(found, wanted.digest, claim.node, claim.parent, claim.extents)
                 else:
                     self._space.give(claim.extents)
-                    if claim.wanted.is_page:
-                        claims.missing.add(claim.wanted.page)
-                del self._busy[claim.wanted.digest]
+                    if claim.is_page:
+                        claims.missing.add(wanted.page)
+                del self._busy[wanted.digest]
             self._writing.pop(id(claims), None)
         claims.done.set()
 
@@ -266,7 +261,7 @@ class Holdings:
         """
         departure, residents = Departure(), self._objects
         with self._mutex:
-            promising = any(residents.is_promising(c.node, c.wanted.space, hangs=not c.wanted.is_page) for c in claims)
+            promising = any(residents.is_promising(c.node, c.wanted.space, hangs=not c.is_page) for c in claims)
             attached = (claim.parent for claims in self._writing.values() for claim in claims.fresh if claim.parent is not None)
             self._order.evict(_Evicting(self, departure, blocks, objects, most), attached, promising=promising)
         return departure
@@ -384,21 +379,29 @@ class Holdings:
             assert used + self._space.free == self._space.size, "free + used = capacity"
 
     def _claim(self, wanted: Wanted, claims: Claims) -> None:
-        objects = self._objects
-        node = objects.hold(wanted.page)
-        parent = None if wanted.parent is None else objects.hold(wanted.parent)
-        claims.held += [node] if parent is None else [node, parent]
-        standing = objects.standing(node, parent, wanted.depth, wanted.space, refused=wanted.page in claims.missing)
+        objects, page = self._objects, wanted.page
+        is_page = wanted.parent != page
+        # The parent first: in a chain it is the page before, which is held.
+        parent = None if wanted.parent is None else self._hold(wanted.parent, claims)
+        node = self._hold(page, claims)
+        standing = objects.standing(node, parent, wanted.depth, wanted.space, refused=page in claims.missing)
         if standing is not Standing.FINE:
             claims.refused[wanted.item] = Outcome.ERROR if standing is Standing.IMPOSSIBLE else Outcome.THROTTLED
             self._counts[f"refused_{standing.value}"] += 1
-            if wanted.is_page:
-                claims.missing.add(wanted.page)
+            if is_page:
+                claims.missing.add(page)
             return
         self._busy[wanted.digest] = claims.done
-        if wanted.is_page:
+        if is_page:
             objects.expect(node, wanted.depth, wanted.space)
-        claims.fresh.append(Claim(wanted, node, parent))
+        claims.fresh.append(Claim(wanted.item, wanted, node, parent, is_page))
+
+    def _hold(self, page: bytes, claims: Claims) -> int:
+        """The node of a page, which the call holds from now on."""
+        node = claims.held.get(page)
+        if node is None:
+            node = claims.held[page] = self._objects.hold(page)
+        return node
 
     def _leave(self, departure: Departure, row: int, *, suspect: bool = False) -> None:
         number = self._objects.number[row]

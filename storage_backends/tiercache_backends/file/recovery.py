@@ -8,26 +8,33 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from tiercache.core import BLOCK_ALIGN
-from tiercache.storage.pages import Ints
+from tiercache.storage.pages import Ints, Mask
 from tiercache_backends.file.catalog import Loaded
 from tiercache_backends.file.records import Records, words_of
 from tiercache_backends.file.space import Extent
 
 
-def sound_records(loaded: Loaded, slabs: Sequence[Extent], slab_blocks: int) -> tuple[Loaded, list[int], list[Extent]]:
-    """The records to keep, the numbers of those to drop, and the extents that the kept ones leave free. `without_doubt` comes first.
+def sound_records(
+    loaded: Loaded, slabs: Sequence[Extent], slab_blocks: int, holds: Callable[[int], bool]
+) -> tuple[Loaded, list[int], list[Extent]]:
+    """The records to keep, the numbers of those to drop, and the extents that the kept ones leave free.
 
-    Dropped are records that overlap another's blocks (both: nobody knows who wrote last), leave their slab, do not fit their length, or
-    speak of an object of which there is a later record.
+    Dropped are records that leave their slab or do not fit their length. Where several name the same blocks or the same object, `holds`
+    says which of them (by position) have their bytes there: a catalog that was damaged may bring back what was removed. Of two that
+    overlap even so both go, for nobody knows who wrote last; of two of one object the later one stays.
     """
     records = loaded.records
     starts, counts, owners = _all_extents(loaded)
     bad = _misplaced(loaded, starts, counts, owners, slabs, slab_blocks)
-    bad[owners[_clashing(starts, counts)]] = True
-    bad |= _outdated(records)
+    alike = _alike(records)
+    doubtful = _overlapping(starts, counts, owners, ~bad) | _repeated(records, alike)
+    for i in np.flatnonzero(doubtful & ~bad).tolist():
+        bad[i] = not holds(i)
+    if doubtful.any():
+        outdated = _outdated(records, [i for i in alike if not bad[i]])
+        bad |= _overlapping(starts, counts, owners, ~bad) | outdated
     kept = ~bad[owners]
     gaps = _gaps(slabs, starts[kept], counts[kept])
     if not bad.any():
@@ -35,29 +42,7 @@ def sound_records(loaded: Loaded, slabs: Sequence[Extent], slab_blocks: int) -> 
     return loaded._replace(records=records[~bad]), records["number"][bad].tolist(), gaps
 
 
-def without_doubt(loaded: Loaded, slabs: Sequence[Extent], slab_blocks: int, holds: Callable[[int], bool]) -> tuple[Loaded, list[int]]:
-    """The records that can be right together, and the numbers of the others.
-
-    Where several name the same blocks or the same object, `holds` says which of them (by position) have their bytes there: no two that
-    overlap can, and of two of one object the later one stays. A catalog that was damaged may bring back what was removed.
-    """
-    records = loaded.records
-    starts, counts, owners = _all_extents(loaded)
-    bad = _misplaced(loaded, starts, counts, owners, slabs, slab_blocks)
-    there = ~bad[owners]
-    doubtful = np.zeros(len(records), np.bool_)
-    doubtful[owners[there][_clashing(starts[there], counts[there])]] = True
-    doubtful |= _repeated(records)
-    for i in np.flatnonzero(doubtful & ~bad).tolist():
-        bad[i] = not holds(i)
-    if not bad.any():
-        return loaded, []
-    return loaded._replace(records=records[~bad]), records["number"][bad].tolist()
-
-
-def _misplaced(
-    loaded: Loaded, starts: Ints, counts: Ints, owners: Ints, slabs: Sequence[Extent], slab_blocks: int
-) -> npt.NDArray[np.bool_]:
+def _misplaced(loaded: Loaded, starts: Ints, counts: Ints, owners: Ints, slabs: Sequence[Extent], slab_blocks: int) -> Mask:
     """Records that leave their slab, or do not fit their length."""
     records = loaded.records
     bad = np.zeros(len(records), np.bool_)
@@ -84,13 +69,21 @@ def _all_extents(loaded: Loaded) -> tuple[Ints, Ints, Ints]:
     )
 
 
-def _outside(starts: Ints, counts: Ints, slabs: Sequence[Extent], slab_blocks: int) -> npt.NDArray[np.bool_]:
+def _outside(starts: Ints, counts: Ints, slabs: Sequence[Extent], slab_blocks: int) -> Mask:
     limits = np.zeros(max((s.start // slab_blocks + 1 for s in slabs), default=0) + 1, np.int64)
     for slab in slabs:
         limits[slab.start // slab_blocks] = slab.start + slab.blocks
     slab_of = np.clip(starts // slab_blocks, 0, len(limits) - 1)
-    outside: npt.NDArray[np.bool_] = (starts < 0) | (counts < 1) | (starts + counts > limits[slab_of]) | (starts // slab_blocks != slab_of)
+    outside: Mask = (starts < 0) | (counts < 1) | (starts + counts > limits[slab_of]) | (starts // slab_blocks != slab_of)
     return outside
+
+
+def _overlapping(starts: Ints, counts: Ints, owners: Ints, among: Mask) -> Mask:
+    """Which records name blocks that another one `among` them names too."""
+    there = among[owners]
+    overlapping = np.zeros(len(among), np.bool_)
+    overlapping[owners[there][_clashing(starts[there], counts[there])]] = True
+    return overlapping
 
 
 def _clashing(starts: Ints, counts: Ints) -> Ints:
@@ -113,21 +106,21 @@ def _alike(records: Records) -> list[int]:
     return sorted(set(order[alike].tolist()) | set(order[alike + 1].tolist()))
 
 
-def _repeated(records: Records) -> npt.NDArray[np.bool_]:
-    """Which speak of an object of which there is another record."""
+def _repeated(records: Records, alike: Sequence[int]) -> Mask:
+    """Which of those `alike` speak of an object of which there is another record."""
     seen: dict[bytes, list[int]] = {}
-    for i in _alike(records):
+    for i in alike:
         seen.setdefault(records["digest"][i].tobytes(), []).append(i)
     repeated = np.zeros(len(records), np.bool_)
     repeated[[i for group in seen.values() if len(group) > 1 for i in group]] = True
     return repeated
 
 
-def _outdated(records: Records) -> npt.NDArray[np.bool_]:
-    """Mark the records that a later record of the same object supersedes: a removal that failed left them behind."""
+def _outdated(records: Records, alike: Sequence[int]) -> Mask:
+    """Mark those `alike` that a later record of the same object supersedes: a removal that failed left them behind."""
     outdated = np.zeros(len(records), np.bool_)
     last: dict[bytes, int] = {}
-    for i in _alike(records):
+    for i in alike:
         digest = records["digest"][i].tobytes()
         if digest in last:
             outdated[last[digest]] = True

@@ -37,11 +37,11 @@ from tiercache.storage.base import (
 from tiercache.storage.checksum import Seal, Sealed
 from tiercache.storage.env import Env
 from tiercache.storage.gate import CallGate
+from tiercache.storage.pages import PAGE_KEY_BYTES
 from tiercache.storage.vectors import usable
 from tiercache_backends.file.catalog import Catalog, Loaded
 from tiercache_backends.file.holdings import Holdings, Pin, Wanted, blocks_for
 from tiercache_backends.file.movement import Mover
-from tiercache_backends.file.recovery import without_doubt
 from tiercache_backends.file.removal import Removal
 from tiercache_backends.file.runs import Movement, pieces_of
 from tiercache_backends.file.salvage import salvage
@@ -152,7 +152,7 @@ class FileBackend(StorageBackend):
                 while todo:
                     claims = self._holdings.claim([self._wanted(i, items[i]) for i in todo], BATCH, missing)
                     missing = claims.missing
-                    held += claims.held
+                    held += claims.held.values()
                     outcomes = [claims.refused.get(i, outcome) for i, outcome in enumerate(outcomes)] if claims.refused else outcomes
                     for i in claims.hits:
                         outcomes[i] = Outcome.HIT
@@ -266,8 +266,9 @@ class FileBackend(StorageBackend):
         self._holdings.check_integrity()
 
     def _wanted(self, index: int, item: SetItem) -> Wanted:
-        meta = item.meta
-        return Wanted(index, item.key.digest, meta.parent, blocks_for(meta.length), meta.depth or 0, self._catalog.id_of(meta.namespace))
+        meta, digest = item.meta, item.key.digest
+        space = self._catalog.id_of(meta.namespace)
+        return Wanted(index, digest, digest[-PAGE_KEY_BYTES:], meta.parent, blocks_for(meta.length), meta.depth or 0, space)
 
     def _open(self, undo: ExitStack, capacity: int | None, durability: str, io: str, io_threads: int, policy: Policy) -> None:
         directory = self._directory
@@ -307,8 +308,7 @@ class FileBackend(StorageBackend):
         else:
             sync_directory(self._env, directory.database)
             extents = self._slabs.open()
-        loaded, unsound = without_doubt(loaded, extents, slab_blocks, partial(self._has_bytes, loaded))
-        unsound += self._holdings.load(loaded, extents)
+        unsound = self._holdings.load(loaded, extents, partial(self._has_bytes, loaded))
         self._lost = len(unsound)
         if unsound and not self._looks:
             _log.warning("%d records in %s have no sound place and are dropped", len(unsound), directory.path)

@@ -185,6 +185,6 @@ def _rooted(claims: Sequence[Claim], failed: AbstractSet[int]) -> list[Claim]:
     for claim in claims:
         if claim.index not in failed and claim.parent not in missing:
             rooted.append(claim)
-        elif claim.wanted.is_page:
+        elif claim.is_page:
             missing.add(claim.node)
     return rooted

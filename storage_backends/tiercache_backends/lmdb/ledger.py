@@ -73,8 +73,8 @@ class Ledger:
 
     def add(self, item: SetItem, place: bytes, sealed: Sealed, part_pages: int) -> None:
         """Store an object that is not there."""
-        tick = self.tick()
         facts, meta = self.facts, item.meta
+        tick = facts.next_tick
         record = Record.of(facts.next_number, tick, item.key, meta, self.namespace_id(meta.namespace), sealed)
         sizes = payload.piece_sizes(meta.length, self._in.page_bytes, part_pages)
         payload.write(self._txn, self._in.parts, record.number, item.buffers, sizes)
@@ -83,7 +83,10 @@ class Ledger:
         if record.depends_on:
             self._txn.put(record.depends_on, count_value(self.dependents(record.depends_on) + 1), db=self._in.objects)
         self.facts = facts._replace(
-            next_number=record.number + 1, objects=facts.objects + 1, payload_bytes=facts.payload_bytes + meta.length
+            next_number=record.number + 1,
+            next_tick=tick + 1,
+            objects=facts.objects + 1,
+            payload_bytes=facts.payload_bytes + meta.length,
         )
 
     def remove(self, place: bytes, record: Record) -> None:

@@ -96,15 +96,16 @@ class LmdbBackend(StorageBackend):
     def get(self, items: Sequence[GetItem]) -> list[Outcome]:
         with self._gate:
             found = [self._reader.fetch(item) for item in items]
+            outcomes = [f.outcome for f in found]
             if self._looks:
-                return [f.outcome for f in found]
-            damaged = {place_of(i.key.digest): f.number for i, f in zip(items, found, strict=True) if f.outcome is Outcome.CORRUPT}
-            if damaged:
-                self._chores.drop(damaged)
-            used = [place_of(i.key.digest) for i, f in zip(items, found, strict=True) if f.outcome is Outcome.HIT]
+                return outcomes
+            if Outcome.CORRUPT in outcomes:
+                damaged = ((i.key.digest, f.number) for i, f in zip(items, found, strict=True) if f.outcome is Outcome.CORRUPT)
+                self._chores.drop({place_of(digest): number for digest, number in damaged})
+            used = [place_of(item.key.digest) for item, outcome in zip(items, outcomes, strict=True) if outcome is Outcome.HIT]
             self._chores.touch(used)
             self._mirror.note(used)
-            return [f.outcome for f in found]
+            return outcomes
 
     def set(self, items: Sequence[SetItem]) -> list[Outcome]:
         with self._gate:

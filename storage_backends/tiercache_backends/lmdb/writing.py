@@ -34,28 +34,14 @@ T = TypeVar("T")
 
 
 class Wish(NamedTuple):
-    """One object that is to be stored."""
+    """One object that is to be stored. `page`: the key of the page that it is, or `hangs` on."""
 
     place: bytes
     item: SetItem
     sealed: Sealed
     pages: int
-
-    @property
-    def page(self) -> bytes:
-        """The key of the page that it is or hangs on."""
-        return self.place[:HALF]
-
-    @property
-    def follows(self) -> bytes | None:
-        """The page before it, if it is a page and names one."""
-        parent = self.item.meta.parent
-        return None if parent == self.page else parent
-
-    @property
-    def hangs(self) -> bool:
-        """Does it hang on its page?"""
-        return self.item.meta.parent == self.page
+    page: bytes
+    hangs: bool
 
 
 class Room(NamedTuple):
@@ -148,7 +134,8 @@ class Writer:
         length = item.meta.length
         # Checksum and MAC are passes over the payload, so they are made before anybody waits for our transaction.
         sealed = Sealed(checksum_of(item), self._seal.stamp(item.key, item.buffers, length))
-        return Wish(place, item, sealed, pages_for(length, self._environment.page_bytes))
+        page = place[:HALF]
+        return Wish(place, item, sealed, pages_for(length, self._environment.page_bytes), page, item.meta.parent == page)
 
     def _chunks(self, wishes: Iterable[Wish], budget: Budget | None = None) -> Iterator[list[Wish]]:
         """Cut a batch into transactions: long ones where much is free, short ones where the file is nearly full."""
@@ -358,17 +345,17 @@ class Writer:
 
     def _standing(self, ledger: Ledger, wish: Wish, coming: Mapping[bytes, SetItem]) -> Standing:
         """See `Residents.standing`: the same, asked of the database, of objects that have the same layout."""
-        meta, parent = wish.item.meta, wish.follows
+        meta, parent = wish.item.meta, None if wish.hangs else wish.item.meta.parent
         known = self._mirror.depth(wish.page) if self._mirror.is_read else 0
         if meta.depth and known and meta.depth != known:
             return Standing.IMPOSSIBLE
         if parent is None:
             return Standing.FINE
         before = parent + wish.place[HALF:]
-        above, beside = ledger.find(before), coming.get(parent)
+        beside = coming.get(parent)
         if beside is not None and beside.meta.namespace == meta.namespace:
             depth = beside.meta.depth
-        elif above is not None and above.namespace == ledger.namespace_id(meta.namespace):
+        elif (above := ledger.find(before)) is not None and above.namespace == ledger.namespace_id(meta.namespace):
             depth = above.depth
         else:
             return Standing.ABSENT_PARENT

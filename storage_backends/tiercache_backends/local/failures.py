@@ -57,23 +57,34 @@ class FileLength:
         self._path = path
         self._lmdb = environment
         self._page_bytes = int(environment.stat()["psize"])
-        self.needed = 2 * self._page_bytes
-        """Bytes up to the end of the last page that the newest transaction knew at the last check."""
-        self._longest = self.needed
+        self._longest = self._needed = 2 * self._page_bytes
         self._fd = env.open(path, os.O_RDONLY)
 
     def check(self) -> None:
         """Raise DamagedError where the file has lost what lies in it, and OSError where it cannot be asked."""
         size = self._env.fstat(self._fd).st_size
+        if size < self._longest and size < (least := self._least(size)):
+            # Another thread or process may have made it longer since it was asked.
+            size = self._env.fstat(self._fd).st_size
+            if size < least:
+                raise DamagedError(EIO, f"{self._path} was cut to {size} bytes while it was open")
+        if size > self._longest:
+            self._longest = size
+
+    def needed(self) -> int:
+        """Bytes up to the end of the last page that the newest transaction knows, when the file was last found long enough to say."""
+        self._learn(self._env.fstat(self._fd).st_size)
+        return self._needed
+
+    def _least(self, size: int) -> int:
+        """Bytes that a file of this size must have. It never shrinks by itself, but may have been longer than what is needed."""
+        self._learn(size)
+        return min(self._longest, self._needed)
+
+    def _learn(self, size: int) -> None:
         # The head pages, which say how long the file is, are mapped themselves.
         if size >= 2 * self._page_bytes:
-            self.needed = (int(self._lmdb.info()["last_pgno"]) + 1) * self._page_bytes
-        # It never shrinks by itself. It may be shorter than what is needed where the pages at its end were never written.
-        least = min(self._longest, self.needed)
-        # Another thread or process may have made it longer since it was asked.
-        if size < least and (size := self._env.fstat(self._fd).st_size) < least:
-            raise DamagedError(EIO, f"{self._path} was cut to {size} bytes while it was open")
-        self._longest = max(self._longest, size)
+            self._needed = (int(self._lmdb.info()["last_pgno"]) + 1) * self._page_bytes
 
     def same(self) -> bool:
         """Is the open file still the one with this name? Raises OSError where that cannot be found out."""

@@ -278,21 +278,25 @@ class LmdbFile:
     def _check_pages(self, pages: Pages, first: int, inside: int) -> int:
         """Look at a run of pages, of which the first `inside` continue a large value; says how many of the next run do."""
         heads = np.ascontiguousarray(pages[:, :16])
-        numbers = heads.view(np.uint64)[:, 0].tolist()
-        words = heads.view(np.uint16)
-        flags, lower, upper = (words[:, i].tolist() for i in (5, 6, 7))
-        sizes = heads.view(np.uint32)[:, 3].tolist()
+        numbers, words, sizes = heads.view(np.uint64)[:, 0], heads.view(np.uint16).astype(np.int64), heads.view(np.uint32)[:, 3]
+        key_bytes, kinds, lower, upper = words[:, 4], words[:, 5] & ~_LATER, words[:, 6], words[:, 7]
+        right = numbers == np.arange(first, first + len(pages), dtype=np.uint64)
+        # Leaves of keys of one size are told from their heads alone, all at once: a catalog has little else.
+        full = 16 + (lower - 16) // 2 * key_bytes
+        plain = right & (kinds == _LEAF | _BARE) & (lower >= 16) & (lower <= upper) & (upper <= self.page_bytes) & (full <= self.page_bytes)
+        others = np.flatnonzero(~plain)
         at = inside
-        while at < len(pages):
-            kind = flags[at] & ~_LATER
-            if numbers[at] != first + at or kind not in _KINDS:
+        while (nth := int(np.searchsorted(others, at))) < len(others):
+            at = int(others[nth])
+            kind = int(kinds[at])
+            if not right[at] or kind not in _KINDS:
                 raise UnsoundError(f"page {first + at} is damaged")
             if kind == _OVERFLOW:
-                at += max(1, sizes[at])
+                at += max(1, int(sizes[at]))
                 continue
-            self._check_page(pages[at].data, kind, first + at, lower[at], upper[at])
+            self._check_page(pages[at].data, kind, first + at, int(lower[at]), int(upper[at]))
             at += 1
-        return at - len(pages)
+        return max(0, at - len(pages))
 
     def _check_page(self, page: memoryview, kind: int, number: int, lower: int, upper: int) -> None:
         """Raise UnsoundError unless everything in a page lies inside it."""
