@@ -96,7 +96,8 @@ def _lies(kind: str, data: bytes) -> tuple[dict[int, tuple[str, frozenset[int]]]
             at = content.find(place)
             if at < 0:
                 continue
-            start, size = (at - 8, 192) if kind == "file" else (at + 64, 118)
+            # In `lmdb` a record is the value behind its key, and the node's head in front of that begins with its size.
+            start, size = (at - 8, 192) if kind == "file" else (at + 64, int.from_bytes(content[at - 8 : at - 6], "little"))
             number = content[start : start + 8]
             numbers[number if kind == "file" else number[::-1]] = name
             records.append((name, page.number * PAGE + start, size))

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiercache_backends.file import FileBackend
 from tiercache_backends.file.space import Extent, Space
+from tiercache_backends.lmdb.budget import Budget
 from tiercache_backends.memory import MemoryBackend
 
 from tiercache.config import parse_duration, parse_size
@@ -195,3 +196,10 @@ def test_faults_fire_on_their_call_and_are_the_same_for_a_seed(tmp_path: Path) -
 def test_importing_tiercache_brings_no_test_tools() -> None:
     code = "import sys, tiercache, tiercache.storage.registry; sys.exit(any(m in sys.modules for m in ('pytest', 'hypothesis', 'lmdb')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("map_pages", [512, 4096, 1 << 20, 1 << 28])
+def test_a_transaction_of_lmdb_is_bounded_whatever_the_capacity(map_pages: int) -> None:
+    budget = Budget(map_pages, 4096)
+    assert all(0 < budget.burst(used) <= (8 << 20) // 4096 for used in (0, budget.limit // 2, budget.limit))
+    assert 2 * budget.burst(budget.limit) <= budget.reserve, "two in a row fit into what is kept free"

@@ -82,7 +82,7 @@ class Budget:
     def burst(self, used: int) -> int:
         """Pages that one transaction may change where so many are in use, unless it is for a single object."""
         least = int((self.reserve - self.slack) * _BURST_SHARE)
-        return max(least, min((self.map_pages - used) // 4, _BATCH_BYTES // self.page_bytes))
+        return min(_BATCH_BYTES // self.page_bytes, max(least, (self.map_pages - used) // 4))
 
     def cost(self, pages: int) -> int:
         """Pages that a transaction changes to store an object of so many, and to remove what makes way."""
