@@ -105,7 +105,7 @@ class Engine:
             poll = admission.wait()
             assert poll.status is not Status.PENDING
             try:
-                for layer in range(4):
+                for layer in sorted({s.layer for pool in self.pools.values() for s in pool.geometry.segments}):
                     admission.wait_layer(layer)
             except TransferError:
                 continue  # pending until the load has landed

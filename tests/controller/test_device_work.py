@@ -15,6 +15,7 @@ import torch
 
 from tests.controller.harness import KV, MAMBA, PAGES, STATES, Engine, P, as_bytes, content, prompt
 from tiercache.core import Tier, as_tokens
+from tiercache.errors import ConfigError
 from tiercache.pools import DevicePool
 from tiercache.storage.registry import open_backend
 from tiercache.testing.cuda import SimulatedDevice
@@ -164,6 +165,74 @@ def test_a_load_waits_for_who_had_its_slots_before():
     assert engine.serve(b) == P, "what it restores now is what the load left there, or A"
     engine.finish()
     assert engine.wrong == []
+    engine.controller.close()
+
+
+@pytest.mark.parametrize("fenced", [True, pytest.param(False, id="control")])
+def test_a_device_hit_is_behind_the_commit_that_made_it(fenced):
+    """Two requests compute in two streams; the second reads, at once, what the first has yet to write."""
+    engine = LateEngine(pages=20, states=12, fenced=fenced)
+    tokens = [*prompt(1, 2, 3), 7]
+    engine.later(partial(time.sleep, 0.2))
+    engine.serve(tokens)
+    first, engine.stream = engine.stream, engine.new_stream()
+    assert engine.serve([*tokens, 8]) == 3 * P
+    for stream in (first, engine.stream):
+        engine.device.event(stream).synchronize()
+    assert (engine.wrong == []) is fenced
+    if fenced:
+        engine.finish()
+    engine.controller.close()
+
+
+@pytest.mark.parametrize("fenced", [True, pytest.param(False, id="control")])
+def test_a_copy_of_pages_that_another_request_computes_waits_for_them(fenced):
+    """The host has no room at the first commit, and the second request, in a stream that is through, takes its pages down as well."""
+    engine = LateEngine(pages=20, states=12, fenced=fenced)
+    a, b = as_tokens([*prompt(1, 2, 3), 7]), as_tokens([*prompt(1, 2, 3, 4), 7])
+    taken = engine.arena.alloc(engine.arena.available)
+    engine.later(partial(time.sleep, 0.3))
+    engine.serve(a)
+    engine.arena.free(taken)
+    first, engine.stream = engine.stream, engine.new_stream()
+    admission = engine.admit(engine.controller.lookup(b), tokens=len(b), states=5)
+    depth = admission.wait().depth
+    assert depth == 3 * P
+    engine.compute(admission, b, depth, len(b))
+    engine.controller.commit(admission, b, {4 * P: engine.take_state(admission, b[: 4 * P])}, fence=engine.fence())
+    engine.controller.release(admission, fence=engine.fence())
+    for stream in (first, engine.stream):
+        engine.device.event(stream).synchronize()
+    engine.settle()
+    engine.controller.evict(Tier.DEVICE)
+    assert engine.serve([*b.tolist(), 9]) == 4 * P
+    engine.device.event(engine.stream).synchronize()
+    assert (engine.wrong == []) is fenced
+    engine.controller.close()
+
+
+def test_a_fence_that_was_never_recorded_changes_nothing():
+    class Unrecorded:
+        cuda_event = 0
+
+        def query(self):
+            return True
+
+        def synchronize(self): ...
+
+    engine = LateEngine()
+    tokens = as_tokens(prompt(1, 2, 3))
+    admission = engine.admit(engine.controller.lookup(tokens), tokens=len(tokens), states=1)
+    admission.wait()
+    engine.compute(admission, tokens, 0, len(tokens))
+    with pytest.raises(ConfigError, match="never recorded"):
+        engine.controller.commit(admission, tokens, fence=Unrecorded())
+    with pytest.raises(ConfigError, match="never recorded"):
+        engine.controller.release(admission, fence=Unrecorded())
+    assert not list(engine.controller.contents())
+    engine.controller.release(admission, fence=engine.fence())
+    engine.finish()
+    assert engine.pools[KV].available == engine.pools[KV].capacity
     engine.controller.close()
 
 

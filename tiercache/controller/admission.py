@@ -21,7 +21,7 @@ from tiercache.controller.request_slots import RequestSlots
 from tiercache.controller.state import ControllerState, Fence
 from tiercache.core import ABSENT, Locations, Mask, PoolName, Reason, Tier, TokenArray, pending, reusable_pages
 from tiercache.errors import AdmissionError, InputError
-from tiercache.index import Inserted, Match, Node, Origin, PageLocations, PathLocations, Span, StateLocation
+from tiercache.index import Inserted, Match, Node, Origin, PageLocations, PathLocations, Pin, Span, StateLocation
 from tiercache.policy import CheckpointKind
 
 
@@ -70,6 +70,9 @@ class Admission:
         self._frozen = False
         self._prefetch = Prefetch(state, lookup, self._limit)
         self._loads: set[Load] = set()
+        self._behind: list[Fence] = []
+        self._ordered: set[int | None] = set()
+        """The streams, None for this thread, that are behind these fences already."""
         self.checkpoint_kinds: Mapping[int, CheckpointKind] = {}
         """Depths in pages at which this prefill should leave states, and why."""
         self.origin = Origin()
@@ -88,6 +91,11 @@ class Admission:
         except BaseException:
             self._pin.release()
             raise
+
+    @property
+    def pin(self) -> Pin:
+        """What it holds in the index."""
+        return self._pin
 
     @property
     def pages(self) -> Mapping[PoolName, Locations]:
@@ -143,11 +151,18 @@ class Admission:
         """Return once all of `layer` is in its device slots; TransferError if it cannot be: drop the step's output and poll again.
 
         With the handle of a device's `stream` (`torch.cuda.current_stream().cuda_stream`): once the work that is queued there from now on
-        finds it there. The device waits then, and not this thread.
+        finds it there. The device waits then, and not this thread. That is so of pages, too, that another request committed with a fence
+        which the device has not passed yet; call it again after a commit, whose table may name such pages. InputError for a layer that no
+        pool has.
         """
         self._require_open()
         if not self._frozen:
             raise AdmissionError("this admission is still pending; poll until it is ready, or call start()")
+        if not 0 <= layer < self._state.layers:
+            raise InputError(f"there is no layer {layer}; the pools have layers 0 to {self._state.layers - 1}")
+        if self._behind and stream not in self._ordered:
+            self._state.engine.order(self._behind, stream=stream)
+            self._ordered.add(stream)
         for load in self._loads:
             load.ticket.wait_layer(layer, stream=stream)
 
@@ -174,6 +189,7 @@ class Admission:
     def follow(self, inserted: Inserted, tokens: TokenArray, fence: Fence | None) -> None:
         """`inserted` is what the index made of a commit of the full pages `tokens`: use its slots and hold its path from now on."""
         self.slots.settle(inserted, fence)
+        self._look_behind(besides=fence)
         self.committed = True
         if len(tokens) > len(self.sequence):
             self.sequence = tokens.copy()
@@ -268,6 +284,7 @@ class Admission:
             need = self.slots.lay_out(located.pages)
             self._depth = depth
             self._load(node, located, need)
+            self._look_behind()
             self.status = Status.FAILED if self.reason is not Reason.NONE and not depth else Status.READY
             self.checkpoint_kinds = self._state.index.plan_checkpoints(match, self.lookup.tokens, depth)
             self.origin = self._state.index.touch(match, self.lookup.tokens)
@@ -276,6 +293,13 @@ class Admission:
                 self.slots.keep_states(self._states)
                 self._count(match, *located)
             self._hold(node, depth)
+
+    def _look_behind(self, besides: Fence | None = None) -> None:
+        """Note the device work, of other requests, that has yet to fill slots of the table or the restored state."""
+        states = ((pool, np.array([slot])) for pool, slot in self._restored_states.items())
+        fences = self._state.fences([*self.slots.table.items(), *states])
+        self._behind = [fence for fence in fences if fence is not besides]
+        self._ordered.clear()
 
     def _load(self, node: Node, located: PathLocations, need: Mapping[PoolName, Mask]) -> None:
         """Start the load of the pages that `need` one and of the state, and join those of other requests."""

@@ -103,7 +103,7 @@ class HybridCacheController:
         chosen = self._state.index.policy
         self._shadows = Shadows(self._state, chosen) if isinstance(chosen, Portfolio) else None
         self._admissions: set[Admission] = set()
-        self._closed = False
+        self._closed = self._drained = False
 
     @property
     def metrics(self) -> Metrics:
@@ -172,6 +172,7 @@ class HybridCacheController:
         self._enter()
         self._require_mine(admission)
         admission.require_started()
+        self._check_fence(fence)
         sequence, by_depth = as_tokens(tokens), {}
         self._check_tokens(admission, sequence)
         for depth, slots in (states or {}).items():
@@ -194,8 +195,8 @@ class HybridCacheController:
             origin=admission.origin,
         )
         admission.follow(inserted, sequence[: full * self.page_size], fence)
-        depths = {state.depth for state in inserted.adopted_states} | {admission.depth // self.page_size}
-        write_through(self._state, inserted.node, full, depths, fence)
+        depths = {*by_depth, admission.depth // self.page_size}  # a state that was there already may not have come down then
+        write_through(self._state, inserted.node, full, depths)
         return admission.pages
 
     def release(self, admission: Admission, *, fence: Fence | None = None) -> None:
@@ -205,6 +206,7 @@ class HybridCacheController:
         """
         self._enter()
         self._require_mine(admission)
+        self._check_fence(fence)
         admission.close(fence)
         self._admissions.discard(admission)
         if self._shadows is not None and admission.committed:
@@ -253,10 +255,10 @@ class HybridCacheController:
         """Drain within `deadline` seconds (default: the options'), or abandon what is left; then release threads, storage and arena.
 
         True if everything was drained. If a thread still hangs in the store, that stays open, as does the memory under it. Twice is
-        harmless.
+        harmless, and says what the first time said.
         """
         if self._closed:
-            return True
+            return self._drained
         end = time.monotonic() + (self._state.options.close_deadline if deadline is None else deadline)
         self._state.drain()
         for admission in list(self._admissions):
@@ -273,12 +275,13 @@ class HybridCacheController:
         self._state.drain()
         if all(idle):  # else a thread that hangs in the store still works with the arena's memory
             self._state.arena.close()
-        return drained and all(idle)
+        self._drained = drained and all(idle)
+        return self._drained
 
     def check_integrity(self) -> None:
         """Recount everything; AssertionError on a slot, block or pin that is lost or held twice. For tests, at a quiet moment."""
         self._state.drain()
-        self._state.check_integrity([a.slots.private() for a in self._admissions])
+        self._state.check_integrity([a.slots.private() for a in self._admissions], [a.pin for a in self._admissions])
 
     def __enter__(self) -> Self:
         return self
@@ -308,6 +311,10 @@ class HybridCacheController:
             raise AdmissionError("this admission was released already; each is released once, as the last thing")
         if admission not in self._admissions:
             raise AdmissionError("this admission belongs to another controller; use the one that made it")
+
+    def _check_fence(self, fence: Fence | None) -> None:
+        if fence is not None:
+            self._state.engine.check_fences([fence])
 
     def _check_tokens(self, admission: Admission, tokens: TokenArray) -> None:
         admission.check_sequence(tokens)

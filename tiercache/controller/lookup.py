@@ -24,6 +24,7 @@ class StorageQuery:
     """
 
     kind = "query"
+    pins = ()
 
     def __init__(self, state: ControllerState, tokens: TokenArray, extra: bytes, near_pages: int) -> None:
         self.done = False

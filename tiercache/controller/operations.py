@@ -16,7 +16,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from tiercache.controller.state import ControllerState, Fence
+from tiercache.controller.state import ControllerState
 from tiercache.core import CacheTransferUnits, HitPolicy, Locations, Mask, Outcome, PoolName, PoolTransfer, Reason, Tier
 from tiercache.errors import TransferError
 from tiercache.index import HybridIndex, Node, Pin, Span
@@ -100,6 +100,11 @@ class Operation:
         self._pins.clear()
         self._state.end(self)
 
+    @property
+    def pins(self) -> list[Pin]:
+        """What it holds in the index."""
+        return self._pins
+
     def _reserve(self) -> None:
         for piece in self.pieces:
             piece.reserve(self._state.index, self.destination)
@@ -128,7 +133,11 @@ class Load(Operation):
         self._give_back = give_back
         self._reserve()
         after = state.fences((p.pool, p.destinations) for p in pieces)
-        self.ticket: LayerTicket = state.engine.load([p.units() for p in pieces], after=after)
+        try:
+            self.ticket: LayerTicket = state.engine.load([p.units() for p in pieces], after=after)
+        except Exception as error:  # noqa: BLE001  whatever it raises: a load that cannot begin is one that failed
+            self.ticket = LayerTicket(range(state.layers))
+            self.ticket.finish(TransferError(f"the load could not begin: {error}"))
         self.ticket.add_done_callback(lambda _: state.post(self._land))
 
     def _land(self) -> None:
@@ -211,7 +220,6 @@ class Write(Operation):
         *,
         device_pins: Iterable[Pin],
         host_pins: Iterable[Pin],
-        fence: Fence | None,
     ) -> None:
         super().__init__(state, pieces, host_pins)
         self._device_pins = list(device_pins)
@@ -219,8 +227,18 @@ class Write(Operation):
         self._keys = keys
         self._mark_storing(True)
         self._reserve()
-        ticket = state.engine.store([p.units() for p in pieces], after=[fence] if fence else [])
+        # Some pages may be another request's, whose work in another stream has yet to write them.
+        after = state.fences((p.pool, p.sources) for p in pieces)
+        try:
+            ticket = state.engine.store([p.units() for p in pieces], after=after)
+        except Exception as error:  # noqa: BLE001  whatever it raises: a copy that cannot begin is one that failed
+            ticket = Ticket()
+            ticket.finish(TransferError(f"the copy could not begin: {error}"))
         ticket.add_done_callback(self._run_copied)
+
+    @property
+    def pins(self) -> list[Pin]:  # noqa: D102
+        return [*self._pins, *self._device_pins]
 
     def _run_copied(self, ticket: Ticket) -> None:
         # The chain goes on without the engine's thread, which may be busy with a forward pass for a long time.
@@ -246,6 +264,7 @@ class Write(Operation):
                 metrics.increment("write_through_skipped_total", piece.pool, "transfer_failed", by=len(piece.destinations))
         for pin in self._device_pins:
             pin.release()
+        self._device_pins.clear()
 
     def _run_store(self) -> None:
         assert self._state.storage is not None

@@ -75,6 +75,10 @@ class InFlight(Protocol):
     kind: str
     done: bool
 
+    @property
+    def pins(self) -> Sequence[Pin]:
+        """What it holds in the index."""
+
 
 @dataclass(frozen=True, slots=True)
 class Retired:
@@ -131,6 +135,11 @@ class ControllerState:
         """Hand an event to the owner's thread. Any thread."""
         self._events.put(event)
         self.arrived.set()
+
+    @property
+    def layers(self) -> int:
+        """Layers up to the last that has bytes in any pool."""
+        return 1 + max(segment.layer for pool in self.device.values() for segment in pool.geometry.segments)
 
     @property
     def under_way(self) -> bool:
@@ -273,11 +282,19 @@ class ControllerState:
         self.metrics.increment("evicted_objects_total", str(tier), "demoted", by=eviction.demoted)
         self.metrics.increment("evicted_objects_total", str(tier), "lost", by=eviction.lost)
 
-    def check_integrity(self, private: Sequence[Mapping[PoolName, Locations]]) -> None:
-        """Recount slots and blocks: every one in use belongs to the index, to one of the requests (`private`) or to a fence; none to
-        two.
+    def check_integrity(self, private: Sequence[Mapping[PoolName, Locations]], pins: Sequence[Pin]) -> None:
+        """Recount slots, blocks and pins: every one in use belongs to the index, to one of the requests (`private`, `pins`), to an
+        operation or to a fence; none to two.
         """
         self.index.check_integrity()
+        operations = list(self.operations.values())
+        assert not any(o.done for o in operations), "an operation that has landed is still counted"
+        held_by = [*pins, *(pin for r in self._retired for pin in r.pins), *(pin for o in operations for pin in o.pins)]
+        assert self.index.holds_only(held_by), "a pin belongs to nobody"
+        claimed = np.unique(np.concatenate([claims.ravel() for claims in self._claims.values()])).tolist()
+        assert set(claimed) <= {0, *self.operations}, "a slot or a host object waits for an operation that is over"
+        if not self.in_flight("write"):
+            assert not any(storing.any() for storing in self.storing.values()), "a host object counts as being stored, and is not"
         for name, pool in self.device.items():
             retired = [r.slots[name] for r in self._retired if name in r.slots]
             held = np.concatenate([self.index.owned(Tier.DEVICE, name), *retired, *(slots[name] for slots in private)])

@@ -9,13 +9,13 @@ from dataclasses import replace
 import numpy as np
 
 from tiercache.controller.operations import Piece, Write, gather_pieces
-from tiercache.controller.state import ControllerState, Fence
+from tiercache.controller.state import ControllerState
 from tiercache.core import ABSENT, Locations, PoolName, Tier
 from tiercache.errors import PoolFullError
 from tiercache.index import Node, PageLocations, Span
 
 
-def write_through(state: ControllerState, node: Node, depth: int, state_depths: Iterable[int], fence: Fence | None) -> None:
+def write_through(state: ControllerState, node: Node, depth: int, state_depths: Iterable[int]) -> None:
     """Send pages [0, depth) on the path to `node`, and the states at `state_depths`, to host and storage, as far as they are not there.
 
     All of a commit's objects fit on the host or none are sent: a state without its pages is worth nothing. Skipped ones are counted and
@@ -43,7 +43,7 @@ def write_through(state: ControllerState, node: Node, depth: int, state_depths: 
     if state.storage is not None:
         first = max(0, min(piece.span.start for piece in (*plan.copies, *plan.held)) - 1)
         keys = dict(enumerate(state.index.page_keys(node, depth, first), first))
-    Write(state, plan.placed(handles), plan.held, keys, device_pins=device_pins, host_pins=host_pins, fence=fence)
+    Write(state, plan.placed(handles), plan.held, keys, device_pins=device_pins, host_pins=host_pins)
 
 
 class _Plan:

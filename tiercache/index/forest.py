@@ -5,7 +5,7 @@ The discipline: whoever writes a location calls `_settle(node)` afterwards, whoe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -136,6 +136,10 @@ class Forest:
         node.ends += 1
         self._pins.add(pin)
         return pin
+
+    def holds_only(self, pins: Iterable[Pin]) -> bool:
+        """Are these all pins that nobody has released, and no others?"""
+        return self._pins == set(pins)
 
     def prune(self, node: Node) -> None:
         """Remove the path to `node` as far as it is empty, unpinned and leads nowhere; a no-op for a node that was removed already."""

@@ -167,6 +167,17 @@ class TransferEngine(ABC):
         the destinations are undefined then.
         """
 
+    def check_fences(self, fences: Sequence[Fence]) -> None:  # noqa: B027  most engines can wait for anything
+        """ConfigError for a fence that stands for nothing, such as a `torch.cuda.Event` that was never recorded."""
+
+    def order(self, fences: Sequence[Fence], *, stream: int | None = None) -> None:
+        """Return once work may start that has to come behind these fences; with a device's `stream`, once what is queued there may.
+
+        An engine for that device makes the queue wait and not the thread. Raises TransferError if that cannot be.
+        """
+        for fence in fences:
+            pass_fence(fence)
+
     @abstractmethod
     def close(self, timeout: float = 30.0) -> None:
         """Finish what was asked for; after `timeout` seconds, fail what has not started and stop the rest at its next layer.

@@ -80,19 +80,17 @@ class LaneEngine(TransferEngine):
     def _layer_ticket(self, layers: Iterable[int]) -> LayerTicket:
         """A new ticket for a load of these layers."""
 
-    def _checked(self, after: Sequence[Fence]) -> tuple[Fence, ...]:
-        """The fences; ConfigError for one that cannot be."""
-        return tuple(after)
-
     def store(self, units: Sequence[CacheTransferUnits], *, after: Sequence[Fence] = ()) -> Ticket:  # noqa: D102
+        self.check_fences(after)
         ticket = Ticket()
-        self._submit(self._stores, Job(True, self._sides.parts(units, to_host=True), ticket, self._checked(after)))
+        self._submit(self._stores, Job(True, self._sides.parts(units, to_host=True), ticket, tuple(after)))
         return ticket
 
     def load(self, units: Sequence[CacheTransferUnits], *, after: Sequence[Fence] = ()) -> LayerTicket:  # noqa: D102
+        self.check_fences(after)
         parts = self._sides.parts(units, to_host=False)
         ticket = self._layer_ticket(layers_of(parts))
-        self._submit(self._loads, Job(False, parts, ticket, self._checked(after)))
+        self._submit(self._loads, Job(False, parts, ticket, tuple(after)))
         return ticket
 
     def close(self, timeout: float = 30.0) -> None:  # noqa: D102

@@ -15,7 +15,7 @@ from tiercache.errors import ConfigError, TierCacheError, TransferError
 from tiercache.pools.blocks import BlockArena
 from tiercache.pools.device import DevicePool
 from tiercache.pools.host import HostPool
-from tiercache.transfer.base import Fence, LayerTicket
+from tiercache.transfer.base import Fence, LayerTicket, pass_fence
 from tiercache.transfer.cuda.calibration import Calibration, calibrated
 from tiercache.transfer.cuda.copying import GROUP_BYTES, CopySet
 from tiercache.transfer.cuda.device import CudaDevice, Direction, Method
@@ -95,10 +95,21 @@ class CudaEngine(LaneEngine):
     def _layer_ticket(self, layers: Iterable[int]) -> LayerTicket:
         return CudaLayerTicket(layers, self.device)
 
-    def _checked(self, after: Sequence[Fence]) -> tuple[Fence, ...]:
-        if any(event_of(fence) == 0 for fence in after):  # it stands for nothing, and nobody would wait
+    def check_fences(self, fences: Sequence[Fence]) -> None:  # noqa: D102
+        if any(event_of(fence) == 0 for fence in fences):  # it stands for nothing, and nobody would wait
             raise ConfigError("a fence is an event that was never recorded; record it in the stream whose work comes first")
-        return tuple(after)
+
+    def order(self, fences: Sequence[Fence], *, stream: int | None = None) -> None:  # noqa: D102
+        try:
+            with self.device.current():  # a default stream's handle means that of the current device
+                for fence in fences:
+                    event = event_of(fence)
+                    if event is None or stream is None:
+                        pass_fence(fence)
+                    else:
+                        self.device.wait_event(stream, event)
+        except RuntimeError as error:
+            raise TransferError(f"earlier work on the device cannot be waited for: {error}") from error
 
     def _lane(self, name: str, direction: Direction, method: Method | None) -> Lane:
         def choose(copies: Copies) -> Method:
