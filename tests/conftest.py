@@ -1,7 +1,8 @@
-"""Which tests need the machine for themselves."""
+"""Which tests need the machine for themselves, and what every test may rely on."""
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,10 @@ ALONE = ("daemon", "grpc", "transfer", "worker/test_cuda.py", "cli/test_serve.py
 """Folders and files with daemons, devices or processes that have deadlines to meet: another test beside them can make them late."""
 
 HERE = Path(__file__).parent
+
+# A shell starts what is behind `&` with Ctrl-C ignored, and every process that a test starts would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

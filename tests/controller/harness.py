@@ -145,7 +145,10 @@ class Engine:
             assert torch.equal(as_bytes(held), content(tokens, segment)), f"state at {len(tokens)} {segment.layer}/{segment.name}"
 
     def settle(self):
-        assert self.controller.flush(20)
+        """Wait until nothing is on its way; returns whether everything is in storage."""
+        stored = self.controller.flush(20)
+        assert not self.controller._state.operations
+        return stored
 
     def check(self):
         self.controller.check_integrity()

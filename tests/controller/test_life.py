@@ -5,12 +5,14 @@ import time
 
 import numpy as np
 import pytest
+from tiercache_backends.memory import MemoryBackend
 from tiercache_kernels.reference import copy_segments
 
 from tests.controller.harness import IDENTITY, KV, MAMBA, Engine, P, prompt
+from tests.controller.test_machine import Flaky
 from tiercache.controller import ControllerOptions, Poll, Status
-from tiercache.core import Reason, Tier
-from tiercache.errors import PoolFullError
+from tiercache.core import Outcome, PoolName, Reason, Tier
+from tiercache.errors import InputError, PoolFullError
 from tiercache.keys import Shard
 from tiercache.storage.registry import open_backend
 from tiercache.testing.faults import FaultEnv
@@ -90,6 +92,84 @@ def test_another_shard_or_adapter_never_hits(store):
     assert Engine(store, shard=Shard(1, 2)).serve(prompt(1, 2, 3)) == 0
     assert engine.serve(prompt(1, 2, 3), extra=b"adapter") == 0
     assert engine.serve(prompt(1, 2, 3), extra=b"adapter") == 2 * P
+
+
+def test_each_pool_has_its_own_shard(store):
+    """Two ranks hold whole KV, and each its part of the states."""
+    first, second = (Engine(store, shard={MAMBA: Shard(rank, 2)}) for rank in range(2))
+    tokens = prompt(1, 2, 3)
+    for engine in (first, second):
+        engine.serve(tokens)
+        engine.settle()
+        assert engine.serve([*tokens, 1]) == 3 * P
+    sets = second.metrics
+    assert (sets.value("storage_sets_total", "kv", "hit"), sets.value("storage_sets_total", "kv", "stored")) == (3, 0)
+    assert sets.value("storage_sets_total", "mamba", "stored") > 0
+    with pytest.raises(InputError, match="swa, which is no pool here"):
+        Engine(store, shard={PoolName.SWA: Shard(0, 2)})
+
+
+@pytest.mark.parametrize("answer", [Outcome.ERROR, Outcome.THROTTLED])
+def test_what_could_not_be_read_is_not_taken_for_absent(answer):
+    store = Flaky(MemoryBackend(1 << 24))
+    engine = Engine(store)
+    engine.serve([*prompt(1, 2, 3), 5])
+    engine.settle()
+    evict(engine, Tier.DEVICE, Tier.HOST)
+    store.gets = [answer] * 20
+    assert engine.serve([*prompt(1, 2, 3), 5]) == 0
+    engine.settle()
+    store.gets = []
+    assert engine.metrics.total("storage_sets_total", pool="kv") == 3, "nothing is written a second time"
+    evict(engine, Tier.DEVICE, Tier.HOST)
+    assert engine.serve([*prompt(1, 2, 3), 5]) == 3 * P
+
+
+@pytest.mark.parametrize("answer", [Outcome.ERROR, Outcome.THROTTLED, "raise"])
+def test_what_storage_does_not_take_at_once_is_offered_again(answer):
+    store = Flaky(MemoryBackend(1 << 24))
+    engine = Engine(store)
+    store.sets = [answer] * 3
+    engine.serve([*prompt(1, 2, 3), 5])
+    assert engine.settle(), "it took a moment"
+    assert engine.controller.unstored == 0
+    assert store.sets == []
+    engine.check()
+    evict(engine, Tier.DEVICE, Tier.HOST)
+    assert engine.serve([*prompt(1, 2, 3), 5]) == 3 * P
+
+
+def test_a_flush_says_what_is_not_in_storage(caplog):
+    store = Flaky(MemoryBackend(1 << 24))
+    engine = Engine(store)
+    store.sets = [Outcome.THROTTLED] * 1000
+    engine.serve([*prompt(1, 2, 3), 5])
+    assert not engine.settle()
+    assert "4 objects" in caplog.text
+    assert engine.metrics.total("write_through_skipped_total", reason="refused") == 4
+    assert engine.settle(), "that was said"
+    store.sets = []
+    engine.serve([*prompt(1, 2, 3), 5])
+    assert engine.settle()
+    evict(engine, Tier.DEVICE, Tier.HOST)
+    assert engine.serve([*prompt(1, 2, 3), 5]) == 3 * P
+    full = Engine(Flaky(MemoryBackend(1 << 24)), blocks=2)
+    full.serve(prompt(1, 2, 3))
+    assert not full.settle(), "the host had no room"
+
+
+def test_what_waits_for_storage_is_a_quarter_of_the_host_at_most():
+    store = Flaky(MemoryBackend(1 << 24))
+    store.sets = [Outcome.THROTTLED] * 1000
+    engine = Engine(store, pages=60, states=40, blocks=32)
+    for turn in range(8):
+        engine.serve([*prompt(turn, turn + 10), 5])
+        engine.controller.tick()
+        assert engine.controller._state._parked <= 8
+    assert not engine.settle()
+    engine.check()
+    evict(engine, Tier.DEVICE, Tier.HOST)
+    assert engine.arena.available == engine.arena.blocks
 
 
 def drop(store, pool, number):
@@ -212,7 +292,9 @@ def test_start_freezes_the_depth_and_late_arrivals_serve_the_next(tmp_path):
     admission = engine.controller.admit(engine.controller.lookup(prompt(1, 2, 3, 4)), states=1)
     while not hang.reached.is_set():
         admission.poll()
-    assert admission.start().depth == 0
+    assert admission.start() == Poll(Status.READY, 0, Reason.NONE), "who does not want to wait has not failed"
+    assert engine.metrics.total("restore_failures_total") == 0
+    assert engine.metrics.value("lookups_total", "storage", "kv", "miss", "timeout") == 1
     engine.controller.release(admission)
     hang.release()
     engine.settle()

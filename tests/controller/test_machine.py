@@ -270,7 +270,8 @@ class Lives(RuleBasedStateMachine):
         for fence in self.fences:
             fence.open()
         self.fences.clear()
-        assert self.controller.flush(20)
+        self.controller.flush(20)
+        assert not self.controller._state.operations
         self.engine.check()
         for request in self.opened:
             if request.done is not None:

@@ -37,10 +37,16 @@ def serving(name: str, storage: StorageBackend | None = None, *, runner: ModelRu
         return Worker(loaded(name)[0].model, storage=storage, page_size=PAGE, **options)
 
 
+def settle(worker: Worker) -> None:
+    """Wait until nothing is on its way down any more; what the host had no room for is not."""
+    worker.controller.flush()
+    assert not worker.controller._state.operations
+
+
 def evict(worker: Worker, *tiers: Tier) -> None:
     """Empty near tiers once everything is further down."""
     worker.synchronize()
-    assert worker.controller.flush()
+    settle(worker)
     for tier in tiers:
         worker.controller.evict(tier)
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.models import FAMILIES, PAGE, loaded, prompt
-from tests.worker.serving import SYSTEM, evict, fill, right, serve_from, serving, store, tiers_of
+from tests.worker.serving import SYSTEM, evict, fill, right, serve_from, serving, settle, store, tiers_of
 from tests.worker.simulated import SimulatedStream, simulated
 from tiercache.core import PoolName, Reason, Tier
 from tiercache.errors import ConfigError
@@ -89,7 +89,7 @@ def test_conversations_with_pools_too_small_for_all_of_them(name: str, seed: int
                 assert generation.reason is not Reason.BUSY
                 right(audit, worker, generation)
                 seen.add(generation.tier)
-        assert worker.controller.flush()
+        settle(worker)
         worker.synchronize()
         worker.controller.check_integrity()
     assert seen & {Tier.HOST, Tier.STORAGE}
@@ -235,7 +235,7 @@ def test_a_layer_that_cannot_be_loaded(at: int) -> None:
         generation = worker.serve(tokens, 2, audit=True)
         assert (generation.restored, generation.reason) == (0, Reason.IO_ERROR)
         right(audit, worker, generation)
-        assert worker.controller.flush()
+        settle(worker)
         right(audit, worker, worker.serve(tokens, 2, audit=True))
         worker.synchronize()
         worker.controller.check_integrity()

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.models import PAGE, SERVED, build, prompt
-from tests.worker.serving import AMPLE, evict, fill, right, serve_from, store, tiers_of
+from tests.worker.serving import AMPLE, evict, fill, right, serve_from, settle, store, tiers_of
 from tiercache.controller import ControllerOptions
 from tiercache.core import Tier
 from tiercache.integrations.transformers.audit import Audit
@@ -125,7 +125,7 @@ def test_copies_wait_for_late_exports(silent: bool, cuda: torch.device, monkeypa
         with monkeypatch.context() as patched:
             patched.setattr(worker.runner, "export_pages", late)
             first = worker.serve(LONG, 1)
-        assert worker.controller.flush()
+        settle(worker)
         torch.cuda.synchronize()
         right(audit, worker, first)
         evict(worker, Tier.DEVICE)

@@ -16,7 +16,7 @@ from tiercache_kernels.reference import copy_segments
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.models import FAMILIES, PAGE, SERVED, build, loaded, prompt
-from tests.worker.serving import AMPLE, EVICTED, SYSTEM, evict, fill, joined, objects, right, serve_from, serving, store, tiers_of
+from tests.worker.serving import AMPLE, EVICTED, SYSTEM, evict, fill, joined, objects, right, serve_from, serving, settle, store, tiers_of
 from tiercache.controller import ControllerOptions
 from tiercache.core import PoolName, Reason, Tier, as_tokens
 from tiercache.errors import ConfigError, InputError, TokenError
@@ -96,7 +96,7 @@ def test_conversations_with_pools_too_small_for_all_of_them(name: str, tmp_path:
                     right(audit, worker, generation)
                     seen.add(generation.tier)
                     assert generation.restored > 0 or turn == 0, (generation.reason, n, turn)
-                    assert worker.controller.flush()
+                    settle(worker)
             worker.controller.check_integrity()
     assert Tier.STORAGE in seen
 
@@ -383,7 +383,7 @@ def test_storage_that_hangs_costs_the_deadline_and_nothing_else(name: str, tmp_p
         right(audit, worker, generation)
         hang.release()
         right(audit, worker, worker.serve(LONG[1], 2, audit=True))
-        assert worker.controller.flush()
+        settle(worker)
         worker.controller.check_integrity()
 
 
@@ -400,7 +400,7 @@ def test_writes_that_hang_are_not_waited_for(tmp_path: Path) -> None:
         assert worker._admit(worker.controller.lookup(too_long), AMPLE, 5) is None
         assert time.monotonic() - started < 5
         hang.release()
-        assert worker.controller.flush()
+        settle(worker)
         worker.controller.check_integrity()
 
 
@@ -430,14 +430,45 @@ def test_a_layer_that_cannot_be_loaded(name: str, layer: int) -> None:
             if near:
                 evict(worker, Tier.DEVICE)
                 serve_from(worker, audit, Tier.HOST, near, prompts[near])
-                assert worker.controller.flush()
+                settle(worker)
             copier.at = layer
             generation = worker.serve(prompts[5 * PAGE], 2, audit=True)
             assert (generation.restored, generation.reason) == (near, Reason.IO_ERROR)
             right(audit, worker, generation)
             assert worker.controller.metrics.value("restore_failures_total", Reason.IO_ERROR) == 1 + bool(near)
-            assert worker.controller.flush()
+            settle(worker)
             worker.controller.check_integrity()
+
+
+def test_too_few_slots_after_a_load_that_failed() -> None:
+    """Two requests share a load that fails, late; the slots stay with the first, and the second is computed without the cache."""
+
+    def late(sources: Addresses, destinations: Addresses, lengths: npt.NDArray[np.int64]) -> None:
+        if not at_once:
+            time.sleep(0.3)
+            raise OSError("the device fell off the bus")
+        copy_segments(sources, destinations, lengths)
+
+    at_once = [True]
+    audit = Audit(loaded("llama")[0], page_slots=64, state_slots=16)
+    with serving("llama", engine=partial(CopyEngine, copier=late)) as worker:
+        tokens = as_tokens(LONG[1])
+        right(audit, worker, worker.serve(tokens, 2))
+        settle(worker)
+        evict(worker, Tier.DEVICE)
+        at_once.clear()
+        first = worker.controller.admit(worker.controller.lookup(tokens), tokens=len(tokens) + 2)
+        pool = worker.controller._state.device[PoolName.KV]
+        others = pool.alloc(pool.available - 2)
+        generation = worker.serve(tokens, 2, audit=True)
+        assert (generation.restored, generation.reason) == (0, Reason.BUSY)
+        at_once.append(True)
+        worker.controller.release(first)
+        pool.free(others)
+        right(audit, worker, generation)
+        worker.synchronize()
+        worker.controller.check_integrity()
+        right(audit, worker, worker.serve(tokens, 2, audit=True))
 
 
 def test_copies_to_the_host_that_fail_are_skipped(tmp_path: Path) -> None:
@@ -470,7 +501,7 @@ def test_two_models_on_one_directory_share_nothing(tmp_path: Path) -> None:
                 generation = worker.serve(LONG[1], 2, audit=True)
                 assert generation.restored == depth, n
                 right(audit, worker, generation)
-            assert worker.controller.flush()
+            settle(worker)
     with store(tmp_path) as storage:
         assert len(storage.namespaces()) == len({entry.meta.namespace for entry in storage.scan_all()}) == 3
 
@@ -493,7 +524,7 @@ def test_a_model_that_was_saved_and_loaded_again_hits(name: str, dtype: torch.dt
             if not directory:
                 first = generation
             assert generation.answer.tolist() == first.answer.tolist()
-            assert worker.controller.flush()
+            settle(worker)
 
 
 def test_every_weight_counts() -> None:

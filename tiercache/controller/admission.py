@@ -68,6 +68,8 @@ class Admission:
         self._depth = 0
         self._covered = 0
         self._frozen = False
+        self._cut_short = False
+        """Was there more to come from storage when the depth was frozen?"""
         self._prefetch = Prefetch(state, lookup, self._limit)
         self._loads: set[Load] = set()
         self._behind: list[Fence] = []
@@ -132,10 +134,14 @@ class Admission:
         """
         self._require_open()
         self._state.drain()
-        return self._go_on(freeze=self._state.clock() >= self._deadline)
+        late = self._state.clock() >= self._deadline
+        return self._go_on(freeze=late, late=late)
 
     def start(self) -> Poll:
-        """Freeze the depth at what is near now. What is still on its way from storage lands in the cache for the next request."""
+        """Freeze the depth at what is near now. What is still on its way from storage lands in the cache for the next request.
+
+        That is no failure of the restore: the caller did not want to wait.
+        """
         self._require_open()
         self._state.drain()
         return self._go_on(freeze=True)
@@ -236,13 +242,13 @@ class Admission:
             self._state.retire({}, fence, [before])
         self._covered = depth
 
-    def _go_on(self, *, freeze: bool) -> Poll:
+    def _go_on(self, *, freeze: bool, late: bool = False) -> Poll:
         self._follow_loads()
         if self.status is Status.PENDING:
             if self._loads:
                 self._fall_back()
             else:
-                self._advance(freeze=freeze)
+                self._advance(freeze, late)
         return Poll(self.status, self.depth, self.reason)
 
     def _follow_loads(self) -> None:
@@ -252,7 +258,7 @@ class Admission:
         elif all(load.done for load in self._loads):
             self._loads.clear()
 
-    def _advance(self, *, freeze: bool) -> None:
+    def _advance(self, freeze: bool, late: bool) -> None:
         waiting = self._prefetch.waiting
         if waiting and not freeze:
             return
@@ -265,7 +271,8 @@ class Admission:
                 return
             self._fail(Reason.BUSY)
             match = self._match()
-        if waiting or (freeze and self._prefetch.target(match)):
+        self._cut_short = waiting or (freeze and self._prefetch.target(match) > 0)
+        if self._cut_short and late:
             self._fail(Reason.TIMEOUT)
         self._freeze(match, match.near_depth)
 
@@ -334,6 +341,8 @@ class Admission:
         asked: Reason | None = self.lookup.unasked
         if self.lookup.query is not None:
             asked = self.reason if self.reason is not Reason.NONE else self.lookup.query.reason
+            if asked is Reason.NONE and self._cut_short:
+                asked = Reason.TIMEOUT  # nobody knows whether it was there
         elif asked is Reason.NONE and not self._prefetch.rounds:
             asked = None
         count_restore(self._state, self.sources, self._held(match), asked, len(self.lookup.tokens), self.depth)

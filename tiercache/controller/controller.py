@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self
@@ -26,6 +27,8 @@ from tiercache.storage.base import NamespaceRecord, StorageBackend
 from tiercache.storage.hybrid import HybridStorage
 from tiercache.transfer import TransferEngine, engine_for
 
+_log = logging.getLogger(__name__)
+
 EngineFactory = Callable[[Mapping[PoolName, DevicePool], Mapping[PoolName, HostPool]], TransferEngine]
 
 
@@ -39,6 +42,7 @@ class HybridCacheController:
     The caller guarantees: committed slots hold what the model computed for exactly those tokens, under `identity`; a state slot handed to
     `commit` is not written again; device memory is not touched after `close`.
 
+    `shard`: which part of each object this rank holds, of all pools or by pool; a pool that is not named is whole on every rank.
     `profile`: of the model, by which the policy weighs bytes against computation (default: that of a Qwen3-Next);
     `policy`: one made elsewhere, instead of the options'.
 
@@ -55,7 +59,7 @@ class HybridCacheController:
         arena: BlockArena,
         storage: StorageBackend | None = None,
         *,
-        shard: Shard | None = None,
+        shard: Shard | Mapping[PoolName, Shard] | None = None,
         options: ControllerOptions | None = None,
         profile: ModelProfile | None = None,
         policy: Policy | None = None,
@@ -72,9 +76,14 @@ class HybridCacheController:
         self._backend = storage
         self._hybrid: HybridStorage | None = None
         if storage is not None:
-            self._hybrid = HybridStorage(storage, namespace=NamespaceRecord(namespace, identity.public_record()), shard=shard or Shard())
-            for pool in host.values():
-                self._hybrid.register_pool(pool)
+            self._hybrid = HybridStorage(storage, namespace=NamespaceRecord(namespace, identity.public_record()))
+            shards = shard if isinstance(shard, Mapping) else dict.fromkeys(host, shard)
+            if unknown := shards.keys() - host.keys():
+                raise InputError(
+                    f"a shard is given for {', '.join(sorted(unknown))}, which is no pool here; the pools are {', '.join(host)}"
+                )
+            for name, pool in host.items():
+                self._hybrid.register_pool(pool, shards.get(name))
         self._state = ControllerState(
             index=HybridIndex(
                 page_size=identity.page_size,
@@ -241,15 +250,25 @@ class HybridCacheController:
         self._state.evict_all(tier)
 
     def flush(self, timeout: float = 60.0) -> bool:
-        """Wait until everything committed so far is in storage, and storage has flushed it; False if that took longer than `timeout`
-        seconds.
+        """Wait until nothing committed so far is on its way, and storage has flushed what it took.
+
+        False if that took longer than `timeout` seconds, or if something did not get there since the last flush: the host had no room, a
+        copy failed, or storage did not take it (`unstored` says how many objects, and is 0 from then on; it is logged, too).
         """
         self._enter()
         if not self._settle(timeout):
             return False
         if self._backend is not None:
             self._backend.flush()
-        return True
+        missing, self._state.unstored = self._state.unstored, 0
+        if missing:
+            _log.warning("%d objects that were committed since the last flush are not in storage; see write_through_skipped_total", missing)
+        return not missing
+
+    @property
+    def unstored(self) -> int:
+        """Objects committed since the last flush that did not get to storage, and are not on their way."""
+        return self._state.unstored
 
     def close(self, deadline: float | None = None) -> bool:
         """Drain within `deadline` seconds (default: the options'), or abandon what is left; then release threads, storage and arena.

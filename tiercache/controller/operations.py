@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from typing import Final
 
 import numpy as np
 
@@ -24,6 +25,9 @@ from tiercache.storage.hybrid import is_outage
 from tiercache.transfer import LayerTicket, Ticket
 
 _log = logging.getLogger(__name__)
+
+_PAUSES: Final = (0.1, 0.4, 1.6)
+"""Seconds before a store that was busy, or failed, is asked again for what it did not take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,14 +190,18 @@ class Fetch(Operation):
     def _land(self, part: Piece, keys: Sequence[bytes], outcomes: Sequence[Outcome], reasons: Mapping[Outcome, Reason]) -> None:
         index = self._state.index
         away = any(map(is_outage, reasons.values()))
+        # What met an outage, a busy store or an error may be there all the same.
+        gone = set() if away else {Outcome.MISS, Outcome.CORRUPT}
         for run, hit in _runs(part, np.array([o is Outcome.HIT for o in outcomes])):
             if hit:
                 self._publish(run)
+                run.note_stored(index, True)
             else:
                 self._cancel(run)
                 self._state.free_host(run.pool, run.destinations)
-            if hit or not away:  # what met an outage may be there all the same
-                run.note_stored(index, hit)
+        for run, absent in _runs(part, np.array([o in gone for o in outcomes])):
+            if absent:
+                run.note_stored(index, False)
         for outcome, count in Counter(outcomes).items():
             self._state.metrics.increment("storage_gets_total", part.pool, outcome, by=count)
         self.failed |= {(part.pool, key): reasons[o] for key, o in zip(keys, outcomes, strict=True) if o is not Outcome.HIT}
@@ -206,6 +214,7 @@ class Write(Operation):
     """Device -> host -> storage, behind the engine's back.
 
     `pieces` go from device to host first; then they and `held` (pieces that the host has already, destinations = handles) go to storage.
+    What storage does not take is offered to it again after each of _PAUSES, and then given up; the host keeps it meanwhile.
     """
 
     kind = "write"
@@ -225,6 +234,7 @@ class Write(Operation):
         self._device_pins = list(device_pins)
         self._stored = [*pieces, *held] if state.storage is not None else []
         self._keys = keys
+        self._pauses = iter(_PAUSES)
         self._mark_storing(True)
         self._reserve()
         # Some pages may be another request's, whose work in another stream has yet to write them.
@@ -261,7 +271,7 @@ class Write(Operation):
             else:
                 self._cancel(piece)
                 self._state.free_host(piece.pool, piece.destinations)
-                metrics.increment("write_through_skipped_total", piece.pool, "transfer_failed", by=len(piece.destinations))
+                self._state.give_up(piece.pool, "transfer_failed", len(piece.destinations))
         for pin in self._device_pins:
             pin.release()
         self._device_pins.clear()
@@ -302,16 +312,34 @@ class Write(Operation):
         return transfers
 
     def _land_stored(self, outcomes: dict[int, list[Outcome]]) -> None:
+        refused: list[Piece] = []
         for i, results in outcomes.items():
             piece = self._stored[i]
             for run, there in _runs(piece, np.array([o in (Outcome.STORED, Outcome.HIT) for o in results])):
                 if there:
                     run.note_stored(self._state.index, True)
                     self._state.metrics.increment("written_objects_total", "storage", run.pool, by=len(run.destinations))
+                else:
+                    refused.append(run)
             for outcome, count in Counter(results).items():
                 self._state.metrics.increment("storage_sets_total", piece.pool, outcome, by=count)
         self._mark_storing(False)
+        self._stored = refused
+        pause = next(self._pauses, None) if refused else None
+        if pause is not None and self._state.park(self._blocks()):
+            self._mark_storing(True)
+            self._state.later(pause, self._offer_again)
+            return
+        for piece in refused:
+            self._state.give_up(piece.pool, "refused", len(piece.destinations))
         self._finish()
+
+    def _offer_again(self) -> None:
+        self._state.unpark(self._blocks())
+        self._state.writes.submit(self._run_store)
+
+    def _blocks(self) -> int:
+        return sum(len(piece.destinations) * self._state.host[piece.pool].blocks_per_object for piece in self._stored)
 
     def _mark_storing(self, storing: bool) -> None:
         for piece in self._stored:

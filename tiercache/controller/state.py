@@ -34,7 +34,8 @@ class ControllerOptions:
     """Bounds of a controller. Times in seconds.
 
     `restore_deadline`: how long an admission may wait for storage before it goes on with what is near; `max_queries`: storage queries in
-    flight, beyond which a lookup does not ask; `read_threads`, `write_threads`: threads on the store. `policy`: what is evicted first (see
+    flight, beyond which a lookup does not ask; `query_threads`, `read_threads`, `write_threads`: threads on the store, two for queries so
+    that a slow one does not hold up every restore. `policy`: what is evicted first (see
     `policy_named`); `checkpoints`: which states are asked for; `seed`: of what the index draws at random.
     `load_flops_per_byte`: what the device computes while one byte comes up from the host (250 TFLOP/s and 50 GB/s: 5,000). A state that is
     cheaper to compute again than to load is not sent down; 0 sends every state down, and lets the policy weigh by those 5,000.
@@ -43,6 +44,7 @@ class ControllerOptions:
     restore_deadline: float = 5.0
     close_deadline: float = 10.0
     max_queries: int = 64
+    query_threads: int = 2
     read_threads: int = 2
     write_threads: int = 1
     refresh_path: bool = False
@@ -54,7 +56,7 @@ class ControllerOptions:
     def __post_init__(self) -> None:
         if not 0.0 <= self.load_flops_per_byte < float("inf"):
             raise ConfigError(f"load_flops_per_byte={self.load_flops_per_byte} is not possible; use a finite number from 0")
-        for name in ("read_threads", "write_threads"):
+        for name in ("query_threads", "read_threads", "write_threads"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} would leave storage unserved; use 1 or more")
 
@@ -107,14 +109,18 @@ class ControllerState:
     clock: Callable[[], float] = time.monotonic
     threads: Callable[[str, int], IoThreads] = IoThreads
     operations: dict[int, InFlight] = field(default_factory=dict)
+    unstored: int = 0
+    """Objects that were to go to storage and did not, since somebody asked."""
     _events: queue.SimpleQueue[Callable[[], None]] = field(default_factory=queue.SimpleQueue)
     _retired: list[Retired] = field(default_factory=list)
     _ahead: dict[int, Fence] = field(default_factory=dict)
     _last_fence: int = 0
     _doubted: bool = False
+    _due: list[tuple[float, Callable[[], None]]] = field(default_factory=list)
+    _parked: int = 0
 
     def __post_init__(self) -> None:
-        self.queries = self.threads("query", 1)
+        self.queries = self.threads("query", self.options.query_threads)
         self.reads = self.threads("read", self.options.read_threads)
         self.writes = self.threads("write", self.options.write_threads)
         self.arrived = threading.Event()
@@ -148,6 +154,8 @@ class ControllerState:
 
     def await_event(self, timeout: float) -> None:
         """Block until an event has come in, for `timeout` seconds at most. Fences send none, so that beside them it is a short while."""
+        if self._due:
+            timeout = min(timeout, max(0.0, min(due for due, _ in self._due) - self.clock()))
         self.arrived.wait(min(timeout, _LOOK_S) if self._retired else timeout)
 
     def drain(self) -> None:
@@ -159,8 +167,31 @@ class ControllerState:
             except queue.Empty:
                 break
             event()
+        if self._due:
+            self._run_due()
         if self._retired:
             self._free_retired()
+
+    def later(self, seconds: float, event: Callable[[], None]) -> None:
+        """Apply an event on the owner's thread after so many seconds, or a little later."""
+        self._due.append((self.clock() + seconds, event))
+
+    def park(self, blocks: int) -> bool:
+        """May so many more blocks stay on the host until a store takes them? All that wait so are a quarter of the arena at most."""
+        if self._parked + blocks > self.arena.blocks // 4:
+            return False
+        self._parked += blocks
+        return True
+
+    def unpark(self, blocks: int) -> None:
+        """Undo one `park`."""
+        self._parked -= blocks
+
+    def give_up(self, pool: PoolName, reason: str, count: int) -> None:
+        """So many objects do not go down, until they are committed again."""
+        self.metrics.increment("write_through_skipped_total", pool, reason, by=count)
+        if self.storage is not None:
+            self.unstored += count
 
     def begin(self, operation: InFlight) -> None:
         """`operation` is under way: `flush` and `close` wait for it."""
@@ -269,6 +300,13 @@ class ControllerState:
         if len(handles):
             self.host[pool].free(handles)
 
+    def _run_due(self) -> None:
+        now = self.clock()
+        waiting, self._due = self._due, [entry for entry in self._due if entry[0] > now]
+        for due, event in waiting:
+            if due <= now:
+                event()
+
     def _free_retired(self) -> None:
         passed = [self._has_passed(r.fence) for r in self._retired]
         waiting, self._retired = self._retired, [r for r, free in zip(self._retired, passed, strict=True) if not free]
@@ -294,6 +332,7 @@ class ControllerState:
         claimed = np.unique(np.concatenate([claims.ravel() for claims in self._claims.values()])).tolist()
         assert set(claimed) <= {0, *self.operations}, "a slot or a host object waits for an operation that is over"
         if not self.in_flight("write"):
+            assert not self._parked, "blocks wait for a store, and nobody offers them"
             assert not any(storing.any() for storing in self.storing.values()), "a host object counts as being stored, and is not"
         for name, pool in self.device.items():
             retired = [r.slots[name] for r in self._retired if name in r.slots]

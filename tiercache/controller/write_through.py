@@ -35,7 +35,7 @@ def write_through(state: ControllerState, node: Node, depth: int, state_depths: 
         handles = state.take_host(plan.counts())
     except PoolFullError:
         for pool, count in plan.counts().items():
-            state.metrics.increment("write_through_skipped_total", pool, "host_full", by=count)
+            state.give_up(pool, "host_full", count)
         for pin in (*device_pins, *host_pins):
             pin.release()
         return

@@ -114,7 +114,7 @@ CONTROLLER: Final = (
     Metric("storage_gets_total", Counter, "Outcomes of storage gets.", {"pool": _POOLS, "outcome": _OUTCOMES}),
     Metric(
         "write_through_skipped_total", Counter, "Objects whose write-through was skipped; they are tried again when next committed.",
-        {"pool": _POOLS, "reason": ("host_full", "transfer_failed", "cheap_to_recompute")},
+        {"pool": _POOLS, "reason": ("host_full", "transfer_failed", "cheap_to_recompute", "refused")},
     ),
     Metric("evicted_objects_total", Counter, "Objects evicted: demoted or lost.", {"tier": _NEAR, "fate": ("demoted", "lost")}),
     Metric("in_flight_operations", Gauge, "Operations under way.", {"operation": ("query", "fetch", "load", "write")}),

@@ -118,9 +118,10 @@ class _Part:
 
 
 class HybridStorage:
-    """Pages and states of all registered pools in one backend, under one namespace and one shard.
+    """Pages and states of all registered pools in one backend, under one namespace.
 
-    `namespace` is the record as the store knows it: with states from the first pool on of which a prefix needs only the last pages.
+    `shard`: of the pools that are registered without one of their own. `namespace` is the record as the store knows it: with states from
+    the first pool on of which a prefix needs only the last pages.
 
     Thread rule: register the pools first; then any thread may call. The caller keeps every handle of a call allocated until it returns, and
     unchanged during a set; a set zeroes the slack behind the payloads.
@@ -133,12 +134,17 @@ class HybridStorage:
         self._pools: dict[PoolName, _Registered] = {}
         backend.register_namespace(namespace)
 
-    def register_pool(self, pool: HostObjects) -> None:
-        """Make a cache kind known, and its memory to the store. Raises InputError if its name is taken by a pool of another geometry."""
+    def register_pool(self, pool: HostObjects, shard: Shard | None = None) -> None:
+        """Make a cache kind known, and its memory to the store.
+
+        `shard`: which part of each object this rank holds (default: that of all pools). Ranks that hold whole copies of a pool, such as the
+        KV of latent attention, give that pool `Shard()` and share its objects, whatever parts of the states each has. Raises InputError
+        if its name is taken by a pool of another geometry or shard.
+        """
         name = pool.geometry.pool
-        layout = layout_digest(name, pool.geometry.fingerprint, self.shard)
+        layout = layout_digest(name, pool.geometry.fingerprint, self.shard if shard is None else shard)
         if name in self._pools and self._pools[name].layout != layout:
-            raise InputError(f"pool {name} is registered with another geometry; make a HybridStorage of its own for this one")
+            raise InputError(f"pool {name} is registered with another geometry or shard; make a HybridStorage of its own for this one")
         self._pools[name] = _Registered(pool, layout)
         if pool.geometry.hit_policy is not HitPolicy.ALL_PAGES and not self.namespace.states:
             self.namespace = replace(self.namespace, states=True)

@@ -256,7 +256,7 @@ class _Request:
 
     def _restore(self) -> tuple[DynamicCache, int]:
         """The cache to continue from, and how many tokens it holds."""
-        while self._admission is not None and (depth := self._admission.wait().depth):
+        while self._admission is not None and (depth := self._settled_depth()):
             pages = self._admission.pages[PoolName.KV][: depth // self._runner.page_size]
             state = self._admission.restored_states.get(PoolName.MAMBA)
             try:
@@ -270,6 +270,19 @@ class _Request:
                 self._keep_state(cache)
             return cache, depth
         return self._runner.new_cache(), 0
+
+    def _settled_depth(self) -> int:
+        """The depth to restore. After a load that failed there may be too few slots to compute in: without the cache then."""
+        assert self._admission is not None
+        deadline = time.monotonic() + _COPY_SECONDS
+        while True:
+            try:
+                return self._admission.wait().depth
+            except PoolFullError as error:
+                if time.monotonic() > deadline or not self._worker.controller.tick(wait=0.01):
+                    _log.warning("computing %d tokens without the cache: %s", len(self._prompt), error)
+                    self._admission = None
+                    return 0
 
     def _keep_state(self, cache: DynamicCache) -> None:
         """Copy the restored state for the audit, out of what the forward will read, and before it writes there; off the clock."""
