@@ -31,8 +31,11 @@ demo: $(STAMP)  ## Serve a hybrid model through device, host and disk, and over 
 test: $(STAMP)  ## Run the tests
 	$(BIN)/python -m tests $(ARGS)
 
-test-slow: $(STAMP)  ## Run the tests that take longer
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "slow and not gpu and not integration and not stress" --timeout 900 $(ARGS)
+SLOW := slow and not gpu and not integration and not stress
+
+test-slow: $(STAMP)  ## Run the tests that take longer; alone, what has deadlines of its own to meet
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "$(SLOW) and not alone" --timeout 900 $(ARGS)
+	$(BIN)/python -m pytest -m "$(SLOW) and alone" --timeout 900 $(ARGS)
 
 $(ENGINES)/%/.installed: pyproject.toml constraints-dev.txt constraints-engines.txt tests/engines/%/requirements.txt tests/engines/%/engine.txt
 	@echo "making $(@D): gigabytes, a few minutes"
