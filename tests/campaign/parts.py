@@ -110,7 +110,7 @@ def died(nursery: Nursery) -> str:
 
 
 def spread(calls: int, count: int, random: Random) -> list[int]:
-    """So many of the numbers from 1 to `calls`, spread over all of them; all, where there are no more."""
+    """Pick numbers from 1 to `calls`, spread evenly; all of them, where there are not enough."""
     if count >= calls:
         return list(range(1, calls + 1))
     return [random.randint(calls * n // count + 1, calls * (n + 1) // count) for n in range(count)]

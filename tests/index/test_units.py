@@ -62,7 +62,7 @@ def test_going_on_from_a_digest_is_as_one_pass(sequence: np.ndarray, size: int, 
 
 
 def test_digests_of_large_arrays():
-    """So many pages that powers are made anew, in an object that knew few and in one that knew more."""
+    """A sequence long enough that the table of powers grows, in an object that knew few of them and in one that knew more."""
     sequence = np.random.default_rng(1).integers(0, WORD, 4 * 100_001 + 3, np.uint64)
     whole = Prefixes(4).of(sequence, 7)
     assert len(whole) == 100_001

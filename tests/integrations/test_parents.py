@@ -82,7 +82,7 @@ CALLS = st.lists(
 
 
 def conversation(number: int) -> list[bytes]:
-    """Of 40 pages; number 1 leaves number 0 behind page 12, number 2 behind page 25."""
+    """The pages of one of four conversations: 40 pages, of which 1 and 2 share the first 12 and 25 with 0, and 3 shares none."""
     shared = (0, 12, 25, 0)[number]
     return path(*(i if i < shared else (number, i) for i in range(40)))
 

@@ -669,7 +669,7 @@ def seen(residents: Residents) -> list[tuple[object, ...]]:
 @settings(max_examples=60, deadline=None)
 @given(batch=batches(), data=st.data())
 def test_loading_all_at_once_is_adding_one_by_one(batch: list[tuple[int, int, int | None]], data: st.DataObject) -> None:
-    """Of a forest, that is: every page follows one before it, and is of its namespace."""
+    """The objects are a forest: every page follows one with a smaller number, of its own namespace."""
     batch = [(page, layout, above if layout >= STATE or above is None or above < page else None) for page, layout, above in batch]
     spaces = [page % 2 if data.draw(st.booleans(), "mixed") else PLAIN for page in range(15)]
     depths = [data.draw(st.sampled_from([0, page + 1]), "depth") for page, *_ in batch]

@@ -173,11 +173,11 @@ class ControllerState:
             self._free_retired()
 
     def later(self, seconds: float, event: Callable[[], None]) -> None:
-        """Apply an event on the owner's thread after so many seconds, or a little later."""
+        """Apply an event on the owner's thread after `seconds`, or a little later."""
         self._due.append((self.clock() + seconds, event))
 
     def park(self, blocks: int) -> bool:
-        """May so many more blocks stay on the host until a store takes them? All that wait so are a quarter of the arena at most."""
+        """Keep `blocks` more on the host until a store takes them; False if more than a quarter of the arena would wait so."""
         if self._parked + blocks > self.arena.blocks // 4:
             return False
         self._parked += blocks
@@ -188,7 +188,7 @@ class ControllerState:
         self._parked -= blocks
 
     def give_up(self, pool: PoolName, reason: str, count: int) -> None:
-        """So many objects do not go down, until they are committed again."""
+        """Count objects that are not written through until they are committed again, and tell `flush` of them."""
         self.metrics.increment("write_through_skipped_total", pool, reason, by=count)
         if self.storage is not None:
             self.unstored += count

@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 
 
 class Budget:
-    """So many units of something, of which parts are held for a while. What is held of a budget is held of its parents as well.
+    """A number of units of which parts are held for a while. What is held of a budget is held of its parents as well.
 
     Who waits is served in order, but for this: one who waits for a client's budget does not hold up those who wait for another's. One who
     waits for the total holds up all behind him, else many small wishes would starve a large one.

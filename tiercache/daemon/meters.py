@@ -132,7 +132,7 @@ class Meters(Families):
                 counter.inc(nbytes)
 
     def damaged(self, objects: int) -> None:
-        """So many objects did not arrive as they were sent."""
+        """Count objects that did not arrive as they were sent."""
         if objects:
             self._damaged.inc(objects)
 

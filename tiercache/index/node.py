@@ -152,7 +152,7 @@ class Node:
         self.own = sum(1 << tier for tier, counts in enumerate(self.resident) if any(counts)) | alive << ALIVE
 
     def expect(self, *, pages: int = 0, states: int = 0) -> None:
-        """So many more objects are on their way: what `recount` would find, without looking."""
+        """Count more objects in flight at this node: what `recount` would find, without looking."""
         self.pages_in_flight += pages
         self.in_flight += pages + states
 

@@ -86,7 +86,7 @@ class _Base:
         return then
 
     def rise(self, now: int, rank: float) -> None:
-        """It is `rank` from now on, if that is more."""
+        """Raise the base to `rank` from the tick `now` on, if that is more."""
         if rank <= self._bases[-1]:
             return
         self._steps = None

@@ -25,11 +25,11 @@ _FIRST_NODES: Final = 1024
 BROKEN: Final = 1
 """A flag of a node: a page before it, or its own, is not stored. What lies on it cannot be restored."""
 SERVED: Final = 2
-"""It could be restored at some time since it was made or loaded. One that cannot any more is dead at once; others may be on their way."""
+"""A flag of a node: its page could be restored once. Where it cannot any more it is dead at once; other useless pages may yet be of use."""
 CUT: Final = 4
-"""It lay on a circle of parents, which was cut here."""
+"""A flag of a node: its page lay on a circle of parents, which was cut here."""
 QUEUED: Final = 8
-"""It waits in an eviction order (8: among the live, 16: among the dead, 32 and 64: among those on their way)."""
+"""The first of four flags of a node: its page waits in an eviction order (8: live, 16: dead, 32 and 64: may yet be of use)."""
 
 _COLUMNS: Final[dict[str, npt.DTypeLike]] = {
     "chain": np.int32, "first": np.int32, "up": np.int32, "children": np.uint32, "holds": np.uint32, "coming": np.uint32, "kv": np.uint32,

@@ -570,7 +570,7 @@ class Residents:
             node = up[node]
 
     def _weigh(self, node: int, nbytes: int) -> None:
-        """So many bytes more lie on this page."""
+        """Add the bytes of an object that came to this page, or went (negative)."""
         pages = self.pages
         self.payload += nbytes
         pages.nbytes[node] += nbytes

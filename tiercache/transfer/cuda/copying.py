@@ -66,7 +66,7 @@ class CopySet:
 
     @classmethod
     def make(cls, device: CudaDevice, count: int) -> list[Self]:
-        """So many, or none if the driver refuses one."""
+        """Make `count` of them, or none if the driver refuses one."""
         with ExitStack() as undo:
             made = [cls(device)]
             undo.callback(made[0].destroy)

@@ -63,7 +63,7 @@ class Objects:
         return {PoolName.KV: self.pages, PoolName.MAMBA: self.states}[pool]
 
     def times(self, factor: int) -> Objects:
-        """So many times as many."""
+        """Each count, multiplied by `factor`."""
         return Objects(self.pages * factor, self.states * factor)
 
 

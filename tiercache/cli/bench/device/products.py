@@ -60,7 +60,7 @@ class TorchProducts:
 
 
 def run_products(device: CudaDevice, products: Products, count: int) -> float:
-    """So many products to the end of the last; the seconds they took."""
+    """Run `count` products to the end of the last: the seconds they took."""
     started = time.perf_counter()
     products.queue(count)
     device.synchronize_stream(products.stream)
