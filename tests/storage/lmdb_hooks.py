@@ -1,9 +1,12 @@
-"""The conformance hooks of the `lmdb` store: how to open it, and how to write behind its back."""
+"""What tests of the `lmdb` store share: its conformance hooks, how to open it, to write behind its back and to fill its disk."""
 
 from __future__ import annotations
 
 import os
+import resource
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from errno import ENOSPC
 from pathlib import Path
 from typing import Any
@@ -15,8 +18,11 @@ from tiercache_backends.lmdb.records import Record, part_key, place_of
 from tests.storage.backends import LocalHooks
 from tiercache.core import ObjectKey
 from tiercache.storage.base import StorageBackend
+from tiercache.storage.env import Env
 from tiercache.storage.wrappers import unwrap
 from tiercache.testing.faults import FaultEnv
+
+CAPACITY = 16 << 20
 
 
 class LmdbHooks(LocalHooks):
@@ -137,3 +143,32 @@ def zero(path: str, page: int) -> None:
     fd = os.open(path, os.O_RDWR)
     os.pwrite(fd, bytes(4096), page * 4096)
     os.close(fd)
+
+
+def opened(path: Path, capacity: int = CAPACITY, env: Env | None = None, **settings: str) -> LmdbBackend:
+    return LmdbBackend(str(path), capacity, env=env, **settings)
+
+
+def disk_bytes(path: Path) -> int:
+    return sum(p.lstat().st_blocks * 512 for p in [path, *path.rglob("*")])
+
+
+class LaterEnv(FaultEnv):
+    """Whatever was put off is due."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        self.now += 100.0
+        return self.now
+
+
+@contextmanager
+def file_limit(size: int) -> Iterator[None]:
+    """No file of this process grows beyond `size`: a disk that is full, for LMDB itself."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -9,7 +9,7 @@ from random import Random
 from tiercache_backends.lmdb import LmdbBackend
 from tiercache_backends.lmdb.mirror import Mirror
 
-from tests.storage.test_lmdb import LaterEnv, file_limit, opened
+from tests.storage.lmdb_hooks import LaterEnv, file_limit, opened
 from tiercache.core import Outcome
 from tiercache.storage.residents import Worth
 from tiercache.testing.objects import chain, fetch, key, payload, state_of, to_set
