@@ -144,12 +144,14 @@ def test_without_fences_it_is_not(tmp_path):
 
 
 def test_a_load_waits_for_who_had_its_slots_before():
-    """A's slots are given away while A is still being computed: it does not fit on the host, so nothing else holds them."""
+    """A's slots are given away while A is still being computed: the host has no room for it, so nothing else holds them."""
     engine = LateEngine(pages=6, states=6, blocks=4)
+    index = engine.controller._state.index
     a, b = as_tokens(prompt(1, 2, 3, 4, 5, 6)), [*prompt(9), 7, 8]
     engine.serve(b)
     engine.finish()
     engine.controller.evict(Tier.DEVICE)
+    pin = index.pin(index.node_at(index.match(as_tokens(b)), 1), Tier.HOST)
     admission = engine.controller.admit(engine.controller.lookup(a), tokens=len(a), states=4)
     assert admission.wait().depth == 0
     engine.later(partial(time.sleep, 0.2))
@@ -158,6 +160,7 @@ def test_a_load_waits_for_who_had_its_slots_before():
     engine.controller.release(admission)  # it reads no more, and what it writes is behind the commit's fence
     engine.controller.evict(Tier.DEVICE)
     assert engine.pools[KV].available == 6
+    pin.release()
     # In a stream that does not wait for the one that computes, or there would be nothing to see.
     compute, engine.stream = engine.stream, engine.new_stream()
     assert engine.serve(b) == P

@@ -165,7 +165,7 @@ def test_what_waits_for_storage_is_a_quarter_of_the_host_at_most():
     for turn in range(8):
         engine.serve([*prompt(turn, turn + 10), 5])
         engine.controller.tick()
-        assert engine.controller._state._parked <= 8
+        assert engine.controller._state.writing.held <= 8
     assert not engine.settle()
     engine.check()
     evict(engine, Tier.DEVICE, Tier.HOST)

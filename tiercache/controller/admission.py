@@ -16,7 +16,7 @@ import numpy as np
 from tiercache.controller.accounting import Sources, count_restore
 from tiercache.controller.lookup import Lookup
 from tiercache.controller.operations import Load, Piece, gather_pieces
-from tiercache.controller.prefetch import Prefetch
+from tiercache.controller.prefetch import Prefetch, Step
 from tiercache.controller.request_slots import RequestSlots
 from tiercache.controller.state import ControllerState, Fence
 from tiercache.core import ABSENT, Locations, Mask, PoolName, Reason, Tier, TokenArray, pending, reusable_pages
@@ -95,9 +95,9 @@ class Admission:
             raise
 
     @property
-    def pin(self) -> Pin:
+    def pins(self) -> list[Pin]:
         """What it holds in the index."""
-        return self._pin
+        return [self._pin] if self._prefetch.pin is None else [self._pin, self._prefetch.pin]
 
     @property
     def pages(self) -> Mapping[PoolName, Locations]:
@@ -206,6 +206,7 @@ class Admission:
         """Undo: unpin, give every private slot back, both behind `fence`. Operations in flight land by themselves."""
         self._require_open()
         self.released = True
+        self._prefetch.close()
         self._state.retire(self.slots.close(), fence, [self._pin])
 
     def require_started(self) -> None:
@@ -267,13 +268,17 @@ class Admission:
                 self._fail(reason)
         match = self._match()
         while not freeze and (target := self._prefetch.target(match)):
-            if self._prefetch.begin(target):
+            if self._prefetch.begin(target) is not Step.NO_ROOM:
                 return
             self._fail(Reason.BUSY)
             match = self._match()
         self._cut_short = waiting or (freeze and self._prefetch.target(match) > 0)
         if self._cut_short and late:
             self._fail(Reason.TIMEOUT)
+        elif self.reason is Reason.NONE and self._state.reads.is_away and self._prefetch.hoped(match):
+            self._fail(Reason.UNAVAILABLE)
+        self._prefetch.close()  # before slots are looked for: its path may be in the way
+        match = self._match()
         self._freeze(match, match.near_depth)
 
     def _fail(self, reason: Reason) -> None:

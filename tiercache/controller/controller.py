@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self
@@ -14,7 +15,7 @@ from tiercache.controller.io_threads import IoThreads
 from tiercache.controller.lookup import Lookup, look_up
 from tiercache.controller.shadows import Shadows
 from tiercache.controller.state import ControllerOptions, ControllerState, Fence
-from tiercache.controller.write_through import write_through
+from tiercache.controller.write_through import WriteThrough
 from tiercache.core import HitPolicy, Locations, PoolName, Tier, TokenArray, as_tokens
 from tiercache.errors import AdmissionError, ClosedError, GeometryError, InputError, SlotError, TokenError
 from tiercache.index import Content, HybridIndex
@@ -109,10 +110,12 @@ class HybridCacheController:
             clock=clock,
             threads=threads,
         )
+        self._write_through = WriteThrough(self._state)
         chosen = self._state.index.policy
         self._shadows = Shadows(self._state, chosen) if isinstance(chosen, Portfolio) else None
         self._admissions: set[Admission] = set()
         self._closed = self._drained = False
+        self._hanging: threading.Thread | None = None
 
     @property
     def metrics(self) -> Metrics:
@@ -205,7 +208,7 @@ class HybridCacheController:
         )
         admission.follow(inserted, sequence[: full * self.page_size], fence)
         depths = {*by_depth, admission.depth // self.page_size}  # a state that was there already may not have come down then
-        write_through(self._state, inserted.node, full, depths)
+        self._write_through.send(inserted.node, sequence[: full * self.page_size], admission.lookup.extra, depths)
         return admission.pages
 
     def release(self, admission: Admission, *, fence: Fence | None = None) -> None:
@@ -253,22 +256,25 @@ class HybridCacheController:
         """Wait until nothing committed so far is on its way, and storage has flushed what it took.
 
         False if that took longer than `timeout` seconds, or if something did not get there since the last flush: the host had no room, a
-        copy failed, or storage did not take it (`unstored` says how many objects, and is 0 from then on; it is logged, too).
+        copy failed, storage did not take it, or is left alone because it hangs. `unstored` says how many objects; a flush that waited for
+        all the others logs it, and forgets those that were given up.
         """
         self._enter()
+        end = time.monotonic() + timeout
         if not self._settle(timeout):
             return False
-        if self._backend is not None:
-            self._backend.flush()
-        missing, self._state.unstored = self._state.unstored, 0
+        if self._backend is not None and not self._within(end - time.monotonic(), self._backend.flush):
+            _log.warning("storage did not flush within %g s", timeout)
+            return False
+        missing, self._state.unstored = self.unstored, 0
         if missing:
             _log.warning("%d objects that were committed since the last flush are not in storage; see write_through_skipped_total", missing)
         return not missing
 
     @property
     def unstored(self) -> int:
-        """Objects committed since the last flush that did not get to storage, and are not on their way."""
-        return self._state.unstored
+        """Objects committed since the last flush that did not get to storage, and will not while nothing changes."""
+        return self._state.unstored + self._write_through.objects + sum(call.objects for call in list(self._state.writes.waiting))
 
     def close(self, deadline: float | None = None) -> bool:
         """Drain within `deadline` seconds (default: the options'), or abandon what is left; then release threads, storage and arena.
@@ -289,18 +295,19 @@ class HybridCacheController:
         if self._shadows is not None:
             self._shadows.close(max(0.1, end - time.monotonic()))
         self._state.engine.close(max(0.1, end - time.monotonic()))
-        if self._backend is not None and all(idle):
-            self._backend.close()
+        quiet = all(idle)
+        if self._backend is not None and quiet:
+            quiet = self._within(max(0.1, end - time.monotonic()), self._backend.close)
         self._state.drain()
-        if all(idle):  # else a thread that hangs in the store still works with the arena's memory
+        if quiet:  # else a thread that hangs in the store still works with the arena's memory
             self._state.arena.close()
-        self._drained = drained and all(idle)
+        self._drained = drained and quiet
         return self._drained
 
     def check_integrity(self) -> None:
         """Recount everything; AssertionError on a slot, block or pin that is lost or held twice. For tests, at a quiet moment."""
         self._state.drain()
-        self._state.check_integrity([a.slots.private() for a in self._admissions], [a.pin for a in self._admissions])
+        self._state.check_integrity([a.slots.private() for a in self._admissions], [pin for a in self._admissions for pin in a.pins])
 
     def __enter__(self) -> Self:
         return self
@@ -308,11 +315,30 @@ class HybridCacheController:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
+    def _within(self, timeout: float, call: Callable[[], None]) -> bool:
+        """Call the store for `timeout` seconds at most: did it return? It may hang for ever on its thread. What it raises is raised."""
+        if self._hanging is not None and self._hanging.is_alive():
+            return False
+        raised: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                call()
+            except BaseException as error:  # noqa: BLE001  raised below, on the caller's thread
+                raised.append(error)
+
+        self._hanging = threading.Thread(target=run, name="tiercache-flush", daemon=True)
+        self._hanging.start()
+        self._hanging.join(max(0.0, timeout))
+        if raised:
+            raise raised[0]
+        return not self._hanging.is_alive()
+
     def _settle(self, timeout: float) -> bool:
-        """Drain until nothing is in flight."""
+        """Drain until nothing is in flight, but for what waits for a store that is left alone."""
         end = time.monotonic() + timeout
         self._state.drain()
-        while self._state.operations:
+        while len(self._state.operations) > len(self._state.writes.waiting) or not self._write_through.is_idle:
             left = end - time.monotonic()
             if left <= 0:
                 return False

@@ -12,18 +12,25 @@ class IoThreads:
     """A few daemon threads over one queue.
 
     Not `concurrent.futures`: the interpreter joins that pool's threads at exit, and a store that hangs would hang the process with it. Jobs
-    handle their own failures. Thread rule: `submit` from any thread; `close` from the owner.
+    handle their own failures. Thread rule: `submit` from any thread; `replace` and `close` from the owner.
     """
 
     def __init__(self, name: str, threads: int) -> None:
+        self._name = name
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._threads = [threading.Thread(target=self._work, name=f"tiercache-{name}-{i}", daemon=True) for i in range(threads)]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        self._replaced: set[int] = set()
+        for _ in range(threads):
+            self._start()
 
     def submit(self, job: Callable[[], None]) -> None:
         """Run `job` soon."""
         self._jobs.put(job)
+
+    def replace(self, thread: int) -> None:
+        """Start another thread in place of the one with this identity, which ends with its job, if that ever ends."""
+        self._replaced.add(thread)
+        self._start()
 
     def close(self, timeout: float) -> bool:
         """Let queued jobs finish and the threads end; False if some still run after `timeout` seconds. Twice is harmless."""
@@ -34,6 +41,13 @@ class IoThreads:
             thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
+    def _start(self) -> None:
+        thread = threading.Thread(target=self._work, name=f"tiercache-{self._name}", daemon=True)
+        thread.start()
+        self._threads = [*(other for other in self._threads if other.is_alive()), thread]
+
     def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        me = threading.get_ident()
+        while me not in self._replaced and (job := self._jobs.get()) is not None:
             job()
+        self._replaced.discard(me)  # the system gives identities again

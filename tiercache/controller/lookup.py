@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from tiercache.controller.state import ControllerState
+from tiercache.controller.store_calls import StoreCall
 from tiercache.core import PoolTransfer, PoolTransferResult, Reason, StorageExtra, TokenArray
 from tiercache.index import Match
-from tiercache.keys import page_keys
+from tiercache.keys import KEY_BYTES, page_keys
 
 _log = logging.getLogger(__name__)
 
@@ -34,10 +36,12 @@ class StorageQuery:
         self._tokens = tokens
         self._extra = extra
         self._near_pages = near_pages
+        assert state.storage is not None
+        probe = partial(state.storage.probe, state.index.page_pools[0], bytes(KEY_BYTES), read=False)
         state.begin(self)
-        state.queries.submit(self._run)
+        state.queries.submit(StoreCall(self._run, landed=self._land, lost=self._lose, late=lambda _: None, probe=probe))
 
-    def _run(self) -> None:
+    def _run(self) -> tuple[PoolTransferResult | None, Reason]:
         state = self._state
         assert state.storage is not None
         try:
@@ -47,14 +51,18 @@ class StorageQuery:
             ]
             near = keys[: self._near_pages]
             result = state.storage.batch_exists_v2(keys[self._near_pages :], transfers, StorageExtra(near))
-            state.post(lambda: self._land(result, result.reason))
+            return result, result.reason
         except Exception:  # noqa: BLE001  a store that breaks its contract costs this query, never the thread; counted as an io_error miss
             _log.exception("asking storage failed")
-            state.post(lambda: self._land(None, Reason.IO_ERROR))
+            return None, Reason.IO_ERROR
 
-    def _land(self, result: PoolTransferResult | None, reason: Reason) -> None:
-        self.result, self.reason, self.done = result, reason, True
+    def _land(self, answer: tuple[PoolTransferResult | None, Reason]) -> bool:
+        (self.result, self.reason), self.done = answer, True
         self._state.end(self)
+        return self.result is not None
+
+    def _lose(self, reason: Reason, begun: bool) -> None:
+        self._land((None, reason))
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +88,8 @@ def look_up(state: ControllerState, tokens: TokenArray, extra: bytes) -> Lookup:
         return Lookup(tokens, extra, match, near_tokens)
     if state.storage is None:
         return Lookup(tokens, extra, match, near_tokens, unasked=Reason.DISABLED)
+    if state.queries.is_away:
+        return Lookup(tokens, extra, match, near_tokens, unasked=Reason.UNAVAILABLE)
     if state.in_flight("query") >= state.options.max_queries:
         return Lookup(tokens, extra, match, near_tokens, unasked=Reason.BUSY)
     query = StorageQuery(state, tokens[: limit * state.page_size], extra, _near_run(state, match, limit))

@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from tiercache.controller.state import ControllerState
+from tiercache.controller.store_calls import StoreCall
 from tiercache.core import CacheTransferUnits, HitPolicy, Locations, Mask, Outcome, PoolName, PoolTransfer, Reason, Tier
 from tiercache.errors import TransferError
 from tiercache.index import HybridIndex, Node, Pin, Span
@@ -26,6 +27,9 @@ from tiercache.transfer import LayerTicket, Ticket
 
 _log = logging.getLogger(__name__)
 
+PART_BYTES: Final = 32 << 20
+"""Payload of one call of the store at most, but for one object: with the shortest deadline, 1 s, a store may be as slow as 32 MiB/s."""
+_TAKEN: Final = (Outcome.STORED, Outcome.HIT)
 _PAUSES: Final = (0.1, 0.4, 1.6)
 """Seconds before a store that was busy, or failed, is asked again for what it did not take."""
 
@@ -74,6 +78,10 @@ class Piece:
     def split(self, size: int) -> list[Piece]:
         """This piece in parts of at most `size` objects."""
         return [self._part(at, min(at + size, len(self.sources))) for at in range(0, len(self.sources), size)]
+
+    def blocks(self, state: ControllerState) -> int:
+        """Host blocks of its objects."""
+        return state.blocks_of(self.pool, len(self.destinations))
 
     def _part(self, start: int, end: int) -> Piece:
         at = self.span
@@ -157,37 +165,68 @@ class Load(Operation):
 
 
 class Fetch(Operation):
-    """Storage -> host, verified. Reads run in parts, side by side; each object stands or falls for itself."""
+    """Storage -> host, verified. Reads run in parts, side by side; each object stands or falls for itself.
+
+    What a read that hangs may still write to is nobody's until the read has come back. Parts that have not begun when nobody waits for the
+    fetch any more (`leave`) are called off.
+    """
 
     kind = "fetch"
     destination = Tier.HOST
     part = 64
-    """Objects per read. Fewer would share a prompt of 4k tokens out among threads, and lose more to hand-overs than they gain (13 ms
-    against 15).
+    """Objects of a read at most. Fewer would share a prompt of 4k tokens out among threads, and lose more to hand-overs than they gain (13
+    ms against 15).
     """
 
     def __init__(self, state: ControllerState, pieces: Sequence[Piece], keys: Sequence[bytes], pins: Iterable[Pin]) -> None:
         super().__init__(state, pieces, pins)
         self.failed: dict[tuple[PoolName, bytes], Reason] = {}
         """(pool, page key) of what did not arrive, and why. By key, for who waits here may have another path from some page on."""
+        state.fetching.take(sum(piece.blocks(state) for piece in pieces))
         self._reserve()
-        parts = [part for piece in pieces for part in piece.split(self.part)]
+        self._waiting: set[object] = set()
+        parts = [part for piece in pieces for part in piece.split(self._part_of(piece.pool))]
         self._left = len(parts)
-        for part in parts:
-            state.reads.submit(partial(self._run, part, keys[part.span.start : part.span.end]))
+        self._calls = [self._call(part, keys[part.span.start : part.span.end]) for part in parts]
+        for call in self._calls:
+            state.reads.submit(call)
 
-    def _run(self, part: Piece, keys: Sequence[bytes]) -> None:
+    def join(self, who: object) -> None:
+        """`who` waits for it."""
+        self._waiting.add(who)
+
+    def leave(self, who: object) -> None:
+        """`who` does not wait any more."""
+        self._waiting.discard(who)
+        if not self._waiting and not self.done:
+            for call in self._calls:
+                self._state.reads.cancel(call)
+
+    def _part_of(self, pool: PoolName) -> int:
+        return max(1, min(self.part, PART_BYTES // self._state.host[pool].geometry.nbytes))
+
+    def _call(self, part: Piece, keys: Sequence[bytes]) -> StoreCall:
+        storage = self._state.storage
+        assert storage is not None
+        return StoreCall(
+            partial(self._run, part, keys),
+            landed=lambda answer: self._land(part, keys, *answer),
+            lost=partial(self._lose, part, keys),
+            late=lambda _: self._release(part),
+            probe=partial(storage.probe, part.pool, keys[0], read=True),
+        )
+
+    def _run(self, part: Piece, keys: Sequence[bytes]) -> tuple[Sequence[Outcome], Mapping[Outcome, Reason]]:
         storage = self._state.storage
         assert storage is not None
         try:
             outcomes = storage.batch_get_v2([PoolTransfer(part.pool, keys, part.destinations)])[part.pool]
-            reasons = {outcome: storage.reason_of(outcome) for outcome in set(outcomes)}
+            return outcomes, {outcome: storage.reason_of(outcome) for outcome in set(outcomes)}
         except Exception:  # noqa: BLE001  a store that breaks its contract costs this read, never the thread; counted as ERROR below
             _log.exception("reading %d objects of pool %s failed", len(keys), part.pool)
-            outcomes, reasons = [Outcome.ERROR] * len(keys), {Outcome.ERROR: Reason.IO_ERROR}
-        self._state.post(partial(self._land, part, keys, outcomes, reasons))
+            return [Outcome.ERROR] * len(keys), {Outcome.ERROR: Reason.IO_ERROR}
 
-    def _land(self, part: Piece, keys: Sequence[bytes], outcomes: Sequence[Outcome], reasons: Mapping[Outcome, Reason]) -> None:
+    def _land(self, part: Piece, keys: Sequence[bytes], outcomes: Sequence[Outcome], reasons: Mapping[Outcome, Reason]) -> bool:
         index = self._state.index
         away = any(map(is_outage, reasons.values()))
         # What met an outage, a busy store or an error may be there all the same.
@@ -205,16 +244,56 @@ class Fetch(Operation):
         for outcome, count in Counter(outcomes).items():
             self._state.metrics.increment("storage_gets_total", part.pool, outcome, by=count)
         self.failed |= {(part.pool, key): reasons[o] for key, o in zip(keys, outcomes, strict=True) if o is not Outcome.HIT}
+        self._state.fetching.give(part.blocks(self._state))
+        self._end_part()
+        return away or any(outcome is not Outcome.ERROR for outcome in outcomes)
+
+    def _lose(self, part: Piece, keys: Sequence[bytes], reason: Reason, begun: bool) -> None:
+        self._cancel(part)
+        if begun:
+            self._state.quarantined[part.pool] += len(keys)
+        else:
+            self._release(part, quarantined=False)
+        self.failed |= {(part.pool, key): reason for key in keys}
+        self._end_part()
+
+    def _release(self, part: Piece, *, quarantined: bool = True) -> None:
+        """Nobody writes to the destinations of a lost part any more."""
+        if quarantined:
+            self._state.quarantined[part.pool] -= len(part.destinations)
+        self._state.free_host(part.pool, part.destinations)
+        self._state.fetching.give(part.blocks(self._state))
+
+    def _end_part(self) -> None:
         self._left -= 1
         if not self._left:
             self._finish()
 
 
+class _Answer(NamedTuple):
+    """What storage answered to a write: outcomes by piece and object, and whether it was out of reach, of which it knew itself."""
+
+    outcomes: Sequence[Sequence[Outcome]]
+    away: bool
+
+
+class Chain:
+    """The writes of one commit, which follow each other: which of its pages storage has refused so far.
+
+    Thread rule: the threads that write; one at a time, or a state may be offered a moment too early.
+    """
+
+    def __init__(self, keys: Mapping[int, bytes]) -> None:
+        self.keys = keys
+        self.refused: set[int] = set()
+
+
 class Write(Operation):
     """Device -> host -> storage, behind the engine's back.
 
-    `pieces` go from device to host first; then they and `held` (pieces that the host has already, destinations = handles) go to storage.
-    What storage does not take is offered to it again after each of _PAUSES, and then given up; the host keeps it meanwhile.
+    `pieces` go from device to host first; then they and `held` (pieces that the host has already, destinations = handles) go to storage,
+    unless it is `near`. What storage does not take is offered to it again after each of _PAUSES, and then given up; while storage is left
+    alone it waits. The host keeps it meanwhile. A state is offered once all pages of its chain were taken.
     """
 
     kind = "write"
@@ -225,15 +304,19 @@ class Write(Operation):
         state: ControllerState,
         pieces: Sequence[Piece],
         held: Sequence[Piece],
-        keys: Mapping[int, bytes],
+        chain: Chain,
         *,
         device_pins: Iterable[Pin],
         host_pins: Iterable[Pin],
+        near: bool = False,
     ) -> None:
         super().__init__(state, pieces, host_pins)
         self._device_pins = list(device_pins)
-        self._stored = [*pieces, *held] if state.storage is not None else []
-        self._keys = keys
+        self._blocks = sum(piece.blocks(state) for piece in (*pieces, *held))
+        self._share = state.copying if near else state.writing
+        self._share.take(self._blocks)
+        self._stored = [] if near else [*pieces, *held]
+        self._chain = chain
         self._pauses = iter(_PAUSES)
         self._mark_storing(True)
         self._reserve()
@@ -254,15 +337,17 @@ class Write(Operation):
         # The chain goes on without the engine's thread, which may be busy with a forward pass for a long time.
         self._state.post(partial(self._land_copied, ticket.error))
         if ticket.error is None and self._stored:
-            self._state.writes.submit(self._run_store)
+            self._state.writes.submit(self._call())
         else:
-            self._state.post(partial(self._land_stored, {}))
+            self._state.post(self._end)
 
     def _land_copied(self, error: TransferError | None) -> None:
         metrics, copied = self._state.metrics, error is None
         if not copied:
             _log.warning("a copy to the host failed, its write-through is skipped: %s", error)
             self._mark_storing(False)  # before the handles are freed: who takes them next may be storing them
+            for piece in self._stored or self.pieces:
+                self._state.give_up(piece.pool, "transfer_failed", len(piece.destinations))
             self._stored = []
         for piece in self.pieces:
             if copied:
@@ -271,51 +356,98 @@ class Write(Operation):
             else:
                 self._cancel(piece)
                 self._state.free_host(piece.pool, piece.destinations)
-                self._state.give_up(piece.pool, "transfer_failed", len(piece.destinations))
         for pin in self._device_pins:
             pin.release()
         self._device_pins.clear()
 
-    def _run_store(self) -> None:
-        assert self._state.storage is not None
-        outcomes: dict[int, list[Outcome]] = {}
+    def _call(self) -> StoreCall:
+        objects = sum(len(piece.destinations) for piece in self._stored)
+        return StoreCall(self._run_store, landed=self._land_stored, lost=self._lose, late=self._land_late, patient=True, objects=objects)
+
+    def _run_store(self) -> _Answer:
+        """Offer it all in one call, so that storage can put each state behind the pages that it depends on."""
+        storage, chain = self._state.storage, self._chain
+        assert storage is not None
+        outcomes, away = [[Outcome.THROTTLED] * len(piece.destinations) for piece in self._stored], False
+        offered = [i for i, piece in enumerate(self._stored) if not self._is_state(piece) or self._is_whole(piece)]
         try:
-            # One call for all, so that storage can put each state behind the pages it depends on.
-            answer = self._state.storage.batch_set_v2(self._transfers())
+            answer = storage.batch_set_v2(self._transfers([self._stored[i] for i in offered])) if offered else {}
             taken = dict.fromkeys(answer, 0)
-            for i, piece in enumerate(self._stored):
+            for i in offered:
+                piece = self._stored[i]
                 start = taken[piece.pool]
                 taken[piece.pool] += len(piece.destinations)
                 outcomes[i] = answer[piece.pool][start : taken[piece.pool]]
+            away = is_outage(storage.reason_of(Outcome.ERROR))
         except Exception:  # noqa: BLE001  a store that breaks its contract costs this write, never the thread; counted as ERROR below
             _log.exception("writing to storage failed")
-            outcomes = {i: [Outcome.ERROR] * len(p.destinations) for i, p in enumerate(self._stored)}
-        self._state.post(partial(self._land_stored, outcomes))
+            outcomes = [[Outcome.ERROR] * len(piece.destinations) for piece in self._stored]
+        for piece, results in zip(self._stored, outcomes, strict=True):
+            if not self._is_state(piece):
+                pages = range(piece.span.start, piece.span.end)
+                chain.refused.difference_update(pages)
+                chain.refused.update(page for page, outcome in zip(pages, results, strict=True) if outcome not in _TAKEN)
+        return _Answer(outcomes, away)
 
-    def _transfers(self) -> list[PoolTransfer]:
+    def _is_state(self, piece: Piece) -> bool:
+        return piece.pool in self._state.index.state_pools
+
+    def _is_whole(self, state: Piece) -> bool:
+        """Was no page before this state refused, but for those that are offered together with it?"""
+        with_it = {page for piece in self._stored if not self._is_state(piece) for page in range(piece.span.start, piece.span.end)}
+        return not any(page <= state.span.start and page not in with_it for page in list(self._chain.refused))
+
+    def _transfers(self, offered: Sequence[Piece]) -> list[PoolTransfer]:
         """One transfer a pool, its pieces in order."""
-        transfers = []
-        for pool in dict.fromkeys(p.pool for p in self._stored):
-            pieces = [p for p in self._stored if p.pool is pool]
+        transfers, keys = [], self._chain.keys
+        for pool in dict.fromkeys(p.pool for p in offered):
+            pieces = [p for p in offered if p.pool is pool]
             at = np.concatenate([np.arange(p.span.start, p.span.end) for p in pieces]).tolist()
-            is_state = pool in self._state.index.state_pools
             transfers.append(
                 PoolTransfer(
                     pool,
-                    keys=[self._keys[i] for i in at],
+                    keys=[keys[i] for i in at],
                     handles=np.concatenate([p.destinations for p in pieces]),
-                    hit_policy=HitPolicy.TRAILING_PAGES if is_state else HitPolicy.ALL_PAGES,
+                    hit_policy=HitPolicy.TRAILING_PAGES if self._is_state(pieces[0]) else HitPolicy.ALL_PAGES,
                     depths=[i + 1 for i in at],
-                    parents=[self._keys[i - 1] if i else b"" for i in at],
+                    parents=[keys[i - 1] if i else b"" for i in at],
                 )
             )
         return transfers
 
-    def _land_stored(self, outcomes: dict[int, list[Outcome]]) -> None:
+    def _land_stored(self, answer: _Answer) -> bool:
+        refused = self._note(answer)
+        self._mark_storing(False)
+        self._stored = refused
+        pause = next(self._pauses, None) if refused else None
+        if pause is not None:
+            self._mark_storing(True)
+            self._state.later(pause, lambda: self._state.writes.submit(self._call()))
+        else:
+            for piece in refused:
+                self._state.give_up(piece.pool, "refused", len(piece.destinations))
+            self._end()
+        return answer.away or any(outcome is not Outcome.ERROR for results in answer.outcomes for outcome in results)
+
+    def _lose(self, reason: Reason, begun: bool) -> None:
+        """The store hangs: it may read the objects for a long time yet, so that they stay where they are, but nobody waits for it."""
+        assert begun, "a patient call is lost only when it hangs"
+        for piece in self._stored:
+            self._state.give_up(piece.pool, str(reason), len(piece.destinations))
+            if not self._is_state(piece):
+                self._chain.refused.update(range(piece.span.start, piece.span.end))
+        self._state.strand(self)
+
+    def _land_late(self, answer: _Answer) -> None:
+        self._note(answer)
+        self._mark_storing(False)
+        self._end()
+
+    def _note(self, answer: _Answer) -> list[Piece]:
+        """Note what storage answered: what it did not take."""
         refused: list[Piece] = []
-        for i, results in outcomes.items():
-            piece = self._stored[i]
-            for run, there in _runs(piece, np.array([o in (Outcome.STORED, Outcome.HIT) for o in results])):
+        for piece, results in zip(self._stored, answer.outcomes, strict=True):
+            for run, there in _runs(piece, np.array([o in _TAKEN for o in results])):
                 if there:
                     run.note_stored(self._state.index, True)
                     self._state.metrics.increment("written_objects_total", "storage", run.pool, by=len(run.destinations))
@@ -323,23 +455,11 @@ class Write(Operation):
                     refused.append(run)
             for outcome, count in Counter(results).items():
                 self._state.metrics.increment("storage_sets_total", piece.pool, outcome, by=count)
-        self._mark_storing(False)
-        self._stored = refused
-        pause = next(self._pauses, None) if refused else None
-        if pause is not None and self._state.park(self._blocks()):
-            self._mark_storing(True)
-            self._state.later(pause, self._offer_again)
-            return
-        for piece in refused:
-            self._state.give_up(piece.pool, "refused", len(piece.destinations))
+        return refused
+
+    def _end(self) -> None:
+        self._share.give(self._blocks)
         self._finish()
-
-    def _offer_again(self) -> None:
-        self._state.unpark(self._blocks())
-        self._state.writes.submit(self._run_store)
-
-    def _blocks(self) -> int:
-        return sum(len(piece.destinations) * self._state.host[piece.pool].blocks_per_object for piece in self._stored)
 
     def _mark_storing(self, storing: bool) -> None:
         for piece in self._stored:

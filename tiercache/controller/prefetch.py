@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from typing import Final
 
 import numpy as np
@@ -11,23 +12,37 @@ from tiercache.controller.operations import Fetch, Piece, gather_pieces
 from tiercache.controller.state import ControllerState, InFlight
 from tiercache.core import ABSENT, Mask, PoolName, Reason, Tier, pending
 from tiercache.errors import PoolFullError
-from tiercache.index import Match, Node
+from tiercache.index import Match, Node, Pin
 from tiercache.storage.hybrid import is_outage
 
 _MAX_ROUNDS: Final = 8
 """Each further round follows an object that turned out missing or corrupt, or a depth that the host has no room for."""
 
 
+class Step(enum.Enum):
+    """What came of beginning to fetch."""
+
+    BEGUN = "begun"
+    LATER = "later"
+    """Other fetches hold what blocks there are for them; some will land."""
+    NO_ROOM = "no_room"
+    """The host could not hold what the depth needs."""
+
+
 class Prefetch:
     """The storage side of one admission: what is wanted, what is on its way, what turned out not to be there.
 
-    `fetched` marks, per pool, the pages that were brought up for this prompt (a state is on the page on which it ends); `rounds` counts the
-    attempts. Thread rule: the owner's thread.
+    What a depth lacks comes in waves, each of at most the blocks that fetches may hold; what has landed is held until the next. `fetched`
+    marks, per pool, the pages that were brought up for this prompt (a state is on the page on which it ends); `rounds` counts the attempts.
+
+    Thread rule: the owner's thread.
     """
 
     def __init__(self, state: ControllerState, lookup: Lookup, limit: int) -> None:
         self.fetched: dict[PoolName, Mask] = {p: np.zeros(limit, np.bool_) for p in state.pools}
         self.rounds = 0
+        self.pin: Pin | None = None
+        """Of the path that is being fetched."""
         self._state = state
         self._lookup = lookup
         self._limit = limit
@@ -36,6 +51,7 @@ class Prefetch:
         self._unfit: set[int] = set()
         self._fetching: set[Fetch] = set()
         self._cut_off = False
+        self._depth = 0
 
     @property
     def waiting(self) -> bool:
@@ -55,28 +71,42 @@ class Prefetch:
         self._cut_off |= any(map(is_outage, reasons))
         return reasons
 
-    def begin(self, target: int) -> bool:
-        """Begin to fetch what depth `target` lacks on the host; False if the host has no room for it."""
+    def begin(self, target: int) -> Step:
+        """Begin to fetch what depth `target` lacks on the host, or the next wave of it."""
         state, lookup = self._state, self._lookup
-        self.rounds += 1
+        if target != self._depth:
+            self.rounds += 1
         node = state.index.extend_path(lookup.tokens, target, lookup.extra)
-        with state.index.pinned(node, Tier.DEVICE, Tier.HOST):  # what was made for a fetch that does not come to pass goes with the pin
-            self._keys = state.index.page_keys(node, target)
-            try:
-                self._fetching = self._begin_fetch(node, target)
-            except PoolFullError:
-                self._unfit.add(target)
-                return False
-        return True
+        held, self.pin = self.pin, state.index.pin(node, Tier.DEVICE, Tier.HOST)
+        if held is not None:
+            held.release()
+        self._keys = state.index.page_keys(node, target)
+        self._depth = target
+        try:
+            return self._begin_wave(node, target)
+        except PoolFullError:
+            self._unfit.add(target)
+            self._depth = 0
+            self._let_go()  # what was made for a fetch that does not come to pass goes with the pin
+            return Step.NO_ROOM
+
+    def close(self) -> None:
+        """Nobody waits any more: call off what has not begun, and let go of the path."""
+        for fetch in self._fetching:
+            fetch.leave(self)
+        self._let_go()
 
     def target(self, match: Match) -> int:
         """The deepest depth, in pages, that storage could still give beyond what is near; 0 if there is none.
 
         There is none during an outage: a fetch would evict others from the host for nothing.
         """
+        return 0 if self._cut_off or self._state.reads.is_away else self.hoped(match)
+
+    def hoped(self, match: Match) -> int:
+        """The deepest depth that storage could still give if it can be read."""
         query = self._lookup.query
-        cut_off = self._cut_off or (query is not None and is_outage(query.reason))
-        if self._state.storage is None or cut_off or self.rounds == _MAX_ROUNDS:
+        if self._state.storage is None or self.rounds == _MAX_ROUNDS or (query is not None and is_outage(query.reason)):
             return 0
         known = {*match.restorable, match.depth}
         if query is not None and query.result is not None:
@@ -89,7 +119,12 @@ class Prefetch:
         pages = self._state.index.page_pools
         return not any(d <= depth if pool in pages else d == depth for pool, d in self._missing)
 
-    def _begin_fetch(self, node: Node, depth: int) -> set[Fetch]:
+    def _let_go(self) -> None:
+        if self.pin is not None:
+            self.pin.release()
+            self.pin = None
+
+    def _begin_wave(self, node: Node, depth: int) -> Step:
         state = self._state
         located, states = state.index.locations(node, depth)
         absent = {p: (at.device < 0) & (at.host == ABSENT) for p, at in located.items()}
@@ -101,13 +136,29 @@ class Prefetch:
         for pool, one in states.items():
             if one.device < 0 and one.host < ABSENT:
                 waiting |= state.claimants(Tier.HOST, pool, pending(np.array([one.host])))
-            absent[pool] = np.array([one.device < 0 and one.host == ABSENT])
+            absent[pool] = np.zeros(depth, np.bool_)
+            absent[pool][-1] = one.device < 0 and one.host == ABSENT
             self.fetched[pool][depth - 1] |= one.device < 0 and one.host < 0
-        handles = state.take_host({p: int(mask.sum()) for p, mask in absent.items()})
+        fetch = self._fetch(node, absent)
+        self._fetching = {o for o in waiting if isinstance(o, Fetch)} | ({fetch} if fetch else set())
+        for each in self._fetching:
+            each.join(self)
+        if not self._fetching and any(mask.any() for mask in absent.values()) and not state.in_flight("fetch"):
+            raise PoolFullError("reads that hang hold every block that fetches may have")
+        return Step.BEGUN if self._fetching else Step.LATER
+
+    def _fetch(self, node: Node, absent: dict[PoolName, Mask]) -> Fetch | None:
+        """Fetch the first of what is absent, as much as fetches may hold; the state goes last. None where that is nothing now."""
+        state = self._state
+        cost = {pool: state.blocks_of(pool, 1) for pool in absent}
+        state.require_host(sum(int(mask.sum()) * cost[pool] for pool, mask in absent.items()))
+        blocks = sum(mask * cost[pool] for pool, mask in absent.items())
+        pages = int(np.searchsorted(np.cumsum(blocks), state.fetching.left, "right"))
+        wave = {pool: mask[:pages] for pool, mask in absent.items()}
+        if not any(mask.any() for mask in wave.values()):
+            return None
+        handles = state.take_host({p: int(mask.sum()) for p, mask in wave.items()})
         pieces: list[Piece] = []
-        for pool, mask in absent.items():
-            start = depth - 1 if pool in states else 0
-            pieces += gather_pieces(pool, node, start, np.zeros(len(mask), np.int64), mask, handles[pool])
-        if pieces:
-            waiting.add(Fetch(state, pieces, self._keys, [state.index.pin(node, Tier.DEVICE, Tier.HOST)]))
-        return {o for o in waiting if isinstance(o, Fetch)}
+        for pool, mask in wave.items():
+            pieces += gather_pieces(pool, node, 0, np.zeros(len(mask), np.int64), mask, handles[pool])
+        return Fetch(state, pieces, self._keys, [state.index.pin(node, Tier.DEVICE, Tier.HOST)])

@@ -6,14 +6,17 @@ import logging
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import compress
 from typing import Final, Protocol
 
 import numpy as np
 
 from tiercache.controller.io_threads import IoThreads
+from tiercache.controller.store_calls import StoreCalls
 from tiercache.core import Locations, Mask, PoolName, Tier
 from tiercache.errors import ConfigError, PoolFullError
 from tiercache.index import CheckpointRules, Eviction, HybridIndex, Pin
@@ -25,6 +28,8 @@ from tiercache.transfer import TransferEngine
 
 _log = logging.getLogger(__name__)
 
+_LEAST_DEADLINE: Final = 1.0
+"""Seconds that a call of the store may take at least, however short restores may wait: calls that are merely slow are not hung."""
 _LOOK_S: Final = 0.001
 """Seconds between two looks at fences."""
 
@@ -35,13 +40,17 @@ class ControllerOptions:
 
     `restore_deadline`: how long an admission may wait for storage before it goes on with what is near; `max_queries`: storage queries in
     flight, beyond which a lookup does not ask; `query_threads`, `read_threads`, `write_threads`: threads on the store, two for queries so
-    that a slow one does not hold up every restore. `policy`: what is evicted first (see
+    that a slow one does not hold up every restore. `storage_deadline`: how long one call of the store may take before it counts as hung and
+    the store is left alone for a while (0: as long as `restore_deadline`, and a second at least); `in_flight_share`: of the host's blocks,
+    how many may be behind fetches, and how many behind writes, at a time. `policy`: what is evicted first (see
     `policy_named`); `checkpoints`: which states are asked for; `seed`: of what the index draws at random.
     `load_flops_per_byte`: what the device computes while one byte comes up from the host (250 TFLOP/s and 50 GB/s: 5,000). A state that is
     cheaper to compute again than to load is not sent down; 0 sends every state down, and lets the policy weigh by those 5,000.
     """
 
     restore_deadline: float = 5.0
+    storage_deadline: float = 0.0
+    in_flight_share: float = 0.25
     close_deadline: float = 10.0
     max_queries: int = 64
     query_threads: int = 2
@@ -56,6 +65,10 @@ class ControllerOptions:
     def __post_init__(self) -> None:
         if not 0.0 <= self.load_flops_per_byte < float("inf"):
             raise ConfigError(f"load_flops_per_byte={self.load_flops_per_byte} is not possible; use a finite number from 0")
+        if not 0.0 <= self.storage_deadline < float("inf"):
+            raise ConfigError(f"storage_deadline={self.storage_deadline} is not possible; use a finite number of seconds from 0")
+        if not 0.0 < self.in_flight_share <= 1.0:
+            raise ConfigError(f"in_flight_share={self.in_flight_share} is not possible; use a share above 0, and 1 at most")
         for name in ("query_threads", "read_threads", "write_threads"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} would leave storage unserved; use 1 or more")
@@ -91,6 +104,32 @@ class Retired:
     pins: Sequence[Pin]
 
 
+class Share:
+    """The host blocks that operations of one direction may hold at a time.
+
+    What hangs in the store keeps its part. Thread rule: the owner's thread.
+    """
+
+    def __init__(self, blocks: int) -> None:
+        self.blocks = blocks
+        self.held = 0
+
+    @property
+    def left(self) -> int:
+        """Blocks that may still be taken."""
+        return self.blocks - self.held
+
+    def take(self, blocks: int) -> None:
+        """Hold so many of what is left."""
+        assert blocks <= self.left, "more is held than may be"
+        self.held += blocks
+
+    def give(self, blocks: int) -> None:
+        """Hold so many no longer."""
+        self.held -= blocks
+        assert self.held >= 0, "more is given back than was held"
+
+
 @dataclass
 class ControllerState:
     """The shared state of one controller. Thread rule: the owner's thread only, except `post`, which any thread may call."""
@@ -111,18 +150,26 @@ class ControllerState:
     operations: dict[int, InFlight] = field(default_factory=dict)
     unstored: int = 0
     """Objects that were to go to storage and did not, since somebody asked."""
+    on_landed: Callable[[], None] = lambda: None
+    """Called on the owner's thread when operations have landed."""
     _events: queue.SimpleQueue[Callable[[], None]] = field(default_factory=queue.SimpleQueue)
     _retired: list[Retired] = field(default_factory=list)
     _ahead: dict[int, Fence] = field(default_factory=dict)
     _last_fence: int = 0
     _doubted: bool = False
     _due: list[tuple[float, Callable[[], None]]] = field(default_factory=list)
-    _parked: int = 0
 
     def __post_init__(self) -> None:
-        self.queries = self.threads("query", self.options.query_threads)
-        self.reads = self.threads("read", self.options.read_threads)
-        self.writes = self.threads("write", self.options.write_threads)
+        self.queries = self._calls("query", self.options.query_threads)
+        self.reads = self._calls("fetch", self.options.read_threads)
+        self.writes = self._calls("write", self.options.write_threads)
+        self.widest = sum(pool.blocks_per_object for pool in self.host.values())
+        share = max(int(self.arena.blocks * self.options.in_flight_share), self.widest)
+        self._landed = False
+        self.fetching, self.writing, self.copying = Share(share), Share(share), Share(share)
+        # Host objects that a call of the store may still write to, though nobody waits for it any more; and pins of what one still reads.
+        self.quarantined: Counter[PoolName] = Counter()
+        self.stranded: dict[int, InFlight] = {}
         self.arrived = threading.Event()
         # Which operation is filling a slot or a host object: its key in `operations`, 0 for none.
         sizes = {Tier.DEVICE: {p: pool.capacity for p, pool in self.device.items()}, Tier.HOST: dict.fromkeys(self.host, self.arena.blocks)}
@@ -167,25 +214,28 @@ class ControllerState:
             except queue.Empty:
                 break
             event()
+        for calls in (self.queries, self.reads, self.writes):
+            calls.watch()
         if self._due:
             self._run_due()
         if self._retired:
             self._free_retired()
+        if self._landed:
+            self._landed = False
+            self.on_landed()
+
+    def _calls(self, kind: str, threads: int) -> StoreCalls:
+        deadline = self.options.storage_deadline or max(self.options.restore_deadline, _LEAST_DEADLINE)
+        hung = partial(self.metrics.increment, "storage_hangs_total", kind)
+        return StoreCalls(kind, self.threads({"fetch": "read"}.get(kind, kind), threads), self.post, self.clock, deadline, hung)
+
+    def blocks_of(self, pool: PoolName, objects: int) -> int:
+        """Host blocks of so many objects."""
+        return objects * self.host[pool].blocks_per_object
 
     def later(self, seconds: float, event: Callable[[], None]) -> None:
         """Apply an event on the owner's thread after `seconds`, or a little later."""
         self._due.append((self.clock() + seconds, event))
-
-    def park(self, blocks: int) -> bool:
-        """Keep `blocks` more on the host until a store takes them; False if more than a quarter of the arena would wait so."""
-        if self._parked + blocks > self.arena.blocks // 4:
-            return False
-        self._parked += blocks
-        return True
-
-    def unpark(self, blocks: int) -> None:
-        """Undo one `park`."""
-        self._parked -= blocks
 
     def give_up(self, pool: PoolName, reason: str, count: int) -> None:
         """Count objects that are not written through until they are committed again, and tell `flush` of them."""
@@ -200,7 +250,16 @@ class ControllerState:
 
     def end(self, operation: InFlight) -> None:
         """`operation` has landed."""
+        self._landed = True
+        if self.stranded.pop(id(operation), None) is None:
+            self.strand(operation, keep=False)
+
+    def strand(self, operation: InFlight, *, keep: bool = True) -> None:
+        """Nobody waits for `operation` any more; while it is kept it holds what it holds until it ends."""
         del self.operations[id(operation)]
+        if keep:
+            self.stranded[id(operation)] = operation
+        self._landed = True
         self.metrics.set("in_flight_operations", operation.kind, to=self.in_flight(operation.kind))
 
     def in_flight(self, kind: str) -> int:
@@ -243,6 +302,12 @@ class ControllerState:
                     f"{blocks} blocks are needed, {self.arena.available} are free and {self.arena.withheld} under an embargo"
                 )
         return {p: self.host[p].alloc(n) for p, n in need.items()}
+
+    def require_host(self, blocks: int) -> None:
+        """Raise PoolFullError unless the host could give so many blocks by evicting everything that nobody uses."""
+        evictable = sum(self.blocks_of(pool, count) for pool, count in self.index.evictable(Tier.HOST).items())
+        if blocks > self.arena.available + evictable:
+            raise PoolFullError(f"{blocks} blocks are needed, {self.arena.available} are free and {evictable} can be evicted")
 
     def evict_all(self, tier: Tier) -> None:
         """Free every object of a near tier that is not pinned."""
@@ -325,15 +390,18 @@ class ControllerState:
         operation or to a fence; none to two.
         """
         self.index.check_integrity()
-        operations = list(self.operations.values())
+        operations = [*self.operations.values(), *self.stranded.values()]
         assert not any(o.done for o in operations), "an operation that has landed is still counted"
         held_by = [*pins, *(pin for r in self._retired for pin in r.pins), *(pin for o in operations for pin in o.pins)]
         assert self.index.holds_only(held_by), "a pin belongs to nobody"
         claimed = np.unique(np.concatenate([claims.ravel() for claims in self._claims.values()])).tolist()
         assert set(claimed) <= {0, *self.operations}, "a slot or a host object waits for an operation that is over"
-        if not self.in_flight("write"):
-            assert not self._parked, "blocks wait for a store, and nobody offers them"
+        if not any(o.kind == "write" for o in operations):
+            assert not self.writing.held + self.copying.held, "blocks are held for a write that is over"
             assert not any(storing.any() for storing in self.storing.values()), "a host object counts as being stored, and is not"
+        quarantined = sum(self.blocks_of(pool, objects) for pool, objects in self.quarantined.items())
+        if not self.in_flight("fetch"):
+            assert self.fetching.held == quarantined, "blocks are held for a fetch that is over"
         for name, pool in self.device.items():
             retired = [r.slots[name] for r in self._retired if name in r.slots]
             held = np.concatenate([self.index.owned(Tier.DEVICE, name), *retired, *(slots[name] for slots in private)])
@@ -341,6 +409,6 @@ class ControllerState:
             assert len(held) == pool.capacity - pool.available, (
                 f"pool {name}: {len(held)} slots are held, {pool.capacity - pool.available} taken"
             )
-        blocks = sum((len(self.index.owned(Tier.HOST, p)) * pool.blocks_per_object) for p, pool in self.host.items())
+        blocks = quarantined + sum((len(self.index.owned(Tier.HOST, p)) * pool.blocks_per_object) for p, pool in self.host.items())
         taken = self.arena.blocks - self.arena.available - self.arena.withheld
         assert blocks == taken, f"{blocks} blocks are held, {taken} taken"

@@ -114,9 +114,13 @@ CONTROLLER: Final = (
     Metric("storage_gets_total", Counter, "Outcomes of storage gets.", {"pool": _POOLS, "outcome": _OUTCOMES}),
     Metric(
         "write_through_skipped_total", Counter, "Objects whose write-through was skipped; they are tried again when next committed.",
-        {"pool": _POOLS, "reason": ("host_full", "transfer_failed", "cheap_to_recompute", "refused")},
+        {"pool": _POOLS, "reason": ("host_full", "transfer_failed", "cheap_to_recompute", "refused", "timeout", "evicted", "too_many")},
     ),
     Metric("evicted_objects_total", Counter, "Objects evicted: demoted or lost.", {"tier": _NEAR, "fate": ("demoted", "lost")}),
+    Metric(
+        "storage_hangs_total", Counter, "Calls of the store that were given up after their deadline; it is left alone for a while then.",
+        {"operation": ("query", "fetch", "write")},
+    ),
     Metric("in_flight_operations", Gauge, "Operations under way.", {"operation": ("query", "fetch", "load", "write")}),
     Metric("tier_last_read_seconds", Gauge, "When a tier last contributed to a restore, by the wall clock; 0 is never.", {"tier": _TIERS}),
 )  # fmt: skip

@@ -161,6 +161,16 @@ class HybridStorage:
         away = self.backend.outage() if outcome in (Outcome.MISS, Outcome.ERROR) else Reason.NONE
         return _REASONS[outcome] if away is Reason.NONE else away
 
+    def probe(self, pool: PoolName, page_key: bytes, *, read: bool) -> bool:
+        """Ask for one object, and with `read` read it into memory of its own: does the store work? Any answer but ERROR will do."""
+        registered = self._registered(pool)
+        [key] = registered.keys([page_key])
+        item = GetItem(key, [memoryview(bytearray(registered.pool.geometry.padded_nbytes))], registered.length)
+        try:
+            return self.backend.get([item])[0] is not Outcome.ERROR if read else len(self.backend.exists([key])) == 1
+        except Exception:  # noqa: BLE001  a store that breaks its contract does not work; whoever asks logs that
+            return False
+
     def batch_exists_v2(
         self, keys: Sequence[bytes], transfers: Sequence[PoolTransfer], extra: StorageExtra | None = None
     ) -> PoolTransferResult:

@@ -10,8 +10,8 @@ from threading import Condition, Thread
 from typing import Final, TypeVar
 
 from tiercache.errors import StorageError
+from tiercache.storage.breaker import Breaker, Verdict
 from tiercache.wire.v1 import storage_pb2 as pb
-from tiercache_backends.grpc.breaker import Breaker, Verdict
 from tiercache_backends.grpc.connection import Connection
 from tiercache_backends.grpc.failures import CallError, Kind
 from tiercache_backends.grpc.settings import Settings

@@ -7,7 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from tiercache_backends.grpc.breaker import MOST_PAUSE, Breaker, Verdict
+
+from tiercache.storage.breaker import MOST_PAUSE, Breaker, Verdict
 
 PAUSE = 1.0
 FAILURES = 3
@@ -26,9 +27,14 @@ class BreakerMachine(RuleBasedStateMachine):
         self.pause = PAUSE
         self.least = PAUSE
         self.probing = False
+        self.closed_at = -1000.0
 
     def opens(self, pause: float) -> None:
         self.open_since, self.pause, self.least = self.now, pause, pause * (1 - 0.25 * self.luck)
+
+    def opens_anew(self) -> None:
+        again = self.now - self.closed_at < self.pause
+        self.opens(min(MOST_PAUSE, 2 * self.pause) if again else PAUSE)
 
     @rule(luck=st.floats(0, 0.999))
     def luck_changes(self, luck: float) -> None:
@@ -60,13 +66,13 @@ class BreakerMachine(RuleBasedStateMachine):
         if self.open_since is None:
             self.row += 1
             if self.row >= FAILURES:
-                self.opens(PAUSE)
+                self.opens_anew()
 
     @rule()
     def it_is_tripped(self) -> None:
         self.breaker.trip()
         if self.open_since is None:
-            self.opens(PAUSE)
+            self.opens_anew()
 
     @precondition(lambda self: self.probing)
     @rule(well=st.booleans())
@@ -74,7 +80,7 @@ class BreakerMachine(RuleBasedStateMachine):
         self.breaker.probed(well)
         self.probing = False
         if well:
-            self.open_since, self.row = None, 0
+            self.open_since, self.row, self.closed_at = None, 0, self.now
         else:
             self.opens(min(MOST_PAUSE, 2 * self.pause))
 

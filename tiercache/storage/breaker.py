@@ -1,15 +1,16 @@
-"""When to leave a daemon alone that does not answer, and when to try again."""
+"""When to leave a store alone that does not answer, and when to try again."""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Callable
+from math import inf
 from threading import Lock
 from typing import Final
 
 MOST_PAUSE: Final = 30.0
 _JITTER: Final = 0.25
-"""The part of a pause that is random, so that the workers of a daemon that comes back do not all come at once."""
+"""The part of a pause that is random, so that the clients of a store that comes back do not all come at once."""
 
 
 class Verdict(enum.Enum):
@@ -20,13 +21,14 @@ class Verdict(enum.Enum):
     FAIL = enum.auto()
     """Fail at once."""
     PROBE = enum.auto()
-    """Fail at once as well, but first let somebody try whether the daemon is back, and tell `probed`."""
+    """Fail at once as well, but first let somebody try whether the store is back, and tell `probed`."""
 
 
 class Breaker:
     """Closed until `failures` calls in a row fail; then open for a pause; then half-open until its one probe tells how it went.
 
-    A probe that fails opens it again for twice as long, up to MOST_PAUSE. What calls report that began before it opened changes nothing.
+    A probe that fails opens it again for twice as long, up to MOST_PAUSE; so do calls that fail sooner after a probe went well than the
+    last pause was long. What calls report that began before it opened changes nothing.
 
     Thread rule: any thread.
     """
@@ -41,6 +43,7 @@ class Breaker:
         self._failures = 0
         self._pause = pause
         self._until: float | None = None  # open until then; None: closed
+        self._closed_at = -inf
         self._probing = False
 
     @property
@@ -69,13 +72,13 @@ class Breaker:
             if self._until is None:
                 self._failures += 1
                 if self._failures >= self._most_failures:
-                    self._open(self._first_pause)
+                    self._trip()
 
     def trip(self) -> None:
         """Open it, if it is closed, whatever was before."""
         with self._lock:
             if self._until is None:
-                self._open(self._first_pause)
+                self._trip()
 
     def probed(self, well: bool) -> None:
         """How the probe went. Without one under way it changes nothing."""
@@ -84,10 +87,14 @@ class Breaker:
                 return
             self._probing = False
             if well:
-                self._until, self._failures = None, 0
+                self._until, self._failures, self._closed_at = None, 0, self._clock()
             else:
-                self._open(min(MOST_PAUSE, 2 * self._pause))
+                self._open(2 * self._pause)
+
+    def _trip(self) -> None:
+        again = self._clock() - self._closed_at < self._pause
+        self._open(2 * self._pause if again else self._first_pause)
 
     def _open(self, pause: float) -> None:
-        self._pause = pause
+        self._pause = pause = min(MOST_PAUSE, pause)
         self._until = self._clock() + pause * (1 - _JITTER * self._random())

@@ -1,0 +1,286 @@
+"""A store that hangs costs one deadline, and then nothing until it is back: no memory, no hit above it, no thread of the engine."""
+
+import threading
+import time
+
+import pytest
+from tiercache_backends.memory import MemoryBackend
+
+from tests.controller.harness import Engine, P, prompt
+from tests.controller.test_machine import Flaky
+from tiercache.controller import ControllerOptions, Status
+from tiercache.core import Outcome, Reason, Tier
+from tiercache.storage.registry import open_backend
+from tiercache.testing.faults import FaultEnv
+
+DEADLINE = 0.4
+OPTIONS = ControllerOptions(restore_deadline=DEADLINE, storage_deadline=DEADLINE, close_deadline=1.0)
+
+
+class Hanging(Flaky):
+    """A store whose calls of the verbs in `hangs` wait until `release`."""
+
+    def __init__(self):
+        super().__init__(MemoryBackend())
+        self.hangs = set()
+        self.open = threading.Event()
+        self.calls = []
+
+    def release(self):
+        self.hangs.clear()
+        self.open.set()
+
+    def _pass(self, verb):
+        self.calls.append(verb)
+        if verb in self.hangs:
+            assert self.open.wait(60)
+
+    def get(self, items):
+        self._pass("get")
+        return super().get(items)
+
+    def set(self, items):
+        self._pass("set")
+        return super().set(items)
+
+    def exists(self, keys):
+        self._pass("exists")
+        return super().exists(keys)
+
+    def flush(self):
+        self._pass("flush")
+
+    def close(self):
+        self._pass("close")
+
+
+@pytest.fixture
+def store():
+    store = Hanging()
+    yield store
+    store.release()
+
+
+def engine_on(store, **sizes):
+    return Engine(store, options=OPTIONS, **{"pages": 40, "states": 24, "blocks": 64} | sizes)
+
+
+def stored(engine, *conversations):
+    for ids in conversations:
+        engine.serve([*prompt(*ids), 5])
+        assert engine.settle()
+    engine.controller.evict(Tier.DEVICE)
+    engine.controller.evict(Tier.HOST)
+
+
+def free_blocks(engine):
+    """Blocks of the host that are free, or would be if something else needed them."""
+    engine.controller.evict(Tier.HOST)
+    return engine.arena.available
+
+
+def until(engine, condition, seconds=20):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        engine.controller.tick(0.01)
+
+
+@pytest.mark.parametrize("verb", ["get", "exists"])
+def test_a_read_that_hangs_costs_one_deadline_in_all(store, verb):
+    conversations = [(n, n + 20, n + 40) for n in range(8)]
+    stored(engine_on(store), *conversations)
+    engine = engine_on(store)  # another process, which has to ask
+    store.hangs = {verb}
+    waited = 0.0
+    for ids in conversations:
+        started = time.monotonic()
+        admission = engine.controller.admit(engine.controller.lookup([*prompt(*ids), 5]))
+        poll = admission.wait()
+        waited += time.monotonic() - started
+        assert poll.depth == 0
+        engine.controller.release(admission)
+    assert waited < 3 * DEADLINE, "after the first nobody waits for what is known to be out"
+    assert engine.metrics.total("storage_hangs_total") >= 1
+    assert free_blocks(engine) >= engine.arena.blocks * 3 // 4
+    engine.check()
+    assert engine.serve([*prompt(1, 21, 50), 5]) == 0
+    assert engine.serve([*prompt(1, 21, 50), 5]) == 3 * P, "what is near is served"
+    store.release()
+    until(engine, lambda: engine.serve([*prompt(2, 22, 42), 5]) == 3 * P)
+    engine.settle()
+    assert free_blocks(engine) == engine.arena.blocks
+    engine.check()
+
+
+@pytest.mark.parametrize("verb", ["get", "exists"])
+def test_a_request_during_a_hang_says_why_it_is_a_miss(store, verb):
+    stored(engine_on(store), (1, 2, 3), (4, 5, 6))
+    engine = engine_on(store)
+    store.hangs = {verb}
+    engine.serve([*prompt(1, 2, 3), 5])
+    until(engine, lambda: engine.metrics.total("storage_hangs_total"))
+    engine.serve([*prompt(4, 5, 6), 5])
+    assert engine.metrics.value("lookups_total", "storage", "kv", "miss", "unavailable") == 1
+
+
+def test_a_write_that_hangs_leaves_the_host_to_others(store):
+    engine = engine_on(store)
+    store.hangs = {"set"}
+    for turn in range(12):
+        engine.serve([*prompt(turn, turn + 20, turn + 40), 5])
+        if turn == 4:
+            until(engine, lambda: engine.metrics.total("storage_hangs_total", operation="write"))
+        engine.controller.tick(0.05)
+    engine.controller.evict(Tier.DEVICE)
+    assert engine.serve([*prompt(11, 31, 51), 5]) == 3 * P, "the host holds what storage does not take"
+    started = time.monotonic()
+    assert not engine.controller.flush(20)
+    assert time.monotonic() - started < 5, "a flush does not wait for a store that is left alone"
+    assert engine.controller.unstored > 0
+    assert free_blocks(engine) >= engine.arena.blocks // 2
+    engine.check()
+    before = store.inner.usage().objects
+    store.release()
+    until(engine, lambda: store.inner.usage().objects > before)
+    until(engine, lambda: not engine.controller._state.writes.is_away and engine.controller.flush(20))
+    assert free_blocks(engine) == engine.arena.blocks
+    engine.serve([*prompt(90, 91), 5])
+    assert engine.controller.flush(20), "write-through goes on by itself"
+    engine.check()
+
+
+def test_a_write_that_hung_for_a_while_is_known_to_be_stored(store):
+    engine = engine_on(store)
+    store.hangs = {"set"}
+    engine.serve([*prompt(1, 2, 3), 5])
+    until(engine, lambda: engine.metrics.total("storage_hangs_total", operation="write"))
+    store.release()
+    until(engine, lambda: store.inner.usage().objects == 4 and not engine.controller._state.stranded)
+    engine.controller.evict(Tier.DEVICE)
+    engine.controller.evict(Tier.HOST)
+    until(engine, lambda: engine.serve([*prompt(1, 2, 3), 5]) == 3 * P)
+    engine.check()
+
+
+def test_flush_and_close_have_their_deadlines(store):
+    engine = engine_on(store)
+    stored(engine, (1, 2))
+    store.hangs = {"flush"}
+    started = time.monotonic()
+    assert not engine.controller.flush(0.3)
+    assert not engine.controller.flush(0.3), "one that hangs is enough"
+    assert store.calls.count("flush") == 2, "one of them before"
+    store.hangs = {"get", "set", "exists", "flush", "close"}
+    engine.serve([*prompt(3, 4), 5])
+    assert not engine.controller.close(deadline=0.5)
+    assert not engine.controller.close(), "twice says what once said"
+    assert time.monotonic() - started < 10
+
+
+def test_a_disk_that_hangs_for_a_while(tmp_path):
+    """The same through the real store: reads hang, then writes."""
+    env = FaultEnv()
+    engine = Engine(open_backend(f"file://{tmp_path}/s?capacity=16MiB", env=env), options=OPTIONS, pages=40, states=24, blocks=64)
+    stored(engine, (1, 2, 3), (4, 5, 6))
+    hang = env.hang("preadv", times=1_000_000)
+    assert engine.serve([*prompt(1, 2, 3), 5]) == 0
+    until(engine, lambda: engine.metrics.total("storage_hangs_total"))
+    started = time.monotonic()
+    assert engine.serve([*prompt(4, 5, 6), 5]) == 0
+    assert time.monotonic() - started < DEADLINE
+    hang.release()
+    env.clear()
+    engine.controller.evict(Tier.DEVICE)
+    engine.controller.evict(Tier.HOST)
+    until(engine, lambda: engine.serve([*prompt(4, 5, 6), 5]) == 3 * P)
+    engine.settle()
+    engine.check()
+
+
+def test_a_store_that_fails_again_and_again_is_left_alone(store):
+    engine = engine_on(store)
+    conversations = [(n, n + 20, n + 40) for n in range(8)]
+    stored(engine, *conversations)
+    store.gets = [Outcome.ERROR] * 1000
+    for ids in conversations:
+        engine.serve([*prompt(*ids), 5])
+    asked = store.calls.count("get")
+    engine.controller.evict(Tier.DEVICE)
+    engine.controller.evict(Tier.HOST)
+    admission = engine.controller.admit(engine.controller.lookup([*prompt(0, 20, 40), 5]))
+    assert admission.wait().reason in (Reason.NONE, Reason.UNAVAILABLE)
+    engine.controller.release(admission)
+    assert store.calls.count("get") <= asked + 1, "a probe at most"
+    store.gets = []
+    until(engine, lambda: engine.serve([*prompt(0, 20, 40), 5]) == 3 * P)
+
+
+def test_what_does_not_wait_any_more_is_called_off(store):
+    """Parts of a fetch that have not begun when its only request is released give their blocks back at once."""
+    engine = Engine(
+        store, options=ControllerOptions(restore_deadline=20, read_threads=1, in_flight_share=1.0), pages=200, states=8, blocks=256
+    )
+    ids = tuple(range(150))
+    engine.serve([*prompt(*ids), 5])
+    assert engine.settle()
+    engine.controller.evict(Tier.DEVICE)
+    engine.controller.evict(Tier.HOST)
+    store.hangs = {"get"}
+    admission = engine.controller.admit(engine.controller.lookup([*prompt(*ids), 5]))
+    until(engine, lambda: admission.poll().status is Status.PENDING and store.calls.count("get") == 1)
+    assert free_blocks(engine) < 120
+    engine.controller.release(admission)
+    assert free_blocks(engine) >= 256 - 64, "all but the part that is being read"
+    engine.check()
+    store.release()
+    engine.settle()
+    engine.check()
+
+
+def test_fetches_leave_the_host_to_others(store):
+    """What fetches hold at a time is bounded, and a prompt that needs more comes up in waves."""
+    engine = engine_on(store, blocks=32, pages=60)
+    ids = tuple(range(20))
+    stored(engine, ids, tuple(range(50, 62)))
+    held = []
+
+    class Watched(type(engine.controller._state.fetching)):
+        def take(self, blocks):
+            super().take(blocks)
+            held.append(self.held)
+
+    engine.controller._state.fetching = Watched(engine.controller._state.fetching.blocks)
+    assert engine.serve([*prompt(*ids), 5]) == 20 * P
+    assert len(held) > 2
+    assert max(held) <= 8
+    engine.settle()
+    engine.check()
+
+
+@pytest.mark.parametrize("blocks", [8, 16])
+def test_a_prompt_larger_than_the_host_goes_down_whole(store, blocks):
+    engine = engine_on(store, blocks=blocks)
+    engine.serve([*prompt(*range(20)), 5])
+    assert engine.settle()
+    assert store.inner.usage().objects >= 21
+    engine.controller.evict(Tier.DEVICE)
+    engine.check()
+    other = engine_on(store, blocks=64)
+    assert other.serve([*prompt(*range(20)), 5]) == 20 * P
+    engine.check()
+
+
+def test_a_host_copy_is_made_again_where_there_is_room(store):
+    engine = engine_on(store)
+    engine.serve([*prompt(1, 2, 3), 5])
+    assert engine.settle()
+    engine.controller.evict(Tier.HOST)
+    assert engine.serve([*prompt(1, 2, 3), 5]) == 3 * P
+    engine.settle()
+    sets = store.calls.count("set")
+    engine.controller.evict(Tier.DEVICE)
+    store.hangs = {"get"}
+    assert engine.serve([*prompt(1, 2, 3), 5]) == 3 * P, "from the host"
+    assert store.calls.count("set") == sets, "storage had it"
+    engine.check()
