@@ -7,6 +7,8 @@ RuntimeError
 
 from __future__ import annotations
 
+import ctypes
+
 
 class Unavailable(RuntimeError):  # noqa: N818
     """A way to copy that this machine does not have: its driver is missing or too old, or a package is not installed."""
@@ -24,3 +26,11 @@ class CudaError(RuntimeError):
         self.code = code
         self.name = name
         self.index = index
+
+
+def error_name(driver: ctypes.CDLL, code: int) -> str:
+    """The driver's name of a CUresult."""
+    name = ctypes.c_char_p()
+    if driver.cuGetErrorName(code, ctypes.byref(name)) != 0 or name.value is None:
+        return "an unknown error"
+    return name.value.decode()

@@ -29,7 +29,7 @@ from tiercache.policy import profile_named
 from tiercache.testing.cuda import SimulatedDevice
 from tiercache.transfer import cuda
 from tiercache.transfer.cuda import Cell, Direction, Method
-from tiercache.transfer.cuda.calibration import calibrated
+from tiercache.transfer.cuda.kept import calibrated
 from tiercache.transfer.descriptors import Copies
 
 TINY = Shapes(

@@ -3,41 +3,20 @@
 from __future__ import annotations
 
 import ctypes
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from tiercache_kernels.batch import BatchCopy, _Attributes
-from tiercache_kernels.capture import relax_captures
+from tiercache_kernels.batch import MOST_COPIES, BatchCopy, _Attributes
 from tiercache_kernels.errors import CudaError, Unavailable
 
-from tests.kernels.toolkit import HERE, NVCC, compiled, needs_nvcc
+from tests.kernels.toolkit import build, needs_nvcc
 
 STREAM = 0x7F00_1234_5678
 INVALID_VALUE = 1
 ILLEGAL_ADDRESS = 700
 NO_COPY = ctypes.c_size_t(-1).value
-
-
-def build(folder: Path, *defines: str) -> Path:
-    # nvcc knows where its headers are, hands C to the host's compiler, and needs no runtime for it.
-    library = folder / f"driver{'_'.join(defines)}.so"
-    assert NVCC
-    command = [NVCC, "-shared", "-cudart", "none", "-Xcompiler", "-fPIC,-Wall,-Wextra,-Werror", *(f"-D{d}" for d in defines)]
-    compiled([*command, "-o", str(library), str(HERE / "driver.c")])
-    return library
-
-
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("driver")
-
-
-@pytest.fixture(scope="session")
-def library(folder: Path) -> Path:
-    return build(folder)
 
 
 @pytest.fixture
@@ -107,6 +86,25 @@ def test_no_copies_make_no_call(library: Path, driver: ctypes.CDLL) -> None:
     calls, none = driver.stand_in_calls(), Copies(0)
     BatchCopy.load(str(library))(none.sources, none.destinations, none.lengths, STREAM)
     assert driver.stand_in_calls() == calls
+
+
+@needs_nvcc
+@pytest.mark.parametrize("count", [MOST_COPIES, MOST_COPIES + 1, 3 * MOST_COPIES - 1])
+def test_no_call_has_more_copies_than_a_driver_bears(count: int, library: Path, driver: ctypes.CDLL) -> None:
+    copies, calls = Copies(count), driver.stand_in_calls()
+    BatchCopy.load(str(library))(copies.sources, copies.destinations, copies.lengths, STREAM)
+    assert copies.made()
+    assert driver.stand_in_calls() - calls == -(-count // MOST_COPIES)
+    assert driver.stand_in_largest() <= MOST_COPIES
+
+
+@needs_nvcc
+def test_an_error_of_a_later_call_names_the_segment_of_all(library: Path, driver: ctypes.CDLL) -> None:
+    copies, batch, calls = Copies(2 * MOST_COPIES), BatchCopy.load(str(library)), driver.stand_in_calls()
+    copies.lengths[MOST_COPIES + 7] = driver.stand_in_poison()
+    with pytest.raises(CudaError, match=r"CUDA_ERROR_INVALID_VALUE \(1\) at segment 4103$"):
+        batch(copies.sources, copies.destinations, copies.lengths, STREAM)
+    assert driver.stand_in_calls() == calls + 2
 
 
 @needs_nvcc
@@ -182,18 +180,3 @@ def test_no_driver() -> None:
 def test_a_library_that_is_no_driver() -> None:
     with pytest.raises(Unavailable, match="is not a CUDA driver"):
         BatchCopy.load("libc.so.6")
-
-
-@needs_nvcc
-def test_a_thread_that_relaxes_is_relaxed_and_others_are_not(library: Path, driver: ctypes.CDLL) -> None:
-    relaxed = []
-
-    def relax() -> None:
-        relaxed.extend([driver.stand_in_relaxed(), relax_captures(str(library)), driver.stand_in_relaxed()])
-
-    thread = threading.Thread(target=relax)
-    thread.start()
-    thread.join()
-    assert relaxed == [0, True, 1]
-    assert not driver.stand_in_relaxed()
-    assert not relax_captures("libno-such-driver.so.1")

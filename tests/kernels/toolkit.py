@@ -23,3 +23,13 @@ def compiled(command: list[str]) -> str:
     said = done.stdout + done.stderr
     assert done.returncode == 0, f"{' '.join(command)}\n{said}"
     return said
+
+
+def build(folder: Path, *defines: str) -> Path:
+    """The stand-in of `driver.c` as a library, compiled against NVIDIA's header."""
+    # nvcc knows where its headers are, hands C to the host's compiler, and needs no runtime for it.
+    library = folder / f"driver{'_'.join(defines)}.so"
+    assert NVCC
+    command = [NVCC, "-shared", "-cudart", "none", "-Xcompiler", "-fPIC,-Wall,-Wextra,-Werror", *(f"-D{d}" for d in defines)]
+    compiled([*command, "-o", str(library), str(HERE / "driver.c")])
+    return library

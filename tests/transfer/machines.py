@@ -98,7 +98,7 @@ class Simulated(Machine):
     def tensor(self, content: Bytes, shape: tuple[int, ...], dtype: str) -> ArrayTensor:
         array = np.empty(shape, STORAGE[dtype])
         as_bytes(array)[:] = content
-        return ArrayTensor(self.device.adopt(array), dtype, "cuda:0")
+        return ArrayTensor(self.device.adopt(array), dtype, f"cuda:{self.device.ordinal}")
 
     def content(self, tensor: Any) -> Bytes:
         return as_bytes(tensor.array).copy()

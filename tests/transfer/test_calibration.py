@@ -22,7 +22,8 @@ from tiercache.transfer.cuda import (
     calibration_directory,
     read_calibration,
 )
-from tiercache.transfer.cuda.calibration import COUNTS, LENGTHS, calibration_path
+from tiercache.transfer.cuda.calibration import COUNTS, LENGTHS
+from tiercache.transfer.cuda.kept import calibration_path
 from tiercache.transfer.descriptors import Copies
 
 SMALL = 4 << 20
@@ -124,7 +125,7 @@ class TestTheFile:
             lambda text: "",
             lambda text: "\x00" * 100,
             lambda text: "[]",
-            lambda text: text.replace('"format": 1', '"format": 2'),
+            lambda text: text.replace('"format": 2', '"format": 3'),
             lambda text: text.replace("kernel", "teleport", 1),
             lambda text: text.replace('"length": 4096', '"length": 0', 1),
             lambda text: text.replace('"length": 4096', '"length": "4096"', 1),
@@ -139,7 +140,7 @@ class TestTheFile:
         device = SimulatedDevice()
         with device.current():
             calibrated(device, tmp_path, nbytes=SMALL)
-            path = calibration_path(device.card, tmp_path)
+            path = calibration_path(device.card, device.methods, tmp_path)
             text = path.read_text()
             path.write_text(damage(text))
             assert path.read_text() != text
@@ -160,8 +161,8 @@ class TestTheFile:
         assert how.startswith("calibrated in ")
         assert {c.best for c in found.cells} <= {Method.BATCH, Method.MEMCPY}
         # A file by the right name that tells of another card is not believed.
-        path = calibration_path(device.card, tmp_path)
-        path.write_bytes(calibration_path(other.card, tmp_path).read_bytes())
+        path = calibration_path(device.card, device.methods, tmp_path)
+        path.write_bytes(calibration_path(other.card, other.methods, tmp_path).read_bytes())
         with device.current():
             assert calibrated(device, tmp_path, nbytes=SMALL)[1].startswith("calibrated in ")
 

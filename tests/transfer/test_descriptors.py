@@ -12,7 +12,7 @@ from tiercache.transfer.descriptors import join_copies, slot_copies
 def table(rows: list[tuple[int, int, int, int]]) -> SegmentTable:
     """`rows`: (base, stride, length, layer)."""
     base, stride, length, layer = (np.array(column, np.int64) for column in zip(*rows, strict=True))
-    return SegmentTable(base.astype(np.uint64), stride, length, np.cumsum(length) - length, layer)
+    return SegmentTable(base.astype(np.uint64), stride, length, np.cumsum(length) - length, layer, np.zeros_like(base))
 
 
 def byte_pairs(d: Descriptors) -> list[tuple[int, int, int]]:

@@ -92,6 +92,7 @@ class SegmentTable:
     """Where the segments of a pool's objects are, one entry a segment in geometry order, every column of shape [segments].
 
     The bytes of segment i of slot s are `length[i]` bytes from address `base[i] + s * stride[i]`; in the object they start at `offset[i]`.
+    `allocation[i]` numbers the memory that segment i is known to be in: tensors that interleave share one, any others may be apart.
     """
 
     base: npt.NDArray[np.uint64]
@@ -99,6 +100,7 @@ class SegmentTable:
     length: npt.NDArray[np.int64]
     offset: npt.NDArray[np.int64]
     layer: npt.NDArray[np.int64]
+    allocation: npt.NDArray[np.int64]
 
 
 class DevicePool:
@@ -135,12 +137,14 @@ class DevicePool:
                 )
             if str(tensor.device) != device:
                 raise GeometryError(f"{_label(segment)} is on {tensor.device} and the pool on {device}; keep a pool on one device")
+        base, stride = np.array([t.data_ptr() for t in ordered], np.uint64), np.array([stride for _, stride in rows], np.int64)
         table = SegmentTable(
-            base=np.array([t.data_ptr() for t in ordered], np.uint64),
-            stride=np.array([stride for _, stride in rows], np.int64),
+            base=base,
+            stride=stride,
             length=geometry.lengths,
             offset=geometry.offsets,
             layer=np.array([s.layer for s in geometry.segments], np.int64),
+            allocation=allocations(base.astype(np.int64), base.astype(np.int64) + (capacity - 1) * stride + geometry.lengths),
         )
         return cls(geometry, table, capacity, device, tensors)
 
@@ -165,6 +169,18 @@ class DevicePool:
     def checked(self, slots: npt.ArrayLike) -> Locations:
         """`slots` as int64, shape [n]; SlotError for one out of range. An engine may keep its own books, so a free slot passes."""
         return as_locations(slots, self.capacity, f"{self.name} slot")
+
+
+def allocations(begin: npt.NDArray[np.int64], end: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Number the memory that tensors are in, of addresses from `begin` up to `end`, both [tensors]: one number for those that overlap.
+
+    Two allocations of a driver never overlap, but may lie side by side.
+    """
+    order = np.lexsort((end, begin))
+    reached = np.maximum.accumulate(end[order])
+    found = np.empty(len(begin), np.int64)
+    found[order] = np.concatenate([[0], np.cumsum(begin[order][1:] >= reached[:-1])])[: len(begin)]
+    return found
 
 
 def _check_names(geometry: Geometry, tensors: Tensors) -> None:

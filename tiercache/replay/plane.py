@@ -17,7 +17,7 @@ from tiercache.policy import ModelProfile
 from tiercache.pools import BlockArena, DevicePool
 from tiercache.pools.device import SegmentTable
 from tiercache.transfer import LayerTicket, Ticket, TransferEngine
-from tiercache.transfer.base import Fence
+from tiercache.transfer.fences import Fence
 
 
 def geometries(profile: ModelProfile, page_size: int) -> dict[PoolName, Geometry]:
@@ -31,7 +31,7 @@ def geometries(profile: ModelProfile, page_size: int) -> dict[PoolName, Geometry
 def device_pool(geometry: Geometry, slots: int) -> DevicePool:
     """A pool of `slots` slots without tensors."""
     one = np.zeros(1, np.int64)
-    return DevicePool(geometry, SegmentTable(one.astype(np.uint64), one, geometry.lengths, one, one), slots, "null", {})
+    return DevicePool(geometry, SegmentTable(one.astype(np.uint64), one, geometry.lengths, one, one, one), slots, "null", {})
 
 
 class NullArena(BlockArena):

@@ -8,10 +8,12 @@
     event = device.event(stream)                        as torch.cuda.Event, recorded there
     device.fail("copy_batch", at=2)                     the second call from now on is refused
     device.lose()                                       as after an illegal address: every later call fails
+    driver = SimulatedDriver()                          several devices: SimulatedDevice(1, driver=driver)
+    driver.contexts                                     {1}: the devices that a context was made on
 
 Work in a stream happens later and at its own pace, as on a device, so that whoever does not wait reads old bytes. A copy must lie in
-device memory, or in one piece of page-locked memory; what a driver would let pass or crash on is an error here, and errors that
-happen in a stream lose the device.
+device memory, or in one piece of page-locked memory; what a driver would let pass, wait for or crash on is an error here, and errors
+that happen in a stream lose the device.
 """
 
 # ruff: noqa: D102 (the contract documents these methods)
@@ -36,11 +38,15 @@ import numpy as np
 import numpy.typing as npt
 
 from tiercache.transfer.cuda import Card, CudaDevice, Method
-from tiercache.transfer.cuda.device import DEFAULT_STREAMS
+from tiercache.transfer.cuda.device import DEFAULT_STREAMS, MOST_COPIES
 from tiercache.transfer.descriptors import Copies
 
 _CHUNK: Final = 32 << 10
 _BEYOND: Final = 1 << 64
+_ROOM: Final = 1024
+"""Pieces of work that wait in a stream; a driver would hold the caller of one more."""
+_MAPPED_AT: Final = 1 << 60
+"""Where a device that does not know page-locked memory by the host's addresses has it."""
 _PATIENCE_S: Final = 60.0
 """A stream that waits longer for an event has met a circle of waits; it fails rather than hang the test."""
 
@@ -53,6 +59,9 @@ class SimulatedError(RuntimeError):
 class _Event:
     asked: int = 0
     passed: int = 0
+    timed: bool = False
+    at: float = 0.0
+    """When it passed last, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +69,41 @@ class _Memory:
     nbytes: int
     kind: str
     keeper: Any = None
+
+
+class SimulatedDriver:
+    """What devices of one process share: which of them is current on a thread, 0 where nobody said, and where contexts were made.
+
+    Thread rule: any thread.
+    """
+
+    def __init__(self) -> None:
+        self.contexts: set[int] = set()
+        """The devices that a call was made on, whoever it was meant for."""
+        self._here = threading.local()
+
+    @property
+    def device(self) -> int:
+        """That of the calling thread."""
+        entered = self._entered()
+        return entered[-1] if entered else 0
+
+    @property
+    def entered(self) -> bool:
+        """Has the calling thread said which device it wants?"""
+        return bool(self._entered())
+
+    def push(self, ordinal: int) -> None:
+        """Make a device the calling thread's."""
+        self._entered().append(ordinal)
+
+    def pop(self) -> None:
+        """Give it the one back that it had before."""
+        self._entered().pop()
+
+    def _entered(self) -> list[int]:
+        found: list[int] = self._here.__dict__.setdefault("entered", [])
+        return found
 
 
 class SimulatedEvent:
@@ -71,7 +115,8 @@ class SimulatedEvent:
 
     def query(self) -> bool:
         """Is it over?"""
-        return self._device.has_passed(self.cuda_event)
+        with self._device.current():
+            return self._device.has_passed(self.cuda_event)
 
     def synchronize(self) -> None:
         """Block until it is over."""
@@ -89,6 +134,8 @@ class _Stream:
         self._thread.start()
 
     def put(self, work: Callable[[], object]) -> None:
+        if self._work.qsize() >= _ROOM:
+            raise SimulatedError(f"{_ROOM} pieces of work wait in a stream: a driver would hold this thread, and others with it")
         self._work.put(work)
 
     def end(self) -> None:
@@ -106,7 +153,8 @@ class _Stream:
 
 class SimulatedDevice(CudaDevice):
     """See the module. `seed`: of pauses before every piece of work, up to `jitter` seconds; `seconds`: how long a copy takes, given the
-    method, its bytes and its number of copies; `unavailable`: methods that this device does not have.
+    method, its bytes and its number of copies; `unavailable`: methods that this device does not have; `driver`: shared with other devices;
+    `same_addresses`: does it know page-locked memory by the host's addresses?
 
     Thread rule: as `CudaDevice`, and it is checked.
     """
@@ -120,9 +168,12 @@ class SimulatedDevice(CudaDevice):
         seconds: Callable[[Method, int, int], float] = lambda method, nbytes, count: 0.0,
         unavailable: dict[Method, str] | None = None,
         name: str = "Simulated",
+        driver: SimulatedDriver | None = None,
+        same_addresses: bool = True,
     ) -> None:
         self.ordinal = ordinal
-        self.card = Card(name, "0000:00:00.0", 13000, 13000, 132)
+        self.card = Card(name, f"0000:{ordinal:02x}:00.0", 13000, 13000, 132, f"{name}-{ordinal}")
+        self.driver = driver or SimulatedDriver()
         self.unavailable = dict(unavailable or {})
         self.calls: Counter[str] = Counter()
         self.moved: Counter[Method] = Counter()
@@ -131,13 +182,13 @@ class SimulatedDevice(CudaDevice):
         self._mapping = threading.Lock()
         # What finalizers report, which run anywhere, also in the middle of a loop over the table; see `_table`.
         self._dead: deque[tuple[int, str]] = deque()
-        self._ends: list[tuple[int, int]] | None = None
-        """Where every piece begins and ends, in order."""
+        self._ends: list[tuple[int, int, int]] | None = None
+        """Where every piece begins and ends by the device's addresses, in order, and how much further the host has it."""
         self._rules: list[list[Any]] = []
         self._streams: dict[int, _Stream] = {}
         self._events: dict[int, _Event] = {}
         self._changed = threading.Condition()
-        self._here = threading.local()
+        self._apart = 0 if same_addresses else _MAPPED_AT
         self._random = random.Random(seed)
         self._jitter, self._seconds = jitter, seconds
         self._handles = count(1 << 40)
@@ -152,6 +203,10 @@ class SimulatedDevice(CudaDevice):
             owner = owner.base
         self._keep(owner.ctypes.data, _Memory(owner.nbytes, "adopted"), owner)
         return array
+
+    def adopt_at(self, address: int, nbytes: int) -> None:
+        """Take memory that the caller keeps for one allocation of the device's, whatever else it is a part of."""
+        self._keep(address, _Memory(nbytes, "adopted"))
 
     def fail(self, call: str, *, at: int = 1, error: Exception | None = None) -> None:
         """Refuse the `at`-th `call` from now on; nothing of it is queued."""
@@ -190,16 +245,20 @@ class SimulatedDevice(CudaDevice):
     # The contract.
 
     def activate(self) -> None:
-        self._enter("activate", anywhere=True)
-        self._here.depth = 1
+        self.driver.push(self.ordinal)
+        try:
+            self._enter("activate")
+        except BaseException:
+            self.driver.pop()
+            raise
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        self._here.depth = getattr(self._here, "depth", 0) + 1
+        self.driver.push(self.ordinal)
         try:
             yield
         finally:
-            self._here.depth -= 1
+            self.driver.pop()
 
     def create_stream(self, *, urgent: bool) -> int:
         self._enter("create_stream")
@@ -222,10 +281,10 @@ class SimulatedDevice(CudaDevice):
         finally:
             del self._events[handle]
 
-    def create_event(self) -> int:
+    def create_event(self, *, timed: bool = False) -> int:
         self._enter("create_event")
         handle = self._handle()
-        self._events[handle] = _Event()
+        self._events[handle] = _Event(timed=timed)
         return handle
 
     def destroy_event(self, event: int) -> None:
@@ -255,9 +314,16 @@ class SimulatedDevice(CudaDevice):
         self._await(event)
 
     def has_passed(self, event: int) -> bool:
-        self._enter("has_passed", anywhere=True)
+        self._enter("has_passed")
         known = self._event(event)
         return known.passed >= known.asked
+
+    def seconds_between(self, first: int, second: int) -> float:
+        self._enter("seconds_between")
+        begun, ended = self._event(first), self._event(second)
+        if not all(event.timed and event.passed == event.asked > 0 for event in (begun, ended)):
+            raise SimulatedError("there is no time between two events that are not timed, or not over")
+        return ended.at - begun.at
 
     def allocate(self, nbytes: int) -> int:
         self._enter("allocate")
@@ -276,7 +342,7 @@ class SimulatedDevice(CudaDevice):
         self._keep(array.ctypes.data, _Memory(nbytes, "page-locked"), array)
         return array
 
-    def lock(self, address: int, nbytes: int) -> None:
+    def lock(self, address: int, nbytes: int) -> int:
         self._enter("lock")
         if address % mmap.PAGESIZE or nbytes % mmap.PAGESIZE:
             raise SimulatedError("only whole pages can be page-locked")
@@ -284,6 +350,7 @@ class SimulatedDevice(CudaDevice):
             if any(start < address + nbytes and address < start + memory.nbytes for start, memory in table.items()):
                 raise SimulatedError("memory was page-locked twice")
         self._keep(address, _Memory(nbytes, "locked"))
+        return address + self._apart
 
     def unlock(self, address: int) -> None:
         self._enter("unlock")
@@ -297,6 +364,8 @@ class SimulatedDevice(CudaDevice):
         self._enter("copy_batch")
         if stream in self._defaults:
             raise SimulatedError("a batch cannot be queued in a default stream")
+        if not 1 <= len(copies) <= MOST_COPIES:
+            raise SimulatedError(f"a batch of {len(copies)} copies crashes some drivers")
         batch = list(zip(copies.source.tolist(), copies.destination.tolist(), copies.length.tolist(), strict=True))
         self._random.shuffle(batch)  # in no order among each other
         self._queue(Method.BATCH, batch, stream)
@@ -326,22 +395,25 @@ class SimulatedDevice(CudaDevice):
         nbytes = sum(length for _, _, length in copies)
         if pause := self._seconds(method, nbytes, len(copies)) + self._random.random() * self._jitter:
             time.sleep(pause)
-        for source, destination, length in copies:
-            self._check(source, length)  # once more: it must be there until now
-            self._check(destination, length)
-            ctypes.memmove(destination, source, length)
+        for source, destination, length in copies:  # checked once more: it must be there until now
+            ctypes.memmove(self._check(destination, length), self._check(source, length), length)
         self.moved[method] += nbytes
 
-    def _check(self, address: int, nbytes: int) -> None:
-        """Is it in one piece of device or page-locked memory?"""
+    def _check(self, address: int, nbytes: int) -> int:
+        """Is it in one piece of device or page-locked memory? Where the host has it."""
         with self._mapping:
             if self._dead or self._ends is None:
                 self._bury()
-                self._ends = sorted((start, start + memory.nbytes) for start, memory in self._memory.items())
-            at = bisect_right(self._ends, (address, _BEYOND)) - 1
-            start, end = self._ends[at] if at >= 0 else (0, 0)
+                self._ends = sorted(self._seen(start, memory) for start, memory in self._memory.items())
+            at = bisect_right(self._ends, (address, _BEYOND, 0)) - 1
+            start, end, apart = self._ends[at] if at >= 0 else (0, 0, 0)
         if nbytes < 1 or not start <= address < address + nbytes <= end:
             raise SimulatedError(f"{nbytes} bytes at {address:#x} are not within one piece of device or page-locked memory")
+        return address - apart
+
+    def _seen(self, start: int, memory: _Memory) -> tuple[int, int, int]:
+        apart = self._apart if memory.kind == "locked" else 0
+        return start + apart, start + apart + memory.nbytes, apart
 
     def _keep(self, address: int, memory: _Memory, owner: Any = None) -> None:
         with self._table() as table:
@@ -378,6 +450,7 @@ class SimulatedDevice(CudaDevice):
         def passed() -> None:
             with self._changed:
                 known.passed = max(known.passed, number)
+                known.at = time.perf_counter()
                 self._changed.notify_all()
 
         self._stream(stream).put(passed)
@@ -391,10 +464,11 @@ class SimulatedDevice(CudaDevice):
         if self.lost is not None:
             raise SimulatedError(f"the device is lost: {self.lost}")
 
-    def _enter(self, call: str, *, anywhere: bool = False) -> None:
+    def _enter(self, call: str) -> None:
         self.calls[call] += 1
-        if not anywhere and not getattr(self._here, "depth", 0):
-            raise SimulatedError(f"{call} was called on a thread without a current device")
+        self.driver.contexts.add(self.driver.device)  # as a driver would: the call may be meant for another device, or for none
+        if not self.driver.entered or self.driver.device != self.ordinal:
+            raise SimulatedError(f"{call} was called on a thread whose device is not cuda:{self.ordinal}")
         if self.lost is not None:
             raise SimulatedError(f"the device is lost: {self.lost}")
         for rule in [rule for rule in self._rules if rule[0] == call]:

@@ -6,35 +6,13 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, Self, TypeAlias
+from typing import Any, Self
 
 from tiercache.core import CacheTransferUnits
 from tiercache.errors import TransferError
+from tiercache.transfer.fences import Fence, checked_fences, pass_fence
 
 _log = logging.getLogger(__name__)
-
-
-class Synchronizable(Protocol):
-    """An event that a thread can wait for, such as `torch.cuda.Event`."""
-
-    def synchronize(self) -> object:
-        """Return when everything before the event is done."""
-
-
-Fence: TypeAlias = Callable[[], object] | Synchronizable
-"""What has to be over before a copy may start: called, or synchronised with, on the engine's thread; if it raises, the ticket fails.
-
-An engine for CUDA waits for a `torch.cuda.Event` on the device, without a thread. Who passes one leaves it alone, that is, does not record
-it anew, until the ticket is done.
-"""
-
-
-def pass_fence(fence: Fence) -> None:
-    """Block until `fence` is over."""
-    if callable(fence):
-        fence()
-    else:
-        fence.synchronize()
 
 
 class Ticket:
@@ -146,7 +124,8 @@ class TransferEngine(ABC):
     - return at once, without waiting for a copy or a fence, and keep pools and memory referenced until the ticket is done;
     - write nothing but the payload bytes of the destinations; a host object's slack is zeroed by storage, before it is stored;
     - let a failure fail the ticket, never the process, and end a ticket only when none of its bytes is touched any more;
-    - raise SlotError at the call for a slot or handle that cannot be, with nothing started, and ClosedError after `close`.
+    - raise SlotError at the call for a slot or handle that cannot be and ConfigError for a fence that cannot be waited for, with nothing
+      started, and ClosedError after `close`.
 
     Thread rule: `store`, `load` and `close` may be called from any thread; `fork` belongs to the thread that computes.
     """
@@ -167,8 +146,9 @@ class TransferEngine(ABC):
         the destinations are undefined then.
         """
 
-    def check_fences(self, fences: Sequence[Fence]) -> None:  # noqa: B027  most engines can wait for anything
-        """ConfigError for a fence that stands for nothing, such as a `torch.cuda.Event` that was never recorded."""
+    def check_fences(self, fences: Sequence[Fence]) -> None:
+        """ConfigError for a fence that cannot be waited for, or stands for nothing as a `torch.cuda.Event` that was never recorded does."""
+        checked_fences(fences)
 
     def order(self, fences: Sequence[Fence], *, stream: int | None = None) -> None:
         """Return once work may start that has to come behind these fences; with a device's `stream`, once what is queued there may.

@@ -91,7 +91,7 @@ class _Worker:
             return False
         step = "before its first layer"
         try:
-            job.pass_fences()
+            job.pass_fences(self._waiting.go_on)
             copies = job.descriptors()
             for layer, rows in copies.by_layer():
                 step = f"in layer {layer}"

@@ -39,7 +39,7 @@ class Copies:
 class Descriptors:
     """Copies as columns of shape [descriptors], sorted by layer: `length[i]` bytes between addresses `device[i]` and `host[i]`.
 
-    Neighbours of one layer that are contiguous at both ends have been merged.
+    Neighbours of one layer that are contiguous at both ends have been merged, if one allocation of the device has both.
     """
 
     device: npt.NDArray[np.uint64]
@@ -95,7 +95,8 @@ def build_descriptors(
     layer = segments.layer[segment]
     order = _layer_major(layer, len(slots))
     shape = device.shape
-    return _merge(*(_reordered(c, order) for c in (device, host, np.broadcast_to(length, shape), np.broadcast_to(layer, shape))))
+    per_piece = (np.broadcast_to(column, shape) for column in (length, layer, segments.allocation[segment]))
+    return _merge(*(_reordered(column, order) for column in (device, host, *per_piece)))
 
 
 def slot_copies(segments: SegmentTable, sources: Locations, destinations: Locations) -> Copies:
@@ -156,8 +157,10 @@ def _reordered(column: _Column, order: _Column) -> _Column:
     return out
 
 
-def _merge(device: _Column, host: _Column, length: _Column, layer: _Column) -> Descriptors:
-    follows = (device[1:] == device[:-1] + length[:-1]) & (host[1:] == host[:-1] + length[:-1]) & (layer[1:] == layer[:-1])
+def _merge(device: _Column, host: _Column, length: _Column, layer: _Column, allocation: _Column) -> Descriptors:
+    follows = (device[1:] == device[:-1] + length[:-1]) & (host[1:] == host[:-1] + length[:-1])
+    # Allocations may lie side by side, and a copy must stay within one.
+    follows &= (layer[1:] == layer[:-1]) & (allocation[1:] == allocation[:-1])
     heads = np.concatenate([[0], np.flatnonzero(~follows) + 1]) if len(device) else np.empty(0, np.int64)
     merged = np.add.reduceat(length, heads) if len(device) else length
     return Descriptors(device[heads].astype(np.uint64), host[heads].astype(np.uint64), merged, layer[heads])

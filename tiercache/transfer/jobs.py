@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,8 +12,9 @@ from tiercache.core import CacheTransferUnits, Locations, PoolName
 from tiercache.errors import ConfigError, GeometryError, TransferError
 from tiercache.pools.device import DevicePool
 from tiercache.pools.host import HostPool
-from tiercache.transfer.base import Fence, Ticket, pass_fence
+from tiercache.transfer.base import Ticket
 from tiercache.transfer.descriptors import Copies, Descriptors, build_descriptors, join_copies, join_descriptors, slot_copies
+from tiercache.transfer.fences import Fence, pass_fence
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +43,10 @@ class Job:
     ticket: Ticket
     after: tuple[Fence, ...]
 
-    def pass_fences(self) -> None:
-        """Block until what has to come first is over."""
+    def pass_fences(self, go_on: Callable[[], object]) -> None:
+        """Block until what has to come first is over. `go_on` may raise to end that."""
         for fence in self.after:
-            pass_fence(fence)
+            pass_fence(fence, go_on)
 
     def descriptors(self, period: int = 0) -> Descriptors:
         """All of its copies, sorted by layer; with `period`, none across as many bytes of the arena."""

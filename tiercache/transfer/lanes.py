@@ -11,7 +11,8 @@ from typing import Protocol
 
 from tiercache.core import CacheTransferUnits
 from tiercache.errors import ClosedError, TransferError
-from tiercache.transfer.base import Fence, LayerTicket, Ticket, TransferEngine
+from tiercache.transfer.base import LayerTicket, Ticket, TransferEngine
+from tiercache.transfer.fences import Fence, checked_fences
 from tiercache.transfer.jobs import Job, Sides, layers_of
 
 
@@ -81,16 +82,15 @@ class LaneEngine(TransferEngine):
         """A new ticket for a load of these layers."""
 
     def store(self, units: Sequence[CacheTransferUnits], *, after: Sequence[Fence] = ()) -> Ticket:  # noqa: D102
-        self.check_fences(after)
-        ticket = Ticket()
-        self._submit(self._stores, Job(True, self._sides.parts(units, to_host=True), ticket, tuple(after)))
+        fences, ticket = checked_fences(after), Ticket()
+        self._submit(self._stores, Job(True, self._sides.parts(units, to_host=True), ticket, fences))
         return ticket
 
     def load(self, units: Sequence[CacheTransferUnits], *, after: Sequence[Fence] = ()) -> LayerTicket:  # noqa: D102
-        self.check_fences(after)
+        fences = checked_fences(after)
         parts = self._sides.parts(units, to_host=False)
         ticket = self._layer_ticket(layers_of(parts))
-        self._submit(self._loads, Job(False, parts, ticket, tuple(after)))
+        self._submit(self._loads, Job(False, parts, ticket, fences))
         return ticket
 
     def close(self, timeout: float = 30.0) -> None:  # noqa: D102

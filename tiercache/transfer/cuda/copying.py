@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import Final, Self, TypeAlias
 
@@ -10,13 +11,17 @@ import numpy as np
 import numpy.typing as npt
 from tiercache_kernels.table import ROW_BYTES, fill_table
 
-from tiercache.transfer.cuda.device import CudaDevice, Method
+from tiercache.transfer.cuda.device import MOST_COPIES, CudaDevice, Method
 from tiercache.transfer.descriptors import Copies, Descriptors
 
 _LEAST_ROWS: Final = 4096
 """A table for some 80 pages of Qwen3-Next at first; it grows with what is asked for."""
 GROUP_BYTES: Final = 4 << 20
 """80 us on the bus: to queue less at a time takes a thread as long, and brings no layer up sooner."""
+MOST_QUEUED: Final = 256
+"""Calls that wait in one of our streams: hundreds of microseconds of work. A driver has room for some 1,024 a stream, events included, and
+holds the caller of one more until there is some: behind a fence for as long as that takes."""
+_STEP: Final = 64
 Table: TypeAlias = npt.NDArray[np.uint64]
 _NO_TABLE: Final[Table] = np.empty((0, ROW_BYTES // 8), np.uint64)
 _LEAST_BLOCKS: Final = 4
@@ -43,21 +48,61 @@ def layer_groups(descriptors: Descriptors, least: int = GROUP_BYTES) -> list[tup
     return groups
 
 
-class CopySet:
-    """What one transfer needs on the device until it is over: an event for each of its groups, and the kernel's table of copies.
+class Pace:
+    """Keeps what waits in a stream to `MOST_QUEUED` calls: before the next one, a thread waits until the oldest of them are over.
 
-    Both are made at once, and grow if they must: to take or to give back memory may hold up the device and whoever queues work there.
-
-    The caller guarantees that nothing which was queued with the set is under way when it is used anew. Thread rule: one thread at a time.
+    It waits here, without the driver: in a call of the driver for which the stream has no room it would hold up every thread that
+    computes. Thread rule: one thread at a time, with the device current.
     """
 
     def __init__(self, device: CudaDevice) -> None:
         self._device = device
+        self._marks: deque[int] = deque()
+        """Events behind each `_STEP` calls, the oldest first."""
+        self._calls = 0
+
+    def step(self, stream: int) -> None:
+        """Before a call that queues work in `stream`."""
+        if self._calls == _STEP:
+            self._mark(stream)
+            self._calls = 0
+        self._calls += 1
+
+    def destroy(self) -> None:
+        """Give everything back, once nothing is under way; twice is harmless."""
+        while self._marks:
+            self._device.destroy_event(self._marks.pop())
+
+    def _mark(self, stream: int) -> None:
+        if len(self._marks) < MOST_QUEUED // _STEP - 1:
+            self._marks.append(self._device.create_event())
+        else:
+            self._device.synchronize_event(self._marks[0])
+            self._marks.rotate(-1)
+        self._device.record(self._marks[-1], stream)
+
+
+class CopySet:
+    """What one transfer needs on the device until it is over: an event for each of its groups, two that tell how long it took, and the
+    kernel's table of copies.
+
+    All are made at once, and grow if they must: to take or to give back memory may hold up the device and whoever queues work there.
+    `pace`: of its stream, which sets may share.
+
+    The caller guarantees that nothing which was queued with the set is under way when it is used anew. Thread rule: one thread at a time.
+    """
+
+    def __init__(self, device: CudaDevice, pace: Pace | None = None) -> None:
+        self._device = device
+        self.pace = pace or Pace(device)
         self._events: list[int] = []
+        self._ends: list[int] = []
         self._tables: list[tuple[int, Table]] = []
         """Device address and host memory of the table in use, the last, and of those that it has outgrown."""
         try:
             self.event(0)
+            self._ends += [device.create_event(timed=True)]
+            self._ends += [device.create_event(timed=True)]
             if Method.KERNEL not in device.unavailable:
                 self._grow(_LEAST_ROWS)
         except BaseException:
@@ -66,12 +111,12 @@ class CopySet:
 
     @classmethod
     def make(cls, device: CudaDevice, count: int) -> list[Self]:
-        """Make `count` of them, or none if the driver refuses one."""
+        """Make `count` of them with one pace, or none if the driver refuses one."""
+        made: list[Self] = []
+        pace = Pace(device)
         with ExitStack() as undo:
-            made = [cls(device)]
-            undo.callback(made[0].destroy)
             while len(made) < count:
-                made.append(cls(device))
+                made.append(cls(device, pace))
                 undo.callback(made[-1].destroy)
             undo.pop_all()
         return made
@@ -82,17 +127,31 @@ class CopySet:
             self._events.append(self._device.create_event())
         return self._events[number]
 
+    def begin(self, stream: int) -> None:
+        """The first copy comes next."""
+        self._device.record(self._ends[0], stream)
+
+    def end(self, stream: int) -> None:
+        """The last copy has been queued."""
+        self._device.record(self._ends[1], stream)
+
+    def seconds(self) -> float:
+        """From `begin` to `end` on the device, once both are over."""
+        return self._device.seconds_between(*self._ends)
+
     def queue(self, copies: Copies, groups: Sequence[tuple[slice, Method]], blocks: int, stream: int) -> Queue:
         """Make ready to queue `groups` of `copies`; the table of those that a kernel copies is queued now."""
         if any(method is Method.KERNEL for _, method in groups):
             self._upload(copies, stream)
         address, table = self._tables[-1] if self._tables else (0, _NO_TABLE)
-        return Queue(self._device, copies, table, address, blocks, stream)
+        return Queue(self._device, copies, table, address, blocks, stream, self.pace)
 
     def destroy(self) -> None:
-        """Give everything back."""
-        while self._events:
-            self._device.destroy_event(self._events.pop())
+        """Give everything back, that of its pace too: once nothing of it or of others with that pace is under way."""
+        self.pace.destroy()
+        for events in (self._events, self._ends):
+            while events:
+                self._device.destroy_event(events.pop())
         while self._tables:
             self._device.release(self._tables.pop()[0])
 
@@ -112,8 +171,8 @@ class CopySet:
 class Queue:
     """Puts groups of one list of copies into one stream. Thread rule: one thread."""
 
-    def __init__(self, device: CudaDevice, copies: Copies, table: Table, address: int, blocks: int, stream: int) -> None:
-        self._device, self._copies, self._stream = device, copies, stream
+    def __init__(self, device: CudaDevice, copies: Copies, table: Table, address: int, blocks: int, stream: int, pace: Pace) -> None:
+        self._device, self._copies, self._stream, self._pace = device, copies, stream, pace
         self._table, self._address, self._blocks = table, address, blocks
 
     def put(self, rows: slice, method: Method) -> None:
@@ -122,12 +181,21 @@ class Queue:
         if not len(copies):
             return
         if method is Method.BATCH:
-            self._device.copy_batch(copies, self._stream)
+            for piece in _pieces(copies):
+                self._pace.step(self._stream)
+                self._device.copy_batch(piece, self._stream)
         elif method is Method.KERNEL:
             chunks = int(self._table[rows.stop, 3]) - int(self._table[rows.start, 3])
+            self._pace.step(self._stream)
             self._device.copy_table(self._address + rows.start * ROW_BYTES, len(copies), chunks, self._blocks, self._stream)
         else:
             for source, destination, length in zip(
                 copies.source.tolist(), copies.destination.tolist(), copies.length.tolist(), strict=True
             ):
+                self._pace.step(self._stream)
                 self._device.copy(source, destination, length, self._stream)
+
+
+def _pieces(copies: Copies) -> Iterator[Copies]:
+    """The same copies, as many at a time as the driver is given in one call."""
+    return (copies[first : first + MOST_COPIES] for first in range(0, len(copies), MOST_COPIES))

@@ -12,6 +12,7 @@ from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from tiercache_kernels.batch import MOST_COPIES as MOST_COPIES
 
 from tiercache.transfer.descriptors import Copies
 
@@ -40,13 +41,14 @@ DEFAULT_STREAMS: Final = (0, 1, 2)
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """What a device is, as far as the speed of copies depends on it. `driver` and `runtime` as CUDA counts, 13000 for 13.0."""
+    """What a device is. `driver` and `runtime` as CUDA counts, 13000 for 13.0; `uuid` tells it, or its MIG instance, from all others."""
 
     name: str
     bus: str
     driver: int
     runtime: int
     multiprocessors: int
+    uuid: str = ""
 
     def __str__(self) -> str:
         return f"{self.name} at {self.bus}, driver for CUDA {_version(self.driver)}"
@@ -57,8 +59,8 @@ class CudaDevice(Protocol):
 
     Every call may raise anything of the driver's, as a RuntimeError. An error that the driver calls sticky is raised by every later call.
 
-    Thread rule: any thread that has entered `current()`, or called `activate` once as its own master; `has_passed` needs neither. Calls
-    that wait for the device release the GIL.
+    Thread rule: any thread that has entered `current()`, or called `activate` once as its own master; every call on another thread is an
+    error, for the driver would answer it with a context on device 0. Calls that wait for the device release the GIL.
     """
 
     ordinal: int
@@ -66,11 +68,20 @@ class CudaDevice(Protocol):
     unavailable: dict[Method, str]
     """Methods that cannot be used here, each with the reason."""
 
+    @property
+    def methods(self) -> list[Method]:
+        """Those that can be used."""
+        return [method for method in Method if method not in self.unavailable]
+
     def activate(self) -> None:
-        """Make this the calling thread's device, for a thread of our own: it may work on while another one captures a CUDA graph."""
+        """Make this the calling thread's device, for a thread of our own."""
 
     def current(self) -> AbstractContextManager[object]:
-        """Make this the calling thread's device for a while, for somebody else's thread."""
+        """Make this the calling thread's device for a while, for somebody else's thread, which has its own back afterwards.
+
+        Neither this nor `activate` touches another device. Both let the thread work on while another one captures a CUDA graph, from
+        before the first call of the driver.
+        """
 
     def create_stream(self, *, urgent: bool) -> int:
         """A stream that does not wait for the default one, with the highest or the lowest priority."""
@@ -80,8 +91,8 @@ class CudaDevice(Protocol):
     def synchronize_stream(self, stream: int) -> None:
         """Block until everything in it is over."""
 
-    def create_event(self) -> int:
-        """An event without times, whose waiters sleep."""
+    def create_event(self, *, timed: bool = False) -> int:
+        """An event whose waiters sleep; with `timed`, for `seconds_between`."""
 
     def destroy_event(self, event: int) -> None: ...  # noqa: D102
 
@@ -97,6 +108,9 @@ class CudaDevice(Protocol):
     def has_passed(self, event: int) -> bool:
         """Is what the event stands for over?"""
 
+    def seconds_between(self, first: int, second: int) -> float:
+        """The device's time from one timed event to another, both over."""
+
     def allocate(self, nbytes: int) -> int:
         """Device memory; RuntimeError if there is not enough."""
 
@@ -105,8 +119,8 @@ class CudaDevice(Protocol):
     def allocate_host(self, nbytes: int) -> npt.NDArray[np.uint8]:
         """Page-locked host memory, shape [nbytes]; the caller keeps the array until nothing uses its address any more."""
 
-    def lock(self, address: int, nbytes: int) -> None:
-        """Page-lock memory of this process for all devices, at the same address on the device."""
+    def lock(self, address: int, nbytes: int) -> int:
+        """Page-lock memory of this process for all devices; the address by which copies of this device are to name it, all of them."""
 
     def unlock(self, address: int) -> None:
         """Undo `lock`, for the address it was given."""
@@ -115,7 +129,7 @@ class CudaDevice(Protocol):
         """Queue one copy, in whichever direction the addresses say."""
 
     def copy_batch(self, copies: Copies, stream: int) -> None:
-        """Queue many copies as one piece of work, in no order among each other. Not in a default stream."""
+        """Queue up to `MOST_COPIES` copies as one piece of work, in no order among each other. Not in a default stream."""
 
     def copy_table(self, table: int, rows: int, chunks: int, blocks: int, stream: int) -> None:
         """Queue our kernel, on at most `blocks` blocks, over `rows` rows of a table (`tiercache_kernels.table`) in device memory."""

@@ -8,6 +8,7 @@ import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Final
 
 from tiercache.core import CacheTransferUnits, PoolName
@@ -15,16 +16,19 @@ from tiercache.errors import ConfigError, TierCacheError, TransferError
 from tiercache.pools.blocks import BlockArena
 from tiercache.pools.device import DevicePool
 from tiercache.pools.host import HostPool
-from tiercache.transfer.base import Fence, LayerTicket, pass_fence
-from tiercache.transfer.cuda.calibration import Calibration, calibrated
+from tiercache.transfer.base import LayerTicket
+from tiercache.transfer.cuda.calibration import Calibration
 from tiercache.transfer.cuda.copying import GROUP_BYTES, CopySet
 from tiercache.transfer.cuda.device import CudaDevice, Direction, Method
 from tiercache.transfer.cuda.hardware import CupyDevice
-from tiercache.transfer.cuda.lane import LOADS_IN_FLIGHT, STORES_IN_FLIGHT, Lane, event_of
+from tiercache.transfer.cuda.kept import calibrated, forget_calibration
+from tiercache.transfer.cuda.lane import LOADS_IN_FLIGHT, STORES_IN_FLIGHT, Lane
 from tiercache.transfer.cuda.locked import PIECE_BYTES, LockedArena
 from tiercache.transfer.cuda.proof import prove
 from tiercache.transfer.cuda.ticket import CudaLayerTicket
+from tiercache.transfer.cuda.watch import Watch
 from tiercache.transfer.descriptors import Copies
+from tiercache.transfer.fences import Fence, event_of, pass_fence
 from tiercache.transfer.jobs import Sides
 from tiercache.transfer.lanes import LaneEngine
 
@@ -64,11 +68,16 @@ class CudaEngine(LaneEngine):
         super().__init__(Sides(device_pools, host_pools))
         ordinal, arena = _ordinal(device_pools), _arena(host_pools)
         self.device = device or CupyDevice(ordinal)
+        if self.device.ordinal != ordinal:
+            raise ConfigError(
+                f"the pools are on cuda:{ordinal} and the device to copy with is cuda:{self.device.ordinal}; use the pools' own"
+            )
         self._lanes_left = 2
         self._group_bytes = group_bytes
         with _starting(self.device), self.device.current(), ExitStack() as undo:
             prove(self.device)
             self.calibration, how = _how_to_copy(self.device, calibration, method)
+            self._watch = _watch(self.device, self.calibration) if calibration is None else None
             self._locked = LockedArena(arena, self.device, piece_bytes)
             undo.callback(self._locked.unlock)
             self._forks = _Forks(self.device)
@@ -95,10 +104,6 @@ class CudaEngine(LaneEngine):
     def _layer_ticket(self, layers: Iterable[int]) -> LayerTicket:
         return CudaLayerTicket(layers, self.device)
 
-    def check_fences(self, fences: Sequence[Fence]) -> None:  # noqa: D102
-        if any(event_of(fence) == 0 for fence in fences):  # it stands for nothing, and nobody would wait
-            raise ConfigError("a fence is an event that was never recorded; record it in the stream whose work comes first")
-
     def order(self, fences: Sequence[Fence], *, stream: int | None = None) -> None:  # noqa: D102
         try:
             with self.device.current():  # a default stream's handle means that of the current device
@@ -123,10 +128,11 @@ class CudaEngine(LaneEngine):
             name,
             self.device,
             choose,
-            self._locked.period,
+            self._locked,
             urgent=loads,
             in_flight=LOADS_IN_FLIGHT if loads else STORES_IN_FLIGHT,
             group_bytes=self._group_bytes,
+            saw=None if self._watch is None else partial(self._watch.saw, direction),
             ended=self._lane_ended,
         )
 
@@ -170,9 +176,10 @@ class _Forks:
 
     def destroy(self) -> None:
         """Give everything back, once nothing uses it."""
-        for resources in self._ring:
-            with contextlib.suppress(RuntimeError):  # of a device that is lost
+        with contextlib.suppress(RuntimeError):  # of a device that is lost
+            for resources in self._ring:
                 self._device.synchronize_event(resources.event(0))
+            for resources in self._ring:
                 resources.destroy()
 
 
@@ -193,6 +200,11 @@ def _how_to_copy(device: CudaDevice, calibration: Calibration | None, method: Me
     if method in device.unavailable:
         raise ConfigError(f"copies by {method} are not possible here: {device.unavailable[method]}")
     return None, f"every copy by {method}"
+
+
+def _watch(device: CudaDevice, calibration: Calibration | None) -> Watch | None:
+    """Lets the next start measure anew if copies are not as fast as in the calibration's file."""
+    return Watch(calibration, partial(forget_calibration, device.card, device.methods)) if calibration else None
 
 
 def _ordinal(pools: Mapping[PoolName, DevicePool]) -> int:

@@ -3,6 +3,10 @@
 # ruff: noqa: D102 (the contract documents these methods)
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
@@ -10,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 from tiercache_kernels.batch import BatchCopy
-from tiercache_kernels.capture import relax_captures
+from tiercache_kernels.context import DeviceContext
 from tiercache_kernels.kernel import CopyKernel
 
 from tiercache.errors import ConfigError
@@ -26,49 +30,66 @@ _LOWEST: Final = 0
 """Priorities of streams; CUDA takes the nearest that it has."""
 
 
-class CupyDevice(CudaDevice):
-    """Device `ordinal` of this process, in the context that torch and CuPy share.
+def _cupy(ordinal: int) -> Any:
+    try:
+        import cupy
+    except ImportError as error:
+        raise ConfigError(f"device cuda:{ordinal} needs CuPy ({error}); pip install 'tiercache[cuda]'") from error
+    return cupy
 
-    Raises ConfigError, saying what to install or to look at, if there is no CuPy or no such device.
+
+class CupyDevice(CudaDevice):
+    """Device `ordinal` of this process, in the context that torch and CuPy share. `cupy`: a module to use in CuPy's place; `library`: the
+    driver's.
+
+    A call on a thread that has not entered is refused here: the driver would answer it with a context on device 0.
+
+    Raises ConfigError, saying what to install or to look at, if there is no CuPy, no driver or no such device.
     """
 
-    def __init__(self, ordinal: int) -> None:
-        try:
-            import cupy
-        except ImportError as error:
-            raise ConfigError(f"device cuda:{ordinal} needs CuPy ({error}); pip install 'tiercache[cuda]'") from error
+    def __init__(self, ordinal: int, *, cupy: Any = None, library: str = "libcuda.so.1") -> None:
         self.ordinal = ordinal
-        self._cupy: Any = cupy
-        self._runtime: Any = cupy.cuda.runtime
+        self._cupy: Any = cupy or _cupy(ordinal)
+        self._here = threading.local()
         try:
-            count = self._runtime.getDeviceCount()
+            count = self._cupy.cuda.runtime.getDeviceCount()
+            if ordinal < count:
+                self._context = DeviceContext.load(ordinal, library)
+                self._same_addresses = self._context.reads_host_addresses()
         except RuntimeError as error:
             raise ConfigError(f"device cuda:{ordinal} cannot be used: {error}; `nvidia-smi` should list it") from error
         if ordinal >= count:
             raise ConfigError(f"there is no device cuda:{ordinal}, this process sees {count}; see CUDA_VISIBLE_DEVICES")
         with self.current():
-            self._runtime.free(0)  # makes the context
+            self._runtime.free(0)  # makes CUDA's runtime ready in the context
             self.card = self._describe()
             self.unavailable: dict[Method, str] = {}
-            self._batch = self._open(Method.BATCH, BatchCopy.load)
-            self._kernel = self._open(Method.KERNEL, self._load_kernel)
+            self._batch = self._open(Method.BATCH, lambda: BatchCopy.load(library))
+            self._kernel = self._open(Method.KERNEL, CopyKernel)
 
     def activate(self) -> None:
-        self._runtime.setDevice(self.ordinal)
-        self._runtime.free(0)  # with a CUDA before 12 it takes a call to make the context current
-        relax_captures()
+        self._context.enter()
+        self._here.entered = 1
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        before = self._runtime.getDevice()
-        if before == self.ordinal:  # not set again: on a thread that never used it, that would be the first use of another device
-            yield
-            return
-        self._runtime.setDevice(self.ordinal)
+        before = self._context.enter()
+        self._here.entered = getattr(self._here, "entered", 0) + 1
         try:
             yield
         finally:
-            self._runtime.setDevice(before)
+            self._here.entered -= 1
+            self._context.leave(before)
+
+    @property
+    def _runtime(self) -> Any:
+        """CUDA's runtime, for a thread that has entered."""
+        self._require_entered()
+        return self._cupy.cuda.runtime
+
+    def _require_entered(self) -> None:
+        if not getattr(self._here, "entered", 0):
+            raise RuntimeError(f"device cuda:{self.ordinal} was not made this thread's before it was used")
 
     def create_stream(self, *, urgent: bool) -> int:
         stream: int = self._runtime.streamCreateWithPriority(self._runtime.streamNonBlocking, _HIGHEST if urgent else _LOWEST)
@@ -80,8 +101,9 @@ class CupyDevice(CudaDevice):
     def synchronize_stream(self, stream: int) -> None:
         self._runtime.streamSynchronize(stream)
 
-    def create_event(self) -> int:
-        event: int = self._runtime.eventCreateWithFlags(self._runtime.eventDisableTiming | self._runtime.eventBlockingSync)
+    def create_event(self, *, timed: bool = False) -> int:
+        runtime = self._runtime
+        event: int = runtime.eventCreateWithFlags(runtime.eventBlockingSync | (0 if timed else runtime.eventDisableTiming))
         return event
 
     def destroy_event(self, event: int) -> None:
@@ -102,6 +124,10 @@ class CupyDevice(CudaDevice):
             raise RuntimeError(f"CUDA error {status} while an event was looked at")
         return bool(status == 0)
 
+    def seconds_between(self, first: int, second: int) -> float:
+        milliseconds: float = self._runtime.eventElapsedTime(first, second)
+        return milliseconds / 1000
+
     def allocate(self, nbytes: int) -> int:
         address: int = self._runtime.malloc(nbytes)
         return address
@@ -110,11 +136,21 @@ class CupyDevice(CudaDevice):
         self._runtime.free(address)
 
     def allocate_host(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        memory = self._cupy.cuda.PinnedMemory(nbytes, _REGISTERED)
-        return np.frombuffer(self._cupy.cuda.PinnedMemoryPointer(memory, 0), np.uint8, nbytes)
+        address = self._runtime.hostAlloc(nbytes, _REGISTERED)
+        buffer: Any = (ctypes.c_uint8 * nbytes).from_address(address)
+        memory: npt.NDArray[np.uint8] = np.frombuffer(buffer, np.uint8, nbytes)
+        weakref.finalize(memory, self._free_host, address).atexit = False
+        return memory
 
-    def lock(self, address: int, nbytes: int) -> None:
+    def lock(self, address: int, nbytes: int) -> int:
         self._runtime.hostRegister(address, nbytes, _REGISTERED)
+        if self._same_addresses:
+            return address
+        try:
+            return self._context.mapped_address(address)
+        except BaseException:
+            self.unlock(address)
+            raise
 
     def unlock(self, address: int) -> None:
         self._runtime.hostUnregister(address)
@@ -123,9 +159,11 @@ class CupyDevice(CudaDevice):
         self._runtime.memcpyAsync(destination, source, nbytes, self._runtime.memcpyDefault, stream)
 
     def copy_batch(self, copies: Copies, stream: int) -> None:
+        self._require_entered()
         self._batch(copies.source, copies.destination, copies.length, stream)
 
     def copy_table(self, table: int, rows: int, chunks: int, blocks: int, stream: int) -> None:
+        self._require_entered()
         self._kernel.launch(table, rows, chunks, blocks, stream)
 
     def _describe(self) -> Card:
@@ -136,6 +174,7 @@ class CupyDevice(CudaDevice):
             driver=self._runtime.driverGetVersion(),
             runtime=self._runtime.runtimeGetVersion(),
             multiprocessors=properties["multiProcessorCount"],
+            uuid=self._context.uuid(),
         )
 
     def _open(self, method: Method, load: Any) -> Any:
@@ -145,8 +184,7 @@ class CupyDevice(CudaDevice):
             self.unavailable[method] = str(error) or type(error).__name__
             return None
 
-    def _load_kernel(self) -> CopyKernel:
-        same = self._runtime.deviceGetAttribute(self._runtime.cudaDevAttrCanUseHostPointerForRegisteredMem, self.ordinal)
-        if not same:
-            raise RuntimeError("page-locked memory has another address on this device than on the host")
-        return CopyKernel()
+    def _free_host(self, address: int) -> None:
+        """On whichever thread let go of it last."""
+        with contextlib.suppress(RuntimeError), self.current():  # of a device that is lost
+            self._runtime.freeHost(address)

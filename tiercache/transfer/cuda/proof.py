@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from typing import Final
 from weakref import WeakSet
 
@@ -11,16 +11,20 @@ import numpy as np
 import numpy.typing as npt
 
 from tiercache.errors import ConfigError
+from tiercache.pools.arena import HostArena
 from tiercache.transfer.cuda.copying import CopySet, bus_blocks
 from tiercache.transfer.cuda.device import CudaDevice, Method
-from tiercache.transfer.descriptors import Copies
+from tiercache.transfer.cuda.locked import LockedArena
+from tiercache.transfer.descriptors import Descriptors
 
 _log = logging.getLogger(__name__)
 
 _PROVEN: Final[WeakSet[CudaDevice]] = WeakSet()
 _BYTES: Final = 2 << 20
+_PIECE_BYTES: Final = 1 << 20
+_BLOCK_BYTES: Final = 4096
 _LENGTHS: Final = (1, 15, 16, 17, 255, 4096, 4099, 65536, 65543, 1 << 20)
-"""Bytes a copy."""
+"""Bytes a copy; the last one goes across the end of a page-locked piece."""
 _SENT: Final = 33
 _DEVICE: Final = 21
 _BACK: Final = 43
@@ -50,7 +54,11 @@ def prove(device: CudaDevice) -> None:
 
 
 class _Trial:
-    """A stretch of device memory with two on the host. Bytes are drawn anew for each run: what an earlier one left proves nothing."""
+    """A stretch of device memory, two of an arena that is page-locked in pieces as a worker's is, and one of the driver's own to look at
+    the device's with.
+
+    Bytes are drawn anew for each run: what an earlier one left proves nothing.
+    """
 
     def __init__(self, device: CudaDevice, stack: ExitStack) -> None:
         self._device, self._rng = device, np.random.default_rng()
@@ -60,8 +68,12 @@ class _Trial:
         stack.callback(device.release, self._address)
         self._resources = CopySet(device)
         stack.callback(self._resources.destroy)
+        self._there = device.allocate_host(_BYTES)
+        self._arena = stack.enter_context(closing(HostArena(2 * _BYTES, _BLOCK_BYTES, huge_pages=False)))
+        self._locked = _page_locked(self._arena, device)
+        stack.callback(self._locked.unlock)
+        self._sent, self._back = np.frombuffer(self._arena.hold(), np.uint8).reshape(2, _BYTES)
         stack.callback(device.synchronize_stream, self.stream)
-        self._sent, self._there, self._back = (device.allocate_host(_BYTES) for _ in range(3))
 
     def run(self, method: Method) -> None:
         """RuntimeError if a byte is wrong, on the device or back from it, between the copies too."""
@@ -73,19 +85,29 @@ class _Trial:
             for there, here, length in zip(_places(end).tolist(), _places(begin).tolist(), _LENGTHS, strict=True):
                 target[there : there + length] = source[here : here + length]
         self._device.copy(self._there.ctypes.data, self._address, _BYTES, self.stream)
-        self._copy(method, self._sent.ctypes.data, _SENT, self._address, _DEVICE)
-        self._copy(method, self._address, _DEVICE, self._back.ctypes.data, _BACK)
+        self._copy(method, _places(_SENT, self._sent.ctypes.data), to_host=False)
+        self._copy(method, _places(_BACK, self._back.ctypes.data), to_host=True)
         self._device.copy(self._address, self._there.ctypes.data, _BYTES, self.stream)
         self._device.synchronize_stream(self.stream)
         wrong = sum(int((found != right).sum()) for found, right in zip((self._there, self._back), expected, strict=True))
         if wrong:
             raise RuntimeError(f"{wrong} of {2 * _BYTES} bytes were wrong in a trial")
 
-    def _copy(self, method: Method, source: int, begin: int, destination: int, end: int) -> None:
-        copies = Copies(_places(begin, source), _places(end, destination), np.array(_LENGTHS))
+    def _copy(self, method: Method, host: npt.NDArray[np.uint64], *, to_host: bool) -> None:
+        whole = Descriptors(_places(_DEVICE, self._address), host, np.array(_LENGTHS), np.zeros(len(_LENGTHS), np.int64))
+        copies = self._locked.seen(whole.cut(self._arena.address, self._locked.period)).copies(to_host=to_host)
         rows = slice(0, len(copies))
         self._resources.queue(copies, [(rows, method)], bus_blocks(self._device.card.multiprocessors), self.stream).put(rows, method)
         self._device.synchronize_stream(self.stream)
+
+
+def _page_locked(arena: HostArena, device: CudaDevice) -> LockedArena:
+    try:
+        return LockedArena(arena, device, _PIECE_BYTES)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{device.card} cannot be used: not even {arena.nbytes >> 20} MiB are page-locked for it ({error.__cause__})"
+        ) from error
 
 
 def _places(step: int, base: int = 0) -> npt.NDArray[np.uint64]:

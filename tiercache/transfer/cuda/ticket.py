@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Final
 
 from tiercache.errors import TransferError
@@ -42,7 +43,7 @@ class CudaLayerTicket(LayerTicket):
                 if stream is not None:
                     self._let_wait(stream, layer)
                     return True
-                if self._device.has_passed(self._events[layer]):
+                if self._has_passed(layer):
                     return True
                 left = _LOOK_S if deadline is None else min(_LOOK_S, deadline - time.monotonic())
                 if left <= 0:
@@ -50,9 +51,19 @@ class CudaLayerTicket(LayerTicket):
                 self._changed.wait(left)
         return super().wait_layer(layer, 0)
 
+    def _has_passed(self, layer: int) -> bool:
+        with self._on_device(layer):
+            return self._device.has_passed(self._events[layer])
+
     def _let_wait(self, stream: int, layer: int) -> None:
+        with self._on_device(layer):  # a default stream's handle means that of the current device
+            self._device.wait_event(stream, self._events[layer])
+
+    @contextmanager
+    def _on_device(self, layer: int) -> Iterator[None]:
+        """For the caller's thread, which may be one that has never used a device, or uses another."""
         try:
-            with self._device.current():  # a default stream's handle means that of the current device
-                self._device.wait_event(stream, self._events[layer])
+            with self._device.current():
+                yield
         except RuntimeError as error:
             raise TransferError(f"layer {layer} cannot be waited for: {error}") from error
