@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import stat
+import subprocess
+import sys
+import textwrap
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +170,59 @@ class TestTheFile:
         path.write_bytes(calibration_path(other.card, other.methods, tmp_path).read_bytes())
         with device.current():
             assert calibrated(device, tmp_path, nbytes=SMALL)[1].startswith("calibrated in ")
+
+    def test_it_is_of_a_device_a_driver_and_a_set_of_methods(self, tmp_path: Path) -> None:
+        """Each has its own file, so that they do not replace each other's; where a card is plugged in, nothing depends on."""
+        device = SimulatedDevice()
+        with device.current():
+            calibrated(device, tmp_path, nbytes=SMALL)
+        for other in (replace(device.card, uuid="another"), replace(device.card, driver=13010)):
+            device.card, before = other, device.card
+            with device.current():
+                assert calibrated(device, tmp_path, nbytes=SMALL)[1].startswith("calibrated in ")
+            device.card = before
+        device.card = replace(device.card, bus="0000:01:00.0", name="Simulated once more")
+        with device.current():
+            assert calibrated(device, tmp_path, nbytes=SMALL)[1].startswith("calibration from ")
+        poorer = SimulatedDevice(unavailable={Method.BATCH: "an old driver"})
+        with poorer.current():
+            assert calibrated(poorer, tmp_path, nbytes=SMALL)[1].startswith("calibrated in ")
+            assert calibrated(poorer, tmp_path, nbytes=SMALL)[1].startswith("calibration from ")
+        with device.current():
+            assert calibrated(device, tmp_path, nbytes=SMALL)[1].startswith("calibration from ")
+        assert len(list(tmp_path.iterdir())) == 4
+
+    @pytest.mark.parametrize("make", [lambda path: os.mkfifo(path), lambda path: path.mkdir(), lambda path: path.symlink_to(path)])
+    def test_what_is_no_file_holds_nobody_up(self, tmp_path: Path, make: Any) -> None:
+        device = SimulatedDevice()
+        make(calibration_path(device.card, device.methods, tmp_path))
+        with device.current():
+            assert calibrated(device, tmp_path, nbytes=SMALL)[1].startswith("calibrated in ")
+
+    def test_processes_that_start_together(self, tmp_path: Path) -> None:
+        """Each writes its own, over and over; whoever reads meanwhile finds one of them whole."""
+        script = textwrap.dedent("""
+            import sys
+            from pathlib import Path
+            from tiercache.testing.cuda import SimulatedDevice
+            from tiercache.transfer.cuda import Cell, Calibration, Direction, Method
+            from tiercache.transfer.cuda.kept import _write, calibration_path
+            device, directory, speed = SimulatedDevice(), Path(sys.argv[1]), float(sys.argv[2])
+            cells = [Cell(d, n, 1, dict.fromkeys(Method, speed)) for d in Direction for n in range(1, 400)]
+            for _ in range(60):
+                _write(calibration_path(device.card, device.methods, directory), Calibration(device.card, cells))
+        """)
+        writers = [subprocess.Popen([sys.executable, "-c", script, str(tmp_path), str(speed)]) for speed in (1.0, 2.0)]
+        path, seen = calibration_path(SimulatedDevice().card, list(Method), tmp_path), set()
+        while any(writer.poll() is None for writer in writers):
+            if path.exists():
+                found = read_calibration(path)
+                assert found is not None
+                (speed,) = {s for c in found.cells for s in c.speeds.values()}
+                seen.add(speed)
+        assert [writer.returncode for writer in writers] == [0, 0]
+        assert seen <= {1.0, 2.0}
+        assert [p.name for p in tmp_path.iterdir()] == [path.name], "nothing else is left"
 
     def test_a_directory_that_cannot_be_written_costs_no_start(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         (tmp_path / "file").write_text("")

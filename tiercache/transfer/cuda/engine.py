@@ -69,9 +69,7 @@ class CudaEngine(LaneEngine):
         ordinal, arena = _ordinal(device_pools), _arena(host_pools)
         self.device = device or CupyDevice(ordinal)
         if self.device.ordinal != ordinal:
-            raise ConfigError(
-                f"the pools are on cuda:{ordinal} and the device to copy with is cuda:{self.device.ordinal}; use the pools' own"
-            )
+            raise ConfigError(f"the pools are on cuda:{ordinal} and `device` is cuda:{self.device.ordinal}; give that of the pools")
         self._lanes_left = 2
         self._group_bytes = group_bytes
         with _starting(self.device), self.device.current(), ExitStack() as undo:
