@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -183,4 +184,93 @@ def test_a_graph_can_be_captured_while_copies_run(machine: Real) -> None:
         graph.replay()
         assert all(t.wait(30) and t.error is None for t in tickets)
     assert kind.agrees()
+    arena.close()
+
+
+def test_the_drivers_current_context_is_the_runtimes_device(device: CupyDevice) -> None:
+    """What `DeviceContext` relies on, in this thread and in one that has never used a device."""
+    runtime, found = device._cupy.cuda.runtime, []
+
+    def work() -> None:
+        with device.current():
+            found.append(runtime.getDevice())
+            device.destroy_event(device.create_event())
+        device.activate()
+        found.append(runtime.getDevice())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(60)
+    assert found == [device.ordinal] * 2
+    assert runtime.getDevice() == device.ordinal
+
+
+def test_an_engine_for_the_second_device_leaves_the_first_alone() -> None:
+    """In a process of its own, in which nothing has used the first one."""
+    Real()
+    script = textwrap.dedent("""
+        import threading
+        import numpy as np, torch
+        from tiercache.core import CacheTransferUnits, PoolName
+        from tiercache.pools import DevicePool, HostArena, HostPool, state_geometry_of
+        from tiercache.transfer.cuda import CudaEngine
+
+        if torch.cuda.device_count() < 2:
+            raise SystemExit("there is one device")
+        tensors = {(0, "ssm"): torch.ones(4, 1 << 20, device="cuda:1")}
+        geometry = state_geometry_of(tensors, 64)
+        arena = HostArena(16 << 20, 1 << 20)
+        device, host = DevicePool.from_tensors(geometry, tensors), HostPool(geometry, arena)
+
+        def work():
+            with CudaEngine({PoolName.MAMBA: device}, {PoolName.MAMBA: host}) as engine:
+                handles = host.alloc(1)
+                assert engine.store([CacheTransferUnits(PoolName.MAMBA, np.array([0]), handles)]).wait(30)
+                assert engine.load([CacheTransferUnits(PoolName.MAMBA, handles, np.array([1]))]).wait_layer(0, 30)
+                engine.fork([CacheTransferUnits(PoolName.MAMBA, np.array([0]), np.array([2]))])
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        print("contexts:", [torch._C._cuda_hasPrimaryContext(n) for n in range(2)])
+    """)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=180, check=False)
+    if "there is one device" in done.stderr:
+        pytest.skip("there is one device")
+    assert "contexts: [False, True]" in done.stdout, done.stdout + done.stderr[-4000:]
+
+
+@pytest.mark.parametrize("method", Method)
+def test_thousands_of_copies_behind_a_fence(machine: Real, method: Method) -> None:
+    shapes = {(0, "k"): ((SLOTS * 256, 7200, 2), "bfloat16")}
+    kind = Kind.make(machine, np.random.default_rng(6), shapes, 256)
+    arena = HostArena(SLOTS * 1800 * 4096, 4096)
+    arena.free(np.random.default_rng(0).permutation(arena.alloc(arena.blocks)))
+    device, host = DevicePool.from_tensors(kind.geometry, kind.tensors), HostPool(kind.geometry, arena)
+    slots, handles, stream = np.arange(SLOTS), host.alloc(SLOTS), machine.stream()
+    with machine.engine({PoolName.KV: device}, {PoolName.KV: host}, method=method) as engine:
+        stream.sleep(0.3)
+        stored = engine.store([CacheTransferUnits(PoolName.KV, slots, handles)], after=[stream.event()])
+        loaded = engine.load([CacheTransferUnits(PoolName.KV, handles, slots[::-1].copy())], after=[lambda: stored.wait(60)])
+        assert all(t.wait(60) and t.error is None for t in (stored, loaded))
+    kind.move(slots.tolist(), slots[::-1].tolist())
+    assert kind.agrees()
+    arena.close()
+
+
+def test_a_calibration_stands_while_its_copies_are_as_fast(machine: Real, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIERCACHE_CACHE_DIR", str(tmp_path))
+    shapes = {(layer, "ssm"): ((SLOTS, 2 << 20), "uint8") for layer in range(8)}
+    kind = Kind.make(machine, np.random.default_rng(7), shapes, 64)
+    arena = HostArena(SLOTS * (16 << 20), 2 << 20)
+    device, host = DevicePool.from_tensors(kind.geometry, kind.tensors), HostPool(kind.geometry, arena)
+    handles = host.alloc(SLOTS)
+    with CudaEngine({PoolName.MAMBA: device}, {PoolName.MAMBA: host}) as engine:
+        for _ in range(100):
+            for ticket in (
+                engine.store([CacheTransferUnits(PoolName.MAMBA, np.arange(SLOTS), handles)]),
+                engine.load([CacheTransferUnits(PoolName.MAMBA, handles, np.arange(SLOTS))]),
+            ):
+                assert ticket.wait(60)
+    assert len(list(tmp_path.iterdir())) == 1
     arena.close()
