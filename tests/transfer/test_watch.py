@@ -13,12 +13,11 @@ from tests.transfer.rigs import SLOTS, Kind, Rig
 from tests.transfer.test_calibration import CARD, SMALL, cell, copies
 from tiercache.pools import DevicePool, HostArena, HostPool
 from tiercache.transfer.cuda import Calibration, Direction, Method, calibrated
-from tiercache.transfer.cuda.kept import calibration_path
+from tiercache.transfer.cuda.kept import _write, calibration_path, forget_calibration
 from tiercache.transfer.cuda.watch import LOOKED_AT, Watch
 
 KNOWN = Calibration(CARD, [cell(d, n, c, batch=10.0) for d in Direction for n in (4096, 65536) for c in (16, 128)])
 """10 GB/s: 128 copies of 64 KiB take 839 us."""
-TAKES = 128 * 65536 / 10e9
 
 
 class Doubts:
@@ -39,6 +38,15 @@ def test_it_takes_a_factor_of_two(factor: float, doubted: int) -> None:
     doubts = Doubts()
     doubts.saw(factor, 3 * LOOKED_AT)
     assert doubts.count == doubted
+
+
+def test_speeds_that_no_bus_has_are_noticed_too() -> None:
+    found: list[str] = []
+    fast = Calibration(CARD, [cell(d, 65536, 128, batch=1e6) for d in Direction])
+    watch = Watch(fast, lambda: found.append("doubt"))
+    for _ in range(LOOKED_AT):
+        watch.saw(Direction.TO_DEVICE, [(copies(65536, 128), Method.BATCH)], 1e-3)
+    assert found == ["doubt"]
 
 
 def test_some_that_are_off_say_nothing() -> None:
@@ -90,7 +98,7 @@ def test_an_engine_whose_copies_are_slower_lets_the_next_one_measure(
     device = rig.machine.device  # type: ignore[attr-defined]
     device._seconds = lambda method, nbytes, count: pause[0]
     with device.current():
-        calibrated(device, tmp_path, nbytes=SMALL)
+        calibrated_before, _ = calibrated(device, tmp_path, nbytes=SMALL)
     path = calibration_path(device.card, device.methods, tmp_path)
     handles = rig.host.alloc(SLOTS).tolist()
 
@@ -108,6 +116,10 @@ def test_an_engine_whose_copies_are_slower_lets_the_next_one_measure(
     assert f"calibration from {path}" in serve()
     assert not path.exists()
     assert "they are measured again at the next start" in caplog.text
+    _write(path, KNOWN)
+    forget_calibration(calibrated_before, device.methods, tmp_path)
+    assert path.exists(), "another process has measured meanwhile"
+    path.unlink()
     pause[0] = 0.0
     with device.current():
         assert calibrated(device, tmp_path, nbytes=SMALL)[1].startswith("calibrated in")

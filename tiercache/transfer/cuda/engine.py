@@ -202,7 +202,7 @@ def _how_to_copy(device: CudaDevice, calibration: Calibration | None, method: Me
 
 def _watch(device: CudaDevice, calibration: Calibration | None) -> Watch | None:
     """Lets the next start measure anew if copies are not as fast as in the calibration's file."""
-    return Watch(calibration, partial(forget_calibration, device.card, device.methods)) if calibration else None
+    return Watch(calibration, partial(forget_calibration, calibration, device.methods)) if calibration else None
 
 
 def _ordinal(pools: Mapping[PoolName, DevicePool]) -> int:

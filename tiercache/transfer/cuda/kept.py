@@ -45,11 +45,13 @@ def calibrated(device: CudaDevice, directory: Path | None = None, *, nbytes: int
     return found, how
 
 
-def forget_calibration(card: Card, methods: Sequence[Method], directory: Path | None = None) -> None:
-    """Let the next start measure anew."""
-    path = calibration_path(card, methods, directory)
+def forget_calibration(wrong: Calibration, methods: Sequence[Method], directory: Path | None = None) -> None:
+    """Let the next start measure anew, unless another process has done so already."""
+    path = calibration_path(wrong.card, methods, directory)
+    known = read_calibration(path)
     try:
-        path.unlink(missing_ok=True)
+        if known is not None and known.cells == wrong.cells:
+            path.unlink(missing_ok=True)
     except OSError as error:
         _log.warning("%s could not be removed, though copies are no longer as fast as it says: %s", path, error)
 

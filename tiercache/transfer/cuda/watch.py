@@ -25,7 +25,8 @@ LOOKED_AT: Final = 32
 _DOUBTFUL: Final = 24
 """How many of them must be off the same way: a busy bus or a thread that waits for the GIL makes some slow, a wrong calibration most."""
 _LEAST_S: Final = 200e-6
-"""What a transfer must be expected to take, so that its time says something about its copies."""
+_LEAST_BYTES: Final = 8 << 20
+"""A transfer that is expected to take so long, or is so large that it must, says something about its copies by its time."""
 _NEAR: Final = (1.0, 2.0)
 """How far from a measurement copies may be in length and in number, in doublings, for it to say how long they take."""
 
@@ -47,7 +48,7 @@ class Watch:
     def saw(self, direction: Direction, queued: Queued, seconds: float) -> None:
         """A transfer took `seconds` from its first copy to its last."""
         expected = self._expected(direction, queued)
-        if expected is None or expected < _LEAST_S:
+        if expected is None or (expected < _LEAST_S and sum(copies.nbytes for copies, _ in queued) < _LEAST_BYTES):
             return
         with self._changed:
             found = self._found[direction]
