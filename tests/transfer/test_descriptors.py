@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiercache.pools import SegmentTable
+from tiercache.pools.device import allocations
 from tiercache.transfer import Descriptors, build_descriptors, join_descriptors
 from tiercache.transfer.descriptors import join_copies, slot_copies
 
@@ -65,6 +68,30 @@ def test_against_byte_by_byte(data: st.DataObject) -> None:
             touching = row[0] == previous[0] and row[1] == previous[1] + previous[3] and row[2] == previous[2] + previous[3]
             assert not touching, "contiguous neighbours must have been merged"
         previous = row
+
+
+@settings(max_examples=150, deadline=None)
+@given(ranges=st.lists(st.tuples(st.integers(0, 60), st.integers(1, 20)), min_size=1, max_size=8))
+def test_memory_that_overlaps_is_one_allocation_and_no_other(ranges: list[tuple[int, int]]) -> None:
+    begin = np.array([start for start, _ in ranges])
+    end = begin + np.array([length for _, length in ranges])
+    found = allocations(begin, end).tolist()
+    covered = {byte for start, length in ranges for byte in range(start, start + length - 1)}  # from each to the next, within one tensor
+    for a, first in enumerate(found):
+        for b, second in enumerate(found):
+            low, high = sorted((int(begin[a]), int(begin[b])))
+            assert (first == second) == (low == high or set(range(low, high)) <= covered)
+
+
+def test_neighbours_of_two_allocations_are_two_copies() -> None:
+    segments = table([(16, 8, 8, 0), (0, 8, 8, 0)])
+    apart = replace(segments, allocation=np.array([0, 1]))
+    slots, blocks = np.array([1, 0]), np.array([[0], [1]])
+    # Last slot of the second tensor, first slot of the first: side by side on the device, and in the arena too.
+    one = build_descriptors(segments, slots, blocks, 16, 1 << 20)
+    two = build_descriptors(apart, slots, blocks, 16, 1 << 20)
+    assert byte_pairs(one) == byte_pairs(two)
+    assert (one.length.tolist(), two.length.tolist()) == ([8, 16, 8], [8, 8, 8, 8])
 
 
 def test_adjacent_objects_become_one_copy() -> None:

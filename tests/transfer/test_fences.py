@@ -135,7 +135,7 @@ async def coroutine() -> None: ...
 REFUSED: dict[str, tuple[Any, str]] = {
     "nothing": ([None], "a fence is of type NoneType, which a thread cannot wait for; pass a recorded event"),
     "a number": ([7], "a fence is of type int"),
-    "a stream": ([object()], "a fence is of type object"),
+    "an object": ([object()], "a fence is of type object"),
     "a class": ([threading.Event], "a fence is the class Event"),
     "asyncio's event": ([asyncio.Event()], "a fence is of type Event"),
     "a wait that must be awaited": ([Asynchronous()], "a fence is of type Asynchronous"),

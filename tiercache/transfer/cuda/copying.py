@@ -18,9 +18,9 @@ _LEAST_ROWS: Final = 4096
 """A table for some 80 pages of Qwen3-Next at first; it grows with what is asked for."""
 GROUP_BYTES: Final = 4 << 20
 """80 us on the bus: to queue less at a time takes a thread as long, and brings no layer up sooner."""
-MOST_QUEUED: Final = 256
-"""Calls that wait in one of our streams: hundreds of microseconds of work. A driver has room for some 1,024 a stream, events included, and
-holds the caller of one more until there is some: behind a fence for as long as that takes."""
+MOST_QUEUED: Final = 768
+"""Calls that wait in one of our streams, events included: eight loads of 48 groups. A driver has room for some 1,024, and holds the caller
+of one more until there is some: behind a fence for as long as that takes."""
 _STEP: Final = 64
 Table: TypeAlias = npt.NDArray[np.uint64]
 _NO_TABLE: Final[Table] = np.empty((0, ROW_BYTES // 8), np.uint64)
@@ -129,10 +129,12 @@ class CopySet:
 
     def begin(self, stream: int) -> None:
         """The first copy comes next."""
+        self.pace.step(stream)
         self._device.record(self._ends[0], stream)
 
     def end(self, stream: int) -> None:
         """The last copy has been queued."""
+        self.pace.step(stream)
         self._device.record(self._ends[1], stream)
 
     def seconds(self) -> float:
@@ -161,6 +163,7 @@ class CopySet:
             self._grow(max(_LEAST_ROWS, 2 * rows))
         address, table = self._tables[-1]
         fill_table(table[:rows], copies.source, copies.destination, copies.length)
+        self.pace.step(stream)
         self._device.copy(table.ctypes.data, address, rows * ROW_BYTES, stream)
 
     def _grow(self, rows: int) -> None:

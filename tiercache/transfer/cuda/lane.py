@@ -153,6 +153,7 @@ class Lane:
                 if len(queued) == len(groups):
                     resources.end(self._stream)
                 last = resources.event(number)
+                resources.pace.step(self._stream)
                 self._device.record(last, self._stream)
                 if isinstance(job.ticket, CudaLayerTicket):
                     job.ticket.queued(layers, last)
