@@ -198,7 +198,8 @@ class PoolTransferResult:
 
     `restorable_prefix_pages` are all depths at which every pool can be restored, ascending and sparse; `kv_hit_pages` its maximum, or 0;
     `extra_pool_hit_pages[X]` the deepest depth within the stored KV run that pool X alone allows; `kv_run_pages` the length of that run.
-    `reason` is NONE, or why the store could not be asked: nothing is restorable then, and it may hold everything.
+    `reason` is NONE, or why the store could not be asked: nothing is restorable then, and it may hold everything. `present[X][i]`: was the
+    object of pool X that ends with page i of the sequence there?
     """
 
     kv_hit_pages: int
@@ -206,6 +207,7 @@ class PoolTransferResult:
     restorable_prefix_pages: tuple[int, ...]
     kv_run_pages: int
     reason: Reason = Reason.NONE
+    present: Mapping[PoolName, Mask] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

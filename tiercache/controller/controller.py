@@ -11,6 +11,7 @@ from typing import Any, Self
 import numpy as np
 
 from tiercache.controller.admission import Admission
+from tiercache.controller.beliefs import Beliefs
 from tiercache.controller.io_threads import IoThreads
 from tiercache.controller.lookup import Lookup, look_up
 from tiercache.controller.shadows import Shadows
@@ -111,6 +112,8 @@ class HybridCacheController:
             threads=threads,
         )
         self._write_through = WriteThrough(self._state)
+        self._beliefs = Beliefs(self._state)
+        self._state.on_landed = self._go_on
         chosen = self._state.index.policy
         self._shadows = Shadows(self._state, chosen) if isinstance(chosen, Portfolio) else None
         self._admissions: set[Admission] = set()
@@ -138,6 +141,7 @@ class HybridCacheController:
             raise TokenError("the prompt is empty; pass at least one token")
         if prompt is tokens or prompt.base is not None:
             prompt = prompt.copy()  # an engine may use its token buffer again, while the request goes on
+        self._beliefs.check()
         return look_up(self._state, prompt, extra)
 
     def admit(self, lookup: Lookup, *, tokens: int | None = None, states: int = 0, deadline: float | None = None) -> Admission:
@@ -345,6 +349,11 @@ class HybridCacheController:
             self._state.arrived.wait(min(left, 0.1))
             self._state.drain()
         return True
+
+    def _go_on(self) -> None:
+        """Something has landed: begin what waited for it."""
+        self._write_through.go_on()
+        self._beliefs.check()
 
     def _enter(self) -> None:
         if self._closed:

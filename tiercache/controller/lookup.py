@@ -8,6 +8,7 @@ from functools import partial
 
 import numpy as np
 
+from tiercache.controller.beliefs import heal
 from tiercache.controller.state import ControllerState
 from tiercache.controller.store_calls import StoreCall
 from tiercache.core import PoolTransfer, PoolTransferResult, Reason, StorageExtra, TokenArray
@@ -58,6 +59,8 @@ class StorageQuery:
 
     def _land(self, answer: tuple[PoolTransferResult | None, Reason]) -> bool:
         (self.result, self.reason), self.done = answer, True
+        if self.result is not None and self.reason is Reason.NONE:
+            heal(self._state, self._tokens, self._extra, self.result)
         self._state.end(self)
         return self.result is not None
 

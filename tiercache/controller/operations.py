@@ -451,6 +451,7 @@ class Write(Operation):
                 if there:
                     run.note_stored(self._state.index, True)
                     self._state.metrics.increment("written_objects_total", "storage", run.pool, by=len(run.destinations))
+                    self._state.stored += len(run.destinations)
                 else:
                     refused.append(run)
             for outcome, count in Counter(results).items():

@@ -45,7 +45,7 @@ class _Plan:
     """
 
     def __init__(self, state: ControllerState, node: Node, depth: int, state_depths: Iterable[int], at: int) -> None:
-        self.at = at
+        self.at = at = min(at, 2 * depth)
         """The first position of which no write has begun."""
         self.is_full = False
         """Had the host no room for what was next?"""
@@ -224,7 +224,6 @@ class WriteThrough:
     def __init__(self, state: ControllerState) -> None:
         self._state = state
         self._waiting: deque[_Waiting] = deque()
-        state.on_landed = self._go_on
 
     @property
     def is_idle(self) -> bool:
@@ -251,7 +250,7 @@ class WriteThrough:
         """Is storage left alone, and a write there already to try it with?"""
         return self._state.writes.is_away and bool(self._state.writes.waiting)
 
-    def _go_on(self) -> None:
+    def go_on(self) -> None:
         """An operation has landed: there may be room now."""
         for _ in range(len(self._waiting)):
             commit = self._waiting.popleft()

@@ -117,6 +117,10 @@ class Forest:
             yield node
             stack.extend(node.children.values())
 
+    def roots(self) -> list[Node]:
+        """The start of each tree."""
+        return list(self._roots.values())
+
     def node_at(self, where: Node | Match, depth: int) -> Node:
         """The node on the path to `where` whose edge holds page `depth - 1`: it ends at `depth` or below."""
         node = self._node(where)

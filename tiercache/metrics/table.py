@@ -117,11 +117,12 @@ CONTROLLER: Final = (
         {"pool": _POOLS, "reason": ("host_full", "transfer_failed", "cheap_to_recompute", "refused", "timeout", "evicted", "too_many")},
     ),
     Metric("evicted_objects_total", Counter, "Objects evicted: demoted or lost.", {"tier": _NEAR, "fate": ("demoted", "lost")}),
+    Metric("forgotten_objects_total", Counter, "Objects believed to be stored that storage turned out not to have.", {"pool": _POOLS}),
     Metric(
         "storage_hangs_total", Counter, "Calls of the store that were given up after their deadline; it is left alone for a while then.",
         {"operation": ("query", "fetch", "write")},
     ),
-    Metric("in_flight_operations", Gauge, "Operations under way.", {"operation": ("query", "fetch", "load", "write")}),
+    Metric("in_flight_operations", Gauge, "Operations under way.", {"operation": ("query", "fetch", "load", "write", "check")}),
     Metric("tier_last_read_seconds", Gauge, "When a tier last contributed to a restore, by the wall clock; 0 is never.", {"tier": _TIERS}),
 )  # fmt: skip
 """Of one controller: of one worker."""

@@ -124,7 +124,9 @@ class Run:
             self._device,
             self._arena,
             self._store,
-            options=ControllerOptions(checkpoints=setup.checkpoints, seed=setup.seed, refresh_path=setup.refresh_path),
+            options=ControllerOptions(
+                checkpoints=setup.checkpoints, seed=setup.seed, refresh_path=setup.refresh_path, in_flight_share=1.0, belief_checks=0
+            ),
             profile=setup.profile,
             policy=self._policy(),
             engine=self._make_engine,

@@ -5,7 +5,7 @@ This is the only place that turns hit policies into answers; the fold itself is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
@@ -161,6 +161,14 @@ class HybridStorage:
         away = self.backend.outage() if outcome in (Outcome.MISS, Outcome.ERROR) else Reason.NONE
         return _REASONS[outcome] if away is Reason.NONE else away
 
+    def holds(self, wanted: Mapping[PoolName, Sequence[bytes]]) -> tuple[dict[PoolName, list[bool]], Reason]:
+        """Which of these pages and states (by page key) the store has, in one call; and why it could not be asked, if it could not."""
+        keys = [key for name, page_keys in wanted.items() for key in self._registered(name).keys(page_keys)]
+        there = self.backend.exists(keys)
+        answers = iter(there)
+        reason = Reason.NONE if any(there) else self.backend.outage()
+        return {name: [next(answers) for _ in page_keys] for name, page_keys in wanted.items()}, reason
+
     def probe(self, pool: PoolName, page_key: bytes, *, read: bool) -> bool:
         """Ask for one object, and with `read` read it into memory of its own: does the store work? Any answer but ERROR will do."""
         registered = self._registered(pool)
@@ -200,7 +208,8 @@ class HybridStorage:
             known = len(prefix) if name is ANCHOR else 0
             found = [True] * known + [next(answers) for _ in range(len(sequence) - known)]
             presence[name] = PoolPresence(transfer.hit_policy, np.array(found, np.bool_), transfer.trailing)
-        return replace(restorable_prefixes(presence, ANCHOR), reason=reason)
+        present = {name: pool.present for name, pool in presence.items()}
+        return replace(restorable_prefixes(presence, ANCHOR), reason=reason, present=present)
 
     def batch_get_v2(self, transfers: Sequence[PoolTransfer], extra: StorageExtra | None = None) -> dict[PoolName, list[Outcome]]:
         """Read objects into host handles, all pools in one call of the backend; outcomes in the order of each pool's keys.
