@@ -10,9 +10,10 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
 from tests.campaign.model import Verdict
+from tiercache.config.urls import section_of
 from tiercache.storage.base import StorageBackend, StoreContext
 from tiercache.storage.env import Env
-from tiercache.storage.registry import GROUP, section_of
+from tiercache.storage.registry import GROUP
 from tiercache.testing.objects import fetch, key
 
 KINDS = ("file", "lmdb")

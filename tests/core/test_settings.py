@@ -260,7 +260,7 @@ def test_a_file_that_cannot_be_read(tmp_path, content, sentence):
         ('directory = "/a\\u0000"', "directory: this is not an absolute path"),
         ("directory = 1", "directory: this is not an absolute path"),
         ('sockets = "run"', "sockets: this is not an absolute path"),
-        ('storage = "lmdb"', "storage: this is not a storage URL"),
+        ('storage = "lmdb"', "storage: storage 'lmdb' is not a URL"),
         ('storage = "x://user:hunter2@host/"', "storage: a user or password in a x:// URL would be shown"),
         ("storage = 1979-05-27", "storage: datetime.date(1979, 5, 27) is not a line of text"),
         ('[[principals]]\nname = "a"\nuid = -1', "principals[0].uid: -1 is not possible"),

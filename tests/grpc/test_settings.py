@@ -13,11 +13,11 @@ from tiercache_backends.grpc import GrpcBackend
 from tiercache_backends.grpc.settings import read_settings
 
 from tests.grpc.hooks import certificates, section, token_file
+from tiercache.config.urls import section_of
 from tiercache.core import Outcome, Reason
 from tiercache.errors import ClosedError, ConfigError, StorageError
 from tiercache.storage.base import Capabilities, NamespaceRecord, StoreContext
 from tiercache.storage.env import Env
-from tiercache.storage.registry import section_of
 from tiercache.testing.objects import NAMESPACE, key, payload, to_get, to_set
 
 

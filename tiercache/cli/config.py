@@ -156,7 +156,8 @@ def _check_storage(settings: Settings) -> None:
     """The part of a storage URL that is no backend's own. Raises ConfigError for a type that is not installed."""
     from importlib.metadata import entry_points
 
-    from tiercache.storage.registry import GROUP, section_of
+    from tiercache.config.urls import section_of
+    from tiercache.storage.registry import GROUP
 
     kind = section_of(settings.store_url)["type"]
     known = sorted({entry.name for entry in entry_points(group=GROUP)})

@@ -14,6 +14,7 @@ from pydantic import AfterValidator, BeforeValidator, PlainSerializer, WithJsonS
 
 from tiercache.config.addresses import parse_address
 from tiercache.config.quantities import duration_text, parse_duration, parse_size, shown, size_text
+from tiercache.config.urls import section_of
 from tiercache.core import Verb
 from tiercache.errors import ConfigError
 
@@ -24,7 +25,6 @@ _MESSAGE_LIMIT: Final = 2**31 - 1
 _WORDS: Final = {word: value for value, words in ((True, "true yes on 1"), (False, "false no off 0")) for word in words.split()}
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 _NAMESPACE: Final = re.compile(r"[0-9a-f]{64}")
-_STORAGE: Final = re.compile(r"[a-z][a-z0-9+-]*://\S*")
 
 
 def _size(least: int = 0, most: int = _LARGEST_SIZE) -> Callable[[Any], int]:
@@ -119,10 +119,10 @@ def _verbs(value: frozenset[Verb]) -> frozenset[Verb]:
 def _storage(value: Any) -> str:
     text = _text(value)
     scheme, _, rest = text.partition("://")
-    if text and not _STORAGE.fullmatch(text):
-        raise ConfigError("this is not a storage URL; write type://..., such as lmdb:///var/lib/tiercache?capacity=64GiB")
     if "@" in rest.partition("/")[0]:
         raise ConfigError(f"a user or password in a {scheme}:// URL would be shown and logged; take it out")
+    if text:
+        section_of(text)
     return text
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated, Final, Self
-from urllib.parse import quote
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
@@ -35,6 +34,7 @@ from tiercache.config.fields import (
     UserId,
     Verbs,
 )
+from tiercache.config.urls import storage_url
 from tiercache.core import Verb
 from tiercache.errors import ConfigError
 
@@ -199,7 +199,7 @@ class Settings(BaseSettings):
     @property
     def store_url(self) -> str:
         """The store to open."""
-        return self.storage or f"file://{quote(str(self.directory / 'store'))}?capacity={self.disk_bytes}"
+        return self.storage or storage_url("file", self.directory / "store", capacity=self.disk_bytes)
 
     @property
     def socket_directory(self) -> Path:

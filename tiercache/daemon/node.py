@@ -19,6 +19,7 @@ from typing import Any, Final
 import grpc
 
 from tiercache.config.settings import Address, Settings, check_files
+from tiercache.config.urls import section_of, storage_url, unix_target
 from tiercache.daemon.access import ANONYMOUS, OWNER, Access, Bounds
 from tiercache.daemon.budget import Budget
 from tiercache.daemon.call import Threads
@@ -35,7 +36,7 @@ from tiercache.metrics import Endpoint
 from tiercache.metrics.endpoint import PATH
 from tiercache.pools import HostArena
 from tiercache.storage.base import StorageBackend
-from tiercache.storage.registry import open_backend, section_of
+from tiercache.storage.registry import open_backend
 from tiercache.storage.wrappers import Metered, StoreMetrics, unwrap
 from tiercache.wire.methods import ATTACH_SOCKET, GRPC_SOCKET, SERVICE
 from tiercache.wire.v1 import storage_pb2 as pb
@@ -109,7 +110,7 @@ class Node:
         if self.metrics_address:
             lines.append(f"metrics on http://{self.metrics_address}{PATH}")
         if settings.unix:
-            lines.append(f"workers of this host: storage = grpc://{settings.socket_directory}")
+            lines.append(f"workers of this host: storage = {storage_url('grpc', settings.socket_directory)}")
         return lines
 
     def __enter__(self) -> Node:
@@ -198,7 +199,7 @@ class Node:
             directory = self.settings.socket_directory
             foreign = access.uids != {os.getuid()}
             _prepare(directory, mode=0o711 if foreign else 0o700)
-            if not server.add_insecure_port(f"unix:{directory / GRPC_SOCKET}"):
+            if not server.add_insecure_port(unix_target(directory / GRPC_SOCKET)):
                 raise StorageError(f"{directory / GRPC_SOCKET} cannot be bound; is it in use?")
             attachments.listen(str(directory / ATTACH_SOCKET), 0o666 if foreign else 0o600)
             ends.callback(_remove, directory)

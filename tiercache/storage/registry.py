@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
 from typing import Any, Final
-from urllib.parse import parse_qsl, unquote, urlsplit
 
+from tiercache.config.urls import section_of
 from tiercache.errors import ConfigError
 from tiercache.storage.base import StorageBackend, StoreContext
 from tiercache.storage.env import Env
@@ -28,23 +28,6 @@ def open_backend(spec: str | Mapping[str, Any], *, env: Env | None = None) -> St
     if not isinstance(kind, str):
         raise ConfigError(f"storage {spec!r} has no type; give it one of {', '.join(_known())}")
     return _load(kind).from_config(section, StoreContext(env or Env()))
-
-
-def section_of(url: str) -> dict[str, Any]:
-    """The section that a storage URL stands for: `type`, `address` (what follows //) and `path` where present, and the query's settings."""
-    parts = urlsplit(url)
-    if not parts.scheme or not url.startswith(f"{parts.scheme}://"):
-        raise ConfigError(f"storage {url!r} is not a URL; write type://..., such as file:///var/lib/tiercache?capacity=200GiB")
-    section: dict[str, Any] = {"type": parts.scheme}
-    if parts.netloc:
-        section["address"] = parts.netloc
-    if parts.path:
-        section["path"] = unquote(parts.path)
-    for name, value in parse_qsl(parts.query, keep_blank_values=True):
-        if name in section:
-            raise ConfigError(f"storage {url!r} gives {name!r} twice; keep one")
-        section[name] = value
-    return section
 
 
 def settings_of(kind: str, section: Mapping[str, Any], parsers: Mapping[str, Callable[[Any], Any]]) -> dict[str, Any]:

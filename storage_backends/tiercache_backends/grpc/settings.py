@@ -12,6 +12,7 @@ import grpc
 from tiercache.config import parse_duration, parse_size
 from tiercache.config.addresses import parse_address
 from tiercache.config.files import read_secret, read_token
+from tiercache.config.urls import storage_url, unix_target
 from tiercache.core import BLOCK_ALIGN
 from tiercache.errors import ConfigError
 from tiercache.storage.registry import settings_of
@@ -55,7 +56,7 @@ class Settings:
     @property
     def target(self) -> str:
         """What gRPC connects to."""
-        return f"unix:{self.directory}/{GRPC_SOCKET}" if self.directory else self.address
+        return unix_target(f"{self.directory}/{GRPC_SOCKET}") if self.directory else self.address
 
     @property
     def transport(self) -> str:
@@ -63,7 +64,7 @@ class Settings:
         return "unix" if self.directory else "tls" if self.tls else "tcp"
 
     def __str__(self) -> str:
-        return f"grpc://{self.directory or self.address}"
+        return storage_url(KIND, self.directory, address=self.address)
 
     def metadata(self) -> tuple[tuple[str, str | bytes], ...]:
         """Who we are, as every call over TCP says it; raises ConfigError."""

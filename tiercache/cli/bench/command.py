@@ -105,15 +105,12 @@ def rpc(
     from tiercache.cli.bench import rpc as cases
     from tiercache.cli.bench import show
     from tiercache.cli.bench.machine import machine
-    from tiercache.cli.bench.plan import sizes_of
+    from tiercache.cli.bench.plan import directory_of, sizes_of
     from tiercache.cli.bench.raw import direct_possible
     from tiercache.config import parse_size
-    from tiercache.errors import ConfigError
 
     sizes, batch_bytes = sizes_of(size), parse_size(batch)
-    if not path.is_dir():
-        raise ConfigError(f"--path {path} is not a directory; name one on the disk of the store")
-    with TemporaryDirectory(prefix=".benchmark-", dir=path) as temporary:
+    with TemporaryDirectory(prefix=".benchmark-", dir=directory_of(path)) as temporary:
         root = Path(temporary)
         here = machine(root, direct=direct_possible(root))
         quiet = output is Output.JSON and sys.stdout.isatty()

@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
-from urllib.parse import quote
 
 from tiercache.cli.bench.machine import free_bytes
 from tiercache.cli.bench.rows import MIB, Case
 from tiercache.config import parse_size
+from tiercache.config.urls import storage_url
 from tiercache.core import BLOCK_ALIGN
 from tiercache.errors import ConfigError
 
@@ -83,8 +83,7 @@ class Plan:
 
     def url(self, path: Path, capacity: int) -> str:
         """The URL of a store at `path`."""
-        power = "&durability=power" if self.durable else ""
-        return f"{self.backend}://{quote(str(path))}?capacity={capacity}{power}"
+        return storage_url(self.backend, path, capacity=capacity, durability="power" if self.durable else "process")
 
 
 def plan(
@@ -96,7 +95,7 @@ def plan(
     for name in cases.split(",") if cases else ():
         _one_of("--case", name.strip(), list(Case))
     made = Plan(
-        backend, sizes_of(sizes), _directory(path), threads, repeats, _size("--bytes", total),
+        backend, sizes_of(sizes), directory_of(path), threads, repeats, _size("--bytes", total),
         durability == "power", frozenset(Case(name.strip()) for name in cases.split(",")) if cases else frozenset(Case), objects,
     )  # fmt: skip
     for size in made.sizes:
@@ -140,7 +139,8 @@ def _one_of(option: str, value: str, known: Iterable[str]) -> None:
         raise ConfigError(f"{option} {value!r} is not known; use {', '.join(known)}")
 
 
-def _directory(path: Path) -> Path:
+def directory_of(path: Path) -> Path:
+    """The directory to measure in, absolute; raises ConfigError."""
     if not path.is_dir():
         raise ConfigError(f"--path {path} is not a directory; name one on the disk that is to be measured")
     if not os.access(path, os.W_OK | os.X_OK):

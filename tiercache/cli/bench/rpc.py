@@ -18,6 +18,7 @@ from tiercache.cli.bench.machine import warm
 from tiercache.cli.bench.rows import Note, Row, Target, Unit
 from tiercache.cli.bench.subject import Buffers, Subject, batch_keys
 from tiercache.cli.bench.timing import Crew, Side, medians
+from tiercache.config.urls import storage_url
 from tiercache.core import ObjectKey
 from tiercache.errors import StorageError
 from tiercache.wire.frames import CHUNK_BYTES
@@ -66,9 +67,9 @@ class _SizeBench:
             return stack.enter_context(Subject(url, path, self._buffers, callers))
 
         store = root / "daemon/store"
-        self._tcp = subject(f"grpc://{address}", store)
-        self._shared = subject(f"grpc://{sockets}?plane=shared", store)
-        self._local = subject(f"file://{root}/local?capacity={capacity}", root / "local")
+        self._tcp = subject(storage_url("grpc", address=address), store)
+        self._shared = subject(storage_url("grpc", sockets, plane="shared"), store)
+        self._local = subject(storage_url("file", root / "local", capacity=capacity), root / "local")
         channel = stack.enter_context(grpc.insecure_channel(f"127.0.0.1:{_bare(stack)}", options=OPTIONS))
         self._bare_get: Any = channel.unary_stream("/bare/Get", None, pb.GetReply.FromString)
         self._bare_set: Any = channel.stream_unary("/bare/Set", pb.SetRequest.SerializeToString)

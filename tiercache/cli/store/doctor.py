@@ -13,8 +13,8 @@ from tiercache.cli.store.options import OutputOption, StoreOption
 from tiercache.cli.store.output import Output, clean, console, document, line, safe, table
 from tiercache.cli.store.storage_checks import directory_checks
 from tiercache.cli.store.target import DEFAULT_DIRECTORY
+from tiercache.config.urls import section_of
 from tiercache.errors import ConfigError
-from tiercache.storage.registry import section_of
 
 _COLOURS: Final = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "red"}
 

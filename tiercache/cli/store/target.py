@@ -17,10 +17,11 @@ from typing import Any, Final
 
 from tiercache.cli.store.output import clean
 from tiercache.config import parse_size
+from tiercache.config.urls import section_of
 from tiercache.core import Reason
 from tiercache.errors import ConfigError, StorageError, StoreFormatError, StoreLockedError
 from tiercache.storage.base import StorageBackend
-from tiercache.storage.registry import GROUP, open_backend, section_of
+from tiercache.storage.registry import GROUP, open_backend
 
 DEFAULT_DIRECTORY: Final = "/var/lib/tiercache"
 LIVE: Final = "grpc"
@@ -112,10 +113,7 @@ def _open(target: Target, more: Mapping[str, str]) -> StorageBackend:
 
 
 def _of_url(url: str, mac_key: str) -> Target:
-    try:
-        section = section_of(url)
-    except ValueError as error:  # urlsplit refuses some brackets and ports
-        raise ConfigError(f"--store {clean(url)} is not a URL: {clean(str(error))}") from error
+    section = section_of(url)
     kind = section["type"]
     if kind == "memory":
         raise ConfigError("--store memory:// is empty in every new process; name a directory, or a daemon as grpc://host:port")
