@@ -1,21 +1,25 @@
 """tiercache: hierarchical offload of KV pages and recurrent states for hybrid language models.
 
-The names below are the public surface of the core. Importing this package imports neither torch nor grpc.
+The names below are the public surface of the core, each imported when it is used. Importing this package imports nothing else.
 """
 
-from tiercache.core import (
-    CacheTransferUnits,
-    HitPolicy,
-    Outcome,
-    PoolName,
-    PoolTransfer,
-    PoolTransferResult,
-    Reason,
-    Tier,
-    restorable_prefixes,
-)
-from tiercache.geometry import Geometry
-from tiercache.keys import Identity, namespace_of, page_keys
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
+if _TYPE_CHECKING:
+    from tiercache.core import (
+        CacheTransferUnits,
+        HitPolicy,
+        Outcome,
+        PoolName,
+        PoolTransfer,
+        PoolTransferResult,
+        Reason,
+        Tier,
+        restorable_prefixes,
+    )
+    from tiercache.geometry import Geometry
+    from tiercache.keys import Identity, namespace_of, page_keys
 
 __version__ = "0.1.0"
 
@@ -35,3 +39,16 @@ __all__ = [
     "page_keys",
     "restorable_prefixes",
 ]
+_ELSEWHERE = {"Geometry": "geometry", "Identity": "keys", "namespace_of": "keys", "page_keys": "keys"}
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module 'tiercache' has no attribute {name!r}")
+    found: object = getattr(_import_module(f"tiercache.{_ELSEWHERE.get(name, 'core')}"), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

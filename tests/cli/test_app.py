@@ -25,7 +25,7 @@ def tiercache(*arguments: str) -> subprocess.CompletedProcess[str]:
         (["ping", "--count"], "'--count' requires an argument"),
         (["bench", "rpc", "--repeat", "x"], "invalid value for '--repeat'"),
         (["bench", "rpc", "--size", "5000"], "--size 5000 is not possible"),
-        (["bench", "rpc", "--path", "/nowhere"], "--path /nowhere is not a directory"),
+        (["bench", "rpc", "--directory", "/nowhere"], "--directory /nowhere is not a directory"),
         (["demo", "--storage", "memory://"], "is no store that two processes can have open"),
     ],
 )

@@ -23,6 +23,7 @@ from tiercache.cli.bench.device.rows import CopyRow, MatmulRow, OverlapRow, Wait
 from tiercache.cli.bench.device.run import run
 from tiercache.cli.bench.device.shapes import MODELS, Shapes, shapes_of
 from tiercache.cli.bench.rows import MIB, Note
+from tiercache.cli.output import Output
 from tiercache.errors import ConfigError, TransferError
 from tiercache.geometry import kv_geometry, state_geometry
 from tiercache.policy import profile_named
@@ -132,7 +133,7 @@ def test_groups_are_as_large_as_fits() -> None:
 
 
 def test_every_case_has_its_rows(device: SimulatedDevice, kept: Path) -> None:
-    records = [json.loads(row.line()) for row in rows_of(device, tiny())]
+    records = [row.record() for row in rows_of(device, tiny())]
     by_case = {name: [record for record in records if record["name"] == name] for name in (*Case, "calibration")}
     assert len(records) == sum(map(len, by_case.values()))
     copies = by_case["copy"]
@@ -322,7 +323,7 @@ def test_without_torch_a_row_says_why(device: SimulatedDevice) -> None:
 
 def test_the_command_prints_rows_and_nothing_else(installed: SimulatedDevice) -> None:
     asked = ("--most", "2MiB", "--model", "Qwen3-Next-80B-A3B", "--case", "copy", "--method", "batch,choice")
-    done = call("bench", "device", *asked, "-o", "json")
+    done = call("bench", "device", *asked, "-o", "jsonl")
     found = [(row["objects"], row["mib"], row["copies"], row["method"]) for row in done.lines]
     assert found == [(1, 1.5, 24, "batch"), (1, 1.5, 24, "choice")] * 2
     assert "Simulated at 0000:00:00.0" in done.error
@@ -347,7 +348,7 @@ def test_tables_name_every_row(device: SimulatedDevice) -> None:
     assert "<= 10 %   no" in said
     assert "Nothing else ran." in said
     with redirect_stdout(io.StringIO()) as out:
-        assert lines.lines(iter([*rows[:2], Note("x")])) == [Note("x")]
+        assert lines.collect(iter([*rows[:2], Note("x")]), Output.JSONL)[1] == [Note("x")]
     assert len(out.getvalue().splitlines()) == 2
 
 

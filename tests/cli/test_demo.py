@@ -26,7 +26,7 @@ def tiercache(*arguments):
 
 def test_the_demo_restores_from_every_tier_and_over_a_kill(tmp_path):
     report = tmp_path / "report.json"
-    done = tiercache("demo", "--dir", tmp_path / "demo", "--turns", 1, "--conversations", 3, "--context", 256, "--json", report)
+    done = tiercache("demo", "--directory", tmp_path / "demo", "--turns", 1, "--conversations", 3, "--context", 256, "--json", report)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "PASSED" in done.stdout
     assert "first process" in done.stdout
@@ -52,7 +52,7 @@ def test_the_demo_restores_from_every_tier_and_over_a_kill(tmp_path):
         (["--disk-bytes", "1KiB"], 2, "set capacity to"),
         (["--model", "nowhere"], 2, "--model nowhere is not a directory"),
         (["--json", "nowhere/report.json"], 2, "its directory does not exist"),
-        (["--dir", "/dev/null"], 2, "is a file"),
+        (["--directory", "/dev/null"], 2, "is a file"),
         (["--turns", "0"], 2, "--turns"),
         (["--device", "tpu"], 2, "--device tpu is not known; use cpu, cuda, or cuda:N"),
         (["--device", "cuda:"], 2, "--device cuda: is not known"),

@@ -6,15 +6,13 @@ import json
 import socket
 import time
 from collections.abc import Iterator
-from functools import cache
 from typing import Any
-from unittest.mock import patch
 
 import pytest
-import typer.main
 
 from tests.cli.stand_in import ENGINES, KEY, Engine, Handler, Server, serve
 from tests.cli.test_store_samples import Done, call
+from tiercache.cli.exits import Exit
 from tiercache.cli.prove import server as server_module
 from tiercache.cli.prove.prompt import WORDS, draw
 
@@ -32,13 +30,6 @@ def sglang() -> Iterator[Engine]:
 @pytest.fixture
 def vllm() -> Iterator[Engine]:
     yield from serve(Engine("vllm"))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def built_once() -> Iterator[None]:
-    """The tree of commands: to build it takes longer than most of these tests."""
-    with patch("typer.main.get_command", cache(typer.main.get_command)):
-        yield
 
 
 @pytest.fixture(autouse=True)
@@ -64,9 +55,9 @@ def notes(found: dict[str, Any]) -> list[str]:
     return [note for note in found["notes"] if "slower than computing" not in note]
 
 
-def refused(engine: Engine, *arguments: object) -> str:
+def refused(engine: Engine, *arguments: object, ok: int = Exit.UNKNOWN) -> str:
     """The one sentence of what cannot be told."""
-    done = prove(engine, *arguments, ok=2)
+    done = prove(engine, *arguments, ok=ok)
     assert done.out == ""
     assert done.err.startswith("tiercache: ")
     assert done.err.count("\n") == 1
@@ -118,20 +109,20 @@ def test_the_url_may_end_as_clients_want_it(sglang: Engine) -> None:
 
 
 def test_another_model_and_one_line(sglang: Engine) -> None:
-    [found] = prove(sglang, "--model", "an-adapter", "-o", "jsonl").lines
-    assert found["model"] == "an-adapter"
+    [found, last] = prove(sglang, "--model", "an-adapter", "-o", "jsonl").lines
+    assert (found["verdict"], last["summary"]["verdict"], last["summary"]["model"]) == ("hit", "hit", "an-adapter")
     assert {request["model"] for request in sglang.asked} == {"an-adapter"}
 
 
 def test_an_engine_that_does_not_say_what_it_is(vllm: Engine) -> None:
     vllm.owner = "us"
-    assert "give --engine sglang or --engine vllm" in refused(vllm)
+    assert "give --engine sglang or --engine vllm" in refused(vllm, ok=Exit.MISUSED)
     assert proved(vllm, "--engine", "vllm")["verdict"] == "hit"
 
 
 def test_a_miss(engine: Engine) -> None:
     engine.stores = False
-    found = proved(engine, ok=1)
+    found = proved(engine, ok=Exit.NO)
     assert found["verdict"] == "miss"
     said = " ".join(found["look_at"])
     assert "docs/engines.md" in said
@@ -139,19 +130,19 @@ def test_a_miss(engine: Engine) -> None:
     assert ("prefetch_threshold (256 tokens)" in said) == (engine.kind == "sglang")
     assert ("write_through_selective" in said) == (engine.kind == "sglang")
     assert ("TieringOffloadingSpec" in said) == (engine.kind == "vllm")
-    out = prove(engine, ok=1).out
+    out = prove(engine, ok=Exit.NO).out
     assert "MISS: nothing came back" in out
     assert "what to look at:" in out
 
 
 def test_what_all_prompts_share_is_no_hit(engine: Engine) -> None:
     engine.stores, engine.always_cached = False, 4
-    assert proved(engine, ok=1)["verdict"] == "miss"
+    assert proved(engine, ok=Exit.NO)["verdict"] == "miss"
 
 
 def test_figures_that_cannot_be_are_not_believed(engine: Engine) -> None:
     engine.stores, engine.always_cached = False, 64
-    found = proved(engine, ok=2)
+    found = proved(engine, ok=Exit.UNKNOWN)
     assert found["verdict"] == "unknown"
     assert "never sent is reported with 64 cached tokens" in found["sentence"]
 
@@ -159,13 +150,13 @@ def test_figures_that_cannot_be_are_not_believed(engine: Engine) -> None:
 @pytest.mark.parametrize("stores", [True, False])
 def test_a_server_that_reports_nothing(engine: Engine, stores: bool) -> None:
     engine.reports, engine.details, engine.stores = False, False, stores
-    found = proved(engine, ok=2)
+    found = proved(engine, ok=Exit.UNKNOWN)
     [only] = found["rounds"]
     assert (found["verdict"], only["restored_tokens"], only["again"]["cached_tokens"]) == ("unknown", None, None)
     assert only["again"]["first_token_s"] > 0
     flag = "--enable-cache-report" if engine.kind == "sglang" else "--enable-prompt-tokens-details"
     assert f"start it with {flag}" in found["sentence"]
-    assert "not reported" in prove(engine, ok=2).out
+    assert "not reported" in prove(engine, ok=Exit.UNKNOWN).out
 
 
 def test_sglang_says_without_the_flag_where_tokens_lay(sglang: Engine) -> None:
@@ -175,7 +166,7 @@ def test_sglang_says_without_the_flag_where_tokens_lay(sglang: Engine) -> None:
 
 def test_another_text_is_wrong(engine: Engine) -> None:
     engine.wrong = 1
-    out = prove(engine, ok=3).out
+    out = prove(engine, ok=Exit.CORRUPT).out
     assert "WRONG: 384 of 396 tokens came back and the text differs from character" in out
     assert "--repeat 5" in out
     assert "differs: ..." in out
@@ -184,7 +175,7 @@ def test_another_text_is_wrong(engine: Engine) -> None:
 
 def test_one_wrong_text_among_many(engine: Engine) -> None:
     engine.wrong = 1
-    found = proved(engine, "--repeat", 3, "--seed", 40, ok=3)
+    found = proved(engine, "--repeat", 3, "--seed", 40, ok=Exit.CORRUPT)
     assert found["sentence"].startswith("1 of 3 rounds: ")
     assert [(item["verdict"], item["seed"]) for item in found["rounds"]] == [("wrong", 40), ("hit", 41), ("hit", 42)]
     assert len({request["prompt"] for request in engine.asked}) == 6
@@ -227,8 +218,8 @@ def test_caches_that_cannot_be_emptied(engine: Engine) -> None:
 
 def test_keys(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine.key = KEY
-    assert "/v1/models answers 401: it wants another key; set OPENAI_API_KEY" in refused(engine)
-    assert "answers 401" in refused(engine, "--api-key", "sk-very-secret-too")
+    assert "/v1/models answers 401: it wants another key; set OPENAI_API_KEY" in refused(engine, ok=Exit.REFUSED)
+    assert "answers 401" in refused(engine, "--api-key", "sk-very-secret-too", ok=Exit.REFUSED)
     assert proved(engine, "--api-key", KEY)["verdict"] == "hit"
     monkeypatch.setenv("OPENAI_API_KEY", f"{KEY}\n")
     assert proved(engine)["verdict"] == "hit"
@@ -236,12 +227,12 @@ def test_keys(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_key_that_no_header_carries_is_not_shown(engine: Engine) -> None:
     for key in (f"{KEY}\nX-Other: 1", f"{KEY}\u20ac"):
-        assert "holds characters that no key has" in refused(engine, "--api-key", key)
+        assert "holds characters that no key has" in refused(engine, "--api-key", key, ok=Exit.MISUSED)
 
 
 def test_the_administrators_key(sglang: Engine) -> None:
     sglang.key, sglang.admin_key = "user", KEY
-    assert "flush_cache?timeout=60 answers 401" in refused(sglang, "--api-key", "user")
+    assert "flush_cache?timeout=60 answers 401" in refused(sglang, "--api-key", "user", ok=Exit.REFUSED)
     assert proved(sglang, "--api-key", "user", "--admin-key", KEY)["verdict"] == "hit"
 
 
@@ -323,7 +314,9 @@ def test_a_list_of_models_that_is_none(sglang: Engine, models: bytes) -> None:
 def test_time_is_bounded(sglang: Engine, way: str) -> None:
     setattr(sglang, way, True)
     began = time.monotonic()
-    assert "took longer than 0.2 s; look at the server's log, or give it more --timeout" in refused(sglang, "--timeout", 0.2)
+    assert "took longer than 0.2 s; look at the server's log, or give it more --timeout" in refused(
+        sglang, "--timeout", 0.2, ok=Exit.UNREACHABLE
+    )
     assert time.monotonic() - began < 2
 
 
@@ -341,18 +334,18 @@ def test_an_answer_without_a_text(sglang: Engine) -> None:
 def test_nobody_there() -> None:
     with Server(("127.0.0.1", 0), Handler) as server:
         url = f"http://127.0.0.1:{server.server_port}"
-    assert f"nothing answers at {url}/v1/models; start the engine there" in refused(Engine("vllm", url=url))
-    assert "cannot be reached" in refused(Engine("vllm", url=f"http://{'a' * 64}.invalid"))
+    assert f"nothing answers at {url}/v1/models; start the engine there" in refused(Engine("vllm", url=url), ok=Exit.UNREACHABLE)
+    assert "cannot be reached" in refused(Engine("vllm", url=f"http://{'a' * 64}.invalid"), ok=Exit.UNREACHABLE)
 
 
 def test_http_where_tls_is_expected(sglang: Engine) -> None:
     sglang.url = sglang.url.replace("http", "https")
-    assert "cannot be reached by TLS" in refused(sglang)
+    assert "cannot be reached by TLS" in refused(sglang, ok=Exit.UNREACHABLE)
 
 
 def test_a_prompt_that_does_not_fit(sglang: Engine) -> None:
     sglang.longest = 420
-    assert "--tokens 400 and --max-tokens 32 do not fit into the 420 tokens of this model" in refused(sglang)
+    assert "--tokens 400 and --max-tokens 32 do not fit into the 420 tokens of this model" in refused(sglang, ok=Exit.MISUSED)
     assert sglang.asked == []
 
 
@@ -377,7 +370,7 @@ def test_a_restart_that_was_none(engine: Engine, tmp_path) -> None:
     saved = prove(engine, "--save", path, "-o", "json").document
     assert (saved["saved"], saved["engine"], saved["first"]["cached_tokens"]) == (str(path), engine.kind, 0)
     if engine.kind == "sglang":
-        found = proved(engine, "--after", path, ok=2)
+        found = proved(engine, "--after", path, ok=Exit.UNKNOWN)
         assert "not from storage" in found["sentence"]
     else:
         assert "whether the server was restarted cannot be seen" in " ".join(proved(engine, "--after", path)["notes"])
@@ -388,7 +381,7 @@ def test_after_a_restart_without_a_store(engine: Engine, tmp_path) -> None:
     path = tmp_path / "proof.json"
     prove(engine, "--save", path)
     engine.restart()
-    assert proved(engine, "--after", path, ok=1)["verdict"] == "miss"
+    assert proved(engine, "--after", path, ok=Exit.NO)["verdict"] == "miss"
 
 
 def test_a_file_of_another_model_is_refused_and_of_another_url_is_not(engine: Engine, tmp_path) -> None:
@@ -397,7 +390,9 @@ def test_a_file_of_another_model_is_refused_and_of_another_url_is_not(engine: En
     record = json.loads(path.read_text())
     path.write_text(json.dumps(record | {"url": "http://elsewhere:1"}))
     assert prove(engine, "--after", path, "-o", "json", ok=None).document["verdict"] in ("hit", "unknown")
-    assert "is about model qwen3-next, not an-adapter; give --model" in refused(engine, "--after", path, "--model", "an-adapter")
+    assert "is about model qwen3-next, not an-adapter; give --model" in refused(
+        engine, "--after", path, "--model", "an-adapter", ok=Exit.MISUSED
+    )
 
 
 @pytest.mark.parametrize(
@@ -411,7 +406,7 @@ def test_a_changed_file_is_refused(sglang: Engine, tmp_path, change: dict[str, A
     path = tmp_path / "proof.json"
     prove(sglang, "--save", path)
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    assert "is not a file of --save of this version" in refused(sglang, "--after", path)
+    assert "is not a file of --save of this version" in refused(sglang, "--after", path, ok=Exit.MISUSED)
     assert len(sglang.asked) == 1
 
 
@@ -419,14 +414,14 @@ def test_a_changed_file_is_refused(sglang: Engine, tmp_path, change: dict[str, A
 def test_a_file_that_is_something_else_is_refused(tmp_path, content: bytes) -> None:
     path = tmp_path / "proof.json"
     path.write_bytes(content)
-    assert "is not a file of --save" in refused(Engine("vllm", url="http://127.0.0.1:9"), "--after", path)
+    assert "is not a file of --save" in refused(Engine("vllm", url="http://127.0.0.1:9"), "--after", path, ok=Exit.MISUSED)
 
 
 def test_files_that_cannot_be(sglang: Engine, tmp_path) -> None:
-    assert "cannot be read: No such file" in refused(sglang, "--after", tmp_path / "none")
-    assert "cannot be read: Is a directory" in refused(sglang, "--after", tmp_path)
-    assert "no file that can be made" in refused(sglang, "--save", tmp_path)
-    assert "no file that can be made" in refused(sglang, "--save", tmp_path / "none" / "x")
+    assert "cannot be read: No such file" in refused(sglang, "--after", tmp_path / "none", ok=Exit.MISUSED)
+    assert "cannot be read: Is a directory" in refused(sglang, "--after", tmp_path, ok=Exit.MISUSED)
+    assert "no file that can be made" in refused(sglang, "--save", tmp_path, ok=Exit.MISUSED)
+    assert "no file that can be made" in refused(sglang, "--save", tmp_path / "none" / "x", ok=Exit.MISUSED)
     assert sglang.seen == []
 
 
@@ -445,7 +440,7 @@ def test_files_that_cannot_be(sglang: Engine, tmp_path) -> None:
     ],
 )
 def test_urls_that_are_none(url: str, sentence: str) -> None:
-    assert sentence in refused(Engine("vllm", url=url))
+    assert sentence in refused(Engine("vllm", url=url), ok=Exit.MISUSED)
 
 
 @pytest.mark.parametrize(
@@ -459,7 +454,7 @@ def test_urls_that_are_none(url: str, sentence: str) -> None:
     ],
 )
 def test_wrong_use(arguments: tuple[str, ...], sentence: str) -> None:
-    assert sentence in refused(Engine("vllm", url="http://127.0.0.1:9"), *arguments)
+    assert sentence in refused(Engine("vllm", url="http://127.0.0.1:9"), *arguments, ok=Exit.MISUSED)
 
 
 def test_an_interruption_is_no_miss(sglang: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -467,7 +462,7 @@ def test_an_interruption_is_no_miss(sglang: Engine, monkeypatch: pytest.MonkeyPa
         raise KeyboardInterrupt
 
     monkeypatch.setattr("tiercache.cli.prove.run.empty", interrupted)
-    prove(sglang, ok=130)
+    prove(sglang, ok=Exit.INTERRUPTED)
 
 
 def test_prompts() -> None:
@@ -482,7 +477,7 @@ def test_help_teaches() -> None:
     said = " ".join(call("prove", "--help").out.split())
     for words in (
         "tiercache prove http://127.0.0.1:30000", "--save proof.json", "--after proof.json", "--enable-cache-report",
-        "--enable-prompt-tokens-details", "VLLM_SERVER_DEV_MODE=1", "3 another text", "OPENAI_API_KEY", "JSON fields",
+        "--enable-prompt-tokens-details", "VLLM_SERVER_DEV_MODE=1", "4 another text", "OPENAI_API_KEY", "JSON fields",
     ):  # fmt: skip
         assert words in said
     assert "prove" in call("--help").out

@@ -81,7 +81,7 @@ def trace(tmp_path: Path) -> Path:
 
 
 def test_json_rows_have_these_keys_and_nothing_else_is_on_stdout(trace: Path) -> None:
-    done = process(trace, "-o", "json", "--policy", "lru,hvd", "--capacity", "0.3,0.6")
+    done = process(trace, "-o", "jsonl", "--policy", "lru,hvd", "--capacity", "0.3,0.6")
     assert done.err == ""
     names = [(row["policy"], row["capacity"]) for row in done.rows]
     assert names == [
@@ -102,7 +102,7 @@ def test_json_rows_have_these_keys_and_nothing_else_is_on_stdout(trace: Path) ->
 
 def test_the_same_again_but_for_the_seconds(replay: Command, trace: Path) -> None:
     def text(*arguments: object) -> str:
-        done = replay(*arguments, "-o", "json")
+        done = replay(*arguments, "-o", "jsonl")
         assert done.code == 0, done.err
         return re.sub(r'"seconds": [^,]*', "", done.out)
 
@@ -115,7 +115,7 @@ def test_the_same_again_but_for_the_seconds(replay: Command, trace: Path) -> Non
 
 @pytest.mark.parametrize("name", SOURCES)
 def test_every_generator_is_replayed(replay: Command, name: str) -> None:
-    rows = replay(name, *QUICK, "--policy", "hvd", "--capacity", "0.3", "-o", "json").rows
+    rows = replay(name, *QUICK, "--policy", "hvd", "--capacity", "0.3", "-o", "jsonl").rows
     assert [row["policy"] for row in rows] == ["infinite", "hvd"]
     assert {row["requests"] for row in rows} == {40}
     assert rows[1]["token_hit_rate"] <= rows[0]["token_hit_rate"] <= 1
@@ -201,7 +201,7 @@ def test_a_report_names_every_policy(replay: Command, tmp_path: Path, trace: Pat
 
 def test_options_change_what_is_found(replay: Command) -> None:
     def row(*arguments: object) -> dict[str, Any]:
-        rows = replay("agent?sessions=3&live=2&turns=12-14", *QUICK, "--policy", "lru", "-o", "json", *arguments).rows
+        rows = replay("agent?sessions=3&live=2&turns=12-14", *QUICK, "--policy", "lru", "-o", "jsonl", *arguments).rows
         assert len(rows) == 2
         return rows[1]
 
@@ -227,7 +227,7 @@ def test_options_change_what_is_found(replay: Command) -> None:
 
 
 def test_a_model_without_states_gets_the_policies_that_it_has_a_use_for(replay: Command, trace: Path, tmp_path: Path) -> None:
-    rows = replay(trace, "--profile", "llama-3.1-8b", "--capacity", "0.5", "--no-bounds", "-o", "json").rows
+    rows = replay(trace, "--profile", "llama-3.1-8b", "--capacity", "0.5", "--no-bounds", "-o", "jsonl").rows
     assert {"lru", "gdsf", "hvd"} <= {row["policy"] for row in rows}
     assert {"seglen", "marconi"}.isdisjoint(row["policy"] for row in rows)
     # Without states, pages alone decide, from the second question on.
@@ -236,7 +236,7 @@ def test_a_model_without_states_gets_the_policies_that_it_has_a_use_for(replay: 
     config.write_text(json.dumps({
         "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
     }))  # fmt: skip
-    rows = replay(trace, "--profile", config, "--policy", "lru", "--no-bounds", "-o", "json").rows
+    rows = replay(trace, "--profile", config, "--policy", "lru", "--no-bounds", "-o", "jsonl").rows
     assert {row["profile"] for row in rows} == {tmp_path.name}
 
 
@@ -351,7 +351,7 @@ def test_a_list_of_the_generators(replay: Command) -> None:
         assert re.search(rf"^ {name} ", said, re.MULTILINE)
         for option in kind.options:
             assert re.search(rf"^ +{option.name} +{option.default} ", said, re.MULTILINE), (name, option.name)
-    rows = replay("--list", "-o", "json").rows
+    rows = replay("--list", "-o", "jsonl").rows
     assert [row["name"] for row in rows] == list(SOURCES)
     groups = rows[0]["parameters"][0]
     assert groups == {"name": "groups", "default": 64, "low": 1, "high": 65536, "about": "groups, each with a system prompt"}

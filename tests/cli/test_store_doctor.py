@@ -27,7 +27,7 @@ def cards(tmp_path_factory, monkeypatch):
 
 
 def test_every_check_has_a_line_and_leaves_nothing_behind(tmp_path):
-    done = call("doctor", "--path", tmp_path, "-o", "json", ok=None)
+    done = call("doctor", "--directory", tmp_path, "-o", "json", ok=None)
     found = {check["name"]: check for check in done.document if check["name"] != "copies"}  # that one is only where a GPU is
     assert found.keys() == NAMES
     assert all(check["level"] in ("ok", "warn", "fail") and check["found"] for check in found.values())
@@ -39,12 +39,12 @@ def test_every_check_has_a_line_and_leaves_nothing_behind(tmp_path):
     assert "/dev/shm is not needed" in found["memfd"]["found"]
     table = call("doctor", "-s", tmp_path, ok=None).out
     assert all(name in table for name in NAMES)
-    assert len(call("doctor", "--path", tmp_path, "-o", "jsonl", ok=None).lines) == len(done.document)
+    assert len(call("doctor", "--directory", tmp_path, "-o", "jsonl", ok=None).lines) == len(done.document)
 
 
-def test_a_failure_is_exit_code_1(tmp_path, monkeypatch):
+def test_a_failure_is_exit_code_6(tmp_path, monkeypatch):
     monkeypatch.setattr(storage_checks, "file_system_of", lambda directory: "nfs4")
-    done = call("doctor", "--path", tmp_path, "-o", "json", ok=1)
+    done = call("doctor", "--directory", tmp_path, "-o", "json", ok=6)
     [found] = [check for check in done.document if check["level"] == "fail"]
     assert (found["name"], found["fix"][:16]) == ("file system", "use a local disk")
 
@@ -114,7 +114,7 @@ def test_each_calibration_is_summed_up(cards, tmp_path):
         "Simulated at 0000:00:00.0, driver for CUDA 13.0: device_to_host: memcpy from 2 MiB, batch from 64 KiB, kernel below; "
         f"host_to_device: batch; kept in {path}"
     )
-    assert "batch from 64 KiB, kernel below" in " ".join(call("doctor", "--path", tmp_path, "-o", "jsonl", ok=None).out.split())
+    assert "batch from 64 KiB, kernel below" in " ".join(call("doctor", "--directory", tmp_path, "-o", "jsonl", ok=None).out.split())
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"\xff\x00", b'{"format": 1, "card": {}, "cells": []}'])
@@ -132,7 +132,7 @@ def test_doctor_loads_no_engine(tmp_path):
     import sys
 
     code = (
-        f"import sys; sys.argv = ['tiercache', 'doctor', '--path', {str(tmp_path)!r}]\n"
+        f"import sys; sys.argv = ['tiercache', 'doctor', '--directory', {str(tmp_path)!r}]\n"
         "from tiercache.cli import main\n"
         "try: main()\nexcept SystemExit: pass\n"
         "print([m for m in ('torch', 'cupy', 'vllm', 'sglang', 'transformers') if m in sys.modules])"

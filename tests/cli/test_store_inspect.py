@@ -29,8 +29,8 @@ from tests.cli.test_store_samples import (
     state,
     store_sequence,
 )
+from tiercache.cli.output import console
 from tiercache.cli.store.forest import Forest
-from tiercache.cli.store.output import console
 from tiercache.cli.store.paths import draw, follow
 from tiercache.cli.store.runs import plant, runs_of
 from tiercache.core import ObjectKey, ObjectMeta, PoolName, as_tokens

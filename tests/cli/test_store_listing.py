@@ -14,8 +14,8 @@ import pytest
 from tiercache_backends.memory import MemoryBackend
 
 from tests.cli.test_store_samples import ACME, FORK, KINDS, PROMPT, call, identity, keys_of, make_store, open_store, state, store_sequence
+from tiercache.cli.output import age_text, count_text, ranges_text, size_text
 from tiercache.cli.store.filters import make_filter
-from tiercache.cli.store.output import age_text, count_text, ranges_text, size_text
 from tiercache.config.settings import Settings
 from tiercache.core import ObjectMeta
 from tiercache.daemon import Node

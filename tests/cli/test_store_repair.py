@@ -248,7 +248,7 @@ def test_what_cannot_be_deleted_is_exit_code_1(tmp_path, monkeypatch):
     assert "23 objects could not be deleted" in done.error
 
 
-@pytest.mark.parametrize(("answer", "code", "left"), [("y", 0, 0), ("n", 1, EVERYTHING), ("", 1, EVERYTHING)])
+@pytest.mark.parametrize(("answer", "code", "left"), [("y", 0, 0), ("n", 6, EVERYTHING), ("", 6, EVERYTHING)])
 def test_flush_asks_on_a_terminal(tmp_path, answer, code, left):
     path = make_store("file", tmp_path / "s")
     leader, follower = pty.openpty()

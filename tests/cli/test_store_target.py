@@ -13,8 +13,8 @@ import pytest
 from tiercache_backends.memory import MemoryBackend
 
 from tests.cli.test_store_samples import KINDS, PROMPT, call, keys_of, make_store, store_sequence
+from tiercache.cli.output import clean
 from tiercache.cli.store import target as targets
-from tiercache.cli.store.output import clean
 from tiercache.core import Reason
 from tiercache.errors import StorageError
 
@@ -218,7 +218,7 @@ def _spaces(tmp_path):
         (["ls", "-s", "file://{}/nowhere"], "holds no tiercache store"),
         (["ls", "-s", "file://s"], "names a host; write three slashes"),
         (["ls", "-s", "://"], "is not a URL"),
-        (["ls", "-s", "grpc://[::1"], "is not a URL"),
+        (["ls", "-s", "grpc://[::1"], "is not an address"),
         (["ls", "-s", "memory://"], "is empty in every new process"),
         (["ls", "-s", "grpc://host:1", "--mac-key", "k"], "a daemon has its own, so leave it away"),
         (["ping", "-s", "{}/s"], "is not served by a daemon"),
@@ -262,8 +262,8 @@ def _spaces(tmp_path):
         (["flush", "-s", "{}/s", "--prefix", "zz", "--yes"], "--prefix 'zz' is not hex"),
         (["flush", "-s", "{}/s", "--prefix", "0" * 64, "--yes"], "matches no stored page"),
         (["flush", "-s", "{}/s", "--older", "old", "--yes"], "--older: 'old' is not a duration"),
-        (["doctor", "--path", "{}/nowhere"], "is not a directory"),
-        (["doctor", "-s", "grpc://host:1"], "give --path a directory"),
+        (["doctor", "--directory", "{}/nowhere"], "is not a directory"),
+        (["doctor", "-s", "grpc://host:1"], "give --directory a directory"),
         (["ls", "-s", "{}/s", "--sort", "colour"], "--sort"),
         (["ls", "-s", "{}/s", "-o", "xml"], "--output"),
         (["ls", "--limit", "-1"], "--limit"),

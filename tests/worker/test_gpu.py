@@ -140,7 +140,20 @@ def test_copies_wait_for_late_exports(silent: bool, cuda: torch.device, monkeypa
 def test_the_demonstration(cuda: torch.device, tmp_path: Path) -> None:
     """Two processes, with a kill between them; the second one computes what the first did, and compares."""
     report = tmp_path / "report.json"
-    arguments = ["--device", "cuda", "--dir", tmp_path / "demo", "--turns", 2, "--conversations", 4, "--context", 512, "--json", report]
+    arguments = [
+        "--device",
+        "cuda",
+        "--directory",
+        tmp_path / "demo",
+        "--turns",
+        2,
+        "--conversations",
+        4,
+        "--context",
+        512,
+        "--json",
+        report,
+    ]
     done = subprocess.run([*TIERCACHE, "demo", *map(str, arguments)], capture_output=True, text=True, timeout=220)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "PASSED" in done.stdout

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,7 +20,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 
 from tiercache import errors
-from tiercache.cli.store.target import UnreachableError
+from tiercache.cli import children
+from tiercache.cli.exits import Exit, UnreachableError
+from tiercache.cli.output import Output, OutputOption, document, line, records
 from tiercache.config import parse_size
 from tiercache.errors import ConfigError, StorageError, TierCacheError
 from tiercache.storage.registry import open_backend
@@ -70,13 +71,13 @@ class Result:
 
     def summary(self) -> dict[str, Any]:
         """The `summary` of the JSON report."""
-        return {"wrong_outputs": self.wrong, "hits_by_tier": self.hits, **self.figures}
+        return {"wrong_outputs": self.wrong, "hits_by_tier": self.hits, "faults": self.faults(), **self.figures}
 
 
 def demo(
     model: Annotated[str, typer.Option(help="Directory of a Hugging Face model. Default: a small Qwen3-Next with random weights.")] = "",
     directory: Annotated[
-        Path | None, typer.Option("--dir", help="Where the store goes; kept afterwards. Default: a temporary one, removed.")
+        Path | None, typer.Option("--directory", "-d", help="Where the store goes; kept afterwards. Default: a temporary one, removed.")
     ] = None,
     device_bytes: Annotated[str, typer.Option(help="Size of the device pools, such as 16MiB; auto: one conversation and a bit.")] = "auto",
     host_bytes: Annotated[str, typer.Option(help="Size of the host arena; auto: about two conversations.")] = "auto",
@@ -96,20 +97,25 @@ def demo(
     storage: Annotated[
         str, typer.Option(help="URL of a store that both processes have open, such as grpc:///var/lib/tiercache/run. Default: one on disk.")
     ] = "",
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write rows and summary here.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write rows and summary here as well.")] = None,
+    output: OutputOption = Output.TABLE,
 ) -> None:
     """Serve conversations through device, host and disk, kill the process, go on in a second one, and check every answer.
 
     Every answer is recomputed from its tokens with the same cuts: restored bytes, logits and text must be equal to the last bit.
-    Exit code 1 if one is not, or if a tier was never needed.
+    Exit code 4 if one is not, 6 if a tier was never needed.
 
     Two workers that share a daemon (`tiercache serve`), where the second goes on with what the first has stored:
 
         tiercache demo --storage grpc:///var/lib/tiercache/run
+
+    JSON fields: rows (a request each: phase, conversation, turn, tier, tokens_prompt, tokens_restored, bytes_restored, times,
+    max_logit_diff, same_text, same_bytes) and summary (wrong_outputs, hits_by_tier, faults, speeds). With jsonl a line for each of rows,
+    and a last line with summary.
     """
-    console = Console(emoji=False)
+    console = Console(stderr=output is not Output.TABLE, emoji=False)
     if not console.is_terminal:
-        console = Console(width=100, emoji=False)
+        console = Console(width=100, stderr=output is not Output.TABLE, emoji=False)
     if missing := [name for name in ("torch", "transformers") if find_spec(name) is None]:
         raise ConfigError(f"the demo runs a model and needs {' and '.join(missing)}; install them with: pip install 'tiercache[worker]'")
     _require_device(device)
@@ -129,11 +135,20 @@ def demo(
         with _progress(console) as progress, ExitStack() as others:
             _run(plan | {"phase": "serve"}, "first worker" if storage else "serving, then kill -9", result, progress, others)
             _run(plan | {"phase": "restart"}, "second worker" if storage else "second process", result, progress, others)
-    console.print(_table(result, console.width, "second process" if storage else "after kill -9"))
-    console.print(_LEGEND, style="dim")
+    if output is Output.TABLE:
+        console.print(_table(result, console.width, "second process" if storage else "after kill -9"))
+        console.print(_LEGEND, style="dim")
+        _say_verdict(console, result)
+    report = {"rows": result.rows, "summary": result.summary()}
+    if output is Output.JSON:
+        document(report)
+    elif output is Output.JSONL:
+        records(result.rows, output)
+        line({"summary": report["summary"]})
     if json_file is not None:
-        json_file.write_text(json.dumps({"rows": result.rows, "summary": result.summary()}, indent=1) + "\n")
-    _verdict(console, result)
+        json_file.write_text(json.dumps(report, indent=1) + "\n")
+    if result.faults():
+        raise typer.Exit(Exit.CORRUPT if result.wrong else Exit.NO)
 
 
 def _require_device(name: str) -> None:
@@ -153,7 +168,7 @@ def _size(text: str) -> int:
 def _directory(given: Path | None) -> Iterator[Path]:
     if given is not None:
         if given.exists() and not given.is_dir():
-            raise ConfigError(f"--dir {given} is a file; name a directory, which is made if it is not there")
+            raise ConfigError(f"--directory {given} is a file; name a directory, which is made if it is not there")
         given.mkdir(mode=0o700, parents=True, exist_ok=True)
         yield given
         return
@@ -185,10 +200,9 @@ def _run(plan: dict[str, Any], title: str, result: Result, progress: Progress, o
     Where it says that everything is stored it is killed: at once, or, if the store is shared, with `others` at the end.
     """
     task = progress.add_task(title, total=None, doing="loading the model")
-    command = [sys.executable, "-m", SERVER]
     stderr = others.enter_context(tempfile.TemporaryFile("w+"))  # noqa: SIM115
     server = others.enter_context(
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True)  # noqa: S603  our own module
+        subprocess.Popen(children.command(SERVER), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True)  # noqa: S603  our own module
     )
     others.callback(server.kill)
     assert server.stdin is not None
@@ -207,13 +221,13 @@ def _run(plan: dict[str, Any], title: str, result: Result, progress: Progress, o
 
 def _follow(events: Iterable[str], result: Result, progress: Progress, task: TaskID) -> bool:
     """Take in a server's events until it ends, or asks to be killed by `settled`: True then."""
-    for line in events:
-        event = json.loads(line)
+    for told in events:
+        event = json.loads(told)
         kind = event.pop("event")
         if kind == "start":
             progress.update(task, total=event["steps"], doing="")
-            for line in event["about"]:
-                progress.console.print(line, style="dim", highlight=False, markup=False)
+            for said in event["about"]:
+                progress.console.print(said, style="dim", highlight=False, markup=False)
         elif kind == "row":
             result.rows.append(event)
             progress.update(task, advance=1, doing=f"from {event['tier']}" if event["tokens_restored"] else "a miss")
@@ -283,7 +297,7 @@ def _of_plain(figures: dict[str, float]) -> str:
     return f", {figures['restore_gbps'] / figures['raw_read_gbps']:.2f} of a plain read" if "raw_read_gbps" in figures else ""
 
 
-def _verdict(console: Console, result: Result) -> None:
+def _say_verdict(console: Console, result: Result) -> None:
     figures = result.figures
     hits = ", ".join(f"{n} from {tier}" for tier, n in result.hits.items())
     console.print(f"{len(result.rows)} requests: {hits}; {result.restart_hits} conversations went on in the second process.")
@@ -296,5 +310,5 @@ def _verdict(console: Console, result: Result) -> None:
     faults = result.faults()
     if faults:
         console.print(f"[red bold]FAILED:[/] {'; '.join(faults)}.")
-        raise typer.Exit(1)
-    console.print("[green bold]PASSED:[/] every restored byte, every logit and every answer equals its recompute with the same cuts.")
+    else:
+        console.print("[green bold]PASSED:[/] every restored byte, every logit and every answer equals its recompute with the same cuts.")

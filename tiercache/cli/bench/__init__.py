@@ -4,7 +4,3 @@ Read `command` (the options), `plan` (what they mean), `run`, `disk` and `lookup
 (the store that is measured), `raw` (its limits), `peer` (the layout it competes with), `timing`, `machine`, `rows`, `show`.
 `rpc` and `device/` are benches of their own.
 """
-
-from tiercache.cli.bench.command import bench
-
-__all__ = ["bench"]

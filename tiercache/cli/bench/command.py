@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -13,14 +12,9 @@ import typer
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from tiercache.cli.output import Output, OutputOption
+
 bench = typer.Typer(no_args_is_help=True, help="Measure this machine, each figure beside the raw limit of the same run.")
-
-
-class Output(enum.StrEnum):
-    """How rows are printed."""
-
-    TABLE = "table"
-    JSON = "json"
 
 
 @bench.callback()
@@ -32,7 +26,9 @@ def _group() -> None:
 def disk(
     backend: Annotated[str, typer.Option(help="The store to measure: file or lmdb.")] = "file",
     size: Annotated[str, typer.Option(help="Sizes of an object, multiples of 4KiB, separated by commas.")] = "16KiB,256KiB,1MiB,16MiB",
-    path: Annotated[Path, typer.Option(help="A directory on the disk to measure; what is written there is removed at the end.")] = Path(),
+    directory: Annotated[
+        Path, typer.Option("--directory", "-d", help="On the disk to measure; what is written there is removed at the end.")
+    ] = Path(),
     threads: Annotated[int, typer.Option(min=1, max=256, help="Threads that call the store at once, each with its part of a batch.")] = 1,
     repeat: Annotated[int, typer.Option(min=1, max=1000, help="Runs of which the median counts; one more comes first.")] = 5,
     total: Annotated[
@@ -43,7 +39,7 @@ def disk(
         str, typer.Option(help="Only these, separated by commas: set-cached, set-uncached, set-fresh, get-warm, get-cold, exists, open.")
     ] = "",
     objects: Annotated[int, typer.Option(min=0, help="Fill one more store with so many tiny objects; exists and open on it.")] = 0,
-    output: Annotated[Output, typer.Option("--output", "-o", help="A table, or one JSON object per line and nothing else.")] = Output.TABLE,
+    output: OutputOption = Output.TABLE,
 ) -> None:
     """Measure a store on disk beside the raw calls that bound it, and beside one file per page.
 
@@ -52,7 +48,7 @@ def disk(
 
     What a disk gives a cache of 1 MiB pages, and how soon a store of a million objects answers:
 
-        tiercache bench disk --path /var/lib --size 1MiB
+        tiercache bench disk --directory /var/lib --size 1MiB
 
         tiercache bench disk --size 4KiB --case open --objects 1000000
     """
@@ -66,39 +62,38 @@ def disk(
     from tiercache.cli.bench.run import run
 
     made = plan(
-        backend=backend, sizes=size, path=path, threads=threads, repeats=repeat, total=total, durability=durability, cases=case,
+        backend=backend, sizes=size, path=directory, threads=threads, repeats=repeat, total=total, durability=durability, cases=case,
         objects=objects,
     )  # fmt: skip
     with TemporaryDirectory(prefix=".benchmark-", dir=made.directory) as temporary:
         root = Path(temporary)
         here = machine(root, direct=direct_possible(root))
         # Closed in any case: a run that stops between two rows, because nobody reads them, still has its store open.
-        with _progress(quiet=output is Output.JSON and sys.stdout.isatty()) as say, closing(run(made, root, here, say)) as found:
-            if output is Output.JSON:
-                notes = show.lines(found)
-            else:
-                rows, notes = show.sort(found)
+        with _progress(output) as say, closing(run(made, root, here, say)) as found:
+            rows, notes = show.collect(found, output)
     said = show.footer(made, here, notes)
     if output is Output.TABLE:
         show.table(rows, f"{made.backend} store", said)
     else:
-        Console(stderr=True, highlight=False, emoji=False).print("\n".join(said), style="dim", markup=False, soft_wrap=True)
+        show.aside(said)
 
 
 @bench.command()
 def rpc(
     size: Annotated[str, typer.Option(help="Sizes of an object, multiples of 4KiB, separated by commas.")] = "16KiB,1MiB,16MiB",
-    path: Annotated[Path, typer.Option(help="A directory for the daemon's store; what is written there is removed at the end.")] = Path(),
+    directory: Annotated[
+        Path, typer.Option("--directory", "-d", help="For the daemon's store; what is written there is removed at the end.")
+    ] = Path(),
     repeat: Annotated[int, typer.Option(min=1, max=1000, help="Runs of which the median counts; one more comes first.")] = 5,
     batch: Annotated[str, typer.Option(help="What a batch moves, if 128 objects are not less.")] = "128MiB",
-    output: Annotated[Output, typer.Option("--output", "-o", help="A table, or one JSON object per line and nothing else.")] = Output.TABLE,
+    output: OutputOption = Output.TABLE,
 ) -> None:
     """Measure a daemon on this machine: by TCP beside a bare gRPC stream, by shared memory beside the store in this process.
 
     Starts a daemon of its own, with a file store, and a server that does nothing but stream the same messages. All sides take turns and use
     the same buffers. A get includes the check of every byte.
 
-        tiercache bench rpc --path /var/lib --size 1MiB
+        tiercache bench rpc --directory /var/lib --size 1MiB
     """
     from tempfile import TemporaryDirectory
 
@@ -110,20 +105,16 @@ def rpc(
     from tiercache.config import parse_size
 
     sizes, batch_bytes = sizes_of(size), parse_size(batch)
-    with TemporaryDirectory(prefix=".benchmark-", dir=directory_of(path)) as temporary:
+    with TemporaryDirectory(prefix=".benchmark-", dir=directory_of(directory)) as temporary:
         root = Path(temporary)
         here = machine(root, direct=direct_possible(root))
-        quiet = output is Output.JSON and sys.stdout.isatty()
-        with _progress(quiet=quiet) as say, closing(cases.run(root, sizes, batch_bytes, repeat, say)) as found:
-            if output is Output.JSON:
-                notes = show.lines(found)
-            else:
-                rows, notes = show.sort(found)
+        with _progress(output) as say, closing(cases.run(root, sizes, batch_bytes, repeat, say)) as found:
+            rows, notes = show.collect(found, output)
     said = [f"{here}. Medians of {repeat} interleaved runs over the same buffers.", *(note.text for note in notes)]
     if output is Output.TABLE:
         show.table(rows, "daemon", said)
     else:
-        Console(stderr=True, highlight=False, emoji=False).print("\n".join(said), style="dim", markup=False, soft_wrap=True)
+        show.aside(said)
 
 
 @bench.command()
@@ -137,7 +128,7 @@ def device(
     case: Annotated[str, typer.Option(help="Only these, separated by commas: start, copy, overlap, matmul.")] = "",
     repeat: Annotated[int, typer.Option(min=5, max=1000, help="Runs of which the median counts; one more comes first.")] = 5,
     quick: Annotated[bool, typer.Option("--quick", help="Qwen3-Next only, fewer counts of objects, shorter computing.")] = False,
-    output: Annotated[Output, typer.Option("--output", "-o", help="A table, or one JSON object per line and nothing else.")] = Output.TABLE,
+    output: OutputOption = Output.TABLE,
 ) -> None:
     """Measure copies between a CUDA device and page-locked host memory, beside one contiguous copy of as many bytes.
 
@@ -161,23 +152,20 @@ def device(
 
     made = plan(models=model, most=most, methods=method, cases=case, repeats=repeat, quick=quick)
     card = cuda.CupyDevice(number)
-    with _progress(quiet=output is Output.JSON and sys.stdout.isatty()) as say, closing(run(made, card, TorchProducts, say)) as found:
-        if output is Output.JSON:
-            notes = show.lines(found)
-        else:
-            rows, notes = show.sort(found)
+    with _progress(output) as say, closing(run(made, card, TorchProducts, say)) as found:
+        rows, notes = show.collect(found, output)
     said = shown.footer(made, card, notes)
     if output is Output.TABLE:
         shown.tables(rows, said)
     else:
-        Console(stderr=True, highlight=False, emoji=False).print("\n".join(said), style="dim", markup=False, soft_wrap=True)
+        show.aside(said)
 
 
 @contextmanager
-def _progress(*, quiet: bool) -> Iterator[Callable[[str], None]]:
+def _progress(output: Output) -> Iterator[Callable[[str], None]]:
     """A line on stderr that says what is being done; nothing where it is no terminal, or would end up between rows."""
     console = Console(stderr=True, emoji=False)
-    if quiet or not console.is_terminal:
+    if (output is Output.JSONL and sys.stdout.isatty()) or not console.is_terminal:
         yield lambda _: None
         return
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())

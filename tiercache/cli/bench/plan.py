@@ -103,7 +103,7 @@ def plan(
     if (free := free_bytes(made.directory)) < made.needed:
         raise ConfigError(
             f"{made.directory} has {free // MIB} MiB free and the run needs {-(-made.needed // MIB)} MiB; name another directory with"
-            " --path, or measure less with --bytes, --size, --repeat or --objects"
+            " --directory, or measure less with --bytes, --size, --repeat or --objects"
         )
     return made
 
@@ -142,7 +142,7 @@ def _one_of(option: str, value: str, known: Iterable[str]) -> None:
 def directory_of(path: Path) -> Path:
     """The directory to measure in, absolute; raises ConfigError."""
     if not path.is_dir():
-        raise ConfigError(f"--path {path} is not a directory; name one on the disk that is to be measured")
+        raise ConfigError(f"--directory {path} is not a directory; name one on the disk that is to be measured")
     if not os.access(path, os.W_OK | os.X_OK):
-        raise ConfigError(f"--path {path} cannot be written to; name a directory of your own")
+        raise ConfigError(f"--directory {path} cannot be written to; name a directory of your own")
     return path.resolve()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import json
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -111,10 +110,6 @@ class Row:
             "us_per_object": digits(self.us_per_object), "limit": self.limit or None,
             "target": str(self.target) if self.target else None, "met": self.met,
         }  # fmt: skip
-
-    def line(self) -> str:
-        """The row as one line of JSON."""
-        return json.dumps(self.record())
 
 
 @dataclass(frozen=True, slots=True)

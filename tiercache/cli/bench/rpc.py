@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any, Final
 
 import grpc
 
+from tiercache.cli import children
 from tiercache.cli.bench.bare import OPTIONS
 from tiercache.cli.bench.machine import warm
 from tiercache.cli.bench.rows import Note, Row, Target, Unit
@@ -136,7 +136,7 @@ class _SizeBench:
 
 def _daemon(directory: Path, sockets: str, capacity: int, stack: ExitStack) -> str:
     """Start a daemon; its TCP address."""
-    command = [sys.executable, "-m", "tiercache.cli", "serve", "--directory", str(directory), "--disk-bytes", str(capacity)]
+    command = children.command("tiercache.cli", "serve", "--directory", str(directory), "--disk-bytes", str(capacity))
     process = _process([*command, "--listen", "127.0.0.1:0"], stack, TIERCACHE_SOCKETS=sockets)
     assert process.stderr is not None
     said = []
@@ -148,7 +148,7 @@ def _daemon(directory: Path, sockets: str, capacity: int, stack: ExitStack) -> s
 
 
 def _bare(stack: ExitStack) -> int:
-    process = _process([sys.executable, "-m", "tiercache.cli.bench.bare"], stack)
+    process = _process(children.command("tiercache.cli.bench.bare"), stack)
     assert process.stdout is not None
     return int(process.stdout.readline())
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Sequence
-from typing import Final, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -13,6 +12,7 @@ from rich.table import Table
 from tiercache.cli.bench.machine import Machine
 from tiercache.cli.bench.plan import Plan
 from tiercache.cli.bench.rows import Note, Row, size_text
+from tiercache.cli.output import Output, document, line
 
 _COLUMNS: Final = ("case", "size", "GB/s", "limit", "ratio", "us each", "limit is", "target", "met")
 _LEFT: Final = ("case", "limit is")
@@ -21,32 +21,35 @@ _FEWEST: Final = 5
 """Repeats whose median says something."""
 
 
-class Line(Protocol):
+class Recorded(Protocol):
     """A row of any bench."""
 
-    def line(self) -> str:
-        """As one line of JSON."""
+    def record(self) -> dict[str, Any]:
+        """As JSON has it."""
 
 
-R = TypeVar("R", bound=Line)
+R = TypeVar("R", bound=Recorded)
 
 
-def lines(found: Iterable[Line | Note]) -> list[Note]:
-    """Print each row as a line of JSON as soon as it is there; the notes are handed back."""
+def collect(found: Iterable[R | Note], output: Output) -> tuple[list[R], list[Note]]:
+    """Wait for everything; rows and notes apart. As JSON rows are printed, with lines each as soon as it is there."""
+    rows: list[R] = []
     notes: list[Note] = []
     for item in found:
         if isinstance(item, Note):
             notes.append(item)
-        else:
-            sys.stdout.write(item.line() + "\n")
-            sys.stdout.flush()
-    return notes
+            continue
+        rows.append(item)
+        if output is Output.JSONL:
+            line(item.record())
+    if output is Output.JSON:
+        document([row.record() for row in rows])
+    return rows, notes
 
 
-def sort(found: Iterable[R | Note]) -> tuple[list[R], list[Note]]:
-    """Wait for everything; rows and notes apart."""
-    everything = list(found)
-    return [item for item in everything if not isinstance(item, Note)], [item for item in everything if isinstance(item, Note)]
+def aside(said: Sequence[str]) -> None:
+    """Print on stderr what has to be known to read rows that are JSON."""
+    Console(stderr=True, highlight=False, emoji=False).print("\n".join(said), style="dim", markup=False, soft_wrap=True)
 
 
 def table(rows: Sequence[Row], title: str, said: Sequence[str]) -> None:

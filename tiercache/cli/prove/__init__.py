@@ -3,7 +3,3 @@
 Read `command` (the options), `run` (the order of the requests) and `verdict` (what the answers mean); then `server` (HTTP with limits),
 `completion` (one streamed answer), `engines` (what SGLang and vLLM have where), `prompt`, `saved`, `show`.
 """
-
-from tiercache.cli.prove.command import prove
-
-__all__ = ["prove"]

@@ -5,22 +5,20 @@ from __future__ import annotations
 import math
 import secrets
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
+from tiercache.cli.exits import Exit
+from tiercache.cli.output import Output, OutputOption, console, safe, whole
 from tiercache.cli.prove.engines import EngineChoice, find
 from tiercache.cli.prove.run import Run
 from tiercache.cli.prove.saved import LEAST_TOKENS, MOST_ANSWER, MOST_TOKENS, Saved, check_place, load
 from tiercache.cli.prove.server import Server
 from tiercache.cli.prove.show import heading, show, write
 from tiercache.cli.prove.verdict import EXITS
-from tiercache.cli.store.options import OutputOption
-from tiercache.cli.store.output import Output, console, safe
 from tiercache.errors import ConfigError
-
-EXIT_INTERRUPTED: Final = 130
 
 
 def prove(
@@ -61,13 +59,14 @@ def prove(
 
     The server should report cached tokens: SGLang with --enable-cache-report,
     vLLM with --enable-prompt-tokens-details. vLLM empties its caches only with
-    VLLM_SERVER_DEV_MODE=1. Exit codes: 0 a hit (or saved), 1 a miss, 2 it cannot
-    be told, or wrong use, 3 another text.
+    VLLM_SERVER_DEV_MODE=1. Exit codes: 0 a hit (or saved), 6 a miss, 4 another
+    text, 7 it cannot be told.
 
     JSON fields: verdict (hit, miss, unknown, wrong), exit_code, sentence, url,
     engine, model, rounds (verdict, seed, restored_tokens, same_text,
     gain; first, again and control with text, first_token_s, prompt_tokens,
-    cached_tokens, sources, null where not reported), notes, look_at.
+    cached_tokens, sources, null where not reported), notes, look_at. With jsonl
+    a line for each of rounds, and a last line with summary, which has the rest.
     """
     if save is not None and after is not None:
         raise ConfigError("--save and --after are two runs, one before and one after the restart; give one of them")
@@ -90,20 +89,20 @@ def prove(
             else:
                 report = run.after(before) if before is not None else run.rounds(range(start, start + repeat), settle)
     except KeyboardInterrupt:
-        raise typer.Exit(EXIT_INTERRUPTED) from None  # not 1: that would be a miss
+        raise typer.Exit(Exit.INTERRUPTED) from None
     if save is not None:
         _show_saved(run, saved, save, output)
         return
     if output is Output.TABLE:
         show(report)
     else:
-        write(report.record(), output)
+        write(report, output)
     raise typer.Exit(EXITS[report.verdict])
 
 
 def _show_saved(run: Run, saved: Saved, path: Path, output: Output) -> None:
     if output is not Output.TABLE:
-        write({"saved": str(path), **heading(saved.url, run.subject), "seed": saved.seed, "first": saved.first.record()}, output)
+        whole({"saved": str(path), **heading(saved.url, run.subject), "seed": saved.seed, "first": saved.first.record()}, output)
         return
     console().print(
         f"saved in {safe(str(path))}; let the engine write (some seconds), restart it, then: "

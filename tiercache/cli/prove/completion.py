@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
+from tiercache.cli.exits import CannotTellError
 from tiercache.cli.prove.engines import Engine
-from tiercache.cli.prove.server import CannotTellError, Server
+from tiercache.cli.prove.server import Server
 
 PATH: Final = "/v1/completions"
 _DONE: Final = "[DONE]"

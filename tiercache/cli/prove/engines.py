@@ -7,7 +7,8 @@ import time
 from dataclasses import dataclass
 from typing import Any, Final
 
-from tiercache.cli.prove.server import CannotTellError, Server
+from tiercache.cli.exits import CannotTellError
+from tiercache.cli.prove.server import Server
 from tiercache.errors import ConfigError
 
 _RESTART: Final = "or prove it over a restart: --save FILE, restart the server, --after FILE"

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from tiercache.cli.output import clean
 from tiercache.cli.prove.completion import Answer, ask
 from tiercache.cli.prove.engines import Subject, empty
 from tiercache.cli.prove.prompt import draw
@@ -16,7 +17,6 @@ from tiercache.cli.prove.saved import Saved
 from tiercache.cli.prove.server import Server
 from tiercache.cli.prove.show import Report
 from tiercache.cli.prove.verdict import Round
-from tiercache.cli.store.output import clean
 from tiercache.errors import ConfigError
 
 _RESTARTED: Final = "whether the server was restarted cannot be seen from here: without it, what came back may come from memory"

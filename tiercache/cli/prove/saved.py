@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from tiercache.cli.output import clean
 from tiercache.cli.prove.completion import Answer, Sources
 from tiercache.cli.prove.server import MOST_BYTES
-from tiercache.cli.store.output import clean
 from tiercache.errors import ConfigError
 
 FORMAT: Final = 1

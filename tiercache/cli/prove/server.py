@@ -12,18 +12,15 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnec
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from tiercache.cli.store.output import clean
-from tiercache.errors import ConfigError, InputError
+from tiercache.cli.exits import CannotTellError, NotAllowedError, UnreachableError
+from tiercache.cli.output import clean
+from tiercache.errors import ConfigError
 
 MOST_BYTES: Final = 64 << 20
 """Of one response."""
 _READ: Final = 1 << 16
 _QUOTED: Final = 300
 """Characters of a server's own words in a sentence."""
-
-
-class CannotTellError(InputError):
-    """The server cannot be asked, or answers what it should not. Exit code 2: neither a hit nor a miss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +53,7 @@ class Server:
         self._secure, self._host, self._port, self._prefix = parts.scheme == "https", parts.hostname or "", parts.port, parts.path
 
     def get(self, path: str) -> Reply:
-        """Any status; raises CannotTellError without one."""
+        """Any status; raises UnreachableError or CannotTellError without one."""
         return self._whole("GET", path, admin=False)
 
     def post(self, path: str) -> Reply:
@@ -72,11 +69,11 @@ class Server:
                 raise self.refusal(Reply(self.url + path, response.status, b"".join(parts)))
             yield _split(parts, self.url + path)
 
-    def refusal(self, reply: Reply) -> CannotTellError:
+    def refusal(self, reply: Reply) -> CannotTellError | NotAllowedError:
         """The sentence for a status that is not 200."""
         answers = f"{reply.url} answers {reply.status}"
         if reply.status in (401, 403):
-            return CannotTellError(f"{answers}: it wants another key; set OPENAI_API_KEY, or give --api-key or --admin-key")
+            return NotAllowedError(f"{answers}: it wants another key; set OPENAI_API_KEY, or give --api-key or --admin-key")
         if 300 <= reply.status < 400:
             return CannotTellError(f"{answers}, a redirect, which is not followed; give the URL of the engine itself")
         said = self.without_keys(_said(reply.body))
@@ -118,16 +115,16 @@ class Server:
 
             yield response, parts()
         except TimeoutError as error:
-            raise CannotTellError(
+            raise UnreachableError(
                 f"{url} took longer than {self.timeout_s:g} s; look at the server's log, or give it more --timeout"
             ) from error
         except ssl.SSLError as error:
-            raise CannotTellError(f"{url} cannot be reached by TLS: {error.reason}; SSL_CERT_FILE names other certificates") from error
+            raise UnreachableError(f"{url} cannot be reached by TLS: {error.reason}; SSL_CERT_FILE names other certificates") from error
         except ConnectionRefusedError as error:
-            raise CannotTellError(f"nothing answers at {url}; start the engine there, or give its URL") from error
+            raise UnreachableError(f"nothing answers at {url}; start the engine there, or give its URL") from error
         except (OSError, UnicodeError) as error:  # the latter for a name of a host that cannot be one
             said = getattr(error, "strerror", None) or error
-            raise CannotTellError(f"{url} cannot be reached: {said}; look whether the server runs") from error
+            raise UnreachableError(f"{url} cannot be reached: {said}; look whether the server runs") from error
         except HTTPException as error:
             raise CannotTellError(
                 f"{url} broke off or does not speak HTTP ({type(error).__name__}); look at the server's log, or give another URL"

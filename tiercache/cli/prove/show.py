@@ -9,10 +9,10 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
+from tiercache.cli.output import Output, console, document, line, records, safe, table
 from tiercache.cli.prove.completion import Answer
 from tiercache.cli.prove.engines import LOOK_AT, REPORT_FLAGS, Subject
 from tiercache.cli.prove.verdict import EXITS, Round, Verdict, remarks, sentence, worst
-from tiercache.cli.store.output import Output, console, document, line, safe, table
 
 _COLOURS: Final = {Verdict.HIT: "green", Verdict.MISS: "yellow", Verdict.UNKNOWN: "yellow", Verdict.WRONG: "red"}
 _SHOWN: Final = 60
@@ -58,9 +58,14 @@ def heading(url: str, subject: Subject) -> dict[str, Any]:
     return {"url": url, "engine": subject.engine.value, "model": subject.model.name}
 
 
-def write(record: dict[str, Any], output: Output) -> None:
-    """One JSON object."""
-    (line if output is Output.JSONL else document)(record)
+def write(report: Report, output: Output) -> None:
+    """As JSON: one document, or a line for each round and one with the rest."""
+    record = report.record()
+    if output is Output.JSON:
+        document(record)
+    else:
+        records(record.pop("rounds"), output)
+        line({"summary": record})
 
 
 def show(report: Report) -> None:

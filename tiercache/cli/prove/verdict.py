@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from tiercache.cli.exits import Exit
 from tiercache.cli.prove.completion import Answer
 
 LEAST: Final = 16
@@ -22,7 +23,7 @@ class Verdict(enum.StrEnum):
     HIT = "hit"
 
 
-EXITS: Final = {Verdict.HIT: 0, Verdict.MISS: 1, Verdict.UNKNOWN: 2, Verdict.WRONG: 3}
+EXITS: Final = {Verdict.HIT: Exit.DONE, Verdict.MISS: Exit.NO, Verdict.UNKNOWN: Exit.UNKNOWN, Verdict.WRONG: Exit.CORRUPT}
 
 
 @dataclass(frozen=True, slots=True)

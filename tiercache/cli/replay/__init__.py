@@ -3,8 +3,3 @@
 Reading order: `command` (options), `asking` (what they ask for), `listing` (what can be replayed), `watch` (progress), `table` and `rounds`
 (results on a terminal), `lines` (results as JSON).
 """
-
-from tiercache.cli.replay.command import replay
-from tiercache.cli.replay.listing import ReplayCommand
-
-__all__ = ["ReplayCommand", "replay"]

@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tiercache.cli.exits import Exit
+from tiercache.cli.output import Output, OutputOption, line, records
+
 if TYPE_CHECKING:
     from tiercache.replay.results import Result
-
-EXIT_INTERRUPTED: Final = 130
-
-
-class Output(enum.StrEnum):
-    """How results are printed."""
-
-    TABLE = "table"
-    JSON = "json"
 
 
 class Refresh(enum.StrEnum):
@@ -58,7 +52,7 @@ def replay(
     bounds: Annotated[
         bool, typer.Option("--bounds/--no-bounds", help="What a cache that knows the future gets, and what none can.")
     ] = True,
-    output: Annotated[Output, typer.Option("--output", "-o", help="A table, or one JSON object per line and nothing else.")] = Output.TABLE,
+    output: OutputOption = Output.TABLE,
     report: Annotated[Path | None, typer.Option(metavar="FILE.html", help="Write plots and tables as one file for a browser.")] = None,
     listing: Annotated[bool, typer.Option("--list", help="Print the generators with their parameters, and exit.")] = False,
 ) -> None:
@@ -85,14 +79,17 @@ def replay(
     # Imported here, so that --help needs none of it.
     from tiercache.cli.replay import asking, rounds, table
     from tiercache.cli.replay import listing as sources
-    from tiercache.cli.replay.lines import line
+    from tiercache.cli.replay.lines import record
     from tiercache.cli.replay.watch import watching
     from tiercache.replay.report import write_report
     from tiercache.replay.report.words import counted
     from tiercache.replay.study import study
 
     if listing:
-        (sources.print_sources if output is Output.JSON else sources.show_sources)()
+        if output is Output.TABLE:
+            sources.show_sources()
+        else:
+            records(sources.source_records(), output)
         return
     if report is not None:
         asking.check_report(report)
@@ -103,18 +100,20 @@ def replay(
         refresh_path=refresh is Refresh.PATH, seed=seed, bounds=bounds,
     )  # fmt: skip
     found: list[Result] = []
-    code = 0
+    code = Exit.DONE
     try:
-        with watching(question.stages, len(question.source), as_json=output is Output.JSON) as watch:
+        with watching(question.stages, len(question.source), as_json=output is not Output.TABLE) as watch:
             for result in study(question, watch.stage):
                 found.append(result)
-                if output is Output.JSON:
-                    typer.echo(line(result))
+                if output is Output.JSONL:
+                    line(record(result))
                 else:
                     watch.found(result)
     except KeyboardInterrupt:
-        code = EXIT_INTERRUPTED
+        code = Exit.INTERRUPTED
         typer.echo(f"interrupted; {counted(len(found), 'result')} had been found", err=True)
+    if output is Output.JSON:
+        records(map(record, found), output)
     if found and output is Output.TABLE:
         table.show(found)
         rounds.show(found)

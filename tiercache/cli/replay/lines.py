@@ -1,19 +1,18 @@
-"""A result as a line of JSON."""
+"""A result as JSON has it."""
 
 from __future__ import annotations
 
-import json
 import math
 from typing import Any
 
 from tiercache.replay.results import Result
 
 
-def line(result: Result) -> str:
+def record(result: Result) -> dict[str, Any]:
     """The row, without the course of the run, which is for the report; what is no number is null."""
     row = result.row()
     del row["over_time"]
-    return json.dumps(_finite(row), allow_nan=False)
+    return {name: _finite(value) for name, value in row.items()}
 
 
 def _finite(value: Any) -> Any:

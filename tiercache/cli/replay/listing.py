@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterator
 from typing import Any
 
-import typer
 from rich.box import ROUNDED, SIMPLE_HEAD
 from rich.console import Console
 from rich.panel import Panel
@@ -53,8 +52,8 @@ def show_sources() -> None:
     console.print("Write them behind the name: 'shared-prefix?groups=32&question=64-128'. Lengths are a number or a range.", style="dim")
 
 
-def print_sources() -> None:
-    """Print a line of JSON per generator."""
+def source_records() -> Iterator[dict[str, Any]]:
+    """The generators as JSON has them."""
     from tiercache.replay.sources import SOURCES
 
     for name, kind in SOURCES.items():
@@ -64,7 +63,7 @@ def print_sources() -> None:
             for o in kind.options
         ]
         row = {"name": name, "summary": kind.summary, "page_size": kind.page_size, "concurrency": kind.concurrency}
-        typer.echo(json.dumps(row | {"parameters": parameters}))
+        yield row | {"parameters": parameters}
 
 
 def _bound(value: float) -> str:

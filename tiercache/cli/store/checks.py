@@ -19,7 +19,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from tiercache.cli.store.output import count_text, size_text
+from tiercache.cli.output import count_text, size_text
 
 if TYPE_CHECKING:
     from tiercache.transfer.cuda import Calibration

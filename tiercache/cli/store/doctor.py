@@ -8,9 +8,10 @@ from typing import Annotated, Final
 
 import typer
 
+from tiercache.cli.exits import Exit
+from tiercache.cli.output import Output, OutputOption, clean, console, records, safe, table
 from tiercache.cli.store.checks import Check, Level, machine_checks
-from tiercache.cli.store.options import OutputOption, StoreOption
-from tiercache.cli.store.output import Output, clean, console, document, line, safe, table
+from tiercache.cli.store.options import StoreOption
 from tiercache.cli.store.storage_checks import directory_checks
 from tiercache.cli.store.target import DEFAULT_DIRECTORY
 from tiercache.config.urls import section_of
@@ -21,31 +22,30 @@ _COLOURS: Final = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "red"}
 
 def doctor(
     store: StoreOption = "",
-    path: Annotated[Path | None, typer.Option(help="Look at the disk of this directory instead of a store's.")] = None,
+    directory: Annotated[
+        Path | None, typer.Option("--directory", "-d", help="Look at the disk of this directory instead of a store's.")
+    ] = None,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Check this machine: kernel, memory, the store's disk, GPU and engines. Exit code 1 if anything fails.
+    """Check this machine: kernel, memory, the store's disk, GPU and engines. Exit code 6 if anything fails.
 
     It opens no store and leaves nothing behind; the disk is tried with a file
     that has no name.
 
         tiercache doctor
 
-        tiercache doctor --path /var/lib/tiercache -o json
+        tiercache doctor --directory /var/lib/tiercache -o json
 
     JSON fields of each check: name, level (ok, warn or fail), found, fix (empty
     where it is ok).
     """
-    checks = [*machine_checks(), *directory_checks(_directory(store, path))]
-    if output is Output.JSON:
-        document([check.record() for check in checks])
-    elif output is Output.JSONL:
-        for check in checks:
-            line(check.record())
-    else:
+    checks = [*machine_checks(), *directory_checks(_directory(store, directory))]
+    if output is Output.TABLE:
         _print(checks)
+    else:
+        records((check.record() for check in checks), output)
     if any(check.level is Level.FAIL for check in checks):
-        raise typer.Exit(1)
+        raise typer.Exit(Exit.NO)
 
 
 def _directory(store: str, path: Path | None) -> Path:
@@ -57,10 +57,12 @@ def _directory(store: str, path: Path | None) -> Path:
         elif store == os.environ.get("TIERCACHE_STORE"):
             store = ""  # it is meant for the other verbs
         else:
-            raise ConfigError(f"doctor looks at this machine's disks, not at {clean(store.partition('?')[0])}; give --path a directory")
+            raise ConfigError(
+                f"doctor looks at this machine's disks, not at {clean(store.partition('?')[0])}; give --directory a directory"
+            )
     chosen = path if path is not None else Path(store or (DEFAULT_DIRECTORY if os.path.isdir(DEFAULT_DIRECTORY) else "."))
     if not chosen.is_dir():
-        option = "--store" if path is None else "--path"
+        option = "--store" if path is None else "--directory"
         raise ConfigError(f"{option} {clean(str(chosen))} is not a directory; name the one that the store is in, or will be in")
     return chosen.resolve()
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
+from tiercache.cli.output import clean
 from tiercache.cli.store.names import Namespaces
-from tiercache.cli.store.output import clean
 from tiercache.config import parse_duration, parse_size
 from tiercache.core import PoolName
 from tiercache.errors import ConfigError

@@ -10,12 +10,13 @@ from typing import Annotated, Any
 
 import typer
 
+from tiercache.cli.exits import Exit
+from tiercache.cli.output import Output, OutputOption, clean, console, count_text, document, line, progress, safe, size_text, table
 from tiercache.cli.store import rows
 from tiercache.cli.store.filters import Filter, make_filter
 from tiercache.cli.store.forest import Forest
 from tiercache.cli.store.names import Namespaces, check_hex, one_key
-from tiercache.cli.store.options import MacKeyOption, OlderOption, OutputOption, PoolOption, StoreOption
-from tiercache.cli.store.output import Output, clean, console, count_text, document, line, progress, safe, size_text, table
+from tiercache.cli.store.options import MacKeyOption, OlderOption, PoolOption, StoreOption
 from tiercache.cli.store.removal import remove
 from tiercache.cli.store.target import opened, resolve
 from tiercache.errors import ConfigError, StorageError
@@ -137,7 +138,7 @@ def _ask(plan: Plan, name: str) -> None:
     typer.echo("Go on? [y/N] ", err=True, nl=False)
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
         typer.echo("nothing was deleted", err=True)
-        raise typer.Exit(1)
+        raise typer.Exit(Exit.NO)
 
 
 def _report(plan: Plan, gone: Sequence[ScanEntry], failed: Sequence[ScanEntry], output: Output, *, dry_run: bool) -> None:

@@ -8,12 +8,12 @@ from typing import Annotated, Any, Final
 import typer
 from rich.tree import Tree
 
+from tiercache.cli.exits import Exit
+from tiercache.cli.output import SHORT, Output, OutputOption, clean, console, count_text, document, line, safe, whole
 from tiercache.cli.store import rows
-from tiercache.cli.store.exits import EXIT_CORRUPT
 from tiercache.cli.store.forest import Forest
 from tiercache.cli.store.names import Namespaces, check_hex, one_key
-from tiercache.cli.store.options import MacKeyOption, OutputOption, StoreOption
-from tiercache.cli.store.output import SHORT, Output, clean, console, count_text, document, line, safe
+from tiercache.cli.store.options import MacKeyOption, StoreOption
 from tiercache.cli.store.paths import draw, follow
 from tiercache.cli.store.prompt import tokens_of
 from tiercache.cli.store.reading import Reading
@@ -134,9 +134,9 @@ def _page(target: Target, store: StorageBackend, names: Namespaces, digits: str,
     if output is Output.TABLE:
         _print(record, [rows.row(entry, time.time()) for entry in entries])
     else:
-        (document if output is Output.JSON else line)(record)
+        whole(record, output)
     if Outcome.CORRUPT in outcomes:
-        raise typer.Exit(EXIT_CORRUPT)
+        raise typer.Exit(Exit.CORRUPT)
 
 
 def _page_key(forest: Forest, digits: str) -> bytes:

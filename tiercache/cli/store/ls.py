@@ -11,6 +11,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
+from tiercache.cli.output import SHORTER, Output, OutputOption, console, count_text, records, safe, say, size_text, table
 from tiercache.cli.store import rows
 from tiercache.cli.store.filters import Filter, make_filter
 from tiercache.cli.store.names import Namespaces
@@ -22,11 +23,9 @@ from tiercache.cli.store.options import (
     NamespaceOption,
     NewerOption,
     OlderOption,
-    OutputOption,
     PoolOption,
     StoreOption,
 )
-from tiercache.cli.store.output import SHORTER, Output, console, count_text, document, line, safe, say, size_text, table
 from tiercache.cli.store.target import opened, resolve
 from tiercache.storage.base import ScanEntry, StorageBackend
 
@@ -92,11 +91,8 @@ def ls(
 
 
 def _show(entries: Iterable[ScanEntry], now: float, output: Output) -> None:
-    if output is Output.JSON:
-        document([rows.record(entry) for entry in entries])
-    elif output is Output.JSONL:
-        for entry in entries:
-            line(rows.record(entry))
+    if output is not Output.TABLE:
+        records(map(rows.record, entries), output)
     else:
         count = nbytes = 0
         for entry in entries:
@@ -116,15 +112,12 @@ def _namespaces(wanted: Filter, store: StorageBackend, limit: int, output: Outpu
     names = wanted.names
     known = [name for name in names.records if not wanted.namespace or names.fits(name, wanted.namespace)]
     everything = sorted({*totals, *known}, key=lambda name: (-totals.get(name, [0, 0])[1], name))
-    records = [_record(names, name, totals.get(name, [0, 0])) for name in everything[: limit or None]]
-    if output is Output.JSON:
-        document(records)
-    elif output is Output.JSONL:
-        for record in records:
-            line(record)
+    found = [_record(names, name, totals.get(name, [0, 0])) for name in everything[: limit or None]]
+    if output is not Output.TABLE:
+        records(found, output)
     else:
         shown = table(("namespace", "label", "page", "objects", "bytes"), left=("namespace", "label"))
-        for record in records:
+        for record in found:
             page = str(record["identity"].get("page_size", "-"))
             cells = (record["namespace"][:SHORTER], safe(record["label"]), safe(page), f"{record['objects']:,}", size_text(record["bytes"]))
             shown.add_row(*cells)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
-from tiercache.cli.store.output import SHORTER, clean
+from tiercache.cli.output import SHORTER, clean
 from tiercache.errors import ConfigError
 from tiercache.storage.base import StorageBackend
 

@@ -6,8 +6,6 @@ from typing import Annotated
 
 import typer
 
-from tiercache.cli.store.output import Output
-
 StoreOption = Annotated[
     str,
     typer.Option(
@@ -20,9 +18,6 @@ StoreOption = Annotated[
     ),
 ]
 MacKeyOption = Annotated[str, typer.Option("--mac-key", metavar="FILE", help="The key of a stopped store that was made with one.")]
-OutputOption = Annotated[
-    Output, typer.Option("--output", "-o", help="A table, one JSON document, or one JSON object per line. Sizes in JSON are bytes.")
-]
 NamespaceOption = Annotated[str, typer.Option(help="The first digits of a namespace's id, or a part of its label.")]
 PoolOption = Annotated[str, typer.Option(help="Objects of this pool: kv, mamba, swa or indexer.")]
 DepthOption = Annotated[str, typer.Option(metavar="A..B", help="Objects that end at these depths, in pages: 3..17, 3.., ..17 or 3.")]

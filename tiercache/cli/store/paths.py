@@ -10,8 +10,8 @@ from typing import Any, Final
 import numpy as np
 from rich.tree import Tree
 
+from tiercache.cli.output import SHORT, count_text, ranges, ranges_text
 from tiercache.cli.store.forest import Forest
-from tiercache.cli.store.output import SHORT, count_text, ranges, ranges_text
 from tiercache.cli.store.rows import hangs
 from tiercache.cli.store.runs import pool_text
 from tiercache.core import HitPolicy, PoolName, PoolPresence, TokenArray, restorable_prefixes, reusable_pages

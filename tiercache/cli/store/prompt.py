@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.lib import format as npy
 
-from tiercache.cli.store.output import clean
+from tiercache.cli.output import clean
 from tiercache.core import TokenArray, as_tokens
 from tiercache.errors import ConfigError, TokenError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from tiercache.cli.store.output import SHORT, SHORTER, age_text, clean, size_text
+from tiercache.cli.output import SHORT, SHORTER, age_text, clean, size_text
 from tiercache.storage.base import ScanEntry
 
 _WIDTHS: Final = (

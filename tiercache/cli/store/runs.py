@@ -8,8 +8,8 @@ from typing import Any
 
 from rich.tree import Tree
 
+from tiercache.cli.output import SHORT, SHORTER, count_text, ranges_text, safe, size_text
 from tiercache.cli.store.forest import Forest, Page
-from tiercache.cli.store.output import SHORT, SHORTER, count_text, ranges_text, safe, size_text
 
 
 @dataclass(slots=True)

@@ -10,9 +10,9 @@ from typing import Annotated, Any, Final, cast
 import typer
 
 import tiercache
+from tiercache.cli.output import SHORTER, Output, OutputOption, console, count_text, document, line, safe, size_text, table, whole
 from tiercache.cli.store.names import Namespaces
-from tiercache.cli.store.options import MacKeyOption, OutputOption, StoreOption
-from tiercache.cli.store.output import SHORTER, Output, console, count_text, document, line, safe, size_text, table
+from tiercache.cli.store.options import MacKeyOption, StoreOption
 from tiercache.cli.store.target import Target, check_reached, opened, resolve
 from tiercache.errors import ConfigError
 from tiercache.storage.base import ScanEntry, StorageBackend
@@ -56,7 +56,7 @@ def status(
     if output is Output.TABLE:
         _print(record)
     else:
-        (document if output is Output.JSON else line)(record)
+        whole(record, output)
 
 
 def ping(

@@ -10,8 +10,8 @@ from pathlib import Path
 from tempfile import mkstemp
 from typing import Final
 
+from tiercache.cli.output import size_text
 from tiercache.cli.store.checks import Check, Level, judged, kernel_version, read
-from tiercache.cli.store.output import size_text
 from tiercache.core import BLOCK_ALIGN
 from tiercache.storage.pagecache import cached_bytes
 

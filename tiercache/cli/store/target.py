@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import socket
 import struct
@@ -15,7 +14,8 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Final
 
-from tiercache.cli.store.output import clean
+from tiercache.cli.exits import UnreachableError
+from tiercache.cli.output import clean
 from tiercache.config import parse_size
 from tiercache.config.urls import section_of
 from tiercache.core import Reason
@@ -31,10 +31,6 @@ _LOOKED_AT: Final = "is being looked at"
 _FORMAT_BYTES: Final = 4096
 _CREDENTIALS: Final = struct.Struct("3i")
 """Of SO_PEERCRED: process, user, group."""
-
-
-class UnreachableError(StorageError):
-    """A daemon does not answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +81,6 @@ def check_reached(target: Target, store: StorageBackend, cause: BaseException | 
 
 
 def _open(target: Target, more: Mapping[str, str]) -> StorageBackend:
-    # What it warns of is raised here, too, and said once.
-    logging.getLogger("tiercache_backends.grpc").addHandler(logging.NullHandler())
     try:
         return open_backend({**target.section, **more})
     except StoreLockedError as error:

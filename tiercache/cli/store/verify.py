@@ -12,8 +12,9 @@ from typing import Annotated, Any, Final
 
 import typer
 
+from tiercache.cli.exits import Exit
+from tiercache.cli.output import SHORT, SHORTER, Output, OutputOption, clean, console, count_text, document, line, progress, size_text
 from tiercache.cli.store import rows
-from tiercache.cli.store.exits import EXIT_CORRUPT
 from tiercache.cli.store.filters import make_filter
 from tiercache.cli.store.forest import Forest
 from tiercache.cli.store.options import (
@@ -24,11 +25,9 @@ from tiercache.cli.store.options import (
     NamespaceOption,
     NewerOption,
     OlderOption,
-    OutputOption,
     PoolOption,
     StoreOption,
 )
-from tiercache.cli.store.output import SHORT, SHORTER, Output, clean, console, count_text, document, line, progress, size_text
 from tiercache.cli.store.reading import Checked, Reading
 from tiercache.cli.store.removal import remove
 from tiercache.cli.store.target import Target, check_reached, opened, resolve
@@ -120,9 +119,9 @@ def verify(
                 _print(record)
     _finish(found, tally.summary(), output)
     if tally.counts["corrupt"] or tally.damaged:
-        raise typer.Exit(EXIT_CORRUPT)
+        raise typer.Exit(Exit.CORRUPT)
     if tally.counts["unreadable"]:
-        raise typer.Exit(1)
+        raise typer.Exit(Exit.FAILED)
 
 
 @contextmanager
@@ -133,7 +132,7 @@ def _opened(target: Target, repair: bool) -> Iterator[StorageBackend]:
             yield store
     except StoreDamagedError as error:
         typer.echo(f"{clean(str(error))}; verify --repair does", err=True)
-        raise typer.Exit(EXIT_CORRUPT) from error
+        raise typer.Exit(Exit.CORRUPT) from error
 
 
 @dataclass(slots=True)

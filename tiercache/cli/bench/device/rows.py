@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -24,10 +23,6 @@ class DeviceRow(ABC):
     @abstractmethod
     def record(self) -> dict[str, Any]:
         """The row as JSON has it; null where a figure has no meaning."""
-
-    def line(self) -> str:
-        """The row as one line of JSON."""
-        return json.dumps(self.record())
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from tiercache.cli.bench.device.copying import TRANSFERS
 from tiercache.cli.bench.device.plan import Plan
 from tiercache.cli.bench.device.rows import CellRow, CopyRow, DeviceRow, MatmulRow, OverlapRow, SkippedRow, StartRow
 from tiercache.cli.bench.rows import MIB, Note, Target, size_text
-from tiercache.cli.store.output import safe
+from tiercache.cli.output import safe
 from tiercache.transfer.cuda import CudaDevice, Direction, Method
 
 _WIDTH: Final = 120

@@ -1,14 +1,15 @@
-"""How the operator's verbs print: rows, documents, sizes, ages and progress. Nothing from a store reaches a terminal as it came."""
+"""How all verbs print: rows, documents, sizes, ages and progress. Nothing that others wrote reaches a terminal as it came."""
 
 from __future__ import annotations
 
 import enum
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
+import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
@@ -37,6 +38,12 @@ class Output(enum.StrEnum):
     TABLE = "table"
     JSON = "json"
     JSONL = "jsonl"
+
+
+OutputOption = Annotated[
+    Output,
+    typer.Option("--output", "-o", help="For people; as one JSON document; or as JSON, a line for each row. Sizes in JSON are bytes."),
+]
 
 
 def clean(text: str) -> str:
@@ -94,9 +101,29 @@ def say(text: str) -> None:
     sys.stderr.write(clean(text) + "\n")
 
 
+def complain(text: str) -> None:
+    """The sentence in which a verb ends, on stderr."""
+    Console(stderr=True, highlight=False, emoji=False).print(f"[red]tiercache:[/] {safe(text)}", soft_wrap=True)
+
+
+def records(found: Iterable[Mapping[str, Any]], output: Output) -> None:
+    """Rows as JSON: one document with all of them, or each on a line as it comes."""
+    if output is Output.JSON:
+        document(list(found))
+    else:
+        for record in found:
+            line(record)
+
+
+def whole(record: Mapping[str, Any], output: Output) -> None:
+    """What has no rows, as JSON."""
+    (document if output is Output.JSON else line)(record)
+
+
 def line(record: Mapping[str, Any]) -> None:
     """One JSON object on a line of its own, in one write: what is interrupted leaves whole lines."""
     sys.stdout.write(json.dumps(record) + "\n")
+    sys.stdout.flush()
 
 
 def document(value: Any) -> None:
