@@ -79,6 +79,10 @@ class MemoryBackend(StorageBackend):
     def from_config(cls, section: Mapping[str, Any], context: StoreContext) -> Self:
         return cls(**settings_of("memory", section, {"capacity": parse_size}), env=context.env)
 
+    @classmethod
+    def check_config(cls, section: Mapping[str, Any], context: StoreContext) -> None:
+        settings_of("memory", section, {"capacity": parse_size})
+
     def exists(self, keys: Sequence[ObjectKey]) -> list[bool]:
         with self._gate, self._mutex:
             return [key.digest in self._objects for key in keys]

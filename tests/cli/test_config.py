@@ -55,11 +55,11 @@ def refused(*arguments, **variables):
 
 
 def test_check_says_what_would_be_served_to_whom(node):
-    done = config("check", node)
+    done = config("check", node, TIERCACHE_DISK_BYTES="64MiB")
     assert (done.returncode, done.stderr) == (0, "")
     said = done.stdout
     assert said.startswith(f"{node}: fine\n")
-    assert "/var/lib/tiercache/store, 64GiB" in said
+    assert "/var/lib/tiercache/store, 64MiB" in said
     assert "/var/lib/tiercache/run/grpc.sock" in said
     assert "127.0.0.1:7070, no TLS, tokens" in said
     assert f"worker-1 by token_file {node.parent}/token: read, write in all namespaces" in said
@@ -119,6 +119,26 @@ def test_show_tells_where_each_value_comes_from(node):
     assert "SIGTERM" in done.stdout
 
 
+def test_formats(node):
+    said = json.loads(config("check", node, "-o", "json", TIERCACHE_DISK_BYTES="64MiB").stdout)
+    assert (said["file"], said["warnings"]) == (str(node), [])
+    assert {"what": "tcp", "how": "127.0.0.1:7070, no TLS, tokens"} in said["serves"]
+    rows = [json.loads(row) for row in config("check", node, "-o", "jsonl", TIERCACHE_DISK_BYTES="64MiB").stdout.splitlines()]
+    assert rows == [*said["serves"], {"summary": {"file": str(node)}}]
+    rows = [json.loads(row) for row in config("show", node, "-o", "jsonl").stdout.splitlines()]
+    assert {"limits.idle", "principals[0].name", "sockets"} <= {row["setting"] for row in rows}
+    assert next(row for row in rows if row["setting"] == "limits.idle") | {"description": ""} == {
+        "setting": "limits.idle", "value": "5s", "origin": "file", "description": "",
+    }  # fmt: skip
+    every = [json.loads(row) for row in config("schema", "-o", "jsonl").stdout.splitlines()]
+    assert {"directory", "tls.key", "principals[].san", "tenants.NAME.salt_file", "limits.idle", "metrics.listen"} <= {
+        row["setting"] for row in every
+    }
+    assert next(row["default"] for row in every if row["setting"] == "limits.idle") == "10s"
+    assert all(row["description"] for row in every)
+    assert "principals[].san" in config("schema", "-o", "table").stdout
+
+
 def test_show_as_json(node):
     said = json.loads(config("show", node, "-o", "json").stdout)
     assert said["file"] == str(node)
@@ -130,7 +150,7 @@ def test_show_as_json(node):
 
 def test_show_as_toml_can_be_loaded_again(node, tmp_path):
     again = tmp_path / "again.toml"
-    again.write_text(config("show", node, "-o", "toml", TIERCACHE_STORAGE="memory://").stdout)
+    again.write_text(config("show", node, "--toml", TIERCACHE_STORAGE="memory://").stdout)
     assert 'idle = "5s"  # file' in again.read_text()
     assert 'storage = "memory://"  # environment' in again.read_text()
     assert load(again) == load(node, {"storage": "memory://"})

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import enum
-import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -15,10 +13,10 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from tiercache.errors import ConfigError
+from tiercache.cli.output import Output, OutputOption, document, line, records
+from tiercache.errors import ConfigError, StorageError
 
 if TYPE_CHECKING:
-    from tiercache.config.loading import Loaded
     from tiercache.config.models import Principal, Settings
 
 EXAMPLE: Final = """\
@@ -68,14 +66,6 @@ def _group() -> None:
     pass
 
 
-class Output(enum.StrEnum):
-    """How settings are printed."""
-
-    TABLE = "table"
-    JSON = "json"
-    TOML = "toml"
-
-
 FileArgument = Annotated[
     Path | None,
     typer.Argument(metavar="FILE", help="Default: TIERCACHE_CONFIG, or /etc/tiercache/tiercache.toml.", show_default=False),
@@ -86,83 +76,103 @@ FileArgument = Annotated[
 def check(
     file: FileArgument = None,
     files: Annotated[bool, typer.Option("--files/--no-files", help="Look at the secrets and certificates that it names as well.")] = True,
+    ports: Annotated[
+        bool,
+        typer.Option("--ports/--no-ports", help="Try the addresses and sockets as well; not while this configuration is served."),
+    ] = True,
+    output: OutputOption = Output.TABLE,
 ) -> None:
-    """Say whether a configuration can be served, and what it would serve to whom.
+    """Say whether a configuration can be served on this machine, and what it would serve to whom.
 
-    Variables count as they would for the daemon. Exit code 0 if all is fine, warnings or not; 2 with one sentence if not.
+    These are the checks that `tiercache serve` makes before it opens the store: settings, files, the options of a storage URL, directories,
+    memory, disk and ports. Nothing is written. Variables count as they would for the daemon. Exit code 0 if all is fine, warnings or not;
+    if not, 2 for what a setting says and 1 for what others have, such as a port, each with one sentence.
 
         tiercache config check node.toml
+
+    JSON fields: file, serves (what, how), warnings. With jsonl a line for each of serves and of warnings (warning), and a last line with
+    summary.
     """
     # Imported here, so that --help needs none of it.
-    from tiercache.config.settings import DEFAULT_FILE, check_certificates, check_files, find_file, printable, resolve, warnings
+    from tiercache.cli.readiness import check as check_readiness
+    from tiercache.config.settings import DEFAULT_FILE, find_file, printable, resolve
 
     found = find_file(file)
     if found is None:
         raise ConfigError(f"there is nothing to check: TIERCACHE_CONFIG is not set and {DEFAULT_FILE} does not exist; name a file")
     settings = resolve(found).settings
     try:
-        _check_storage(settings)
-        if files:
-            check_files(settings)
-            check_certificates(settings)
-    except ConfigError as error:
-        raise ConfigError(f"{printable(found)}: {error}") from error
-    typer.echo(f"{printable(found)}: fine")
-    for title, text in _summary(settings):
-        typer.echo(f"  {title:<9}{text}")
-    for warning in warnings(settings):
-        typer.echo(f"warning: {warning}")
+        warned = check_readiness(settings, files=files, ports=ports)
+    except (ConfigError, StorageError) as error:
+        raise type(error)(f"{printable(found)}: {error}") from error
+    serves = [{"what": title, "how": text} for title, text in _summary(settings)]
+    if output is Output.JSON:
+        document({"file": str(found), "serves": serves, "warnings": warned})
+    elif output is Output.JSONL:
+        records([*serves, *({"warning": warning} for warning in warned), {"summary": {"file": str(found)}}], output)
+    else:
+        typer.echo(f"{printable(found)}: fine")
+        for one in serves:
+            typer.echo(f"  {one['what']:<9}{one['how']}")
+        for warning in warned:
+            typer.echo(f"warning: {warning}")
 
 
 @config.command()
 def show(
     file: FileArgument = None,
-    output: Annotated[Output, typer.Option("--output", "-o", help="toml can be loaded again.")] = Output.TABLE,
+    toml: Annotated[bool, typer.Option("--toml", help="As a file that can be loaded again, instead of --output.")] = False,
+    output: OutputOption = Output.TABLE,
 ) -> None:
     """Show every setting that would count, and whether it comes from a default, the file or the environment.
 
-    tiercache config show node.toml
+        tiercache config show node.toml
 
-    tiercache config show -o toml > node.toml
+        tiercache config show --toml > node.toml
+
+    JSON fields: file, settings (as a file has them), origins (default, file or environment, by setting). With jsonl a line for each
+    setting: setting, value, origin, description.
     """
-    from tiercache.config.document import document, effective, leaves
+    from tiercache.config.document import description, effective, leaves
+    from tiercache.config.document import document as as_file
     from tiercache.config.settings import find_file, resolve
     from tiercache.config.toml import dotted, lines
 
     loaded = resolve(find_file(file))
-    if output is Output.TOML:
-        typer.echo("\n".join(lines(document(loaded.settings), loaded.origin)))
+    said = effective(loaded.settings)
+    found = [(key, value, loaded.origin(key)) for key, value in leaves(said)]
+    if toml:
+        typer.echo("\n".join(lines(as_file(loaded.settings), loaded.origin)))
     elif output is Output.JSON:
-        said = effective(loaded.settings)
-        origins = {dotted(key): loaded.origin(key) for key, _ in leaves(said)}
-        typer.echo(json.dumps({"file": loaded.file and str(loaded.file), "settings": said, "origins": origins}))
+        origins = {dotted(key): origin for key, _, origin in found}
+        document({"file": loaded.file and str(loaded.file), "settings": said, "origins": origins})
+    elif output is Output.JSONL:
+        for key, value, origin in found:
+            line({"setting": dotted(key), "value": value, "origin": origin, "description": description(key)})
     else:
-        console = Console(emoji=False)
-        (console if console.is_terminal else Console(width=_WIDE, emoji=False)).print(_table(loaded))
+        cells = ((dotted(key), _cell(value), origin, description(key)) for key, value, origin in found)
+        _print(("setting", "value", "from", "what it is"), cells)
 
 
 @config.command()
-def schema() -> None:
+def schema(output: OutputOption = Output.JSON) -> None:
     """Print the JSON Schema of the file, for editors that complete and check TOML.
 
-    tiercache config schema > tiercache.schema.json
+        tiercache config schema > tiercache.schema.json
+
+    As a table, or with jsonl, every setting that there is: setting, default (null where it must be given or follows from others),
+    description.
     """
+    from tiercache.config.document import every_setting
     from tiercache.config.document import schema as made
 
-    typer.echo(json.dumps(made(), indent=2))
-
-
-def _check_storage(settings: Settings) -> None:
-    """The part of a storage URL that is no backend's own. Raises ConfigError for a type that is not installed."""
-    from importlib.metadata import entry_points
-
-    from tiercache.config.urls import section_of
-    from tiercache.storage.registry import GROUP
-
-    kind = section_of(settings.store_url)["type"]
-    known = sorted({entry.name for entry in entry_points(group=GROUP)})
-    if kind not in known:
-        raise ConfigError(f"storage: type {kind!r} is unknown; use one of {', '.join(known)}, or install the package that has it")
+    if output is Output.JSON:
+        document(made())
+    elif output is Output.JSONL:
+        records(({"setting": name, "default": default, "description": said} for name, default, said in every_setting()), output)
+    else:
+        rows = ((name, "" if default is None else _cell(default), said) for name, default, said in every_setting())
+        _print(("setting", "default", "what it is"), rows)
 
 
 def _summary(settings: Settings) -> Iterator[tuple[str, str]]:
@@ -218,21 +228,14 @@ def _who(principal: Principal) -> str:
     return f"{principal.name}{tenant} by {principal.credential}: {', '.join(verb for verb in Verb if verb in principal.verbs)} in {where}"
 
 
-def _table(loaded: Loaded) -> Table:
-    from tiercache.config.document import description, effective, leaves
-    from tiercache.config.toml import dotted
-
+def _print(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("setting", overflow="fold")
-    table.add_column("value", overflow="fold")
-    table.add_column("from")
-    table.add_column("what it is", style="dim", overflow="fold")
-    for key, value in leaves(effective(loaded.settings)):
-        origin = loaded.origin(key)
-        table.add_row(
-            Text(dotted(key)), Text(_cell(value)), Text(origin, style="dim" if origin == "default" else ""), Text(description(key))
-        )
-    return table
+    for name in columns:
+        table.add_column(name, overflow="fold", style="dim" if name == "what it is" else "")
+    for row in rows:
+        table.add_row(*(Text(cell, style="dim" if cell == "default" else "") for cell in row))
+    console = Console(emoji=False)
+    (console if console.is_terminal else Console(width=_WIDE, emoji=False)).print(table)
 
 
 def _cell(value: Any) -> str:

@@ -23,6 +23,7 @@ from tiercache import errors
 from tiercache.cli import children
 from tiercache.cli.exits import Exit, UnreachableError
 from tiercache.cli.output import Output, OutputOption, document, line, records
+from tiercache.cli.readiness import require_disk, require_memory
 from tiercache.config import parse_size
 from tiercache.errors import ConfigError, StorageError, TierCacheError
 from tiercache.storage.registry import open_backend
@@ -125,10 +126,11 @@ def demo(
         raise ConfigError(f"--json {json_file}: its directory does not exist; create it first")
     if storage:
         _require_answer(storage)
+    sizes = {"device_bytes": _size(device_bytes), "host_bytes": _size(host_bytes), "disk_bytes": parse_size(disk_bytes)}
+    _require_room(sizes, device, directory or Path(tempfile.gettempdir()))
     with _directory(directory) as where:
-        plan = {
-            "directory": str(where), "model": model, "device_bytes": _size(device_bytes), "host_bytes": _size(host_bytes),
-            "disk_bytes": parse_size(disk_bytes), "turns": turns, "conversations": conversations, "context": context, "storage": storage,
+        plan = sizes | {
+            "directory": str(where), "model": model, "turns": turns, "conversations": conversations, "context": context, "storage": storage,
             "device": device,
         }  # fmt: skip
         result = Result("storage" if storage else "disk")
@@ -157,6 +159,13 @@ def _require_device(name: str) -> None:
         raise ConfigError(f"--device {name} is not known; use cpu, cuda, or cuda:N for one of several")
     if name != "cpu" and find_spec("cupy") is None:
         raise ConfigError(f"--device {name} needs CuPy to copy between it and the host; install it with: pip install 'tiercache[cuda]'")
+
+
+def _require_room(sizes: dict[str, int], device: str, directory: Path) -> None:
+    """ConfigError for sizes that this machine cannot have, before anything is made."""
+    pools = [("--device-bytes", sizes["device_bytes"])] if device == "cpu" else []
+    list(require_memory(("--host-bytes", sizes["host_bytes"]), *pools))
+    list(require_disk(directory, "--disk-bytes", sizes["disk_bytes"]))
 
 
 def _size(text: str) -> int:

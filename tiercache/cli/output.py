@@ -129,6 +129,7 @@ def line(record: Mapping[str, Any]) -> None:
 def document(value: Any) -> None:
     """One JSON document."""
     sys.stdout.write(json.dumps(value, indent=1) + "\n")
+    sys.stdout.flush()
 
 
 def console() -> Console:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
 from pathlib import Path
 from threading import Event
 from types import FrameType
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
+from tiercache.cli.exits import Exit
+from tiercache.cli.output import Output, OutputOption, document, records
 from tiercache.errors import StorageError
 
-EXIT_UNHEALTHY = 3
+if TYPE_CHECKING:
+    from tiercache.daemon import Node
 
 
 def serve(
@@ -34,11 +38,13 @@ def serve(
         bool | None, typer.Option("--insecure-bind", help="Allow an address that other machines reach, without authentication.")
     ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more.")] = False,
+    output: OutputOption = Output.TABLE,
 ) -> None:
     """Serve one store to many workers: on unix sockets for this host, on TCP for others.
 
     What is not given here comes from TIERCACHE_... variables, then from the file, then from defaults (`tiercache config show`). Stops on
-    SIGTERM or Ctrl-C: calls under way may end within `drain`, then the store is closed. The exit code is 3 if they did not.
+    SIGTERM or Ctrl-C: calls under way may end within `drain`, then the store is closed. The exit code is 1 if they did not. What cannot be
+    served is said before anything is written, as by `tiercache config check`.
 
     A daemon for the workers of this host, and how one of them reaches it:
 
@@ -49,8 +55,12 @@ def serve(
     For other machines, with a certificate and tokens: `tiercache config --help` shows such a file.
 
         tiercache serve --config /etc/tiercache/tiercache.toml
+
+    JSON, on stdout once it serves: places (transport = unix, tcp or metrics; address, with the port), pid, store. With jsonl a line for
+    each of places, and one with summary.
     """
-    from tiercache.config.settings import find_file, load, warnings
+    from tiercache.cli.readiness import check
+    from tiercache.config.settings import find_file, load
     from tiercache.daemon import Node
 
     given: dict[str, Any] = {
@@ -61,7 +71,7 @@ def serve(
     settings = load(find_file(config), {name: value for name, value in given.items() if value is not None})
     logging.basicConfig(level=logging.DEBUG if verbose else logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     console = Console(stderr=True, highlight=False, emoji=False)
-    for warning in warnings(settings):
+    for warning in check(settings):
         console.print(f"[yellow]warning:[/] {escape(warning)}", soft_wrap=True)
     stop = Event()
 
@@ -74,13 +84,28 @@ def serve(
         signal.signal(number, told)
     node = Node(settings)
     node.start()
-    for line in node.describe():
-        console.print(escape(line), soft_wrap=True)
+    for said in node.describe():
+        console.print(escape(said), soft_wrap=True)
+    _report(node, output)
     while not stop.wait(1.0):
         if not node.alive:
             raise StorageError("the node ended by itself; its log says why")
     console.print(f"stopping: calls under way have {settings.drain:g} s", soft_wrap=True)
     if not node.stop():
         console.print("[red]tiercache:[/] not everything ended in time; the store will be checked at its next start", soft_wrap=True)
-        raise typer.Exit(EXIT_UNHEALTHY)
+        raise typer.Exit(Exit.FAILED)
     console.print("stopped")
+
+
+def _report(node: Node, output: Output) -> None:
+    """Say as JSON where it serves, for who started it."""
+    settings = node.settings
+    places = [("unix", str(settings.socket_directory))] if settings.unix else []
+    places += [("tcp", address) for address in node.addresses]
+    places += [("metrics", node.metrics_address)] if node.metrics_address else []
+    rows = [{"transport": transport, "address": address} for transport, address in places]
+    summary = {"pid": os.getpid(), "store": settings.store_url}
+    if output is Output.JSON:
+        document({"places": rows, **summary})
+    elif output is Output.JSONL:
+        records([*rows, {"summary": summary}], output)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
@@ -73,6 +73,17 @@ def leaves(values: Mapping[str, Any], key: Key = ()) -> Iterator[tuple[Key, Any]
                 yield from leaves(item, (*key, name, n))
         else:
             yield (*key, name), value
+
+
+def every_setting(table: type[BaseModel] = Settings, key: str = "") -> Iterator[tuple[str, Any, str]]:
+    """All settings that there are: the name, the default as a file writes it, or None, and what it is for."""
+    for name, field in table.model_fields.items():
+        inner, listed = table_of(field.annotation), "[]" if get_origin(field.annotation) is tuple else ""
+        named = ".NAME" if get_origin(field.annotation) is dict else listed
+        if inner is None:
+            yield f"{key}{name}", _default(table, name), field.description or ""
+        else:
+            yield from every_setting(inner, f"{key}{name}{named}.")
 
 
 def schema() -> dict[str, Any]:

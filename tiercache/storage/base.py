@@ -182,6 +182,10 @@ class StorageBackend(ABC):
     def from_config(cls, section: Mapping[str, Any], context: StoreContext) -> Self:
         """Open a store from its section of the configuration; raises ConfigError for a bad setting, StorageError if it cannot."""
 
+    @classmethod  # noqa: B027  a store of others may leave it to `from_config`
+    def check_config(cls, section: Mapping[str, Any], context: StoreContext) -> None:
+        """Raise ConfigError for a section that `from_config` would refuse for what it says. Opens and makes nothing."""
+
     @abstractmethod
     def exists(self, keys: Sequence[ObjectKey]) -> list[bool]:
         """Which of `keys` could be read now. A hint: a later get may still miss."""

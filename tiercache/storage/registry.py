@@ -23,11 +23,14 @@ GROUP: Final = "tiercache.storage_backends"
 
 def open_backend(spec: str | Mapping[str, Any], *, env: Env | None = None) -> StorageBackend:
     """Open the store that `spec` describes. Raises ConfigError for a bad spec, StorageError where the store cannot be opened."""
-    section = section_of(spec) if isinstance(spec, str) else dict(spec)
-    kind = section.pop("type", None)
-    if not isinstance(kind, str):
-        raise ConfigError(f"storage {spec!r} has no type; give it one of {', '.join(_known())}")
-    return _load(kind).from_config(section, StoreContext(env or Env()))
+    kind, section = _parts(spec)
+    return kind.from_config(section, StoreContext(env or Env()))
+
+
+def check_backend(spec: str | Mapping[str, Any], *, env: Env | None = None) -> None:
+    """Raise ConfigError for a spec that `open_backend` would refuse for what it says. Opens and makes nothing."""
+    kind, section = _parts(spec)
+    kind.check_config(section, StoreContext(env or Env()))
 
 
 def settings_of(kind: str, section: Mapping[str, Any], parsers: Mapping[str, Callable[[Any], Any]]) -> dict[str, Any]:
@@ -42,6 +45,14 @@ def settings_of(kind: str, section: Mapping[str, Any], parsers: Mapping[str, Cal
         except ConfigError as error:
             raise ConfigError(f"storage type {kind!r}, setting {name!r}: {error}") from error
     return values
+
+
+def _parts(spec: str | Mapping[str, Any]) -> tuple[type[StorageBackend], dict[str, Any]]:
+    section = section_of(spec) if isinstance(spec, str) else dict(spec)
+    kind = section.pop("type", None)
+    if not isinstance(kind, str):
+        raise ConfigError(f"storage {spec!r} has no type; give it one of {', '.join(_known())}")
+    return _load(kind), section
 
 
 def _known() -> list[str]:

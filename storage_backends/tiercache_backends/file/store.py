@@ -45,7 +45,7 @@ from tiercache_backends.file.movement import Mover
 from tiercache_backends.file.removal import Removal
 from tiercache_backends.file.runs import Movement, pieces_of
 from tiercache_backends.file.salvage import salvage
-from tiercache_backends.file.shares import CATALOG_SHARE, as_found, divide, slab_blocks_for
+from tiercache_backends.file.shares import CATALOG_SHARE, SMALLEST_CAPACITY, as_found, divide, slab_blocks_for
 from tiercache_backends.file.slabs import Slabs, blocks_named, blocks_there, goes_direct
 from tiercache_backends.file.snapshot import Snapshot
 from tiercache_backends.file.space import Extent
@@ -117,11 +117,22 @@ class FileBackend(StorageBackend):
 
     @classmethod
     def from_config(cls, section: Mapping[str, Any], context: StoreContext) -> Self:
-        values = local_settings(
+        return cls(**cls._settings(section, context), env=context.env)
+
+    @classmethod
+    def check_config(cls, section: Mapping[str, Any], context: StoreContext) -> None:
+        values = cls._settings(section, context)
+        capacity = values["capacity"]
+        looks(values.get("access", ""), capacity)
+        check_capacity(capacity, (capacity or 0) // CATALOG_SHARE, least=SMALLEST_CAPACITY)
+        StoreDirectory(context.env, values["path"], kind=KIND, version=VERSION, database="catalog", as_found=capacity is None).check_place()
+
+    @staticmethod
+    def _settings(section: Mapping[str, Any], context: StoreContext) -> dict[str, Any]:
+        return local_settings(
             "file", section, context, "file:///var/lib/tiercache?capacity=200GiB",
             io=one_of("auto", "buffered"), io_threads=between(1, _MOST_IO_THREADS, "threads"), policy=_policy,
         )  # fmt: skip
-        return cls(**values, env=context.env)
 
     def exists(self, keys: Sequence[ObjectKey]) -> list[bool]:
         with self._gate:

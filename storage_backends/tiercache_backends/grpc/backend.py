@@ -86,6 +86,10 @@ class GrpcBackend(StorageBackend):
     def from_config(cls, section: Mapping[str, Any], context: StoreContext) -> Self:
         return cls(read_settings(section))
 
+    @classmethod
+    def check_config(cls, section: Mapping[str, Any], context: StoreContext) -> None:
+        read_settings(section)
+
     def exists(self, keys: Sequence[ObjectKey]) -> list[bool]:
         with self._gate:
             return self._flags(keys, "Exists", pb.ExistsRequest)

@@ -31,18 +31,21 @@ from tiercache.storage.checksum import Seal
 from tiercache.storage.env import Env
 from tiercache.storage.gate import CallGate
 from tiercache_backends.lmdb import audit
+from tiercache_backends.lmdb.budget import SMALLEST_CAPACITY
 from tiercache_backends.lmdb.chores import Chores
 from tiercache_backends.lmdb.disk import Disk
 from tiercache_backends.lmdb.mirror import Mirror
 from tiercache_backends.lmdb.names import names_in
-from tiercache_backends.lmdb.opening import Opened, open_environment
+from tiercache_backends.lmdb.opening import KIND, VERSION, Opened, open_environment
 from tiercache_backends.lmdb.reading import Reader
 from tiercache_backends.lmdb.records import FACTS, Facts, Record, place_of
 from tiercache_backends.lmdb.tally import Tally
 from tiercache_backends.lmdb.writing import Writer
+from tiercache_backends.local.directory import StoreDirectory
 from tiercache_backends.local.failures import DamagedError
-from tiercache_backends.local.settings import local_settings, looks, refused
+from tiercache_backends.local.settings import check_capacity, local_settings, looks, refused
 
+_EXAMPLE: Final = "lmdb:///var/lib/tiercache-lmdb?capacity=8GiB"
 _SCAN_PAGE: Final = 1024
 
 
@@ -86,8 +89,15 @@ class LmdbBackend(StorageBackend):
 
     @classmethod
     def from_config(cls, section: Mapping[str, Any], context: StoreContext) -> Self:
-        values = local_settings("lmdb", section, context, "lmdb:///var/lib/tiercache-lmdb?capacity=8GiB")
-        return cls(**values, env=context.env)
+        return cls(**local_settings("lmdb", section, context, _EXAMPLE), env=context.env)
+
+    @classmethod
+    def check_config(cls, section: Mapping[str, Any], context: StoreContext) -> None:
+        values = local_settings("lmdb", section, context, _EXAMPLE)
+        capacity = values["capacity"]
+        looks(values.get("access", ""), capacity)
+        check_capacity(capacity, capacity or 0, least=SMALLEST_CAPACITY)
+        StoreDirectory(context.env, values["path"], kind=KIND, version=VERSION, database="", as_found=capacity is None).check_place()
 
     def exists(self, keys: Sequence[ObjectKey]) -> list[bool]:
         with self._gate:

@@ -23,7 +23,7 @@ from errno import EDQUOT, ENOENT, ENOSPC, ESTALE
 from itertools import count
 from typing import Any, Final
 
-from tiercache.errors import StorageError, StoreFormatError, StoreLockedError
+from tiercache.errors import ConfigError, StorageError, StoreFormatError, StoreLockedError
 from tiercache.storage.env import Env, let_go
 from tiercache.storage.vectors import read_all, write_all
 from tiercache_backends.local import check
@@ -88,6 +88,20 @@ class StoreDirectory:
         self._lock_fd: int | None = None
         self._opening_fd: int | None = None
 
+    def check_place(self) -> None:
+        """Raise ConfigError or StoreFormatError where the directory holds what `claim` or `settle` would refuse. Changes nothing."""
+        try:
+            names = self._env.listdir(self.path)
+            found = self._read("format") if "format" in names else {}
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise ConfigError(f"{self.path} cannot be looked into ({error.strerror or error}); name a directory of this user's") from error
+        if names and "LOCK" not in names and not self._as_found:
+            raise ConfigError(f"{self.path} is not empty and holds no tiercache store; give the store an empty directory of its own")
+        if isinstance(found.get("kind"), str):
+            self._check_format(found)
+
     def claim(self, *, shared: bool = False) -> None:
         """Make the directory where it is missing and become its owner, or one of its owners; raises StorageError or StoreLockedError."""
         self._shared = shared
@@ -128,13 +142,7 @@ class StoreDirectory:
         version = found.get("version")
         if not isinstance(version, int) or not isinstance(found.get("kind"), str):
             raise StoreFormatError(f"{self.at('format')} cannot be read; remove {self.path} to start with an empty store")
-        if found["kind"] != self._kind:
-            raise StoreFormatError(f"{self.path} holds a store of kind {found['kind']}, not {self._kind}; use another directory")
-        if version > self._version:
-            raise StoreFormatError(
-                f"{self.path} has format {version} and this tiercache knows formats up to {self._version};"
-                " upgrade tiercache, or use another directory"
-            )
+        self._check_format(found)
         if version < self._version:
             if self._as_found:
                 raise StoreFormatError(
@@ -441,6 +449,16 @@ class StoreDirectory:
         except FileNotFoundError:
             return False
         return True
+
+    def _check_format(self, found: Mapping[str, Any]) -> None:
+        if found["kind"] != self._kind:
+            raise StoreFormatError(f"{self.path} holds a store of kind {found['kind']}, not {self._kind}; use another directory")
+        version = found.get("version")
+        if isinstance(version, int) and version > self._version:
+            raise StoreFormatError(
+                f"{self.path} has format {version} and this tiercache knows formats up to {self._version};"
+                " upgrade tiercache, or use another directory"
+            )
 
     def _read(self, name: str) -> dict[str, Any]:
         """A small JSON file; empty where it is missing or malformed."""

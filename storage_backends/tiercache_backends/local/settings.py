@@ -41,10 +41,12 @@ def capacity_of(value: Any) -> int | None:
     return None if value == "kept" else parse_size(value)
 
 
-def check_capacity(capacity: int | None, mapped: int) -> None:
-    """Raise ConfigError for a capacity of which `mapped` bytes are more than this machine can address."""
+def check_capacity(capacity: int | None, mapped: int, least: int = 0) -> None:
+    """Raise ConfigError for a capacity below `least`, or of which `mapped` bytes are more than this machine can address."""
     if capacity is None:
         return
+    if capacity < least:
+        raise ConfigError(f"a store cannot work in a capacity of {capacity} bytes; set capacity to {least} or more")
     try:
         if capacity <= LARGEST_CAPACITY:
             mmap(-1, max(1, mapped), flags=MAP_PRIVATE, prot=0).close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -137,14 +138,13 @@ class _SizeBench:
 def _daemon(directory: Path, sockets: str, capacity: int, stack: ExitStack) -> str:
     """Start a daemon; its TCP address."""
     command = children.command("tiercache.cli", "serve", "--directory", str(directory), "--disk-bytes", str(capacity))
-    process = _process([*command, "--listen", "127.0.0.1:0"], stack, TIERCACHE_SOCKETS=sockets)
+    process = _process([*command, "--listen", "127.0.0.1:0", "-o", "jsonl"], stack, TIERCACHE_SOCKETS=sockets)
+    assert process.stdout is not None
     assert process.stderr is not None
-    said = []
-    for line in process.stderr:
-        said.append(line.strip())
-        if line.startswith("on 127.0.0.1:"):
-            return line.split()[1]
-    raise StorageError(f"the daemon did not start: {' '.join(said[-1:])}")
+    for row in map(json.loads, process.stdout):
+        if row.get("transport") == "tcp":
+            return str(row["address"])
+    raise StorageError(f"the daemon did not start: {' '.join(process.stderr.read().splitlines()[-1:])}")
 
 
 def _bare(stack: ExitStack) -> int:

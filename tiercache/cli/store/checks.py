@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from tiercache.cli.output import count_text, size_text
+from tiercache.config.machine import memory, read
 
 if TYPE_CHECKING:
     from tiercache.transfer.cuda import Calibration
@@ -78,14 +79,6 @@ def machine_checks() -> Iterator[Check]:
     yield _clock()
     yield from _gpu()
     yield from _engines()
-
-
-def read(path: str) -> str:
-    """A small file of the kernel's, or nothing."""
-    try:
-        return Path(path).read_text(errors="replace").strip()
-    except OSError:
-        return ""
 
 
 def installed(package: str) -> str:
@@ -162,36 +155,22 @@ def _files() -> Check:
 
 
 def _memory() -> Check:
-    figures = dict(row.split(":", 1) for row in read("/proc/meminfo").splitlines() if ":" in row)
-    free = _kib(figures.get("MemAvailable", ""))
-    found = f"{size_text(free)} available of {size_text(_kib(figures.get('MemTotal', '')))}"
+    there = memory()
+    free = there.available
+    found = f"{size_text(free)} available of {size_text(there.total)}"
     return judged(
         "memory", found, Level.OK if free >= _MEMORY_ENOUGH else Level.WARN, "the host arena is pinned at its full size: free some"
     )
 
 
 def _cgroup() -> Check:
-    limit, where = _cgroup_limit()
+    there = memory()
+    limit, where = there.limit, there.limited_by
     if limit is None:
         return Check("cgroup memory", Level.OK, "no limit")
     level = Level.OK if limit >= _MEMORY_ENOUGH else Level.WARN
     fix = "raise the container's memory: the host arena and the page cache that it fills count towards it"
     return judged("cgroup memory", f"{size_text(limit)} ({where})", level, fix)
-
-
-def _cgroup_limit() -> tuple[int | None, str]:
-    """The tightest limit on the way up from this process's own group."""
-    own = next((row[3:] for row in read("/proc/self/cgroup").splitlines() if row.startswith("0::")), "/")
-    group = Path("/sys/fs/cgroup", own.lstrip("/"))
-    limits: list[tuple[int, str]] = []
-    for place in (group, *group.parents):
-        text = read(str(place / "memory.max"))
-        if text.isdigit():
-            limits.append((int(text), str(place)))
-    old = read("/sys/fs/cgroup/memory/memory.limit_in_bytes")
-    if old.isdigit() and int(old) < 1 << 60:
-        limits.append((int(old), "version 1"))
-    return min(limits) if limits else (None, "")
 
 
 def _huge_pages() -> Check:
@@ -289,11 +268,6 @@ def _engines() -> Iterator[Check]:
     there = {name: installed(name) for name in _ENGINES}
     text = ", ".join(f"{name} {found}" for name, found in there.items() if found)
     yield Check("engines", Level.OK, text or "none installed; a daemon needs none")
-
-
-def _kib(text: str) -> int:
-    digits = text.split()[0] if text.split() else "0"
-    return int(digits) * 1024 if digits.isdigit() else 0
 
 
 def _limit(value: int) -> str:

@@ -11,7 +11,8 @@ from tempfile import mkstemp
 from typing import Final
 
 from tiercache.cli.output import size_text
-from tiercache.cli.store.checks import Check, Level, judged, kernel_version, read
+from tiercache.cli.store.checks import Check, Level, judged, kernel_version
+from tiercache.config.machine import read
 from tiercache.core import BLOCK_ALIGN
 from tiercache.storage.pagecache import cached_bytes
 

@@ -88,7 +88,7 @@ def _open(target: Target, more: Mapping[str, str]) -> StorageBackend:
             raise
         pid = _owner_of(target.directory)
         above = os.path.dirname(target.directory.rstrip("/"))
-        if _listener(os.path.join(above, "run"))[0]:
+        if listener(os.path.join(above, "run"))[0]:
             raise StoreLockedError(
                 f"{target.name} is in use by the daemon of process {pid}; give --store {clean(above)} to ask that"
             ) from error
@@ -136,7 +136,7 @@ def _of_directory(text: str, mac_key: str) -> Target:
     if not os.access(path, os.R_OK | os.X_OK):
         raise StorageError(f"{clean(path)} belongs to another user; run this as that user, or as root")
     run = os.path.join(path, "run")
-    alive, owner = _listener(run)
+    alive, owner = listener(run)
     if alive:
         if mac_key:
             raise ConfigError(f"{clean(path)} is served by a daemon, which has the key itself; leave --mac-key away")
@@ -166,7 +166,7 @@ def _kind(directory: str) -> str:
     return str(name)
 
 
-def _listener(run: str) -> tuple[bool, int | None]:
+def listener(run: str) -> tuple[bool, int | None]:
     """Does a daemon listen on the sockets in this directory, and which process is it?"""
     try:
         fd = os.open(run, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)

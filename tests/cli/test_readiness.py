@@ -1,0 +1,176 @@
+"""What cannot be served: `config check` and `serve` say it in the same words, with the same exit code, and write nothing."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.cli.test_serve import serving
+from tests.cli.test_store_samples import call
+from tiercache.cli.readiness import check
+from tiercache.config.machine import memory, place_of
+from tiercache.config.settings import load
+from tiercache.errors import ConfigError, StorageError
+from tiercache.storage import open_backend
+from tiercache.testing.objects import key, payload, to_set
+
+DISK = 'disk_bytes = "16MiB"\n'
+
+
+def tree(directory: Path) -> list[str]:
+    return sorted(str(path.relative_to(directory)) for path in directory.rglob("*"))
+
+
+def both(file: Path, code: int) -> str:
+    """The sentence that both say; the directory is as it was."""
+    before = tree(file.parent)
+    checked = call("config", "check", file, ok=code)
+    assert checked.out == ""
+    assert checked.err.count("\n") == 1
+    sentence = checked.err.removeprefix("tiercache: ").removeprefix(f"{file}: ")
+    served = subprocess.run(
+        [sys.executable, "-m", "tiercache.cli", "serve", "--config", str(file)], capture_output=True, text=True, timeout=600
+    )
+    assert (served.returncode, served.stdout) == (code, "")
+    assert served.stderr.removeprefix("tiercache: ").removeprefix(f"{file}: ") == sentence
+    assert tree(file.parent) == before
+    return sentence
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (
+            'storage = "file://{}/s?capacity=64MiB&colour=red"',
+            "storage: type 'file' has no setting 'colour'; it has access, capacity",
+        ),
+        ('storage = "file://{}/s"', "storage: type 'file' needs 'capacity'"),
+        ('storage = "lmdb://{}/s?capacity=64MiB&policy=lru"', "storage: type 'lmdb' has no setting 'policy'"),
+        ('storage = "file://{}/s?capacity=64MiB&policy=best"', "there is no eviction policy 'best'"),
+        ('storage = "file://{}/s?capacity=1KiB"', "a store cannot work in a capacity of 1024 bytes"),
+        ('storage = "file://{}/s?capacity=64MiB&access=read"', "access=read changes nothing"),
+        ('storage = "file://{}/s?capacity=64MiB&mac_key={}/none"', "none"),
+        ('storage = "memory://?size=1GiB"', "type 'memory' has no setting 'size'"),
+        ('storage = "memory://?capacity=900TiB"', "cannot be had: the memory of this machine"),
+        ('storage = "grpc://?timeout=2s"', "needs an address or a directory of sockets"),
+        ('storage = "grpc://localhost:1?patience=2s"', "has no setting 'patience'"),
+        ('storage = "lmbd://{}/s"', "storage: type 'lmbd' is unknown"),
+        ('directory = "{}/file/x"\n' + DISK, "file is none; name another path"),
+        ('directory = "{}/file"\n' + DISK, "file is none; name another path"),
+        ('directory = "{}/d"\nsockets = "{}/file/run"\n' + DISK, "sockets: "),
+        ('directory = "{}/taken"\n' + DISK, "taken/store is not empty and holds no tiercache store"),
+        ('directory = "{}/d"\ndisk_bytes = "900PiB"', "disk_bytes 900PiB cannot be had: the disk of "),
+        ('directory = "{}/d"\ndisk_bytes = "200TiB"', "disk_bytes 200TiB cannot be had: the disk of "),
+        ('storage = "lmdb://{}/s?capacity=200TiB"', "storage: capacity 200TiB cannot be had: the disk of "),
+        ('directory = "{}/d"\nhost_bytes = "800TiB"\n' + DISK, "host_bytes 800TiB cannot be had: "),
+        (
+            'directory = "{}/d"\nlisten = ["localhost:0"]\n[tls]\ncertificate = "{}/file"\nkey = "{}/secret"',
+            "are not a certificate and its key",
+        ),
+    ],
+)
+def test_what_a_setting_says_is_exit_code_2(tmp_path: Path, text: str, sentence: str) -> None:
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "secret").write_text("x")
+    (tmp_path / "secret").chmod(0o600)
+    (tmp_path / "taken/store").mkdir(parents=True)
+    (tmp_path / "taken/store/photo.jpg").write_text("x")
+    file = tmp_path / "node.toml"
+    file.write_text(text.replace("{}", str(tmp_path)))
+    assert sentence in both(file, 2)
+
+
+@pytest.mark.parametrize("where", ["listen", "metrics"])
+def test_a_port_in_use_is_exit_code_1(tmp_path: Path, where: str) -> None:
+    file = tmp_path / "node.toml"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        lines = {"listen": f'listen = ["{address}"]', "metrics": f'[metrics]\nlisten = "{address}"'}
+        file.write_text(f'directory = "{tmp_path}/d"\n{DISK}{lines[where]}\n')
+        assert f"{address} cannot be served (Address already in use)" in both(file, 1)
+        assert call("config", "check", "--no-ports", file).out.startswith(f"{file}: fine")
+    assert call("config", "check", file).out.startswith(f"{file}: fine")
+
+
+def test_addresses_that_are_in_each_other_s_way(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = found.getsockname()[1]
+    with pytest.raises(StorageError, match="Address already in use"):
+        check(load(None, {"directory": f"{tmp_path}/d", "disk_bytes": "16MiB", "listen": [f"127.0.0.1:{port}", f"localhost:{port}"]}))
+
+
+def test_an_address_of_another_machine(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="is the port in use, or not of this machine"):
+        check(load(None, {"directory": f"{tmp_path}/d", "disk_bytes": "16MiB", "listen": ["192.0.2.1:7070"], "insecure_bind": True}))
+    with pytest.raises(StorageError, match=r"nobody knows nowhere\.invalid"):
+        check(load(None, {"directory": f"{tmp_path}/d", "disk_bytes": "16MiB", "listen": ["nowhere.invalid:7070"], "insecure_bind": True}))
+
+
+def test_what_a_daemon_serves_already(tmp_path: Path) -> None:
+    with serving(tmp_path / "d") as process:
+        file = tmp_path / "node.toml"
+        file.write_text(f'directory = "{tmp_path}/d"\n{DISK}')
+        said = call("config", "check", file, ok=1).error
+        assert f"another daemon serves {tmp_path}/d/run (process {process.pid})" in said
+        assert call("config", "check", "--no-ports", file).out.startswith(f"{file}: fine")
+
+
+def test_a_store_of_another_kind(tmp_path: Path) -> None:
+    open_backend(f"file://{tmp_path}/s?capacity=16MiB").close()
+    with pytest.raises(StorageError, match=r"holds a store of kind tiercache\.file, not tiercache\.lmdb"):
+        check(load(None, {"storage": f"lmdb://{tmp_path}/s?capacity=16MiB", "directory": f"{tmp_path}/d"}))
+
+
+def test_a_directory_of_others(tmp_path: Path) -> None:
+    settings = load(None, {"directory": f"{tmp_path}/closed/d", "disk_bytes": "16MiB"})
+    (tmp_path / "closed").mkdir(mode=0o500)
+    me = os.geteuid()
+    try:
+        if me == 0:
+            os.seteuid(65534)  # root may write everywhere
+        with pytest.raises(ConfigError, match=r"directory: .* cannot be made in .* by this user"):
+            check(settings)
+    finally:
+        os.seteuid(me)
+
+
+def test_more_than_is_free_is_a_warning(tmp_path: Path) -> None:
+    size, free = place_of(tmp_path).disk_bytes()
+    said = check(load(None, {"directory": f"{tmp_path}/d", "disk_bytes": (size + free) // 2}))
+    assert [line for line in said if "disk_bytes is" in line]
+    assert memory().available < memory().most
+
+
+@pytest.mark.parametrize("kind", ["file", "lmdb"])
+@pytest.mark.parametrize("first", ["900PiB", "200TiB", "90TiB"])
+def test_a_directory_opens_after_somebody_wanted_too_much(tmp_path: Path, kind: str, first: str) -> None:
+    url = f"{kind}://{tmp_path}/s?capacity="
+    try:
+        open_backend(url + first).close()
+    except ConfigError:
+        assert not (tmp_path / "s").exists()
+    if kind == "lmdb" and (tmp_path / "s").exists():
+        assert first == "90TiB"
+    with open_backend(url + "64MiB") as store:
+        outcomes = store.set([to_set(key(f"p{n}"), payload(f"p{n}", 4096)) for n in range(20)])
+        assert {str(outcome) for outcome in outcomes} == {"stored"}
+        assert store.usage().capacity_bytes == 64 << 20
+    with open_backend(url + "64MiB") as store:
+        assert all(store.exists([key(f"p{n}") for n in range(20)]))
+
+
+def test_nothing_is_held_after_a_check(tmp_path: Path) -> None:
+    threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    settings = load(
+        None, {"directory": f"{tmp_path}/d", "disk_bytes": "16MiB", "listen": ["127.0.0.1:0"], "metrics": {"listen": "127.0.0.1:0"}}
+    )
+    for _ in range(3):
+        check(settings)
+    assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == (threads, descriptors)
+    assert tree(tmp_path) == []

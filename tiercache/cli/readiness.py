@@ -1,0 +1,164 @@
+"""Whether a configuration can be served on this machine now: all that `serve` needs to be true before it opens the store.
+
+`config check` says what is found here, and `serve` goes no further than this where something is: nothing was written then.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from collections.abc import Iterator
+from contextlib import ExitStack
+from errno import EADDRINUSE
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from tiercache.cli.output import clean
+from tiercache.cli.store.target import listener
+from tiercache.config.files import check_certificates, check_files
+from tiercache.config.machine import memory, place_of
+from tiercache.config.quantities import parse_size, size_text
+from tiercache.config.rules import SOCKETS, warnings
+from tiercache.config.urls import section_of
+from tiercache.errors import ConfigError, StorageError
+from tiercache.storage.registry import check_backend
+
+if TYPE_CHECKING:
+    from tiercache.config.addresses import Address
+    from tiercache.config.models import Settings
+
+_LOCAL: Final = ("file", "lmdb")
+_BACKLOG: Final = 1
+
+
+def check(settings: Settings, *, files: bool = True, ports: bool = True) -> list[str]:
+    """What works but may not be meant; raises ConfigError for what a setting says, StorageError for what this machine has.
+
+    `files`: look at secrets and certificates; `ports`: try addresses and sockets, which a daemon that runs already has. Leaves nothing.
+    """
+    if files:
+        check_files(settings)
+        check_certificates(settings)
+    disk = [*_store(settings)]
+    if settings.unix:
+        _sockets(settings.socket_directory)
+    try:
+        check_backend(settings.store_url)
+    except (ConfigError, StorageError) as error:
+        raise type(error)(f"{'storage' if settings.storage else 'directory'}: {str(error).removeprefix('storage ')}") from error
+    said = [*warnings(settings), *_memory(settings), *disk]
+    if ports:
+        _ports(settings)
+    return said
+
+
+def require_memory(*wanted: tuple[str, int]) -> Iterator[str]:
+    """Raise ConfigError for names and bytes that this machine cannot have together; a warning where it has not at the moment."""
+    found, total = memory(), sum(nbytes for _, nbytes in wanted)
+    if found.most and total > found.most:
+        names = " and ".join(f"{name} {size_text(nbytes)}" for name, nbytes in wanted)
+        whose = "the limit of this container" if found.limit is not None and found.limit < found.total else "the memory of this machine"
+        raise ConfigError(f"{names} cannot be had: {whose} is {_about(found.most)}; give less")
+    if found.available and total > found.available:
+        yield f"{_about(total)} of memory are more than the {_about(found.available)} that are free on this machine now"
+
+
+def require_disk(path: Path, name: str, capacity: int) -> Iterator[str]:
+    """Raise ConfigError for a capacity that the disk of a store can never have; a warning where it is not free at the moment."""
+    place = place_of(path)
+    size, free = place.disk_bytes()
+    disk = f"the disk of {clean(str(place.there))} has"
+    if size and capacity > size:
+        raise ConfigError(f"{name} {size_text(capacity)} cannot be had: {disk} {_about(size)}; give less, or another disk")
+    held = sum(file.stat().st_blocks * 512 for file in path.rglob("*") if file.is_file()) if path.is_dir() else 0
+    if size and capacity > free + held:
+        yield f"{name} is {size_text(capacity)}, and {disk} only {_about(free + held)} for it now"
+
+
+def _memory(settings: Settings) -> Iterator[str]:
+    section = section_of(settings.store_url)
+    stored = [("storage: capacity", parse_size(section["capacity"]))] if section["type"] == "memory" and "capacity" in section else []
+    return require_memory(("host_bytes", settings.host_bytes), *stored)
+
+
+def _store(settings: Settings) -> Iterator[str]:
+    """The place of a local store: can there be a directory, and can it ever be as large as it may be?"""
+    section = section_of(settings.store_url)
+    if section["type"] not in _LOCAL or "path" not in section:
+        return
+    path, of_url = Path(section["path"]), bool(settings.storage)
+    _writable(path, "storage" if of_url else "directory")
+    try:
+        capacity = parse_size(section["capacity"])
+    except (KeyError, ConfigError):
+        return  # "kept"; or the store itself says what is wrong
+    yield from require_disk(path, "storage: capacity" if of_url else "disk_bytes", capacity)
+
+
+def _sockets(directory: Path) -> None:
+    """The directory of the unix sockets: of this user's, or to be made, with nothing else under the names of the sockets."""
+    _writable(directory, "sockets")
+    if os.path.lexists(directory) and (os.path.islink(directory) or directory.stat().st_uid != os.getuid()):
+        raise ConfigError(f"sockets: {clean(str(directory))} is not a directory of this user's; remove it, or name another one")
+    for name in SOCKETS:
+        path = directory / name
+        if os.path.lexists(path) and not stat.S_ISSOCK(os.lstat(path).st_mode):
+            raise ConfigError(f"sockets: {clean(str(path))} is no socket; remove it, or name another directory")
+
+
+def _writable(path: Path, setting: str) -> None:
+    place = place_of(path)
+    there, shown = clean(str(place.there)), clean(str(path))
+    if not place.is_directory:
+        raise ConfigError(f"{setting}: {shown} cannot be a directory, because {there} is none; name another path, or move that away")
+    if not place.can_be_written:
+        what = "cannot be written" if place.there == place.path else f"cannot be made in {there}"
+        raise ConfigError(f"{setting}: {shown} {what} by this user; run this as the daemon's user, or give that user the directory")
+
+
+def _ports(settings: Settings) -> None:
+    """Take every address at once, and give them back; see that no daemon answers on the sockets."""
+    if settings.unix:
+        alive, pid = listener(str(settings.socket_directory))
+        if alive:
+            who = f" (process {pid})" if pid else ""
+            raise StorageError(
+                f"sockets: another daemon serves {clean(str(settings.socket_directory))}{who};"
+                " stop it, or give this one a directory of its own"
+            )
+    with ExitStack() as taken:
+        for address in settings.addresses:
+            _bind(address, "", taken)
+        if settings.metrics.address is not None:
+            _bind(settings.metrics.address, "metrics.listen: ", taken)
+
+
+def _bind(address: Address, setting: str, taken: ExitStack) -> None:
+    error: OSError | None = None
+    bound = False
+    try:
+        places = {(family, where) for family, _, _, _, where in socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)}
+    except (OSError, UnicodeError) as unknown:
+        raise StorageError(
+            f"{setting}{address} cannot be served: nobody knows {address.host}; give an address of this machine"
+        ) from unknown
+    for family, where in sorted(places):
+        try:
+            taken.enter_context(socket.create_server(where[:2], family=family, backlog=_BACKLOG))
+            bound = True
+        except OSError as refused:
+            error = refused if error is None or refused.errno == EADDRINUSE else error
+    if error is not None and (not bound or error.errno == EADDRINUSE):
+        raise StorageError(
+            f"{setting}{address} cannot be served ({os.strerror(error.errno or 0)}); is the port in use, or not of this machine?"
+        ) from error
+
+
+def _about(nbytes: int) -> str:
+    """A size that somebody counted, to the nearest tenth of the largest unit."""
+    value, unit = float(nbytes), "bytes"
+    for larger in ("KiB", "MiB", "GiB", "TiB", "PiB"):
+        if value >= 1024:
+            value, unit = value / 1024, larger
+    return f"{value:.1f} {unit}"
