@@ -130,6 +130,13 @@ def test_the_daemon_s_store_lies_in_its_directory(tmp_path, name):
     assert section_of(settings.store_url)["path"] == str(tmp_path / name / "store")
 
 
+def test_a_comma_is_nothing_that_grpc_can_find(tmp_path):
+    for refuse in (lambda: load(None, {"directory": str(tmp_path / "a,b")}), lambda: open_backend(storage_url("grpc", tmp_path / "a,b"))):
+        with pytest.raises(ConfigError, match="has a comma"):
+            refuse()
+    assert load(None, {"directory": str(tmp_path / "a,b"), "sockets": str(tmp_path / "run")}).socket_directory == tmp_path / "run"
+
+
 @pytest.mark.parametrize("name", AWKWARD)
 def test_grpc_serves_and_finds_a_unix_socket_of_any_name(tmp_path, name):
     path = tmp_path / name

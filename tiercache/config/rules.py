@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Final
 
 from tiercache.config.quantities import size_text
+from tiercache.config.urls import unix_target
 from tiercache.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -147,6 +148,8 @@ def _exposure(settings: Settings) -> None:
 
 
 def _sockets(settings: Settings) -> None:
+    if settings.unix:
+        unix_target(settings.socket_directory)
     longest = max(len(os.fsencode(settings.socket_directory / name)) for name in SOCKETS)
     if settings.unix and longest > _SOCKET_PATH:
         raise ConfigError(

@@ -53,7 +53,9 @@ def section_of(url: str) -> dict[str, Any]:
 
 
 def unix_target(path: str | os.PathLike[str]) -> str:
-    """What gRPC calls the unix socket at `path`: it reads a URL there."""
+    """What gRPC calls the unix socket at `path`: it reads a URL there. Raises ConfigError for a comma, at which it parts addresses."""
+    if "," in os.fspath(path):
+        raise ConfigError(f"{shown(os.fspath(path))} has a comma, with which no client finds a unix socket; name another directory")
     return f"unix:{_escaped(os.fspath(path))}"
 
 

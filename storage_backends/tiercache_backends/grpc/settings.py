@@ -120,6 +120,7 @@ def _check_tls(values: Mapping[str, Any], chosen: list[str], address: str) -> No
 def _check_directory(settings: Settings) -> None:
     if settings.token_file:
         raise ConfigError(f"{settings}: a token is for TCP; on the unix sockets the daemon knows this process's user")
+    unix_target(settings.directory)
     longest = f"{settings.directory}/{ATTACH_SOCKET}"
     if len(longest.encode()) > _SOCKET_PATH:
         raise ConfigError(f"{longest} is longer than the {_SOCKET_PATH} bytes of a socket's path; use a shorter directory")

@@ -1,0 +1,175 @@
+"""Every verb with its defaults and in each format, in a relative directory whose name is hard on URLs, shells and terminals."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.stand_in import Engine, serve
+from tests.cli.test_store_samples import call, make_store, store_sequence
+from tests.cli.test_streams import GUARD
+from tiercache.cli.exits import Exit
+from tiercache.cli.verbs import VERBS
+from tiercache.config.urls import storage_url
+from tiercache.storage import open_backend
+
+NAME = "é #1 50%?"
+COMMAND = [sys.executable, "-m", "tiercache.cli"]
+FORMATS = ("table", "json", "jsonl")
+LOOKS = (
+    ["status"], ["ls"], ["ls", "--namespaces"], ["verify"], ["flush", "--all", "--dry-run"], ["inspect", "--namespace", "NAMESPACE"],
+    ["inspect", "KEY"], ["inspect", "--tokens", "prompt.json"],
+)  # fmt: skip
+"""What can be asked of a stopped store and of a daemon alike."""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current directory, with a `file` and an `lmdb` store, a configuration and a prompt."""
+    where = tmp_path / NAME
+    where.mkdir()
+    monkeypatch.chdir(where)
+    for name in [name for name in os.environ if name.startswith("TIERCACHE_")]:
+        monkeypatch.delenv(name)
+    for kind in ("file", "lmdb"):
+        make_store(kind, where / f"{kind} store")
+    Path("prompt.json").write_text(json.dumps(list(range(40))))
+    Path("node.toml").write_text(f'directory = "{where}/node"\ndisk_bytes = "16MiB"\n')
+    return where
+
+
+def read(out: str, output: str) -> list[Any]:
+    """What was printed, in the form that was asked for: one document, or lines."""
+    if output == "table":
+        assert out.strip()
+        return []
+    if output == "json":
+        return [json.loads(out)]
+    return [json.loads(row) for row in out.splitlines()]
+
+
+def run(*arguments: str, ok: int = 0) -> str:
+    done = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=GUARD)
+    assert done.returncode == ok, (arguments, done.stdout, done.stderr)
+    assert "Traceback" not in done.stderr
+    return done.stdout
+
+
+def looks_at(store: str) -> Iterator[list[str]]:
+    """The verbs, with a key and a namespace that the store has."""
+    page = json.loads(call("ls", "-s", store, "-o", "json").out)[0]
+    for verb in LOOKS:
+        yield [{"KEY": page["page_key"], "NAMESPACE": page["namespace"]}.get(word, word) for word in verb]
+
+
+@pytest.mark.parametrize("kind", ["file", "lmdb"])
+@pytest.mark.parametrize("output", FORMATS)
+def test_a_stopped_store(here: Path, kind: str, output: str) -> None:
+    name = f"{kind} store"
+    for store in (name, storage_url(kind, name)):
+        for verb in looks_at(store):
+            found = call(*verb, "-s", store, "-o", output).out
+            assert all(isinstance(row, dict | list) for row in read(found, output))
+            assert read(found, output) or output == "table"
+    read(call("flush", "--all", "--yes", "-s", name, "-o", output).out, output)
+    assert json.loads(call("ls", "-s", name, "-o", "json").out) == []
+    assert sorted(os.listdir(here)) == ["file store", "lmdb store", "node.toml", "prompt.json"]
+
+
+@contextmanager
+def daemon(*arguments: str) -> Iterator[dict[str, Any]]:
+    """A daemon of this directory; what it says of itself."""
+    with subprocess.Popen(
+        [*COMMAND, "serve", "--disk-bytes", "16MiB", "-o", "jsonl", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            places: dict[str, Any] = {}
+            for row in map(json.loads, process.stdout):
+                if "summary" in row:
+                    yield places | row["summary"]
+                    break
+                places[row["transport"]] = row["address"]
+        finally:
+            process.terminate()
+            assert process.wait(GUARD) == 0
+
+
+def test_a_daemon(here: Path) -> None:
+    with daemon("-d", "node", "--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0") as said:
+        assert (said["unix"], said["store"]) == (f"{here}/node/run", storage_url("file", "node/store", capacity=16 << 20))
+        assert (here / "node/store/format").is_file()
+        with open_backend(storage_url("grpc", "node/run")) as store:
+            store_sequence(store, list(range(40)))
+        for target in ("node", storage_url("grpc", "node/run"), storage_url("grpc", address=said["tcp"])):
+            for output in FORMATS if target == "node" else ("json",):
+                for verb in (*looks_at(target), ["ping"]):
+                    read(call(*verb, "-s", target, "-o", output).out, output)
+        assert f"grpc://{said['tcp']}" in call("status", "-s", storage_url("grpc", address=said["tcp"])).out
+    assert json.loads(call("ls", "-s", "node", "-o", "json").out)
+
+
+@pytest.mark.parametrize("output", FORMATS)
+def test_no_store(here: Path, output: str) -> None:
+    assert call("doctor", "-o", output, ok=None).code in (Exit.DONE, Exit.NO)
+    for verb in (["replay", "--list"], ["config", "check", "node.toml"], ["config", "show", "node.toml"], ["config", "schema"]):
+        read(call(*verb, "-o", output).out, output)
+    read(call("replay", "agent?sessions=3&live=2", "--limit", "12", "--policy", "lru", "-o", output).out, output)
+    assert sorted(os.listdir(here)) == ["file store", "lmdb store", "node.toml", "prompt.json"]
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    yield from serve(Engine("sglang"))
+
+
+@pytest.mark.parametrize("output", FORMATS)
+def test_prove(here: Path, engine: Engine, output: str) -> None:
+    arguments = ("prove", engine.url, "--settle", 0, "--tokens", 400, "-o", output)
+    assert len(read(call(*arguments).out, output)) == {"table": 0, "json": 1, "jsonl": 2}[output]
+    read(call(*arguments, "--save", "proof #1.json").out, output)
+    read(call(*arguments, "--after", "proof #1.json", ok=None).out, output)
+
+
+@pytest.mark.parametrize("output", FORMATS)
+@pytest.mark.parametrize("bench", ["disk", "rpc"])
+def test_benches(here: Path, bench: str, output: str) -> None:
+    small = {"disk": ["--bytes", "1MiB", "--case", "get-warm,exists"], "rpc": ["--batch", "1MiB"]}[bench]
+    rows = read(run("bench", bench, "--size", "64KiB", "--repeat", "1", *small, "-o", output), output)
+    assert all("name" in row for row in (rows[0] if output == "json" else rows))
+    assert sorted(os.listdir(here)) == ["file store", "lmdb store", "node.toml", "prompt.json"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("output", FORMATS)
+def test_the_demo(here: Path, output: str) -> None:
+    quick = ("--turns", "1", "--conversations", "3", "--context", "256")
+    rows = read(run("demo", "-d", "demo", *quick, "-o", output, "--json", "report #1.json"), output)
+    report = json.loads(Path("report #1.json").read_text())
+    assert report["summary"]["wrong_outputs"] == 0
+    assert rows in ([], [report], [*report["rows"], {"summary": report["summary"]}])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("verb", [["demo"], ["replay", "agent"], ["bench", "disk"], ["bench", "rpc"]])
+def test_all_defaults(here: Path, verb: list[str]) -> None:
+    done = subprocess.run([*COMMAND, *verb], capture_output=True, text=True, timeout=2900)
+    assert done.returncode == 0, (done.stdout, done.stderr)
+    assert sorted(os.listdir(here)) == ["file store", "lmdb store", "node.toml", "prompt.json"]
+
+
+def test_no_verb_is_forgotten() -> None:
+    source = Path(__file__).read_text()
+    assert [name for name in VERBS if f'"{name}"' not in source] == []
