@@ -154,7 +154,7 @@ def test_the_demonstration(cuda: torch.device, tmp_path: Path) -> None:
         "--json",
         report,
     ]
-    done = subprocess.run([*TIERCACHE, "demo", *map(str, arguments)], capture_output=True, text=True, timeout=220)
+    done = subprocess.run([*TIERCACHE, "demo", *map(str, arguments)], capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "PASSED" in done.stdout
     assert describe(cuda) in done.stdout

@@ -23,7 +23,7 @@ from tiercache import errors
 from tiercache.cli import children
 from tiercache.cli.exits import Exit, UnreachableError
 from tiercache.cli.output import Output, OutputOption, document, line, records
-from tiercache.cli.readiness import require_disk, require_memory
+from tiercache.cli.readiness import require_disk, require_memory, require_place
 from tiercache.config import parse_size
 from tiercache.errors import ConfigError, StorageError, TierCacheError
 from tiercache.storage.registry import open_backend
@@ -122,8 +122,8 @@ def demo(
     _require_device(device)
     if model and not Path(model).is_dir():
         raise ConfigError(f"--model {model} is not a directory; pass one that `save_pretrained` or a download made")
-    if json_file is not None and not json_file.parent.is_dir():
-        raise ConfigError(f"--json {json_file}: its directory does not exist; create it first")
+    if json_file is not None and (json_file.is_dir() or not json_file.parent.is_dir()):
+        raise ConfigError(f"--json {json_file} is a directory, or its directory does not exist; name a file in a directory that is there")
     if storage:
         _require_answer(storage)
     sizes = {"device_bytes": _size(device_bytes), "host_bytes": _size(host_bytes), "disk_bytes": parse_size(disk_bytes)}
@@ -176,8 +176,7 @@ def _size(text: str) -> int:
 @contextmanager
 def _directory(given: Path | None) -> Iterator[Path]:
     if given is not None:
-        if given.exists() and not given.is_dir():
-            raise ConfigError(f"--directory {given} is a file; name a directory, which is made if it is not there")
+        require_place(given, "--directory")
         given.mkdir(mode=0o700, parents=True, exist_ok=True)
         yield given
         return

@@ -55,6 +55,7 @@ def check(settings: Settings, *, files: bool = True, ports: bool = True) -> list
 
 def require_memory(*wanted: tuple[str, int]) -> Iterator[str]:
     """Raise ConfigError for names and bytes that this machine cannot have together; a warning where it has not at the moment."""
+    wanted = tuple((name, nbytes) for name, nbytes in wanted if nbytes)
     found, total = memory(), sum(nbytes for _, nbytes in wanted)
     if found.most and total > found.most:
         names = " and ".join(f"{name} {size_text(nbytes)}" for name, nbytes in wanted)
@@ -88,7 +89,7 @@ def _store(settings: Settings) -> Iterator[str]:
     if section["type"] not in _LOCAL or "path" not in section:
         return
     path, of_url = Path(section["path"]), bool(settings.storage)
-    _writable(path, "storage" if of_url else "directory")
+    require_place(path, "storage" if of_url else "directory")
     try:
         capacity = parse_size(section["capacity"])
     except (KeyError, ConfigError):
@@ -98,7 +99,7 @@ def _store(settings: Settings) -> Iterator[str]:
 
 def _sockets(directory: Path) -> None:
     """The directory of the unix sockets: of this user's, or to be made, with nothing else under the names of the sockets."""
-    _writable(directory, "sockets")
+    require_place(directory, "sockets")
     if os.path.lexists(directory) and (os.path.islink(directory) or directory.stat().st_uid != os.getuid()):
         raise ConfigError(f"sockets: {clean(str(directory))} is not a directory of this user's; remove it, or name another one")
     for name in SOCKETS:
@@ -107,7 +108,8 @@ def _sockets(directory: Path) -> None:
             raise ConfigError(f"sockets: {clean(str(path))} is no socket; remove it, or name another directory")
 
 
-def _writable(path: Path, setting: str) -> None:
+def require_place(path: Path, setting: str) -> None:
+    """Raise ConfigError where this user can have no directory to write to."""
     place = place_of(path)
     there, shown = clean(str(place.there)), clean(str(path))
     if not place.is_directory:

@@ -149,7 +149,10 @@ def _exposure(settings: Settings) -> None:
 
 def _sockets(settings: Settings) -> None:
     if settings.unix:
-        unix_target(settings.socket_directory)
+        try:
+            unix_target(settings.socket_directory)
+        except ConfigError as error:
+            raise ConfigError(f"sockets: {error}") from error
     longest = max(len(os.fsencode(settings.socket_directory / name)) for name in SOCKETS)
     if settings.unix and longest > _SOCKET_PATH:
         raise ConfigError(

@@ -15,25 +15,34 @@ import grpc
 
 from tiercache.cli import children
 from tiercache.cli.bench.bare import OPTIONS
-from tiercache.cli.bench.machine import warm
+from tiercache.cli.bench.machine import free_bytes, warm
 from tiercache.cli.bench.rows import Note, Row, Target, Unit
 from tiercache.cli.bench.subject import Buffers, Subject, batch_keys
 from tiercache.cli.bench.timing import Crew, Side, medians
 from tiercache.config.urls import storage_url
 from tiercache.core import ObjectKey
-from tiercache.errors import StorageError
+from tiercache.errors import ConfigError, StorageError
 from tiercache.wire.frames import CHUNK_BYTES
 from tiercache.wire.v1 import storage_pb2 as pb
 
 _MOST_OBJECTS: Final = 128
 _EXISTS_KEYS: Final = 1600
+_LAYOUTS: Final = 3
+"""What goes over TCP, through shared memory and into the store of this process is stored at once."""
+_SPARE: Final = 128 << 20
 _RATIOS: Final = {"tcp": 0.9, "shared": 0.8}
 _FROM: Final = 1 << 20
 """Bytes of an object from which on the ratios are wanted; below it the time per object decides."""
 
 
 def run(root: Path, sizes: Sequence[int], batch_bytes: int, repeats: int, say: Callable[[str], None]) -> Generator[Row | Note]:
-    """All rows of all sizes, in `root`."""
+    """All rows of all sizes, in `root`; raises ConfigError where they do not fit there."""
+    needed = max(_LAYOUTS * (repeats + 1) * _count(size, batch_bytes) * size for size in sizes) + _SPARE
+    if (free := free_bytes(root)) < needed:
+        raise ConfigError(
+            f"{root.parent} has {free >> 20} MiB free and the run needs {needed >> 20} MiB; name another directory with --directory, or"
+            " measure less with --batch, --size or --repeat"
+        )
     for size in sizes:
         with ExitStack() as stack:
             yield from _SizeBench(root / str(size), size, batch_bytes, repeats, say, stack).rows()
@@ -55,9 +64,9 @@ class _SizeBench:
         self._repeats = repeats
         self._say = say
         self._size = size
-        count = max(1, min(_MOST_OBJECTS, batch_bytes // size))
+        count = _count(size, batch_bytes)
         self._buffers = Buffers(size, count)
-        capacity = 4 * (repeats + 3) * count * (size + 4096) + (64 << 20)
+        capacity = 4 * (repeats + 3) * count * (size + 4096) + _SPARE
         say("starting a daemon")
         # Not below `root`: the path of a unix socket has some hundred bytes.
         sockets = stack.enter_context(TemporaryDirectory(prefix="tiercache-bench-"))
@@ -133,6 +142,11 @@ class _SizeBench:
     def _row(self, case: str, seconds: float, limit: str, limit_seconds: float, ratio: str = "") -> Row:
         target = Target(_RATIOS[ratio], Unit.RATIO) if ratio and self._size >= _FROM else None
         return Row(f"rpc {case}", self._size, self._buffers.count, seconds, self._buffers.nbytes, limit, limit_seconds, target)
+
+
+def _count(size: int, batch_bytes: int) -> int:
+    """Objects of one batch."""
+    return max(1, min(_MOST_OBJECTS, batch_bytes // size))
 
 
 def _daemon(directory: Path, sockets: str, capacity: int, stack: ExitStack) -> str:
