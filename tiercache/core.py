@@ -100,6 +100,7 @@ class Reason(enum.StrEnum):
     BUSY = "busy"
     QUOTA = "quota"
     UNAVAILABLE = "unavailable"
+    REFUSED = "refused"
     DISABLED = "disabled"
 
 

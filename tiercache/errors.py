@@ -11,6 +11,7 @@
     ├── TransferError(RuntimeError)       a copy between device and host failed
     ├── StorageError(OSError)
     │   ├── StoreLockedError              another process owns the directory
+    │   ├── RefusedError                  the store is there, and does not serve this caller, or not that, or not that much
     │   ├── StoreFormatError              the directory holds a format that this version does not know
     │   └── StoreDamagedError             what is stored cannot be looked at before it was repaired
     ├── WireError(ValueError)             a message from the other end of a connection is malformed or beyond a limit
@@ -66,6 +67,10 @@ class StorageError(TierCacheError, OSError):
 
 class StoreLockedError(StorageError):
     """Another process owns the directory."""
+
+
+class RefusedError(StorageError):
+    """A store or a server answers, and does not serve this caller: it does not know it, does not allow it that, or its share is used up."""
 
 
 class StoreFormatError(StorageError):

@@ -198,7 +198,7 @@ def test_who_is_refused_says_why_and_does_not_hang(caplog: pytest.LogCaptureFixt
             for _ in range(5):
                 assert client.get([to_get(key("a"), 10)]) == [MISS]
                 time.sleep(0.1)
-            assert client.outage() is Reason.UNAVAILABLE
+            assert client.outage() is Reason.REFUSED
             with pytest.raises(StorageError, match="ask the operator"):
                 client.ping()
             assert sum("ask the operator" in record.message for record in caplog.records) == 1
@@ -208,7 +208,7 @@ def test_one_verb_that_is_missing_is_told_and_the_others_work() -> None:
     reader = {"name": "reader", "uid": os.getuid(), "verbs": ("read",)}
     with Node(daemon_settings("unix", principals=(reader,)), MemoryBackend()) as node, open_client("unix", node, **QUICK) as client:
         assert put(client, key("a"), b"x") is ERROR
-        assert client.outage() is Reason.UNAVAILABLE
+        assert client.outage() is Reason.REFUSED
         assert client.exists([key("a")]) == [False]
         assert client.outage() is Reason.NONE
 

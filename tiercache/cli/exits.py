@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from typing import Final
 
-from tiercache.errors import InputError, StorageError, TierCacheError
+from tiercache.errors import InputError, RefusedError, StorageError, TierCacheError
 
 
 class Exit(enum.IntEnum):
@@ -47,17 +47,13 @@ class CannotTellError(TierCacheError):
     """There is an answer, but none that says what was asked."""
 
 
-class NotAllowedError(TierCacheError):
-    """A server answers, and does not allow it."""
-
-
 def code_of(error: Exception) -> Exit | None:
     """What an error of the user's or the world's ends in; None for one of ours."""
     if isinstance(error, UnreachableError):
         return Exit.UNREACHABLE
     if isinstance(error, CannotTellError):
         return Exit.UNKNOWN
-    if isinstance(error, NotAllowedError):
+    if isinstance(error, RefusedError):
         return Exit.REFUSED
     if isinstance(error, InputError):
         return Exit.MISUSED

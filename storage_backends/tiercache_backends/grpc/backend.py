@@ -178,7 +178,7 @@ class GrpcBackend(StorageBackend):
             self._shared.close()
 
     def outage(self) -> Reason:
-        return Reason.UNAVAILABLE if self._link.down else Reason.NONE
+        return self._link.outage
 
     def attach(self, memory: SharedMemory) -> None:
         with self._gate:

@@ -19,7 +19,7 @@ class Kind(enum.Enum):
     ENDED = enum.auto()
     """The daemon does not know our session (any more): get another one."""
     REFUSED = enum.auto()
-    """The daemon is there, and will not serve us."""
+    """The daemon is there, and will not serve us, or not that. No outage: to wait does not help, and asking it costs nobody a deadline."""
     BUSY = enum.auto()
     """It will, later."""
     WRONG = enum.auto()

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from threading import Condition, Thread
 from typing import Final, TypeVar
 
-from tiercache.errors import StorageError
+from tiercache.core import Reason
+from tiercache.errors import RefusedError, StorageError
 from tiercache.storage.breaker import Breaker, Verdict
 from tiercache.wire.v1 import storage_pb2 as pb
 from tiercache_backends.grpc.connection import Connection
@@ -20,6 +21,9 @@ _log = logging.getLogger(__name__)
 
 _CHECK_SECONDS: Final = 10.0
 """After so long a call in passing lets somebody look whether the daemon is still the same: it may have been restarted between two calls."""
+
+_MOST_TOLD: Final = 64
+"""Different refusals that the log is told of, until there is another connection."""
 
 T = TypeVar("T")
 Work = Callable[[Connection, float], T]
@@ -45,18 +49,21 @@ class Link:
         self._working = False
         self._closed = False
         self._failure = CallError(Kind.AWAY, f"{settings}: not connected yet")
-        self._told = ""
-        self.down = False
-        """Did the latest call find nobody who served it?"""
+        self._refused_until = 0.0
+        self._away = False
+        self._told: set[str] = set()
+        self.outage = Reason.NONE
+        """Why the latest call was served by nobody: UNAVAILABLE or REFUSED."""
         self.limits = pb.Limits(keys=1024, message_bytes=1 << 20, object_bytes=1 << 40)
         """Of the daemon; a guess until it told us."""
 
     def start(self) -> None:
-        """Connect for the first time; where that fails, the breaker opens."""
+        """Connect for the first time; where nobody answers, the breaker opens."""
         try:
             self.connected(self._settings.timeout)
-        except CallError:
-            self._breaker.trip()
+        except CallError as error:
+            if error.kind is Kind.AWAY:
+                self._breaker.trip()
 
     def peek(self) -> Connection | None:
         """The connection that is in use, if there is one."""
@@ -92,10 +99,12 @@ class Link:
         return result
 
     def ask(self, work: Work[T], what: str, seconds: float | None = None) -> T:
-        """The same for calls that must not pretend: raises StorageError, with what to do."""
+        """The same for calls that must not pretend: raises StorageError, with what to do; RefusedError where the daemon will not."""
         try:
             return self.perform(work, seconds or self._settings.timeout)
         except CallError as error:
+            if error.kind in (Kind.REFUSED, Kind.ENDED, Kind.BUSY):
+                raise RefusedError(f"{what} is refused by {error.text}") from error
             advice = "; start the daemon there, or wait until it is back" if error.kind is Kind.AWAY else ""
             raise StorageError(f"{what}: {error.text}{advice}") from error
 
@@ -122,6 +131,8 @@ class Link:
             if verdict is not Verdict.PASS:
                 raise self._failure.again()
             if not self._usable():
+                if time.monotonic() < self._refused_until:
+                    raise self._failure.again()
                 self._open(check=False)
                 self._changed.wait_for(lambda: self._usable() or not self._working, deadline - time.monotonic())
             if not self._usable():
@@ -140,21 +151,25 @@ class Link:
 
     def _met(self, error: CallError | None) -> None:
         """A call ended like this."""
-        unserved = error is not None and error.kind not in (Kind.BUSY, Kind.WRONG)
-        if error is not None and error.kind is Kind.AWAY:
+        kind = None if error is None else error.kind
+        if kind is Kind.AWAY:
             self._breaker.failed()
-        elif not unserved:
+        else:
             self._breaker.succeeded()
-        # A refusal is told whenever it changes; that nobody answers, once.
-        state = "" if error is None or not unserved else error.text if error.kind is not Kind.AWAY else "away"
+        refused = kind in (Kind.REFUSED, Kind.ENDED)
         with self._changed:
-            self.down = unserved
-            if unserved and error is not None:
+            self.outage = Reason.REFUSED if refused else Reason.UNAVAILABLE if kind is Kind.AWAY else Reason.NONE
+            if error is not None and self.outage is not Reason.NONE:
                 self._failure = error.again()
-            told, self._told = self._told, state
-        if state and state != told and error is not None:
+            before, self._away = self._away, kind is Kind.AWAY
+            new = error is not None and refused and error.text not in self._told and len(self._told) < _MOST_TOLD
+            if new and error is not None:
+                self._told.add(error.text)
+        if new and error is not None:
+            _log.warning("refused by %s; this is so until its operator changes it", error.text)
+        if self._away and not before and error is not None:
             _log.warning("%s; its objects are not available until that changes", error.text)
-        elif told and not state:
+        elif before and not self._away:
             _log.warning("%s answers again", self._settings)
 
     def _open(self, *, check: bool) -> None:
@@ -184,9 +199,13 @@ class Link:
             if fresh is not None and kept:
                 self._current, self.limits = fresh, fresh.hello.limits
                 self._settled(fresh)
+                self._told.clear()
             elif failure is not None and not check:
                 self._failure = failure.again()
-            self._breaker.probed(kept)
+            refused = failure is not None and failure.kind is not Kind.AWAY
+            if refused:  # whoever calls meanwhile need not ask again
+                self._refused_until = time.monotonic() + self._settings.breaker_pause
+            self._breaker.probed(kept or refused)
             self._changed.notify_all()
         unused = old if kept else fresh
         if unused is not None and fresh is not old:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from contextlib import suppress
@@ -41,6 +42,10 @@ class Session:
                 raise CallError(Kind.REFUSED, f"{path}: {greeting.refusal}")
         except BaseException as error:
             self.socket.close()
+            if isinstance(error, PermissionError):
+                who = f"user {os.getuid()}"
+                refusal = f"{path}: the file system keeps {who} out; ask the operator for a principal with uid = {os.getuid()}"
+                raise CallError(Kind.REFUSED, refusal) from error
             if isinstance(error, OSError | WireError):
                 raise CallError(Kind.AWAY, f"{path}: {error}") from error
             raise

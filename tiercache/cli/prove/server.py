@@ -12,9 +12,9 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnec
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from tiercache.cli.exits import CannotTellError, NotAllowedError, UnreachableError
+from tiercache.cli.exits import CannotTellError, UnreachableError
 from tiercache.cli.output import clean
-from tiercache.errors import ConfigError
+from tiercache.errors import ConfigError, RefusedError
 
 MOST_BYTES: Final = 64 << 20
 """Of one response."""
@@ -69,11 +69,11 @@ class Server:
                 raise self.refusal(Reply(self.url + path, response.status, b"".join(parts)))
             yield _split(parts, self.url + path)
 
-    def refusal(self, reply: Reply) -> CannotTellError | NotAllowedError:
+    def refusal(self, reply: Reply) -> CannotTellError | RefusedError:
         """The sentence for a status that is not 200."""
         answers = f"{reply.url} answers {reply.status}"
         if reply.status in (401, 403):
-            return NotAllowedError(f"{answers}: it wants another key; set OPENAI_API_KEY, or give --api-key or --admin-key")
+            return RefusedError(f"{answers}: it wants another key; set OPENAI_API_KEY, or give --api-key or --admin-key")
         if 300 <= reply.status < 400:
             return CannotTellError(f"{answers}, a redirect, which is not followed; give the URL of the engine itself")
         said = self.without_keys(_said(reply.body))

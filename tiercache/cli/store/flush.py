@@ -17,7 +17,7 @@ from tiercache.cli.store.filters import Filter, make_filter
 from tiercache.cli.store.forest import Forest
 from tiercache.cli.store.names import Namespaces, check_hex, one_key
 from tiercache.cli.store.options import MacKeyOption, OlderOption, PoolOption, StoreOption
-from tiercache.cli.store.removal import remove
+from tiercache.cli.store.removal import check_removable, remove
 from tiercache.cli.store.target import opened, resolve
 from tiercache.errors import ConfigError, StorageError
 from tiercache.storage.base import ScanEntry, StorageBackend
@@ -77,6 +77,8 @@ def flush(
     digits = check_hex(prefix, "--prefix", _KEY_DIGITS) if prefix else ""
     target = resolve(store, mac_key)
     with opened(target) as found:
+        if not dry_run:
+            check_removable(target, found)
         plan = _plan(found, wanted, namespace, tenant, digits, cascade)
     if dry_run or not plan.going:
         _report(plan, plan.going, [], output, dry_run=dry_run)

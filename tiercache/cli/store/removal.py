@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
-from tiercache.cli.store.target import Target, check_reached
+from tiercache.cli.store.target import Target, check_allowed, check_reached
 from tiercache.storage.base import ScanEntry, StorageBackend
 
 _BATCH: Final = 256
+
+
+def check_removable(target: Target, store: StorageBackend) -> None:
+    """Raise RefusedError where a daemon would refuse any of the calls that `remove` makes, before anything is changed."""
+    check_allowed(target, store, "to delete", ("Exists", "Delete", "Flush"))
 
 
 class Removed(NamedTuple):

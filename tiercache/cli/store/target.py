@@ -6,7 +6,7 @@ import json
 import os
 import socket
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from errno import EACCES, EAGAIN, EPROTOTYPE
@@ -19,9 +19,10 @@ from tiercache.cli.output import clean
 from tiercache.config import parse_size
 from tiercache.config.urls import section_of
 from tiercache.core import Reason
-from tiercache.errors import ConfigError, StorageError, StoreFormatError, StoreLockedError
+from tiercache.errors import ConfigError, RefusedError, StorageError, StoreFormatError, StoreLockedError
 from tiercache.storage.base import StorageBackend
 from tiercache.storage.registry import GROUP, open_backend
+from tiercache.wire.methods import METHODS
 
 DEFAULT_DIRECTORY: Final = "/var/lib/tiercache"
 LIVE: Final = "grpc"
@@ -63,21 +64,40 @@ def resolve(text: str, mac_key: str = "") -> Target:
 def opened(target: Target, *, change: bool = False) -> Iterator[StorageBackend]:
     """The store, open as it lies there: nothing is evicted, shrunk or grown by that, and without `change` not a byte of it is written.
 
-    A daemon writes what it likes. Raises UnreachableError where no daemon answers.
+    A daemon writes what it likes. Raises UnreachableError where no daemon answers, RefusedError where it does not serve this caller.
     """
     with _open(target, {"access": "write"} if change and target.kind in _LOCAL else {}) as store:
         try:
             yield store
+        except RefusedError:
+            raise
         except StorageError as error:
             check_reached(target, store, error)
             raise
 
 
 def check_reached(target: Target, store: StorageBackend, cause: BaseException | None = None) -> None:
-    """Raise UnreachableError where a daemon has just not answered: many calls then say that there is nothing."""
-    if target.live and store.outage() is Reason.UNAVAILABLE:
+    """Raise UnreachableError where a daemon has not answered, RefusedError where it would not: many then say that there is nothing."""
+    outage = store.outage() if target.live else Reason.NONE
+    if outage is Reason.REFUSED:
+        raise RefusedError(f"{target.name} refuses this; see which verbs its operator gave this principal: tiercache ping") from cause
+    if outage is Reason.UNAVAILABLE:
         why = f": {clean(str(cause))}" if cause is not None else "; see whether the daemon runs, and under which address"
         raise UnreachableError(f"{target.name} does not answer{why}") from cause
+
+
+def check_allowed(target: Target, store: StorageBackend, what: str, calls: Sequence[str]) -> None:
+    """Raise RefusedError where the caller lacks a verb that one of these calls of the wire needs; to be asked before the first is made."""
+    ask = getattr(store, "ping", None) if target.live else None
+    if not callable(ask):
+        return
+    found = ask()
+    wanted = {str(verb) for name in calls if (verb := METHODS[name].verb) is not None}
+    if missing := sorted(wanted - set(found.verbs)):
+        raise RefusedError(
+            f"{target.name}: {what} takes the verbs {', '.join(sorted(wanted))}, and {found.principal} lacks {' and '.join(missing)};"
+            " nothing was changed, and the operator can add them"
+        )
 
 
 def _open(target: Target, more: Mapping[str, str]) -> StorageBackend:

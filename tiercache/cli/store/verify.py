@@ -29,7 +29,7 @@ from tiercache.cli.store.options import (
     StoreOption,
 )
 from tiercache.cli.store.reading import Checked, Reading
-from tiercache.cli.store.removal import remove
+from tiercache.cli.store.removal import check_removable, remove
 from tiercache.cli.store.target import Target, check_reached, opened, resolve
 from tiercache.core import ObjectKey, Outcome
 from tiercache.errors import StoreDamagedError
@@ -101,6 +101,8 @@ def verify(
             listed = list(looked.scan_all())
             tally.look(looked)
     with _opened(target, repair) as opened_store:
+        if repair:
+            check_removable(target, opened_store)
         tally.look(opened_store)
         everything = list(opened_store.scan_all())
         there = {entry.key.digest for entry in everything}
