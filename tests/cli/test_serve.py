@@ -84,6 +84,31 @@ def test_a_daemon_serves_and_ends_in_order(directory: Path) -> None:
         assert list((directory / "run").iterdir()) == []
 
 
+def test_sighup_does_no_harm(directory: Path) -> None:
+    with serving(directory) as process, connected(directory) as hello:
+        for _ in range(3):
+            process.send_signal(signal.SIGHUP)
+        assert hello().principal == "owner"
+        process.send_signal(signal.SIGTERM)
+        _, log = process.communicate(timeout=30)
+        assert process.returncode == 0
+        assert "reloading is not there yet" in log
+
+
+def test_clients_that_go_by_themselves_are_not_told_of(directory: Path) -> None:
+    """Those that only look who listens, and those whose call was served."""
+    with serving(directory) as process:
+        for _ in range(50):
+            assert _answers(directory)
+        with connected(directory) as hello:
+            hello()
+        subprocess.run([*COMMAND[:-1], "ping", "-s", str(directory)], check=True, capture_output=True)
+        process.send_signal(signal.SIGTERM)
+        _, log = process.communicate(timeout=30)
+        assert "Broken pipe" not in log
+        assert "cut off" not in log
+
+
 def test_one_that_was_killed_is_followed_by_another(directory: Path) -> None:
     with serving(directory) as process:
         with connected(directory) as hello:

@@ -82,6 +82,7 @@ def serve(
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, told)
+    signal.signal(signal.SIGHUP, _hung_up)
     node = Node(settings)
     node.start()
     for said in node.describe():
@@ -109,3 +110,7 @@ def _report(node: Node, output: Output) -> None:
         document({"places": rows, **summary})
     elif output is Output.JSONL:
         records([*rows, {"summary": summary}], output)
+
+
+def _hung_up(number: int, _: FrameType | None) -> None:
+    logging.getLogger(__name__).warning("SIGHUP: reloading is not there yet, so nothing was changed; restart the daemon for other settings")

@@ -202,6 +202,8 @@ class Attachments:
             self._sessions[session.token] = session
             memory.send(connection, pb.Session(token=session.token))
             await self._converse(connection, session)
+        except ConnectionError:
+            pass  # it has gone, perhaps only to see who listens: nobody was cut off
         except (OSError, WireError) as error:
             _log.info("a client of the attach socket was cut off: %s", error)
         except CancelledError:
