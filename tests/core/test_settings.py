@@ -273,7 +273,7 @@ def test_a_file_that_cannot_be_read(tmp_path, content, sentence):
         ('[[principals]]\nname = "a"\nuid = 1\nverbs = []', "principals[0].verbs: a principal without verbs can do nothing"),
         ('[[principals]]\nname = "a"\nuid = 1\nverbs = "read"', "principals[0].verbs: 'read' is not a list"),
         ('[[principals]]\nname = "a"\nuid = 1\nnamespaces = []', "principals[0].namespaces: one or more namespaces"),
-        ('[[principals]]\nname = "a"\nuid = 1\nnamespaces = ["abcd"]', "principals[0].namespaces[0]: 'abcd' is not a namespace; write all"),
+        ('[[principals]]\nname = "a"\nuid = 1\nnamespaces = ["abc"]', "principals[0].namespaces[0]: 'abc' is not a namespace; write all"),
         ('[[principals]]\nname = "a"\nuid = 1\nnamespaces = ["*", "*"]', "principals[0].namespaces: one or more namespaces"),
     ],
 )  # fmt: skip
@@ -289,6 +289,13 @@ def test_a_bad_key_or_value_is_named(loaded, text, sentence):
 def test_namespaces_are_written_one_way(loaded):
     made = loaded(f'[[principals]]\nname = "a"\nuid = 1\nnamespaces = ["{"AB" * 32}"]')
     assert made.principals[0].namespaces == ("ab" * 32,)
+
+
+@pytest.mark.parametrize("nbytes", [1, 32, 48, 64])
+def test_namespaces_have_the_lengths_that_stores_give_them(loaded, nbytes):
+    made = loaded(f'[[principals]]\nname = "a"\nuid = 1\nnamespaces = ["{"ab" * nbytes}"]')
+    assert made.principals[0].namespaces == ("ab" * nbytes,)
+    assert any("has 2 digits" in line for line in warnings(made)) == (nbytes == 1)
 
 
 @pytest.mark.parametrize(

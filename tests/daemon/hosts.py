@@ -301,8 +301,9 @@ class Good:
     them is counted. It never reads anything else.
     """
 
-    def __init__(self, make: Callable[[], Client], nbytes: int = 64 << 10, *, crowded: bool = False) -> None:
+    def __init__(self, make: Callable[[], Client], nbytes: int = 64 << 10, *, crowded: bool = False, name: str = "good") -> None:
         self._make = make
+        self._name = name
         self._crowded = crowded
         self.lost = 0
         self._payload = os.urandom(nbytes)
@@ -334,7 +335,7 @@ class Good:
             with self._make() as client:
                 for number in itertools.count():
                     started = time.monotonic()
-                    mine = key(number % 4, "good")
+                    mine = key(number % 4, self._name)
                     stored, [found] = client.set({mine: self._payload}), client.get({mine: len(self._payload)})
                     there = client.exists([mine]) == [True]
                     assert found in (None, self._payload), "other bytes than were stored"
@@ -351,11 +352,15 @@ class Good:
 class Http2:
     """As much HTTP/2 as it takes to misbehave: no flow control, nothing read that is not asked for."""
 
-    def __init__(self, sock: socket.socket, *, window: int = 65_535) -> None:
+    def __init__(self, sock: socket.socket, *, window: int = 65_535, acknowledge: bool = True) -> None:
+        """`acknowledge`: the other end's SETTINGS, once they are there."""
         self.sock = sock
         sock.settimeout(10)
         sock.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
         self.frame(4, 0, 0, b"\x00\x04" + window.to_bytes(4))
+        if acknowledge:
+            sock.recv(9, socket.MSG_WAITALL)
+            self.frame(4, 1, 0)
 
     def frame(self, kind: int, flags: int, stream: int, payload: bytes = b"") -> None:
         self.sock.sendall(len(payload).to_bytes(3) + bytes([kind, flags]) + stream.to_bytes(4) + payload)

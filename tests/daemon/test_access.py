@@ -15,6 +15,7 @@ import pytest
 
 from tests.daemon.hosts import NAMESPACE, Client, Daemon, Worker, get_request, key, secret, serving, set_messages
 from tiercache.core import ObjectKey
+from tiercache.daemon.views import Veil
 from tiercache.wire import memory, messages
 from tiercache.wire.frames import decode
 from tiercache.wire.methods import METHODS
@@ -45,6 +46,7 @@ PRINCIPALS = {
     "redder": Principal("read write admin", "red"),
     "blue": Principal("read write admin", "blue"),
     "narrow": Principal("read write", "red", (OTHER,)),
+    "shown": Principal("read write", "red", (Veil(b"red" * 20).mark(OTHER),)),
 }
 VERBS = {name: method.verb for name, method in METHODS.items()}
 OPEN = {"GetInto", "SetFrom"}
@@ -361,6 +363,14 @@ def test_get_into_answers_like_a_miss_too(daemon: Daemon, client: Any) -> None:
         assert into(worker, region, 1, {k: b""}) == into(worker, region, 1, {absent: b""}) == [pb.OUTCOME_MISS]
     [reply] = ask(client("red"), "Get", absent)
     assert not decode(reply, pb.GetPieces)[1]
+
+
+def test_a_namespace_may_be_named_as_the_operator_is_shown_it(client: Any) -> None:
+    """With the tenant's mark; the principal itself uses the tenant's own name."""
+    k = key(1, "shown")
+    assert client("shown").set({k: bytes(LENGTH)}, namespace=OTHER) == [pb.OUTCOME_STORED]
+    assert client("narrow").exists([k]) == [True]
+    assert client("shown").set({key(2, "shown"): bytes(LENGTH)}, namespace=NAMESPACE) == [pb.OUTCOME_ERROR]
 
 
 def test_who_calls_without_a_name_sees_no_tenants_objects(tmp_path: Path) -> None:

@@ -13,13 +13,14 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
+from tests.daemon.attacks import at_once, attack
 from tests.daemon.hosts import (
     HOST_BYTES,
     MIB,
@@ -29,7 +30,6 @@ from tests.daemon.hosts import (
     Daemon,
     Good,
     Http2,
-    Watch,
     Worker,
     attach_socket,
     clients,
@@ -49,10 +49,6 @@ from tiercache.wire.v1 import storage_pb2 as pb
 IDLE = 0.5
 KEYS = 512
 MESSAGE = 2 * MIB
-THREADS = 24
-"""More than there may be at any time: the store's and the event loop's, which are made when they are first needed, and stay."""
-P99 = 5.0
-"""Seconds; a good client may have to wait until what a bad one holds is cut after `limits.idle`, and the machine may be busy."""
 BIG = {key(n, "big"): MIB for n in range(6)}
 
 BODY = """
@@ -102,42 +98,10 @@ def tcp(daemon: Daemon) -> socket.socket:
     return socket.create_connection(("127.0.0.1", daemon.ports[0]), timeout=10)
 
 
-@contextmanager
-def attack(daemon: Daemon, request: pytest.FixtureRequest, *, crowded: bool = False) -> Iterator[Good]:
-    """Measure what happens inside; afterwards everything is as before."""
-    before, first = daemon.figures(), daemon.first
-    with Watch(daemon.pid) as watch, Good(lambda: Worker(daemon), crowded=crowded) as good:
-        yield good
-    assert daemon.alive(), daemon.log.read_text()[-4000:]
-
-    def settled() -> bool:
-        now = daemon.figures()
-        little = now.memory <= first.memory + HOST_BYTES // 2
-        return little and now.descriptors <= before.descriptors + 2 and now.threads <= first.threads + THREADS
-
-    with suppress(AssertionError):
-        until(settled, 15, 0.1)
-    after = daemon.figures()
-    print(
-        f"\n{request.node.name}: idle {before.memory / MIB:.0f} MiB, peak +{(watch.peak - before.memory) / MIB:.1f},"
-        f" after {(after.memory - before.memory) / MIB:+.1f}; descriptors {before.descriptors} -> {after.descriptors},"
-        f" threads {before.threads} -> {after.threads};"
-        f" good client {len(good.seconds)} rounds, {good.lost} lost, p99 {good.p99 * 1e3:.0f} ms"
-    )
-    assert watch.peak <= first.memory + 1.1 * HOST_BYTES
-    assert good.p99 < P99
-    assert settled(), (before, after)
-
-
 @pytest.fixture
 def attacked(daemon: Daemon, request: pytest.FixtureRequest) -> Iterator[Good]:
     with attack(daemon, request) as good:
         yield good
-
-
-def at_once(count: int, work: Callable[[int], Any]) -> list[Any]:
-    with ThreadPoolExecutor(count) as pool:
-        return list(pool.map(work, range(count)))
 
 
 @pytest.mark.usefixtures("attacked")

@@ -24,7 +24,8 @@ _MESSAGE_LIMIT: Final = 2**31 - 1
 """gRPC counts the bytes of a message in a signed 32-bit number."""
 _WORDS: Final = {word: value for value, words in ((True, "true yes on 1"), (False, "false no off 0")) for word in words.split()}
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
-_NAMESPACE: Final = re.compile(r"[0-9a-f]{64}")
+_NAMESPACE: Final = re.compile(r"(?:[0-9a-f]{2}){1,64}")
+"""A store's names of namespaces have 1 to 64 bytes: 32 of an identity, and a tenant's mark of 16 as they lie in the store."""
 
 
 def _size(least: int = 0, most: int = _LARGEST_SIZE) -> Callable[[Any], int]:
@@ -94,7 +95,9 @@ def _subject(value: Any) -> str:
 def _namespace(value: Any) -> str:
     text = value.lower() if isinstance(value, str) else ""
     if text != "*" and not _NAMESPACE.fullmatch(text):
-        raise ConfigError(f'{shown(value)} is not a namespace; write all 64 hex digits, as `tiercache ls` prints them, or "*" for all')
+        raise ConfigError(
+            f'{shown(value)} is not a namespace; write all its hex digits, as `tiercache ls -o json` prints them, or "*" for all'
+        )
     return text
 
 
@@ -167,6 +170,6 @@ Listen = Annotated[
 ]
 ListenOrNone = Annotated[str, BeforeValidator(lambda value: str(parse_address(value)) if value != "" else "")]
 Listens = Annotated[tuple[Listen, ...], Listed]
-Namespace = Annotated[str, BeforeValidator(_namespace), _schema("string", "*", pattern="^(\\*|[0-9a-fA-F]{64})$")]
+Namespace = Annotated[str, BeforeValidator(_namespace), _schema("string", "*", pattern="^(\\*|([0-9a-fA-F]{2}){1,64})$")]
 Namespaces = Annotated[tuple[Namespace, ...], Listed, AfterValidator(_namespaces)]
 Verbs = Annotated[frozenset[Annotated[Verb, BeforeValidator(_verb)]], Listed, AfterValidator(_verbs), _AS_SORTED]

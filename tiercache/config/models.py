@@ -76,7 +76,10 @@ class Principal(_Table):
     verbs: Verbs = frozenset({Verb.READ, Verb.WRITE})
     """What this principal may do: read, write, admin."""
     namespaces: Namespaces = ("*",)
-    """Namespaces that this principal may use, in 64 hex digits as `tiercache ls` prints them; "*" is all."""
+    """Namespaces that this principal may use, in hex digits, all of them, as `tiercache ls -o json` prints them; "*" is all.
+
+    Of a tenant either name will do: the tenant's own, or the longer one that whoever sees the whole store is shown.
+    """
 
     @property
     def credential(self) -> str:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tiercache.config.models import Principal, Settings
 
 SOCKETS: Final = ("grpc.sock", "attach.sock")
+_NAMESPACE_DIGITS: Final = (64, 96)
 _KEY_BYTES: Final = 256
 """What a description of one object takes in a message, at most."""
 _SOCKET_PATH: Final = 107
@@ -47,6 +48,9 @@ def warnings(settings: Settings) -> Iterator[str]:
     for principal in settings.principals:
         if principal.uid is not None and not settings.unix:
             yield f"principal {principal.name} is known by a uid, which only the unix sockets tell, and unix is false"
+        for name in principal.namespaces:
+            if name != "*" and len(name) not in _NAMESPACE_DIGITS:
+                yield f"principal {principal.name}: namespace {name} has {len(name)} digits; a model's have 64, or 96 with a tenant's mark"
         if principal.san is not None and not tcp:
             yield f"principal {principal.name} is known by a certificate, and no TCP address is served"
     for tenant in sorted(settings.tenants.keys() - {principal.tenant for principal in settings.principals}):

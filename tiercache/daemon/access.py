@@ -165,11 +165,17 @@ class Access:
         return Caller(grants, session, grants.bounds.part(*self._client))
 
     def caller(
-        self, metadata: Iterable[tuple[str, str | bytes]], peer: str, identity: Mapping[str, Sequence[bytes]], sessions: Sessions
+        self,
+        metadata: Iterable[tuple[str, str | bytes]],
+        peer: str,
+        identity: Mapping[str, Sequence[bytes]],
+        sessions: Sessions,
+        *,
+        local: bool,
     ) -> Caller:
-        """Who makes a call. `peer` and `identity` are what gRPC knows of the connection. Raises Refusal."""
+        """Who makes a call. `peer` and `identity`: what gRPC knows of the connection; `local`: it came by a unix socket. Raises Refusal."""
         given = {key: value for key, value in metadata if key in (SESSION_METADATA, "authorization")}
-        if peer.startswith("unix"):
+        if local:
             session = sessions.find(_as_bytes(given.get(SESSION_METADATA, b"")))
             if session is None:
                 raise Refusal(StatusCode.UNAUTHENTICATED, "there is no such session, or it has ended; connect to the attach socket first")
@@ -221,11 +227,13 @@ class _Views:
     def view(self, tenant: str, namespaces: Sequence[str], *, everything: bool) -> StorageBackend:
         """What a principal sees; `everything`: of a store with tenants also theirs, if it has none itself."""
         seen = self._store
+        names = [bytes.fromhex(name) for name in namespaces if name != "*"]
         if tenant:
+            names = [self._veils[tenant].unmark(name) or name for name in names]
             seen = Veiled(self._store, self._veils[tenant], tenant)
         elif self._veils and not everything:
             seen = Common(self._store, list(self._veils.values()), self._cursors)
-        return seen if "*" in namespaces else Fenced(seen, frozenset(map(bytes.fromhex, namespaces)))
+        return seen if "*" in namespaces else Fenced(seen, frozenset(names))
 
 
 def _fingerprint(token: bytes) -> bytes:

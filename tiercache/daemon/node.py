@@ -7,31 +7,32 @@ import logging
 import os
 import resource
 import secrets
-import socket
-import stat
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from threading import Event, Thread
 from typing import Any, Final
 
 import grpc
 
-from tiercache.config.settings import Address, Settings, check_files
+from tiercache.config.settings import Address, Settings, Tls, check_files
 from tiercache.config.urls import section_of, storage_url, unix_target
 from tiercache.daemon.access import ANONYMOUS, OWNER, Access, Bounds
 from tiercache.daemon.budget import Budget
 from tiercache.daemon.call import Threads
+from tiercache.daemon.gate import Gate
 from tiercache.daemon.heap import keep_little, trim_now_and_then
 from tiercache.daemon.meters import Figures, Meters
 from tiercache.daemon.notify import Notifier
 from tiercache.daemon.objects import Objects
 from tiercache.daemon.service import Service
 from tiercache.daemon.sessions import Attachments
+from tiercache.daemon.sockets import PLAIN_SOCKET, TLS_SOCKET, make_way, prepare, remove
 from tiercache.daemon.staging import BLOCK_BYTES
 from tiercache.daemon.standard import Standard
-from tiercache.errors import ConfigError, StorageError, TierCacheError
+from tiercache.errors import StorageError
 from tiercache.metrics import Endpoint
 from tiercache.metrics.endpoint import PATH
 from tiercache.pools import HostArena
@@ -48,6 +49,13 @@ _THREADS: Final = 16
 _FIGURES_SECONDS: Final = 1.0
 """So long the end waits for a store that was asked for its figures."""
 _HANDSHAKE_MS: Final = 5_000
+_ACKNOWLEDGE_MS: Final = 1_000
+"""So long a client may take to acknowledge gRPC's SETTINGS."""
+_READ_BYTES: Final = 64 << 10
+"""Of one connection that gRPC has read and not yet looked at. It would have let this grow with what comes, without end."""
+_OPENING_BYTES: Final = 24 << 20
+"""Of `host_bytes`, for each connection that may be opening: a client can make gRPC hold an eighth of it."""
+_OPENINGS: Final = (4, 32)
 _KEEPALIVE_MS: Final = 10_000
 _START_SECONDS: Final = 300.0
 
@@ -76,6 +84,7 @@ class Node:
         self._error: BaseException | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping: asyncio.Event | None = None
+        self._gate: Gate | None = None
         self._thread = Thread(target=self._run, name="tiercache-node", daemon=True)
 
     def start(self) -> None:
@@ -100,7 +109,7 @@ class Node:
     @property
     def alive(self) -> bool:
         """Does it serve, or is it about to?"""
-        return self._thread.is_alive()
+        return self._thread.is_alive() and (self._gate is None or self._gate.alive)
 
     def describe(self) -> list[str]:
         """For people: what is served, and where."""
@@ -153,6 +162,8 @@ class Node:
     async def _open(self, ends: AsyncExitStack) -> list[str]:
         """Everything from the store outwards; `ends` takes it down in the other order."""
         settings, limits = self.settings, self.settings.limits
+        if _foreign(settings):
+            make_way(settings.directory, settings.socket_directory)
         if self.store is None:
             self.store = await asyncio.to_thread(open_backend, settings.store_url)
         kind = str(section_of(settings.store_url)["type"]) if self._opened else type(unwrap(self.store)).__name__
@@ -184,37 +195,73 @@ class Node:
             message_bytes=limits.message_bytes,
             meters=meters,
         )
+        least, most = _OPENINGS
+        gate = self._gate = Gate(
+            most=limits.clients, most_opening=max(least, min(most, settings.host_bytes // _OPENING_BYTES)),
+            most_streams=limits.streams_per_client, settling=(_HANDSHAKE_MS + 2 * _ACKNOWLEDGE_MS) / 1e3, refused=meters.refused,
+        )  # fmt: skip
+        ends.callback(gate.close)
         service = Service(
             access, attachments, threads, objects, instance=self.instance, limits=_limits(settings), idle=limits.idle,
-            store=kind, meters=meters,
+            store=kind, meters=meters, gate=gate,
         )  # fmt: skip
-        return await self._serve(service, attachments, access, ends)
+        return await self._serve(service, attachments, access, gate, ends)
 
-    async def _serve(self, service: Service, attachments: Attachments, access: Access, ends: AsyncExitStack) -> list[str]:
+    async def _serve(self, service: Service, attachments: Attachments, access: Access, gate: Gate, ends: AsyncExitStack) -> list[str]:
         server = grpc.aio.server(options=_options(self.settings))
         standard = Standard(service.admit, SERVICE)
         server.add_generic_rpc_handlers((service.handler(), *standard.handlers()))
-        serving = [self._listen(server, address) for address in self.settings.addresses]
+        foreign = _foreign(self.settings)
+        directory = self._socket_directory(ends, foreign=foreign)
+        private = self._bind(server, directory, foreign=foreign)
+        backend = str(directory / (TLS_SOCKET if TLS_SOCKET in private else PLAIN_SOCKET))
+        serving = [self._listen(gate, address, backend, tls=TLS_SOCKET in private) for address in self.settings.addresses]
         if self.settings.unix:
-            directory = self.settings.socket_directory
-            foreign = access.uids != {os.getuid()}
-            _prepare(directory, mode=0o711 if foreign else 0o700)
-            if not server.add_insecure_port(unix_target(directory / GRPC_SOCKET)):
-                raise StorageError(f"{directory / GRPC_SOCKET} cannot be bound; is it in use?")
             attachments.listen(str(directory / ATTACH_SOCKET), 0o666 if foreign else 0o600)
-            ends.callback(_remove, directory)
+            if foreign:
+                gate.listen_local(str(directory / GRPC_SOCKET), 0o666, access.uids, str(directory / PLAIN_SOCKET))
             serving.append(f"unix sockets in {directory}")
         await standard.serving()
         await server.start()
-        if self.settings.unix:
-            os.chmod(self.settings.socket_directory / GRPC_SOCKET, 0o666 if access.uids != {os.getuid()} else 0o600)
+        gate.start()
 
         async def drain() -> None:
+            gate.leave()
             await standard.leaving()
             await server.stop(self.settings.drain)
 
         ends.push_async_callback(drain)
         return serving
+
+    def _socket_directory(self, ends: AsyncExitStack, *, foreign: bool) -> Path:
+        """Where the sockets lie: for workers where they look for them, and where only the gate uses them in a place of their own."""
+        if not self.settings.unix:
+            try:
+                return Path(ends.enter_context(TemporaryDirectory(prefix="tiercache-", ignore_cleanup_errors=True)))
+            except OSError as error:
+                raise StorageError(f"a directory for sockets cannot be made ({error}); set TMPDIR to one that can be written") from error
+        directory = self.settings.socket_directory
+        prepare(directory, others=foreign)
+        ends.callback(remove, directory)
+        return directory
+
+    def _bind(self, server: Any, directory: Path, *, foreign: bool) -> list[str]:
+        """The unix sockets on which gRPC itself listens, all for this user alone: the workers' if no others come, and the gate's."""
+        tls = self.settings.tls
+        secure = tls is not None and bool(self.settings.addresses)
+        plain = foreign or (tls is None and bool(self.settings.addresses))
+        direct = self.settings.unix and not foreign
+        names = [GRPC_SOCKET] * direct + [PLAIN_SOCKET] * plain + [TLS_SOCKET] * secure
+        for name in names:
+            target = unix_target(directory / name)
+            try:
+                found = server.add_secure_port(target, _credentials(tls)) if name == TLS_SOCKET else server.add_insecure_port(target)
+            except RuntimeError as error:
+                raise StorageError(f"{directory / name} cannot be bound ({error}); is it in use?") from error
+            if not found:
+                raise StorageError(f"{directory / name} cannot be bound; is it in use?")
+            os.chmod(directory / name, 0o600)
+        return names
 
     def _serve_metrics(self, meters: Meters, ends: AsyncExitStack) -> None:
         """Until everything else has ended, so that a drain can be watched."""
@@ -224,20 +271,11 @@ class Node:
             ends.callback(endpoint.close)
             self.metrics_address = str(Address(address.host, endpoint.port, address.loopback))
 
-    def _listen(self, server: Any, address: Address) -> str:
-        tls = self.settings.tls
+    def _listen(self, gate: Gate, address: Address, backend: str, *, tls: bool) -> str:
         try:
-            if tls is None or tls.certificate is None or tls.key is None:
-                port = server.add_insecure_port(str(address))
-            else:
-                ca = tls.client_ca.read_bytes() if tls.client_ca else None
-                pair = (tls.key.read_bytes(), tls.certificate.read_bytes())
-                credentials = grpc.ssl_server_credentials([pair], ca, require_client_auth=ca is not None)
-                port = server.add_secure_port(str(address), credentials)
-        except (RuntimeError, OSError) as error:
+            port = gate.listen(address.host, address.port, backend, tls=tls)
+        except OSError as error:
             raise StorageError(f"{address} cannot be served ({error}); is the port in use, or not of this machine?") from error
-        if not port:
-            raise StorageError(f"{address} cannot be served; is the port in use, or not of this machine?")
         shown = str(Address(address.host, port, address.loopback))
         self.addresses.append(shown)
         return shown
@@ -251,6 +289,14 @@ class Node:
         started = time.monotonic()
         await asyncio.to_thread(store.close)
         _log.info("the store was closed in %.2f s", time.monotonic() - started)
+
+
+def _credentials(tls: Tls | None) -> grpc.ServerCredentials:
+    assert tls is not None
+    assert tls.certificate is not None
+    assert tls.key is not None
+    ca = tls.client_ca.read_bytes() if tls.client_ca else None
+    return grpc.ssl_server_credentials([(tls.key.read_bytes(), tls.certificate.read_bytes())], ca, require_client_auth=ca is not None)
 
 
 def _limits(settings: Settings) -> pb.Limits:
@@ -281,49 +327,19 @@ def _options(settings: Settings) -> Sequence[tuple[str, int]]:
         ("grpc.max_concurrent_streams", limits.streams_per_client),
         ("grpc.max_allowed_incoming_connections", limits.clients),
         ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
+        ("grpc.http2.settings_timeout", _ACKNOWLEDGE_MS),
+        ("grpc.experimental.tcp_max_read_buffer_size", _READ_BYTES),
         ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
         ("grpc.keepalive_timeout_ms", _KEEPALIVE_MS // 2),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", _KEEPALIVE_MS // 2),
+        # gRPC would cut a client that pings too often only once that has read all that is there for it, and until then remember every ping.
+        ("grpc.http2.max_ping_strikes", 0),
         # A stream that nobody reads yet holds one window; gRPC would make it grow up to the largest message.
         ("grpc.http2.bdp_probe", 0),
         ("grpc.so_reuseport", 0),
     )
 
 
-def _prepare(directory: Path, mode: int) -> None:
-    """The directory of the sockets: closed to others, without what a daemon that was killed left there."""
-    try:
-        directory.mkdir(mode=mode, parents=True, exist_ok=True)
-        found = os.lstat(directory)
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-            raise ConfigError(f"sockets: {directory} is not a directory of this user's; remove it, or name another one")
-        directory.chmod(mode)
-        for name in (GRPC_SOCKET, ATTACH_SOCKET):
-            path = directory / name
-            with suppress(FileNotFoundError):
-                if not stat.S_ISSOCK(os.lstat(path).st_mode):
-                    raise ConfigError(f"sockets: {path} is no socket; remove it, or name another directory")
-                if _answers(path):
-                    raise ConfigError(f"sockets: another daemon serves {directory}; stop it, or give this one a directory of its own")
-                path.unlink()
-    except OSError as error:
-        if isinstance(error, TierCacheError):
-            raise
-        raise StorageError(f"the sockets in {directory} cannot be made: {error}") from error
-
-
-def _answers(path: Path) -> bool:
-    """Is a process listening on a socket? What a killed one left behind refuses."""
-    kind = socket.SOCK_SEQPACKET if path.name == ATTACH_SOCKET else socket.SOCK_STREAM
-    with socket.socket(socket.AF_UNIX, kind) as probe:
-        try:
-            probe.connect(str(path))
-        except (ConnectionRefusedError, FileNotFoundError):
-            return False
-    return True
-
-
-def _remove(directory: Path) -> None:
-    for name in (GRPC_SOCKET, ATTACH_SOCKET):
-        with suppress(OSError):
-            (directory / name).unlink()
+def _foreign(settings: Settings) -> bool:
+    """Is a user other than this one a principal on the unix sockets?"""
+    return settings.unix and any(principal.uid not in (None, os.getuid()) for principal in settings.principals)

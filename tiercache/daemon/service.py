@@ -19,6 +19,7 @@ import tiercache
 from tiercache.core import ObjectKey
 from tiercache.daemon.access import Access, Caller, Refusal
 from tiercache.daemon.call import Call, Threads, request_bytes, untangled
+from tiercache.daemon.gate import Gate
 from tiercache.daemon.meters import Meters
 from tiercache.daemon.objects import Objects, read_keys
 from tiercache.daemon.sessions import Attachments
@@ -61,8 +62,11 @@ class Service:
         limits: pb.Limits,
         idle: float,
         meters: Meters | None = None,
+        gate: Gate | None = None,
     ) -> None:
+        """`gate`: where those connections came in whose other end is not a client itself."""
         self._access = access
+        self._gate = gate
         self._attachments = attachments
         self._threads = threads
         self._limits = limits
@@ -143,7 +147,14 @@ class Service:
         return None
 
     def _caller(self, context: Any) -> Caller:
-        return self._access.caller(context.invocation_metadata() or (), context.peer(), context.auth_context(), self._attachments)
+        peer = context.peer()
+        passed = self._gate.passed(peer) if self._gate is not None else None
+        local = peer.startswith("unix") if passed is None else passed
+        metadata = context.invocation_metadata() or ()
+        caller = self._access.caller(metadata, peer, context.auth_context(), self._attachments, local=local)
+        if self._gate is not None:
+            self._gate.recognised(peer)
+        return caller
 
     async def _serve(self, method: Method, context: Any) -> None:
         caller = self._caller(context)

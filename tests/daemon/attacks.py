@@ -1,0 +1,174 @@
+"""Attacks on a daemon that are measured, and floods of HTTP/2 frames."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from tests.daemon.hosts import HOST_BYTES, MIB, Daemon, Good, Watch, Worker, until
+from tiercache.wire.methods import METHODS
+
+THREADS = 24
+"""More than there may be at any time: the store's and the event loop's, which are made when they are first needed, and stay."""
+P99 = 5.0
+"""Seconds; a good client may have to wait until what a bad one holds is cut after `limits.idle`, and the machine may be busy."""
+
+
+@contextmanager
+def attack(daemon: Daemon, request: pytest.FixtureRequest, *, crowded: bool = False, most: float = 1.1 * HOST_BYTES) -> Iterator[Good]:
+    """Measure what happens inside: the daemon may grow by `most` bytes. Afterwards everything is as before."""
+    before, first = daemon.figures(), daemon.first
+    with Watch(daemon.pid) as watch, Good(lambda: Worker(daemon), crowded=crowded) as good:
+        yield good
+    assert daemon.alive(), daemon.log.read_text()[-4000:]
+
+    def settled() -> bool:
+        now = daemon.figures()
+        little = now.memory <= first.memory + HOST_BYTES // 2
+        return little and now.descriptors <= before.descriptors + 2 and now.threads <= first.threads + THREADS
+
+    with suppress(AssertionError):
+        until(settled, 15, 0.1)
+    after = daemon.figures()
+    print(
+        f"\n{request.node.name}: idle {before.memory / MIB:.0f} MiB, peak +{(watch.peak - before.memory) / MIB:.1f},"
+        f" after {(after.memory - before.memory) / MIB:+.1f}; descriptors {before.descriptors} -> {after.descriptors},"
+        f" threads {before.threads} -> {after.threads};"
+        f" good client {len(good.seconds)} rounds, {good.lost} lost, p99 {good.p99 * 1e3:.0f} ms"
+    )
+    assert watch.peak <= first.memory + most
+    assert good.p99 < P99
+    assert settled(), (before, after)
+
+
+def at_once(count: int, work: Callable[[int], Any]) -> list[Any]:
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(work, range(count)))
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
+    return len(payload).to_bytes(3) + bytes([kind, flags]) + stream.to_bytes(4) + payload
+
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0)
+_FIELD = b"\x10\x01a\x7f\x00" + b"b" * 127
+_KNOWN = {":method": "POST", ":scheme": "http", ":authority": "x", "te": "trailers", "content-type": "application/grpc"}
+_CALL = b"".join(
+    b"\x00" + bytes([len(name)]) + name.encode() + bytes([len(value)]) + value.encode()
+    for name, value in {**_KNOWN, ":path": METHODS["Hello"].path, "grpc-timeout": "30S"}.items()
+)
+
+
+@dataclass(frozen=True)
+class Flood:
+    """What comes once on a connection, and what then comes again and again."""
+
+    first: bytes
+    more: Callable[[int], bytes]
+    """Of the stream's number, which grows; some 100 KB."""
+
+
+GROUPS = {
+    "continuations": ("continuation of tiny fields", "continuation of fields", "continuation of indexed fields", "empty continuation"),
+    "long fields": ("continuation of remembered fields", "continuation of one field", "no http at all"),
+    "calls": ("header lists", "calls without end", "rapid reset"),
+    "control": ("ping", "settings", "long settings", "priority", "window updates", "goaway", "unknown frames"),
+}
+
+
+def _always(data: bytes) -> Callable[[int], bytes]:
+    return lambda _: data
+
+
+def _streams(make: Callable[[int], bytes], count: int) -> Callable[[int], bytes]:
+    return lambda number: b"".join(make(2 * (number * count + n) + 1) for n in range(count))
+
+
+FLOODS = {
+    "continuation of tiny fields": Flood(frame(1, 0, 1, _FIELD), _always(frame(9, 0, 1, b"\x10\x01a\x01b" * 3200) * 6)),
+    "continuation of fields": Flood(frame(1, 0, 1, _FIELD), _always(frame(9, 0, 1, _FIELD) * 700)),
+    "continuation of indexed fields": Flood(frame(1, 0, 1, _FIELD), _always(frame(9, 0, 1, b"\x8f" * 16_000) * 6)),
+    "continuation of remembered fields": Flood(
+        frame(1, 0, 1, b"\x40\x01a\x7f\x80\x18" + b"b" * (127 + 24 * 128)), _always(frame(9, 0, 1, b"\xbe" * 16_000) * 6)
+    ),
+    "continuation of one field": Flood(frame(1, 0, 1, b"\x10\x01a\x7f\x80\x80\x80\x80\x04"), _always(frame(9, 0, 1, b"x" * 16_000) * 6)),
+    "empty continuation": Flood(frame(1, 0, 1, _FIELD), _always(frame(9, 0, 1) * 10_000)),
+    "header lists": Flood(
+        b"", _streams(lambda n: frame(1, 0, n, _FIELD * 120) + frame(9, 0, n, _FIELD * 120) + frame(9, 4, n, _FIELD * 120), 3)
+    ),
+    "calls without end": Flood(b"", _streams(lambda n: frame(1, 4, n, _CALL), 500)),
+    "rapid reset": Flood(b"", _streams(lambda n: frame(1, 4, n, _CALL) + frame(3, 0, n, b"\0\0\0\x08"), 500)),
+    "ping": Flood(b"", _always(frame(6, 0, 0, bytes(8)) * 6000)),
+    "settings": Flood(b"", _always(frame(4, 0, 0) * 10_000)),
+    "long settings": Flood(b"", _always(frame(4, 0, 0, b"\0\4\0\0\xff\xff" * 100) * 160)),
+    "priority": Flood(b"", _always(frame(2, 0, 1, b"\0\0\0\0\x10") * 7000)),
+    "window updates": Flood(b"", _always(frame(8, 0, 0, b"\0\0\0\1") * 8000)),
+    "goaway": Flood(b"", _always(frame(7, 0, 0, bytes(16_000)) * 6)),
+    "unknown frames": Flood(b"", _always(frame(0x77, 0, 0, bytes(16_000)) * 6)),
+    "no http at all": Flood(b"GET / HTTP/1.1\r\n", _always(b"x: " + b"y" * 100_000 + b"\r\n")),
+}
+
+
+def flood(connect: Callable[[], socket.socket], kind: str, seconds: float, *, acknowledge: bool, connections: int = 40) -> None:
+    """Many connections of one kind at once; one that is cut comes again. None of them reads more than it must, nor has credentials."""
+    end = time.monotonic() + seconds
+    meant = FLOODS[kind]
+
+    def hit(sock: socket.socket) -> None:
+        sock.settimeout(max(0.1, end - time.monotonic()))
+        sock.sendall(PREFACE)
+        if acknowledge:
+            sock.recv(9)
+            sock.sendall(frame(4, 1, 0))
+        sock.sendall(meant.first)
+        number = 0
+        while time.monotonic() < end:
+            sock.sendall(meant.more(number))
+            number += 1
+
+    def keep_on(_: int) -> None:
+        while time.monotonic() < end:
+            with suppress(OSError), connect() as sock:
+                hit(sock)
+            time.sleep(0.01)
+
+    at_once(connections, keep_on)
+
+
+def stalled(connect: Callable[[], socket.socket], seconds: float, *, first: bytes = b"", connections: int = 1000) -> None:
+    """Connections that say so much and no more."""
+    with ExitStack() as stack:
+        for _ in range(connections):
+            with suppress(OSError):
+                sock = stack.enter_context(connect())
+                sock.sendall(first)
+        time.sleep(seconds)
+
+
+def tls(sock: socket.socket) -> socket.socket:
+    """The same connection in TLS; who is at the other end does not matter here."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    try:
+        return context.wrap_socket(sock)
+    except BaseException:
+        sock.close()
+        raise
+
+
+def client_hello() -> bytes:
+    """The first bytes of a TLS handshake."""
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    half = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).wrap_bio(incoming, outgoing, server_hostname="localhost")
+    with suppress(ssl.SSLWantReadError):
+        half.do_handshake()
+    return outgoing.read()

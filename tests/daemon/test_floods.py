@@ -1,0 +1,171 @@
+"""Floods of strangers, in clear and in TLS: what they make the daemon hold before anybody knows them is bounded, and clients go on.
+
+See `attacks` for the floods, and `attacks.attack` for what is asserted of each.
+"""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
+
+import grpc
+import pytest
+
+from tests.daemon.attacks import FLOODS, GROUPS, attack, client_hello, flood, stalled, tls
+from tests.daemon.hosts import HOST_BYTES, MIB, STORE_BYTES, TOKENS, Client, Daemon, Good, Http2, Worker, secret, serving, until
+from tests.grpc.hooks import certificates
+from tiercache.wire.methods import METHODS
+
+BODY = """
+directory = "{directory}"
+storage = "memory://?capacity={store}"
+host_bytes = {host}
+listen = ["127.0.0.1:0"]
+{tls}
+[limits]
+clients = 64
+[[principals]]
+name = "mallory"
+token_file = "{mallory}"
+verbs = ["read", "write", "admin"]
+"""
+BEARER = [("authorization", f"Bearer {TOKENS['mallory']}")]
+STRANGERS = 16 * MIB
+"""Less than this is what floods made daemons hold which nothing was given to, far from the hundreds of MiB that gRPC alone gives them."""
+
+
+@pytest.fixture(scope="module", params=["plain", "tls"])
+def transport(request: pytest.FixtureRequest) -> str:
+    if request.param == "tls" and shutil.which("openssl") is None:
+        pytest.skip("certificates are made with the openssl command")
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def daemon(transport: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    directory = tmp_path_factory.mktemp("f")
+    mallory = secret(directory / "mallory", TOKENS["mallory"])
+    lines = '[tls]\nkey = "{}"\ncertificate = "{}"\n'.format(*certificates()) if transport == "tls" else ""
+    body = BODY.format(directory=directory, store=STORE_BYTES, host=HOST_BYTES, mallory=mallory, tls=lines)
+    with serving(directory, body) as daemon:
+        with Good(lambda: Worker(daemon)):
+            time.sleep(0.3)
+        daemon.first = daemon.figures()
+        yield daemon
+
+
+@pytest.fixture
+def connect(daemon: Daemon, transport: str) -> Callable[[], socket.socket]:
+    """Connections to the TCP port: in TLS, after the handshake."""
+
+    def connect() -> socket.socket:
+        sock = socket.create_connection(("127.0.0.1", daemon.ports[0]), timeout=10)
+        return tls(sock) if transport == "tls" else sock
+
+    return connect
+
+
+@pytest.fixture
+def client(daemon: Daemon, transport: str) -> Callable[[], Client]:
+    """Clients with a token."""
+
+    def client() -> Client:
+        credentials = grpc.ssl_channel_credentials(certificates()[1].read_bytes()) if transport == "tls" else None
+        return Client(f"127.0.0.1:{daemon.ports[0]}", BEARER, credentials)
+
+    return client
+
+
+def greeted(client: Callable[[], Client]) -> bool:
+    with suppress(grpc.RpcError), client() as fresh:
+        return fresh.call("Hello", b"").principal == "mallory"
+    return False
+
+
+def over_tcp(daemon: Daemon) -> Callable[[], socket.socket]:
+    return lambda: socket.create_connection(("127.0.0.1", daemon.ports[0]), timeout=1)
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_floods_before_the_settings_are_acknowledged(
+    daemon: Daemon, request: pytest.FixtureRequest, connect: Callable[[], socket.socket], client: Callable[[], Client], group: str
+) -> None:
+    assert {kind for kinds in GROUPS.values() for kind in kinds} == FLOODS.keys()
+    with attack(daemon, request, most=STRANGERS), Good(client, name="remote"):
+        one_by_one(daemon, connect, GROUPS[group], 0.7, acknowledge=False)
+    until(lambda: greeted(client))
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_floods_of_who_keeps_to_the_protocol_so_far(
+    daemon: Daemon, request: pytest.FixtureRequest, connect: Callable[[], socket.socket], client: Callable[[], Client], group: str
+) -> None:
+    with attack(daemon, request), Good(client, name="remote"):
+        one_by_one(daemon, connect, GROUPS[group], 0.7, acknowledge=True)
+    until(lambda: greeted(client))
+
+
+def one_by_one(daemon: Daemon, connect: Callable[[], socket.socket], kinds: Collection[str], seconds: float, *, acknowledge: bool) -> None:
+    """Each kind for so long; what the daemon then holds is printed, so that the one that broke it can be told."""
+    for kind in kinds:
+        flood(connect, kind, seconds, acknowledge=acknowledge)
+        print(f"{kind}: {daemon.figures().memory / MIB:.0f} MiB", end="; ")
+
+
+@pytest.mark.parametrize("first", ["nothing", "half a handshake", "half a preface"])
+def test_a_thousand_that_say_no_more(daemon: Daemon, request: pytest.FixtureRequest, client: Callable[[], Client], first: str) -> None:
+    said = {"nothing": b"", "half a handshake": client_hello()[:100], "half a preface": b"PRI * HTTP/2.0\r\n"}[first]
+    with attack(daemon, request, most=STRANGERS), Good(client, name="remote"):
+        stalled(over_tcp(daemon), 1.0, first=said)
+    until(lambda: greeted(client))
+
+
+def test_who_comes_while_strangers_hold_every_place_is_let_in(
+    daemon: Daemon, request: pytest.FixtureRequest, client: Callable[[], Client]
+) -> None:
+    """They give way: nobody was recognised on theirs."""
+    held = [over_tcp(daemon)() for _ in range(64)]
+    try:
+        until(lambda: greeted(client), 20)
+    finally:
+        for sock in held:
+            sock.close()
+
+
+def test_a_stranger_who_says_nothing_is_cut(daemon: Daemon) -> None:
+    with over_tcp(daemon)() as sock:
+        sock.settimeout(20)
+        while sock.recv(4096):  # gRPC's SETTINGS, perhaps
+            pass
+
+
+def test_headers_of_a_client_that_has_not_acknowledged_yet_are_served(daemon: Daemon, transport: str) -> None:
+    """As of one that does not wait for the SETTINGS before its first call (RFC 9113, 3.4)."""
+    with over_tcp(daemon)() as sock:
+        conn = Http2(tls(sock) if transport == "tls" else sock, acknowledge=False)
+        conn.open(1, METHODS["Hello"].path, {"authorization": BEARER[0][1]})
+        conn.data(1, b"\0\0\0\0\0", end=True)
+        data = b""
+        conn.sock.settimeout(10)
+        while b"mallory" not in data:
+            data += conn.sock.recv(4096)
+        conn.sock.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("acknowledge", [False, True], ids=["before", "after"])
+def test_a_minute_of_floods(
+    daemon: Daemon,
+    request: pytest.FixtureRequest,
+    connect: Callable[[], socket.socket],
+    client: Callable[[], Client],
+    acknowledge: bool,
+) -> None:
+    """One kind after the other, and in the end a thousand that stall."""
+    with attack(daemon, request), Good(client, name="remote"):
+        one_by_one(daemon, connect, FLOODS, 50 / len(FLOODS), acknowledge=acknowledge)
+        stalled(over_tcp(daemon), 8.0, first=b"PRI * HTTP/2.0\r\n")
+    until(lambda: greeted(client))

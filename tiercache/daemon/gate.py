@@ -1,0 +1,384 @@
+"""The way in for everybody whom nobody knows yet: connections are accepted here, and passed on to gRPC behind a unix socket.
+
+    waiting ──▶ opening ──▶ settled
+    (nothing is read)  (`opening` counts)  (bytes move through the kernel, uncounted)
+
+A connection is settled when it has acknowledged gRPC's SETTINGS; in TLS, where that cannot be seen, when a caller was recognised on it, or
+when it has outlived gRPC's patience with handshakes and acknowledgements. Few connections are opening at once; the others wait for their
+turn, in the order of coming, but those first from whose address fewest are opening. Where there are as many connections as there may be, a
+new one takes the place of the oldest that nobody was recognised on, of the address that has most of these.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import select
+import socket
+import struct
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from collections.abc import Set as AbstractSet
+from contextlib import suppress
+from errno import EMFILE, ENFILE, ENOBUFS, ENOMEM
+from threading import Event, Lock, Thread
+from typing import Final, NamedTuple
+
+from tiercache.daemon.opening import Opening
+from tiercache.daemon.splice import PIPE_BYTES, Flow
+
+_PRESSED_SECONDS: Final = 1.0
+"""So long where others wait for their turn."""
+_TICK_SECONDS: Final = 0.1
+_BACKLOG: Final = 1024
+_CREDENTIALS: Final = struct.Struct("iII")
+_EXHAUSTED: Final = (EMFILE, ENFILE, ENOBUFS, ENOMEM)
+_SEND_BYTES: Final = 512 << 10
+_READ, _WRITE = select.EPOLLIN, select.EPOLLOUT
+
+
+class _Door(NamedTuple):
+    """Where connections come in, and where gRPC takes them."""
+
+    listener: socket.socket
+    backend: str
+    """A unix socket that only this user can reach."""
+    tls: bool
+    uids: AbstractSet[int] | None
+    """Of a unix socket: whose processes may connect; None: it is a TCP address."""
+
+
+class _Connection:
+    """A client's connection, and the one to gRPC that goes with it once its turn has come."""
+
+    def __init__(self, number: int, client: socket.socket, origin: bytes, door: _Door) -> None:
+        self.number: Final = number
+        self.client: Final = client
+        self.origin: Final = origin
+        self.door: Final = door
+        self.name = ""
+        """As gRPC calls the other end; empty while it waits."""
+        self.since = time.monotonic()
+        self.backend: socket.socket | None = None
+        self.up: Flow
+        self.down: Flow
+        self.opening: Opening | None = None
+        self.known = False
+        """Was a caller recognised on it?"""
+        self.watched: dict[int, int] = {}
+        """The events that are waited for, by descriptor."""
+
+
+class Gate:
+    """Accepts connections for a gRPC server that listens on unix sockets of its own.
+
+    Thread rule: `listen` and `listen_local` before `start`; `passed` and `recognised` from any thread; the rest is the gate's own thread's.
+    """
+
+    def __init__(self, *, most: int, most_opening: int, most_streams: int, settling: float, refused: Callable[[str], None]) -> None:
+        """`most` connections, of which `most_opening` are opening; `settling`: the seconds after which gRPC itself has cut who did not.
+
+        `refused` is told "unauthenticated", "busy" or "idle" of every connection that is cut.
+        """
+        self._most: Final = most
+        self._most_opening: Final = most_opening
+        self._most_streams: Final = most_streams
+        self._settling: Final = settling
+        self._refused: Final = refused
+        self._prefix: Final = f"tiercache-{secrets.token_hex(8)}"
+        self._epoll = select.epoll()
+        self._doors: dict[int, _Door] = {}
+        self._paused: list[int] = []
+        """Descriptors of listeners that found no descriptors."""
+        self._connections: dict[int, _Connection] = {}
+        """By number, so that the oldest comes first."""
+        self._unsettled: dict[int, _Connection] = {}
+        """Those of them that wait or are opening."""
+        self._by_descriptor: dict[int, _Connection] = {}
+        self._names: dict[str, _Connection] = {}
+        self._numbers = 0
+        self._wakeup, self._alarm = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._scratch: Final = memoryview(bytearray(PIPE_BYTES))
+        self._told: set[_Connection] = set()
+        self._lock: Final = Lock()
+        self._leaving = Event()
+        self._closing = Event()
+        self._thread = Thread(target=self._run, name="tiercache-gate", daemon=True)
+
+    def listen(self, host: str, port: int, backend: str, *, tls: bool) -> int:
+        """Listen on a TCP address: its port. Raises OSError."""
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        dual = host == "::" and socket.has_dualstack_ipv6()
+        listener = socket.create_server(address[:2], family=family, backlog=_BACKLOG, dualstack_ipv6=dual)
+        self._add(_Door(listener, backend, tls, None))
+        return int(listener.getsockname()[1])
+
+    def listen_local(self, path: str, mode: int, uids: AbstractSet[int], backend: str) -> None:
+        """Listen on a unix socket for processes of these users; raises OSError."""
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            listener.bind(path)
+            os.chmod(path, mode)
+            listener.listen(_BACKLOG)
+        except BaseException:
+            listener.close()
+            raise
+        self._add(_Door(listener, backend, False, uids))
+
+    def start(self) -> None:
+        """Begin to accept; gRPC's server must listen by then."""
+        self._epoll.register(self._wakeup, _READ)
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """Does it pass connections on, or is it about to?"""
+        return self._thread.ident is None or self._thread.is_alive()
+
+    def leave(self) -> None:
+        """Accept nobody from now on; connections go on."""
+        self._leaving.set()
+        self._wake()
+
+    def close(self) -> None:
+        """End every connection, and the thread. Harmless before `start`."""
+        self._leaving.set()
+        self._closing.set()
+        self._wake()
+        if self._thread.ident is not None:
+            self._thread.join()
+        for door in self._doors.values():
+            door.listener.close()
+        self._epoll.close()
+        os.close(self._wakeup)
+        os.close(self._alarm)
+
+    def passed(self, peer: str) -> bool | None:
+        """Did the connection that gRPC calls `peer` come in here by a unix socket (True), or by TCP (False)? None: not here.
+
+        A name that is in use here nobody else on this machine can have.
+        """
+        found = self._names.get(peer)
+        return None if found is None else found.door.uids is not None
+
+    def recognised(self, peer: str) -> None:
+        """A caller with credentials calls on this connection."""
+        found = self._names.get(peer)
+        if found is not None and not found.known:
+            found.known = True
+            if found.door.tls and found.opening is not None:
+                with self._lock:
+                    self._told.add(found)
+                self._wake()
+
+    # --- the thread --------------------------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        looked = time.monotonic()
+        while not self._closing.is_set():
+            for descriptor, _ in self._epoll.poll(_TICK_SECONDS if self._unsettled or self._paused else None):
+                self._happened(descriptor)
+            if time.monotonic() - looked > _TICK_SECONDS:
+                looked = time.monotonic()
+                self._cut_the_late(looked)
+                for descriptor in self._paused:
+                    self._epoll.modify(descriptor, _READ)
+                self._paused.clear()
+            if self._unsettled:
+                self._open_next()
+        for connection in list(self._connections.values()):
+            self._end(connection)
+
+    def _happened(self, descriptor: int) -> None:
+        if descriptor == self._wakeup:
+            self._obey()
+        elif (door := self._doors.get(descriptor)) is not None:
+            self._accept(door)
+        elif (connection := self._by_descriptor.get(descriptor)) is not None:
+            try:
+                self._advance(connection)
+            except OSError:
+                self._end(connection)
+
+    def _wake(self) -> None:
+        with suppress(OSError):
+            os.write(self._alarm, b"!")
+
+    def _obey(self) -> None:
+        with suppress(BlockingIOError):
+            os.read(self._wakeup, 4096)
+        if self._leaving.is_set():
+            for descriptor, door in self._doors.items():
+                self._epoll.unregister(descriptor)
+                door.listener.close()
+            self._doors.clear()
+            self._paused.clear()
+        with self._lock:
+            told, self._told = self._told, set()
+        for connection in told:
+            if connection.number in self._connections:
+                self._settle(connection)
+
+    def _add(self, door: _Door) -> None:
+        door.listener.setblocking(False)
+        self._doors[door.listener.fileno()] = door
+        self._epoll.register(door.listener, _READ)
+
+    def _accept(self, door: _Door) -> None:
+        try:
+            client, address = door.listener.accept()
+        except OSError as error:
+            if error.errno in _EXHAUSTED:  # it would be tried again at once, and again, until there is a descriptor
+                self._epoll.modify(door.listener, 0)
+                self._paused.append(door.listener.fileno())
+            return
+        try:
+            client.setblocking(False)
+            origin = self._origin(client, address, door.uids)
+        except OSError:
+            client.close()
+            return
+        if origin is None or (len(self._connections) >= self._most and not self._make_room()):
+            self._refused("busy" if origin else "unauthenticated")
+            client.close()
+            return
+        self._numbers += 1
+        self._connections[self._numbers] = self._unsettled[self._numbers] = _Connection(self._numbers, client, origin, door)
+
+    def _origin(self, client: socket.socket, address: tuple[str, int], uids: AbstractSet[int] | None) -> bytes | None:
+        """Who is counted together: a user of this machine, or what one machine has of addresses. None for a user who may not connect."""
+        if uids is None:
+            client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            packed = socket.inet_pton(client.family, address[0].partition("%")[0])
+            return packed[:8] if len(packed) == 16 and not packed.startswith(bytes(10)) else packed
+        _, uid, _ = _CREDENTIALS.unpack(client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+        return b"uid %d" % uid if uid in uids else None
+
+    def _make_room(self) -> bool:
+        unknown = [connection for connection in self._connections.values() if not connection.known]
+        if not unknown:
+            return False
+        origin, _ = Counter(connection.origin for connection in unknown).most_common(1)[0]
+        self._cut(next(connection for connection in unknown if connection.origin == origin), "busy")
+        return True
+
+    def _open_next(self) -> None:
+        """As many of those that wait as there is room for."""
+        opening = Counter(connection.origin for connection in self._unsettled.values() if connection.opening is not None)
+        while opening.total() < self._most_opening and (waiting := list(self._waiting())):
+            chosen = min(waiting, key=lambda connection: opening[connection.origin])
+            try:
+                self._open(chosen)
+            except OSError:
+                self._cut(chosen, "busy")
+            opening[chosen.origin] += 1
+
+    def _waiting(self) -> Iterator[_Connection]:
+        return (connection for connection in self._unsettled.values() if connection.backend is None)
+
+    def _open(self, connection: _Connection) -> None:
+        backend = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            backend.bind(f"\0{self._prefix}/{connection.number}")
+            backend.connect(connection.door.backend)
+            backend.setblocking(False)
+            backend.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)
+            connection.up = Flow(connection.client, backend)
+            try:
+                connection.down = Flow(backend, connection.client, self._scratch)
+            except OSError:
+                connection.up.close()
+                raise
+        except OSError:
+            backend.close()
+            raise
+        connection.backend = backend
+        connection.since = time.monotonic()
+        connection.opening = Opening(tls=connection.door.tls, most_streams=self._most_streams)
+        connection.name = f"unix-abstract:{self._prefix}/{connection.number}"
+        self._names[connection.name] = connection
+        self._by_descriptor[connection.client.fileno()] = connection
+        self._by_descriptor[backend.fileno()] = connection
+        self._advance(connection)
+
+    def _advance(self, connection: _Connection) -> None:
+        """Move what can be moved; raises OSError where the connection is broken."""
+        assert connection.backend is not None
+        connection.down.move()
+        if connection.opening is not None:
+            self._listen_to(connection, connection.opening, connection.backend)
+        if connection.opening is None:
+            connection.up.move()
+        if connection.down.over or (connection.up.over and connection.opening is None):
+            self._end(connection)
+        else:
+            self._watch(connection)
+
+    def _listen_to(self, connection: _Connection, opening: Opening, backend: socket.socket) -> None:
+        if not opening.room:
+            return  # in TLS: until it is recognised
+        try:
+            data = connection.client.recv(opening.room)
+        except BlockingIOError:
+            return
+        if not data:
+            raise ConnectionResetError("it ended before it had begun")
+        opening.take(data)
+        if opening.excessive or (opening.acknowledged and not connection.down.moved):
+            raise ConnectionAbortedError("it says more than there is to say before the SETTINGS are acknowledged")
+        if backend.send(data) < len(data):  # a fresh socket's buffer takes all that an opening can be
+            raise ConnectionAbortedError("gRPC does not read")
+        if opening.acknowledged:
+            self._settle(connection)
+
+    def _settle(self, connection: _Connection) -> None:
+        connection.opening = None
+        del self._unsettled[connection.number]
+        self._watch(connection)
+
+    def _watch(self, connection: _Connection) -> None:
+        """Wait for what this connection can go on with. For nothing means not at all: a side that has hung up would be told for ever."""
+        assert connection.backend is not None
+        up, down, opening = connection.up, connection.down, connection.opening
+        reads = opening.room > 0 if opening is not None else not up.held and not up.ended
+        wanted = {
+            connection.client.fileno(): (_READ if reads else 0) | (_WRITE if down.held else 0),
+            connection.backend.fileno(): (_READ if not down.held and not down.ended else 0) | (_WRITE if up.held else 0),
+        }
+        for descriptor, events in wanted.items():
+            before = connection.watched.get(descriptor, 0)
+            if events and not before:
+                self._epoll.register(descriptor, events)
+            elif events != before:
+                (self._epoll.modify(descriptor, events) if events else self._epoll.unregister(descriptor))
+        connection.watched = wanted
+
+    def _cut_the_late(self, now: float) -> None:
+        pressed = next(self._waiting(), None) is not None
+        for connection in [found for found in self._unsettled.values() if found.opening is not None]:
+            age = now - connection.since
+            if connection.door.tls and age > self._settling:
+                self._settle(connection)
+            elif age > (_PRESSED_SECONDS if pressed else self._settling):
+                self._cut(connection, "idle")
+
+    def _cut(self, connection: _Connection, reason: str) -> None:
+        self._refused(reason)
+        self._end(connection)
+
+    def _end(self, connection: _Connection) -> None:
+        if self._connections.pop(connection.number, None) is None:
+            return
+        self._unsettled.pop(connection.number, None)
+        self._names.pop(connection.name, None)  # before the name is free for others
+        for descriptor, events in connection.watched.items():
+            if events:
+                self._epoll.unregister(descriptor)
+        self._by_descriptor.pop(connection.client.fileno(), None)
+        connection.client.close()
+        if connection.backend is not None:
+            self._by_descriptor.pop(connection.backend.fileno(), None)
+            connection.backend.close()
+            connection.up.close()
+            connection.down.close()
