@@ -26,7 +26,7 @@ from threading import Event, Lock, Thread
 from typing import Final, NamedTuple
 
 from tiercache.daemon.opening import Opening
-from tiercache.daemon.splice import PIPE_BYTES, Flow
+from tiercache.daemon.splice import PIPE_BYTES, Flow, widen
 
 _PRESSED_SECONDS: Final = 1.0
 """So long where others wait for their turn."""
@@ -34,7 +34,8 @@ _TICK_SECONDS: Final = 0.1
 _BACKLOG: Final = 1024
 _CREDENTIALS: Final = struct.Struct("iII")
 _EXHAUSTED: Final = (EMFILE, ENFILE, ENOBUFS, ENOMEM)
-_SEND_BYTES: Final = 512 << 10
+_SEND_BYTES: Final = 1 << 20
+"""Of either end of a connection to gRPC, as far as the system allows; with less both sides wait for each other's turn."""
 _READ, _WRITE = select.EPOLLIN, select.EPOLLOUT
 
 
@@ -167,10 +168,9 @@ class Gate:
         found = self._names.get(peer)
         if found is not None and not found.known:
             found.known = True
-            if found.door.tls and found.opening is not None:
-                with self._lock:
-                    self._told.add(found)
-                self._wake()
+            with self._lock:
+                self._told.add(found)
+            self._wake()
 
     # --- the thread --------------------------------------------------------------------------------------------------------------------
 
@@ -218,7 +218,9 @@ class Gate:
             told, self._told = self._told, set()
         for connection in told:
             if connection.number in self._connections:
-                self._settle(connection)
+                if connection.door.tls and connection.opening is not None:
+                    self._settle(connection)
+                widen(f"\0{self._prefix}/{connection.number}".encode(), _SEND_BYTES)
 
     def _add(self, door: _Door) -> None:
         door.listener.setblocking(False)
