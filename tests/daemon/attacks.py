@@ -23,8 +23,10 @@ P99 = 5.0
 
 
 @contextmanager
-def attack(daemon: Daemon, request: pytest.FixtureRequest, *, crowded: bool = False, most: float = 1.1 * HOST_BYTES) -> Iterator[Good]:
-    """Measure what happens inside: the daemon may grow by `most` bytes. Afterwards everything is as before."""
+def attack(
+    daemon: Daemon, request: pytest.FixtureRequest, *, crowded: bool = False, most: float = 1.1 * HOST_BYTES, seconds: float = 15
+) -> Iterator[Good]:
+    """Measure what happens inside: the daemon may grow by `most` bytes. Afterwards, within `seconds`, everything is as before."""
     before, first = daemon.figures(), daemon.first
     with Watch(daemon.pid) as watch, Good(lambda: Worker(daemon), crowded=crowded) as good:
         yield good
@@ -36,7 +38,7 @@ def attack(daemon: Daemon, request: pytest.FixtureRequest, *, crowded: bool = Fa
         return little and now.descriptors <= before.descriptors + 2 and now.threads <= first.threads + THREADS
 
     with suppress(AssertionError):
-        until(settled, 15, 0.1)
+        until(settled, seconds, 0.1)
     after = daemon.figures()
     print(
         f"\n{request.node.name}: idle {before.memory / MIB:.0f} MiB, peak +{(watch.peak - before.memory) / MIB:.1f},"

@@ -164,8 +164,8 @@ def test_a_minute_of_floods(
     client: Callable[[], Client],
     acknowledge: bool,
 ) -> None:
-    """One kind after the other, and in the end a thousand that stall."""
-    with attack(daemon, request), Good(client, name="remote"):
-        one_by_one(daemon, connect, FLOODS, 50 / len(FLOODS), acknowledge=acknowledge)
+    """One kind after the other, and in the end a thousand that stall. gRPC's threads end when they were idle for 20 s."""
+    with attack(daemon, request, seconds=50), Good(client, name="remote"):
+        one_by_one(daemon, connect, FLOODS, 44 / len(FLOODS), acknowledge=acknowledge)
         stalled(over_tcp(daemon), 8.0, first=b"PRI * HTTP/2.0\r\n")
     until(lambda: greeted(client))
