@@ -15,8 +15,9 @@ from tiercache.controller import ControllerOptions
 from tiercache.core import PoolName, Tier, as_tokens
 from tiercache.integrations.transformers import worker as worker_module
 from tiercache.integrations.transformers.audit import Audit, Verdict
+from tiercache.integrations.transformers.request import Generation
 from tiercache.integrations.transformers.runner import ModelRunner
-from tiercache.integrations.transformers.worker import Generation, Worker
+from tiercache.integrations.transformers.worker import Worker
 from tiercache.storage.base import StorageBackend
 from tiercache.storage.env import Env
 from tiercache.storage.registry import open_backend

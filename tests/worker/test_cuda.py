@@ -19,8 +19,10 @@ from tiercache.core import PoolName, Reason, Tier
 from tiercache.errors import ConfigError
 from tiercache.integrations.transformers.audit import Audit
 from tiercache.integrations.transformers.demo import load_model
+from tiercache.integrations.transformers.identity import identity_of
+from tiercache.integrations.transformers.request import Generation
 from tiercache.integrations.transformers.stream import CudaStream, TorchStream, find_device, rounds_parts, stream_of, to_device
-from tiercache.integrations.transformers.worker import Generation, Worker, identity_of
+from tiercache.integrations.transformers.worker import Worker
 from tiercache.testing.cuda import SimulatedDevice
 from tiercache.transfer.cuda import Method
 

@@ -193,6 +193,8 @@ def _check_names(geometry: Geometry, tensors: Tensors) -> None:
 
 def _layout(segment: Segment, tensor: DeviceTensor, page_size: int, slots: int | None) -> tuple[int, int]:
     """(slots, bytes from one slot to the next) of a tensor in slot form or token form."""
+    if not all(callable(getattr(tensor, name, None)) for name in ("data_ptr", "stride", "element_size")):
+        raise GeometryError(f"{_label(segment)} is of type {type(tensor).__name__}; pass a tensor, such as torch.from_numpy gives")
     dtype, shape = _elements(segment.layer, segment.name, tensor)
     if DTYPE_BITS[segment.dtype] == 4 and dtype in _PACKED_CARRIERS:
         dtype, shape = segment.dtype, (*shape[:-1], shape[-1] * 2)

@@ -18,8 +18,8 @@ from transformers.cache_utils import DynamicCache
 
 from tiercache.core import TokenArray, as_tokens
 from tiercache.errors import InputError, PoolFullError
+from tiercache.integrations.transformers.request import Generation
 from tiercache.integrations.transformers.runner import ModelRunner
-from tiercache.integrations.transformers.worker import Generation
 from tiercache.keys import page_keys
 
 
@@ -28,7 +28,7 @@ class Run:
     """How one request was computed, in plain numbers.
 
     From `restored` tokens on in forward passes that end at `bounds`; `parts` says, per restored page and last for the state, which of the
-    runs that computed it gave it (0: the first).
+    runs that computed it gave it (0: the first). The forward pass that ends at `anew`, if any does, began with an empty cache.
     """
 
     tokens: tuple[int, ...]
@@ -37,6 +37,7 @@ class Run:
     bounds: tuple[int, ...]
     states: tuple[int, ...]
     parts: tuple[int, ...]
+    anew: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """For `from_json`, in another process."""
@@ -81,10 +82,11 @@ class Audit:
         """
         if generation.restored and self._pool.states and not generation.restored_state:
             raise InputError("this generation kept no copy of the state it restored; serve it with audit=True")
-        keys = self._keys(generation.tokens)[: generation.restored // self._runner.page_size]
+        keys = self._keys(as_tokens(generation.tokens))[: generation.restored // self._runner.page_size]
         parts, same_bytes = self._find_parts(generation, keys)
         run = Run(
-            tuple(generation.tokens.tolist()), generation.prompt_tokens, generation.restored, generation.bounds, generation.states, parts
+            tuple(generation.tokens.tolist()), generation.prompt_tokens, generation.restored, generation.bounds, generation.states, parts,
+            generation.anew,
         )  # fmt: skip
         first, answer = self.replay(run)
         if uncut is None:
@@ -104,6 +106,9 @@ class Audit:
         cache = self._build(keys[: run.restored // page_size], run.parts)
         first, answer, start = torch.empty(0), [], run.restored
         for end in run.bounds:
+            if end == run.anew:
+                self._keep_pages(cache, keys, run.restored // page_size, start // page_size)
+                cache, start = self._runner.new_cache(), 0
             logits = self._runner.forward(cache, tokens[start:end], start)
             if end == run.prompt_tokens:
                 first = logits
@@ -112,7 +117,8 @@ class Audit:
             if end in run.states:
                 self._keep_state(cache, keys[end // page_size - 1])
             start = end
-        self._keep_pages(cache, keys, run.restored // page_size, start // page_size)
+        if not run.anew:
+            self._keep_pages(cache, keys, run.restored // page_size, start // page_size)
         return first, tuple(answer)
 
     def _keys(self, tokens: TokenArray) -> list[bytes]:

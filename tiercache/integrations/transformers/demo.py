@@ -12,7 +12,7 @@ import secrets
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -25,10 +25,12 @@ from tiercache.controller import ControllerOptions
 from tiercache.core import PoolName, Tier, TokenArray
 from tiercache.errors import ConfigError
 from tiercache.integrations.transformers.audit import Audit, Run, Verdict
+from tiercache.integrations.transformers.identity import identity_of
+from tiercache.integrations.transformers.request import Generation
 from tiercache.integrations.transformers.runner import ModelRunner
 from tiercache.integrations.transformers.small import build_small_hybrid
 from tiercache.integrations.transformers.stream import TorchStream, compute_repeatably, describe, find_device
-from tiercache.integrations.transformers.worker import Generation, Worker, identity_of
+from tiercache.integrations.transformers.worker import Worker
 from tiercache.storage.registry import open_backend
 
 PAGE_SIZE: Final = 64
@@ -84,9 +86,9 @@ class Conversations:
         self.histories[conversation] += question
         return np.array(self.histories[conversation], np.uint64)
 
-    def hear(self, conversation: int, answer: TokenArray) -> None:
+    def hear(self, conversation: int, answer: Iterable[int]) -> None:
         """Append the answer."""
-        self.histories[conversation] += answer.tolist()
+        self.histories[conversation] += answer
 
     def long_prompt(self, tokens: int) -> TokenArray:
         """A prompt of its own, with nothing in common with the conversations."""
@@ -155,7 +157,7 @@ class Session:
             run = Run.from_json(record["run"])
             self._audit.replay(run)
             self._talk.ask(record["conversation"])
-            self._talk.hear(record["conversation"], np.array(run.tokens[run.prompt_tokens :], np.uint64))
+            self._talk.hear(record["conversation"], run.tokens[run.prompt_tokens :])
             emit("step", what="recompute what the first process computed")
         for conversation in range(self._plan.conversations):
             self._turn("restart", conversation, self._plan.turns)
@@ -167,7 +169,7 @@ class Session:
         prompt = self._talk.ask(conversation)
         timed([lambda: uncut_prefill(self._worker.runner, prompt)], self._worker.stream)  # warm: the first forward of a length allocates
         generation = self._worker.serve(prompt, ANSWER_TOKENS, audit=True)
-        self._talk.hear(conversation, generation.answer)
+        self._talk.hear(conversation, generation.answer.tolist())
         recompute, uncut = timed([lambda: uncut_prefill(self._worker.runner, prompt)] * REPEATS, self._worker.stream)
         verdict = self._audit.check(generation, uncut)
         with self._runs.open("a") as file:

@@ -1,11 +1,14 @@
 """Checks at load that a model keeps to the rules which make its cache reusable, by running it; about a hundred tokens a few dozen times.
 
+0. Over a cache, and with positions that are handed to it, the model gives the logits that it gives by itself.
 1. A prefill that is cut gives the logits of an uncut one, within a tolerance.
 2. Every tensor of the cache is read: replaced by another prompt's, it changes the logits. (A forward that ignores a state would make
    every hit a wrong answer, without an error.)
 3. A cache that went through the pools is bitwise the one that was exported, and continues so.
 
 A model that breaks 1 or 2 only when it is fed several tokens at once is served token by token (`TailMode.TOKEN`); Jamba is one of these.
+
+All this with prompts of some 150 tokens. Then 1 again with longer ones, past every length that the configuration names; see `reach`.
 
 **The tolerance.** A cut changes the order of sums, so cached values differ by rounding. The probe measures what rounding does to this
 model: all cached values get a relative noise of at most half an eps of their dtype, and the logits move by the jitter. The tolerance is
@@ -22,7 +25,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import median
 from typing import Final, NamedTuple
@@ -36,6 +39,8 @@ from transformers.cache_utils import DynamicCache
 from tiercache.errors import UnsupportedModelError
 from tiercache.integrations.transformers.device import differences
 from tiercache.integrations.transformers.layout import TensorLayout, inspect_cache
+from tiercache.integrations.transformers.lengths import named_lengths, refuse_dynamic_rope
+from tiercache.integrations.transformers.reach import SECONDS, UNBOUNDED, Explorer, Reach
 from tiercache.integrations.transformers.runner import ModelRunner, TailMode
 from tiercache.integrations.transformers.stream import rounds_parts
 
@@ -44,6 +49,8 @@ JITTERS_NARROW: Final = 4
 SHORT: Final = 3
 """Tokens of a short tail. The logits after each are compared: the shortest convolutions reach no further than the first."""
 SEED: Final = 20457
+MOST_CHUNK: Final = 512
+"""Tokens of the longest chunk of a scan that is crossed dozens of times; longer ones are looked at as other lengths are."""
 
 
 class CutCheck(NamedTuple):
@@ -59,7 +66,7 @@ class ProbeReport:
     """What the probe found. Errors, reactions and the tolerance are absolute differences of logits; `scale` is their largest magnitude.
 
     `reactions` maps `kv` and `state` to how far the logits move when all tensors of the kind are another prompt's. `chunk_fault` says why
-    chunks are not used (empty in CHUNK mode).
+    chunks are not used (empty in CHUNK mode). `reach` is what longer prompts showed.
     """
 
     tail_mode: TailMode
@@ -71,6 +78,7 @@ class ProbeReport:
     reactions: Mapping[str, float]
     chunk_fault: str
     seconds: float
+    reach: Reach = UNBOUNDED
 
     @property
     def max_error(self) -> float:
@@ -78,33 +86,80 @@ class ProbeReport:
         return max(check.error for check in self.checks if self.tail_mode is TailMode.CHUNK or check.mode is TailMode.TOKEN)
 
 
-def load(model: PreTrainedModel, page_size: int) -> tuple[ModelRunner, ProbeReport]:
+def load(model: PreTrainedModel, page_size: int, seconds: float = SECONDS) -> tuple[ModelRunner, ProbeReport]:
     """A runner in the tail mode that the model needs, and why. Raises UnsupportedModelError if it cannot be served."""
     runner = ModelRunner(model, page_size)
-    report = probe(runner)
-    return ModelRunner(model, page_size, tail_mode=report.tail_mode), report
+    report = probe(runner, seconds)
+    return runner.like(report.tail_mode), report
 
 
-def probe(runner: ModelRunner) -> ProbeReport:
-    """Check the model of `runner`, whatever its own tail mode. Raises UnsupportedModelError, in one sentence, if it cannot be served."""
-    return _Probe(runner).report()
+def probe(runner: ModelRunner, seconds: float = SECONDS) -> ProbeReport:
+    """Check the model of `runner`, whatever its own tail mode; `seconds` are for longer prompts than usual, see `reach`.
+
+    Raises UnsupportedModelError, in one sentence, if it cannot be served.
+    """
+    refuse_dynamic_rope(runner.model)
+    report = _base(runner)
+    lengths = {name: n for name, n in named_lengths(runner.model.config).items() if runner.positions is None or n < runner.positions}
+    explorer = Explorer(
+        lambda tokens, first: _Trial(runner, tokens, first_position=first),
+        report.tail_mode,
+        report.tokens,
+        _usual_tokens(runner),
+        lengths,
+        seconds,
+    )
+    reach = explorer.explore(runner.positions)
+    if reach.limit is not None and reach.limit < runner.page_size:
+        raise UnsupportedModelError(
+            f"{type(runner.model).__name__} computes otherwise for longer sequences ({reach.why}), and a page of {runner.page_size} tokens "
+            f"is more than the {reach.limit} that are safe"
+        )
+    return replace(report, reach=reach, seconds=report.seconds + reach.seconds)
 
 
-class _Probe:
-    """One run of the checks over two random prompts of equal length."""
+def _base(runner: ModelRunner) -> ProbeReport:
+    """The checks with prompts of the usual length or, where they fail because of a length that the configuration names, below that."""
+    usual = _usual_tokens(runner)
+    least = max(40, runner.page_size + 2 * SHORT + 1)
+    if usual < least:
+        raise UnsupportedModelError(
+            f"{type(runner.model).__name__} has {runner.positions} positions, and a page of {runner.page_size} tokens is checked with "
+            f"prompts of {least}; use smaller pages"
+        )
+    shorter = sorted({n for n in named_lengths(runner.model.config).values() if least <= n < usual}, reverse=True)
+    found: ProbeReport | UnsupportedModelError | None = None
+    for tokens in (usual, *shorter):
+        try:
+            report = _Trial(runner, tokens).report()
+        except UnsupportedModelError as error:
+            found = found or error
+            continue
+        if report.tail_mode is TailMode.CHUNK:
+            return report
+        found = report if not isinstance(found, ProbeReport) else found
+    if isinstance(found, ProbeReport):
+        return found
+    assert found is not None
+    raise found
 
-    def __init__(self, runner: ModelRunner) -> None:
+
+class _Trial:
+    """One run of the checks over two random prompts of `tokens` tokens; `first_position` is where they begin."""
+
+    def __init__(self, runner: ModelRunner, tokens: int, *, first_position: int = 0) -> None:
         self.started = time.monotonic()
         self.model, self.page_size, self.layout = runner.model, runner.page_size, runner.layout
-        self.runners = {mode: ModelRunner(runner.model, runner.page_size, tail_mode=mode) for mode in TailMode}
-        self.chunk = _chunk_tokens(runner)
+        self.runners = {mode: runner.like(mode, first_position) for mode in TailMode}
+        self.chunk = (tokens - 13) // 2
         self.name = type(self.model).__name__
         rng = np.random.default_rng(SEED)
-        self.prompt, self.other = rng.integers(0, runner.vocab_size, (2, 2 * self.chunk + 13))
-        self.n = len(self.prompt)
+        self.prompt, self.other = rng.integers(0, runner.vocab_size, (2, tokens))
+        self.n = tokens
 
     def report(self) -> ProbeReport:
         tolerance, jitter = self.tolerance()
+        self.compare_without_cache(tolerance)
         token_checks = self.cut_checks(TailMode.TOKEN)
         if fault := self.fault(TailMode.TOKEN, token_checks, tolerance):
             raise UnsupportedModelError(f"{self.name} cannot continue from a cache: {fault}")
@@ -168,6 +223,23 @@ class _Probe:
         jitter, eps = median(jitters), torch.finfo(self.model.dtype).eps
         exact = eps > torch.finfo(torch.float32).eps and not rounds_parts(self.model.device)
         return max((JITTERS_NARROW if exact else JITTERS) * jitter, 2 * eps * self.scale), jitter
+
+    def compare_without_cache(self, tolerance: float) -> None:
+        """The cache and the positions that the runner hands over must not make another model of it."""
+        off = _gap(self.runners[TailMode.CHUNK].without_cache(self.prompt, SHORT)[-1], self.uncut)
+        if not off <= tolerance:
+            raise UnsupportedModelError(
+                f"{self.name} gives other logits over a DynamicCache with positions from 0 than by itself, off by {off:.3g}, more than the "
+                f"{tolerance:.3g} that rounding explains"
+            )
+
+    def crossing(self, mode: TailMode, cuts: tuple[int, ...]) -> str:
+        """Why a prefill that is cut cannot be continued in this mode, or nothing."""
+        tolerance, _ = self.tolerance()
+        error = self.cut_error(mode, cuts)
+        if error <= tolerance:
+            return ""
+        return f"cut at {', '.join(map(str, cuts))} of {self.n} tokens, logits are off by {error:.3g}, rounding explains {tolerance:.3g}"
 
     def cut_checks(self, mode: TailMode) -> tuple[CutCheck, ...]:
         """Cuts on and off the model's own chunk boundaries; tails longer than a chunk, short, and of one token."""
@@ -266,14 +338,15 @@ class _Probe:
                 )
 
 
-def _chunk_tokens(runner: ModelRunner) -> int:
-    """At least the chunk length of the model's own scan, so that a prompt of twice that crosses it, and at least a page.
+def _usual_tokens(runner: ModelRunner) -> int:
+    """The length of the prompts: more than twice the chunk of the model's own scan, and of a page; no more than it has positions.
 
-    Configurations name it differently; gated delta nets use 64 without naming it.
+    Configurations name the chunk differently; gated delta nets use 64 without naming it.
     """
     config = runner.model.config.get_text_config(decoder=True)
     named = (getattr(config, name, None) for name in ("chunk_size", "mamba_chunk_size", "block_size"))
-    return max(64, runner.page_size, *(n for n in named if isinstance(n, int)))
+    tokens = 2 * max(64, runner.page_size, *(n for n in named if isinstance(n, int) and n <= MOST_CHUNK)) + 13
+    return min(tokens, runner.positions) if runner.positions else tokens
 
 
 def _gap(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import enum
 import inspect
 import itertools
@@ -16,10 +17,11 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from tiercache.core import TokenArray, as_tokens
-from tiercache.errors import InputError, TokenError, UnsupportedModelError
+from tiercache.errors import InputError, TierCacheError, TokenError, UnsupportedModelError
 from tiercache.integrations.transformers import device
 from tiercache.integrations.transformers.device import PoolTensors, Slots
 from tiercache.integrations.transformers.layout import CacheLayout, inspect_cache
+from tiercache.integrations.transformers.lengths import positions_of
 from tiercache.integrations.transformers.stream import to_device
 
 TINY: Final = 16
@@ -60,8 +62,19 @@ class ModelRunner:
         self.model.train(False)  # dropout would make every run another
         self.page_size = page_size
         self.tail_mode = tail_mode
+        self.first_position = 0
+        """The position of a sequence's first token; the probe moves it."""
+        self.positions = positions_of(model.config)
+        """How many tokens a sequence can have; None for a model without such an end."""
         self._takes = _parameters(model)
+        self._vocab_size = _vocabulary(model)
         self._layout = self._inspect()
+
+    def like(self, tail_mode: TailMode, first_position: int = 0) -> ModelRunner:
+        """This runner in another tail mode, and with sequences that begin elsewhere."""
+        other = copy.copy(self)
+        other.tail_mode, other.first_position = tail_mode, first_position
+        return other
 
     @property
     def layout(self) -> CacheLayout:
@@ -71,7 +84,7 @@ class ModelRunner:
     @property
     def vocab_size(self) -> int:
         """Token ids go from 0 to this minus 1."""
-        return int(self.model.get_input_embeddings().weight.shape[0])
+        return self._vocab_size
 
     def new_cache(self) -> DynamicCache:
         """An empty cache for one sequence."""
@@ -155,29 +168,61 @@ class ModelRunner:
 
     def _step(self, cache: DynamicCache, ids: torch.Tensor, start: int, keep: int) -> torch.Tensor:
         out = self._call(cache, ids, start, keep)
-        return torch.as_tensor(out.logits[0, -keep:]).float()
+        return self._logits(out, keep)
+
+    def _logits(self, out: Any, keep: int) -> torch.Tensor:
+        logits = getattr(out, "logits", None)
+        if not isinstance(logits, torch.Tensor) or logits.dim() != 3 or logits.shape[0] != 1 or logits.shape[1] < keep:
+            raise UnsupportedModelError(f"{self._name} returns no logits [1, tokens, vocabulary]; load the causal language model")
+        return logits[0, -keep:].float()
 
     def _call(self, cache: DynamicCache, ids: torch.Tensor, start: int, keep: int) -> Any:
-        arguments: dict[str, Any] = {"input_ids": ids[None], "past_key_values": cache, "use_cache": True, "return_dict": True}
+        end = start + len(ids)
+        if self.positions is not None and end > self.positions:
+            raise TokenError(f"{end} tokens are more than the {self.positions} positions of {self._name}; use a shorter sequence")
+        arguments: dict[str, Any] = {"past_key_values": cache, "use_cache": True}
         # Left to themselves, some models number the positions of every chunk from 0.
-        arguments["position_ids"] = torch.arange(start, start + len(ids), device=ids.device)[None]
+        arguments["position_ids"] = torch.arange(start, end, device=ids.device)[None] + self.first_position
+        return self._run(ids, keep, arguments)
+
+    def without_cache(self, tokens: Any, keep: int) -> torch.Tensor:
+        """Logits after each of the last `keep` tokens, `[keep, vocab]` float32, of the model left to itself, without any cache."""
+        return self._logits(self._run(self._ids(tokens), keep, {"use_cache": False} if "use_cache" in self._takes else {}), keep)
+
+    def _run(self, ids: torch.Tensor, keep: int, arguments: dict[str, Any]) -> Any:
+        """The model's own answer. What it raises depends on the model, and is passed on as UnsupportedModelError; but too little memory."""
         if "logits_to_keep" in self._takes:
             arguments["logits_to_keep"] = keep
+        if "return_dict" in self._takes:
+            arguments["return_dict"] = True
         with torch.inference_mode(), _quiet(ids.device):
-            return self.model(**arguments)
+            try:
+                return self.model(input_ids=ids[None], **arguments)
+            except (torch.OutOfMemoryError, TierCacheError):
+                raise
+            except Exception as error:
+                over = "over a DynamicCache" if "past_key_values" in arguments else "without a cache"
+                raise UnsupportedModelError(f"{self._name} cannot run {over}, fed {len(ids)} tokens: {first_line(error)}") from error
+
+    @property
+    def _name(self) -> str:
+        return type(self.model).__name__
 
     def _inspect(self) -> CacheLayout:
-        for name in ("past_key_values", "position_ids"):
+        for name in ("input_ids", "past_key_values", "position_ids"):
             if name not in self._takes:
                 raise UnsupportedModelError(
                     f"{type(self.model).__name__}.forward takes no {name}, so its cache cannot be handed to it and continued at a given "
                     "position; only decoders over a DynamicCache are served"
                 )
-        cache, ids = self.new_cache(), torch.arange(TINY, device=self.model.device) % self.vocab_size
+        if self.positions is not None and self.positions < TINY:
+            raise UnsupportedModelError(f"{self._name} has {self.positions} positions; at least {TINY} are needed to look at its cache")
         try:
-            out = self._call(cache, ids, 0, 1)
-        except (ValueError, TypeError, NotImplementedError) as error:
-            raise UnsupportedModelError(f"{type(self.model).__name__} cannot run over a DynamicCache: {error}") from error
+            cache = self.new_cache()
+        except Exception as error:  # what it takes from a configuration that it was not made for may not be there
+            raise UnsupportedModelError(f"{self._name} cannot have a DynamicCache: {first_line(error)}") from error
+        ids = torch.arange(TINY, device=self.model.device) % self.vocab_size
+        out = self._call(cache, ids, 0, 1)
         if getattr(out, "past_key_values", None) is not cache:
             raise UnsupportedModelError(
                 f"{type(self.model).__name__} does not hand back the cache that it was given, so it keeps its past elsewhere"
@@ -185,6 +230,19 @@ class ModelRunner:
         if getattr(out, "logits", None) is None:
             raise UnsupportedModelError(f"{type(self.model).__name__} returns no logits; load the causal language model, not its backbone")
         return inspect_cache(cache, self.page_size, TINY)
+
+
+def first_line(error: Exception) -> str:
+    """What an error of somebody else's says, in one line."""
+    return f"{type(error).__name__}: {error}".strip().partition("\n")[0].rstrip(" :")
+
+
+def _vocabulary(model: PreTrainedModel) -> int:
+    try:
+        embedding: Any = model.get_input_embeddings()
+        return int(embedding.weight.shape[0])
+    except (AttributeError, NotImplementedError, IndexError, TypeError) as error:
+        raise UnsupportedModelError(f"{type(model).__name__} has no embedding of tokens; load a causal language model") from error
 
 
 def _parameters(model: PreTrainedModel) -> frozenset[str]:

@@ -1,0 +1,276 @@
+"""Everything of a model that its forward could read, as named facts: what makes two models compute the same, and what changed in one.
+
+`state_dict()` is not enough: which adapter is active, by how much it is scaled, which attention is called, the frequencies of rotary
+embeddings and the hooks of a layer are all outside it. So the whole object is walked: modules, parameters, buffers of both kinds, plain
+attributes, configurations, functions by their code.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+import sys
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum
+from typing import Any, Final
+
+import numpy as np
+import torch
+from blake3 import blake3
+from torch.nn.modules import module as torch_module
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from tiercache.errors import UnsupportedModelError
+
+UNREAD: Final = 1 << 20
+"""Bytes of the largest tensor whose content is read where the caller vouches for the weights."""
+CHUNK: Final = 4 << 20
+"""Bytes that are hashed at once."""
+
+_NOT_COMPUTED: Final = frozenset({
+    # what saving, loading and generating note down
+    "_name_or_path", "name_or_path", "base_model_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version",
+    "_commit_hash", "_auto_class", "auto_mapping", "generation_config", "warnings_issued", "_is_hf_initialized", "_post_init_done",
+    "id2label", "label2id", "problem_type", "loss_type", "_loss_function", "_init_kwargs", "inference_mode", "model_type", "_use_kernels",
+    # how weights are loaded, saved, spread and trained
+    "_tp_plan", "_ep_plan", "_pp_plan", "_fsdp_plan", "_tp_size", "_ep_size", "_device_mesh", "all_tied_weights_keys", "_tied_weights_keys",
+    "_keep_in_fp32_modules", "_keep_in_fp32_modules_strict", "_no_split_modules", "_skip_keys_device_placement",
+    "_keys_to_ignore_on_load_unexpected", "_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_save", "_weight_conversions",
+    "_non_persistent_buffers_set", "_is_full_backward_hook", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks",
+    "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks", "initializer_range",
+    "gradient_checkpointing", "_gradient_checkpointing_func", "__weakref__",
+})  # fmt: skip
+_HOOKS: Final = frozenset({
+    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"
+})  # fmt: skip
+_REWRITTEN: Final = re.compile(r"(?<!original_)(?<!long_)inv_freq$")
+"""What every forward of a switching rotary embedding writes before it reads it, out of the two that it switches between."""
+_SCALARS: Final = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis))
+_FUNCTIONS: Final = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.MethodWrapperType, functools.partial)
+
+
+class Facts:
+    """The facts of one object, by path, and where each was read: what it takes to see cheaply whether they still hold.
+
+    `values`: path to a short text; contents of tensors are digests. `tensors`: path to tensor. `mappings` and `sequences` hold every
+    container that was walked, with the items that it had. `known` are digests of tensors from an earlier walk. Thread rule: the owner's.
+    """
+
+    def __init__(self, root: object, *, contents: bool = True, known: Mapping[int, tuple[str, ...]] | None = None) -> None:
+        self.values: dict[str, str] = {}
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.digests: dict[int, tuple[str, ...]] = {}
+        """By `id` of a tensor that `tensors` keeps alive, for each of its `chunks`."""
+        self.mappings: list[tuple[Mapping[Any, Any], tuple[Any, ...], tuple[Any, ...]]] = []
+        self.sequences: list[tuple[Sequence[Any] | set[Any] | frozenset[Any], Any]] = []
+        self.classes: dict[type, Any] = {}
+        """Classes of modules, and their `forward`."""
+        self.interfaces: list[tuple[Mapping[str, Any], str, Any]] = []
+        """Tables of functions, a name that is looked up there, and what was found."""
+        self._contents = contents
+        self._known = known or {}
+        self._seen: dict[int, str] = {}
+        self._kept: list[object] = []  # what was seen stays alive, so that no `id` stands for two objects
+        self._walk("", root)
+        for name in ("_global_forward_pre_hooks", "_global_forward_hooks"):
+            self._hooks(f"torch.nn.modules.module.{name}", getattr(torch_module, name))
+        self._interfaces()
+
+    def digest(self) -> str:
+        """Of all facts: equal where they are, in any process."""
+        hasher = blake3()
+        for path, value in sorted(self.values.items()):
+            hasher.update(f"{len(path)} {path} {len(value)} {value}\n".encode())
+        return hasher.hexdigest()
+
+    def _walk(self, path: str, value: Any) -> None:
+        if isinstance(value, _SCALARS) and not isinstance(value, Enum):
+            self.values[path] = repr(value) if type(value) in _SCALARS else f"{type(value).__qualname__} {value!r}"
+            return
+        if isinstance(value, Enum | torch.dtype | torch.layout | torch.memory_format | np.generic | np.dtype | range):
+            self.values[path] = f"{type(value).__qualname__} {value!s}"
+            return
+        if isinstance(value, torch.device):
+            self.values[path] = value.type  # which card of several is not what is computed
+            return
+        if not isinstance(value, tuple | frozenset):  # which of these are one object is Python's choice
+            if id(value) in self._seen:
+                self.values[path] = f"as {self._seen[id(value)]}"
+                return
+            self._seen[id(value)] = path
+            self._kept.append(value)
+        self._walk_object(path, value)
+
+    def _walk_object(self, path: str, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            self._tensor(path, value)
+        elif isinstance(value, np.ndarray):
+            self.values[path] = f"array {value.dtype} {value.shape} {blake3(np.ascontiguousarray(value).tobytes()).hexdigest()}"
+        elif isinstance(value, torch.nn.Module):
+            self._module(path, value)
+        elif isinstance(value, Mapping):
+            self._mapping(path, value)
+        elif isinstance(value, list | tuple):
+            self.values[path] = f"sequence of {len(value)}"
+            if isinstance(value, list):
+                self.sequences.append((value, tuple(value)))
+            for n, item in enumerate(value):
+                self._walk(f"{path}[{n}]", item)
+        elif isinstance(value, set | frozenset):
+            self.values[path] = f"set {sorted(map(repr, value))}" if all(isinstance(item, _SCALARS) for item in value) else "set"
+            self.sequences.append((value, type(value)(value)))
+        elif isinstance(value, type):
+            self.values[path] = _name(value)
+        elif isinstance(value, _FUNCTIONS):
+            self._function(path, value)
+        else:
+            self._other(path, value)
+
+    def _module(self, path: str, module: torch.nn.Module) -> None:
+        self.values[path] = self._class(type(module))
+        switching = "longrope" in str(getattr(module, "rope_type", ""))
+        self._items(path, vars(module), names=False, without=_REWRITTEN if switching else None)
+
+    def _class(self, kind: type) -> str:
+        """A class by name and by what its forward does, which a patch may have replaced."""
+        forward = getattr(kind, "forward", None)
+        self.classes[kind] = forward
+        return f"{_name(kind)} {_code(forward)}"
+
+    def _mapping(self, path: str, value: Mapping[Any, Any]) -> None:
+        self.values[path] = f"mapping of {len(value)}"
+        self._items(path, value)
+
+    def _items(self, path: str, items: Mapping[Any, Any], *, names: bool = True, without: re.Pattern[str] | None = None) -> None:
+        self.mappings.append((items, tuple(items) if names else (), tuple(items.values())))
+        for key, item in items.items():
+            if key in _NOT_COMPUTED:
+                continue
+            name = key if isinstance(key, str) else repr(key) if isinstance(key, _SCALARS) else _name(type(key))
+            if name in _HOOKS:
+                self._hooks(f"{path}.{name}", item)
+            elif name in ("_modules", "_parameters", "_buffers"):
+                self._items(path, item, without=without)
+            elif without is None or not without.search(name):
+                self._walk(f"{path}.{name}" if path else name, item)
+
+    def _hooks(self, path: str, hooks: Mapping[Any, Any]) -> None:
+        """Hooks in their order; their keys are numbers that count up within a process."""
+        self.mappings.append((hooks, tuple(hooks), tuple(hooks.values())))
+        for n, hook in enumerate(hooks.values()):
+            self._walk(f"{path}[{n}]", hook)
+
+    def _interfaces(self) -> None:
+        """The functions that the configurations name: attention and its masks are looked up in tables that anyone may change."""
+        chosen = {value.strip("'") for path, value in self.values.items() if path.endswith("._attn_implementation_internal")}
+        for table, functions in (("attention", ALL_ATTENTION_FUNCTIONS), ("mask", ALL_MASK_ATTENTION_FUNCTIONS)):
+            for name in sorted(chosen):
+                function = functions.get(name)
+                self.interfaces.append((functions, name, function))
+                self._walk(f"{table} function {name}", function)
+
+    def _function(self, path: str, value: Any) -> None:
+        if isinstance(value, functools.partial):
+            self.values[path] = "partial"
+            self._walk(f"{path}.func", value.func)
+            self._walk(f"{path}.arguments", [value.args, value.keywords])
+            return
+        self.values[path] = f"{_name(value)} {_code(value)}"
+        if (owner := getattr(value, "__self__", None)) is not None and not isinstance(owner, types.ModuleType):
+            self._walk(f"{path}.self", owner)
+        for n, cell in enumerate(getattr(value, "__closure__", None) or ()):
+            try:
+                held = cell.cell_contents
+            except ValueError:  # not filled yet
+                continue
+            self._walk(f"{path}.closure[{n}]", held)
+
+    def _other(self, path: str, value: Any) -> None:
+        kind = type(value)
+        self.values[path] = _name(kind)
+        if kind.__module__.partition(".")[0] in sys.stdlib_module_names:
+            return
+        if callable(value):
+            self.values[path] += f" {_code(vars(kind).get('__call__'))}"
+        if hasattr(value, "__dict__"):
+            self._items(path, vars(value))
+        elif dataclasses.is_dataclass(value):
+            for field in dataclasses.fields(value):
+                self._walk(f"{path}.{field.name}", getattr(value, field.name, None))
+
+    def _tensor(self, path: str, tensor: torch.Tensor) -> None:
+        inner = getattr(type(tensor), "__tensor_flatten__", None)
+        if inner is not None and type(tensor) is not torch.nn.Parameter:
+            names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+            self.values[path] = _name(type(tensor))
+            self._walk(f"{path}.context", context)
+            for name in names:
+                self._walk(f"{path}.{name}", getattr(tensor, name))
+            return
+        self.tensors[path] = tensor
+        about = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+        if not self._contents and tensor.numel() * tensor.element_size() > UNREAD:
+            self.values[path] = about
+        else:
+            self.digests[id(tensor)] = digests = self._known.get(id(tensor)) or content_of(tensor, path)
+            self.values[path] = f"{about} {blake3(' '.join(digests).encode()).hexdigest()}"
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+            self.values[path] += f" {_name(type(tensor))}"
+            self._items(path, getattr(tensor, "__dict__", {}))
+
+
+def content_of(tensor: torch.Tensor, path: str) -> tuple[str, ...]:
+    """The digests of a tensor's elements, chunk by chunk, hexadecimal. UnsupportedModelError for a tensor that cannot be read."""
+    try:
+        return tuple(digest_of(chunk) for chunk in chunks(tensor))
+    except (RuntimeError, TypeError, NotImplementedError) as error:
+        first = str(error).strip().partition("\n")[0]
+        raise UnsupportedModelError(
+            f"{path} is a {type(tensor).__name__} on {tensor.device} whose content cannot be read ({first}), so the cache could not be "
+            "bound to it; load the weights into memory, unpacked"
+        ) from error
+
+
+def chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """A tensor's elements in order, at most `CHUNK` bytes at a time; views, where it is contiguous."""
+    flat = tensor.detach().reshape(-1)
+    step = max(1, CHUNK // max(1, flat.element_size()))
+    return (flat[n : n + step] for n in range(0, flat.numel(), step))
+
+
+def digest_of(chunk: torch.Tensor) -> str:
+    """The digest of the bytes of a one-dimensional tensor, hexadecimal."""
+    raw: Any = chunk.cpu().contiguous().view(torch.uint8).numpy()
+    return blake3(raw, max_threads=blake3.AUTO).hexdigest()
+
+
+def _name(value: Any) -> str:
+    return f"{getattr(value, '__module__', None)}.{getattr(value, '__qualname__', type(value).__qualname__)}"
+
+
+@functools.lru_cache(maxsize=4096)
+def _code_digest(code: types.CodeType) -> str:
+    hasher = blake3(code.co_code)
+    for part in _constants(code):
+        hasher.update(part.encode())
+    return hasher.hexdigest()[:16]
+
+
+def _constants(code: types.CodeType) -> Iterator[str]:
+    yield repr((code.co_names, code.co_varnames, code.co_argcount))
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield _code_digest(constant)
+        else:
+            yield repr(sorted(map(repr, constant)) if isinstance(constant, frozenset) else constant)
+
+
+def _code(value: Any) -> str:
+    """What a function does, by its byte code and constants; empty for one without."""
+    wrapped = getattr(value, "__wrapped__", None)
+    code = getattr(value, "__code__", None)
+    own = _code_digest(code) if isinstance(code, types.CodeType) else ""
+    return f"{own} {_code(wrapped)}" if wrapped is not None else own
