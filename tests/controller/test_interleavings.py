@@ -270,3 +270,25 @@ def test_a_release_behind_a_fence_keeps_slots_and_pages_until_then():
     engine.controller.evict(Tier.DEVICE)
     assert engine.pools[KV].available == 8
     wind_up(engine)
+
+
+def test_slots_that_a_fallback_does_not_need_go_with_the_request():
+    """A layer fails; before its request looks, another has brought the pages. What was computed from the layer may still be under way."""
+    armed = []
+    engine = Engine(MemoryBackend(), engine=failing(armed))
+    tokens = [*prompt(1, 2, 3), 5]
+    stored(engine, tokens)
+    engine.controller.evict(Tier.DEVICE)
+    armed.append(True)
+    one = ask(engine, tokens, states=1)
+    assert one.depth == 3 * P
+    until(engine, lambda: all(load.done for load in one._loads))
+    assert engine.serve(tokens) == 3 * P
+    engine.settle()
+    before = engine.pools[KV].available
+    assert one.poll().depth == 3 * P
+    assert engine.pools[KV].available == before
+    engine.check()
+    engine.controller.release(one)
+    assert engine.pools[KV].available > before
+    engine.check()

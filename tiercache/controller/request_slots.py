@@ -30,6 +30,7 @@ class RequestSlots:
         self.own: dict[PoolName, Mask] = {p: np.empty(0, np.bool_) for p in state.index.page_pools}
         self._unused = {p: taken[p] for p in state.index.page_pools}
         self._spare: dict[PoolName, list[int]] = {p: taken[p].tolist() for p in state.index.state_pools}
+        self._is_laid_out = False
         self._handed_out: dict[PoolName, set[int]] = {p: set() for p in state.index.state_pools}
 
     def lay_out(self, located: Mapping[PoolName, PageLocations]) -> dict[PoolName, Mask]:
@@ -50,11 +51,14 @@ class RequestSlots:
             mask[:depth] = need[pool]
             count = int(np.count_nonzero(mask))
             table[mask] = mine[:count]
-            self._state.free_device(pool, mine[count:])
-            self._unused[pool] = mine[:0]
+            # After a layer failed, what was computed from it may still be under way: what is not needed any more goes with the request.
+            self._unused[pool] = mine[count:] if self._is_laid_out else mine[:0]
+            if not self._is_laid_out:
+                self._state.free_device(pool, mine[count:])
             self.table[pool] = table
             mask[:depth] = False
             self.own[pool] = mask
+        self._is_laid_out = True
         return need
 
     def take_back(self, pool: PoolName, slots: Locations) -> None:
