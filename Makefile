@@ -70,8 +70,8 @@ docs: $(STAMP)  ## Write docs/metrics.md from the table of metrics (the tests co
 
 bench: $(STAMP)  ## Benchmarks: keys, index, engine-thread cost, copies, local stores (one JSON line per row)
 	$(BIN)/python -m tests.benchmarks
-	$(BIN)/tiercache bench disk --backend file -o json
-	$(BIN)/tiercache bench disk --backend lmdb -o json
+	$(BIN)/tiercache bench disk --backend file -o jsonl
+	$(BIN)/tiercache bench disk --backend lmdb -o jsonl
 
 campaign: $(STAMP)  ## Crash campaigns over the local stores: some 40 minutes, much of it needs root (ARGS=--quick)
 	$(BIN)/python -m tests.campaign $(ARGS)
