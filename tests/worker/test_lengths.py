@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.models import DENSE, PAGE, build, prompt
 from tests.worker.serving import AMPLE, joined, store
@@ -20,6 +21,7 @@ from tiercache.integrations.transformers.audit import Audit
 from tiercache.integrations.transformers.lengths import named_lengths, positions_of
 from tiercache.integrations.transformers.reach import Explorer
 from tiercache.integrations.transformers.request import Generation
+from tiercache.integrations.transformers.small import strengthen
 from tiercache.integrations.transformers.worker import Worker
 
 DIM = DENSE["hidden_size"] // DENSE["num_attention_heads"]
@@ -144,11 +146,11 @@ class Scripted:
 
 
 @pytest.mark.parametrize("mode", TailMode)
-def test_every_named_length_is_crossed_and_lengths_are_doubled_to_half_as_long_again(mode: TailMode) -> None:
+def test_every_named_length_is_crossed_and_prompts_are_doubled(mode: TailMode) -> None:
     seen: list[tuple[int, tuple[int, ...], int]] = []
     names = {"a": 30, "b": 200, "c": 1000}
     reach = Explorer(lambda tokens, first: Scripted({}, tokens, first, seen), mode, 141, 141, names).explore(None)
-    assert (reach.limit, reach.tokens) == (None, 1500)
+    assert (reach.limit, reach.tokens) == (None, 2007)
     assert set(reach.lengths.values()) == {"crossed"}
     for length in names.values():
         assert any(cuts[0] < length < tokens for tokens, cuts, _ in seen)
@@ -176,6 +178,40 @@ def test_a_model_whose_attention_changes_beyond_a_length_is_bounded_to_it(tmp_pa
             generation = worker.serve(tokens[:length], 2)
             assert generation.restored <= 200
             right(worker, generation)
+
+
+@pytest.mark.parametrize("window", [48, 64, 200])
+def test_keys_that_are_chosen_anew_for_every_length_bound_the_cache(window: int, tmp_path: Path) -> None:
+    """Doge keeps as many keys as its window, of the whole sequence."""
+    config = CONFIG_MAPPING["doge"](**(DENSE | {"keep_window_size": window}))
+    model = strengthen(AutoModelForCausalLM.from_config(config).eval(), 0)
+    tokens = prompt(300, seed=4)
+    with open_worker(model, tmp_path) as worker:
+        assert worker.limit is not None
+        assert worker.limit <= window
+        for length in (20, 60, 190, 300, 210, 190, 60, 20, 300):
+            generation = worker.serve(tokens[:length], 2)
+            assert generation.restored <= worker.limit
+            right(worker, generation)
+
+
+@pytest.mark.parametrize("attention", ["block_sparse", "original_full"])
+def test_a_model_that_changes_its_attention_for_good_is_refused(attention: str, tmp_path: Path) -> None:
+    """BigBird becomes dense at its first short prompt, and was sparse for long ones before."""
+    sizes = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 64,
+        "vocab_size": 256,
+        "block_size": 8,
+    }
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING["big_bird"](is_decoder=True, attention_type=attention, **sizes)).eval()
+    if attention == "original_full":
+        open_worker(strengthen(model, 0), tmp_path).close()
+    else:
+        with pytest.raises(UnsupportedModelError, match="changed while it computed"):
+            open_worker(strengthen(model, 0), tmp_path)
 
 
 # --- positions -----------------------------------------------------------------------------------------------------------------------

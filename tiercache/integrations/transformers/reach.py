@@ -2,7 +2,7 @@
 
 Some models compute otherwise from some length on: rotary embeddings that switch, windows that begin to forget, attention that becomes
 sparse. A cache from below such a length is wrong above it. So a prefill is cut a few tokens before each named length and continued past
-it, and prompts are doubled until they are half as long again as the greatest. What fails there bounds the cache: sequences up to the
+it, a little and to twice its length, and prompts are doubled up to the greatest. What fails there bounds the cache: sequences up to the
 longest one that is proven are restored and kept, longer ones are computed anew.
 
 `seconds` bound the time that this takes at load. A length that is not reached in it bounds the cache as well; but where it is one of
@@ -84,10 +84,10 @@ class Explorer:
         """Go up, through the named lengths and the doublings between them, to the first that fails or cannot be reached."""
         end = positions or 1 << 62
         named = set(self._lengths.values())
-        steps = sorted({*named, self._checked, *self._doublings(min(max(named, default=0) * 3 // 2, end))})
+        steps = sorted({*named, self._checked, self._usual, *self._doublings(min(max(named, default=0), end))})
         why = ""
         for length in steps:
-            if why := self._cross(length, min(max(length + BEYOND, LEAST), end)) if length in named else self._double(length):
+            if why := self._cross(length, end) if length in named else self._double(length):
                 _log.warning("sequences of more than %d tokens are computed without the cache: %s", self._proven, why)
                 break
         for name, length in self._lengths.items():
@@ -95,18 +95,21 @@ class Explorer:
         return Reach(self._proven if why else None, why, self._last[0], self._done, time.monotonic() - self._began)
 
     def _doublings(self, top: int) -> Iterator[int]:
-        length = self._usual
+        length = 2 * self._usual
         while length < top:
-            if length > self._checked:
-                yield length
+            yield length
             length *= 2
-        if top > self._usual:
-            yield top
 
-    def _cross(self, length: int, tokens: int) -> str:
-        """Why sequences that grow past a named length cannot be continued from the cache, or nothing."""
+    def _cross(self, length: int, end: int) -> str:
+        """Why sequences that grow past a named length, a little and to twice that, cannot be continued from the cache, or nothing."""
         names = [f"{name} {at}" for name, at in self._lengths.items() if at == length]
-        fault = self._try(tokens, (max(1, length - BEFORE),))
+        fault: str | None = ""
+        below, above = max(1, length - BEFORE), length + max(1, length // 2)
+        # What a sparse attention leaves out shows at a cut behind the length: a prefix that is fed by itself keeps more.
+        for tokens, cuts in ((length + BEYOND, (below,)), (2 * length + BEYOND, (below, above)), (2 * length + BEYOND, (above,))):
+            if fault == "":
+                fed = min(max(tokens, LEAST), end)
+                fault = self._try(fed, tuple(cut for cut in cuts if cut < fed) or (below,))
         if fault is None:
             fault = self._run(self._checked, (self._checked // 2,), max(0, length - self._checked // 2))
             if fault == "" and all("position" in name for name in names):
