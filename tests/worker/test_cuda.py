@@ -209,9 +209,10 @@ def test_a_device_that_is_slow_is_not_busy() -> None:
 
 def test_the_first_load_comes_after_the_pools_are_zeroed(tmp_path: Path) -> None:
     audit = Audit(loaded("qwen3_next")[0], page_slots=64, state_slots=16)
-    with serving("qwen3_next", store(tmp_path)) as worker:
+    runner = loaded("qwen3_next")[0]
+    identity = identity_of(runner.model, runner, PAGE)  # hashed once: it takes longer than the zeros
+    with serving("qwen3_next", store(tmp_path), identity=identity) as worker:
         right(audit, worker, worker.serve(LONG, 1))
-        identity = identity_of(worker.runner.model, worker.runner, PAGE)
     with simulated("qwen3_next", store(tmp_path), pause=0.3, identity=identity) as worker:
         generation = worker.serve(LONG, 1, audit=True)
         assert generation.tier is Tier.STORAGE
