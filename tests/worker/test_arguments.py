@@ -61,7 +61,6 @@ def test_sizes_of_every_kind_are_one_size() -> None:
         {"identity": "me"}, {"identity": b"me"}, {"options": {"restore_deadline": 1}}, {"engine": "cuda"}, {"stream": 0},
         {"model": None}, {"model": 7}, {"model": torch.nn.Linear(2, 2)}, {"model": "/nowhere/at/all"}, {"model": type("Model", (), {})()},
     ],
-    ids=repr,
 )  # fmt: skip
 def test_what_makes_no_sense_is_refused_in_one_sentence(wrong: dict[str, Any]) -> None:
     arguments = {"model": loaded("llama")[0].model} | SIZES | wrong
@@ -96,7 +95,6 @@ def test_a_page_size_that_is_not_the_identity_s_is_refused() -> None:
         ((torch.ones(2, 2, dtype=torch.int64), 1), {}), ((torch.ones(3), 1), {}), (({"input_ids": [1]}, 1), {}), ((b"text", 1), {}),
         (([], 1), {}), (([1 << 70], 1), {}), ((np.array(["a"]), 1), {}),
     ],
-    ids=repr,
 )  # fmt: skip
 def test_a_request_that_makes_no_sense_is_refused_in_one_sentence(arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
     with serving("llama") as worker:
