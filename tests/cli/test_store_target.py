@@ -185,6 +185,7 @@ def test_a_daemon_that_goes_away_meanwhile_is_exit_code_3(daemon, monkeypatch):
         return [False] * len(keys)
 
     monkeypatch.setattr(Daemon, "delete", gone)
+    monkeypatch.setattr(Pong, "verbs", ("admin", "read", "write"))
     assert "does not answer" in call("flush", "--all", "--yes", "-s", "grpc://host:1", ok=3).error
 
 

@@ -190,6 +190,7 @@ def test_a_state_that_is_missing_in_storage_leaves_the_deepest_below(store):
     assert engine.serve(prompt(1, 2, 3, 4, 5, 6, 7)) == 4 * P
     assert engine.metrics.value("forgotten_objects_total", "mamba") == 1
     assert engine.metrics.total("storage_gets_total", outcome="miss") == 0, "the store said so when it was asked"
+    assert engine.metrics.value("restore_failures_total", "absent") == 1
     engine.check()
 
 
@@ -201,6 +202,7 @@ def test_a_page_that_is_missing_in_storage_is_a_miss_of_all_behind_it(store):
     drop(store, KV, 1)
     assert engine.serve(prompt(1, 2, 3, 4, 5)) == 0
     assert engine.metrics.total("storage_gets_total") == 0
+    assert engine.metrics.value("restore_failures_total", "absent") == 1
     engine.check()
 
 

@@ -132,7 +132,7 @@ def test_what_is_gone_after_an_outage_is_found_out_then():
     assert engine.controller.admit(engine.controller.lookup(prompt(1, 2, 3, 4))).wait().depth == 0
     assert known_to_be_stored(engine, prompt(1, 2, 3))[1]
     store.end()
-    assert engine.controller.admit(engine.controller.lookup(prompt(1, 2, 3, 4))).wait().depth == 0
+    assert engine.controller.admit(engine.controller.lookup(prompt(1, 2, 3, 4))).wait().reason is Reason.ABSENT
     assert not known_to_be_stored(engine, prompt(1, 2, 3))[1]
 
 

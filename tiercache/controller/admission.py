@@ -277,6 +277,8 @@ class Admission:
             self._fail(Reason.TIMEOUT)
         elif self.reason is Reason.NONE and self._state.reads.is_away and self._prefetch.hoped(match):
             self._fail(Reason.UNAVAILABLE)
+        elif self.reason is Reason.NONE and self._prefetch.was_promised(match.near_depth):
+            self._fail(Reason.ABSENT)
         self._prefetch.close()  # before slots are looked for: its path may be in the way
         match = self._match()
         self._freeze(match, match.near_depth)

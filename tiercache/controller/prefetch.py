@@ -114,6 +114,13 @@ class Prefetch:
         known -= self._unfit
         return max((d for d in known if match.near_depth < d <= self._limit and self._possible(d)), default=0)
 
+    def was_promised(self, depth: int) -> bool:
+        """Was more than `depth` believed to be restorable, of which storage said, when it was asked, that it is not?"""
+        query, believed = self._lookup.query, min(self._lookup.match.depth, self._limit)
+        if query is None or query.result is None or is_outage(query.reason):
+            return False
+        return believed > depth and believed not in query.result.restorable_prefix_pages
+
     def _possible(self, depth: int) -> bool:
         """Was everything that `depth` needs there when we last tried to fetch it?"""
         pages = self._state.index.page_pools

@@ -239,6 +239,7 @@ class Run:
 
     def _begin(self, request: Request) -> None:
         controller = self._controller
+        self._land()
         try:
             admission = controller.admit(controller.lookup(request.prompt))
         except PoolFullError as error:
@@ -260,6 +261,11 @@ class Run:
                 seconds += count * self._object_bytes[pool] / bandwidth
         return seconds + self._setup.profile.flops(admission.depth, len(request.prompt)) / machine.flops
 
+    def _land(self) -> None:
+        """Let everything land that is under way: copies hold device slots until then."""
+        while self._controller.tick():
+            pass
+
     def _finish(self) -> None:
         """The oldest request is done: its pages and states go to the cache."""
         running = self._running.popleft()
@@ -268,6 +274,7 @@ class Run:
         depths = [*admission.checkpoints] if self._setup.profile.state_bytes else []
         end = full_pages(len(sequence), controller.page_size) * controller.page_size
         has_end = bool(self._setup.profile.state_bytes) and self._setup.checkpoints.request_end and end > max(admission.depth, *depths, 0)
+        self._land()
         try:
             admission.extend(len(sequence), len(depths) + has_end)
         except PoolFullError as error:
