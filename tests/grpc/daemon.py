@@ -45,6 +45,14 @@ class Slow(Wrapper):
             time.sleep(float(self.file.read_text()))
 
 
+def _state(thread: Path) -> str:
+    """The letter of proc(5); X for a thread that has ended."""
+    try:
+        return (thread / "stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "X"
+
+
 class Daemon:
     """The process, as a test sees it."""
 
@@ -71,7 +79,12 @@ class Daemon:
         return (self.directory / "entered").exists()
 
     def stop(self) -> None:
+        """Return once every thread of it stands still: the signal is sent at once and heeded a little later."""
         os.kill(self.process.pid, signal.SIGSTOP)
+        end = time.monotonic() + 20
+        while any(_state(thread) not in "TZX" for thread in Path(f"/proc/{self.process.pid}/task").iterdir()):
+            assert time.monotonic() < end, "it does not stop"
+            time.sleep(0.001)
 
     def go_on(self) -> None:
         os.kill(self.process.pid, signal.SIGCONT)
