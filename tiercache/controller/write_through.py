@@ -126,6 +126,15 @@ class _Plan:
         costs[: self.at] = 0
         return np.concatenate([[0], np.cumsum(costs)])
 
+    @property
+    def fits(self) -> bool:
+        """Could the host take all of it, if nobody else needed it?"""
+        try:
+            self._state.require_host(int(self._costs[-1]))
+        except PoolFullError:
+            return False
+        return True
+
     def left(self) -> Counter[PoolName]:
         """Objects of which no write has begun, by pool."""
         page = (self.at + 1) // 2
@@ -175,7 +184,7 @@ class _Plan:
         reads = not near and (any(self.held[pool][start:stop].any() for pool in self.located) or any(one.held for one in states))
         # What is read on the host must not be evicted to make room; what went there before, and is stored, may be: it is the same path.
         with ExitStack() as pins:
-            for node in nodes if reads else ():
+            for node in nodes if reads or near else ():
                 pins.enter_context(state.index.pinned(node, Tier.HOST))
             handles = state.take_host(need)
             device_pins, host_pins = ([state.index.pin(node, tier) for node in nodes] for tier in (Tier.DEVICE, Tier.HOST))
@@ -270,6 +279,9 @@ class WriteThrough:
         if state.storage is not None and not commit.chain.keys:
             first = max(0, (commit.at + 1) // 2 - 1)
             commit.chain.keys = dict(enumerate(state.index.page_keys(node, depth, first), first))
+        if state.storage is None and is_new and not plan.fits:  # part of it would be in the way of others, and could not be restored
+            self._give_up(plan.left(), "host_full")
+            return True
         begun = not held_up and plan.begin(commit.chain, near=state.storage is None)
         commit.at, left = plan.at, plan.left()
         if left and (held_up or is_new):

@@ -287,6 +287,7 @@ class Run:
             controller.commit(admission, sequence, {end: admission.take_states()} if has_end else {})
         controller.release(admission)
         if self._setup.tiers.device_bytes is None:
+            self._land()
             controller.evict(Tier.DEVICE)
 
 

@@ -255,7 +255,7 @@ class Session:
         return sum(n * geometries[pool].nbytes for (_, pool), n in generation.sources.objects.items())
 
     def _open(self, device_bytes: int, host_bytes: int) -> Worker:
-        section = {"type": "file", "path": str(Path(self._plan.directory) / "store"), "capacity": self._plan.disk_bytes}
+        section = {"type": "file", "path": str(Path(self._plan.directory).absolute() / "store"), "capacity": self._plan.disk_bytes}
         storage = open_backend(self._plan.storage or section)
         return Worker(
             self._model, device_bytes=device_bytes, host_bytes=host_bytes, storage=storage, page_size=PAGE_SIZE,
