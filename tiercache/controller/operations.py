@@ -283,7 +283,7 @@ class Chain:
     Thread rule: the threads that write; one at a time, or a state may be offered a moment too early.
     """
 
-    def __init__(self, keys: Mapping[int, bytes]) -> None:
+    def __init__(self, keys: dict[int, bytes]) -> None:
         self.keys = keys
         self.refused: set[int] = set()
 

@@ -127,6 +127,11 @@ class _Plan:
         return np.concatenate([[0], np.cumsum(costs)])
 
     @property
+    def first_page(self) -> int:
+        """The first page that is wanted, or will be when it has landed."""
+        return min(int(np.searchsorted(self._costs, 0, "right")) - 1, self._end) // 2
+
+    @property
     def fits(self) -> bool:
         """Could the host take all of it, if nobody else needed it?"""
         try:
@@ -276,9 +281,10 @@ class WriteThrough:
         state, held_up = self._state, self._is_held_up
         plan = _Plan(state, node, depth, commit.states, commit.at)
         self._count_gone(commit, plan, depth)
-        if state.storage is not None and not commit.chain.keys:
-            first = max(0, (commit.at + 1) // 2 - 1)
-            commit.chain.keys = dict(enumerate(state.index.page_keys(node, depth, first), first))
+        if state.storage is not None and plan.left():
+            first = max(0, plan.first_page - 1)  # a page names the one before it
+            if first not in commit.chain.keys:
+                commit.chain.keys.update(enumerate(state.index.page_keys(node, depth, first), first))
         if state.storage is None and is_new and not plan.fits:  # part of it would be in the way of others, and could not be restored
             self._give_up(plan.left(), "host_full")
             return True
