@@ -75,7 +75,7 @@ class Flood:
 
     first: bytes
     more: Callable[[int], bytes]
-    """Of the stream's number, which grows; some 100 KB."""
+    """The bytes to repeat, some 100 KB, made from the number of the stream, which grows."""
 
 
 GROUPS = {

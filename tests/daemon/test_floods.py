@@ -143,7 +143,7 @@ def test_a_stranger_who_says_nothing_is_cut(daemon: Daemon) -> None:
 
 
 def test_headers_of_a_client_that_has_not_acknowledged_yet_are_served(daemon: Daemon, transport: str) -> None:
-    """As of one that does not wait for the SETTINGS before its first call (RFC 9113, 3.4)."""
+    """A client need not wait for the SETTINGS before its first call (RFC 9113, 3.4)."""
     with over_tcp(daemon)() as sock:
         conn = Http2(tls(sock) if transport == "tls" else sock, acknowledge=False)
         conn.open(1, METHODS["Hello"].path, {"authorization": BEARER[0][1]})

@@ -17,7 +17,7 @@ from tests.kernels.toolkit import build, needs_nvcc
 
 @pytest.fixture
 def driver(tmp_path: Path) -> ctypes.CDLL:
-    """Of its own, for it counts."""
+    """A stand-in for the driver, compiled anew for each test, because it counts its calls."""
     return ctypes.CDLL(str(build(tmp_path)))
 
 

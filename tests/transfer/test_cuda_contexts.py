@@ -1,4 +1,4 @@
-"""Whose device does a call reach? On a machine of several, contexts on those that were not meant cost memory there and end in errors."""
+"""Calls reach the device that was meant. On a machine of several, contexts on those that were not meant cost memory there and end in errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose bytes a cache holds: another computation, another identity; and a model that changes under its worker is noticed."""
+"""A cache holds the bytes of one computation: another computation, another identity; and a model that changes under its worker is noticed."""
 
 from __future__ import annotations
 

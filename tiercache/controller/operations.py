@@ -258,7 +258,7 @@ class Fetch(Operation):
         self._end_part()
 
     def _release(self, part: Piece, *, quarantined: bool = True) -> None:
-        """Nobody writes to the destinations of a lost part any more."""
+        """Give the destinations of a lost part back: nobody writes to them any more."""
         if quarantined:
             self._state.quarantined[part.pool] -= len(part.destinations)
         self._state.free_host(part.pool, part.destinations)

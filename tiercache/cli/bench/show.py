@@ -25,7 +25,7 @@ class Recorded(Protocol):
     """A row of any bench."""
 
     def record(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """The row as a JSON object."""
 
 
 R = TypeVar("R", bound=Recorded)

@@ -59,7 +59,7 @@ def heading(url: str, subject: Subject) -> dict[str, Any]:
 
 
 def write(report: Report, output: Output) -> None:
-    """As JSON: one document, or a line for each round and one with the rest."""
+    """Print the figures as JSON: one document, or a line for each round and one with the rest."""
     record = report.record()
     if output is Output.JSON:
         document(record)
