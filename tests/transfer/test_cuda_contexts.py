@@ -1,4 +1,4 @@
-"""Calls reach the device that was meant. On a machine of several, contexts on those that were not meant cost memory there and end in errors."""
+"""Calls reach the device that was meant: on a machine of several, contexts on others cost memory there and end in errors."""
 
 from __future__ import annotations
 
