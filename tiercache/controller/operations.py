@@ -30,8 +30,9 @@ _log = logging.getLogger(__name__)
 PART_BYTES: Final = 32 << 20
 """Payload of one call of the store at most, but for one object: with the shortest deadline, 1 s, a store may be as slow as 32 MiB/s."""
 _TAKEN: Final = (Outcome.STORED, Outcome.HIT)
-_PAUSES: Final = (0.1, 0.4, 1.6)
-"""Seconds before a store that was busy, or failed, is asked again for what it did not take."""
+_FIRST_PAUSE_S: Final = 0.1
+_PAUSE_GROWTH: Final = 4
+"""A store that was busy, or failed, is asked again for what it did not take after these pauses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,7 +293,7 @@ class Write(Operation):
     """Device -> host -> storage, behind the engine's back.
 
     `pieces` go from device to host first; then they and `held` (pieces that the host has already, destinations = handles) go to storage,
-    unless it is `near`. What storage does not take is offered to it again after each of _PAUSES, and then given up; while storage is left
+    unless it is `near`. What storage does not take is offered to it again `write_retries` times, and then given up; while storage is left
     alone it waits. The host keeps it meanwhile. A state is offered once all pages of its chain were taken.
     """
 
@@ -317,7 +318,7 @@ class Write(Operation):
         self._share.take(self._blocks)
         self._stored = [] if near else [*pieces, *held]
         self._chain = chain
-        self._pauses = iter(_PAUSES)
+        self._pauses = (_FIRST_PAUSE_S * _PAUSE_GROWTH**i for i in range(state.options.write_retries))
         self._mark_storing(True)
         self._reserve()
         # Some pages may be another request's, whose work in another stream has yet to write them.

@@ -43,7 +43,8 @@ class ControllerOptions:
     that a slow one does not hold up every restore. `storage_deadline`: how long one call of the store may take before it counts as hung and
     the store is left alone for a while (0: as long as `restore_deadline`, and a second at least); `in_flight_share`: of the host's blocks,
     how many may be behind fetches, and how many behind writes, at a time; `belief_checks`: about how many objects that are believed to be
-    stored the store is asked for at a time, in turn, up to 20 times a second (0: none). `policy`: what is evicted first (see
+    stored the store is asked for at a time, in turn, up to 20 times a second (0: none); `write_retries`: how often what storage did not
+    take is offered to it again, after 0.1 s at first and then after four times the last pause. `policy`: what is evicted first (see
     `policy_named`); `checkpoints`: which states are asked for; `seed`: of what the index draws at random.
     `load_flops_per_byte`: what the device computes while one byte comes up from the host (250 TFLOP/s and 50 GB/s: 5,000). A state that is
     cheaper to compute again than to load is not sent down; 0 sends every state down, and lets the policy weigh by those 5,000.
@@ -53,6 +54,7 @@ class ControllerOptions:
     storage_deadline: float = 0.0
     in_flight_share: float = 0.25
     belief_checks: int = 512
+    write_retries: int = 3
     close_deadline: float = 10.0
     max_queries: int = 64
     query_threads: int = 2
@@ -73,6 +75,8 @@ class ControllerOptions:
             raise ConfigError(f"in_flight_share={self.in_flight_share} is not possible; use a share above 0, and 1 at most")
         if self.belief_checks < 0:
             raise ConfigError(f"belief_checks={self.belief_checks} is not possible; use a number of objects from 0")
+        if not 0 <= self.write_retries <= 8:
+            raise ConfigError(f"write_retries={self.write_retries} is not possible; use 0 to 8")
         for name in ("query_threads", "read_threads", "write_threads"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} would leave storage unserved; use 1 or more")

@@ -125,7 +125,12 @@ class Run:
             self._arena,
             self._store,
             options=ControllerOptions(
-                checkpoints=setup.checkpoints, seed=setup.seed, refresh_path=setup.refresh_path, in_flight_share=1.0, belief_checks=0
+                checkpoints=setup.checkpoints,
+                seed=setup.seed,
+                refresh_path=setup.refresh_path,
+                in_flight_share=1.0,
+                belief_checks=0,
+                write_retries=0,  # its store answers the same until the next request
             ),
             profile=setup.profile,
             policy=self._policy(),
