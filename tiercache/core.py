@@ -102,6 +102,7 @@ class Reason(enum.StrEnum):
     UNAVAILABLE = "unavailable"
     REFUSED = "refused"
     DISABLED = "disabled"
+    NOT_WORTH = "not_worth"
 
 
 class Verb(enum.StrEnum):

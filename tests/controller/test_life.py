@@ -478,3 +478,28 @@ def test_without_states_a_request_holds_only_the_pages_that_it_matched(store):
     assert engine.restore(admission, tokens) == P
     engine.controller.release(admission)
     engine.check()
+
+
+@pytest.mark.parametrize(
+    ("least", "asked", "expected"),
+    [(3 * P, True, (3 * P, Reason.NONE)), (3 * P + 1, True, (0, Reason.NOT_WORTH)), (5 * P, False, (0, Reason.NOT_WORTH))],
+)
+def test_a_restore_that_is_too_short_is_not_fetched(store, least, asked, expected):
+    engine = Engine(store, options=ControllerOptions(restore_deadline=10.0, min_fetch_tokens=least))
+    engine.serve([*prompt(1, 2, 3), 7])
+    engine.settle()
+    evict(engine, Tier.DEVICE, Tier.HOST)
+    longer = [*prompt(1, 2, 3, 4), 7]
+    lookup = engine.controller.lookup(longer)
+    assert (lookup.query is not None) is asked, "storage is not asked where all that is left would be too little"
+    admission = engine.controller.admit(lookup)
+    poll = admission.wait()
+    engine.controller.release(admission)
+    assert (poll.depth, poll.reason) == expected
+    fetched = engine.metrics.total("storage_gets_total")
+    assert bool(fetched) is (poll.depth > 0)
+    missed = engine.metrics.total("lookups_total", tier="storage", reason="not_worth")
+    assert bool(missed) is (poll.depth == 0)
+    engine.serve(longer)
+    engine.settle()
+    engine.check()

@@ -279,6 +279,8 @@ class Admission:
             self._fail(Reason.UNAVAILABLE)
         elif self.reason is Reason.NONE and self._prefetch.was_promised(match.near_depth):
             self._fail(Reason.ABSENT)
+        elif self.reason is Reason.NONE and self._prefetch.is_too_little(match):
+            self.reason = Reason.NOT_WORTH
         self._prefetch.close()  # before slots are looked for: its path may be in the way
         match = self._match()
         self._freeze(match, match.near_depth)

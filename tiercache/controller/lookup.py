@@ -91,6 +91,8 @@ def look_up(state: ControllerState, tokens: TokenArray, extra: bytes) -> Lookup:
         return Lookup(tokens, extra, match, near_tokens)
     if state.storage is None:
         return Lookup(tokens, extra, match, near_tokens, unasked=Reason.DISABLED)
+    if (limit - match.near_depth) * state.page_size < state.options.min_fetch_tokens:
+        return Lookup(tokens, extra, match, near_tokens, unasked=Reason.NOT_WORTH)
     if state.queries.is_away:
         return Lookup(tokens, extra, match, near_tokens, unasked=Reason.UNAVAILABLE)
     if state.in_flight("query") >= state.options.max_queries:

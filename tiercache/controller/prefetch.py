@@ -104,7 +104,15 @@ class Prefetch:
         return 0 if self._cut_off or self._state.reads.is_away else self.hoped(match)
 
     def hoped(self, match: Match) -> int:
-        """The deepest depth that storage could still give if it can be read."""
+        """The deepest depth that storage could still give if it can be read, and is worth it."""
+        depth = self._deepest(match)
+        return depth if (depth - match.near_depth) * self._state.page_size >= self._state.options.min_fetch_tokens else 0
+
+    def is_too_little(self, match: Match) -> bool:
+        """Could storage give more than what is near, but not as much as is worth a fetch?"""
+        return self._deepest(match) > 0 and not self.hoped(match)
+
+    def _deepest(self, match: Match) -> int:
         query = self._lookup.query
         if self._state.storage is None or self.rounds == _MAX_ROUNDS or (query is not None and is_outage(query.reason)):
             return 0

@@ -46,6 +46,7 @@ class ControllerOptions:
     stored the store is asked for at a time, in turn, up to 20 times a second (0: none); `write_retries`: how often what storage did not
     take is offered to it again, after 0.1 s at first and then after four times the last pause. `policy`: what is evicted first (see
     `policy_named`); `checkpoints`: which states are asked for; `seed`: of what the index draws at random.
+    `min_fetch_tokens`: what storage must restore beyond what is near for a fetch to be worth its wait; less is computed (`not_worth`).
     `load_flops_per_byte`: what the device computes while one byte comes up from the host (250 TFLOP/s and 50 GB/s: 5,000). A state that is
     cheaper to compute again than to load is not sent down; 0 sends every state down, and lets the policy weigh by those 5,000.
     """
@@ -55,6 +56,7 @@ class ControllerOptions:
     in_flight_share: float = 0.25
     belief_checks: int = 512
     write_retries: int = 3
+    min_fetch_tokens: int = 0
     close_deadline: float = 10.0
     max_queries: int = 64
     query_threads: int = 2
@@ -75,6 +77,8 @@ class ControllerOptions:
             raise ConfigError(f"in_flight_share={self.in_flight_share} is not possible; use a share above 0, and 1 at most")
         if self.belief_checks < 0:
             raise ConfigError(f"belief_checks={self.belief_checks} is not possible; use a number of objects from 0")
+        if self.min_fetch_tokens < 0:
+            raise ConfigError(f"min_fetch_tokens={self.min_fetch_tokens} is not possible; use a number of tokens from 0")
         if not 0 <= self.write_retries <= 8:
             raise ConfigError(f"write_retries={self.write_retries} is not possible; use 0 to 8")
         for name in ("query_threads", "read_threads", "write_threads"):
