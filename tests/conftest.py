@@ -6,11 +6,16 @@ import signal
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 ALONE = ("daemon", "grpc", "transfer", "worker/test_cuda.py", "cli/test_serve.py", "cli/test_store_live.py", "cli/test_demo.py")
 """Folders and files with daemons, devices or processes that have deadlines to meet: another test beside them can make them late."""
 
 HERE = Path(__file__).parent
+
+# What a change has broken shows in every run, or in none; `ARGS=--hypothesis-profile=default` draws anew each time.
+settings.register_profile("repeatable", derandomize=True)
+settings.load_profile("repeatable")
 
 # A shell starts what is behind `&` with Ctrl-C ignored, and every process that a test starts would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -608,7 +608,7 @@ limits = st.fixed_dictionaries({}, optional={"idle": st.floats(1e-6, 1e6), "clie
 configurations = st.fixed_dictionaries(
     {},
     optional={
-        "directory": paths,
+        "directory": paths.filter(lambda path: "," not in path),  # no gRPC client finds a socket there
         "host_bytes": st.integers(32 * MIB, 2**60),
         "drain": st.floats(1e-6, 1e6),
         "listen": st.lists(st.sampled_from(["127.0.0.1:1", "[::1]:1", "localhost:0"]), unique=True, max_size=3),
