@@ -1,5 +1,6 @@
 """The life of a request through every tier, on real pools, threads and stores."""
 
+import os
 import threading
 import time
 
@@ -12,7 +13,7 @@ from tests.controller.harness import IDENTITY, KV, MAMBA, Engine, P, prompt
 from tests.controller.test_machine import Flaky
 from tiercache.controller import ControllerOptions, Poll, Status
 from tiercache.core import Outcome, PoolName, Reason, Tier
-from tiercache.errors import InputError, PoolFullError
+from tiercache.errors import ClosedError, InputError, PoolFullError
 from tiercache.keys import Shard
 from tiercache.storage.registry import open_backend
 from tiercache.testing.faults import FaultEnv
@@ -503,3 +504,28 @@ def test_a_restore_that_is_too_short_is_not_fetched(store, least, asked, expecte
     engine.serve(longer)
     engine.settle()
     engine.check()
+
+
+def test_a_forked_child_is_turned_away_and_harms_nobody(store):
+    """It has none of the threads, and would give away slots and blocks that the parent uses."""
+    engine = Engine(store)
+    controller, tokens = engine.controller, [*prompt(1, 2, 3), 7]
+    engine.serve(tokens)
+    admission = controller.admit(controller.lookup(tokens))
+    child = os.fork()
+    if not child:
+        refused = 0
+        calls = (lambda: controller.lookup(tokens), admission.poll, controller.tick, controller.flush, lambda: controller.evict(Tier.HOST))
+        for call in calls:
+            try:
+                call()
+            except ClosedError as error:
+                refused += "make one here" in str(error)
+        os._exit(0 if refused == len(calls) and not controller.close() else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert engine.restore(admission, tokens) == 3 * P
+    controller.release(admission)
+    assert engine.settle()
+    evict(engine, Tier.DEVICE, Tier.HOST)
+    assert engine.serve(tokens) == 3 * P
+    assert controller.close()

@@ -284,9 +284,9 @@ class HybridCacheController:
         """Drain within `deadline` seconds (default: the options'), or abandon what is left; then release threads, storage and arena.
 
         True if everything was drained. If a thread still hangs in the store, that stays open, as does the memory under it. Twice is
-        harmless, and says what the first time said.
+        harmless, and says what the first time said; in a process that was forked off it does nothing.
         """
-        if self._closed:
+        if self._closed or self._state.is_forked:
             return self._drained
         end = time.monotonic() + (self._state.options.close_deadline if deadline is None else deadline)
         self._state.drain()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import threading
 import time
@@ -18,7 +19,7 @@ import numpy as np
 from tiercache.controller.io_threads import IoThreads
 from tiercache.controller.store_calls import StoreCalls
 from tiercache.core import Locations, Mask, PoolName, Tier
-from tiercache.errors import ConfigError, PoolFullError
+from tiercache.errors import ClosedError, ConfigError, PoolFullError
 from tiercache.index import CheckpointRules, Eviction, HybridIndex, Pin
 from tiercache.metrics import Metrics
 from tiercache.policy import ModelProfile
@@ -172,6 +173,7 @@ class ControllerState:
     _last_fence: int = 0
     _doubted: bool = False
     _due: list[tuple[float, Callable[[], None]]] = field(default_factory=list)
+    _pid: int = field(default_factory=os.getpid)
 
     def __post_init__(self) -> None:
         self.queries = self._calls("query", self.options.query_threads)
@@ -213,6 +215,11 @@ class ControllerState:
         """Is there anything that will free slots or pins without anybody's doing?"""
         return bool(self.operations or self._retired)
 
+    @property
+    def is_forked(self) -> bool:
+        """Is this another process than the one that made it?"""
+        return os.getpid() != self._pid
+
     def await_event(self, timeout: float) -> None:
         """Block until an event has come in, for `timeout` seconds at most. Fences send none, so that beside them it is a short while."""
         if self._due:
@@ -220,7 +227,12 @@ class ControllerState:
         self.arrived.wait(min(timeout, _LOOK_S) if self._retired else timeout)
 
     def drain(self) -> None:
-        """Apply every event that has come in, and free what has been retired behind fences that are passed now."""
+        """Apply every event that has come in, and free what has been retired behind fences that are passed now.
+
+        ClosedError in a process that was forked off: it has none of the threads, and memory and slots are the parent's.
+        """
+        if self.is_forked:  # before any lock, which another thread of the parent may have held at the fork
+            raise ClosedError(f"this controller belongs to process {self._pid}, from which this one was forked; make one here")
         self.arrived.clear()
         while True:
             try:
