@@ -1,10 +1,13 @@
 """What is believed to be stored is stored, or is found out not to be soon, however the store evicts."""
 
+import time
+
 import numpy as np
 import pytest
 from tiercache_backends.memory import MemoryBackend
 
-from tests.controller.harness import KV, MAMBA, PAGES, STATES, Engine, prompt
+from tests.controller.harness import KV, MAMBA, PAGES, STATES, Engine, P, prompt
+from tests.controller.test_hung_store import Hanging
 from tiercache.controller import ControllerOptions
 from tiercache.core import Tier
 from tiercache.metrics import HIT
@@ -75,3 +78,43 @@ def test_a_query_forgets_what_is_not_there():
     assert engine.metrics.total("forgotten_objects_total") == 2
     assert len(list(store.scan_all())) == 4
     engine.check()
+
+
+def test_an_edge_that_is_cut_while_storage_is_asked():
+    """The answer is about the pages as they were asked for, which are two edges by then."""
+    store = Hanging()
+    engine = Engine(store)
+    controller, other = engine.controller, prompt(1, 8)
+    engine.serve([*prompt(1, 2, 3), 5])
+    assert engine.settle()
+    admission = controller.admit(controller.lookup([*other, 5]), states=2)
+    engine.compute(admission, other, admission.wait().depth, 2 * P)
+    store.hangs = {"exists"}
+    store.calls.clear()
+    end = time.monotonic() + 20
+    while "exists" not in store.calls:
+        assert time.monotonic() < end, "nothing was asked"
+        controller.lookup([*prompt(1, 2, 3), 5])  # all of it is near, so that only what is believed is asked for
+        controller.tick(0.01)
+    controller.commit(admission, other, {2 * P: engine.take_state(admission, other)})
+    store.inner.delete([entry.key for entry in store.scan_all() if entry.key.pool is KV and entry.meta.depth == 3])
+    store.release()
+    while controller._state.operations:
+        controller.tick(0.01)
+    controller.release(admission)
+    assert engine.settle()
+    assert believed(engine) == (3, 2)
+    assert engine.metrics.total("forgotten_objects_total") == 1
+    engine.check()
+
+
+def test_an_answer_about_another_path_says_nothing_of_this_one():
+    engine = Engine(MemoryBackend(1 << 20), options=ControllerOptions(belief_checks=0))
+    engine.serve([*prompt(1, 2, 3), 5])
+    assert engine.settle()
+    for other in (prompt(1, 8, 8, 5), prompt(9, 9)):
+        admission = engine.controller.admit(engine.controller.lookup(other))
+        assert not admission.wait().depth
+        engine.controller.release(admission)
+    assert engine.settle()
+    assert believed(engine) == (3, 1)

@@ -77,7 +77,8 @@ class Beliefs:
 class _Part(NamedTuple):
     """What storage is believed to have of one pool on one edge: pages under `mask`, or the state at its end."""
 
-    node: Node
+    span: Span
+    """The edge as it was asked for; it may be cut before the answer."""
     pool: PoolName
     mask: Mask | None
     keys: list[bytes]
@@ -85,17 +86,18 @@ class _Part(NamedTuple):
 
 def _believed(state: ControllerState, node: Node) -> list[_Part]:
     index = state.index
+    span = Span(node, node.end - node.pages, node.end)
     parts: list[_Part] = []
     keys: list[bytes] = []
     for row, pool in enumerate(index.page_pools):
         mask = node.where[Tier.STORAGE, row] >= 0
         if mask.any():
-            keys = keys or index.page_keys(node, node.end, node.end - node.pages)
-            parts.append(_Part(node, pool, mask, [keys[i] for i in np.flatnonzero(mask)]))
+            keys = keys or index.page_keys(node, span.end, span.start)
+            parts.append(_Part(span, pool, mask, [keys[i] for i in np.flatnonzero(mask)]))
     for number, pool in enumerate(index.state_pools):
         if node.state(Tier.STORAGE, number) != ABSENT:
-            keys = keys or index.page_keys(node, node.end, node.end - node.pages)
-            parts.append(_Part(node, pool, None, keys[-1:]))
+            keys = keys or index.page_keys(node, span.end, span.start)
+            parts.append(_Part(span, pool, None, keys[-1:]))
     return parts
 
 
@@ -106,7 +108,7 @@ class _Check:
 
     def __init__(self, state: ControllerState, parts: Sequence[_Part], answered: Callable[[], None]) -> None:
         self.done = False
-        self.pins: list[Pin] = [state.index.pin(node) for node in dict.fromkeys(part.node for part in parts)]
+        self.pins: list[Pin] = [state.index.pin(node) for node in dict.fromkeys(part.span.node for part in parts)]
         self._state = state
         self._parts = parts
         self._answered = answered
@@ -138,14 +140,14 @@ class _Check:
     def _heal(self, part: _Part, there: list[bool]) -> None:
         if all(there):
             return
-        index, node = self._state.index, part.node
+        index = self._state.index
         self._state.metrics.increment("forgotten_objects_total", part.pool, by=there.count(False))
         if part.mask is None:
-            index.forget_state_stored(node, part.pool)
+            index.forget_state_stored(part.span.node, part.pool)
         else:
             gone = part.mask.copy()
             gone[part.mask] = ~np.array(there)
-            index.forget_stored(Span(node, node.end - node.pages, node.end), part.pool, gone)
+            index.forget_stored(part.span, part.pool, gone)
 
     def _lose(self, reason: Reason, begun: bool) -> None:
         self._end()
@@ -171,14 +173,14 @@ def heal(state: ControllerState, tokens: TokenArray, extra: bytes, result: PoolT
         for node in path:  # one that holds nothing any more would go, and take others along
             pins.enter_context(index.pinned(node))
         for node in path:
-            _forget(state, node, result)
+            _forget(state, node, match.path_depth, result)
 
 
-def _forget(state: ControllerState, node: Node, result: PoolTransferResult) -> None:
-    """Forget what storage does not have of one edge and of the state at its end."""
+def _forget(state: ControllerState, node: Node, depth: int, result: PoolTransferResult) -> None:
+    """Forget what storage does not have of one edge, as far as it is on the path of `depth` pages, and of the state at its end."""
     index, start = state.index, node.end - node.pages
     for pool, present in result.present.items():
-        here = present[start : node.end]
+        here = present[start : min(node.end, depth)]
         if pool in index.state_pools:
             believed = node.state(Tier.STORAGE, index.state_pools.index(pool)) != ABSENT
             lost = int(believed and node.pages > 0 and len(here) == node.pages and not here[-1])
