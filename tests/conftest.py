@@ -8,7 +8,16 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-ALONE = ("daemon", "grpc", "transfer", "worker/test_cuda.py", "cli/test_serve.py", "cli/test_store_live.py", "cli/test_demo.py")
+ALONE = (
+    "daemon",
+    "grpc/test_outage.py",
+    "grpc/test_embargo.py",
+    "transfer",
+    "worker/test_cuda.py",
+    "cli/test_serve.py",
+    "cli/test_store_live.py",
+    "cli/test_demo.py",
+)
 """Folders and files with daemons, devices or processes that have deadlines to meet: another test beside them can make them late."""
 
 HERE = Path(__file__).parent

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -170,6 +171,9 @@ FAMILIES: Final[dict[str, Family]] = {
 }  # fmt: skip
 
 SERVED: Final = [name for name, family in FAMILIES.items() if family.mode]
+USUAL: Final = ("qwen3_next", "bamba", "falcon_h1", "llama", "jamba")
+"""Of each way in which caches are built and fed, one; the others are `slow`, beside the sweep over every type of transformers."""
+EACH: Final = [pytest.param(name, marks=() if name in USUAL else pytest.mark.slow) for name in SERVED]
 REFUSED: Final = [name for name, family in FAMILIES.items() if family.mode is None]
 
 

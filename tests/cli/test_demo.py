@@ -51,7 +51,6 @@ def test_the_demo_restores_from_every_tier_and_over_a_kill(tmp_path):
     ("arguments", "code", "sentence"),
     [
         (["--device-bytes", "5x"], 2, "'5x' is not a size"),
-        (["--device-bytes", "1KiB"], 2, "--device-bytes 1024 do not hold one conversation"),
         (["--disk-bytes", "1KiB"], 2, "set capacity to"),
         (["--model", "nowhere"], 2, "--model nowhere is not a directory"),
         (["--json", "nowhere/report.json"], 2, "its directory does not exist"),

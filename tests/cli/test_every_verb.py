@@ -152,7 +152,7 @@ def test_benches(here: Path, bench: str, output: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("output", FORMATS)
+@pytest.mark.parametrize("output", ["json"])
 def test_the_demo(here: Path, output: str) -> None:
     quick = ("--turns", "1", "--conversations", "3", "--context", "256")
     rows = read(run("demo", "-d", "demo", *quick, "-o", output, "--json", "report #1.json"), output)
@@ -161,7 +161,7 @@ def test_the_demo(here: Path, output: str) -> None:
     assert rows in ([], [report], [*report["rows"], {"summary": report["summary"]}])
 
 
-@pytest.mark.slow
+@pytest.mark.stress
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("verb", [["demo"], ["replay", "agent"], ["bench", "disk"], ["bench", "rpc"]])
 def test_all_defaults(here: Path, verb: list[str]) -> None:

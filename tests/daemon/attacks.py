@@ -78,14 +78,6 @@ class Flood:
     """The bytes to repeat, some 100 KB, made from the number of the stream, which grows."""
 
 
-GROUPS = {
-    "continuations": ("continuation of tiny fields", "continuation of fields", "continuation of indexed fields", "empty continuation"),
-    "long fields": ("continuation of remembered fields", "continuation of one field", "no http at all"),
-    "calls": ("header lists", "calls without end", "rapid reset"),
-    "control": ("ping", "settings", "long settings", "priority", "window updates", "goaway", "unknown frames"),
-}
-
-
 def _always(data: bytes) -> Callable[[int], bytes]:
     return lambda _: data
 

@@ -14,7 +14,7 @@ from contextlib import suppress
 import grpc
 import pytest
 
-from tests.daemon.attacks import FLOODS, GROUPS, attack, client_hello, flood, stalled, tls
+from tests.daemon.attacks import FLOODS, attack, client_hello, flood, stalled, tls
 from tests.daemon.hosts import HOST_BYTES, MIB, STORE_BYTES, TOKENS, Client, Daemon, Good, Http2, Worker, secret, serving, until
 from tests.grpc.hooks import certificates
 from tiercache.wire.methods import METHODS
@@ -89,22 +89,14 @@ def over_tcp(daemon: Daemon) -> Callable[[], socket.socket]:
     return lambda: socket.create_connection(("127.0.0.1", daemon.ports[0]), timeout=1)
 
 
-@pytest.mark.parametrize("group", GROUPS)
-def test_floods_before_the_settings_are_acknowledged(
-    daemon: Daemon, request: pytest.FixtureRequest, connect: Callable[[], socket.socket], client: Callable[[], Client], group: str
+@pytest.mark.parametrize("transport", ["plain"], indirect=True)
+@pytest.mark.parametrize("acknowledge", [False, True], ids=["before", "after"])
+def test_floods(
+    daemon: Daemon, request: pytest.FixtureRequest, connect: Callable[[], socket.socket], client: Callable[[], Client], acknowledge: bool
 ) -> None:
-    assert {kind for kinds in GROUPS.values() for kind in kinds} == FLOODS.keys()
-    with attack(daemon, request, most=STRANGERS), Good(client, name="remote"):
-        one_by_one(daemon, connect, GROUPS[group], 0.7, acknowledge=False)
-    until(lambda: greeted(client))
-
-
-@pytest.mark.parametrize("group", GROUPS)
-def test_floods_of_who_keeps_to_the_protocol_so_far(
-    daemon: Daemon, request: pytest.FixtureRequest, connect: Callable[[], socket.socket], client: Callable[[], Client], group: str
-) -> None:
-    with attack(daemon, request), Good(client, name="remote"):
-        one_by_one(daemon, connect, GROUPS[group], 0.7, acknowledge=True)
+    """Before the daemon's settings are acknowledged, and after, as one who keeps to the protocol so far. In TLS, and for longer: below."""
+    with attack(daemon, request, most=1.1 * HOST_BYTES if acknowledge else STRANGERS), Good(client, name="remote"):
+        one_by_one(daemon, connect, FLOODS, 0.3, acknowledge=acknowledge)
     until(lambda: greeted(client))
 
 
@@ -115,7 +107,9 @@ def one_by_one(daemon: Daemon, connect: Callable[[], socket.socket], kinds: Coll
         print(f"{kind}: {daemon.figures().memory / MIB:.0f} MiB", end="; ")
 
 
-@pytest.mark.parametrize("first", ["nothing", "half a handshake", "half a preface"])
+@pytest.mark.parametrize(
+    ("transport", "first"), [("plain", "nothing"), ("plain", "half a preface"), ("tls", "half a handshake")], indirect=["transport"]
+)
 def test_a_thousand_that_say_no_more(daemon: Daemon, request: pytest.FixtureRequest, client: Callable[[], Client], first: str) -> None:
     said = {"nothing": b"", "half a handshake": client_hello()[:100], "half a preface": b"PRI * HTTP/2.0\r\n"}[first]
     with attack(daemon, request, most=STRANGERS), Good(client, name="remote"):
@@ -123,6 +117,7 @@ def test_a_thousand_that_say_no_more(daemon: Daemon, request: pytest.FixtureRequ
     until(lambda: greeted(client))
 
 
+@pytest.mark.parametrize("transport", ["plain"], indirect=True)
 def test_who_comes_while_strangers_hold_every_place_is_let_in(
     daemon: Daemon, request: pytest.FixtureRequest, client: Callable[[], Client]
 ) -> None:

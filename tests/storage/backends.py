@@ -22,6 +22,8 @@ from tiercache.testing.faults import FaultEnv
 
 
 class MemoryHooks(BackendConformance):
+    small = 2 << 20
+
     def open_store(self, path: Path, capacity: int | None = None) -> StorageBackend:
         return MemoryBackend(capacity or 0)
 

@@ -16,13 +16,13 @@ from transformers.cache_utils import (
     StaticLayer,
 )
 
-from tests.models import FAMILIES, PAGE, REFUSED, SERVED, build, loaded, prompt
+from tests.models import EACH, FAMILIES, PAGE, REFUSED, build, loaded, prompt
 from tiercache.core import HitPolicy, PoolName
 from tiercache.errors import UnsupportedModelError
 from tiercache.integrations.transformers import ModelRunner, inspect_cache
 
 
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", EACH)
 def test_geometries_describe_the_tensors_of_a_long_cache(name: str) -> None:
     runner, _ = loaded(name)
     layout, cache = runner.layout, runner.new_cache()
@@ -39,7 +39,7 @@ def test_geometries_describe_the_tensors_of_a_long_cache(name: str) -> None:
         assert getattr(torch, segment.dtype) == held.dtype
 
 
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", EACH)
 def test_nothing_that_the_cache_holds_is_left_out(name: str) -> None:
     runner, _ = loaded(name)
     cache = runner.new_cache()

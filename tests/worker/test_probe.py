@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tests.models import FAMILIES, PAGE, REFUSED, SERVED, build, loaded, prompt
+from tests.models import EACH, FAMILIES, PAGE, REFUSED, build, loaded, prompt
 from tiercache.errors import UnsupportedModelError
 from tiercache.integrations.transformers import ModelRunner, TailMode, load, probe
 from tiercache.integrations.transformers.small import build_small_hybrid
@@ -36,7 +36,7 @@ def continues(arguments: dict[str, Any]) -> bool:
     return "position_ids" in arguments and int(arguments["position_ids"][0, 0]) > 0
 
 
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", EACH)
 def test_the_verdict_on_each_family(name: str) -> None:
     runner, report = loaded(name)
     assert report.tail_mode == runner.tail_mode == FAMILIES[name].mode

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicCache
 
-from tests.models import FAMILIES, PAGE, SERVED, build, loaded, prompt, wrongs
+from tests.models import EACH, FAMILIES, PAGE, build, loaded, prompt, wrongs
 from tiercache.errors import InputError, SlotError, TokenError
 from tiercache.integrations.transformers import ModelRunner, PoolTensors, TailMode, differences
 from tiercache.integrations.transformers import runner as runner_module
@@ -45,7 +45,7 @@ def decode(runner: ModelRunner, cache: DynamicCache, start: int, steps: int = 4)
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", EACH)
 def test_restored_equals_cold_with_the_same_cuts(name: str) -> None:
     """The oracle: a cold prefill that hands out its pages and state at a cut, against one that starts there from slots."""
     runner, _ = loaded(name)
@@ -63,7 +63,7 @@ def test_restored_equals_cold_with_the_same_cuts(name: str) -> None:
     assert differences(runner.layout, hot, cold) == ()
 
 
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", EACH)
 def test_a_state_taken_in_decode_is_restorable(name: str) -> None:
     """The cache after T tokens holds exactly T tokens' KV and the state at T, also when the last ones came one by one."""
     runner, _ = loaded(name)
@@ -77,7 +77,7 @@ def test_a_state_taken_in_decode_is_restorable(name: str) -> None:
     assert torch.equal(decode(runner, restored, depth), decode(runner, cache, depth))
 
 
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", EACH)
 def test_a_wrong_cache_is_a_hundred_tolerances_away(name: str) -> None:
     runner, report = loaded(name)
     moved = wrongs(runner)

@@ -15,7 +15,7 @@ import torch
 from tiercache_kernels.reference import copy_segments
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from tests.models import FAMILIES, PAGE, SERVED, build, loaded, prompt
+from tests.models import EACH, FAMILIES, PAGE, USUAL, build, loaded, prompt
 from tests.worker.serving import AMPLE, EVICTED, SYSTEM, evict, fill, joined, objects, right, serve_from, serving, settle, store, tiers_of
 from tiercache.controller import ControllerOptions
 from tiercache.core import PoolName, Reason, Tier, as_tokens
@@ -33,10 +33,8 @@ from tiercache.transfer import CopyEngine
 
 Addresses: TypeAlias = npt.NDArray[np.uint64]
 
-ALWAYS = ["qwen3_next", "jamba", "bamba", "falcon_h1", "llama"]
-RELATED = {"granitemoehybrid", "lfm2_moe", "lfm3", "zamba", "bailing_hybrid", "qwen3"}
-"""Families whose caches are built as another one's here; they are run by name."""
-FAMILY = [pytest.param(name, marks=[pytest.mark.slow] if name in RELATED else []) for name in SERVED]
+SLOWEST = pytest.param("jamba", marks=pytest.mark.slow)
+"""It is fed token by token."""
 
 
 @pytest.fixture(autouse=True)
@@ -47,18 +45,8 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("kind", ["file", "memory"])
-@pytest.mark.parametrize("name", ALWAYS)
+@pytest.mark.parametrize(("name", "kind"), [("qwen3_next", "memory"), *((name, "file") for name in USUAL)])
 def test_every_state_comes_back_from_every_tier(name: str, kind: str, tmp_path: Path) -> None:
-    run_through_every_tier(name, kind, tmp_path)
-
-
-@pytest.mark.parametrize("name", [family for family in FAMILY if family.values[0] not in ALWAYS])
-def test_every_state_of_the_other_families_comes_back_from_every_tier(name: str, tmp_path: Path) -> None:
-    run_through_every_tier(name, "file", tmp_path)
-
-
-def run_through_every_tier(name: str, kind: str, tmp_path: Path) -> None:
     """Branch point, prompt end and decode snapshot, each from device, host, disk, and from disk in a new process's place."""
     storage: StorageBackend = store(tmp_path) if kind == "file" else open_backend("memory://?capacity=64MiB")
     audit = Audit(loaded(name)[0], page_slots=256, state_slots=64)
@@ -76,7 +64,7 @@ def run_through_every_tier(name: str, kind: str, tmp_path: Path) -> None:
             worker.controller.check_integrity()
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "jamba", "llama"])
+@pytest.mark.parametrize("name", ["qwen3_next", SLOWEST, "llama"])
 def test_conversations_with_pools_too_small_for_all_of_them(name: str, tmp_path: Path) -> None:
     """Three conversations behind one system prompt, three turns each and one after a restart; the pools decide what comes from where."""
     audit = Audit(loaded(name)[0], page_slots=256, state_slots=128)
@@ -111,7 +99,7 @@ LONG = {seed: prompt(6 * PAGE + 1, seed).tolist() for seed in (1, 2)}
 
 
 @pytest.mark.parametrize("tier", [Tier.DEVICE, Tier.HOST])
-@pytest.mark.parametrize("name", FAMILY)
+@pytest.mark.parametrize("name", EACH)
 def test_a_cache_that_is_tampered_with_moves_the_logits_and_is_called_wrong(name: str, tier: Tier) -> None:
     """Negative controls: what the checks of this module would see if a tier gave back something else than it was given."""
     audit = Audit(loaded(name)[0], page_slots=64, state_slots=16)
@@ -215,7 +203,7 @@ def rewrite(directory: Path, changes: dict[bytes, bytes]) -> int:
 
 
 @pytest.mark.parametrize("restart", [False, True], ids=["running", "restarted"])
-@pytest.mark.parametrize("name", ["qwen3_next", "jamba", "llama"])
+@pytest.mark.parametrize("name", ["qwen3_next", SLOWEST, "llama"])
 def test_any_one_object_may_be_gone(name: str, restart: bool, tmp_path: Path) -> None:
     """Drop each page and each state in turn: the deepest depth that is still whole is restored, and the reason is counted."""
     storage = store(tmp_path)
@@ -272,7 +260,7 @@ def misses(worker: Worker, pool: PoolName) -> float:
 # --- requests of every kind ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ALWAYS)
+@pytest.mark.parametrize("name", USUAL)
 def test_the_third_conversation_restores_at_the_branch(name: str, tmp_path: Path) -> None:
     audit = Audit(loaded(name)[0], page_slots=64, state_slots=16)
     with serving(name, store(tmp_path)) as worker:
@@ -286,7 +274,7 @@ def test_the_third_conversation_restores_at_the_branch(name: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("tokens", [1, 2, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE])
-@pytest.mark.parametrize("name", ALWAYS)
+@pytest.mark.parametrize("name", USUAL)
 def test_prompts_of_every_length(name: str, tokens: int) -> None:
     """Twice, and then as the beginning of a longer prompt."""
     audit = Audit(loaded(name)[0], page_slots=64, state_slots=16)
