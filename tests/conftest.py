@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 
@@ -25,6 +26,10 @@ HERE = Path(__file__).parent
 # What a change has broken shows in every run, or in none; `ARGS=--hypothesis-profile=default` draws anew each time.
 settings.register_profile("repeatable", derandomize=True)
 settings.load_profile("repeatable")
+
+# Two processes of tests whose threads of torch spin for each other, on two cores, take twice as long.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A shell starts what is behind `&` with Ctrl-C ignored, and every process that a test starts would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

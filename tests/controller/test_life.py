@@ -162,7 +162,7 @@ def test_a_flush_says_what_is_not_in_storage(caplog):
 def test_what_waits_for_storage_is_a_quarter_of_the_host_at_most():
     store = Flaky(MemoryBackend(1 << 24))
     store.sets = [Outcome.THROTTLED] * 1000
-    engine = Engine(store, pages=60, states=40, blocks=32)
+    engine = Engine(store, pages=60, states=40, blocks=32, options=ControllerOptions(write_retries=1))
     for turn in range(8):
         engine.serve([*prompt(turn, turn + 10), 5])
         engine.controller.tick()

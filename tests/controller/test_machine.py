@@ -140,7 +140,7 @@ class Lives(RuleBasedStateMachine):
             states=14,
             blocks=self.blocks,
             hybrid=self.hybrid,
-            options=ControllerOptions(restore_deadline=20.0),
+            options=ControllerOptions(restore_deadline=20.0, write_retries=1),
             engine=lambda d, h: CopyEngine(d, h, copier=self.copy),
         )
         self.controller = self.engine.controller

@@ -315,20 +315,25 @@ def check_runs(spec: str, profile: ModelProfile, concurrency: int, rules: Checkp
             assert tally.flops_saved <= bound.flops_saved + SLACK
 
 
-@pytest.mark.parametrize("spec", [*SPECS[:3], *(pytest.param(spec, marks=pytest.mark.slow) for spec in SPECS[3:])])
+@pytest.mark.parametrize("spec", SPECS[:2])
 def test_no_run_is_above_the_bound(spec):
     check_runs(spec, HYBRID, 1, CheckpointRules(), limit=50)
 
 
-@pytest.mark.parametrize("spec", SPECS[:3])
-@pytest.mark.parametrize("concurrency", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_no_run_of_pages_alone_or_of_requests_that_overlap_is_above_the_bound(spec, concurrency):
-    check_runs(spec, ATTENTION, concurrency, CheckpointRules(), limit=50)
+def test_no_run_of_pages_alone_or_of_requests_that_overlap_is_above_the_bound():
+    check_runs(SPECS[2], ATTENTION, 3, CheckpointRules(), limit=50)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("profile", [HYBRID, ATTENTION], ids=["hybrid", "attention"])
-@pytest.mark.parametrize(("concurrency", "every"), [(1, 0), (1, 512), (4, 0)])
+@pytest.mark.parametrize(
+    ("concurrency", "every", "profile"),
+    [
+        pytest.param(1, 0, HYBRID, id="hybrid"),
+        pytest.param(1, 512, HYBRID, id="every 512"),
+        pytest.param(4, 0, HYBRID, id="overlapping"),
+        pytest.param(1, 0, ATTENTION, id="attention"),
+    ],
+)
 @pytest.mark.parametrize("spec", SPECS)
 def test_no_longer_run_is_above_the_bound(spec, concurrency, every, profile):
     check_runs(spec, profile, concurrency, CheckpointRules(every=every), limit=120)

@@ -46,7 +46,9 @@ def test_the_verdict_on_each_family(name: str) -> None:
     assert bool(report.chunk_fault) == (report.tail_mode is TailMode.TOKEN)
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "jamba", "bamba", "falcon_h1", "llama"])
+@pytest.mark.parametrize(
+    "name", ["qwen3_next", "llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("jamba", "bamba", "falcon_h1"))]
+)
 def test_the_verdict_is_the_same_in_bfloat16(name: str) -> None:
     _, report = load(build(name).bfloat16(), PAGE)
     assert report.tail_mode == FAMILIES[name].mode
