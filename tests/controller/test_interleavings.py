@@ -11,7 +11,7 @@ from tests.controller.harness import KV, Engine, P, prompt
 from tests.controller.test_machine import Fence, Flaky
 from tiercache.controller import ControllerOptions, Status
 from tiercache.controller.operations import Fetch
-from tiercache.core import Reason, Tier
+from tiercache.core import Reason, Tier, as_tokens
 from tiercache.errors import AdmissionError, PoolFullError, TransferError
 from tiercache.transfer import CopyEngine
 
@@ -292,3 +292,21 @@ def test_slots_that_a_fallback_does_not_need_go_with_the_request():
     engine.controller.release(one)
     assert engine.pools[KV].available > before
     engine.check()
+
+
+def test_what_waits_for_room_is_decided_when_a_fence_has_passed():
+    """No operation lands then; a commit that found the host full while the device was busy would wait for ever."""
+    engine = Engine(MemoryBackend(), pages=20, states=14, blocks=3)
+    controller, tokens = engine.controller, as_tokens(prompt(1, 2, 2, 2, 1, 2))
+    fence = Fence()
+    admission = controller.admit(controller.lookup(tokens[: 5 * P]), tokens=len(tokens), states=4)
+    assert not admission.wait().depth
+    engine.compute(admission, tokens, 0, len(tokens))
+    for end in (5 * P, 6 * P):
+        controller.commit(admission, tokens[:end], {end: engine.take_state(admission, tokens[:end])}, fence=fence)
+    controller.release(admission, fence=fence)
+    controller.tick()
+    fence.open()
+    controller.flush(3)
+    assert controller._write_through.is_idle
+    assert controller.close()

@@ -385,6 +385,7 @@ class ControllerState:
             self.free_device(pool, mine)
         for pin in pins:
             pin.release()
+        self._landed = True  # what waits for room may go on, or has waited in vain
 
     def free_host(self, pool: PoolName, handles: Locations) -> None:
         """Give host objects back."""
