@@ -310,3 +310,19 @@ def test_what_waits_for_room_is_decided_when_a_fence_has_passed():
     controller.flush(3)
     assert controller._write_through.is_idle
     assert controller.close()
+
+
+def test_a_host_that_holds_one_state_and_nothing_beside_it_lets_everything_through():
+    """Less is tried where a wave finds no room, down to one object; what cannot go down keeps nobody else waiting."""
+    engine = Engine(MemoryBackend(), blocks=3)
+    for turn in range(4):
+        engine.serve([*prompt(turn), 7])
+    assert engine.settle()
+    for turn in range(4):
+        engine.controller.evict(Tier.DEVICE)
+        engine.controller.evict(Tier.HOST)
+        query = engine.controller.lookup([*prompt(turn), 7]).query
+        while not query.done:
+            engine.controller.tick(0.01)
+        assert 1 in query.result.restorable_prefix_pages
+    engine.check()

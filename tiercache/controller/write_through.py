@@ -153,18 +153,22 @@ class _Plan:
         """Begin the next writes, as many as may be now: was there any? With `near` only copies to the host."""
         state, begun = self._state, False
         share = state.copying if near else state.writing
-        part = max(PART_BYTES // state.arena.block_bytes, state.widest)
+        part = most = max(PART_BYTES // state.arena.block_bytes, state.widest)
         while self._costs[self._end] > self._costs[self.at]:
-            room = self._costs[self.at] + min(share.left, part)
-            end = min(self._end, int(np.searchsorted(self._costs, room, "right")) - 1)
-            if self._costs[end] == self._costs[self.at]:
+            done = self._costs[self.at]
+            end = min(self._end, int(np.searchsorted(self._costs, done + min(share.left, most), "right")) - 1)
+            if self._costs[end] == done:
                 break
             try:
                 self._begin(end, chain, near=near)
             except PoolFullError:
                 self.is_full = True
-                break
-            begun, self.at = True, end
+                tried, least = (int(self._costs[i] - done) for i in (end, np.searchsorted(self._costs, done, "right")))
+                if tried == least:
+                    break
+                most = max(tried // 2, least)  # what is in use may leave room for less
+                continue
+            begun, self.at, most = True, end, part
         return begun
 
     def copy_stored(self) -> None:
@@ -303,7 +307,8 @@ class WriteThrough:
             if not commit.is_kept:
                 commit.tokens, commit.is_kept = commit.tokens.copy(), True
             self._waiting.append(commit)
-        return begun or commit.is_near or not left
+            return begun or commit.is_near
+        return True
 
     def _count_gone(self, commit: _Waiting, plan: _Plan, depth: int) -> None:
         """Count what was evicted from the device while it waited for its turn."""
