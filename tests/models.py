@@ -172,7 +172,7 @@ FAMILIES: Final[dict[str, Family]] = {
 
 SERVED: Final = [name for name, family in FAMILIES.items() if family.mode]
 USUAL: Final = ("qwen3_next", "bamba", "falcon_h1", "llama", "jamba")
-"""Of each way in which caches are built and fed, one; the others are `slow`, beside the sweep over every type of transformers."""
+"""One family for each way in which caches are built and fed. The others are `slow`, as is the sweep over every type of transformers."""
 EACH: Final = [pytest.param(name, marks=() if name in USUAL else pytest.mark.slow) for name in SERVED]
 REFUSED: Final = [name for name, family in FAMILIES.items() if family.mode is None]
 

@@ -152,13 +152,13 @@ def test_benches(here: Path, bench: str, output: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("output", ["json"])
+@pytest.mark.parametrize("output", ["json", "jsonl"])
 def test_the_demo(here: Path, output: str) -> None:
     quick = ("--turns", "1", "--conversations", "3", "--context", "256")
     rows = read(run("demo", "-d", "demo", *quick, "-o", output, "--json", "report #1.json"), output)
     report = json.loads(Path("report #1.json").read_text())
     assert report["summary"]["wrong_outputs"] == 0
-    assert rows in ([], [report], [*report["rows"], {"summary": report["summary"]}])
+    assert rows == {"json": [report], "jsonl": [*report["rows"], {"summary": report["summary"]}]}[output]
 
 
 @pytest.mark.stress

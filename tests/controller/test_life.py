@@ -507,21 +507,25 @@ def test_a_restore_that_is_too_short_is_not_fetched(store, least, asked, expecte
 
 
 def test_a_forked_child_is_turned_away_and_harms_nobody(store):
-    """It has none of the threads, and would give away slots and blocks that the parent uses."""
+    """A child has none of the controller's threads, and would give away slots and blocks that its parent uses."""
     engine = Engine(store)
     controller, tokens = engine.controller, [*prompt(1, 2, 3), 7]
     engine.serve(tokens)
     admission = controller.admit(controller.lookup(tokens))
     child = os.fork()
     if not child:
-        refused = 0
-        calls = (lambda: controller.lookup(tokens), admission.poll, controller.tick, controller.flush, lambda: controller.evict(Tier.HOST))
-        for call in calls:
-            try:
-                call()
-            except ClosedError as error:
-                refused += "make one here" in str(error)
-        os._exit(0 if refused == len(calls) and not controller.close() else 1)
+        status = 1
+        try:
+            refused = 0
+            calls = (lambda: controller.lookup(tokens), admission.poll, admission.wait, controller.tick, controller.flush)
+            for call in (*calls, lambda: controller.evict(Tier.HOST), lambda: controller.release(admission)):
+                try:
+                    call()
+                except ClosedError as error:
+                    refused += "make one here" in str(error)
+            status = 0 if refused == len(calls) + 2 and not controller.close() else 2
+        finally:
+            os._exit(status)
     assert os.waitpid(child, 0)[1] == 0
     assert engine.restore(admission, tokens) == 3 * P
     controller.release(admission)
@@ -529,3 +533,18 @@ def test_a_forked_child_is_turned_away_and_harms_nobody(store):
     evict(engine, Tier.DEVICE, Tier.HOST)
     assert engine.serve(tokens) == 3 * P
     assert controller.close()
+
+
+def test_the_last_wave_of_a_fetch_is_worth_as_much_as_the_first():
+    """Pages that came up with the first wave count as near by then; what is left alone would be too little."""
+    options = ControllerOptions(restore_deadline=10.0, in_flight_share=0.25, min_fetch_tokens=6 * P)
+    engine = Engine(MemoryBackend(1 << 24), hybrid=False, blocks=20, pages=20, options=options)
+    tokens = [*prompt(*range(7)), 7]
+    engine.serve(tokens)
+    engine.settle()
+    evict(engine, Tier.DEVICE, Tier.HOST)
+    admission = engine.controller.admit(engine.controller.lookup(tokens))
+    assert engine.restore(admission, np.array(tokens, np.uint64)) == 7 * P
+    assert admission.reason is Reason.NONE
+    engine.controller.release(admission)
+    engine.check()

@@ -298,8 +298,8 @@ class Good:
     """A client that keeps to the protocol, round after round, in a thread; what each round took is kept.
 
     It must always find what it has just stored, unless the store is `crowded`: others store more than fits meanwhile, and what it lost to
-    them is counted. It never reads anything else. Under floods a call may be CANCELLED, once in some hundred rounds: that
-    round is made again, and counted.
+    them is counted. It never reads anything else. Under floods a call may be CANCELLED, once in some hundred rounds: that round is made
+    again, and counted.
     """
 
     def __init__(self, make: Callable[[], Client], nbytes: int = 64 << 10, *, crowded: bool = False, name: str = "good") -> None:

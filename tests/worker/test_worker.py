@@ -34,7 +34,7 @@ from tiercache.transfer import CopyEngine
 Addresses: TypeAlias = npt.NDArray[np.uint64]
 
 SLOWEST = pytest.param("jamba", marks=pytest.mark.slow)
-"""It is fed token by token."""
+"""The family that is fed token by token."""
 
 
 @pytest.fixture(autouse=True)

@@ -106,7 +106,8 @@ class Prefetch:
     def hoped(self, match: Match) -> int:
         """The deepest depth that storage could still give if it can be read, and is worth it."""
         depth = self._deepest(match)
-        return depth if (depth - match.near_depth) * self._state.page_size >= self._state.options.min_fetch_tokens else 0
+        near = min(match.near_depth, self._lookup.match.near_depth)  # what the first waves brought makes the rest no smaller
+        return depth if (depth - near) * self._state.page_size >= self._state.options.min_fetch_tokens else 0
 
     def is_too_little(self, match: Match) -> bool:
         """Could storage give more than what is near, but not as much as is worth a fetch?"""

@@ -79,7 +79,7 @@ class Damage(BackendHooks):
 
     def test_every_single_flipped_bit_is_found(self, store: StorageBackend) -> None:
         """One object per bit position, so that all of them are read, and dropped, by one call."""
-        size = 16
+        size = 64
         names = range(size * 8)
         store.set([to_set(key(n), payload(n, size)) for n in [*names, "sound", "too"]])
         for n in names:
