@@ -369,7 +369,8 @@ class Http2:
         sock.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
         self.frame(4, 0, 0, b"\x00\x04" + window.to_bytes(4))
         if acknowledge:
-            sock.recv(9, socket.MSG_WAITALL)
+            header = sock.recv(9, socket.MSG_WAITALL)
+            sock.recv(int.from_bytes(header[:3]), socket.MSG_WAITALL)
             self.frame(4, 1, 0)
 
     def frame(self, kind: int, flags: int, stream: int, payload: bytes = b"") -> None:
