@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from threading import Event
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from tiercache.wire.methods import METHODS
 
 THREADS = 24
 """More than there may be at any time: the store's and the event loop's, which are made when they are first needed, and stay."""
+_CONNECTIONS = 40
 P99 = 5.0
 """Seconds; a good client may have to wait until what a bad one holds is cut after `limits.idle`, and the machine may be busy."""
 
@@ -63,10 +65,14 @@ def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0)
 _FIELD = b"\x10\x01a\x7f\x00" + b"b" * 127
 _KNOWN = {":method": "POST", ":scheme": "http", ":authority": "x", "te": "trailers", "content-type": "application/grpc"}
-_CALL = b"".join(
-    b"\x00" + bytes([len(name)]) + name.encode() + bytes([len(value)]) + value.encode()
+_FIELDS = [
+    bytes([len(name)]) + name.encode() + bytes([len(value)]) + value.encode()
     for name, value in {**_KNOWN, ":path": METHODS["Hello"].path, "grpc-timeout": "30S"}.items()
-)
+]
+_CALL = b"".join(b"\x00" + field for field in _FIELDS)
+_REMEMBERED = b"".join(b"\x40" + field for field in _FIELDS)
+_INDEXED = bytes(0x80 | 62 + at for at in reversed(range(len(_FIELDS))))
+"""The same, a byte a field, behind `_REMEMBERED`."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +80,8 @@ class Flood:
     """What comes once on a connection, and what then comes again and again."""
 
     first: bytes
-    more: Callable[[int], bytes]
-    """The bytes to repeat, some 100 KB, made from the number of the stream, which grows."""
+    more: Callable[[int], bytes] | None
+    """The bytes to repeat, some 100 KB, made from the number of the stream, which grows. None: it goes, and comes again."""
 
 
 def _always(data: bytes) -> Callable[[int], bytes]:
@@ -99,6 +105,10 @@ FLOODS = {
         b"", _streams(lambda n: frame(1, 0, n, _FIELD * 120) + frame(9, 0, n, _FIELD * 120) + frame(9, 4, n, _FIELD * 120), 3)
     ),
     "calls without end": Flood(b"", _streams(lambda n: frame(1, 4, n, _CALL), 500)),
+    "short calls without end": Flood(
+        frame(1, 4, 1, _REMEMBERED), _streams(lambda n: frame(1, 4, n + 2, _INDEXED) + frame(3, 0, n + 2, b"\0\0\0\x08"), 2000)
+    ),
+    "calls of who goes at once": Flood(b"".join(frame(1, 4, 2 * n + 1, _CALL) for n in range(32)), None),
     "rapid reset": Flood(b"", _streams(lambda n: frame(1, 4, n, _CALL) + frame(3, 0, n, b"\0\0\0\x08"), 500)),
     "ping": Flood(b"", _always(frame(6, 0, 0, bytes(8)) * 6000)),
     "settings": Flood(b"", _always(frame(4, 0, 0) * 10_000)),
@@ -111,30 +121,33 @@ FLOODS = {
 }
 
 
-def flood(connect: Callable[[], socket.socket], kind: str, seconds: float, *, acknowledge: bool, connections: int = 40) -> None:
-    """Many connections of one kind at once; one that is cut comes again. None of them reads more than it must, nor has credentials."""
+def flood(connect: Callable[[], socket.socket], kind: str, seconds: float, *, acknowledge: bool, over: Event | None = None) -> None:
+    """Many connections of one kind, until `over`; one that is cut comes again. None reads more than it must, nor has credentials."""
     end = time.monotonic() + seconds
     meant = FLOODS[kind]
 
+    def goes_on() -> bool:
+        return time.monotonic() < end and not (over is not None and over.is_set())
+
     def hit(sock: socket.socket) -> None:
-        sock.settimeout(max(0.1, end - time.monotonic()))
+        sock.settimeout(max(0.1, min(5.0, end - time.monotonic())))
         sock.sendall(PREFACE)
         if acknowledge:
             sock.recv(9)
             sock.sendall(frame(4, 1, 0))
         sock.sendall(meant.first)
         number = 0
-        while time.monotonic() < end:
+        while meant.more is not None and goes_on():
             sock.sendall(meant.more(number))
             number += 1
 
     def keep_on(_: int) -> None:
-        while time.monotonic() < end:
+        while goes_on():
             with suppress(OSError), connect() as sock:
                 hit(sock)
             time.sleep(0.01)
 
-    at_once(connections, keep_on)
+    at_once(_CONNECTIONS, keep_on)
 
 
 def stalled(connect: Callable[[], socket.socket], seconds: float, *, first: bytes = b"", connections: int = 1000) -> None:

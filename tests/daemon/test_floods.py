@@ -10,7 +10,9 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from threading import Event
 
 import grpc
 import pytest
@@ -63,7 +65,7 @@ def connect(daemon: Daemon, transport: str) -> Callable[[], socket.socket]:
     """Connections to the TCP port: in TLS, after the handshake."""
 
     def connect() -> socket.socket:
-        sock = socket.create_connection(("127.0.0.1", daemon.ports[0]), timeout=10)
+        sock = socket.create_connection(("127.0.0.1", daemon.ports[0]), timeout=2)
         return tls(sock) if transport == "tls" else sock
 
     return connect
@@ -118,6 +120,7 @@ def test_a_thousand_that_say_no_more(daemon: Daemon, request: pytest.FixtureRequ
     until(lambda: greeted(client))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["plain"], indirect=True)
 def test_who_comes_while_strangers_hold_every_place_is_let_in(
     daemon: Daemon, request: pytest.FixtureRequest, client: Callable[[], Client]
@@ -129,6 +132,22 @@ def test_who_comes_while_strangers_hold_every_place_is_let_in(
     finally:
         for sock in held:
             sock.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["plain"], indirect=True)
+@pytest.mark.parametrize("kind", ["short calls without end", "calls of who goes at once", "ping"])
+def test_who_comes_during_a_flood_is_let_in(connect: Callable[[], socket.socket], client: Callable[[], Client], kind: str) -> None:
+    """From the address that it comes from."""
+    with ThreadPoolExecutor(1) as pool:
+        over = Event()
+        flooding = pool.submit(flood, connect, kind, 60, acknowledge=True, over=over)
+        try:
+            time.sleep(1)
+            until(lambda: greeted(client), 30)
+            assert not flooding.done()
+        finally:
+            over.set()
 
 
 def test_a_stranger_who_says_nothing_is_cut(daemon: Daemon) -> None:

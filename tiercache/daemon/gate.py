@@ -1,12 +1,15 @@
 """The way in for everybody whom nobody knows yet: connections are accepted here, and passed on to gRPC behind a unix socket.
 
-    waiting ──▶ opening ──▶ settled
-    (nothing is read)  (`opening` counts)  (bytes move through the kernel, uncounted)
+    waiting ──▶ opening ──▶ settled ──▶ known
+    (nothing is read)  (`opening` counts)  (little is passed)  (bytes move through the kernel, uncounted)
 
-A connection is settled when it has acknowledged gRPC's SETTINGS; in TLS, where that cannot be seen, when a caller was recognised on it, or
-when it has outlived gRPC's patience with handshakes and acknowledgements. Few connections are opening at once; the others wait for their
-turn, in the order of coming, but those first from whose address fewest are opening. Where there are as many connections as there may be, a
-new one takes the place of the oldest that nobody was recognised on, of the address that has most of these.
+A connection is settled when it has acknowledged gRPC's SETTINGS; in TLS, where that cannot be seen, when it has outlived gRPC's patience
+with handshakes and acknowledgements. It is known when a caller was recognised on it. Few connections are opening at once; the others wait
+for their turn, in the order of coming, but those first from whose address fewest are opening. Where there are as many connections as there
+may be, a new one takes the place of the oldest that nobody was recognised on, of the address that has most of these.
+
+Calls of strangers are refused, but each takes its turn in the event loop, where those of clients wait as well. So what strangers say is
+passed on at a rate that they share (`Allowance`); who had least of it comes first.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from errno import EMFILE, ENFILE, ENOBUFS, ENOMEM
 from threading import Event, Lock, Thread
 from typing import Final, NamedTuple
 
+from tiercache.daemon.allowance import Allowance
 from tiercache.daemon.opening import Opening
 from tiercache.daemon.splice import PIPE_BYTES, Flow, widen
 
@@ -36,6 +40,13 @@ _CREDENTIALS: Final = struct.Struct("iII")
 _EXHAUSTED: Final = (EMFILE, ENFILE, ENOBUFS, ENOMEM)
 _SEND_BYTES: Final = 1 << 20
 """Of either end of a connection to gRPC, as far as the system allows; with less both sides wait for each other's turn."""
+_ALLOWED_BYTES: Final = 64 << 10
+"""The openings of a hundred clients at once."""
+_ALLOWED_BYTES_PER_SECOND: Final = 16 << 10
+"""Of calls that are as short as can be, the event loop refuses a thousand a second beside its work; with twice as many others wait."""
+_TURN_BYTES: Final = 1 << 10
+_CALL_BYTES: Final = 256
+"""A call counts as so many where calls can be counted."""
 _READ, _WRITE = select.EPOLLIN, select.EPOLLOUT
 
 
@@ -65,6 +76,8 @@ class _Connection:
         self.up: Flow
         self.down: Flow
         self.opening: Opening | None = None
+        self.heard = 0
+        """Bytes that were passed on for it while it was a stranger's."""
         self.known = False
         """Was a caller recognised on it?"""
         self.watched: dict[int, int] = {}
@@ -102,6 +115,9 @@ class Gate:
         self._wakeup, self._alarm = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._scratch: Final = memoryview(bytearray(PIPE_BYTES))
         self._told: set[_Connection] = set()
+        self._allowance = Allowance(_ALLOWED_BYTES, _ALLOWED_BYTES_PER_SECOND, time.monotonic())
+        self._stinted: dict[int, _Connection] = {}
+        """Settled connections of strangers that may have something to say, which is not read yet."""
         self._lock: Final = Lock()
         self._leaving = Event()
         self._closing = Event()
@@ -177,7 +193,7 @@ class Gate:
     def _run(self) -> None:
         looked = time.monotonic()
         while not self._closing.is_set():
-            for descriptor, _ in self._epoll.poll(_TICK_SECONDS if self._unsettled or self._paused else None):
+            for descriptor, _ in self._epoll.poll(_TICK_SECONDS if self._unsettled or self._paused or self._stinted else None):
                 self._happened(descriptor)
             if time.monotonic() - looked > _TICK_SECONDS:
                 looked = time.monotonic()
@@ -187,6 +203,8 @@ class Gate:
                 self._paused.clear()
             if self._unsettled:
                 self._open_next()
+            if self._stinted:
+                self._hear_the_stinted()
         for connection in list(self._connections.values()):
             self._end(connection)
 
@@ -196,10 +214,13 @@ class Gate:
         elif (door := self._doors.get(descriptor)) is not None:
             self._accept(door)
         elif (connection := self._by_descriptor.get(descriptor)) is not None:
-            try:
-                self._advance(connection)
-            except OSError:
-                self._end(connection)
+            self._try_to_advance(connection)
+
+    def _try_to_advance(self, connection: _Connection) -> None:
+        try:
+            self._advance(connection)
+        except OSError:
+            self._end(connection)
 
     def _wake(self) -> None:
         with suppress(OSError):
@@ -220,6 +241,8 @@ class Gate:
             if connection.number in self._connections:
                 if connection.door.tls and connection.opening is not None:
                     self._settle(connection)
+                self._stinted.pop(connection.number, None)
+                self._try_to_advance(connection)
                 widen(f"\0{self._prefix}/{connection.number}".encode(), _SEND_BYTES)
 
     def _add(self, door: _Door) -> None:
@@ -268,13 +291,26 @@ class Gate:
     def _open_next(self) -> None:
         """As many of those that wait as there is room for."""
         opening = Counter(connection.origin for connection in self._unsettled.values() if connection.opening is not None)
-        while opening.total() < self._most_opening and (waiting := list(self._waiting())):
-            chosen = min(waiting, key=lambda connection: opening[connection.origin])
+        while opening.total() < self._most_opening and self._allowed and (waiting := list(self._waiting())):
+            chosen = min(waiting, key=lambda connection: (opening[connection.origin], self._allowance.had(connection.origin)))
             try:
                 self._open(chosen)
             except OSError:
                 self._cut(chosen, "busy")
             opening[chosen.origin] += 1
+
+    def _hear_the_stinted(self) -> None:
+        """Each once, as long as something is allowed."""
+        for connection in sorted(self._stinted.values(), key=lambda stinted: (self._allowance.had(stinted.origin), stinted.heard)):
+            if not self._allowed:
+                return
+            del self._stinted[connection.number]
+            self._try_to_advance(connection)
+
+    @property
+    def _allowed(self) -> int:
+        """The bytes that strangers may say now."""
+        return self._allowance.left(time.monotonic())
 
     def _waiting(self) -> Iterator[_Connection]:
         return (connection for connection in self._unsettled.values() if connection.backend is None)
@@ -311,7 +347,7 @@ class Gate:
         if connection.opening is not None:
             self._listen_to(connection, connection.opening, connection.backend)
         if connection.opening is None:
-            connection.up.move()
+            self._listen_a_little(connection, connection.backend) if not connection.known else connection.up.move()
         if connection.down.over or (connection.up.over and connection.opening is None):
             self._end(connection)
         else:
@@ -320,19 +356,29 @@ class Gate:
     def _listen_to(self, connection: _Connection, opening: Opening, backend: socket.socket) -> None:
         if not opening.room:
             return  # in TLS: until it is recognised
-        try:
-            data = connection.client.recv(opening.room)
-        except BlockingIOError:
-            return
-        if not data:
-            raise ConnectionResetError("it ended before it had begun")
-        opening.take(data)
+        seen = _hear(connection, opening.room, socket.MSG_PEEK)
+        before = opening.calls
+        data = connection.client.recv(opening.take(seen)) if seen else b""
         if opening.excessive or (opening.acknowledged and not connection.down.moved):
             raise ConnectionAbortedError("it says more than there is to say before the SETTINGS are acknowledged")
-        if backend.send(data) < len(data):  # a fresh socket's buffer takes all that an opening can be
-            raise ConnectionAbortedError("gRPC does not read")
+        self._pass_on(connection, backend, data, len(data) if connection.door.tls else _CALL_BYTES * (opening.calls - before))
         if opening.acknowledged:
             self._settle(connection)
+
+    def _listen_a_little(self, connection: _Connection, backend: socket.socket) -> None:
+        """As much as strangers are allowed; the rest waits at the client's end."""
+        allowed = min(self._allowed, _TURN_BYTES)
+        if allowed:
+            data = _hear(connection, allowed)
+            self._pass_on(connection, backend, data, len(data))
+        else:
+            self._stinted[connection.number] = connection
+
+    def _pass_on(self, connection: _Connection, backend: socket.socket, data: bytes, cost: int) -> None:
+        connection.heard += len(data)
+        self._allowance.take(connection.origin, cost)
+        if backend.send(data) < len(data):  # its buffer takes all that a stranger may say in a while
+            raise ConnectionAbortedError("gRPC does not read")
 
     def _settle(self, connection: _Connection) -> None:
         connection.opening = None
@@ -343,7 +389,7 @@ class Gate:
         """Wait for what this connection can go on with. For nothing means not at all: a side that has hung up would be told for ever."""
         assert connection.backend is not None
         up, down, opening = connection.up, connection.down, connection.opening
-        reads = opening.room > 0 if opening is not None else not up.held and not up.ended
+        reads = opening.room > 0 if opening is not None else not (up.held or up.ended or connection.number in self._stinted)
         wanted = {
             connection.client.fileno(): (_READ if reads else 0) | (_WRITE if down.held else 0),
             connection.backend.fileno(): (_READ if not down.held and not down.ended else 0) | (_WRITE if up.held else 0),
@@ -357,6 +403,7 @@ class Gate:
         connection.watched = wanted
 
     def _cut_the_late(self, now: float) -> None:
+        self._forget_the_gone()
         pressed = next(self._waiting(), None) is not None
         for connection in [found for found in self._unsettled.values() if found.opening is not None]:
             age = now - connection.since
@@ -364,6 +411,15 @@ class Gate:
                 self._settle(connection)
             elif age > (_PRESSED_SECONDS if pressed else self._settling):
                 self._cut(connection, "idle")
+
+    def _forget_the_gone(self) -> None:
+        """Of those that are not read now; what they have said is before their end, which would be read last."""
+        unread = {connection.client.fileno(): connection for connection in (*self._waiting(), *self._stinted.values())}
+        poll = select.poll()
+        for descriptor in unread:
+            poll.register(descriptor, select.POLLRDHUP)
+        for descriptor, _ in poll.poll(0):
+            self._end(unread[descriptor])
 
     def _cut(self, connection: _Connection, reason: str) -> None:
         self._refused(reason)
@@ -373,6 +429,7 @@ class Gate:
         if self._connections.pop(connection.number, None) is None:
             return
         self._unsettled.pop(connection.number, None)
+        self._stinted.pop(connection.number, None)
         self._names.pop(connection.name, None)  # before the name is free for others
         for descriptor, events in connection.watched.items():
             if events:
@@ -384,3 +441,14 @@ class Gate:
             connection.backend.close()
             connection.up.close()
             connection.down.close()
+
+
+def _hear(connection: _Connection, most: int, flags: int = 0) -> bytes:
+    """What the client says next, which may be nothing yet. Raises OSError where it has gone."""
+    try:
+        data = connection.client.recv(most, flags)
+    except BlockingIOError:
+        return b""
+    if not data:
+        raise ConnectionResetError("a stranger has gone")
+    return data

@@ -30,8 +30,10 @@ class Opening:
         """Has the acknowledgement passed? Never so in TLS."""
         self.excessive = False
         """Did it send more than a client has to say before it?"""
+        self.calls = 0
+        """How many began so far; in TLS nobody knows."""
         self._tls = tls
-        self._streams = most_streams
+        self._most_streams: Final = most_streams
         self._room = {False: HEAD_BYTES, True: DATA_BYTES}  # by: is it of a DATA frame?
         self._in_data = False
         self._left = _PREFACE_BYTES  # of the preface or of a frame's payload
@@ -42,11 +44,11 @@ class Opening:
         """So many bytes may be taken at once."""
         return self._room[False] if self._tls else sum(self._room.values())
 
-    def take(self, data: bytes) -> None:
-        """The next bytes, of which there are at most `room`; what comes behind the acknowledgement is not looked at."""
+    def take(self, data: bytes) -> int:
+        """The next bytes, of which there are at most `room`: how many of them there are up to the acknowledgement."""
         if self._tls:
             self._spend(len(data))
-            return
+            return len(data)
         at = 0
         while at < len(data) and not self.acknowledged:
             if self._left:
@@ -59,6 +61,7 @@ class Opening:
             at += step
             if len(self._header) == _FRAME_HEADER_BYTES:
                 self._begin_frame()
+        return at
 
     def _spend(self, nbytes: int) -> None:
         self._room[self._in_data] -= nbytes
@@ -69,6 +72,6 @@ class Opening:
         kind, flags = self._header[3], self._header[4]
         self._header.clear()
         self._in_data = kind == _DATA
-        self._streams -= kind == _HEADERS
-        self.excessive |= self._streams < 0
+        self.calls += kind == _HEADERS
+        self.excessive |= self.calls > self._most_streams
         self.acknowledged = kind == _SETTINGS and bool(flags & _ACK)
