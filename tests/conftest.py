@@ -10,16 +10,25 @@ import pytest
 from hypothesis import settings
 
 ALONE = (
-    "daemon",
+    "daemon/test_access.py",
+    "daemon/test_attach.py",
+    "daemon/test_floods.py",
+    "daemon/test_fuzz.py",
+    "daemon/test_hostile.py",
+    "daemon/test_metrics.py",
+    "daemon/test_uids.py",
     "grpc/test_outage.py",
     "grpc/test_embargo.py",
-    "transfer",
+    "transfer/test_calibration.py",
+    "transfer/test_cuda",
+    "transfer/test_fences.py",
+    "transfer/test_watch.py",
     "worker/test_cuda.py",
     "cli/test_serve.py",
     "cli/test_store_live.py",
     "cli/test_demo.py",
 )
-"""Folders and files with daemons, devices or processes that have deadlines to meet: another test beside them can make them late."""
+"""Beginnings of the paths of tests with daemons, devices or processes that have deadlines to meet, which others beside them make late."""
 
 HERE = Path(__file__).parent
 

@@ -26,6 +26,7 @@ def tiercache(*arguments):
     return subprocess.run([TIERCACHE, *map(str, arguments)], capture_output=True, text=True, timeout=GUARD)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(GUARD)
 def test_the_demo_restores_from_every_tier_and_over_a_kill(tmp_path):
     report = tmp_path / "report.json"
@@ -51,7 +52,7 @@ def test_the_demo_restores_from_every_tier_and_over_a_kill(tmp_path):
     ("arguments", "code", "sentence"),
     [
         (["--device-bytes", "5x"], 2, "'5x' is not a size"),
-        (["--disk-bytes", "1KiB"], 2, "set capacity to"),
+        pytest.param(["--disk-bytes", "1KiB"], 2, "set capacity to", marks=pytest.mark.slow),
         (["--model", "nowhere"], 2, "--model nowhere is not a directory"),
         (["--json", "nowhere/report.json"], 2, "its directory does not exist"),
         (["--directory", "/dev/null"], 2, "/dev/null is none; name another path"),

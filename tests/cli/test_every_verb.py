@@ -106,6 +106,7 @@ def daemon(*arguments: str) -> Iterator[dict[str, Any]]:
             assert process.wait(GUARD) == 0
 
 
+@pytest.mark.slow
 def test_a_daemon(here: Path) -> None:
     with daemon("-d", "node", "--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0") as said:
         assert (said["unix"], said["store"]) == (f"{here}/node/run", storage_url("file", "node/store", capacity=16 << 20))
@@ -142,8 +143,14 @@ def test_prove(here: Path, engine: Engine, output: str) -> None:
     read(call(*arguments, "--after", "proof #1.json", ok=None).out, output)
 
 
-@pytest.mark.parametrize("output", FORMATS)
-@pytest.mark.parametrize("bench", ["disk", "rpc"])
+@pytest.mark.parametrize(
+    ("bench", "output"),
+    [
+        ("disk", "table"),
+        ("rpc", "jsonl"),
+        *(pytest.param(*pair, marks=pytest.mark.slow) for pair in [("disk", "json"), ("rpc", "json"), ("disk", "jsonl"), ("rpc", "table")]),
+    ],
+)
 def test_benches(here: Path, bench: str, output: str) -> None:
     small = {"disk": ["--bytes", "1MiB", "--case", "get-warm,exists"], "rpc": ["--batch", "1MiB"]}[bench]
     rows = read(run("bench", bench, "--size", "64KiB", "--repeat", "1", *small, "-o", output), output)

@@ -22,6 +22,7 @@ def believed(engine):
     return pages, states
 
 
+@pytest.mark.slow
 def test_a_store_of_a_tenth_of_the_working_set():
     conversations = 60
     whole = conversations * (8 * PAGES.nbytes + STATES.nbytes)

@@ -1,6 +1,7 @@
 """The contract through a daemon: the suite and random histories, over every way to it.
 
-Both planes are here by default; other pairs of transport and plane, and the file store, are `slow` (`pytest -m slow tests/grpc`).
+A local daemon with shared memory is here by default, and random histories over both planes; other pairs of transport and plane, and the
+file store, are `slow` (`pytest -m slow tests/grpc`).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ class TestUnixStream(UnixStreamMemory):
     pass
 
 
+@pytest.mark.slow
 class TestTcp(TcpMemory):
     pass
 

@@ -392,7 +392,7 @@ PALE: Final = """(() => {
     ("name", "dark"),
     [
         pytest.param("ten", False, marks=pytest.mark.slow),
-        ("ten", True),
+        pytest.param("ten", True, marks=pytest.mark.slow),
         ("one", False),
         ("flat", True),
         ("alone", False),

@@ -46,6 +46,7 @@ def named(results: list[Result], policy: str) -> Result:
     return one
 
 
+@pytest.mark.slow
 def test_seed_20457_with_its_own_tiers_hits_what_an_infinite_cache_hits() -> None:
     results = found(asked("seed-20457", ",".join(POLICIES), profile=MODEL))
     assert [one.policy for one in results] == ["infinite", *POLICIES, f"lru {WITHOUT_OFFLOAD}"]
@@ -72,6 +73,7 @@ def test_the_beginning_of_a_benchmark_fits_its_tiers(limit: int) -> None:
     assert results[1].token_hit_rate == results[0].token_hit_rate
 
 
+@pytest.mark.slow
 def test_seed_11214_comes_close_to_an_infinite_cache() -> None:
     infinite, hvd = found(asked("seed-11214", "hvd", profile=MODEL, capacities=(0.2,)))
     assert hvd.token_hit_rate >= 0.99 * infinite.token_hit_rate

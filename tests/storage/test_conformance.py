@@ -45,12 +45,12 @@ class TestFile(FileHooks):
     pass
 
 
-TestMetered = wrapped(MemoryHooks, Metered)
+TestMetered = pytest.mark.slow(wrapped(MemoryHooks, Metered))
 TestVerified = wrapped(TrustingHooks, Verified, scanned=without_checksum)
 TestVerifiedAndSealedMemory = wrapped(MemoryHooks, sealed, scanned=without_checksum)
-TestFaultyThatIsWell = wrapped(MemoryHooks, lambda inner: Faulty(inner, Rates()))
-TestOutageThatIsNone = wrapped(MemoryHooks, Outage)
-TestLatency = wrapped(MemoryHooks, lambda inner: Latency(inner, 0.001, sleep=lambda _: None))
+TestFaultyThatIsWell = pytest.mark.slow(wrapped(MemoryHooks, lambda inner: Faulty(inner, Rates())))
+TestOutageThatIsNone = pytest.mark.slow(wrapped(MemoryHooks, Outage))
+TestLatency = pytest.mark.slow(wrapped(MemoryHooks, lambda inner: Latency(inner, 0.001, sleep=lambda _: None)))
 STORES = {
     "memory": (MemoryHooks, 40, 30),
     "file": (FileHooks, 25, 25),
