@@ -9,7 +9,8 @@ for their turn, in the order of coming, but those first from whose address fewes
 may be, a new one takes the place of the oldest that nobody was recognised on, of the address that has most of these.
 
 Calls of strangers are refused, but each takes its turn in the event loop, where those of clients wait as well. So what strangers say is
-passed on at a rate that they share (`Allowance`); who had least of it comes first.
+passed on at a rate that they share (`Allowance`); who had least of it comes first. It does not hold where gRPC asks for certificates: there
+nobody calls who has none.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _EXHAUSTED: Final = (EMFILE, ENFILE, ENOBUFS, ENOMEM)
 _SEND_BYTES: Final = 1 << 20
 """Of either end of a connection to gRPC, as far as the system allows; with less both sides wait for each other's turn."""
 _ALLOWED_BYTES: Final = 64 << 10
-"""The openings of a hundred clients at once."""
+"""First calls of 256 clients at once; in TLS of some hundred."""
 _ALLOWED_BYTES_PER_SECOND: Final = 16 << 10
 """Of calls that are as short as can be, the event loop refuses a thousand a second beside its work; with twice as many others wait."""
 _TURN_BYTES: Final = 1 << 10
@@ -59,6 +60,8 @@ class _Door(NamedTuple):
     tls: bool
     uids: AbstractSet[int] | None
     """Of a unix socket: whose processes may connect; None: it is a TCP address."""
+    vouched: bool
+    """Does nobody get as far as a call who is not known to somebody: to the kernel as one of `uids`, or to whom signs certificates?"""
 
 
 class _Connection:
@@ -123,12 +126,12 @@ class Gate:
         self._closing = Event()
         self._thread = Thread(target=self._run, name="tiercache-gate", daemon=True)
 
-    def listen(self, host: str, port: int, backend: str, *, tls: bool) -> int:
-        """Listen on a TCP address: its port. Raises OSError."""
+    def listen(self, host: str, port: int, backend: str, *, tls: bool, mutual: bool = False) -> int:
+        """Listen on a TCP address: its port. `mutual`: gRPC asks for certificates of clients, too. Raises OSError."""
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         dual = host == "::" and socket.has_dualstack_ipv6()
         listener = socket.create_server(address[:2], family=family, backlog=_BACKLOG, dualstack_ipv6=dual)
-        self._add(_Door(listener, backend, tls, None))
+        self._add(_Door(listener, backend, tls, None, vouched=tls and mutual))
         return int(listener.getsockname()[1])
 
     def listen_local(self, path: str, mode: int, uids: AbstractSet[int], backend: str) -> None:
@@ -141,7 +144,7 @@ class Gate:
         except BaseException:
             listener.close()
             raise
-        self._add(_Door(listener, backend, False, uids))
+        self._add(_Door(listener, backend, False, uids, vouched=True))
 
     def start(self) -> None:
         """Begin to accept; gRPC's server must listen by then."""
@@ -201,10 +204,9 @@ class Gate:
                 for descriptor in self._paused:
                     self._epoll.modify(descriptor, _READ)
                 self._paused.clear()
+                self._hear_the_stinted()
             if self._unsettled:
                 self._open_next()
-            if self._stinted:
-                self._hear_the_stinted()
         for connection in list(self._connections.values()):
             self._end(connection)
 
@@ -367,7 +369,7 @@ class Gate:
 
     def _listen_a_little(self, connection: _Connection, backend: socket.socket) -> None:
         """As much as strangers are allowed; the rest waits at the client's end."""
-        allowed = min(self._allowed, _TURN_BYTES)
+        allowed = _TURN_BYTES if connection.door.vouched else min(self._allowed, _TURN_BYTES)
         if allowed:
             data = _hear(connection, allowed)
             self._pass_on(connection, backend, data, len(data))
@@ -376,7 +378,8 @@ class Gate:
 
     def _pass_on(self, connection: _Connection, backend: socket.socket, data: bytes, cost: int) -> None:
         connection.heard += len(data)
-        self._allowance.take(connection.origin, cost)
+        if not connection.door.vouched:
+            self._allowance.take(connection.origin, cost)
         if backend.send(data) < len(data):  # its buffer takes all that a stranger may say in a while
             raise ConnectionAbortedError("gRPC does not read")
 

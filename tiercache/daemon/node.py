@@ -215,7 +215,8 @@ class Node:
         directory = self._socket_directory(ends, foreign=foreign)
         private = self._bind(server, directory, foreign=foreign)
         backend = str(directory / (TLS_SOCKET if TLS_SOCKET in private else PLAIN_SOCKET))
-        serving = [self._listen(gate, address, backend, tls=TLS_SOCKET in private) for address in self.settings.addresses]
+        secure, ca = TLS_SOCKET in private, self.settings.tls and self.settings.tls.client_ca
+        serving = [self._listen(gate, address, backend, tls=secure, mutual=bool(ca)) for address in self.settings.addresses]
         if self.settings.unix:
             attachments.listen(str(directory / ATTACH_SOCKET), 0o666 if foreign else 0o600)
             if foreign:
@@ -271,9 +272,9 @@ class Node:
             ends.callback(endpoint.close)
             self.metrics_address = str(Address(address.host, endpoint.port, address.loopback))
 
-    def _listen(self, gate: Gate, address: Address, backend: str, *, tls: bool) -> str:
+    def _listen(self, gate: Gate, address: Address, backend: str, *, tls: bool, mutual: bool) -> str:
         try:
-            port = gate.listen(address.host, address.port, backend, tls=tls)
+            port = gate.listen(address.host, address.port, backend, tls=tls, mutual=mutual)
         except OSError as error:
             raise StorageError(f"{address} cannot be served ({error}); is the port in use, or not of this machine?") from error
         shown = str(Address(address.host, port, address.loopback))
