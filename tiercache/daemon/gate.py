@@ -94,7 +94,8 @@ class Gate:
     """
 
     def __init__(self, *, most: int, most_opening: int, most_streams: int, settling: float, refused: Callable[[str], None]) -> None:
-        """`most` connections, of which `most_opening` are opening; `settling`: the seconds after which gRPC itself has cut who did not.
+        """`most` connections, of which `most_opening` are opening; `settling`: the seconds after which gRPC itself has cut who did not, and
+        strangers are cut who have still more to say.
 
         `refused` is told "unauthenticated", "busy" or "idle" of every connection that is cut.
         """
@@ -414,6 +415,8 @@ class Gate:
                 self._settle(connection)
             elif age > (_PRESSED_SECONDS if pressed else self._settling):
                 self._cut(connection, "idle")
+        for connection in [found for found in self._stinted.values() if now - found.since > self._settling]:
+            self._cut(connection, "idle")  # it has had its time, and may have gone behind more than the kernel takes at once
 
     def _forget_the_gone(self) -> None:
         """Of those that are not read now; what they have said is before their end, which would be read last."""

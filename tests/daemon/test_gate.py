@@ -1,0 +1,106 @@
+"""How much the gate passes on, and for whom, before a server that only counts."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from tests.daemon.attacks import PREFACE, frame
+from tests.daemon.hosts import until
+from tiercache.daemon.gate import Gate
+
+SAID = 300 << 10
+ONCE = 64 << 10
+PER_SECOND = 16 << 10
+
+
+class Server:
+    """Greets like gRPC, reads all that comes, and knows the other end by the name that gRPC would give it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+        self.heard = 0
+        self.peer = ""
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(self.path)
+        self._listener.listen()
+        Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        with suppress(OSError):
+            client, address = self._listener.accept()
+            with client:
+                self.peer = "unix-abstract:" + address.lstrip(b"\0").decode()
+                client.sendall(frame(4, 0, 0))
+                while piece := client.recv(1 << 16):
+                    self.heard += len(piece)
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    server = Server(tmp_path / "s")
+    yield server
+    server.close()
+
+
+@contextmanager
+def gated(settling: float) -> Iterator[Gate]:
+    gate = Gate(most=8, most_opening=4, most_streams=32, settling=settling, refused=lambda _: None)
+    try:
+        yield gate
+    finally:
+        gate.close()
+
+
+@pytest.mark.parametrize(("mutual", "recognised"), [(False, False), (False, True), (True, False)])
+def test_only_strangers_are_stinted(server: Server, mutual: bool, recognised: bool) -> None:
+    """In TLS, as far as the gate can tell, nothing is acknowledged; so that must settle by time."""
+    with gated(settling=0.2 if mutual else 20) as gate:
+        port = gate.listen("127.0.0.1", 0, server.path, tls=mutual, mutual=mutual)
+        gate.start()
+        say_much(gate, server, port, expected=mutual, recognised=recognised)
+
+
+def say_much(gate: Gate, server: Server, port: int, *, expected: bool, recognised: bool) -> None:
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as client:
+        client.sendall(PREFACE)
+        client.recv(9)
+        client.sendall(frame(4, 1, 0))
+        until(lambda: server.heard >= len(PREFACE) + 9)
+        started = time.monotonic()
+        if recognised:
+            gate.recognised(server.peer)
+        Thread(target=client.sendall, args=(bytes(SAID),), daemon=True).start()
+        if expected or recognised:
+            until(lambda: server.heard >= SAID)
+            return
+        until(lambda: server.heard >= ONCE)
+        time.sleep(1)
+        assert server.heard < SAID
+        assert server.heard <= ONCE + PER_SECOND * (time.monotonic() - started + 1)
+        gate.recognised(server.peer)
+        until(lambda: server.heard >= SAID)
+
+
+@pytest.mark.parametrize(("settling", "more"), [(20, 48 << 10), (2, 4 * ONCE)], ids=["it is seen", "it is not seen"])
+def test_who_has_gone_is_forgotten_while_nobody_is_heard(server: Server, settling: float, more: int) -> None:
+    """Although what it said has not been read, or not even been taken by the kernel."""
+    with gated(settling) as gate:
+        port = gate.listen("127.0.0.1", 0, server.path, tls=False)
+        gate.start()
+        with socket.create_connection(("127.0.0.1", port), timeout=30) as client:
+            client.sendall(PREFACE)
+            client.recv(9)
+            client.sendall(frame(4, 1, 0))
+            Thread(target=client.sendall, args=(bytes(ONCE + more),), daemon=True).start()
+            until(lambda: server.heard >= ONCE)
+        until(lambda: gate.passed(server.peer) is None, 2 if settling == 20 else 5)
