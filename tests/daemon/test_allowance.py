@@ -1,4 +1,4 @@
-"""What strangers may say: a rate that they share, a store of it for quiet times, and a debt that is soon made up for."""
+"""The token bucket of connections without a known caller: its rate, its most, its debt, and the usage of each origin."""
 
 from __future__ import annotations
 

@@ -1,24 +1,24 @@
-"""What those whom nobody knows may make gRPC work: so many bytes a second, together."""
+"""Rate limit that all connections without an authenticated caller share."""
 
 from __future__ import annotations
 
 from collections import Counter
 from typing import Final
 
-_ORIGINS: Final = 4096
-"""So many are told apart; then all begin anew."""
+_MAX_ORIGINS: Final = 4096
+"""Usage is recorded for this many origins, then forgotten, so that its memory is bounded."""
 
 
 class Allowance:
-    """Bytes for all strangers, that grow with time up to a most, and who had how many of them since there was no lack.
+    """Token bucket in bytes, with the usage of each origin since the bucket was last full.
 
-    It may be overdrawn, by a second's worth, for a beginning is not left half said; then nobody has a turn until that is made up for.
+    It may be overdrawn by up to one second's worth, because the opening of a connection is not split. Until the debt is paid `left` is 0.
 
     Thread rule: one thread.
     """
 
     def __init__(self, most: int, per_second: int, now: float) -> None:
-        """`now`: a clock's seconds, as everywhere here."""
+        """Start full, with `most` bytes; `now` is in seconds, of the clock that later calls use as well."""
         self._most: Final = most
         self._per_second: Final = per_second
         self._left: float = most
@@ -26,7 +26,7 @@ class Allowance:
         self._had: Counter[bytes] = Counter()
 
     def left(self, now: float) -> int:
-        """So many bytes may be taken by whoever is next; 0 where more is owed."""
+        """Return the number of bytes that may be taken now; 0 in debt."""
         self._left = min(self._left + (now - self._at) * self._per_second, self._most)
         self._at = now
         if self._left == self._most:
@@ -34,12 +34,12 @@ class Allowance:
         return max(0, int(self._left))
 
     def take(self, origin: bytes, nbytes: int) -> None:
-        """Count what was taken."""
+        """Record `nbytes` bytes from `origin`, whether or not they were left."""
         self._left = max(self._left - nbytes, -self._per_second)
-        if len(self._had) > _ORIGINS:
+        if len(self._had) > _MAX_ORIGINS:
             self._had.clear()
         self._had[origin] += nbytes
 
     def had(self, origin: bytes) -> int:
-        """How much was taken from there since there was no lack; who had least is next."""
+        """Return the number of bytes that `origin` has taken since the bucket was last full."""
         return self._had[origin]

@@ -8,9 +8,9 @@ with handshakes and acknowledgements. It is known when a caller was recognised o
 for their turn, in the order of coming, but those first from whose address fewest are opening. Where there are as many connections as there
 may be, a new one takes the place of the oldest that nobody was recognised on, of the address that has most of these.
 
-Calls of strangers are refused, but each takes its turn in the event loop, where those of clients wait as well. So what strangers say is
-passed on at a rate that they share (`Allowance`); who had least of it comes first. It does not hold where gRPC asks for certificates: there
-nobody calls who has none.
+Calls without a known caller are refused, but each refusal takes a turn of the event loop, for which the calls of known callers wait. So the
+bytes of settled connections are forwarded at a rate that they share (`Allowance`), the least served first. The rate does not apply where
+gRPC requires client certificates: without one, no connection gets as far as a call.
 """
 
 from __future__ import annotations
@@ -42,12 +42,13 @@ _EXHAUSTED: Final = (EMFILE, ENFILE, ENOBUFS, ENOMEM)
 _SEND_BYTES: Final = 1 << 20
 """Of either end of a connection to gRPC, as far as the system allows; with less both sides wait for each other's turn."""
 _ALLOWED_BYTES: Final = 64 << 10
-"""First calls of 256 clients at once; in TLS of some hundred."""
+"""Enough for the first calls of 256 clients that connect at once, or of some hundred in TLS."""
 _ALLOWED_BYTES_PER_SECOND: Final = 16 << 10
-"""Of calls that are as short as can be, the event loop refuses a thousand a second beside its work; with twice as many others wait."""
+"""A thousand calls of the least size, 16 bytes, which the event loop can refuse beside its work; at twice this rate known callers waited
+for seconds (measured with "short calls without end" of tests/daemon/attacks.py)."""
 _TURN_BYTES: Final = 1 << 10
 _CALL_BYTES: Final = 256
-"""A call counts as so many where calls can be counted."""
+"""Bytes charged for a call in an opening, where calls can be counted."""
 _READ, _WRITE = select.EPOLLIN, select.EPOLLOUT
 
 
@@ -60,8 +61,8 @@ class _Door(NamedTuple):
     tls: bool
     uids: AbstractSet[int] | None
     """Of a unix socket: whose processes may connect; None: it is a TCP address."""
-    vouched: bool
-    """Does nobody get as far as a call who is not known to somebody: to the kernel as one of `uids`, or to whom signs certificates?"""
+    trusted: bool
+    """Whether a client is authenticated before it can make a call, by its user id or by a certificate."""
 
 
 class _Connection:
@@ -79,8 +80,8 @@ class _Connection:
         self.up: Flow
         self.down: Flow
         self.opening: Opening | None = None
-        self.heard = 0
-        """Bytes that were passed on for it while it was a stranger's."""
+        self.forwarded = 0
+        """Bytes forwarded to gRPC before a caller was recognised."""
         self.known = False
         """Was a caller recognised on it?"""
         self.watched: dict[int, int] = {}
@@ -95,7 +96,7 @@ class Gate:
 
     def __init__(self, *, most: int, most_opening: int, most_streams: int, settling: float, refused: Callable[[str], None]) -> None:
         """`most` connections, of which `most_opening` are opening; `settling`: the seconds after which gRPC itself has cut who did not, and
-        strangers are cut who have still more to say.
+        throttled connections are cut.
 
         `refused` is told "unauthenticated", "busy" or "idle" of every connection that is cut.
         """
@@ -120,8 +121,8 @@ class Gate:
         self._scratch: Final = memoryview(bytearray(PIPE_BYTES))
         self._told: set[_Connection] = set()
         self._allowance = Allowance(_ALLOWED_BYTES, _ALLOWED_BYTES_PER_SECOND, time.monotonic())
-        self._stinted: dict[int, _Connection] = {}
-        """Settled connections of strangers that may have something to say, which is not read yet."""
+        self._throttled: dict[int, _Connection] = {}
+        """Settled connections without a known caller that are not read until the allowance has bytes left."""
         self._lock: Final = Lock()
         self._leaving = Event()
         self._closing = Event()
@@ -132,7 +133,7 @@ class Gate:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         dual = host == "::" and socket.has_dualstack_ipv6()
         listener = socket.create_server(address[:2], family=family, backlog=_BACKLOG, dualstack_ipv6=dual)
-        self._add(_Door(listener, backend, tls, None, vouched=tls and mutual))
+        self._add(_Door(listener, backend, tls, None, trusted=tls and mutual))
         return int(listener.getsockname()[1])
 
     def listen_local(self, path: str, mode: int, uids: AbstractSet[int], backend: str) -> None:
@@ -145,7 +146,7 @@ class Gate:
         except BaseException:
             listener.close()
             raise
-        self._add(_Door(listener, backend, False, uids, vouched=True))
+        self._add(_Door(listener, backend, False, uids, trusted=True))
 
     def start(self) -> None:
         """Begin to accept; gRPC's server must listen by then."""
@@ -197,7 +198,7 @@ class Gate:
     def _run(self) -> None:
         looked = time.monotonic()
         while not self._closing.is_set():
-            for descriptor, _ in self._epoll.poll(_TICK_SECONDS if self._unsettled or self._paused or self._stinted else None):
+            for descriptor, _ in self._epoll.poll(_TICK_SECONDS if self._unsettled or self._paused or self._throttled else None):
                 self._happened(descriptor)
             if time.monotonic() - looked > _TICK_SECONDS:
                 looked = time.monotonic()
@@ -205,7 +206,7 @@ class Gate:
                 for descriptor in self._paused:
                     self._epoll.modify(descriptor, _READ)
                 self._paused.clear()
-                self._hear_the_stinted()
+                self._serve_throttled()
             if self._unsettled:
                 self._open_next()
         for connection in list(self._connections.values()):
@@ -244,7 +245,7 @@ class Gate:
             if connection.number in self._connections:
                 if connection.door.tls and connection.opening is not None:
                     self._settle(connection)
-                self._stinted.pop(connection.number, None)
+                self._throttled.pop(connection.number, None)
                 self._try_to_advance(connection)
                 widen(f"\0{self._prefix}/{connection.number}".encode(), _SEND_BYTES)
 
@@ -302,17 +303,17 @@ class Gate:
                 self._cut(chosen, "busy")
             opening[chosen.origin] += 1
 
-    def _hear_the_stinted(self) -> None:
-        """Each once, as long as something is allowed."""
-        for connection in sorted(self._stinted.values(), key=lambda stinted: (self._allowance.had(stinted.origin), stinted.heard)):
+    def _serve_throttled(self) -> None:
+        """Forward once for each throttled connection, the least served first, while the allowance lasts."""
+        for connection in sorted(self._throttled.values(), key=lambda waiting: (self._allowance.had(waiting.origin), waiting.forwarded)):
             if not self._allowed:
                 return
-            del self._stinted[connection.number]
+            del self._throttled[connection.number]
             self._try_to_advance(connection)
 
     @property
     def _allowed(self) -> int:
-        """The bytes that strangers may say now."""
+        """Bytes that may be forwarded now for callers that are not known."""
         return self._allowance.left(time.monotonic())
 
     def _waiting(self) -> Iterator[_Connection]:
@@ -350,7 +351,7 @@ class Gate:
         if connection.opening is not None:
             self._listen_to(connection, connection.opening, connection.backend)
         if connection.opening is None:
-            self._listen_a_little(connection, connection.backend) if not connection.known else connection.up.move()
+            self._forward_throttled(connection, connection.backend) if not connection.known else connection.up.move()
         if connection.down.over or (connection.up.over and connection.opening is None):
             self._end(connection)
         else:
@@ -359,29 +360,29 @@ class Gate:
     def _listen_to(self, connection: _Connection, opening: Opening, backend: socket.socket) -> None:
         if not opening.room:
             return  # in TLS: until it is recognised
-        seen = _hear(connection, opening.room, socket.MSG_PEEK)
+        seen = _receive(connection, opening.room, socket.MSG_PEEK)
         before = opening.calls
         data = connection.client.recv(opening.take(seen)) if seen else b""
         if opening.excessive or (opening.acknowledged and not connection.down.moved):
             raise ConnectionAbortedError("it says more than there is to say before the SETTINGS are acknowledged")
-        self._pass_on(connection, backend, data, len(data) if connection.door.tls else _CALL_BYTES * (opening.calls - before))
+        self._forward(connection, backend, data, len(data) if connection.door.tls else _CALL_BYTES * (opening.calls - before))
         if opening.acknowledged:
             self._settle(connection)
 
-    def _listen_a_little(self, connection: _Connection, backend: socket.socket) -> None:
-        """As much as strangers are allowed; the rest waits at the client's end."""
-        allowed = _TURN_BYTES if connection.door.vouched else min(self._allowed, _TURN_BYTES)
+    def _forward_throttled(self, connection: _Connection, backend: socket.socket) -> None:
+        """Forward what the allowance has left; the rest waits in the client's socket."""
+        allowed = _TURN_BYTES if connection.door.trusted else min(self._allowed, _TURN_BYTES)
         if allowed:
-            data = _hear(connection, allowed)
-            self._pass_on(connection, backend, data, len(data))
+            data = _receive(connection, allowed)
+            self._forward(connection, backend, data, len(data))
         else:
-            self._stinted[connection.number] = connection
+            self._throttled[connection.number] = connection
 
-    def _pass_on(self, connection: _Connection, backend: socket.socket, data: bytes, cost: int) -> None:
-        connection.heard += len(data)
-        if not connection.door.vouched:
+    def _forward(self, connection: _Connection, backend: socket.socket, data: bytes, cost: int) -> None:
+        connection.forwarded += len(data)
+        if not connection.door.trusted:
             self._allowance.take(connection.origin, cost)
-        if backend.send(data) < len(data):  # its buffer takes all that a stranger may say in a while
+        if backend.send(data) < len(data):  # its buffer holds more than a minute's allowance
             raise ConnectionAbortedError("gRPC does not read")
 
     def _settle(self, connection: _Connection) -> None:
@@ -393,7 +394,7 @@ class Gate:
         """Wait for what this connection can go on with. For nothing means not at all: a side that has hung up would be told for ever."""
         assert connection.backend is not None
         up, down, opening = connection.up, connection.down, connection.opening
-        reads = opening.room > 0 if opening is not None else not (up.held or up.ended or connection.number in self._stinted)
+        reads = opening.room > 0 if opening is not None else not (up.held or up.ended or connection.number in self._throttled)
         wanted = {
             connection.client.fileno(): (_READ if reads else 0) | (_WRITE if down.held else 0),
             connection.backend.fileno(): (_READ if not down.held and not down.ended else 0) | (_WRITE if up.held else 0),
@@ -407,7 +408,7 @@ class Gate:
         connection.watched = wanted
 
     def _cut_the_late(self, now: float) -> None:
-        self._forget_the_gone()
+        self._end_abandoned()
         pressed = next(self._waiting(), None) is not None
         for connection in [found for found in self._unsettled.values() if found.opening is not None]:
             age = now - connection.since
@@ -415,12 +416,12 @@ class Gate:
                 self._settle(connection)
             elif age > (_PRESSED_SECONDS if pressed else self._settling):
                 self._cut(connection, "idle")
-        for connection in [found for found in self._stinted.values() if now - found.since > self._settling]:
-            self._cut(connection, "idle")  # it has had its time, and may have gone behind more than the kernel takes at once
+        for connection in [found for found in self._throttled.values() if now - found.since > self._settling]:
+            self._cut(connection, "idle")  # the client may have closed behind more data than the kernel takes: POLLRDHUP never comes
 
-    def _forget_the_gone(self) -> None:
-        """Of those that are not read now; what they have said is before their end, which would be read last."""
-        unread = {connection.client.fileno(): connection for connection in (*self._waiting(), *self._stinted.values())}
+    def _end_abandoned(self) -> None:
+        """End the connections whose client has closed; they are not being read, so the end of their data would not be noticed."""
+        unread = {connection.client.fileno(): connection for connection in (*self._waiting(), *self._throttled.values())}
         poll = select.poll()
         for descriptor in unread:
             poll.register(descriptor, select.POLLRDHUP)
@@ -435,7 +436,7 @@ class Gate:
         if self._connections.pop(connection.number, None) is None:
             return
         self._unsettled.pop(connection.number, None)
-        self._stinted.pop(connection.number, None)
+        self._throttled.pop(connection.number, None)
         self._names.pop(connection.name, None)  # before the name is free for others
         for descriptor, events in connection.watched.items():
             if events:
@@ -449,12 +450,12 @@ class Gate:
             connection.down.close()
 
 
-def _hear(connection: _Connection, most: int, flags: int = 0) -> bytes:
-    """What the client says next, which may be nothing yet. Raises OSError where it has gone."""
+def _receive(connection: _Connection, most: int, flags: int = 0) -> bytes:
+    """Return up to `most` bytes of what the client has sent, b"" if nothing is there yet. Raises OSError if it has closed."""
     try:
         data = connection.client.recv(most, flags)
     except BlockingIOError:
         return b""
     if not data:
-        raise ConnectionResetError("a stranger has gone")
+        raise ConnectionResetError("closed before a caller was known")
     return data
