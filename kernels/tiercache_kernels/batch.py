@@ -56,7 +56,7 @@ class _Call(Protocol):
 class BatchCopy:
     """The driver's batched copy.
 
-    Thread rule: any thread that has a CUDA context current. The GIL is released while the driver works.
+    Thread safety: any thread that has a CUDA context current. The GIL is released while the driver works.
     """
 
     def __init__(self, driver: ctypes.CDLL) -> None:

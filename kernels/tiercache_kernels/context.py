@@ -24,7 +24,7 @@ class DeviceContext:
     While a thread captures a graph in CUDA's strictest mode, which is torch's default, a call such as an event query on any thread that is
     not relaxed fails and spoils the capture with it. So a thread is relaxed before anything else is asked of the driver.
 
-    Raises CudaError if the driver refuses. Thread rule: any thread.
+    Raises CudaError if the driver refuses. Thread safety: any thread.
     """
 
     def __init__(self, driver: ctypes.CDLL, ordinal: int) -> None:

@@ -39,7 +39,7 @@ class CopyKernel:
     """The copy kernel, compiled for the calling thread's current device.
 
     Raises `Unavailable` if CuPy is not installed, and CuPy's own errors (RuntimeError, or CompileException) if there is no device or
-    the compiler fails. Thread rule: any thread whose current device is the one of construction; streams keep the order.
+    the compiler fails. Thread safety: any thread whose current device is the one of construction; streams keep the order.
     """
 
     def __init__(self) -> None:

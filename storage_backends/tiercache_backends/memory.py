@@ -56,7 +56,7 @@ class _Object:
 class MemoryBackend(StorageBackend):
     """A dict of bytes with a cap (`capacity`, payload bytes; 0 is without). Everything is gone when it closes.
 
-    Thread rule: as the contract says; one mutex, never held while bytes are copied or checked.
+    Thread safety: as the contract says; one mutex, never held while bytes are copied or checked.
     """
 
     capabilities = Capabilities(bounded=True)

@@ -84,7 +84,7 @@ def clients(count: int, turns: int, seed: int) -> Iterator[Turn]:
 class Truth:
     """Which pages follow which, as the conversations have it, whatever a store was told.
 
-    Thread rule: one thread.
+    Thread safety: one thread.
     """
 
     def __init__(self) -> None:
@@ -152,7 +152,7 @@ class WholeConversations:
 
     `rewritten`: a turn writes again what is missing. Otherwise a conversation that was given up is never whole again.
 
-    Thread rule: one thread.
+    Thread safety: one thread.
     """
 
     def __init__(self, capacity: int, page_bytes: int, state_bytes: int, *, rewritten: bool = True) -> None:

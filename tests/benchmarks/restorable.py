@@ -172,7 +172,7 @@ PLANS: Final = [
 class Writer:
     """An engine's side: what it asks, reads and writes, turn by turn.
 
-    Thread rule: one thread.
+    Thread safety: one thread.
     """
 
     def __init__(self, store: StorageBackend, plan: Plan, page_bytes: int, state_bytes: int) -> None:

@@ -24,7 +24,7 @@ CAPACITY, NAMES = 16 << 20, 60
 class WrongClock(Env):
     """An Env whose clock says one of a few moments, another one each time; none: any of all, and the right one.
 
-    Thread rule: any thread may ask.
+    Thread safety: any thread may ask.
     """
 
     def __init__(self, seed: int, moments: tuple[int, ...] = ()) -> None:

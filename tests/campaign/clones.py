@@ -70,7 +70,7 @@ def clone(subject: Subject, seed: int, target: Path) -> Verdict:
 class Cut:
     """Makes calls against a store and a model until the power goes; `must` is what a cut at that moment may not take.
 
-    Thread rule: one thread.
+    Thread safety: one thread.
     """
 
     def __init__(self, subject: Subject, target: Path, seed: int) -> None:

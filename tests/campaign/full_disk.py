@@ -63,7 +63,7 @@ def _child(kind: str, directory: str, seed: int, row: Row) -> Verdict:
 class FullDisk:
     """A store, its model, and a stranger's file beside it.
 
-    Thread rule: one thread.
+    Thread safety: one thread.
     """
 
     def __init__(self, subject: Subject, seed: int) -> None:

@@ -171,7 +171,7 @@ def trial(nursery: Nursery, kind: str, name: str, directory: Path, seed: int, ro
 class Place:
     """Where the store lies: a directory, or a file system in an image that is mounted anew for the look.
 
-    Thread rule: one thread.
+    Thread safety: one thread.
     """
 
     def __init__(self, directory: Path, stack: ExitStack, *, on_an_image: bool) -> None:

@@ -58,7 +58,7 @@ def campaign(kind: str, trials: int, seed: int, base: Path, steps: Steps) -> lis
 class Runs:
     """One scene, played again and again.
 
-    Thread rule: one thread.
+    Thread safety: one thread.
     """
 
     def __init__(self, nursery: Nursery, scene: Scene, base: Path, seed: int) -> None:

@@ -42,7 +42,7 @@ def campaign(kind: str, trials: int, seed: int, base: Path, steps: Steps) -> lis
 class Cycles:
     """One store that lives through many kills, and what is known about it.
 
-    Thread rule: one thread.
+    Thread safety: one thread.
     """
 
     def __init__(self, nursery: Nursery, subject: Subject, names: int, evicts: bool, seed: int) -> None:

@@ -69,7 +69,7 @@ def campaign(kind: str, trials: int, seed: int, base: Path, steps: Steps) -> lis
 class Openings:
     """One kind of damage, many kills.
 
-    Thread rule: one thread.
+    Thread safety: one thread.
     """
 
     def __init__(self, nursery: Nursery, made: Template, damage: Damage, seed: int, base: Path) -> None:

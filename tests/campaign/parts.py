@@ -48,7 +48,7 @@ class Part:
 class Killer(FaultEnv):
     """Counts all calls, and kills this process before one of them.
 
-    Thread rule: as FaultEnv; what other threads do at that moment is cut off with it.
+    Thread safety: as FaultEnv; what other threads do at that moment is cut off with it.
     """
 
     def __init__(self, kill_at: int) -> None:

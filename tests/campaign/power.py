@@ -71,7 +71,7 @@ def campaign(kind: str, trials: int, seed: int, base: Path, steps: Steps) -> lis
 class Cut:
     """One file system, one writer, one power cut.
 
-    Thread rule: one thread.
+    Thread safety: one thread.
     """
 
     def __init__(self, nursery: Nursery, kind: str, durability: str, flushes: bool, random: Random) -> None:

@@ -62,7 +62,7 @@ class Row:
 class Steps:
     """Progress on stderr.
 
-    Thread rule: one thread.
+    Thread safety: one thread.
     """
 
     def __init__(self, progress: Progress) -> None:

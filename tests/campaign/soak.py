@@ -72,7 +72,7 @@ class Sample(NamedTuple):
 class Soak:
     """Threads that set, get and delete; each deletes and misses only its own names. Between sessions the store is closed and opened.
 
-    Thread rule: `work` runs in several threads; the rest in one.
+    Thread safety: `work` runs in several threads; the rest in one.
     """
 
     def __init__(self, subject: Subject, seed: int) -> None:

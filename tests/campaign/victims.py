@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 class Nursery:
     """One process that forks others, one after the other, by the orders of its module.
 
-    Thread rule: one thread.
+    Thread safety: one thread.
     """
 
     def __init__(self, module: str = "tests.campaign.writer") -> None:

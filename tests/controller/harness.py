@@ -34,7 +34,7 @@ def content(tokens, segment) -> torch.Tensor:
 
 
 class Engine:
-    """Serves prompts through a controller. `hybrid` False leaves the states out. Thread rule: one owner thread."""
+    """Serves prompts through a controller. `hybrid` False leaves the states out. Thread safety: one owner thread."""
 
     opened: ClassVar[list[HybridCacheController]] = []
     """Controllers to close behind a test, or their threads pile up."""

@@ -32,7 +32,7 @@ SETS = [Outcome.THROTTLED, Outcome.ERROR, "raise"]
 class Flaky(StorageBackend):
     """A store whose next calls fail as it was told; what a get does not return it scribbles over. Its medium outlives a `close`.
 
-    Thread rule: as the contract says; the plans are lists, whose pops are atomic.
+    Thread safety: as the contract says; the plans are lists, whose pops are atomic.
     """
 
     capabilities = MemoryBackend.capabilities

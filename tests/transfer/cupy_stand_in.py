@@ -16,7 +16,7 @@ NOT_READY = 600
 
 
 class Runtime:
-    """`cupy.cuda.runtime`. Thread rule: any thread."""
+    """`cupy.cuda.runtime`. Thread safety: any thread."""
 
     streamNonBlocking = 1  # noqa: N815  CuPy's names
     eventBlockingSync = 1  # noqa: N815

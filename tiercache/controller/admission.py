@@ -48,7 +48,7 @@ class Poll:
 class Admission:
     """See the module. Made by `HybridCacheController.admit`; ends with `release`.
 
-    Thread rule: the owner's thread.
+    Thread safety: the owner's thread.
     """
 
     def __init__(self, state: ControllerState, lookup: Lookup, tokens: int, states: int, deadline: float) -> None:

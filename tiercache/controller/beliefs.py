@@ -27,7 +27,7 @@ class Beliefs:
     A store evicts without telling. What it does not have any more is forgotten, so that the next commit writes it again and nothing is
     fetched, or given up from the device, for its sake.
 
-    Thread rule: the owner's thread.
+    Thread safety: the owner's thread.
     """
 
     def __init__(self, state: ControllerState) -> None:

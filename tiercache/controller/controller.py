@@ -51,7 +51,7 @@ class HybridCacheController:
     The controller owns the host pools, the index and its threads; it closes `storage` and the arena with itself. Nothing here waits for
     storage, except `flush` and `close`, which say so.
 
-    Thread rule: one owner thread, the engine's. Copies and storage run on threads of their own and hand in events, which each call drains.
+    Thread safety: one owner thread, the engine's. Copies and storage run on threads of their own and hand in events, which each call drains.
     """
 
     def __init__(

@@ -12,7 +12,7 @@ class IoThreads:
     """A few daemon threads over one queue.
 
     Not `concurrent.futures`: the interpreter joins that pool's threads at exit, and a store that hangs would hang the process with it. Jobs
-    handle their own failures. Thread rule: `submit` from any thread; `replace` and `close` from the owner.
+    handle their own failures. Thread safety: `submit` from any thread; `replace` and `close` from the owner.
     """
 
     def __init__(self, name: str, threads: int) -> None:

@@ -23,7 +23,7 @@ class StorageQuery:
 
     `result` is there once `done`; None if it failed, for `reason`, which also names an outage that it met.
 
-    Thread rule: made and read on the owner's thread, run on another.
+    Thread safety: made and read on the owner's thread, run on another.
     """
 
     kind = "query"

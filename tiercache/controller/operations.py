@@ -92,7 +92,7 @@ class Piece:
 class Operation:
     """What the three kinds share: pins, and a place in the set of operations that `flush` and `close` wait for.
 
-    Thread rule: made and landed on the owner's thread; methods named `_run*` run on a background thread and touch nothing but the store.
+    Thread safety: made and landed on the owner's thread; methods named `_run*` run on a background thread and touch nothing but the store.
     """
 
     kind: str
@@ -281,7 +281,7 @@ class _Answer(NamedTuple):
 class Chain:
     """The writes of one commit, which follow each other: which of its pages storage has refused so far.
 
-    Thread rule: the threads that write; one at a time, or a state may be offered a moment too early.
+    Thread safety: the threads that write; one at a time, or a state may be offered a moment too early.
     """
 
     def __init__(self, keys: dict[int, bytes]) -> None:

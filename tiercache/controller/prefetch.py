@@ -35,7 +35,7 @@ class Prefetch:
     What a depth lacks comes in waves, each of at most the blocks that fetches may hold; what has landed is held until the next. `fetched`
     marks, per pool, the pages that were brought up for this prompt (a state is on the page on which it ends); `rounds` counts the attempts.
 
-    Thread rule: the owner's thread.
+    Thread safety: the owner's thread.
     """
 
     def __init__(self, state: ControllerState, lookup: Lookup, limit: int) -> None:

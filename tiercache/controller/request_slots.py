@@ -16,7 +16,7 @@ class RequestSlots:
     """Slots of one admission.
 
     `table[pool][i]` is the slot of page i. Where `own[pool][i]`, the slot is this request's alone and goes back with it; elsewhere the
-    index owns it and the request's pins keep it. A state slot is the request's until a commit moves it to the index. Thread rule: the
+    index owns it and the request's pins keep it. A state slot is the request's until a commit moves it to the index. Thread safety: the
     owner's thread.
     """
 

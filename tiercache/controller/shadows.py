@@ -20,7 +20,7 @@ _MOST_WAITING: Final = 64
 class Shadows:
     """One shadow of the host's size per member of `portfolio`, with a policy of its own.
 
-    Thread rule: the owner's thread; `_run` another.
+    Thread safety: the owner's thread; `_run` another.
     """
 
     def __init__(self, state: ControllerState, portfolio: Portfolio) -> None:

@@ -120,7 +120,7 @@ class Retired:
 class Share:
     """The host blocks that operations of one direction may hold at a time.
 
-    What hangs in the store keeps its part. Thread rule: the owner's thread.
+    What hangs in the store keeps its part. Thread safety: the owner's thread.
     """
 
     def __init__(self, blocks: int) -> None:
@@ -145,7 +145,7 @@ class Share:
 
 @dataclass
 class ControllerState:
-    """The shared state of one controller. Thread rule: the owner's thread only, except `post`, which any thread may call."""
+    """The shared state of one controller. Thread safety: the owner's thread only, except `post`, which any thread may call."""
 
     index: HybridIndex
     device: Mapping[PoolName, DevicePool]

@@ -35,7 +35,7 @@ class StoreCall:
     doing a little of the same. A `patient` call that cannot begin waits until the store is back, instead of being lost. `objects`: how many
     it is about.
 
-    Thread rule: owner's thread, but for `work` and `probe`.
+    Thread safety: owner's thread, but for `work` and `probe`.
     """
 
     work: Callable[[], Any]
@@ -58,7 +58,7 @@ class StoreCalls:
     well, or goes on waiting if it is patient, and nothing new begins until a probe has shown that the store is back. Calls that fail do the
     same, a few in a row. Nothing here waits.
 
-    Thread rule: the owner's thread, but for `submit`.
+    Thread safety: the owner's thread, but for `submit`.
     """
 
     def __init__(

@@ -236,7 +236,7 @@ class WriteThrough:
     turn yet waits, and goes on when an operation has landed. While storage is left alone, copies to the host are made all the same, and
     storage gets them when it is back. What storage has, and the host not, is copied to the host if that has blocks to spare.
 
-    Thread rule: the owner's thread; nothing here waits.
+    Thread safety: the owner's thread; nothing here waits.
     """
 
     def __init__(self, state: ControllerState) -> None:

@@ -73,7 +73,7 @@ class Bounds:
 class Grants:
     """What one principal may do, and the view of the store that it does it through.
 
-    Thread rule: immutable, but for the budgets, which belong to the event loop's thread.
+    Thread safety: immutable, but for the budgets, which belong to the event loop's thread.
     """
 
     def __init__(self, name: str, tenant: str, verbs: AbstractSet[Verb], store: StorageBackend, bounds: Bounds) -> None:
@@ -117,7 +117,7 @@ class Sessions(Protocol):
 class Access:
     """All principals of a daemon.
 
-    Thread rule: `caller` and `of_uid` belong to the event loop's thread.
+    Thread safety: `caller` and `of_uid` belong to the event loop's thread.
     """
 
     def __init__(self, settings: Settings, store: StorageBackend, whole: Bounds) -> None:

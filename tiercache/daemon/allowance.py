@@ -14,7 +14,7 @@ class Allowance:
 
     It may be overdrawn by up to one second's worth, because the opening of a connection is not split. Until the debt is paid `left` is 0.
 
-    Thread rule: one thread.
+    Thread safety: one thread.
     """
 
     def __init__(self, most: int, per_second: int, now: float) -> None:

@@ -14,7 +14,7 @@ class Budget:
     Who waits is served in order, but for this: one who waits for a client's budget does not hold up those who wait for another's. One who
     waits for the total holds up all behind him, else many small wishes would starve a large one.
 
-    Thread rule: the event loop's thread only.
+    Thread safety: the event loop's thread only.
     """
 
     def __init__(self, limit: int, parent: Budget | None = None) -> None:

@@ -38,7 +38,7 @@ def request_bytes(most_keys: int) -> int:
 class Call:
     """A call that was let in; `close` it.
 
-    Thread rule: the event loop's thread.
+    Thread safety: the event loop's thread.
     """
 
     caller: Caller
@@ -95,7 +95,7 @@ class Call:
 class Threads:
     """Where stores work.
 
-    Thread rule: `run` on the event loop's thread; what it runs, in one of the threads.
+    Thread safety: `run` on the event loop's thread; what it runs, in one of the threads.
     """
 
     def __init__(self, count: int) -> None:

@@ -91,7 +91,7 @@ class _Connection:
 class Gate:
     """Accepts connections for a gRPC server that listens on unix sockets of its own.
 
-    Thread rule: `listen` and `listen_local` before `start`; `passed` and `recognised` from any thread; the rest is the gate's own thread's.
+    Thread safety: `listen` and `listen_local` before `start`; `passed` and `recognised` from any thread; the rest is the gate's own thread's.
     """
 
     def __init__(self, *, most: int, most_opening: int, most_streams: int, settling: float, refused: Callable[[str], None]) -> None:

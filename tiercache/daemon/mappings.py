@@ -49,7 +49,7 @@ class Mapping:
 class Mappings:
     """All mapped regions.
 
-    Thread rule: the event loop's thread.
+    Thread safety: the event loop's thread.
     """
 
     def __init__(self) -> None:

@@ -66,7 +66,7 @@ class LimitError(WireError):
 class Meters(Families):
     """The metrics of one node, of which `principals` may call it.
 
-    Thread rule: any thread.
+    Thread safety: any thread.
     """
 
     def __init__(self, principals: Iterable[str] = (), registry: CollectorRegistry | None = None) -> None:
@@ -198,7 +198,7 @@ class Figures:
 
     A store that hangs keeps one thread waiting, and nobody else: its last figures stay, and grow old.
 
-    Thread rule: any thread.
+    Thread safety: any thread.
     """
 
     def __init__(self, store: StorageBackend, every: float = _EVERY, patience: float = _PATIENCE) -> None:

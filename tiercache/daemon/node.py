@@ -66,7 +66,7 @@ class Node:
     It opens the store that the settings name, or takes over `store`, and closes it at the end. What clients can make it hold stays within
     `host_bytes`: half of it is an arena for payloads, half bounds messages, a third of these those without payload.
 
-    Thread rule: `start` and `stop` from one thread; the other attributes are for reading, from any.
+    Thread safety: `start` and `stop` from one thread; the other attributes are for reading, from any.
     """
 
     def __init__(self, settings: Settings, store: StorageBackend | None = None, *, notifier: Notifier | None = None) -> None:

@@ -11,7 +11,7 @@ from contextlib import suppress
 class Notifier:
     """Tells the service manager that started this process, if there is one.
 
-    Thread rule: any thread.
+    Thread safety: any thread.
     """
 
     def __init__(self, environment: Mapping[str, str] = os.environ) -> None:

@@ -56,7 +56,7 @@ Item = TypeVar("Item", GetItem, SetItem)
 class Objects:
     """The calls that move payloads.
 
-    Thread rule: the event loop's thread.
+    Thread safety: the event loop's thread.
     """
 
     def __init__(
@@ -278,7 +278,7 @@ class _Partial:
 class _Incoming:
     """The objects of one Set, from the messages in which they come to the store: one window is stored while the next arrives.
 
-    Thread rule: the event loop's thread.
+    Thread safety: the event loop's thread.
     """
 
     def __init__(self, caller: Caller, threads: Threads, arena: HostArena, most_keys: int, most_bytes: int, meters: Meters) -> None:

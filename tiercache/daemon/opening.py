@@ -22,7 +22,7 @@ _ACK: Final = 1
 class Opening:
     """Looks at what a client sends first.
 
-    Thread rule: one thread.
+    Thread safety: one thread.
     """
 
     def __init__(self, *, tls: bool, most_streams: int) -> None:

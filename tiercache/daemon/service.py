@@ -47,7 +47,7 @@ Handler = Callable[[Call], Awaitable[None]]
 class Service:
     """The daemon's calls.
 
-    Thread rule: the event loop's thread.
+    Thread safety: the event loop's thread.
     """
 
     def __init__(

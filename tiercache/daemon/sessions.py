@@ -40,7 +40,7 @@ _PAUSE_SECONDS: Final = 0.25
 class Session:
     """One client on this host, and the regions that it attached.
 
-    Thread rule: the event loop's thread. Views of regions may be used from any thread between `begin` and `finish`.
+    Thread safety: the event loop's thread. Views of regions may be used from any thread between `begin` and `finish`.
     """
 
     def __init__(self, uid: int, pid: int, mappings: Mappings) -> None:
@@ -110,7 +110,7 @@ class Session:
 class Attachments:
     """All sessions, and the socket where they begin.
 
-    Thread rule: the event loop's thread.
+    Thread safety: the event loop's thread.
     """
 
     def __init__(self, access: Access, *, most_clients: int, most_bytes: int, meters: Meters | None = None) -> None:

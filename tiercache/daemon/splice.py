@@ -16,7 +16,7 @@ _FLAGS: Final = os.SPLICE_F_NONBLOCK | os.SPLICE_F_MOVE
 class Flow:
     """One direction of a connection between two sockets that do not block; at most a pipe of bytes is on its way.
 
-    Thread rule: one thread.
+    Thread safety: one thread.
     """
 
     def __init__(self, source: socket.socket, sink: socket.socket, scratch: memoryview | None = None) -> None:

@@ -15,7 +15,7 @@ BLOCK_BYTES: Final = 64 << 10
 class Lease:
     """Blocks of the arena for a list of objects, until `release`. `block_bytes` is the size of a block.
 
-    Thread rule: `views` from any thread; `release` on the event loop's.
+    Thread safety: `views` from any thread; `release` on the event loop's.
     """
 
     block_bytes: Final = BLOCK_BYTES

@@ -28,7 +28,7 @@ class Standard:
     `Check` answers anybody, as a load balancer has no credentials: for the daemon as a whole, and without reading what it is asked,
     so that nobody unknown can make it hold or wait for anything. `Watch` and reflection are for known callers.
 
-    Thread rule: the event loop's thread.
+    Thread safety: the event loop's thread.
     """
 
     def __init__(self, admit: Admit, service: str) -> None:

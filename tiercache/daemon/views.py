@@ -44,7 +44,7 @@ class Veil:
     and Rackoff, 1988). Without the salt nobody can name what another tenant stored, however he came by its page keys; it is simply not
     there for him.
 
-    Thread rule: immutable.
+    Thread safety: immutable.
     """
 
     def __init__(self, salt: bytes) -> None:
@@ -93,7 +93,7 @@ class Veiled(Wrapper):
     The operator's label replaces what a caller says in `tenant` of an identity. A namespace is up to 48 bytes long here, for its mark takes
     16. Checksums cover the key, so the store computes its own under the hidden one; a caller's is checked first.
 
-    Thread rule: as the contract says.
+    Thread safety: as the contract says.
     """
 
     def __init__(self, inner: StorageBackend, veil: Veil, tenant: str) -> None:
@@ -174,7 +174,7 @@ def _own_page(
 class Common(Wrapper):
     """The store as those see it who belong to no tenant, where there are tenants: nothing of theirs is listed, and nobody can guess a key.
 
-    Thread rule: as the contract says.
+    Thread safety: as the contract says.
     """
 
     def __init__(self, inner: StorageBackend, veils: Sequence[Veil], cursors: Veil) -> None:
@@ -215,7 +215,7 @@ def _refusal(item: SetItem) -> Outcome | None:
 class Fenced(Wrapper):
     """The store without what lies outside some namespaces: foreign objects are absent, and cannot be stored over.
 
-    Thread rule: as the contract says.
+    Thread safety: as the contract says.
     """
 
     def __init__(self, inner: StorageBackend, namespaces: AbstractSet[bytes]) -> None:

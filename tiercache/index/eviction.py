@@ -68,7 +68,7 @@ ONE_BUDGET_KINDS: Final = (Kind(device_unit, Tier.DEVICE), *UNIT_KINDS[1:])
 
 
 class Sweep:
-    """Collects what one eviction takes. Thread rule: the index's thread only."""
+    """Collects what one eviction takes. Thread safety: the index's thread only."""
 
     def __init__(self, tier: Tier, pools: Sequence[PoolName], page_pools: int) -> None:
         self.tier = tier

@@ -46,7 +46,7 @@ class Pin:
     States further up the path are not held: a restored request reads one state and all pages, and a long conversation's older states would
     fill the state pool.
 
-    Thread rule: the index's thread only.
+    Thread safety: the index's thread only.
     """
 
     __slots__ = ("_forest", "node", "tiers")
@@ -65,7 +65,7 @@ class Pin:
 
 
 class Forest:
-    """Trees of nodes, with what is evictable kept up to date by tier. Thread rule: the index's thread only."""
+    """Trees of nodes, with what is evictable kept up to date by tier. Thread safety: the index's thread only."""
 
     def __init__(
         self,

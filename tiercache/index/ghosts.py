@@ -21,7 +21,7 @@ _COLUMNS: Final = ("depth", "replay", "children", "hits", "checkpoint", "lineage
 class Ghosts:
     """Evicted pages of the last `requests` requests, at most `pages` of them, and the last `units` evicted units.
 
-    Some 150 bytes a page and 200 a unit. Thread rule: the index's thread only.
+    Some 150 bytes a page and 200 a unit. Thread safety: the index's thread only.
     """
 
     def __init__(self, requests: int = 1000, pages: int = 1 << 17, units: int = 4096) -> None:
@@ -120,7 +120,7 @@ class Ghosts:
 
 
 class GhostUnits:
-    """Lost units as columns. See `Units`. Thread rule: the index's thread, during one call of the policy."""
+    """Lost units as columns. See `Units`. Thread safety: the index's thread, during one call of the policy."""
 
     def __init__(self, table: UnitTable, rows: npt.NDArray[np.int64]) -> None:
         self.now = table.now

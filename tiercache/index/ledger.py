@@ -17,7 +17,7 @@ from tiercache.index.node import STORED, Node
 
 
 class Ledger(Forest):
-    """Entries by span and pool for pages, by node and pool for states. Thread rule: the index's thread only."""
+    """Entries by span and pool for pages, by node and pool for states. Thread safety: the index's thread only."""
 
     def reserve_pages(self, span: Span, pool: PoolName, tier: Tier, locations: Locations) -> Mask:
         """Enter `locations` (one per page of the span; ABSENT: none offered) as pending wherever the tier has nothing.

@@ -31,7 +31,7 @@ class Node:
     `edge`: the tokens as little-endian u64, a whole number of pages; `digests`: see `prefixes`, of the path to the end of each page.
     `children`: by the bytes of their first page. `end`: depth of the last page. `where[tier, page pool, page]` and
     `states[tier][state pool]` are locations (`ABSENT`, pending, or present), with `STORED` in the storage tier; `states` is None where no
-    state is or is being brought. Thread rule: the index's thread only.
+    state is or is being brought. Thread safety: the index's thread only.
     """
 
     __slots__ = (

@@ -24,7 +24,7 @@ _SHIFT: Final = np.uint64(32)
 class Prefixes:
     """Polynomial digests modulo 2^64: a page's is the sum of its tokens by random odd weights, a prefix's the polynomial in its pages'.
 
-    H(k) = H(k-1) * b + h(k), so that H(k) = b^k * (H(0) + sum of h(i) * b^-i), which is a cumulative sum. Thread rule: one owner thread.
+    H(k) = H(k-1) * b + h(k), so that H(k) = b^k * (H(0) + sum of h(i) * b^-i), which is a cumulative sum. Thread safety: one owner thread.
     """
 
     def __init__(self, page_size: int) -> None:

@@ -35,7 +35,7 @@ class UnitQueue:
     The front is a heap of the units at or below the horizon; when it is used up, one pass over the columns fetches the next. With a steady
     policy whatever changes joins the front if it belongs there, so that the order is exact. Another policy's order is as of the last pass,
     which is repeated after as many ticks as the front had units; what changed since leaves the front and waits for the next. Cost:
-    O(units) per pass, a pass for every 64th unit. Thread rule: the index's thread only.
+    O(units) per pass, a pass for every 64th unit. Thread safety: the index's thread only.
     """
 
     def __init__(self, table: UnitTable, number: int, policy: Policy, rng: np.random.Generator) -> None:

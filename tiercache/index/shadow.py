@@ -17,7 +17,7 @@ from tiercache.policy import Policy
 class Shadow:
     """The real index with one budget of `capacity` bytes, under `policy`. `cost`: bytes that one object of each pool takes.
 
-    A request is served whole before the next; what it leaves is all that its real counterpart would have left. Thread rule: one thread at a
+    A request is served whole before the next; what it leaves is all that its real counterpart would have left. Thread safety: one thread at a
     time.
     """
 

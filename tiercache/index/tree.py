@@ -49,7 +49,7 @@ class HybridIndex(Ledger):
     does a hit count for the last matched node only, or for its whole path? `max_stored_pages` bounds what is remembered of pages that are
     in the store and nowhere else. `checkpoints`: which states are asked for. `object_bytes`: payload bytes of one object of each pool,
     which policies weigh. `seed`: of what is drawn at random. `one_budget`: the device's pools share their memory (`evict_device_bytes`).
-    Raises ConfigError for a policy that cannot rank these pools. Thread rule: one owner thread; other threads hand in events.
+    Raises ConfigError for a policy that cannot rank these pools. Thread safety: one owner thread; other threads hand in events.
     """
 
     def __init__(

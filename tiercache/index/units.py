@@ -47,7 +47,7 @@ class UnitTable:
     """A row for every node: what its units look like to a policy.
 
     Whoever changes a node marks it; `sync` writes the rows of what was marked. So a hit, an insert or a pin costs a mark and nothing else,
-    as long as nothing is evicted. Thread rule: the index's thread only.
+    as long as nothing is evicted. Thread safety: the index's thread only.
     """
 
     def __init__(self, kinds: Sequence[Kind], object_bytes: Sequence[int], page_pools: int, page_tokens: int) -> None:
@@ -220,7 +220,7 @@ class UnitTable:
 
 @dataclass(frozen=True, slots=True)
 class UnitRows:
-    """Rows of a table. See `Units`. Thread rule: the index's thread, during one call of the policy."""
+    """Rows of a table. See `Units`. Thread safety: the index's thread, during one call of the policy."""
 
     table: UnitTable
     rows: npt.NDArray[np.int64]

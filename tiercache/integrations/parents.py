@@ -24,7 +24,7 @@ class Successions:
 
     Bounded: `most` pages at least are remembered, twice as many at most, those that nobody named for the longest time go first.
 
-    Thread rule: any thread.
+    Thread safety: any thread.
     """
 
     def __init__(self, most: int = MOST_PAGES) -> None:
@@ -59,7 +59,7 @@ class Successions:
 
 
 class Once:
-    """Something to be said one time only. Thread rule: any thread."""
+    """Something to be said one time only. Thread safety: any thread."""
 
     def __init__(self) -> None:
         self._left = Lock()

@@ -40,7 +40,7 @@ Name = Annotated[str, Field(max_length=512)]
 
 
 class StoreSettings(BaseModel):
-    """The settings above. Thread rule: immutable."""
+    """The settings above. Thread safety: immutable."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 

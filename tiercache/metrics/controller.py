@@ -14,7 +14,7 @@ from tiercache.metrics.table import CONTROLLER
 class Metrics(Families):
     """All metrics of one controller with these pools. `increment` and `set` take label values in the order of the table.
 
-    Thread rule: as `Families`.
+    Thread safety: as `Families`.
     """
 
     def __init__(self, pools: Iterable[PoolName], registry: CollectorRegistry | None = None) -> None:

@@ -37,7 +37,7 @@ class Endpoint:
     Where there are too many connections the oldest goes, since whoever means it has had its answer by then. Raises StorageError where the
     address cannot be served.
 
-    Thread rule: any thread. The registry is collected in the endpoint's.
+    Thread safety: any thread. The registry is collected in the endpoint's.
     """
 
     def __init__(self, host: str, port: int, registry: CollectorRegistry) -> None:

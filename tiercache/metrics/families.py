@@ -19,7 +19,7 @@ class Families:
     `known` has the values of labels that the table does not know. `counter`, `gauge` and `histogram` find the child of one label set, the
     values in the order of the row; hot paths keep what they found. What somebody else counts is not counted again: see `tell`.
 
-    Thread rule: any thread; prometheus_client locks for us.
+    Thread safety: any thread; prometheus_client locks for us.
     """
 
     def __init__(self, rows: Iterable[Metric], registry: CollectorRegistry | None = None, **known: Iterable[str]) -> None:

@@ -129,7 +129,7 @@ class Reuse(NamedTuple):
 
 
 class Policy(ABC):
-    """Ranks evictable units. Thread rule: called by the owner's thread only."""
+    """Ranks evictable units. Thread safety: called by the owner's thread only."""
 
     name: ClassVar[str]
     """How configuration and reports call it."""

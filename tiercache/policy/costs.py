@@ -16,7 +16,7 @@ LOAD_FLOPS_PER_BYTE = 5_000.0
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """A profile, and how a load compares with a computation. Thread rule: immutable."""
+    """A profile, and how a load compares with a computation. Thread safety: immutable."""
 
     profile: ModelProfile
     load_flops_per_byte: float = LOAD_FLOPS_PER_BYTE

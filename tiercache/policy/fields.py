@@ -27,7 +27,7 @@ def shown(value: object) -> str:
 class Fields:
     """The fields of one config mapping. A field that is null is one that is missing, as for Hugging Face.
 
-    Where a field has several names, all that are there must agree. Thread rule: immutable as long as its mapping is.
+    Where a field has several names, all that are there must agree. Thread safety: immutable as long as its mapping is.
     """
 
     def __init__(self, values: Mapping[str, Any], label: str) -> None:

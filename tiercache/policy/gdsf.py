@@ -33,7 +33,7 @@ class Gdsf(Policy):
 
     Source: Cherkasova 1998 (Greedy-Dual-Size-Frequency); the rules for superseded states and for what lies below are ours.
 
-    Thread rule: as `Policy`.
+    Thread safety: as `Policy`.
     """
 
     name: ClassVar[str] = "gdsf"

@@ -26,7 +26,7 @@ class Hazard:
     on (the Gittins index of the unit): right behind a turn nobody comes back yet, and still that is when a session must be kept.
 
     What a class has seen too little of is filled in from the class around it, that from all units together, and that from 1 / age: so it
-    starts as LRU. Thread rule: that of its owner.
+    starts as LRU. Thread safety: that of its owner.
     """
 
     def __init__(self, shape: tuple[int, ...]) -> None:

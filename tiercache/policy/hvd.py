@@ -26,7 +26,7 @@ class HitValueDensity(Policy):
     of that: how many tokens were new with it. So states that a later state of their session has superseded, ends of sessions that nobody
     continues, and branches that many share each get the rate that they earn, and there is no weight to set.
 
-    Thread rule: as `Policy`.
+    Thread safety: as `Policy`.
     """
 
     name: ClassVar[str] = "hvd"

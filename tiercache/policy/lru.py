@@ -12,7 +12,7 @@ from tiercache.policy.base import Policy, Ranks, Units
 class Lru(Policy):
     """The unit that was hit, or made, longest ago goes first.
 
-    How far up a hit counts is not decided here: see `refresh` of `HybridIndex`. Thread rule: stateless, any thread.
+    How far up a hit counts is not decided here: see `refresh` of `HybridIndex`. Thread safety: stateless, any thread.
     """
 
     name: ClassVar[str] = "lru"

@@ -19,7 +19,7 @@ class Marconi(Policy):
     (In the artifact that accompanies the paper the MLP's share of the parent is mistaken for its attention's, and bytes are the whole
     path's.) Source: Marconi, MLSys 2025.
 
-    Thread rule: stateless, any thread.
+    Thread safety: stateless, any thread.
     """
 
     name: ClassVar[str] = "marconi"

@@ -18,7 +18,7 @@ class Portfolio(Policy):
     """Ranks as one of `members` does; all of them learn. Who owns the policy keeps a shadow cache for each member (see `index.Shadow`) and
     tells by `saved` what each would have saved.
 
-    Insurance for traffic whose nature changes, at the price of as many shadows. Thread rule: as `Policy`.
+    Insurance for traffic whose nature changes, at the price of as many shadows. Thread safety: as `Policy`.
     """
 
     name: ClassVar[str] = "portfolio"

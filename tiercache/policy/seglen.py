@@ -21,7 +21,7 @@ class SegLen(Policy):
     default: a weight that runs from recency alone to replay length alone is a balance. The additive one is how Marconi adds its terms,
     after which `seglen` is modelled.
 
-    Thread rule: stateless, any thread.
+    Thread safety: stateless, any thread.
     """
 
     name: ClassVar[str] = "seglen"

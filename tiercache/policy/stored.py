@@ -12,7 +12,7 @@ from tiercache.policy.base import Column
 class StoredColumns(ABC):
     """The columns of `Units` that a store has no knowledge for: why a state was taken, what led to it, and what is below.
 
-    Subclasses have the others, and a length. Thread rule: during one call of the policy.
+    Subclasses have the others, and a length. Thread safety: during one call of the policy.
     """
 
     @abstractmethod

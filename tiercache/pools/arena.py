@@ -118,7 +118,7 @@ class HostArena(BlockArena):
     constructor returns, on huge pages where the system has them; `report` says what came of it. Another process maps the same bytes through
     `fd`; the seals keep everyone from resizing it. /dev/shm is not used. Raises ConfigError for a size that is not possible.
 
-    Thread rule: `alloc`, `free`, `available`, `withheld` and `close` belong to one owner thread; `view`, `hold`, `embargo`, `address`,
+    Thread safety: `alloc`, `free`, `available`, `withheld` and `close` belong to one owner thread; `view`, `hold`, `embargo`, `address`,
     `nbytes` and `fd` may be used from any.
     """
 

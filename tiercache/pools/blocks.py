@@ -20,7 +20,7 @@ _NOUN: Final = "arena block"
 class BlockArena(ABC):
     """`blocks` blocks of `block_bytes` bytes each: one byte budget for all kinds of objects. Where the bytes are is the subclass's affair.
 
-    Thread rule: `alloc`, `free`, `available`, `withheld` and `close` belong to one owner thread; `view`, `hold`, `embargo`, `address`,
+    Thread safety: `alloc`, `free`, `available`, `withheld` and `close` belong to one owner thread; `view`, `hold`, `embargo`, `address`,
     `nbytes` and `fd` may be used from any.
     """
 

@@ -106,7 +106,7 @@ class SegmentTable:
 class DevicePool:
     """The slots of one cache kind in the engine's own tensors, which it keeps referenced and never owns.
 
-    Thread rule: `alloc` and `free` belong to one owner thread; everything else is immutable and may be read from any thread.
+    Thread safety: `alloc` and `free` belong to one owner thread; everything else is immutable and may be read from any thread.
     """
 
     def __init__(self, geometry: Geometry, segments: SegmentTable, capacity: int, device: str, tensors: Tensors) -> None:

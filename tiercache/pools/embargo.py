@@ -20,7 +20,7 @@ class Embargoes:
     goes back to the allocator with the owner's first `settle` behind the last lift. `active` is False where there is nothing of all that,
     and the owner may then use the allocator directly.
 
-    Thread rule: `begin` and what it returns, from any thread; `active` may be read by any. The rest belongs to the allocator's owner. The
+    Thread safety: `begin` and what it returns, from any thread; `active` may be read by any. The rest belongs to the allocator's owner. The
     lock is held for the length of a numpy call, by either side.
     """
 

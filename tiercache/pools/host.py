@@ -18,7 +18,7 @@ class HostPool:
     An object takes `blocks_per_object` blocks, not necessarily adjacent, and is named by a handle: the number of its first block. So
     handles of two pools of one arena never collide, and a pool frees its own only. Bytes of the last block behind the payload are slack.
 
-    Thread rule: `alloc` and `free` belong to the arena's owner thread. The rest may be called from any thread for handles that stay
+    Thread safety: `alloc` and `free` belong to the arena's owner thread. The rest may be called from any thread for handles that stay
     allocated during the call.
     """
 

@@ -31,7 +31,7 @@ class SlotAllocator:
     What was freed together comes back together and in the same order, so that neighbours stay neighbours and their copies can be merged.
     Raises ConfigError for a negative capacity.
 
-    Thread rule: `alloc` and `free` are called by one owner thread only; other threads hand what they want freed to the owner.
+    Thread safety: `alloc` and `free` are called by one owner thread only; other threads hand what they want freed to the owner.
     """
 
     def __init__(self, capacity: int, *, noun: str = "slot") -> None:

@@ -25,7 +25,7 @@ class Request:
 
 
 class Source(Protocol):
-    """Requests in order of arrival. Iterating again gives the same again, token by token. Thread rule: immutable."""
+    """Requests in order of arrival. Iterating again gives the same again, token by token. Thread safety: immutable."""
 
     @property
     def name(self) -> str:

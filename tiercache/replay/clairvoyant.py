@@ -13,7 +13,7 @@ from tiercache.policy.base import Ranks
 
 
 class Recorder(Policy):
-    """Least recently used, noting at which prefix each request of an infinite cache hit. Thread rule: as `Policy`."""
+    """Least recently used, noting at which prefix each request of an infinite cache hit. Thread safety: as `Policy`."""
 
     name: ClassVar[str] = "infinite"
     steady: ClassVar[bool] = True
@@ -39,7 +39,7 @@ class Recorder(Policy):
 class Clairvoyant(Policy):
     """Cost of the next miss / (bytes freed x requests until then): what an infinite cache will not hit again goes first.
 
-    Greedy, and so no proof of what is possible; a cache that knows only the past seldom does better. Thread rule: as `Policy`.
+    Greedy, and so no proof of what is possible; a cache that knows only the past seldom does better. Thread safety: as `Policy`.
     """
 
     name: ClassVar[str] = "clairvoyant"

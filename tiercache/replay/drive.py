@@ -98,7 +98,7 @@ def infinite(source: Source, need: Need, profile: ModelProfile, rules: Checkpoin
 
 
 class Run:
-    """Drives a controller. Raises ConfigError where the tiers do not hold one request. Thread rule: one thread."""
+    """Drives a controller. Raises ConfigError where the tiers do not hold one request. Thread safety: one thread."""
 
     def __init__(self, source: Source, need: Need, setup: Setup) -> None:
         geometry = geometries(setup.profile, source.page_size)

@@ -35,7 +35,7 @@ def device_pool(geometry: Geometry, slots: int) -> DevicePool:
 
 
 class NullArena(BlockArena):
-    """An arena whose blocks all lie in one and the same piece of memory: what is written is lost. Thread rule: as `BlockArena`."""
+    """An arena whose blocks all lie in one and the same piece of memory: what is written is lost. Thread safety: as `BlockArena`."""
 
     fd = -1
     address = 0
@@ -68,7 +68,7 @@ def block_bytes(geometry: Geometry) -> int:
 
 
 class NullEngine(TransferEngine):
-    """Every copy is done when it is asked for. Bytes are counted by direction. Thread rule: one thread."""
+    """Every copy is done when it is asked for. Bytes are counted by direction. Thread safety: one thread."""
 
     def __init__(self, object_bytes: Mapping[PoolName, int]) -> None:
         self._bytes = object_bytes
@@ -98,7 +98,7 @@ class NullEngine(TransferEngine):
 
 
 class Inline(IoThreads):
-    """Jobs run at once, on the thread that submits them: the order of events is that of the calls. Thread rule: one thread."""
+    """Jobs run at once, on the thread that submits them: the order of events is that of the calls. Thread safety: one thread."""
 
     def __init__(self, name: str, threads: int) -> None:
         pass

@@ -15,7 +15,7 @@ _SAMPLES: Final = 100
 
 
 class Tally:
-    """Sums over requests. Thread rule: one thread."""
+    """Sums over requests. Thread safety: one thread."""
 
     def __init__(self, profile: ModelProfile, requests: int, held: Callable[[], int]) -> None:
         self._profile = profile

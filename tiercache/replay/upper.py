@@ -91,7 +91,7 @@ class _Choices:
 
 
 class _History:
-    """Reads requests, and knows who had each prefix last. Thread rule: one thread."""
+    """Reads requests, and knows who had each prefix last. Thread safety: one thread."""
 
     def __init__(self, source: Source, profile: ModelProfile) -> None:
         self._page_size = source.page_size
@@ -136,7 +136,7 @@ class _History:
 
 
 class _Dual:
-    """What prices prove of one objective. A price per gap, float64, from 0. Thread rule: one thread."""
+    """What prices prove of one objective. A price per gap, float64, from 0. Thread safety: one thread."""
 
     def __init__(self, choices: _Choices, gains: Floats) -> None:
         self._choices = choices

@@ -120,7 +120,7 @@ class ScanPage(NamedTuple):
 class SharedMemory(Protocol):
     """Memory in which the buffers of items may lie: one memfd that another process can map (`pools.HostArena` is one).
 
-    Thread rule: any thread may use it, until its owner closes it.
+    Thread safety: any thread may use it, until its owner closes it.
     """
 
     @property
@@ -171,7 +171,7 @@ class StorageBackend(ABC):
     - keep its cap at every instant; a store that is full and cannot evict answers THROTTLED and loses nothing it holds;
     - hold no lock of its own across I/O where another call could need it.
 
-    Thread rule: every method may be called from any number of threads at once; `close` waits for calls that are inside.
+    Thread safety: every method may be called from any number of threads at once; `close` waits for calls that are inside.
     """
 
     capabilities: Capabilities

@@ -30,7 +30,7 @@ class Breaker:
     A probe that fails opens it again for twice as long, up to MOST_PAUSE; so do calls that fail sooner after a probe went well than the
     last pause was long. What calls report that began before it opened changes nothing.
 
-    Thread rule: any thread.
+    Thread safety: any thread.
     """
 
     def __init__(self, failures: int, pause: float, *, clock: Callable[[], float], random: Callable[[], float]) -> None:

@@ -34,7 +34,7 @@ _KEY_FILE_BYTES: Final = (32, 4096)
 class Checksum:
     """The checksum of one object whose payload comes piece by piece.
 
-    Thread rule: one thread.
+    Thread safety: one thread.
     """
 
     __slots__ = ("_hasher",)
@@ -70,7 +70,7 @@ class Sealed(NamedTuple):
 class Proof:
     """What is known of an object's payload as it passes piece by piece: while it is written, to seal it; while it is read, to judge it.
 
-    Thread rule: one thread at a time.
+    Thread safety: one thread at a time.
     """
 
     __slots__ = ("_key", "_mac", "_sum")
@@ -102,7 +102,7 @@ class Seal:
 
     The MAC is a second pass over the payload, at some 3 to 6 GB/s.
 
-    Thread rule: immutable; share it freely.
+    Thread safety: immutable; share it freely.
     """
 
     def __init__(self, secret: bytes | None = None) -> None:

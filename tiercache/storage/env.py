@@ -28,7 +28,7 @@ class Transaction(Protocol):
 class Env:
     """Real calls. Each raises OSError like the call that it names, and none follows a symbolic link in the last part of a path.
 
-    Thread rule: stateless; share it freely.
+    Thread safety: stateless; share it freely.
     """
 
     def open(self, path: str, flags: int, mode: int = 0o600) -> int:

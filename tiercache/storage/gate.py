@@ -15,7 +15,7 @@ class CallGate:
     With `getpid`, which says what process this is, it also turns away every call of a process that was forked off meanwhile: files, locks
     and threads of the store are the parent's. `close` does nothing there.
 
-    Thread rule: any thread may enter, leave or close.
+    Thread safety: any thread may enter, leave or close.
     """
 
     def __init__(self, name: str, getpid: Callable[[], int] = lambda: 0) -> None:

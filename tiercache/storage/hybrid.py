@@ -123,7 +123,7 @@ class HybridStorage:
     `shard`: of the pools that are registered without one of their own. `namespace` is the record as the store knows it: with states from
     the first pool on of which a prefix needs only the last pages.
 
-    Thread rule: register the pools first; then any thread may call. The caller keeps every handle of a call allocated until it returns, and
+    Thread safety: register the pools first; then any thread may call. The caller keeps every handle of a call allocated until it returns, and
     unchanged during a set; a set zeroes the slack behind the payloads.
     """
 

@@ -41,7 +41,7 @@ _BLOCK: Final = 4096
 class RebootedEnv(Env):
     """The outside world after the power came back: another boot.
 
-    Thread rule: stateless; share it freely.
+    Thread safety: stateless; share it freely.
     """
 
     def boot_id(self) -> str:
@@ -52,7 +52,7 @@ class RebootedEnv(Env):
 class CrashEnv(FaultEnv):
     """A FaultEnv that can also lose the power. Faults come first: what a rule tears or drops was never written, for the clone either.
 
-    Thread rule: as FaultEnv; calls that change the disk wait for each other, and for a clone.
+    Thread safety: as FaultEnv; calls that change the disk wait for each other, and for a clone.
     """
 
     def __init__(self, seed: int = 0) -> None:

@@ -74,7 +74,7 @@ class _Memory:
 class SimulatedDriver:
     """What devices of one process share: which of them is current on a thread, 0 where nobody said, and where contexts were made.
 
-    Thread rule: any thread.
+    Thread safety: any thread.
     """
 
     def __init__(self) -> None:
@@ -107,7 +107,7 @@ class SimulatedDriver:
 
 
 class SimulatedEvent:
-    """As `torch.cuda.Event`: something recorded, with a handle. Thread rule: any thread."""
+    """As `torch.cuda.Event`: something recorded, with a handle. Thread safety: any thread."""
 
     def __init__(self, device: SimulatedDevice, handle: int) -> None:
         self._device = device
@@ -125,7 +125,7 @@ class SimulatedEvent:
 
 
 class _Stream:
-    """A queue of work and the thread that does it. Thread rule: `put` from any thread."""
+    """A queue of work and the thread that does it. Thread safety: `put` from any thread."""
 
     def __init__(self, device: SimulatedDevice, name: str) -> None:
         self._work: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
@@ -156,7 +156,7 @@ class SimulatedDevice(CudaDevice):
     method, its bytes and its number of copies; `unavailable`: methods that this device does not have; `driver`: shared with other devices;
     `same_addresses`: does it know page-locked memory by the host's addresses?
 
-    Thread rule: as `CudaDevice`, and it is checked.
+    Thread safety: as `CudaDevice`, and it is checked.
     """
 
     def __init__(

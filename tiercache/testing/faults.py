@@ -44,7 +44,7 @@ Effect: TypeAlias = Callable[[Call, tuple[Any, ...]], Any]
 class Rule:
     """Calls number `at` to `at + times - 1` of `call`, counted from the rule's making, have `effect` instead. `fired` counts them.
 
-    Thread rule: guarded by its FaultEnv.
+    Thread safety: guarded by its FaultEnv.
     """
 
     call: str
@@ -68,7 +68,7 @@ class Rule:
 class Hang:
     """A call that waits: `reached` is set when it began to.
 
-    Thread rule: any thread may wait for `reached` and call `release`.
+    Thread safety: any thread may wait for `reached` and call `release`.
     """
 
     reached: Event = field(default_factory=Event)
@@ -89,7 +89,7 @@ class Hang:
 class FaultEnv(Env):
     """Real calls, but for those that a rule names. What a seed decides (where a write tears, which bit flips) is the same in every run.
 
-    Thread rule: any thread may call or make rules; the count of calls is then the order in which they came.
+    Thread safety: any thread may call or make rules; the count of calls is then the order in which they came.
     """
 
     def __init__(self, seed: int = 0) -> None:

@@ -48,7 +48,7 @@ class Faulty(Wrapper):
 
     What a seed decides is the same in every run, item by item in the order of the calls.
 
-    Thread rule: as `Wrapper`; with several threads the order of the calls decides which of them draws which fault.
+    Thread safety: as `Wrapper`; with several threads the order of the calls decides which of them draws which fault.
     """
 
     def __init__(self, inner: StorageBackend, rates: Rates, seed: int = 0) -> None:

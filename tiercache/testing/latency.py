@@ -19,7 +19,7 @@ class Latency(Wrapper):
     `sleep` gets the seconds; hand in something that waits for the test, or only notes them. The call is inside the store while it sleeps:
     `close` waits for it. Raises ValueError for an operation that does not exist.
 
-    Thread rule: as `Wrapper`; `sleep` is called by every thread that calls.
+    Thread safety: as `Wrapper`; `sleep` is called by every thread that calls.
     """
 
     def __init__(self, inner: StorageBackend, seconds: float | Mapping[str, float], sleep: Callable[[float], None] = time.sleep) -> None:

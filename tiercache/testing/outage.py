@@ -31,7 +31,7 @@ class Outage(Wrapper):
     - `outage` is what the latest call met, as with a store behind a connection: UNAVAILABLE only once a call found out, and until another
       one gets through.
 
-    Thread rule: as `Wrapper`; `begin` and `end` may be called from any thread.
+    Thread safety: as `Wrapper`; `begin` and `end` may be called from any thread.
     """
 
     def __init__(self, inner: StorageBackend) -> None:

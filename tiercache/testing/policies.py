@@ -31,7 +31,7 @@ _PINNED: Final = {(1, 1, 1): (Tier.DEVICE,), (2, 0, 1): (Tier.HOST,), (3, 2): (T
 
 
 class PolicyConformance:
-    """Subclass it, supply `make`, and pytest runs the contract over your policy. Thread rule: pytest makes one instance per test."""
+    """Subclass it, supply `make`, and pytest runs the contract over your policy. Thread safety: pytest makes one instance per test."""
 
     examples: ClassVar[int] = 15
     """Random histories, for each setup."""
@@ -226,7 +226,7 @@ _SHARES = st.sampled_from([0.0, 0.1, 0.4, 1.0])
 class PolicyMachine(RuleBasedStateMachine):
     """{request, touch, copy, store, pin, unpin, evict} on a small tree; integrity after every step.
 
-    Thread rule: hypothesis runs one at a time.
+    Thread safety: hypothesis runs one at a time.
     """
 
     suite: ClassVar[type[PolicyConformance]]

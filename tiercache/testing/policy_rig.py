@@ -26,7 +26,7 @@ HUGE: Final = 2**40
 
 @dataclass(frozen=True)
 class PlainUnits:
-    """Units as plain arrays. See `Units`. Thread rule: immutable."""
+    """Units as plain arrays. See `Units`. Thread safety: immutable."""
 
     count: int
     now: int
@@ -171,7 +171,7 @@ class Held(NamedTuple):
 
 
 class Rig:
-    """An index that ranks by `policy`, and what a controller does with it. Evictions and pins are checked. Thread rule: one thread."""
+    """An index that ranks by `policy`, and what a controller does with it. Evictions and pins are checked. Thread safety: one thread."""
 
     def __init__(self, policy: Policy, setup: Setup = SETUPS["states"], *, seed: int = 0) -> None:
         self.index = HybridIndex(

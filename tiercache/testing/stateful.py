@@ -57,7 +57,7 @@ class BackendMachine(RuleBasedStateMachine):
     """{set, get, exists, describe, delete, corrupt, reopen, kill, fill the disk} against a dict. `suite` opens a store with room for
     everything.
 
-    Thread rule: hypothesis runs one at a time.
+    Thread safety: hypothesis runs one at a time.
     """
 
     suite: Callable[[], BackendHooks]
@@ -272,7 +272,7 @@ class BackendMachine(RuleBasedStateMachine):
 class EvictingMachine(BackendMachine):
     """The same with a small capacity, sequences with states, and crowds that push them out: what is gone must have been nobody's page.
 
-    Thread rule: as `BackendMachine`.
+    Thread safety: as `BackendMachine`.
     """
 
     bounded = True

@@ -29,7 +29,7 @@ class Written(NamedTuple):
 class Unsynced:
     """What a file has not synced, oldest first: its writes, and the sizes that it had before each change of size.
 
-    Thread rule: guarded by its CrashEnv.
+    Thread safety: guarded by its CrashEnv.
     """
 
     writes: list[Written] = field(default_factory=list)

@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 class Ticket:
     """One transfer under way: pending, then done, for good, with or without an error.
 
-    Thread rule: any thread may ask, wait and add callbacks; `finish` belongs to the transfer engine, which calls it once.
+    Thread safety: any thread may ask, wait and add callbacks; `finish` belongs to the transfer engine, which calls it once.
     """
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class Ticket:
 class LayerTicket(Ticket):
     """A load that lands layer by layer, in ascending order. `layers`: those that have bytes to wait for.
 
-    Thread rule: as `Ticket`; `finish_layer` belongs to the engine too.
+    Thread safety: as `Ticket`; `finish_layer` belongs to the engine too.
     """
 
     def __init__(self, layers: Iterable[int]) -> None:
@@ -127,7 +127,7 @@ class TransferEngine(ABC):
     - raise SlotError at the call for a slot or handle that cannot be and ConfigError for a fence that cannot be waited for, with nothing
       started, and ClosedError after `close`.
 
-    Thread rule: `store`, `load` and `close` may be called from any thread; `fork` belongs to the thread that computes.
+    Thread safety: `store`, `load` and `close` may be called from any thread; `fork` belongs to the thread that computes.
     """
 
     @abstractmethod

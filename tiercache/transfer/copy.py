@@ -30,7 +30,7 @@ class CopyEngine(LaneEngine):
     `copier` moves the bytes of one layer of one job; layers come in ascending order, in stores too. Tests pass one that delays or fails.
     Raises ConfigError for pools that are not in CPU memory or not on both sides, GeometryError where the two sides differ.
 
-    Thread rule: as `TransferEngine`. Callbacks run on the two threads, `tiercache-store` and `tiercache-load`.
+    Thread safety: as `TransferEngine`. Callbacks run on the two threads, `tiercache-store` and `tiercache-load`.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class CopyEngine(LaneEngine):
 
 
 class _Worker:
-    """One thread and its jobs. Thread rule: as `OneWay`."""
+    """One thread and its jobs. Thread safety: as `OneWay`."""
 
     def __init__(self, name: str, copier: Copier) -> None:
         self._waiting = Waiting()

@@ -36,7 +36,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One call of `store` or `load`, on its way. Thread rule: one thread at a time."""
+    """One call of `store` or `load`, on its way. Thread safety: one thread at a time."""
 
     to_host: bool
     parts: tuple[Part, ...]
@@ -68,7 +68,7 @@ class Job:
 class Sides:
     """The pools of one engine, by name, on the device and on the host.
 
-    Raises ConfigError for a pool that is on one side only, GeometryError where the two sides differ. Thread rule: any thread.
+    Raises ConfigError for a pool that is on one side only, GeometryError where the two sides differ. Thread safety: any thread.
     """
 
     def __init__(self, device_pools: Mapping[PoolName, DevicePool], host_pools: Mapping[PoolName, HostPool]) -> None:

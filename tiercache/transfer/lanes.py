@@ -17,7 +17,7 @@ from tiercache.transfer.jobs import Job, Sides, layers_of
 
 
 class Waiting:
-    """The jobs that a lane has not begun. Thread rule: `next` belongs to the lane's thread, the rest to any."""
+    """The jobs that a lane has not begun. Thread safety: `next` belongs to the lane's thread, the rest to any."""
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
@@ -67,7 +67,7 @@ class OneWay(Protocol):
 
 
 class LaneEngine(TransferEngine):
-    """An engine with a lane for stores and one for loads, which the subclass makes. Thread rule: as `TransferEngine`."""
+    """An engine with a lane for stores and one for loads, which the subclass makes. Thread safety: as `TransferEngine`."""
 
     _stores: OneWay
     _loads: OneWay

@@ -37,7 +37,7 @@ M = TypeVar("M", bound=Message)
 class Region:
     """A mapped memfd: `view` is its bytes. It stays mapped until the last view of it is gone; `close` lets go of ours.
 
-    Thread rule: any thread may use `view`; one closes.
+    Thread safety: any thread may use `view`; one closes.
     """
 
     def __init__(self, fd: int, nbytes: int) -> None:

@@ -69,7 +69,7 @@ class Loaded(NamedTuple):
 class Catalog:
     """The records, with one writer at a time. Every failure is an OSError.
 
-    Thread rule: any thread may call; `apply` takes the writer's lock for the length of one transaction, which readers never wait for.
+    Thread safety: any thread may call; `apply` takes the writer's lock for the length of one transaction, which readers never wait for.
     """
 
     def __init__(self, env: Env, path: str, map_bytes: int, *, name: str = DATA) -> None:

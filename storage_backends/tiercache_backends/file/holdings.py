@@ -111,7 +111,7 @@ class Departure:
 class Holdings:
     """The maps of a store and the moves between them.
 
-    Thread rule: any thread; each method is one critical section of microseconds to (when much is evicted) milliseconds.
+    Thread safety: any thread; each method is one critical section of microseconds to (when much is evicted) milliseconds.
     """
 
     def __init__(self, slab_blocks: int, policy: Policy, *, with_macs: bool) -> None:

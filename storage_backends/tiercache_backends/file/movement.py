@@ -32,7 +32,7 @@ _ZEROS: Final = memoryview(bytes(BLOCK_ALIGN))
 class Mover:
     """Reads and writes objects.
 
-    Thread rule: any thread; movements of different objects run in parallel.
+    Thread safety: any thread; movements of different objects run in parallel.
     """
 
     def __init__(self, env: Env, slabs: Slabs, threads: int, *, direct: bool) -> None:

@@ -19,7 +19,7 @@ class Pace:
     memory for it, or makes writers wait for the disk. Past it the device sets the speed. No fixed rule is right on all machines and at all
     times, so both are measured, the slower one every now and then.
 
-    Thread rule: any thread.
+    Thread safety: any thread.
     """
 
     def __init__(self) -> None:

@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 class Removal:
     """Removes what was taken out of the holdings, and proves blocks that held a damaged object.
 
-    Thread rule: any thread.
+    Thread safety: any thread.
     """
 
     def __init__(self, path: str, catalog: Catalog, slabs: Slabs, holdings: Holdings) -> None:

@@ -21,7 +21,7 @@ processor's cache when their checksum is computed."""
 class Movement:
     """One object on its way. `error` and `short` say how a call ended; where all went well the proof has seen all of the payload.
 
-    Thread rule: a movement belongs to one thread at a time; `left` and `pending` are guarded by its Mover's lock.
+    Thread safety: a movement belongs to one thread at a time; `left` and `pending` are guarded by its Mover's lock.
     """
 
     extents: tuple[Extent, ...]
@@ -52,7 +52,7 @@ class Part(NamedTuple):
 class Run:
     """Adjacent blocks that one call moves.
 
-    Thread rule: one thread at a time.
+    Thread safety: one thread at a time.
     """
 
     start: int

@@ -101,7 +101,7 @@ class Placed(Protocol):
 class Slab:
     """One open slab file: `fd` goes through the page cache, `direct` past it, where that is possible.
 
-    Thread rule: `blocks` belongs to whoever grows or cuts slabs.
+    Thread safety: `blocks` belongs to whoever grows or cuts slabs.
     """
 
     fd: int
@@ -112,7 +112,7 @@ class Slab:
 class Slabs:
     """The files `000000.slab`, `000001.slab`, ... of one directory, each `slab_blocks` blocks long and the last one perhaps shorter.
 
-    Thread rule: `open`, `grow` and `close` need one caller at a time; the rest may run at once on different extents.
+    Thread safety: `open`, `grow` and `close` need one caller at a time; the rest may run at once on different extents.
     """
 
     def __init__(self, env: Env, directory: str, slab_blocks: int, budget_blocks: int, *, direct: bool, looks: bool = False) -> None:

@@ -18,7 +18,7 @@ from tiercache_backends.file.space import Extent
 class Snapshot(Catalog):
     """The records of a catalog as they were found; changes are refused.
 
-    Thread rule: immutable.
+    Thread safety: immutable.
     """
 
     def __init__(self, salvaged: Salvaged, nbytes: int) -> None:  # no environment is opened, so the parent's does not run

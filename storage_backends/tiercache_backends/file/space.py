@@ -33,7 +33,7 @@ class Space:
     `_bins[k]` holds the starts of the free extents of 2**k .. 2**(k+1) - 1 blocks. The one freed last is taken first: its blocks are the
     likeliest to be in the page cache, where overwriting is several times cheaper.
 
-    Thread rule: none of its own; the store calls it under its mutex.
+    Thread safety: none of its own; the store calls it under its mutex.
     """
 
     def __init__(self, slab_blocks: int) -> None:

@@ -75,7 +75,7 @@ class FileBackend(StorageBackend):
     "read", which is then the rule, nothing is written at all: sets are THROTTLED, deletions False, and what is corrupt stays; "write" lets
     such a store be changed.
 
-    Thread rule: as the contract says; reads and writes of several threads run in parallel.
+    Thread safety: as the contract says; reads and writes of several threads run in parallel.
     """
 
     capabilities = Capabilities(persistent=True, bounded=True)

@@ -35,7 +35,7 @@ _FEW: Final = 1024
 class Writer:
     """Stores what a batch has claimed. With `power` a set is on the medium before it is acknowledged.
 
-    Thread rule: any thread.
+    Thread safety: any thread.
     """
 
     def __init__(

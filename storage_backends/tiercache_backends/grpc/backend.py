@@ -66,7 +66,7 @@ class GrpcBackend(StorageBackend):
 
     Every call returns within its deadline: `timeout`, and for each 64 MiB of payload `transfer_timeout`. See `settings` for the section.
 
-    Thread rule: as the contract says; calls share one connection, and no lock is held across one.
+    Thread safety: as the contract says; calls share one connection, and no lock is held across one.
     """
 
     capabilities = _AWAY

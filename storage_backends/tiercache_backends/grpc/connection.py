@@ -29,7 +29,7 @@ _MOST_MESSAGE: Final = 16 << 20
 class Connection:
     """What is made anew whenever the daemon is another one, or has been out of reach.
 
-    Thread rule: any thread may call, between `begin` and `finish`; one opens it.
+    Thread safety: any thread may call, between `begin` and `finish`; one opens it.
     """
 
     hello: pb.HelloReply

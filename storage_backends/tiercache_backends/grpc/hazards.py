@@ -18,7 +18,7 @@ class Hazards:
 
     A thread waits for that, and lives as long as there is something to wait for.
 
-    Thread rule: any thread.
+    Thread safety: any thread.
     """
 
     def __init__(self) -> None:

@@ -36,7 +36,7 @@ class Link:
     Connections are opened by a thread that lives as long as that takes, and never by the caller's: at most one at a time, for all who
     wait. `prepare` makes a fresh one ready; `settled` is told of it when it is in use.
 
-    Thread rule: any thread.
+    Thread safety: any thread.
     """
 
     def __init__(self, settings: Settings, prepare: Callable[[Connection], None], settled: Callable[[Connection], None]) -> None:

@@ -22,7 +22,7 @@ M = TypeVar("M", bound=Message)
 class Session:
     """A session, from the daemon's greeting to the end of the connection.
 
-    Thread rule: any thread.
+    Thread safety: any thread.
     """
 
     def __init__(self, path: str, deadline: float) -> None:

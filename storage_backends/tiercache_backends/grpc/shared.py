@@ -77,7 +77,7 @@ class SharedPlane:
     A call whose reply does not come leaves the daemon free to touch those places later. Before its items are answered, the places are put
     under an embargo (staging memory is simply kept), and the session is ended: see `Hazards`.
 
-    Thread rule: any thread.
+    Thread safety: any thread.
     """
 
     def __init__(self, link: Link, settings: Settings, stream: StreamPlane) -> None:

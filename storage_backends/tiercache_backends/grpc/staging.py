@@ -20,7 +20,7 @@ class Staging:
 
     It is a `SharedMemory`, though nobody's buffers lie in it, so that it is attached like the others.
 
-    Thread rule: any thread.
+    Thread safety: any thread.
     """
 
     def __init__(self, nbytes: int) -> None:

@@ -29,7 +29,7 @@ _ASK_FIRST: Final = 256 << 10
 class StreamPlane:
     """Moves the payloads of well-formed items, none larger than the daemon takes.
 
-    Thread rule: any thread.
+    Thread safety: any thread.
     """
 
     def __init__(self, link: Link, timeout: float) -> None:
@@ -105,7 +105,7 @@ class _Outgoing:
     gRPC may ask once more after the call has failed, while the caller already uses his buffers for something else. So `end` waits for a
     message that is being made, and none is made afterwards, nor are the buffers kept.
 
-    Thread rule: one thread iterates, another may end it.
+    Thread safety: one thread iterates, another may end it.
     """
 
     def __init__(self, items: Sequence[SetItem], sums: Sequence[bytes], chunk: int) -> None:
@@ -142,7 +142,7 @@ class _Outgoing:
 class _Incoming:
     """The items of one get as they arrive.
 
-    Thread rule: the caller's thread.
+    Thread safety: the caller's thread.
     """
 
     def __init__(self, items: Sequence[GetItem]) -> None:

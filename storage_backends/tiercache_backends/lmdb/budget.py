@@ -48,7 +48,7 @@ class Budget:
 
     Two transactions in a row may each change nearly half of the reserve: what the first gave up is not needed before the third.
 
-    Thread rule: immutable.
+    Thread safety: immutable.
     """
 
     map_pages: int

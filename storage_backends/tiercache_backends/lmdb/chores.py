@@ -41,7 +41,7 @@ class Chores:
 
     All of it is bounded; what falls out costs a little recency, or is found damaged once more.
 
-    Thread rule: any thread may call.
+    Thread safety: any thread may call.
     """
 
     def __init__(self, environment: Environment, budget: Budget, tally: Tally) -> None:

@@ -26,7 +26,7 @@ _ROOM_BYTES: Final = 1 << 20
 class Disk:
     """The room that the disk gives to LMDB's file: all of the map, or what lies on the disk after a write found it full.
 
-    Thread rule: any thread may call.
+    Thread safety: any thread may call.
     """
 
     def __init__(self, env: Env, environment: Environment, whole: Budget) -> None:

@@ -35,7 +35,7 @@ class MapFullError(OSError):
 class Environment:
     """An open environment. Every failure is an OSError. With `looks` it is only read, and with `alone` nothing tells others of it.
 
-    Thread rule: any thread may call; one writes at a time, in this process and in all others. Readers wait for nobody.
+    Thread safety: any thread may call; one writes at a time, in this process and in all others. Readers wait for nobody.
     """
 
     def __init__(self, env: Env, path: str, map_bytes: int, *, last_sync: bool, looks: bool = False, alone: bool = False) -> None:

@@ -37,7 +37,7 @@ _TOLD_AT_LEAST: Final = 256
 class Ledger:
     """One write transaction. `save` belongs at its end. A `silent` one tells other processes of no removal, which takes fewer LMDB pages.
 
-    Thread rule: the thread of the transaction.
+    Thread safety: the thread of the transaction.
     """
 
     def __init__(self, environment: Environment, txn: Any, *, silent: bool = False) -> None:

@@ -32,7 +32,7 @@ _ASIDE_SHARE: Final = 16
 class Opened:
     """An open store's parts.
 
-    Thread rule: `close` once; the rest is immutable.
+    Thread safety: `close` once; the rest is immutable.
     """
 
     env: Env

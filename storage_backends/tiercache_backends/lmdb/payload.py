@@ -53,7 +53,7 @@ def pages_for(length: int, page_bytes: int, part_pages: int = PART_PAGES) -> int
 class Strip:
     """The bytes of many buffers as one strip, handed out in order.
 
-    Thread rule: one thread.
+    Thread safety: one thread.
     """
 
     __slots__ = ("_buffers", "_index", "_offset")
@@ -125,7 +125,7 @@ def look(cursor: Any, number: int, length: int, add: Add) -> bool:
 class Whole:
     """Fills one buffer from its start, and shows what it filled to `add`.
 
-    Thread rule: one thread.
+    Thread safety: one thread.
     """
 
     __slots__ = ("_add", "_at", "_seen", "_target", "_view")
@@ -157,7 +157,7 @@ class Whole:
 class Scattered:
     """Fills many buffers in order, and shows what it filled to `add`.
 
-    Thread rule: one thread.
+    Thread safety: one thread.
     """
 
     __slots__ = ("_add", "_strip")

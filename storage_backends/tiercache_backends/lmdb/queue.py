@@ -31,7 +31,7 @@ class BusyError(OSError):
 class Queue:
     """A context that one thread of one process is inside. Entering it raises OSError.
 
-    Thread rule: any thread may enter, none twice at once.
+    Thread safety: any thread may enter, none twice at once.
     """
 
     def __init__(self, env: Env, path: str) -> None:

@@ -31,7 +31,7 @@ class Found(NamedTuple):
 class Reader:
     """Reads objects.
 
-    Thread rule: any thread may call; readers wait for nobody.
+    Thread safety: any thread may call; readers wait for nobody.
     """
 
     def __init__(self, environment: Environment, seal: Seal, chores: Chores, tally: Tally) -> None:

@@ -34,7 +34,7 @@ _BATCH_OBJECTS: Final = 64
 class Found:
     """What lies where: records by place, the newest last, and the pieces of payloads by their keys.
 
-    Thread rule: one thread.
+    Thread safety: one thread.
     """
 
     records: dict[bytes, list[Record]] = field(default_factory=dict)

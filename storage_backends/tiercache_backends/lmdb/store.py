@@ -64,7 +64,7 @@ class LmdbBackend(StorageBackend):
     transaction, of which only the last may be missing, and not a deletion; "power": that one survives as well, at the price of a second
     sync per transaction.
 
-    Thread rule: as the contract says; reads run in parallel, and of all writes of all processes one at a time.
+    Thread safety: as the contract says; reads run in parallel, and of all writes of all processes one at a time.
     """
 
     capabilities = Capabilities(persistent=True, shared=True, bounded=True)

@@ -21,7 +21,7 @@ class Tally:
 
     `chores_dropped`: what waited to be written beside other objects and could not be, because it belongs on a damaged page.
 
-    Thread rule: any thread may call.
+    Thread safety: any thread may call.
     """
 
     def __init__(self, path: str) -> None:

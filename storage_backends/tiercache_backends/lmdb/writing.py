@@ -85,7 +85,7 @@ class _BehindError(Exception):
 class Writer:
     """Stores batches.
 
-    Thread rule: any thread may call; the environment lets one transaction through at a time.
+    Thread safety: any thread may call; the environment lets one transaction through at a time.
     """
 
     def __init__(self, environment: Environment, mirror: Mirror, disk: Disk, seal: Seal, chores: Chores, tally: Tally) -> None:

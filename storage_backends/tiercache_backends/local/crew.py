@@ -19,7 +19,7 @@ MEMORY_THREADS: Final = 2
 class Crew:
     """Up to `threads` threads for all calls of a store together; they are started when they are first needed.
 
-    Thread rule: any thread; `close` when nobody is inside.
+    Thread safety: any thread; `close` when nobody is inside.
     """
 
     def __init__(self, threads: int, name: str) -> None:

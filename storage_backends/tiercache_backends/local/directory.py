@@ -66,7 +66,7 @@ class StoreDirectory:
     In order: `claim`, `settle`, `prove`, open the environment, `opened`; at the end close the environment, then `release`. With `as_found`
     nothing is made or started anew: what would need that is a StorageError. With `looks` nothing at all is written.
 
-    Thread rule: one caller at a time, while the store opens and closes; any thread may call `check_there`.
+    Thread safety: one caller at a time, while the store opens and closes; any thread may call `check_there`.
     """
 
     def __init__(self, env: Env, path: str, *, kind: str, version: int, database: str, as_found: bool = False, looks: bool = False) -> None:

@@ -49,7 +49,7 @@ class FileLength:
 
     What is cut between `check` and the end of the transaction is not seen.
 
-    Thread rule: any thread may call `check`.
+    Thread safety: any thread may call `check`.
     """
 
     def __init__(self, env: Env, path: str, environment: Any) -> None:

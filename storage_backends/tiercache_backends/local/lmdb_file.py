@@ -73,7 +73,7 @@ class UnsoundError(ValueError):
 class LmdbFile:
     """An LMDB file, open for reading. Raises OSError where it cannot be read.
 
-    Thread rule: one thread; nobody writes to the file meanwhile.
+    Thread safety: one thread; nobody writes to the file meanwhile.
     """
 
     def __init__(self, env: Env, path: str) -> None:

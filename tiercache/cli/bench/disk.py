@@ -25,7 +25,7 @@ _AROUND: Final = f"O_DIRECT x {DIRECT_THREADS}"
 class SizeBench:
     """All cases of one size.
 
-    Thread rule: one thread; crews of its own call the disk.
+    Thread safety: one thread; crews of its own call the disk.
     """
 
     def __init__(self, plan: Plan, machine: Machine, buffers: Buffers, say: Callable[[str], None], stack: ExitStack) -> None:

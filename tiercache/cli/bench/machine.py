@@ -19,7 +19,7 @@ MEMORY: Final = ("tmpfs", "ramfs")
 class Machine:
     """The machine in general terms.
 
-    Thread rule: immutable.
+    Thread safety: immutable.
     """
 
     cores: int

@@ -26,7 +26,7 @@ class Page(NamedTuple):
 class PageFiles:
     """Pages as files of one directory. `durable`: each file is synced before its rename, and the directory after all of them.
 
-    Thread rule: pages of different names may be written and read at once.
+    Thread safety: pages of different names may be written and read at once.
     """
 
     def __init__(self, directory: Path, *, durable: bool) -> None:

@@ -39,7 +39,7 @@ class Plan:
     `total`: bytes that one size may store, cut into `repeats` batches and one that is not counted. `objects`: how many tiny ones to fill a
     store of its own with, or 0.
 
-    Thread rule: immutable.
+    Thread safety: immutable.
     """
 
     backend: str

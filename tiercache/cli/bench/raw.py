@@ -43,7 +43,7 @@ def pieces(views: Sequence[memoryview], most: int = 0) -> list[Piece]:
 class RawFile:
     """One preallocated file, open through the page cache or, with `direct`, around it.
 
-    Thread rule: reads and writes of different places may run at once.
+    Thread safety: reads and writes of different places may run at once.
     """
 
     def __init__(self, path: Path, nbytes: int, *, direct: bool = False) -> None:
@@ -107,7 +107,7 @@ class RawFile:
 class Copier:
     """Copies batches out of a mapped file: what a store that hands out mapped bytes can reach at best.
 
-    Thread rule: copies to different places may run at once; ctypes lets go of the interpreter lock meanwhile.
+    Thread safety: copies to different places may run at once; ctypes lets go of the interpreter lock meanwhile.
     """
 
     def __init__(self, source: mmap.mmap) -> None:

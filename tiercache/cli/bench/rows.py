@@ -45,7 +45,7 @@ class Unit(enum.StrEnum):
 class Target:
     """What the project wants of a row.
 
-    Thread rule: immutable.
+    Thread safety: immutable.
     """
 
     bound: float
@@ -61,7 +61,7 @@ class Row:
 
     `payload` 0: nothing is moved, and only the time per object counts. `limit` names the way that was fastest.
 
-    Thread rule: immutable.
+    Thread safety: immutable.
     """
 
     name: str
@@ -116,7 +116,7 @@ class Row:
 class Note:
     """A sentence that belongs under the rows.
 
-    Thread rule: immutable.
+    Thread safety: immutable.
     """
 
     text: str

@@ -56,7 +56,7 @@ def run(root: Path, sizes: Sequence[int], batch_bytes: int, repeats: int, say: C
 class _SizeBench:
     """All cases of one size.
 
-    Thread rule: one thread.
+    Thread safety: one thread.
     """
 
     def __init__(self, root: Path, size: int, batch_bytes: int, repeats: int, say: Callable[[str], None], stack: ExitStack) -> None:

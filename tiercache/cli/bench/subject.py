@@ -25,7 +25,7 @@ _STRIDE: Final = 1 << 20
 class Buffers:
     """A batch's objects in an arena of their own, a block each, touched before anything is timed.
 
-    Thread rule: `views` may be used by any thread; the methods by one.
+    Thread safety: `views` may be used by any thread; the methods by one.
     """
 
     def __init__(self, size: int, count: int) -> None:
@@ -66,7 +66,7 @@ class Subject:
 
     With a crew of several callers each takes a run of neighbours of the batch.
 
-    Thread rule: one thread; the crew's threads call the store inside.
+    Thread safety: one thread; the crew's threads call the store inside.
     """
 
     def __init__(self, url: str, path: Path, buffers: Buffers, callers: Crew) -> None:

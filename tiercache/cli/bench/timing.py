@@ -21,7 +21,7 @@ def _nothing(_: int) -> None:
 class Side:
     """One of several ways to do the same, each handed the number of the round. Only `run` is timed.
 
-    Thread rule: immutable; `medians` calls it from one thread.
+    Thread safety: immutable; `medians` calls it from one thread.
     """
 
     name: str
@@ -53,7 +53,7 @@ def medians(sides: Sequence[Side], repeats: int) -> dict[str, float]:
 class Crew:
     """`threads` threads that take jobs from one shared list; a crew of one is the caller itself.
 
-    Thread rule: `each` is for one caller at a time.
+    Thread safety: `each` is for one caller at a time.
     """
 
     def __init__(self, threads: int) -> None:

@@ -59,7 +59,7 @@ def ask(server: Server, engine: Engine, model: str, prompt: str, max_tokens: int
 class _Reading:
     """An answer while it comes.
 
-    Thread rule: one thread.
+    Thread safety: one thread.
     """
 
     def __init__(self, server: Server, began: float) -> None:

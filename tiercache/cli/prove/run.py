@@ -26,7 +26,7 @@ _RESTARTED: Final = "whether the server was restarted cannot be seen from here: 
 class Run:
     """The requests to one server.
 
-    Thread rule: one thread.
+    Thread safety: one thread.
     """
 
     server: Server

@@ -42,7 +42,7 @@ class Reply:
 class Server:
     """What answers at a URL. Redirects are not followed and proxies not used: the key goes to this address only.
 
-    Thread rule: one thread.
+    Thread safety: one thread.
     """
 
     def __init__(self, url: str, key: str, admin_key: str, timeout_s: float) -> None:

@@ -15,7 +15,7 @@ from tiercache.replay.study import Stage
 
 
 class Watch:
-    """Is told of stages and of results, and says nothing. Thread rule: one thread."""
+    """Is told of stages and of results, and says nothing. Thread safety: one thread."""
 
     def stage(self, stage: Stage) -> Callable[[], object]:
         """A stage begins; what comes back is called after each request."""

@@ -22,7 +22,7 @@ _ENDLESS: Final = 2**32
 class Filter:
     """What an object must be.
 
-    Thread rule: one thread.
+    Thread safety: one thread.
     """
 
     namespace: str = ""

@@ -16,7 +16,7 @@ from tiercache.storage.base import ScanEntry
 class Page:
     """What is stored under one page key. `parent` is None where it is not known, or where there is none.
 
-    Thread rule: one thread.
+    Thread safety: one thread.
     """
 
     key: bytes
@@ -46,7 +46,7 @@ class Page:
 class Forest:
     """All pages of a scan.
 
-    Thread rule: one thread.
+    Thread safety: one thread.
     """
 
     def __init__(self, entries: Iterable[ScanEntry]) -> None:

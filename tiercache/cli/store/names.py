@@ -16,7 +16,7 @@ _HEX: Final = frozenset("0123456789abcdef")
 class Namespaces:
     """The namespaces that a store remembers, and how they are written.
 
-    Thread rule: one thread.
+    Thread safety: one thread.
     """
 
     def __init__(self, records: Mapping[bytes, Mapping[str, str | int]]) -> None:

@@ -27,7 +27,7 @@ class Checked(NamedTuple):
 class Reading:
     """Reads objects of one store, `BATCH_BYTES` at once; a larger object has a buffer of its own size.
 
-    Thread rule: one thread.
+    Thread safety: one thread.
     """
 
     def __init__(self, store: StorageBackend) -> None:

@@ -16,7 +16,7 @@ from tiercache.cli.store.forest import Forest, Page
 class Run:
     """Pages that follow each other and hold the same. `parent` is the number of the run in front; None where it begins or is cut off.
 
-    Thread rule: one thread.
+    Thread safety: one thread.
     """
 
     first: Page

@@ -141,7 +141,7 @@ def _opened(target: Target, repair: bool) -> Iterator[StorageBackend]:
 class Tally:
     """How many objects came out how, and how long reading them took.
 
-    Thread rule: one thread.
+    Thread safety: one thread.
     """
 
     counts: Counter[str] = field(default_factory=Counter)

@@ -90,7 +90,7 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
     Construction and registration raise ConfigError or StorageError, and so end the attach, where a setting is wrong or the store cannot be
     opened. Nothing else raises: what fails is a miss, or was not kept.
 
-    Thread rule: any thread, at once; registration first and alone, `close` last.
+    Thread safety: any thread, at once; registration first and alone, `close` last.
     """
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any] | None = None) -> None:

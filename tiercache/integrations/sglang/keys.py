@@ -20,7 +20,7 @@ class PageKeys:
     The two digests are combined bit by bit, which keeps apart what either keeps apart: for two namespaces to meet, two hashes would have to
     differ in exactly the bits in which the namespaces do. It costs 0.08 us a page, where hashing again costs 0.36.
 
-    Thread rule: immutable.
+    Thread safety: immutable.
     """
 
     def __init__(self, namespace: bytes) -> None:

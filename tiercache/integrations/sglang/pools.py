@@ -66,7 +66,7 @@ class HostPages:
     the digest under which they are kept: another pool, class, layout, dtype, size of a part, release of SGLang, identity (`namespace`) or
     rank is another object. `flat`: pages come and go as flat tensors of the caller's.
 
-    Thread rule: any thread, for pages that nobody else uses.
+    Thread safety: any thread, for pages that nobody else uses.
     """
 
     def __init__(self, name: str, pool: Any, namespace: bytes, server: Server, shard: Shard, *, flat: bool = False) -> None:

@@ -34,7 +34,7 @@ _MOST_SCALES: Final = 64 << 20
 class Server:
     """The facts. `known`: has a server published its configuration? In a script it has not.
 
-    Raises ConfigError where a file that the configuration names cannot be read. Thread rule: immutable.
+    Raises ConfigError where a file that the configuration names cannot be read. Thread safety: immutable.
     """
 
     def __init__(self, pp_size: int) -> None:

@@ -18,7 +18,7 @@ class Call(NamedTuple):
 
 
 class Traffic:
-    """Reads and writes: totals by pool, and with `sampled` each since somebody asked last. Thread rule: any thread."""
+    """Reads and writes: totals by pool, and with `sampled` each since somebody asked last. Thread safety: any thread."""
 
     def __init__(self, *, sampled: bool) -> None:
         self._sampled = sampled

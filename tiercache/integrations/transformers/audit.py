@@ -65,7 +65,7 @@ class Verdict:
 
 
 class Audit:
-    """Recomputed runs of one model. `page_slots` and `state_slots` bound its memory. Thread rule: one owner thread."""
+    """Recomputed runs of one model. `page_slots` and `state_slots` bound its memory. Thread safety: one owner thread."""
 
     def __init__(self, runner: ModelRunner, page_slots: int = 4096, state_slots: int = 512) -> None:
         self._runner = runner

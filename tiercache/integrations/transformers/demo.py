@@ -68,7 +68,7 @@ class Plan:
 
 
 class Conversations:
-    """Chats about real text, all behind one system prompt: the documentation topics that come with Python. Thread rule: one owner
+    """Chats about real text, all behind one system prompt: the documentation topics that come with Python. Thread safety: one owner
     thread.
     """
 
@@ -114,7 +114,7 @@ def zigzag(conversations: int, turns: int) -> Iterator[tuple[int, int]]:
 
 
 class Session:
-    """One process of the demonstration. Thread rule: one owner thread."""
+    """One process of the demonstration. Thread safety: one owner thread."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan

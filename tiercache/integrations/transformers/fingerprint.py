@@ -56,7 +56,7 @@ class Facts:
     """The facts of one object, by path, and where each was read: what it takes to see cheaply whether they still hold.
 
     `values`: path to a short text; contents of tensors are digests. `tensors`: path to tensor. `mappings` and `sequences` hold every
-    container that was walked, with the items that it had. `known` are digests of tensors from an earlier walk. Thread rule: the owner's.
+    container that was walked, with the items that it had. `known` are digests of tensors from an earlier walk. Thread safety: the owner's.
     """
 
     def __init__(self, root: object, *, contents: bool = True, known: Mapping[int, tuple[str, ...]] | None = None) -> None:

@@ -61,7 +61,7 @@ class Prompt(Protocol):
 
 class Explorer:
     """One exploration. `make(tokens, first_position)` gives a prompt; `checked` is the length that all checks were made with, `usual` the
-    one that they are meant for, `lengths` those that are named; it takes about `seconds` at most. Thread rule: one owner thread.
+    one that they are meant for, `lengths` those that are named; it takes about `seconds` at most. Thread safety: one owner thread.
     """
 
     def __init__(

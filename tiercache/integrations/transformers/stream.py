@@ -23,7 +23,7 @@ _WORKSPACE: Final = ":4096:8"
 
 
 class TorchStream:
-    """The CPU's, where nothing is ever under way. Thread rule: the thread that computes."""
+    """The CPU's, where nothing is ever under way. Thread safety: the thread that computes."""
 
     handle: int | None = None
     """What a restored layer is to be handed over to: CUDA's handle of the stream, or None for the calling thread."""

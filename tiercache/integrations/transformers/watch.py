@@ -35,7 +35,7 @@ class Watch:
     """What one model was when this was made, or `settle` was last called.
 
     `contents=False` leaves large weights unread: their caller vouches for them, and only changes are looked for. Raises
-    UnsupportedModelError for weights that cannot be read. Thread rule: the thread that computes.
+    UnsupportedModelError for weights that cannot be read. Thread safety: the thread that computes.
     """
 
     def __init__(self, model: PreTrainedModel, *, contents: bool = True) -> None:

@@ -48,7 +48,7 @@ class Worker:
 
     Raises UnsupportedModelError for a model that the probe refuses, GeometryError for one that is spread over several devices, ConfigError
     for a device that is not served or has no room. `engine` makes what copies between device and host (default: the one for the model's
-    device); `stream` is where torch's work is queued (default: the current stream of that device). Thread rule: one owner thread.
+    device); `stream` is where torch's work is queued (default: the current stream of that device). Thread safety: one owner thread.
     """
 
     def __init__(

@@ -29,7 +29,7 @@ class Keys:
     Whoever runs the same vLLM on the same model in the same way has the same keys, so data-parallel replicas do. `row_bytes`: of a row of
     the primary tier, which is what is stored: the bytes of all workers for one chunk of one group, and padding.
 
-    Thread rule: immutable.
+    Thread safety: immutable.
     """
 
     def __init__(self, config: OffloadingConfig, row_bytes: int, settings: StoreSettings) -> None:

@@ -60,7 +60,7 @@ class Jobs:
     with which more than `queued_rows` rows would wait or be written fails at once, unless it is alone: vLLM cannot evict these rows until
     it has the answer, and a slow disk must not take the primary tier away.
 
-    Thread rule: one call at a time, from any thread: the manager's lock sees to that.
+    Thread safety: one call at a time, from any thread: the manager's lock sees to that.
     """
 
     def __init__(self, store: StorageBackend, keys: Keys, rows: memoryview, queued_rows: int) -> None:
@@ -206,7 +206,7 @@ def _failed(job: TransferJob, error: Exception | None = None) -> Ended:
 class _Seldom:
     """A warning that many events share: it says how many there were, now and then.
 
-    Thread rule: one call at a time.
+    Thread safety: one call at a time.
     """
 
     def __init__(self, message: str) -> None:

@@ -46,7 +46,7 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM has no 
     from then on. Raises ConfigError for settings that are missing or wrong, StorageError for a store that cannot be opened, and nothing
     after that: trouble is logged.
 
-    Thread rule: as every tier, all calls under the manager's lock; `shutdown` last.
+    Thread safety: as every tier, all calls under the manager's lock; `shutdown` last.
     """
 
     medium: ClassVar[Medium] = Medium.STORAGE
@@ -137,7 +137,7 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM has no 
 class _Lookups(AsyncLookupManager):  # type: ignore[misc]  # vLLM has no types
     """Asks the store which objects it has, on vLLM's thread for that; keys that are not ours are not there.
 
-    Thread rule: as its base, which keeps `batch_lookup` on that thread and the rest under the manager's lock.
+    Thread safety: as its base, which keeps `batch_lookup` on that thread and the rest under the manager's lock.
     """
 
     def __init__(self, store: StorageBackend, keys: Keys, tier_type: str) -> None:

@@ -27,7 +27,7 @@ class Workload(ABC):
 
     `generate` yields them in order of arrival, never falling, as a function of the fields and the seed alone; it makes each prompt when it
     is asked for and keeps lengths, never tokens. `__post_init__` raises ConfigError for fields that do not go together.
-    Thread rule: immutable; an iterator belongs to one thread.
+    Thread safety: immutable; an iterator belongs to one thread.
     """
 
     __slots__ = ()
@@ -73,7 +73,7 @@ class WorkloadSource:
     """A `Source`: the first `count` requests of a workload.
 
     `published`: figures published for it, by what they are of; `layout`: the tiers that they were measured with, where that is known.
-    Thread rule: immutable.
+    Thread safety: immutable.
     """
 
     name: str

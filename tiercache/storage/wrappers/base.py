@@ -32,7 +32,7 @@ class Wrapper(StorageBackend):
 
     Subclasses override the calls that they change and make them through `_perform`; `capabilities` stay those of `inner`.
 
-    Thread rule: as the contract says, and as good as the inner store's. A wrapper has a gate of its own, because a call of it may be
+    Thread safety: as the contract says, and as good as the inner store's. A wrapper has a gate of its own, because a call of it may be
     between two calls of the inner store when `close` comes, and must still end as if it had not.
     """
 

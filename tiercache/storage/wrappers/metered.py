@@ -27,7 +27,7 @@ class StoreMetrics(Families):
 
     A registry takes one `StoreMetrics`; hand it to every `Metered` whose figures belong there.
 
-    Thread rule: as `Families`.
+    Thread safety: as `Families`.
     """
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
@@ -41,7 +41,7 @@ class StoreMetrics(Families):
 class Metered(Wrapper):
     """`inner`, counted under the name `store` in `metrics` (without: one of its own, see `metrics`). The clock is that of `env`.
 
-    Thread rule: as `Wrapper`.
+    Thread safety: as `Wrapper`.
     """
 
     def __init__(self, inner: StorageBackend, store: str = "store", metrics: StoreMetrics | None = None, env: Env | None = None) -> None:

@@ -21,7 +21,7 @@ class ReadOnly(Wrapper):
     - A deletion is False: nothing is gone.
     - Recency is not the caller's, and reading may change it. An object that turns out to be corrupt is dropped by the inner store, as ever.
 
-    Thread rule: as `Wrapper`.
+    Thread safety: as `Wrapper`.
     """
 
     def set(self, items: Sequence[SetItem]) -> list[Outcome]:

@@ -36,7 +36,7 @@ class Verified(Wrapper):
     A set costs one pass over the payload for the inner store's checksum, and one for the MAC where there is a key; also that of an object
     which is there already, so ask `exists` first.
 
-    Thread rule: as `Wrapper`; the one lock that is held across I/O serves second looks at objects that failed, and only they need it.
+    Thread safety: as `Wrapper`; the one lock that is held across I/O serves second looks at objects that failed, and only they need it.
     """
 
     def __init__(self, inner: StorageBackend, seal: Seal | None = None) -> None:

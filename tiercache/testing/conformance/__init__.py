@@ -42,5 +42,5 @@ class BackendConformance(
 ):
     """Subclass it, supply the hooks (see `BackendHooks`), and pytest runs the contract over your store.
 
-    Thread rule: pytest makes one instance per test.
+    Thread safety: pytest makes one instance per test.
     """

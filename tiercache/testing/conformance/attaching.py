@@ -17,7 +17,7 @@ SIZE = 3 * BLOCK - 100
 
 
 class Attaching(BackendHooks):
-    """Thread rule: as `BackendHooks`."""
+    """Thread safety: as `BackendHooks`."""
 
     def test_a_store_that_is_well_has_no_outage(self, store: StorageBackend) -> None:
         assert store.outage() is Reason.NONE

@@ -17,7 +17,7 @@ MANY = 10_000
 
 
 class Batches(BackendHooks):
-    """Thread rule: as `BackendHooks`."""
+    """Thread safety: as `BackendHooks`."""
 
     def test_a_batch_answers_in_input_order(self, store: StorageBackend) -> None:
         names = ["a", "b", "c", "d", "e"]

@@ -14,7 +14,7 @@ from tiercache.testing.objects import chain, content, fetch, key, payload, put, 
 
 
 class Damage(BackendHooks):
-    """Thread rule: as `BackendHooks`."""
+    """Thread safety: as `BackendHooks`."""
 
     def test_a_corrupt_object_is_reported_dropped_and_stored_anew(self, store: StorageBackend) -> None:
         data = payload("a", 9000)

@@ -18,7 +18,7 @@ CLOCKS = 60.0
 
 
 class Describing(BackendHooks):
-    """Thread rule: as `BackendHooks`."""
+    """Thread safety: as `BackendHooks`."""
 
     def test_it_says_what_a_scan_says_in_the_order_of_the_keys(self, store: StorageBackend) -> None:
         state = state_of("b")

@@ -19,7 +19,7 @@ SIZE = 60_000
 
 
 class Eviction(BackendHooks):
-    """Thread rule: as `BackendHooks`."""
+    """Thread safety: as `BackendHooks`."""
 
     def test_the_cap_is_what_was_asked_for(self, bounded: StorageBackend) -> None:
         assert bounded.usage().capacity_bytes == self.small

@@ -13,7 +13,7 @@ from tiercache.testing.objects import NAMESPACE, OTHER_NAMESPACE, fetch, key, pa
 
 
 class Figures(BackendHooks):
-    """Thread rule: as `BackendHooks`."""
+    """Thread safety: as `BackendHooks`."""
 
     def test_a_scan_names_everything_once(self, store: StorageBackend) -> None:
         state = key("b", PoolName.MAMBA)

@@ -14,7 +14,7 @@ from tiercache.testing.objects import fetch, key, payload, put, to_set
 
 
 class FullDisk(BackendHooks):
-    """Thread rule: as `BackendHooks`."""
+    """Thread safety: as `BackendHooks`."""
 
     @pytest.fixture
     def full(self, store: StorageBackend) -> Iterator[StorageBackend]:

@@ -22,7 +22,7 @@ SIZES = (1, 4095, 4096, 4097, 10_000, 65_536)
 class BackendHooks:
     """The hooks; `open_store`, `corrupt` and `swap` must be supplied. While a hook runs, no call is inside the store.
 
-    Thread rule: one instance per test, on one thread.
+    Thread safety: one instance per test, on one thread.
     """
 
     large = 1 << 30

@@ -17,7 +17,7 @@ from tiercache.testing.objects import content, fetch, key, payload, put, to_get,
 
 
 class Objects(BackendHooks):
-    """Thread rule: as `BackendHooks`."""
+    """Thread safety: as `BackendHooks`."""
 
     def test_it_says_what_it_can_do(self, store: StorageBackend) -> None:
         assert isinstance(store.capabilities, Capabilities)

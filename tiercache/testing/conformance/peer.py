@@ -24,7 +24,7 @@ from tiercache.testing.objects import content, key, payload, to_get, to_set
 class Peer:
     """The other process, as its parent sees it. Objects are named by text and have the bytes that `payload` gives for it.
 
-    Thread rule: one thread at a time.
+    Thread safety: one thread at a time.
     """
 
     def __init__(self, hooks: type[BackendHooks], path: Path) -> None:

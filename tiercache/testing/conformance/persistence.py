@@ -16,7 +16,7 @@ ENDS = ("closed", "killed")
 
 
 class Persistence(BackendHooks):
-    """Thread rule: as `BackendHooks`."""
+    """Thread safety: as `BackendHooks`."""
 
     def end(self, store: StorageBackend, path: Path, how: str, capacity: int | None = None) -> StorageBackend:
         """The store after its process ended."""

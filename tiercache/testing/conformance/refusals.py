@@ -33,7 +33,7 @@ ODD = ("every other byte", "backwards", "items of four bytes", "two dimensions",
 
 
 class Refusals(BackendHooks):
-    """Thread rule: as `BackendHooks`."""
+    """Thread safety: as `BackendHooks`."""
 
     @pytest.mark.parametrize("size", [4999, 5001, 1, 100_000])
     def test_a_get_of_another_length_is_refused(self, store: StorageBackend, size: int) -> None:

@@ -22,7 +22,7 @@ EVERY = 5
 
 
 class Restorable(BackendHooks):
-    """Thread rule: as `BackendHooks`."""
+    """Thread safety: as `BackendHooks`."""
 
     def test_a_conversation_larger_than_the_store_keeps_its_beginning(self, bounded: StorageBackend) -> None:
         turns = 2 * self.small // _nbytes(1)

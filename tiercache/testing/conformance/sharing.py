@@ -18,7 +18,7 @@ SIZE = 9000
 
 
 class Sharing(BackendHooks):
-    """Thread rule: as `BackendHooks`."""
+    """Thread safety: as `BackendHooks`."""
 
     def test_two_processes_see_one_store(self, store: StorageBackend, tmp_path: Path) -> None:
         self.need(store, "shared")

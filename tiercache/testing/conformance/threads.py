@@ -42,7 +42,7 @@ def run_all(*tasks: Callable[[], Any]) -> list[Any]:
 
 
 class Threads(BackendHooks):
-    """Thread rule: as `BackendHooks`; the tests start threads of their own."""
+    """Thread safety: as `BackendHooks`; the tests start threads of their own."""
 
     def test_threads_that_set_and_get_the_same_keys(self, store: StorageBackend) -> None:
         names = range(24)

@@ -47,7 +47,7 @@ class Cell:
 
 
 class Calibration:
-    """What was measured on one device. Thread rule: immutable; any thread."""
+    """What was measured on one device. Thread safety: immutable; any thread."""
 
     def __init__(self, card: Card, cells: Sequence[Cell]) -> None:
         self.card = card
@@ -72,7 +72,7 @@ class Calibration:
 def calibrate(device: CudaDevice, *, nbytes: int = MOST_BYTES, progress: Callable[[float], object] = lambda _: None) -> Calibration:
     """Measure every method that `device` has, in turn. `progress` is told the share that is done.
 
-    The buffers are of `nbytes`, or half of it and so on if the device has no room for them. Thread rule: one thread, with the device
+    The buffers are of `nbytes`, or half of it and so on if the device has no room for them. Thread safety: one thread, with the device
     current.
     """
     methods = device.methods

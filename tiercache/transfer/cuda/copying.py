@@ -52,7 +52,7 @@ class Pace:
     """Keeps what waits in a stream to `MOST_QUEUED` calls: before the next one, a thread waits until the oldest of them are over.
 
     It waits here, without the driver: in a call of the driver for which the stream has no room it would hold up every thread that
-    computes. Thread rule: one thread at a time, with the device current.
+    computes. Thread safety: one thread at a time, with the device current.
     """
 
     def __init__(self, device: CudaDevice) -> None:
@@ -89,7 +89,7 @@ class CopySet:
     All are made at once, and grow if they must: to take or to give back memory may hold up the device and whoever queues work there.
     `pace`: of its stream, which sets may share.
 
-    The caller guarantees that nothing which was queued with the set is under way when it is used anew. Thread rule: one thread at a time.
+    The caller guarantees that nothing which was queued with the set is under way when it is used anew. Thread safety: one thread at a time.
     """
 
     def __init__(self, device: CudaDevice, pace: Pace | None = None) -> None:
@@ -172,7 +172,7 @@ class CopySet:
 
 
 class Queue:
-    """Puts groups of one list of copies into one stream. Thread rule: one thread."""
+    """Puts groups of one list of copies into one stream. Thread safety: one thread."""
 
     def __init__(self, device: CudaDevice, copies: Copies, table: Table, address: int, blocks: int, stream: int, pace: Pace) -> None:
         self._device, self._copies, self._stream, self._pace = device, copies, stream, pace

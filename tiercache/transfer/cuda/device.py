@@ -59,7 +59,7 @@ class CudaDevice(Protocol):
 
     Every call may raise anything of the driver's, as a RuntimeError. An error that the driver calls sticky is raised by every later call.
 
-    Thread rule: any thread that has entered `current()`, or called `activate` once as its own master; every call on another thread is an
+    Thread safety: any thread that has entered `current()`, or called `activate` once as its own master; every call on another thread is an
     error, for the driver would answer it with a context on device 0. Calls that wait for the device release the GIL.
     """
 

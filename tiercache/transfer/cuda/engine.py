@@ -51,7 +51,7 @@ class CudaEngine(LaneEngine):
     Raises ConfigError for pools that are not on one CUDA device, for a device, a CuPy or a method that is not there, and for an arena that
     the driver does not page-lock; GeometryError where the two sides differ; TransferError if the driver fails otherwise.
 
-    Thread rule: as `TransferEngine`. Callbacks run on the threads `tiercache-store` and `tiercache-load`.
+    Thread safety: as `TransferEngine`. Callbacks run on the threads `tiercache-store` and `tiercache-load`.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class CudaEngine(LaneEngine):
 class _Forks:
     """Copies on the device, in streams of others; not where a graph is being captured, which would replay another fork's table.
 
-    Thread rule: one thread at a time, with the device current.
+    Thread safety: one thread at a time, with the device current.
     """
 
     def __init__(self, device: CudaDevice) -> None:

@@ -53,7 +53,7 @@ class Lane:
 
     A job that fails is seen through like any other: its ticket is done when the device is past everything that was queued for it.
 
-    Thread rule: as `OneWay`.
+    Thread safety: as `OneWay`.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ class LockedArena:
 
     No copy may go from one piece to the next, for to the driver they have nothing in common: `period` is their length in bytes. Most
     devices know them by the host's addresses; `seen` puts in what this one knows them by.
-    Raises ConfigError if the driver refuses, with nothing locked. Thread rule: one thread at a time, with the device current.
+    Raises ConfigError if the driver refuses, with nothing locked. Thread safety: one thread at a time, with the device current.
     """
 
     def __init__(self, arena: BlockArena, device: CudaDevice, piece_bytes: int = PIECE_BYTES) -> None:

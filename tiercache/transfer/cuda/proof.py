@@ -35,7 +35,7 @@ def prove(device: CudaDevice) -> None:
     """Copy to the device and back by each method, and compare all bytes there and here. One that fails or differs joins
     `device.unavailable`.
 
-    Once for a device; ConfigError if none is left. Thread rule: one thread, with the device current.
+    Once for a device; ConfigError if none is left. Thread safety: one thread, with the device current.
     """
     if device in _PROVEN:
         return

@@ -18,7 +18,7 @@ _LOOK_S: Final = 200e-6
 class CudaLayerTicket(LayerTicket):
     """As `LayerTicket`; a wait with a stream makes that stream wait, once the copies of the layer are queued.
 
-    Thread rule: as `LayerTicket`; `queued` belongs to the engine.
+    Thread safety: as `LayerTicket`; `queued` belongs to the engine.
     """
 
     def __init__(self, layers: Iterable[int], device: CudaDevice) -> None:

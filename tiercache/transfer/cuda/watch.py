@@ -35,7 +35,7 @@ class Watch:
     """Compares the time of each transfer on the device with what `calibration` expects, and calls `doubt` once when most of the last
     `LOOKED_AT` of a direction were off by `OFF` the same way.
 
-    Thread rule: any thread.
+    Thread safety: any thread.
     """
 
     def __init__(self, calibration: Calibration, doubt: Callable[[], object]) -> None:

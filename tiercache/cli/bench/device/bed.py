@@ -29,7 +29,7 @@ _PATIENCE_S: Final = 120.0
 
 @dataclass(frozen=True, slots=True)
 class DeviceArray:
-    """A dense tensor in device memory, as far as a pool asks. Thread rule: immutable."""
+    """A dense tensor in device memory, as far as a pool asks. Thread safety: immutable."""
 
     address: int
     shape: tuple[int, ...]
@@ -52,7 +52,7 @@ class Bed:
     Object i is stored from the i-th of some random slots and loaded to the (i + 1)-th, so that one slot of each pool is not loaded to.
     Blocks of the arena have the size of a page, as a worker makes them.
 
-    `stack` gives it all back. Thread rule: one thread, with the device current.
+    `stack` gives it all back. Thread safety: one thread, with the device current.
     """
 
     def __init__(self, ground: Ground, shapes: Shapes, objects: Objects, stack: ExitStack) -> None:

@@ -54,7 +54,7 @@ def _check(plan: Plan, bed: Bed, methods: Sequence[Method], say: Say) -> None:
 
 
 class _Group:
-    """One direction of one group of objects. Thread rule: one thread, with the device current."""
+    """One direction of one group of objects. Thread safety: one thread, with the device current."""
 
     def __init__(self, plan: Plan, bed: Bed, kind: Kind, objects: Objects, direction: Direction) -> None:
         self._plan, self._bed, self._kind, self._objects, self._direction = plan, bed, kind, objects, direction

@@ -21,14 +21,14 @@ _SHIFTS: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Copies, and which of them are queued at once. Thread rule: immutable."""
+    """Copies, and which of them are queued at once. Thread safety: immutable."""
 
     copies: Copies
     groups: tuple[slice, ...]
 
 
 class Mover:
-    """A stream, and what copies in it need until they are over. Thread rule: one thread at a time, with the device current."""
+    """A stream, and what copies in it need until they are over. Thread safety: one thread at a time, with the device current."""
 
     def __init__(self, device: CudaDevice) -> None:
         self._device = device
@@ -65,7 +65,7 @@ class Mover:
 class Ground:
     """`nbytes` of device memory from `address`, as much page-locked memory beside it, and noise to fill it with.
 
-    `stack` gives it all back. Raises ConfigError if there is not enough memory. Thread rule: one thread, with the device current.
+    `stack` gives it all back. Raises ConfigError if there is not enough memory. Thread safety: one thread, with the device current.
     """
 
     def __init__(self, device: CudaDevice, calibration: Calibration, nbytes: int, stack: ExitStack) -> None:

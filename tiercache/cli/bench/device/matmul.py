@@ -57,7 +57,7 @@ def matmul(plan: Plan, ground: Ground, methods: Sequence[Method], make: MakeProd
 class CopyLoop:
     """A thread that does the same copies over and over, between `start` and `stop`.
 
-    Thread rule: one thread starts and stops it; `stop` raises what the copies raised.
+    Thread safety: one thread starts and stops it; `stop` raises what the copies raised.
     """
 
     def __init__(self, device: CudaDevice, work: Work, method: Method) -> None:

@@ -43,7 +43,7 @@ def overlap(plan: Plan, ground: Ground, make: MakeProducts, say: Say) -> Iterato
 
 
 class _Forward:
-    """A forward pass over all layers, with a load before it or beneath it. Thread rule: one thread, with the device current."""
+    """A forward pass over all layers, with a load before it or beneath it. Thread safety: one thread, with the device current."""
 
     def __init__(self, bed: Bed, shapes: Shapes, products: Products) -> None:
         self._bed, self._shapes, self._products = bed, shapes, products

@@ -44,7 +44,7 @@ class Kind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Objects:
-    """How many pages and states. Thread rule: immutable."""
+    """How many pages and states. Thread safety: immutable."""
 
     pages: int = 0
     states: int = 0
@@ -74,7 +74,7 @@ class Plan:
     `counts`: objects of a group. `most`: payload bytes of the largest group. `methods`: those to measure, None for all that there are;
     `choice`: measure also what the calibration would take. `compute_seconds`: how long the matrix products of one measurement run.
 
-    Thread rule: immutable.
+    Thread safety: immutable.
     """
 
     models: tuple[Shapes, ...]

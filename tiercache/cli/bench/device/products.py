@@ -11,7 +11,7 @@ from tiercache.transfer.cuda import CudaDevice
 
 
 class Products(Protocol):
-    """Products of two matrices on a device. Thread rule: one thread, with the device current."""
+    """Products of two matrices on a device. Thread safety: one thread, with the device current."""
 
     stream: int
     """The device's handle of the stream they run in."""
@@ -28,7 +28,7 @@ MakeProducts: TypeAlias = Callable[[CudaDevice, int], Products]
 
 
 class TorchProducts:
-    """By torch, in bfloat16. ConfigError without torch, or where it sees no CUDA. Thread rule: as `Products`."""
+    """By torch, in bfloat16. ConfigError without torch, or where it sees no CUDA. Thread safety: as `Products`."""
 
     def __init__(self, device: CudaDevice, width: int) -> None:
         try:

@@ -18,7 +18,7 @@ _LONGER: Final = Target(10, Unit.PERCENT)
 
 
 class DeviceRow(ABC):
-    """One measurement. Thread rule: immutable."""
+    """One measurement. Thread safety: immutable."""
 
     @abstractmethod
     def record(self) -> dict[str, Any]:

@@ -17,7 +17,7 @@ PAGE_SIZE: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
-    """One model. Thread rule: immutable."""
+    """One model. Thread safety: immutable."""
 
     name: str
     pages: Geometry
