@@ -1,6 +1,6 @@
 """tiercache: hierarchical offload of KV pages and recurrent states for hybrid language models.
 
-The names below are the public surface of the core, each imported when it is used. Importing this package imports nothing else.
+The names below are the public surface of the core; each is imported when it is first used. Importing this package imports nothing else.
 """
 
 from importlib import import_module as _import_module

@@ -1,4 +1,4 @@
-"""The nouns of tiercache and the pure functions over them. Nothing here does I/O or holds a lock.
+"""Basic types of tiercache and pure functions over them. Nothing here does I/O or holds a lock.
 
 Vocabulary: `docs/glossary.md`. Depths are counted in pages from the start of the sequence unless a name says `tokens`.
 """
@@ -16,33 +16,34 @@ import numpy.typing as npt
 from tiercache.errors import InputError, TokenError
 
 Locations: TypeAlias = npt.NDArray[np.int64]
-"""One location per object of a pool in one tier: a device slot or a host handle (both >= 0), or `ABSENT`, or pending."""
+"""Locations of a pool's objects in one tier: for each a device slot or a host handle (both >= 0), or `ABSENT`, or pending."""
 
 Mask: TypeAlias = npt.NDArray[np.bool_]
-"""One flag per object."""
+"""Flags, one per object."""
 
 TokenArray: TypeAlias = npt.NDArray[np.uint64]
+"""Token ids of one sequence, one-dimensional; see `as_tokens`."""
 
 BLOCK_ALIGN: Final = 4096
-"""Bytes. Arena blocks, slab blocks and I/O buffers are multiples of this: the page size and the O_DIRECT alignment."""
+"""Alignment in bytes, of which arena blocks, slab blocks and I/O buffers are multiples: the page size and the O_DIRECT alignment."""
 
 MOST_TRAILING: Final = 2**31
-"""Pages: more than any sequence has."""
+"""Largest `trailing`, in pages: more than any sequence has."""
 
 ABSENT: Final = -1
-"""The object is not in this tier, and nothing is bringing it there."""
+"""Location of an object that is not in this tier and that no transfer is bringing there."""
 
 
 def pending(location: Locations) -> Locations:
     """Encode destinations that a transfer is still filling: reserved, not readable, and not to be filled twice.
 
-    The encoding is its own inverse.
+    The encoding is its own inverse. It maps locations >= 0 to numbers below `ABSENT`.
     """
     return -2 - location
 
 
 class PoolName(enum.StrEnum):
-    """A cache kind. Nothing outside this enum and a pool's geometry may name a kind."""
+    """Name of a cache kind. Nothing outside this enum and a pool's geometry may name a kind."""
 
     KV = "kv"
     MAMBA = "mamba"
@@ -52,7 +53,7 @@ class PoolName(enum.StrEnum):
 
 
 class Tier(enum.IntEnum):
-    """Where an object can be, fastest first."""
+    """Tiers in which an object can be, fastest first."""
 
     DEVICE = 0
     HOST = 1
@@ -63,19 +64,19 @@ class Tier(enum.IntEnum):
 
 
 class HitPolicy(enum.StrEnum):
-    """Which pages of a pool a prefix needs."""
+    """Rule that says which pages of a pool a prefix needs."""
 
     ALL_PAGES = "all_pages"
     """Prefix p needs pages [0, p)."""
     TRAILING_PAGES = "trailing_pages"
-    """Prefix p needs the last `trailing` pages of [0, p); a state is `trailing=1`."""
+    """Prefix p needs the last `trailing` pages of [0, p); a state has `trailing=1`."""
 
 
 class Outcome(enum.StrEnum):
-    """What became of one object of a get or a set.
+    """Result for one object of a get or a set.
 
-    A get answers HIT, MISS, CORRUPT, THROTTLED or ERROR; a set STORED, HIT (it was there already), THROTTLED or ERROR. After a get that
-    is not HIT the buffer's contents are undefined and are never published.
+    A get answers HIT, MISS, CORRUPT, THROTTLED or ERROR; a set answers STORED, HIT (the object was there already), THROTTLED or ERROR.
+    After a get that is not HIT the buffer's contents are undefined and are never published.
     """
 
     HIT = "hit"
@@ -87,7 +88,7 @@ class Outcome(enum.StrEnum):
 
 
 class Reason(enum.StrEnum):
-    """Why a miss was one."""
+    """Reason for a miss."""
 
     NONE = "none"
     ABSENT = "absent"
@@ -106,7 +107,7 @@ class Reason(enum.StrEnum):
 
 
 class Verb(enum.StrEnum):
-    """What a principal of a daemon may do."""
+    """Kind of call that a principal of a daemon may be allowed to make."""
 
     READ = "read"
     WRITE = "write"
@@ -114,7 +115,7 @@ class Verb(enum.StrEnum):
 
 
 class ObjectKey(NamedTuple):
-    """The key of one object in a store.
+    """Key of one object in a store.
 
     `digest` is the layout digest (pool, geometry fingerprint, shard; 32 bytes) followed by the page key (32 bytes): another layout, dtype
     or rank is another object, and the objects of all pools that belong to one page share its tail.
@@ -125,23 +126,23 @@ class ObjectKey(NamedTuple):
 
     @property
     def layout(self) -> bytes:
-        """The layout digest."""
+        """Layout digest, 32 bytes."""
         return self.digest[:32]
 
     @property
     def page_key(self) -> bytes:
-        """The chained digest of the page on which the object ends."""
+        """Chained digest of the page on which the object ends, 32 bytes."""
         return self.digest[32:]
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectMeta:
-    """What a store keeps beside an object's bytes.
+    """Metadata that a store keeps beside an object's bytes.
 
-    `checksum` covers the payload and the object key (see `storage.checksum`); in a set it may be empty, and the store then computes it in
-    the pass in which it writes. `parent` (page key) and `depth` (pages up to the object's
-    end) are None where the caller does not know them. The parent is the page key that the object depends on: of a page the page before it,
-    of a state the page on which it ends, which is its own.
+    `length` is the payload's, in bytes. `checksum` covers the payload and the object key (see `storage.checksum`); in a set it may be
+    empty, and the store then computes it in the pass in which it writes. `parent` (page key) and `depth` (pages up to the object's end) are
+    None where the caller does not know them. The parent is the page key that the object depends on: that of the page before for a page, and
+    for a state that of the page on which it ends, which is its own.
     """
 
     namespace: bytes
@@ -155,7 +156,7 @@ class ObjectMeta:
 class CacheTransferUnits:
     """Objects of one pool that move between two tiers, as columns: unit i goes from `sources[i]` to `destinations[i]`.
 
-    A mixed operation is a sequence of these, one per pool. Columns, not one object per unit, so that no hot path loops over pages.
+    A mixed operation is a sequence of these, one per pool. They are columns, not one object per unit, so that no hot path loops over pages.
     """
 
     pool: PoolName
@@ -173,9 +174,9 @@ class CacheTransferUnits:
 class PoolTransfer:
     """One pool's part of a storage call.
 
-    `keys` are page keys in sequence order (empty in `batch_exists_v2`: the call's own keys are meant); `handles` the host objects to read
-    or fill, one per key. `depths` (pages up to each object's end) and `parents` (page keys, empty for a first page) are passed on to the
-    store where known. `trailing` is 1 to 2**31. All of it is checked by the call that it is part of.
+    `keys` are page keys in sequence order; in `batch_exists_v2` they are empty, and the call's own keys are meant. `handles` are the host
+    objects to read or fill, one per key. `depths` (pages up to each object's end) and `parents` (page keys, empty for a first page) are
+    passed on to the store where they are known. `trailing` is 1 to 2**31. The call that it is part of checks all of it.
     """
 
     pool: PoolName
@@ -189,19 +190,19 @@ class PoolTransfer:
 
 @dataclass(frozen=True, slots=True)
 class StorageExtra:
-    """What goes with a storage call: the page keys before this call's, from the sequence start."""
+    """Further argument of a storage call: the page keys before this call's, from the sequence start."""
 
     prefix_keys: Sequence[bytes] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class PoolTransferResult:
-    """The answer of `batch_exists_v2`, in pages from the sequence start.
+    """Answer of `batch_exists_v2`, in pages from the sequence start.
 
-    `restorable_prefix_pages` are all depths at which every pool can be restored, ascending and sparse; `kv_hit_pages` its maximum, or 0;
-    `extra_pool_hit_pages[X]` the deepest depth within the stored KV run that pool X alone allows; `kv_run_pages` the length of that run.
-    `reason` is NONE, or why the store could not be asked: nothing is restorable then, and it may hold everything. `present[X][i]`: was the
-    object of pool X that ends with page i of the sequence there?
+    `restorable_prefix_pages` are all depths at which every pool can be restored, ascending and sparse; `kv_hit_pages` is their maximum, or
+    0. `kv_run_pages` is the length of the stored KV run; `extra_pool_hit_pages[X]` is the deepest depth within that run that pool X alone
+    allows. `reason` is NONE, or says why the store could not be asked: then nothing is restorable, although the store may hold everything.
+    `present[X][i]` says whether the object of pool X that ends with page i of the sequence was there.
     """
 
     kv_hit_pages: int
@@ -214,14 +215,14 @@ class PoolTransferResult:
 
 @dataclass(frozen=True, slots=True)
 class PoolPresence:
-    """Which objects of one pool exist: `present[i]` is the object that ends with page i of the sequence."""
+    """Objects of one pool that exist: `present[i]` is for the object that ends with page i of the sequence."""
 
     hit_policy: HitPolicy
     present: Mask
     trailing: int = 1
 
     def restorable(self) -> Mask:
-        """`out[p - 1]`: does this pool restore prefix p? For p = 1 .. len(present)."""
+        """Return `out[p - 1]`: whether this pool restores prefix p, for p = 1 .. len(present)."""
         if self.hit_policy is HitPolicy.ALL_PAGES:
             return np.logical_and.accumulate(self.present)
         count = np.concatenate([[0], np.cumsum(self.present)])
@@ -232,13 +233,13 @@ class PoolPresence:
 
 
 def check_trailing(trailing: Any, pool: object) -> None:
-    """Raise InputError unless so many last pages can be what a prefix needs of a pool."""
+    """Raise InputError unless `trailing`, the last pages of a pool that a prefix needs, is an integer from 1 to 2**31."""
     if isinstance(trailing, bool) or not isinstance(trailing, int | np.integer) or not 1 <= trailing <= MOST_TRAILING:
         raise InputError(f"pool {pool}: trailing={trailing!r} is not possible; give how many last pages a prefix needs, 1 to 2**31")
 
 
 def restorable_prefixes(presence: Mapping[PoolName, PoolPresence], anchor: PoolName = PoolName.KV) -> PoolTransferResult:
-    """Fold what every pool holds into the depths at which *all* of them can be restored.
+    """Combine what every pool holds into the depths at which *all* of them can be restored.
 
     With K the length of the anchor's leading run, the answer is every p in 1 .. K that each pool restores under its own hit policy. All
     `present` arrays have the same length; the caller counts pages that it already has as present. Raises InputError.
@@ -269,13 +270,13 @@ def restorable_prefixes(presence: Mapping[PoolName, PoolPresence], anchor: PoolN
 
 
 def deepest(restorable: Mask) -> int:
-    """The largest p with `restorable[p - 1]`, or 0."""
+    """Return the largest p with `restorable[p - 1]`, or 0."""
     where = np.flatnonzero(restorable)
     return int(where[-1]) + 1 if len(where) else 0
 
 
 def as_tokens(tokens: Any) -> TokenArray:
-    """Token ids as a one-dimensional, contiguous, little-endian uint64 array; copies only where it must.
+    """Return token ids as a one-dimensional, contiguous, little-endian uint64 array; copy only where necessary.
 
     Raises TokenError for anything but integers from 0 to 2**64 - 1.
     """
@@ -292,7 +293,10 @@ def as_tokens(tokens: Any) -> TokenArray:
 
 
 def _array_of_ints(tokens: Any) -> npt.NDArray[Any]:
-    """`tokens` as an array. NumPy would turn a list that mixes small and huge integers into floats, so lists are checked one by one."""
+    """Return `tokens` as an array, after checking the items of a list, tuple or range one by one.
+
+    NumPy would turn a list that mixes small and huge integers into floats.
+    """
     if not isinstance(tokens, list | tuple | range):
         return np.asarray(tokens)
     for token in tokens:
@@ -304,10 +308,10 @@ def _array_of_ints(tokens: Any) -> npt.NDArray[Any]:
 
 
 def full_pages(tokens: int, page_size: int) -> int:
-    """How many whole pages `tokens` tokens fill."""
+    """Return how many whole pages `tokens` tokens fill."""
     return tokens // page_size
 
 
 def reusable_pages(tokens: int, page_size: int) -> int:
-    """The deepest depth, in pages, that a prompt of `tokens` tokens may restore: at least one token is always left to compute."""
+    """Return the deepest depth, in pages, that a prompt of `tokens` tokens may restore: at least one token is left to compute."""
     return max(0, tokens - 1) // page_size

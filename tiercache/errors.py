@@ -5,15 +5,15 @@
     │   ├── TokenError                    token ids out of range, of a wrong type or too few
     │   ├── GeometryError                 sizes, layers or dtypes that do not fit together
     │   └── ConfigError                   a setting is unknown, malformed or contradicts another
-    ├── PoolError(RuntimeError)
+    ├── PoolError(RuntimeError)           a device pool or the host arena cannot do what was asked
     │   ├── PoolFullError                 not enough free slots or blocks, even after eviction; nothing was taken
     │   └── SlotError                     a slot or block is freed twice, or was never handed out
     ├── TransferError(RuntimeError)       a copy between device and host failed
-    ├── StorageError(OSError)
+    ├── StorageError(OSError)             a store cannot be opened or operated
     │   ├── StoreLockedError              another process owns the directory
-    │   ├── RefusedError                  the store is there, and does not serve this caller, or not that, or not that much
+    │   ├── RefusedError                  the store answers, but refuses the caller, the call, or more than a share
     │   ├── StoreFormatError              the directory holds a format that this version does not know
-    │   └── StoreDamagedError             what is stored cannot be looked at before it was repaired
+    │   └── StoreDamagedError             the store is damaged and cannot be read before it is repaired
     ├── WireError(ValueError)             a message from the other end of a connection is malformed or beyond a limit
     ├── AdmissionError(RuntimeError)      an admission is used after its release, or out of order
     ├── UnsupportedModelError(ValueError) a model cannot be served; the message names the layer
@@ -26,7 +26,7 @@ from __future__ import annotations
 
 
 class TierCacheError(Exception):
-    """The root of the tree."""
+    """Base class of every error that tiercache raises."""
 
 
 class InputError(TierCacheError, ValueError):
@@ -50,7 +50,7 @@ class PoolError(TierCacheError, RuntimeError):
 
 
 class PoolFullError(PoolError):
-    """Not enough free slots or blocks; nothing was taken."""
+    """Not enough slots or blocks are free; nothing was taken."""
 
 
 class SlotError(PoolError):
@@ -70,7 +70,7 @@ class StoreLockedError(StorageError):
 
 
 class RefusedError(StorageError):
-    """A store or a server answers, and does not serve this caller: it does not know it, does not allow it that, or its share is used up."""
+    """A store or a server answers, but does not serve this caller, which is unknown, lacks the permission, or has used up its share."""
 
 
 class StoreFormatError(StorageError):
@@ -78,7 +78,7 @@ class StoreFormatError(StorageError):
 
 
 class StoreDamagedError(StorageError):
-    """What is stored is damaged, and cannot be looked at before the store was opened to be changed, which repairs it."""
+    """The store is damaged and cannot be read before it is opened for writing, which repairs it."""
 
 
 class WireError(TierCacheError, ValueError):

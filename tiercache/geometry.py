@@ -1,4 +1,4 @@
-"""What bytes make one object of a pool. Byte arithmetic only: no torch, no tensors.
+"""Geometry of pools: the bytes that make one object. Byte arithmetic only: no torch, no tensors.
 
 Every tier below the device sees an object as opaque bytes of a known length. Attention variants, dtypes, quantisation and tensor-parallel
 shards differ in their geometry and nowhere else.
@@ -25,11 +25,11 @@ DTYPE_BITS = {
     "int64": 64, "int32": 32, "int16": 16, "int8": 8, "uint8": 8, "bool": 8,
     "int4": 4, "uint4": 4, "float4_e2m1fn": 4,
 }  # fmt: skip
-"""Element widths by the names that torch and safetensors use. 4-bit elements are packed two to a byte."""
+"""Element widths in bits, by the names that torch and safetensors use. 4-bit elements are packed two to a byte."""
 
 
 def nbytes_of(shape: Sequence[int], dtype: str) -> int:
-    """Bytes of a dense tensor; raises GeometryError for an unknown dtype, an empty shape or a part of a byte."""
+    """Return the bytes of a dense tensor. Raises GeometryError for an unknown dtype, an empty shape or a part of a byte."""
     if dtype not in DTYPE_BITS:
         raise GeometryError(f"dtype {dtype!r} is unknown; use one of {', '.join(sorted(DTYPE_BITS))}")
     if any(n < 1 for n in shape):
@@ -57,11 +57,11 @@ class Segment:
 
 @dataclass(frozen=True)
 class Geometry:
-    """The ordered segments of one object of `pool`.
+    """Ordered segments of one object of `pool`.
 
     `page_size` is the number of tokens that an object of a page pool covers; for a state pool it is the unit at which states are taken.
-    `hit_policy` says which objects a prefix needs. `layout` names how a segment's elements are ordered, where two layouts would have equal
-    shapes. Immutable; safe to share between threads.
+    `hit_policy` says which objects a prefix needs, with `trailing` as in `HitPolicy`. `layout` names how a segment's elements are ordered,
+    where two layouts would have equal shapes. Immutable; safe to share between threads.
     """
 
     pool: PoolName
@@ -101,17 +101,17 @@ class Geometry:
 
     @cached_property
     def offsets(self) -> npt.NDArray[np.int64]:
-        """Where each segment starts in the object, shape [segments]."""
+        """Byte offset of each segment in the object, shape [segments]."""
         return np.cumsum(self.lengths) - self.lengths
 
     @cached_property
     def layers(self) -> tuple[int, ...]:
-        """The layers that have a segment, ascending."""
+        """Layers that have a segment, ascending."""
         return tuple(sorted({s.layer for s in self.segments}))
 
     @cached_property
     def fingerprint(self) -> bytes:
-        """32 bytes that differ whenever the meaning of a single byte of an object differs."""
+        """Digest of 32 bytes that differs whenever the meaning of a single byte of an object differs."""
         description = [
             "tiercache.geometry", 1, str(self.pool), self.page_size, str(self.hit_policy), self.trailing, self.layout,
             [[s.layer, s.name, list(s.shape), s.dtype] for s in self.segments],
@@ -122,9 +122,10 @@ class Geometry:
 def kv_geometry(
     layers: Sequence[int], kv_heads: int, head_dim: int, dtype: str, page_size: int, *, value_dim: int | None = None, packed: bool = False
 ) -> Geometry:
-    """KV pages of multi-head or grouped-query attention: K and V `[page_size, kv_heads, head_dim]` per layer.
+    """Return the geometry of KV pages of multi-head or grouped-query attention.
 
-    With `packed`, one tensor `[page_size, 2, kv_heads, head_dim]` holds both.
+    Each layer has K and V `[page_size, kv_heads, head_dim]`; the last dimension of V is `value_dim` where that is given. With `packed`, one
+    tensor `[page_size, 2, kv_heads, head_dim]` holds both.
     """
     segments: list[Segment] = []
     for layer in layers:
@@ -137,13 +138,16 @@ def kv_geometry(
 
 
 def mla_geometry(layers: Sequence[int], latent_dim: int, dtype: str, page_size: int) -> Geometry:
-    """KV pages of multi-head latent attention: one latent `[page_size, latent_dim]` per layer (rank plus rope part)."""
+    """Return the geometry of KV pages of multi-head latent attention: one `[page_size, latent_dim]` per layer (rank plus rope part)."""
     return Geometry(PoolName.KV, page_size, tuple(Segment(n, "latent", (page_size, latent_dim), dtype) for n in layers))
 
 
 def state_geometry(
     tensors: Sequence[tuple[int, str, tuple[int, ...], str]], page_size: int, *, pool: PoolName = PoolName.MAMBA
 ) -> Geometry:
-    """States made of any `(layer, name, shape, dtype)`: conv, SSM, further convs, side tensors; restorable at exactly their own depth."""
+    """Return the geometry of states made of any `(layer, name, shape, dtype)`: conv, SSM, further convs, side tensors.
+
+    States are restorable at exactly their own depth.
+    """
     segments = tuple(Segment(*t) for t in sorted(tensors, key=lambda t: t[0]))
     return Geometry(pool, page_size, segments, HitPolicy.TRAILING_PAGES, trailing=1, layout="state")

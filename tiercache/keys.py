@@ -1,11 +1,11 @@
-"""Identity, namespaces, page keys and object keys: what binds bytes to what they mean.
+"""Identities, namespaces, page keys and object keys: they bind cached bytes to what the bytes mean.
 
     namespace     = BLAKE3(canonical msgpack(identity))
     page key d[i] = BLAKE3(key = namespace, d[i-1] || tokens of page i as little-endian u64 || extra)
     layout        = BLAKE3(canonical msgpack([pool, geometry fingerprint, shard]))
     object key    = layout || page key
 
-Page keys are 32 bytes and never truncated. Ranks share the namespace and so the page keys; the shard sits in the layout.
+Page keys are 32 bytes and never truncated. Ranks share the namespace and so the page keys; the shard is part of the layout.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from tiercache.errors import InputError
 
 KEY_BYTES: Final = 32
 KEY_SCHEME: Final = 1
-"""Version of everything in this module; part of every namespace, so that a change can never read what an older scheme wrote."""
+"""Version of everything in this module; part of every namespace, so that a changed scheme can never read what an older one wrote."""
 
 _ROOT: Final = bytes(KEY_BYTES)
-"""The digest before the first page."""
+"""Digest before the first page."""
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What a cached byte depends on, apart from the tokens and the pool's geometry.
+    """Everything on which a cached byte depends, apart from the tokens and the pool's geometry.
 
-    `salt` separates tenants and never leaves the process; `tenant` is the label that operators see instead.
+    `salt` separates tenants and never leaves the process; `tenant` is the label that operators see instead. `page_size` is in tokens.
     """
 
     model: str
@@ -53,7 +53,7 @@ class Identity:
             raise InputError(f"page size {self.page_size} is not possible; use a positive number of tokens, such as 64")
 
     def public_record(self) -> dict[str, str | int]:
-        """Everything but the salt, for a store's catalog and for `inspect`."""
+        """Return everything but the salt, for a store's catalog and for `inspect`."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "salt"} | {"key_scheme": KEY_SCHEME}
 
 
@@ -63,15 +63,15 @@ def _canonical(value: object) -> bytes:
 
 
 def namespace_of(identity: Identity) -> bytes:
-    """The 32-byte namespace of an identity: equal exactly when every field is equal."""
+    """Return the 32-byte namespace of an identity: equal exactly when every field is equal."""
     pairs = sorted((f.name, getattr(identity, f.name)) for f in fields(identity))
     return blake3(_canonical(["tiercache.namespace", KEY_SCHEME, pairs])).digest()
 
 
 def sequence_extra(adapter: str = "", images: tuple[bytes, ...] = ()) -> bytes:
-    """What else a sequence's cache depends on: the adapter's name and revision, and the digests of its images in order.
+    """Return what else a sequence's cache depends on: the adapter's name and revision, and the digests of its images in order.
 
-    Length-prefixed, so that no two different inputs collide; empty for a plain sequence.
+    The encoding is length-prefixed, so that no two different inputs collide; it is empty for a plain sequence.
     """
     if not adapter and not images:
         return b""
@@ -79,9 +79,9 @@ def sequence_extra(adapter: str = "", images: tuple[bytes, ...] = ()) -> bytes:
 
 
 def page_keys(namespace: bytes, tokens: TokenArray, page_size: int, parent: bytes = b"", extra: bytes = b"") -> list[bytes]:
-    """The chained keys of all whole pages of `tokens`, which follow the page with key `parent` (empty: the sequence start).
+    """Return the chained keys of all whole pages of `tokens`, which follow the page with key `parent` (empty: the sequence start).
 
-    `extra` comes from `sequence_extra` and must be the same for the whole sequence. About 1 us a page.
+    `extra` comes from `sequence_extra` and must be the same for the whole sequence. Takes about 1 us a page.
     """
     tail = len(extra).to_bytes(4, "little") + extra if extra else b""
     data = tokens.view(np.uint8).data
@@ -102,7 +102,7 @@ def page_keys(namespace: bytes, tokens: TokenArray, page_size: int, parent: byte
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Which part of an object a rank holds. `Shard()` is the whole: a single rank, or bytes that all ranks replicate."""
+    """Part of an object that a rank holds. `Shard()` is the whole: a single rank, or bytes that all ranks replicate."""
 
     rank: int = 0
     size: int = 1
@@ -116,17 +116,17 @@ class Shard:
 
 
 def layout_digest(pool: PoolName, fingerprint: bytes, shard: Shard) -> bytes:
-    """The 32 bytes that stand for (pool, geometry, shard) in every object key."""
+    """Return the 32 bytes that stand for (pool, geometry, shard) in every object key."""
     return blake3(_canonical(["tiercache.layout", KEY_SCHEME, str(pool), fingerprint, str(shard)])).digest()
 
 
 def object_key(pool: PoolName, layout: bytes, page_key: bytes) -> ObjectKey:
-    """The key under which a store keeps the object of `pool` that ends on the page with `page_key`."""
+    """Return the key under which a store keeps the object of `pool` that ends on the page with `page_key`."""
     return ObjectKey(pool, layout + page_key)
 
 
 def object_keys(pool: PoolName, layout: bytes, page_keys: Iterable[bytes]) -> list[ObjectKey]:
-    """`object_key` of each; a third faster than one by one, in queries whose cost this is."""
+    """Return `object_key` of each page key; a third faster than one by one, for queries whose main cost this is."""
     return list(map(_new_key, zip(repeat(pool), [layout + key for key in page_keys], strict=False)))
 
 

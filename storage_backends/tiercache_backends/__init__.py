@@ -1,1 +1,1 @@
-"""The stores that come with tiercache: `memory` and `file`. Found by entry point, and imported by nothing but that."""
+"""The stores that come with tiercache: `memory`, `file`, `lmdb` and `grpc`. `tiercache` finds them by entry point only."""

@@ -1,4 +1,4 @@
-"""`memory`: objects as bytes in a dict. The oracle that other stores are compared with, and a store for tests and demos."""
+"""The `memory` store: objects as bytes in a dict. The reference that other stores are compared with, and a store for tests and demos."""
 
 # ruff: noqa: D102 (the contract documents these methods)
 
@@ -49,14 +49,14 @@ class _Object:
     row: int = -1
 
     def entry(self) -> ScanEntry:
-        """What a scan says of it."""
+        """Return the object's entry in a scan."""
         return ScanEntry(self.key, self.meta, self.stored_at)
 
 
 class MemoryBackend(StorageBackend):
-    """A dict of bytes with a cap (`capacity`, payload bytes; 0 is without). Everything is gone when it closes.
+    """A dict of bytes with a cap (`capacity`, payload bytes; 0 for none). Everything is lost when the store closes.
 
-    Thread safety: as the contract says; one mutex, never held while bytes are copied or checked.
+    Thread safety: as `StorageBackend`; one mutex, never held while bytes are copied or checked.
     """
 
     capabilities = Capabilities(bounded=True)
@@ -97,7 +97,7 @@ class MemoryBackend(StorageBackend):
             batch = [(items[i].key.page_key, items[i].meta.parent) for i in sound]
             outcomes = [Outcome.ERROR] * len(items)
             with self._mutex:
-                # A batch does not evict its own: what comes first begins a sequence, and what comes last is worth nothing without it.
+                # A batch must not evict its own pages: the first ones begin a sequence, and the last ones are worth nothing without them.
                 held = [self._residents.hold(page) for page in dict.fromkeys(chain.from_iterable(batch)) if page is not None]
             missing: set[bytes] = set()
             try:
@@ -183,7 +183,7 @@ class MemoryBackend(StorageBackend):
             return self._refuse(item, refused=refused) or self._add(fresh)
 
     def _refuse(self, item: SetItem, *, refused: bool) -> Outcome | None:
-        """The outcome of a set that is over before it stores anything; None where it is not. `refused`: that of its page was."""
+        """Return the outcome of a set that ends before it stores anything, else None. `refused`: its page's own set was refused."""
         found = self._objects.get(item.key.digest)
         if found is not None:
             self._residents.renew(found.row)
@@ -197,7 +197,7 @@ class MemoryBackend(StorageBackend):
         return {Standing.FINE: None, Standing.ABSENT_PARENT: Outcome.THROTTLED, Standing.IMPOSSIBLE: Outcome.ERROR}[standing]
 
     def _add(self, fresh: _Object) -> Outcome:
-        """Evict until the object fits, and take it in; its page and its parent are held by the batch."""
+        """Evict until the object fits, and add it. The caller guarantees that its page and its parent are held by the batch."""
         if self._capacity and len(fresh.payload) > self._capacity:
             return Outcome.THROTTLED
         residents, meta = self._residents, fresh.meta
@@ -230,7 +230,7 @@ class MemoryBackend(StorageBackend):
 
 
 class _Evicting:
-    """Room for so many bytes. See `eviction.Taker`.
+    """One eviction, for `nbytes` bytes of room in a store. See `eviction.Taker`.
 
     Thread safety: under the mutex of its store.
     """
@@ -240,15 +240,15 @@ class _Evicting:
         self._nbytes = nbytes
 
     def take(self, rows: list[int]) -> None:
-        """Let them go."""
+        """Drop the objects in these rows, and count them as evicted."""
         for row in rows:
             self._store._drop(self._store._objects[self._store._residents.digest(row)])
         self._store._evicted += len(rows)
 
     def enough(self) -> bool:
-        """Does it fit?"""
+        """Return whether `nbytes` more bytes fit."""
         return not self._store._capacity or self._store._used + self._nbytes <= self._store._capacity
 
     def full(self) -> bool:
-        """There is no limit."""
+        """Return False: one eviction may drop any number of objects."""
         return False

@@ -1,4 +1,4 @@
-"""The controller: joins index, transfer and storage. The life of a request is told in `docs/structure.md`."""
+"""The controller, which joins index, transfer and storage. `docs/structure.md` describes the life of a request."""
 
 from tiercache.controller.accounting import Sources
 from tiercache.controller.admission import Admission, Poll, Status

@@ -1,4 +1,4 @@
-"""What a restore counts: which tier gave what, and why a tier gave nothing."""
+"""Metrics of a restore: which tier gave how many objects, and why a tier gave none."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from tiercache.metrics import HIT, MISS
 
 @dataclass
 class Sources:
-    """Objects by the tier that a restore took them from."""
+    """Number of objects by the tier that a restore took them from, and by pool."""
 
     objects: dict[tuple[Tier, PoolName], int] = field(default_factory=dict)
 
     def add(self, tier: Tier, pool: PoolName, count: int) -> None:
-        """`count` more objects of `pool` from `tier`."""
+        """Add `count` objects of `pool` from `tier`."""
         self.objects[tier, pool] = self.objects.get((tier, pool), 0) + int(count)
 
     def slowest(self) -> Tier | None:
-        """The lowest tier that was needed; None if nothing was restored."""
+        """Return the lowest tier that was needed; None if nothing was restored."""
         return max((tier for (tier, _), n in self.objects.items() if n), default=None)
 
 
@@ -36,9 +36,9 @@ def count_restore(
 ) -> None:
     """Count one restore of `restored` out of `tokens` prompt tokens.
 
-    A tier is counted when it was consulted: the host unless the device had everything. `held`: pools of which a tier held something of
-    this prompt. `storage_reason`: None if storage was not consulted because nothing was left to ask for, NONE if it answered, else what
-    went wrong.
+    A tier is counted when it was consulted; the host was, unless the device had everything. `held`: pools of which a tier held something
+    of this prompt. `storage_reason`: None if storage was not consulted because nothing was left to ask for, NONE if it answered, otherwise
+    what went wrong.
     """
     metrics = state.metrics
     below_device = restored < tokens - 1 - (tokens - 1) % state.page_size or sources.slowest() is not Tier.DEVICE

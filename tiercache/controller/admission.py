@@ -1,4 +1,4 @@
-"""One request's hold on the cache: what it restores, the slots it computes into, the pins that keep both in place.
+"""Admission of one request: what it restores, the slots that it computes into, and the pins that keep both in place.
 
 PENDING -- storage has answered --> PENDING (fetching) -- all landed --> READY(depth) -- a layer fails --> READY(shallower) or FAILED
     \\----------------- deadline or start(): with what is near ---------------/
@@ -26,7 +26,7 @@ from tiercache.policy import CheckpointKind
 
 
 class Status(enum.StrEnum):
-    """Where an admission stands."""
+    """State of an admission."""
 
     PENDING = "pending"
     READY = "ready"
@@ -35,9 +35,9 @@ class Status(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Poll:
-    """How an admission stands: restore `depth` tokens, compute the rest.
+    """Answer to a poll: the admission's status, and the `depth` in tokens that is restored; the engine computes the rest.
 
-    FAILED is depth 0 after a restore that was planned; `reason` is what went wrong on the way, also when a shallower depth is READY.
+    FAILED means depth 0 although a restore was planned. `reason` says what went wrong on the way, also when a shallower depth is READY.
     """
 
     status: Status
@@ -46,7 +46,7 @@ class Poll:
 
 
 class Admission:
-    """See the module. Made by `HybridCacheController.admit`; ends with `release`.
+    """Hold of one request on the cache, as the module describes. Made by `HybridCacheController.admit`; ended by its `release`.
 
     Thread safety: the owner's thread.
     """
@@ -62,23 +62,24 @@ class Admission:
         self._states = states
         self._limit = reusable_pages(len(lookup.tokens), state.page_size)
         self.sequence = lookup.tokens
-        """The longest that is known of the sequence: the prompt, or what was committed."""
+        """Longest known part of the sequence: the prompt, or the tokens committed so far."""
         self.committed = False
         self._known = lookup.match
         self._depth = 0
         self._covered = 0
         self._frozen = False
         self._cut_short = False
-        """Was there more to come from storage when the depth was frozen?"""
+        """Whether more could have come from storage when the depth was frozen."""
         self._prefetch = Prefetch(state, lookup, self._limit)
         self._loads: set[Load] = set()
         self._behind: list[Fence] = []
+        """Fences of other requests, behind which slots of the table or the restored state are still being filled."""
         self._ordered: set[int | None] = set()
-        """The streams, None for this thread, that are behind these fences already."""
+        """Streams (None: this thread) that already wait for the fences in `_behind`."""
         self.checkpoint_kinds: Mapping[int, CheckpointKind] = {}
-        """Depths in pages at which this prefill should leave states, and why."""
+        """Depths in pages at which this prefill should leave states, each with the reason."""
         self.origin = Origin()
-        """What this request continues."""
+        """The requests and the pages that this request continues."""
         self._restored_states: dict[PoolName, int] = {}
         match = self._match()
         near = self._node_ending(match, match.near_depth)
@@ -87,7 +88,7 @@ class Admission:
         on_device = all((at.device >= 0).all() for at in located.values()) and all(one.device >= 0 for one in restored.values())
         self._pin = state.index.pin(near, *((Tier.DEVICE,) if on_device else (Tier.DEVICE, Tier.HOST)))
         try:
-            # One state slot more than asked for where the restored state may have to come up from below.
+            # One more state slot than asked for, where the restored state may have to be loaded from the host or storage.
             spare = states if on_device and match.near_depth == self._limit else states + 1
             self.slots = RequestSlots(state, -(-tokens // state.page_size), resident, spare)
         except BaseException:
@@ -96,13 +97,14 @@ class Admission:
 
     @property
     def pins(self) -> list[Pin]:
-        """What it holds in the index."""
+        """Pins that the request holds in the index."""
         return [self._pin] if self._prefetch.pin is None else [self._pin, self._prefetch.pin]
 
     @property
     def pages(self) -> Mapping[PoolName, Locations]:
-        """The slot table: per page pool, the device slot of every page of the request. Valid once no longer PENDING, until the next
-        commit.
+        """The slot table: per page pool, the device slot of every page of the request.
+
+        Valid from when the admission is no longer PENDING until the next commit.
         """
         return self.slots.table
 
@@ -118,19 +120,20 @@ class Admission:
 
     @property
     def keeps_end(self) -> bool:
-        """Should the engine hand over a state at the end of the request too?"""
+        """Whether the engine should also hand over a state at the end of the request."""
         return self._state.options.checkpoints.request_end
 
     @property
     def restored_states(self) -> Mapping[PoolName, int]:
-        """Per state pool, the device slot of the restored state, to be forked and never written; empty at depth 0."""
+        """Device slot of the restored state per state pool; empty at depth 0. The caller copies the state and never writes to its slot."""
         return self._restored_states
 
     def poll(self) -> Poll:
-        """Go on as far as possible without waiting, and say how it stands.
+        """Advance the restore as far as possible without waiting, and return its status.
 
-        After a layer has failed it is PENDING until that load has landed, then READY with what is left, or FAILED. PoolFullError, with
-        nothing changed, if then there are too few slots to recompute in: poll again when others have released theirs, or release.
+        After a layer has failed the admission is PENDING until that load has landed, then READY with what is left, or FAILED. Raises
+        PoolFullError, with nothing changed, if there are then too few slots to recompute in: poll again when other requests have released
+        theirs, or release this one.
         """
         self._require_open()
         self._state.drain()
@@ -138,28 +141,31 @@ class Admission:
         return self._go_on(freeze=late, late=late)
 
     def start(self) -> Poll:
-        """Freeze the depth at what is near now. What is still on its way from storage lands in the cache for the next request.
+        """Freeze the depth at what is near now. Objects still on their way from storage land in the cache for later requests.
 
-        That is no failure of the restore: the caller did not want to wait.
+        This does not count as a failed restore: the caller chose not to wait.
         """
         self._require_open()
         self._state.drain()
         return self._go_on(freeze=True)
 
     def wait(self) -> Poll:
-        """Poll until no longer PENDING, which is at the deadline at the latest. For callers with nothing else to do."""
+        """Poll until no longer PENDING and return the last poll. For callers with nothing else to do.
+
+        The deadline ends the wait for storage; after a layer has failed, the wait lasts until its load has landed.
+        """
         while (poll := self.poll()).status is Status.PENDING:
             left = 0.1 if self._loads else self._deadline - self._state.clock()
             self._state.arrived.wait(max(0.0, min(0.1, left)))
         return poll
 
     def wait_layer(self, layer: int, *, stream: int | None = None) -> None:
-        """Return once all of `layer` is in its device slots; TransferError if it cannot be: drop the step's output and poll again.
+        """Return once all of `layer` is in its device slots.
 
-        With the handle of a device's `stream` (`torch.cuda.current_stream().cuda_stream`): once the work that is queued there from now on
-        finds it there. The device waits then, and not this thread. That is so of pages, too, that another request committed with a fence
-        which the device has not passed yet; call it again after a commit, whose table may name such pages. InputError for a layer that no
-        pool has.
+        With the handle of a device's `stream` (`torch.cuda.current_stream().cuda_stream`), return once work queued there from now on will
+        find the layer in place: the device waits instead of this thread. Both also cover pages that another request committed with a fence
+        which the device has not passed yet; call it again after a commit, whose table may name such pages. Raises TransferError if the
+        layer cannot be loaded: drop the step's output and poll again. Raises InputError for a layer that no pool has.
         """
         self._require_open()
         if not self._frozen:
@@ -173,19 +179,19 @@ class Admission:
             load.ticket.wait_layer(layer, stream=stream)
 
     def take_states(self) -> dict[PoolName, int]:
-        """A private slot of each state pool, to fill and then hand to `commit`."""
+        """Take a private slot of each state pool, to fill and then hand to `commit`."""
         self.require_started()
         return self.slots.take_states()
 
     def extend(self, tokens: int, states: int = 0) -> None:
-        """Cover `tokens` tokens and hold `states` more state slots; PoolFullError and no change if the pools cannot give them."""
+        """Cover `tokens` tokens and hold `states` more state slots; raise PoolFullError, with no change, if the pools cannot give them."""
         self.require_started()
         if states < 0:
             raise InputError(f"{states} more states cannot be reserved; pass 0 or more")
         self.slots.extend(-(-tokens // self._state.page_size), states)
 
     def check_sequence(self, tokens: TokenArray) -> None:
-        """InputError unless `tokens` agree with the prompt and with everything committed so far: its slots are the index's already."""
+        """Raise InputError unless `tokens` agree with the prompt and with all earlier commits, whose slots the index owns already."""
         shared = min(len(self.sequence), len(tokens))
         if not np.array_equal(self.sequence[:shared], tokens[:shared]):
             raise InputError(
@@ -193,24 +199,24 @@ class Admission:
             )
 
     def follow(self, inserted: Inserted, tokens: TokenArray, fence: Fence | None) -> None:
-        """`inserted` is what the index made of a commit of the full pages `tokens`: use its slots and hold its path from now on."""
+        """Use the slots and hold the path of `inserted`, the index's answer to a commit of the full pages `tokens`."""
         self.slots.settle(inserted, fence)
         self._look_behind(besides=fence)
         self.committed = True
         if len(tokens) > len(self.sequence):
             self.sequence = tokens.copy()
-        if inserted.depth >= self._covered:  # a shorter commit must not let go of deeper pages that are in the slot table
+        if inserted.depth >= self._covered:  # a shorter commit must not release deeper pages that are in the slot table
             self._hold(inserted.node, inserted.depth, fence)
 
     def close(self, fence: Fence | None = None) -> None:
-        """Undo: unpin, give every private slot back, both behind `fence`. Operations in flight land by themselves."""
+        """Release the path and every private slot once the device has passed `fence`. Operations in flight land by themselves."""
         self._require_open()
         self.released = True
         self._prefetch.close()
         self._state.retire(self.slots.close(), fence, [self._pin])
 
     def require_started(self) -> None:
-        """AdmissionError while PENDING, after a layer has failed, and after the release."""
+        """Raise AdmissionError while PENDING, after a layer has failed, and after the release."""
         self._require_open()
         self._follow_loads()
         if self.status is Status.PENDING:
@@ -227,16 +233,18 @@ class Admission:
         return self._known
 
     def _node_ending(self, match: Match, depth: int) -> Node:
-        """The node that ends at `depth`, to be pinned at once. Only where there are no states can it lie inside an edge, whose rest is not
-        ours to hold: the edge is cut, and grows together again when the pin goes.
+        """Return the node that ends at `depth`; the caller pins it at once.
+
+        Without state pools, `depth` can lie inside an edge. The edge is then cut there, so that its rest is not held by this request; it
+        merges again when the pin is released.
         """
         node = self._state.index.node_at(match, depth)
         return node if node.end == depth else self._state.index.extend_path(self.lookup.tokens, depth, self.lookup.extra)
 
     def _hold(self, node: Node, depth: int, fence: Fence | None = None) -> None:
-        """Hold pages [0, depth) on the device, where `node` covers the last of them, instead of what was held before.
+        """Hold pages [0, depth) on the device instead of what was held before; `node` covers the last of them.
 
-        That is let go behind `fence`: until then the device may be reading the state there, which nothing else holds.
+        The earlier pin is released once `fence` has passed: until then the device may be reading the state there, which nothing else holds.
         """
         if self._pin.node is not node or Tier.HOST in self._pin.tiers:
             before, self._pin = self._pin, self._state.index.pin(node, Tier.DEVICE)
@@ -253,7 +261,7 @@ class Admission:
         return Poll(self.status, self.depth, self.reason)
 
     def _follow_loads(self) -> None:
-        """Once a load has failed the admission is PENDING; loads that have landed are forgotten."""
+        """Make the admission PENDING if a load has failed; forget the loads once all have landed."""
         if any(load.ticket.error for load in self._loads):
             self.status = Status.PENDING
         elif all(load.done for load in self._loads):
@@ -281,20 +289,20 @@ class Admission:
             self._fail(Reason.ABSENT)
         elif self.reason is Reason.NONE and self._prefetch.is_too_little(match):
             self.reason = Reason.NOT_WORTH
-        self._prefetch.close()  # before slots are looked for: its path may be in the way
+        self._prefetch.close()  # before slots are allocated: the path that it pins may have to be evicted
         match = self._match()
         self._freeze(match, match.near_depth)
 
     def _fail(self, reason: Reason) -> None:
-        """Note why the restore is cut short; counted once, however often it is met before the restore is settled."""
+        """Note why the restore is cut short. A reason that is met several times in a row is counted once."""
         if reason is not self.reason:
             self.reason = reason
             self._state.metrics.increment("restore_failures_total", reason)
 
     def _freeze(self, match: Match, depth: int) -> None:
-        """Settle on `depth`, make the slot table and start the loads. PoolFullError, with nothing changed, for want of slots."""
+        """Settle on `depth`, make the slot table and start the loads. Raises PoolFullError, with nothing changed, for lack of slots."""
         node = self._node_ending(match, depth)
-        # Making room may evict; and without a pin, letting go of the one held so far may merge this node away.
+        # The pin is needed because making room may evict this node, and releasing the pin held so far may merge it into another.
         with nullcontext() if node is self._pin.node else self._state.index.pinned(node, Tier.DEVICE):
             located = self._state.index.locations(node, depth)
             need = self.slots.lay_out(located.pages)
@@ -311,14 +319,14 @@ class Admission:
             self._hold(node, depth)
 
     def _look_behind(self, besides: Fence | None = None) -> None:
-        """Note the device work, of other requests, that has yet to fill slots of the table or the restored state."""
+        """Note the fences of other requests whose device work has yet to fill slots of the table or the restored state."""
         states = ((pool, np.array([slot])) for pool, slot in self._restored_states.items())
         fences = self._state.fences([*self.slots.table.items(), *states])
         self._behind = [fence for fence in fences if fence is not besides]
         self._ordered.clear()
 
     def _load(self, node: Node, located: PathLocations, need: Mapping[PoolName, Mask]) -> None:
-        """Start the load of the pages that `need` one and of the state, and join those of other requests."""
+        """Start the load of the pages in `need` and of the state, and join the loads that other requests have started."""
         state, depth, pieces = self._state, self._depth, list[Piece]()
         self._loads = {load for pool, at in located.pages.items() for load in self._filling(pool, at.device)}
         for pool, mask in need.items():
@@ -328,7 +336,7 @@ class Admission:
             self._loads.add(Load(state, pieces, [state.index.pin(node, Tier.DEVICE, Tier.HOST)], self.slots.take_back))
 
     def _filling(self, pool: PoolName, device: Locations) -> Iterator[Load]:
-        """The loads of other requests that are filling some of these slots."""
+        """Yield the loads of other requests that are filling some of these slots."""
         coming = device[device < ABSENT]
         if len(coming):
             for operation in self._state.claimants(Tier.DEVICE, pool, pending(coming)):
@@ -351,13 +359,13 @@ class Admission:
         if self.lookup.query is not None:
             asked = self.reason if self.reason is not Reason.NONE else self.lookup.query.reason
             if asked is Reason.NONE and self._cut_short:
-                asked = Reason.TIMEOUT  # nobody knows whether it was there
+                asked = Reason.TIMEOUT  # whether it was there is not known
         elif asked is Reason.NONE and not self._prefetch.rounds:
             asked = None
         count_restore(self._state, self.sources, self._held(match), asked, len(self.lookup.tokens), self.depth)
 
     def _held(self, match: Match) -> dict[Tier, frozenset[PoolName]]:
-        """Which page pools each tier holds something of on this prompt's path; the rest of the answer to "why was it a miss"."""
+        """Return the pools of which each tier holds something on this prompt's path, to tell a partial miss from an absent one."""
         if self._depth == self._limit:
             return {}
         located, _ = self._state.index.locations(match, min(match.path_depth, self._limit))
@@ -371,7 +379,7 @@ class Admission:
         return held
 
     def _place_state(self, pool: PoolName, at: StateLocation, node: Node, depth: int, pieces: list[Piece]) -> int:
-        """The device slot of the restored state, which a load may still be filling."""
+        """Return the device slot of the restored state, which a load may still be filling; append a piece to load if there is none."""
         if at.device >= 0:
             return at.device
         if at.device < ABSENT:
@@ -383,7 +391,7 @@ class Admission:
         return slot
 
     def _fall_back(self) -> None:
-        """A load failed: fold once more over what is verified on the device, as soon as no slot is being written any more."""
+        """After a failed load, freeze again at what is on the device, as soon as no load writes to a slot any more."""
         if not all(load.done for load in self._loads):
             return
         self._fail(Reason.IO_ERROR)
@@ -401,5 +409,5 @@ class Admission:
 
 
 def _leading(flags: Mask) -> int:
-    """How many of `flags` are set before the first that is not."""
+    """Return how many of `flags` are set before the first that is not."""
     return len(flags) if flags.all() else int(flags.argmin())

@@ -1,4 +1,4 @@
-"""Asking storage, in turn and in the background, whether it still has what it is believed to have."""
+"""Background checks, in turn, of whether storage still has the objects that the index believes to be stored."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from tiercache.index import Node, Pin, Span
 _log = logging.getLogger(__name__)
 
 _PAUSE: Final = 0.05
-"""Seconds between two checks. One of 512 objects takes the owner's thread some 0.2 ms, less than half a percent of its time."""
+"""Seconds between two checks. A check of 512 objects takes the owner's thread some 0.2 ms, less than half a percent of its time."""
 
 
 class Beliefs:
-    """Walks the tree for objects that storage was seen to have, and asks for some of them at a time: no belief is older than one round.
+    """Checker of beliefs: walks the radix tree for objects that storage was seen to have, and asks storage about a few at a time.
 
-    A store evicts without telling. What it does not have any more is forgotten, so that the next commit writes it again and nothing is
-    fetched, or given up from the device, for its sake.
+    No belief gets older than one round through the tree. The check is needed because a store evicts without notice. Objects that it no
+    longer has are forgotten, so that the next commit writes them again, and nothing is fetched or evicted from the device because they are
+    believed to be stored.
 
     Thread safety: the owner's thread.
     """
@@ -37,12 +38,12 @@ class Beliefs:
         self._stack: list[Node] = []
         self._stored = 0
         self._is_small = True
-        """Did the last check reach all that is believed?"""
+        """Whether the last check covered all objects that are believed to be stored."""
 
     def check(self) -> None:
-        """Ask for the next few, unless that was done a moment ago. Never waits.
+        """Ask storage about the next few objects, unless that was done a moment ago. Never waits.
 
-        What was stored since may have pushed something out, so that there is no pause where one check reaches everything.
+        Where one check covers everything, there is no pause once more objects were stored: they may have pushed others out of the store.
         """
         state, most = self._state, self._state.options.belief_checks
         if not most or state.storage is None or self._asking or state.queries.is_away:
@@ -59,7 +60,7 @@ class Beliefs:
             if not self._stack or found >= most:
                 break
             node = self._stack.pop()
-            if node.is_removed:  # and its children hang elsewhere now: the next round finds them
+            if node.is_removed:  # its children belong to another node now; the next round finds them
                 continue
             self._stack += node.children.values()
             for part in _believed(state, node):
@@ -75,10 +76,10 @@ class Beliefs:
 
 
 class _Part(NamedTuple):
-    """What storage is believed to have of one pool on one edge: pages under `mask`, or the state at its end."""
+    """Objects of one pool on one edge that are believed to be stored: the pages under `mask`, or (None) the state at the edge's end."""
 
     span: Span
-    """The edge as it was asked for; it may be cut before the answer."""
+    """Extent of the edge when the question was put; the edge may be cut before the answer."""
     pool: PoolName
     mask: Mask | None
     keys: list[bytes]
@@ -102,7 +103,7 @@ def _believed(state: ControllerState, node: Node) -> list[_Part]:
 
 
 class _Check:
-    """One question, on a background thread; the edges that it is about keep their identity until it is answered."""
+    """One question to storage, on a background thread. It pins its edges, so that they stay in the tree until it is answered."""
 
     kind = "check"
 
@@ -162,22 +163,23 @@ class _Check:
 
 
 def heal(state: ControllerState, tokens: TokenArray, extra: bytes, result: PoolTransferResult) -> None:
-    """Forget of this prompt's path what storage has just said that it does not have.
+    """Forget the stored objects on this prompt's path that storage has just reported missing.
 
-    What a write has brought there since it was asked is forgotten as well, and so offered again by the next commit, which costs a lookup.
+    An object that a write stored after the question was put is forgotten as well. The next commit then offers it again, at the cost of a
+    lookup.
     """
     index = state.index
     match = index.match(tokens, extra)
     path = list(index.node_at(match, match.path_depth).path())
     with ExitStack() as pins:
-        for node in path:  # one that holds nothing any more would go, and take others along
+        for node in path:  # a node that holds nothing any more would be removed, and others with it
             pins.enter_context(index.pinned(node))
         for node in path:
             _forget(state, node, match.path_depth, result)
 
 
 def _forget(state: ControllerState, node: Node, depth: int, result: PoolTransferResult) -> None:
-    """Forget what storage does not have of one edge, as far as it is on the path of `depth` pages, and of the state at its end."""
+    """Forget the pages of one edge, within the first `depth` pages of the path, and the state at its end that storage does not have."""
     index, start = state.index, node.end - node.pages
     for pool, present in result.present.items():
         here = present[start : min(node.end, depth)]

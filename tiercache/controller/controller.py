@@ -1,4 +1,4 @@
-"""`HybridCacheController`: the one object that an engine's worker talks to."""
+"""`HybridCacheController`: the one object through which an engine's worker uses the cache."""
 
 from __future__ import annotations
 
@@ -35,23 +35,22 @@ EngineFactory = Callable[[Mapping[PoolName, DevicePool], Mapping[PoolName, HostP
 
 
 class HybridCacheController:
-    """Keeps KV pages and recurrent states across requests, on the device, in host memory and in a store.
+    """Cache that keeps KV pages and recurrent states across requests, on the device, in host memory and in a store.
 
-    A request is `lookup` -> `admit` -> `poll` until ready -> compute from the restored depth, `commit` at every checkpoint and at the end
-    ->
-    `release`. Depths are in tokens and multiples of the page size.
+    The life of a request: `lookup`; `admit`; `poll` until it is ready; compute from the restored depth, with a `commit` at every checkpoint
+    and at the end; `release`. Depths are in tokens and multiples of the page size.
 
     The caller guarantees: committed slots hold what the model computed for exactly those tokens, under `identity`; a state slot handed to
     `commit` is not written again; device memory is not touched after `close`.
 
-    `shard`: which part of each object this rank holds, of all pools or by pool; a pool that is not named is whole on every rank.
-    `profile`: of the model, by which the policy weighs bytes against computation (default: that of a Qwen3-Next);
-    `policy`: one made elsewhere, instead of the options'.
+    `shard`: which part of each object this rank holds, for all pools or by pool; a pool that is not named is whole on every rank.
+    `profile`: the model's profile, by which the policy weighs bytes against computation (default: `DEFAULT_PROFILE`, a Qwen3-Next).
+    `policy`: an eviction policy to use instead of the one that the options name.
 
-    The controller owns the host pools, the index and its threads; it closes `storage` and the arena with itself. Nothing here waits for
-    storage, except `flush` and `close`, which say so.
+    The controller owns the host pools, the index and its threads; `close` also closes `storage` and the arena. No method waits for storage
+    except `flush` and `close`.
 
-    Thread safety: one owner thread, the engine's. Copies and storage run on threads of their own and hand in events, which each call drains.
+    Thread safety: one owner thread, the engine's. Copies and storage calls run on their own threads and post events; each call drains them.
     """
 
     def __init__(
@@ -131,24 +130,24 @@ class HybridCacheController:
         return self._state.page_size
 
     def lookup(self, tokens: Any, extra: bytes = b"") -> Lookup:
-        """What is known of a prompt; asks storage in the background about the rest. Changes nothing and never waits.
+        """Look a prompt up in the index, and ask storage in the background about the rest. Reserves nothing and never waits.
 
-        `tokens`: integers, ideally a numpy array. `extra`: see `keys.sequence_extra`. TokenError for an empty prompt or bad ids.
+        `tokens`: integers, ideally a numpy array. `extra`: see `keys.sequence_extra`. Raises TokenError for an empty prompt or bad ids.
         """
         self._enter()
         prompt = as_tokens(tokens)
         if not len(prompt):
             raise TokenError("the prompt is empty; pass at least one token")
         if prompt is tokens or prompt.base is not None:
-            prompt = prompt.copy()  # an engine may use its token buffer again, while the request goes on
+            prompt = prompt.copy()  # the engine may reuse its token buffer while the request goes on
         self._beliefs.check()
         return look_up(self._state, prompt, extra)
 
     def admit(self, lookup: Lookup, *, tokens: int | None = None, states: int = 0, deadline: float | None = None) -> Admission:
         """Reserve slots for `tokens` tokens (default: the prompt) and `states` states, and pin what will be read.
 
-        All or nothing: PoolFullError, with nothing changed, if evicting everything that is not in use would not be enough. `deadline`:
-        seconds to wait for storage at most (default: the options').
+        All or nothing: raises PoolFullError, with nothing changed, if evicting everything that is not in use would not be enough.
+        `deadline`: most seconds to wait for storage (default: the options' `restore_deadline`).
         """
         self._enter()
         tokens = len(lookup.tokens) if tokens is None else tokens
@@ -175,15 +174,15 @@ class HybridCacheController:
         pages: Mapping[PoolName, Locations] | None = None,
         fence: Fence | None = None,
     ) -> Mapping[PoolName, Locations]:
-        """Give the full pages of `tokens`, and states by depth in tokens, to the cache; write-through starts behind.
+        """Give the full pages of `tokens`, and states by depth in tokens, to the cache; write-through starts in the background.
 
-        `tokens` are all tokens of the sequence whose KV is in the slots. `states` slots come from `Admission.take_states`. `pages` may
-        repeat the slot table, to have it checked. `fence`: passed when the device has finished writing and reading those slots (default:
-        it has).
+        `tokens` are all tokens of the sequence whose KV is in the slots. The slots in `states` come from `Admission.take_states`. `pages`
+        may repeat the slot table, to have it checked. `fence`: passed when the device has finished writing and reading those slots
+        (default: it has finished already).
 
         Returns the slot table to use from now on: where the cache held a page already, its slot takes the place of the request's own,
-        which is freed after the fence. SlotError or InputError, with nothing changed, for slots that are not this admission's, depths that
-        are not whole pages, or tokens that are not those admitted.
+        which is freed after the fence. Raises SlotError or InputError, with nothing changed, for slots that are not this admission's,
+        depths that are not whole pages, or tokens that are not those admitted.
         """
         self._enter()
         self._require_mine(admission)
@@ -211,14 +210,14 @@ class HybridCacheController:
             origin=admission.origin,
         )
         admission.follow(inserted, sequence[: full * self.page_size], fence)
-        depths = {*by_depth, admission.depth // self.page_size}  # a state that was there already may not have come down then
+        depths = {*by_depth, admission.depth // self.page_size}  # the restored state may not have been written through so far
         self._write_through.send(inserted.node, sequence[: full * self.page_size], admission.lookup.extra, depths)
         return admission.pages
 
     def release(self, admission: Admission, *, fence: Fence | None = None) -> None:
-        """End a request: unpin, give its own slots back. AdmissionError if that was done before.
+        """End a request: release its pins and its own slots. Raises AdmissionError if it was released before.
 
-        `fence`: passed when the device no longer reads or writes the request's slots (default: it does not).
+        `fence`: passed when the device no longer reads or writes the request's slots (default: it does not any more).
         """
         self._enter()
         self._require_mine(admission)
@@ -229,10 +228,10 @@ class HybridCacheController:
             self._shadows.served(admission.lookup.tokens, admission.sequence, admission.lookup.extra)
 
     def tick(self, wait: float = 0.0) -> bool:
-        """Apply what has happened in the background, after up to `wait` seconds if nothing has; was anything under way?
+        """Apply background events, waiting up to `wait` seconds for one; return whether anything was under way.
 
-        If not, the next tick will find nothing new, and what was refused for want of room will be refused again. Every call applies events;
-        an idle engine ticks now and then.
+        If nothing was, the next tick will find nothing new, and a request refused for lack of room will be refused again. Every call of the
+        controller applies events, so that only an idle engine needs to tick now and then.
         """
         busy = self._state.under_way
         self._enter()
@@ -242,14 +241,14 @@ class HybridCacheController:
         return busy
 
     def contents(self) -> Iterator[Content]:
-        """What the cache holds in any tier, edge by edge."""
+        """Iterate over what the cache holds in any tier, one edge of the radix tree at a time."""
         self._enter()
         return self._state.index.contents()
 
     def evict(self, tier: Tier) -> None:
         """Free everything in `tier` that no request and no transfer is using.
 
-        Before a sleep, to hand memory over, or to measure a tier below.
+        Meant for use before a sleep, to hand memory over, or to measure the tier below. Raises InputError for Tier.STORAGE.
         """
         self._enter()
         if tier is Tier.STORAGE:
@@ -259,9 +258,9 @@ class HybridCacheController:
     def flush(self, timeout: float = 60.0) -> bool:
         """Wait until nothing committed so far is on its way, and storage has flushed what it took.
 
-        False if that took longer than `timeout` seconds, or if something did not get there since the last flush: the host had no room, a
-        copy failed, storage did not take it, or is left alone because it hangs. `unstored` says how many objects; a flush that waited for
-        all the others logs it, and forgets those that were given up.
+        Returns False if that took longer than `timeout` seconds, or if some objects did not reach storage since the last flush: the host
+        had no room, a copy failed, or storage did not take them or is left alone because it hangs or fails. `unstored` is their number. A
+        flush that did not time out logs that number and resets the count of those that were given up.
         """
         self._enter()
         end = time.monotonic() + timeout
@@ -277,14 +276,14 @@ class HybridCacheController:
 
     @property
     def unstored(self) -> int:
-        """Objects committed since the last flush that did not get to storage, and will not while nothing changes."""
+        """Number of objects committed since the last flush that were given up, or that wait for room or for the store."""
         return self._state.unstored + self._write_through.objects + sum(call.objects for call in list(self._state.writes.waiting))
 
     def close(self, deadline: float | None = None) -> bool:
-        """Drain within `deadline` seconds (default: the options'), or abandon what is left; then release threads, storage and arena.
+        """Drain for at most `deadline` seconds (default: the options' `close_deadline`), then release threads, storage and arena.
 
-        True if everything was drained. If a thread still hangs in the store, that stays open, as does the memory under it. Twice is
-        harmless, and says what the first time said; in a process that was forked off it does nothing.
+        Returns True if everything was drained and no call hangs. While a thread still hangs in the store, the store and the arena's memory
+        stay open. A second call is harmless and returns the first result. In a forked process it does nothing.
         """
         if self._closed or self._state.is_forked:
             return self._drained
@@ -303,13 +302,13 @@ class HybridCacheController:
         if self._backend is not None and quiet:
             quiet = self._within(max(0.1, end - time.monotonic()), self._backend.close)
         self._state.drain()
-        if quiet:  # else a thread that hangs in the store still works with the arena's memory
+        if quiet:  # otherwise a thread that hangs in the store may still use the arena's memory
             self._state.arena.close()
         self._drained = drained and quiet
         return self._drained
 
     def check_integrity(self) -> None:
-        """Recount everything; AssertionError on a slot, block or pin that is lost or held twice. For tests, at a quiet moment."""
+        """Raise AssertionError for a slot, block or pin that is lost or held twice. For tests, while nothing else is running."""
         self._state.drain()
         self._state.check_integrity([a.slots.private() for a in self._admissions], [pin for a in self._admissions for pin in a.pins])
 
@@ -320,7 +319,10 @@ class HybridCacheController:
         self.close()
 
     def _within(self, timeout: float, call: Callable[[], None]) -> bool:
-        """Call the store for `timeout` seconds at most: did it return? It may hang for ever on its thread. What it raises is raised."""
+        """Run `call` on a thread and return whether it ended within `timeout` seconds; False at once while an earlier one still hangs.
+
+        The thread may hang for ever. An exception of the call is raised here.
+        """
         if self._hanging is not None and self._hanging.is_alive():
             return False
         raised: list[BaseException] = []
@@ -339,7 +341,7 @@ class HybridCacheController:
         return not self._hanging.is_alive()
 
     def _settle(self, timeout: float) -> bool:
-        """Drain until nothing is in flight, but for what waits for a store that is left alone."""
+        """Drain until nothing is in flight except writes that wait for a store that is left alone; False after `timeout` seconds."""
         end = time.monotonic() + timeout
         self._state.drain()
         while len(self._state.operations) > len(self._state.writes.waiting) or not self._write_through.is_idle:
@@ -351,7 +353,7 @@ class HybridCacheController:
         return True
 
     def _go_on(self) -> None:
-        """Something has landed: begin what waited for it."""
+        """Begin what waited for an operation to land."""
         self._write_through.go_on()
         self._beliefs.check()
 
@@ -385,7 +387,7 @@ def _check_pages(admission: Admission, pages: Mapping[PoolName, Locations] | Non
 
 
 def _kinds(identity: Identity, pools: Mapping[PoolName, DevicePool]) -> tuple[list[PoolName], list[PoolName]]:
-    """The page pools and the state pools among `pools`; GeometryError for what the index cannot serve."""
+    """Return the page pools and the state pools among `pools`; raise GeometryError for a pool that the index cannot serve."""
     kinds: dict[HitPolicy, list[PoolName]] = {HitPolicy.ALL_PAGES: [], HitPolicy.TRAILING_PAGES: []}
     for name, pool in pools.items():
         geometry = pool.geometry

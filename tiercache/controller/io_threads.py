@@ -1,4 +1,4 @@
-"""Threads that call the store, so that the engine's thread never does."""
+"""Threads that call the store, so that the engine's thread never has to."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from collections.abc import Callable
 
 
 class IoThreads:
-    """A few daemon threads over one queue.
+    """A few daemon threads that serve one queue of jobs.
 
-    Not `concurrent.futures`: the interpreter joins that pool's threads at exit, and a store that hangs would hang the process with it. Jobs
-    handle their own failures. Thread safety: `submit` from any thread; `replace` and `close` from the owner.
+    `concurrent.futures` does not do here: the interpreter joins its threads at exit, so that a hung store would hang the process. The
+    caller guarantees that jobs handle their own failures.
+
+    Thread safety: `submit` from any thread; `replace` and `close` from the owner's.
     """
 
     def __init__(self, name: str, threads: int) -> None:
@@ -24,16 +26,16 @@ class IoThreads:
             self._start()
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Run `job` soon."""
+        """Queue `job`, to run when a thread is free."""
         self._jobs.put(job)
 
     def replace(self, thread: int) -> None:
-        """Start another thread in place of the one with this identity, which ends with its job, if that ever ends."""
+        """Start another thread in place of the one with identity `thread`, which ends when its present job does, if ever."""
         self._replaced.add(thread)
         self._start()
 
     def close(self, timeout: float) -> bool:
-        """Let queued jobs finish and the threads end; False if some still run after `timeout` seconds. Twice is harmless."""
+        """Let queued jobs finish and the threads end; return False if some still run after `timeout` seconds. A second call is harmless."""
         deadline = time.monotonic() + timeout
         for _ in self._threads:
             self._jobs.put(None)
@@ -50,4 +52,4 @@ class IoThreads:
         me = threading.get_ident()
         while me not in self._replaced and (job := self._jobs.get()) is not None:
             job()
-        self._replaced.discard(me)  # the system gives identities again
+        self._replaced.discard(me)  # the system reuses thread identities

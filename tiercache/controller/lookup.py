@@ -1,4 +1,4 @@
-"""`lookup`: what the index knows of a prompt, and the question put to storage about the rest."""
+"""Lookup of a prompt: what the index knows of it, and the query that asks storage about the rest."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ _log = logging.getLogger(__name__)
 class StorageQuery:
     """One `batch_exists_v2` on a background thread.
 
-    `result` is there once `done`; None if it failed, for `reason`, which also names an outage that it met.
+    Once `done` is set, `result` holds the answer, or None if the call failed. `reason` says why it failed, and also names an outage that it
+    met.
 
-    Thread safety: made and read on the owner's thread, run on another.
+    Thread safety: made and read on the owner's thread; the call runs on another.
     """
 
     kind = "query"
@@ -70,8 +71,9 @@ class StorageQuery:
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """A prompt and what was known of it at the time. `query` is None where storage was not asked; `unasked` says why, if it could have
-    been.
+    """A prompt and what was known of it at the time.
+
+    `query` is None where storage was not asked; `unasked` then says why, and is NONE if there was nothing to ask for.
     """
 
     tokens: TokenArray
@@ -83,7 +85,7 @@ class Lookup:
 
 
 def look_up(state: ControllerState, tokens: TokenArray, extra: bytes) -> Lookup:
-    """Walk the index; ask storage in the background about what lies beyond what is near."""
+    """Match a prompt in the index, and ask storage in the background about the pages beyond those that are near."""
     match = state.index.match(tokens, extra)
     near_tokens = match.near_depth * state.page_size
     limit = (len(tokens) - 1) // state.page_size
@@ -102,7 +104,7 @@ def look_up(state: ControllerState, tokens: TokenArray, extra: bytes) -> Lookup:
 
 
 def _near_run(state: ControllerState, match: Match, limit: int) -> int:
-    """How many leading pages device or host hold, whether a state makes them restorable or not."""
+    """Return how many leading pages device or host hold, whether or not a state makes them restorable."""
     pages, _ = state.index.locations(match, min(match.path_depth, limit))
     present = np.ones(min(match.path_depth, limit), np.bool_)
     for at in pages.values():

@@ -1,8 +1,8 @@
-"""Objects on the way between two tiers: `Write` (device -> host -> storage), `Fetch` (storage -> host), `Load` (host -> device).
+"""Transfers of objects between two tiers: `Write` (device -> host -> storage), `Fetch` (storage -> host), `Load` (host -> device).
 
-An operation pins the path that it works on and marks its destinations pending in the index when it is made; it lands on the owner's thread:
-what has been acknowledged is published, the rest is undone, the pins go. It outlives the request that caused it: what arrives late is
-published all the same, for the next one.
+When it is made, an operation pins the path that it works on and marks its destinations pending in the index. It lands on the owner's
+thread: objects whose transfer was acknowledged are published, the others are undone, and the pins are released. An operation outlives the
+request that caused it: objects that arrive late are still published, for later requests.
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ from tiercache.transfer import LayerTicket, Ticket
 _log = logging.getLogger(__name__)
 
 PART_BYTES: Final = 32 << 20
-"""Payload of one call of the store at most, but for one object: with the shortest deadline, 1 s, a store may be as slow as 32 MiB/s."""
+"""Most payload bytes of one store call, or one larger object. With the shortest deadline, 1 s, a store as slow as 32 MiB/s still works."""
 _TAKEN: Final = (Outcome.STORED, Outcome.HIT)
 _FIRST_PAUSE_S: Final = 0.1
+"""Seconds before objects that a busy or failed store did not take are offered to it for the second time."""
 _PAUSE_GROWTH: Final = 4
-"""A store that was busy, or failed, is asked again for what it did not take after these pauses."""
+"""Factor from one pause before a retry to the next."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Neighbouring objects of one pool that move together. A state is the span of the one page on which it ends."""
+    """Neighbouring objects of one pool that move together. The span of a state is the one page on which the state ends."""
 
     pool: PoolName
     span: Span
@@ -45,43 +46,43 @@ class Piece:
     destinations: Locations
 
     def units(self) -> CacheTransferUnits:
-        """This piece as transfer units."""
+        """Return this piece as transfer units."""
         return CacheTransferUnits(self.pool, self.sources, self.destinations)
 
     def reserve(self, index: HybridIndex, tier: Tier) -> None:
-        """Mark the destinations pending."""
+        """Mark the destinations as pending in `tier`."""
         if self.pool in index.state_pools:
             index.reserve_state(self.span.node, self.pool, tier, int(self.destinations[0]))
         else:
             index.reserve_pages(self.span, self.pool, tier, self.destinations)
 
     def publish(self, index: HybridIndex, tier: Tier) -> None:
-        """The bytes are there."""
+        """Mark the destinations as filled: the bytes have arrived in `tier`."""
         if self.pool in index.state_pools:
             index.publish_state(self.span.node, self.pool, tier, int(self.destinations[0]))
         else:
             index.publish_pages(self.span, self.pool, tier, self.destinations)
 
     def cancel(self, index: HybridIndex, tier: Tier) -> None:
-        """The bytes will not come; the destinations are the caller's again."""
+        """Undo `reserve`, because the bytes will not arrive. The destinations belong to the caller again."""
         if self.pool in index.state_pools:
             index.cancel_state(self.span.node, self.pool, tier, int(self.destinations[0]))
         else:
             index.cancel_pages(self.span, self.pool, tier, self.destinations)
 
     def note_stored(self, index: HybridIndex, stored: bool) -> None:
-        """The store was seen to have these objects, or not to have them."""
+        """Note in the index whether the store was seen to have these objects."""
         if self.pool in index.state_pools:
             (index.mark_state_stored if stored else index.forget_state_stored)(self.span.node, self.pool)
         else:
             (index.mark_stored if stored else index.forget_stored)(self.span, self.pool, np.ones(len(self.destinations), np.bool_))
 
     def split(self, size: int) -> list[Piece]:
-        """This piece in parts of at most `size` objects."""
+        """Split this piece into parts of at most `size` objects."""
         return [self._part(at, min(at + size, len(self.sources))) for at in range(0, len(self.sources), size)]
 
     def blocks(self, state: ControllerState) -> int:
-        """Host blocks of its objects."""
+        """Return the number of host blocks that its objects take."""
         return state.blocks_of(self.pool, len(self.destinations))
 
     def _part(self, start: int, end: int) -> Piece:
@@ -90,14 +91,14 @@ class Piece:
 
 
 class Operation:
-    """What the three kinds share: pins, and a place in the set of operations that `flush` and `close` wait for.
+    """Base of the three kinds: holds pins, and is one of the operations that `flush` and `close` wait for.
 
     Thread safety: made and landed on the owner's thread; methods named `_run*` run on a background thread and touch nothing but the store.
     """
 
     kind: str
     destination: Tier
-    """The tier whose locations are pending while the operation runs."""
+    """Tier whose locations are pending while the operation runs."""
 
     def __init__(self, state: ControllerState, pieces: Sequence[Piece], pins: Iterable[Pin]) -> None:
         self.done = False
@@ -115,7 +116,7 @@ class Operation:
 
     @property
     def pins(self) -> list[Pin]:
-        """What it holds in the index."""
+        """Pins that the operation holds in the index."""
         return self._pins
 
     def _reserve(self) -> None:
@@ -128,13 +129,16 @@ class Operation:
         piece.publish(self._state.index, self.destination)
 
     def _cancel(self, piece: Piece) -> None:
-        """From now on the destinations are for the operation to give back."""
+        """Undo the reservation of one piece. The operation must give its destinations back afterwards."""
         self._state.unclaim(self.destination, piece.pool, piece.destinations)
         piece.cancel(self._state.index, self.destination)
 
 
 class Load(Operation):
-    """Host -> device, layer by layer. The slots of one that failed go to `give_back`, for the request that they were reserved by."""
+    """Copy from host to device, layer by layer.
+
+    The slots of a load that failed are passed to `give_back`, which returns them to the request that reserved them.
+    """
 
     kind = "load"
     destination = Tier.DEVICE
@@ -166,23 +170,23 @@ class Load(Operation):
 
 
 class Fetch(Operation):
-    """Storage -> host, verified. Reads run in parts, side by side; each object stands or falls for itself.
+    """Verified read from storage to host, in parts that run in parallel. Each object succeeds or fails on its own.
 
-    What a read that hangs may still write to is nobody's until the read has come back. Parts that have not begun when nobody waits for the
-    fetch any more (`leave`) are called off.
+    Host objects that a hung read may still write to stay quarantined until the read returns. When no admission waits for the fetch any
+    more (see `leave`), the parts that have not begun are cancelled.
     """
 
     kind = "fetch"
     destination = Tier.HOST
     part = 64
-    """Objects of a read at most. Fewer would share a prompt of 4k tokens out among threads, and lose more to hand-overs than they gain (13
-    ms against 15).
+    """Most objects in one read. Smaller parts would split a prompt of 4k tokens among threads, and lose more to hand-overs than they gain
+    (15 ms instead of 13 ms).
     """
 
     def __init__(self, state: ControllerState, pieces: Sequence[Piece], keys: Sequence[bytes], pins: Iterable[Pin]) -> None:
         super().__init__(state, pieces, pins)
         self.failed: dict[tuple[PoolName, bytes], Reason] = {}
-        """(pool, page key) of what did not arrive, and why. By key, for who waits here may have another path from some page on."""
+        """Reasons why objects did not arrive, by (pool, page key): a waiting admission may be on another path from some page on."""
         state.fetching.take(sum(piece.blocks(state) for piece in pieces))
         self._reserve()
         self._waiting: set[object] = set()
@@ -193,11 +197,11 @@ class Fetch(Operation):
             state.reads.submit(call)
 
     def join(self, who: object) -> None:
-        """`who` waits for it."""
+        """Register `who` as waiting for this fetch."""
         self._waiting.add(who)
 
     def leave(self, who: object) -> None:
-        """`who` does not wait any more."""
+        """Note that `who` no longer waits; cancel what has not begun if it was the last."""
         self._waiting.discard(who)
         if not self._waiting and not self.done:
             for call in self._calls:
@@ -230,7 +234,7 @@ class Fetch(Operation):
     def _land(self, part: Piece, keys: Sequence[bytes], outcomes: Sequence[Outcome], reasons: Mapping[Outcome, Reason]) -> bool:
         index = self._state.index
         away = any(map(is_outage, reasons.values()))
-        # What met an outage, a busy store or an error may be there all the same.
+        # Only MISS and CORRUPT show that an object is gone. After an outage, a busy answer or an error it may still be stored.
         gone = set() if away else {Outcome.MISS, Outcome.CORRUPT}
         for run, hit in _runs(part, np.array([o is Outcome.HIT for o in outcomes])):
             if hit:
@@ -259,7 +263,7 @@ class Fetch(Operation):
         self._end_part()
 
     def _release(self, part: Piece, *, quarantined: bool = True) -> None:
-        """Give the destinations of a lost part back: nobody writes to them any more."""
+        """Free the destinations of a lost part, once no read can write to them any more."""
         if quarantined:
             self._state.quarantined[part.pool] -= len(part.destinations)
         self._state.free_host(part.pool, part.destinations)
@@ -272,29 +276,33 @@ class Fetch(Operation):
 
 
 class _Answer(NamedTuple):
-    """What storage answered to a write: outcomes by piece and object, and whether it was out of reach, of which it knew itself."""
+    """Answer of storage to a write: outcomes by piece and object, and whether the store itself reported an outage."""
 
     outcomes: Sequence[Sequence[Outcome]]
     away: bool
 
 
 class Chain:
-    """The writes of one commit, which follow each other: which of its pages storage has refused so far.
+    """State shared by the successive writes of one commit: its page keys, and the pages that storage has refused so far.
 
-    Thread safety: the threads that write; one at a time, or a state may be offered a moment too early.
+    Thread safety: the owner's thread adds `keys`; write threads update `refused`, and so does the owner's thread when a write hangs. If
+    several writes of a chain run at the same time, a state may be offered a moment too early.
     """
 
     def __init__(self, keys: dict[int, bytes]) -> None:
         self.keys = keys
+        """Page keys by page number."""
         self.refused: set[int] = set()
+        """Page numbers that storage has not taken."""
 
 
 class Write(Operation):
-    """Device -> host -> storage, behind the engine's back.
+    """Background write from device to host to storage.
 
-    `pieces` go from device to host first; then they and `held` (pieces that the host has already, destinations = handles) go to storage,
-    unless it is `near`. What storage does not take is offered to it again `write_retries` times, and then given up; while storage is left
-    alone it waits. The host keeps it meanwhile. A state is offered once all pages of its chain were taken.
+    `pieces` are copied from device to host first. Then they and `held` (pieces that the host has already, destinations = handles) are
+    written to storage, unless `near` is set. Objects that storage does not take are offered again `write_retries` times and then given up;
+    while the store is left alone after failures they wait. The host keeps them meanwhile. A state is offered once all pages before it in
+    its chain were taken, or together with the pages that are still missing.
     """
 
     kind = "write"
@@ -321,7 +329,7 @@ class Write(Operation):
         self._pauses = (_FIRST_PAUSE_S * _PAUSE_GROWTH**i for i in range(state.options.write_retries))
         self._mark_storing(True)
         self._reserve()
-        # Some pages may be another request's, whose work in another stream has yet to write them.
+        # Some pages may belong to another request whose work, in another stream, has not written them yet.
         after = state.fences((p.pool, p.sources) for p in pieces)
         try:
             ticket = state.engine.store([p.units() for p in pieces], after=after)
@@ -335,7 +343,7 @@ class Write(Operation):
         return [*self._pins, *self._device_pins]
 
     def _run_copied(self, ticket: Ticket) -> None:
-        # The chain goes on without the engine's thread, which may be busy with a forward pass for a long time.
+        # The storage write is submitted here, without the owner's thread, which may be busy with a forward pass for a long time.
         self._state.post(partial(self._land_copied, ticket.error))
         if ticket.error is None and self._stored:
             self._state.writes.submit(self._call())
@@ -346,7 +354,7 @@ class Write(Operation):
         metrics, copied = self._state.metrics, error is None
         if not copied:
             _log.warning("a copy to the host failed, its write-through is skipped: %s", error)
-            self._mark_storing(False)  # before the handles are freed: who takes them next may be storing them
+            self._mark_storing(False)  # before the handles are freed: their next owner may mark them itself
             for piece in self._stored or self.pieces:
                 self._state.give_up(piece.pool, "transfer_failed", len(piece.destinations))
             self._stored = []
@@ -366,7 +374,7 @@ class Write(Operation):
         return StoreCall(self._run_store, landed=self._land_stored, lost=self._lose, late=self._land_late, patient=True, objects=objects)
 
     def _run_store(self) -> _Answer:
-        """Offer it all in one call, so that storage can put each state behind the pages that it depends on."""
+        """Offer all objects in one call, so that storage can put each state behind the pages that it depends on."""
         storage, chain = self._state.storage, self._chain
         assert storage is not None
         outcomes, away = [[Outcome.THROTTLED] * len(piece.destinations) for piece in self._stored], False
@@ -394,12 +402,12 @@ class Write(Operation):
         return piece.pool in self._state.index.state_pools
 
     def _is_whole(self, state: Piece) -> bool:
-        """Was no page before this state refused, but for those that are offered together with it?"""
+        """Whether every refused page up to this state is offered again together with it."""
         with_it = {page for piece in self._stored if not self._is_state(piece) for page in range(piece.span.start, piece.span.end)}
         return not any(page <= state.span.start and page not in with_it for page in list(self._chain.refused))
 
     def _transfers(self, offered: Sequence[Piece]) -> list[PoolTransfer]:
-        """One transfer a pool, its pieces in order."""
+        """Return one transfer per pool, with the pool's pieces in order."""
         transfers, keys = [], self._chain.keys
         for pool in dict.fromkeys(p.pool for p in offered):
             pieces = [p for p in offered if p.pool is pool]
@@ -431,7 +439,7 @@ class Write(Operation):
         return answer.away or any(outcome is not Outcome.ERROR for results in answer.outcomes for outcome in results)
 
     def _lose(self, reason: Reason, begun: bool) -> None:
-        """The store hangs: it may read the objects for a long time yet, so that they stay where they are, but nobody waits for it."""
+        """Give up on a write that hangs. Its objects stay in place, because the store may still read them, but nothing waits for it."""
         assert begun, "a patient call is lost only when it hangs"
         for piece in self._stored:
             self._state.give_up(piece.pool, str(reason), len(piece.destinations))
@@ -445,7 +453,7 @@ class Write(Operation):
         self._end()
 
     def _note(self, answer: _Answer) -> list[Piece]:
-        """Note what storage answered: what it did not take."""
+        """Note the outcomes in the index and the metrics; return the pieces that storage did not take."""
         refused: list[Piece] = []
         for piece, results in zip(self._stored, answer.outcomes, strict=True):
             for run, there in _runs(piece, np.array([o in _TAKEN for o in results])):
@@ -469,7 +477,7 @@ class Write(Operation):
 
 
 def _runs(piece: Piece, flags: Mask) -> list[tuple[Piece, bool]]:
-    """`piece` cut where `flags` (one per object) changes."""
+    """Cut `piece` where `flags` (one per object) changes; return each run with its flag."""
     cuts = [0, *(np.flatnonzero(flags[1:] != flags[:-1]) + 1).tolist(), len(flags)]
     return [(piece._part(a, b), bool(flags[a])) for a, b in pairwise(cuts) if b > a]
 
@@ -477,9 +485,9 @@ def _runs(piece: Piece, flags: Mask) -> list[tuple[Piece, bool]]:
 def gather_pieces(
     pool: PoolName, node: Node, start: int, sources: Locations, wanted: Mask, destinations: Locations | None = None
 ) -> list[Piece]:
-    """The runs of `wanted` among neighbouring objects, the first of which is on page `start`, as pieces.
+    """Return the runs of `wanted` among neighbouring objects as pieces. The first object is on page `start`.
 
-    `destinations` has one entry per wanted object; without it, destinations are the sources.
+    `destinations` has one entry per wanted object; without it, the destinations are the sources.
     """
     if not wanted.any():
         return []

@@ -1,4 +1,4 @@
-"""Bringing up from storage, round by round, what a prompt could still restore beyond what is near."""
+"""Prefetch: bringing up from storage, round by round, the objects that a prompt could restore beyond those on device and host."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ from tiercache.index import Match, Node, Pin
 from tiercache.storage.hybrid import is_outage
 
 _MAX_ROUNDS: Final = 8
-"""Each further round follows an object that turned out missing or corrupt, or a depth that the host has no room for."""
+"""Most rounds per admission. A further round follows when objects turned out missing or corrupt, or the host has no room for a depth."""
 
 
 class Step(enum.Enum):
-    """What came of beginning to fetch."""
+    """Result of an attempt to begin a fetch."""
 
     BEGUN = "begun"
     LATER = "later"
-    """Other fetches hold what blocks there are for them; some will land."""
+    """Other fetches hold all the blocks that fetches may hold; some will land."""
     NO_ROOM = "no_room"
-    """The host could not hold what the depth needs."""
+    """The host cannot hold the objects that the depth needs."""
 
 
 class Prefetch:
-    """The storage side of one admission: what is wanted, what is on its way, what turned out not to be there.
+    """Storage side of one admission: the objects that it wants, those on their way, and those that turned out to be missing.
 
-    What a depth lacks comes in waves, each of at most the blocks that fetches may hold; what has landed is held until the next. `fetched`
-    marks, per pool, the pages that were brought up for this prompt (a state is on the page on which it ends); `rounds` counts the attempts.
+    The objects that a depth lacks come in waves, each of at most the blocks that fetches may hold. A pin holds what has landed until the
+    next wave. `fetched` marks, per pool, the pages that were brought up for this prompt (a state counts as the page on which it ends).
+    `rounds` counts the depths that were tried.
 
     Thread safety: the owner's thread.
     """
@@ -42,7 +43,7 @@ class Prefetch:
         self.fetched: dict[PoolName, Mask] = {p: np.zeros(limit, np.bool_) for p in state.pools}
         self.rounds = 0
         self.pin: Pin | None = None
-        """Of the path that is being fetched."""
+        """Pin of the path that is being fetched; None while there is none."""
         self._state = state
         self._lookup = lookup
         self._limit = limit
@@ -55,12 +56,15 @@ class Prefetch:
 
     @property
     def waiting(self) -> bool:
-        """Is an answer or an object still on its way?"""
+        """Whether an answer or an object is still on its way."""
         query = self._lookup.query
         return (query is not None and not query.done) or not all(fetch.done for fetch in self._fetching)
 
     def harvest(self) -> set[Reason]:
-        """Learn what could not be fetched of this prompt's path, and why. A shared fetch may have failed for pages of another path."""
+        """Note which objects of this prompt's path could not be fetched; return the reasons.
+
+        Failures of a shared fetch that concern pages of another path are left out.
+        """
         failed: dict[tuple[PoolName, bytes], Reason] = {}
         for fetch in self._fetching:
             failed |= fetch.failed
@@ -72,7 +76,7 @@ class Prefetch:
         return reasons
 
     def begin(self, target: int) -> Step:
-        """Begin to fetch what depth `target` lacks on the host, or the next wave of it."""
+        """Begin to fetch the objects that depth `target` (in pages) lacks on device and host, or the next wave of them."""
         state, lookup = self._state, self._lookup
         if target != self._depth:
             self.rounds += 1
@@ -87,30 +91,31 @@ class Prefetch:
         except PoolFullError:
             self._unfit.add(target)
             self._depth = 0
-            self._let_go()  # what was made for a fetch that does not come to pass goes with the pin
+            self._let_go()  # nodes that were made for this fetch are removed with the pin
             return Step.NO_ROOM
 
     def close(self) -> None:
-        """Nobody waits any more: call off what has not begun, and let go of the path."""
+        """Stop waiting: leave the fetches, which cancel what has not begun if no other admission waits, and release the path."""
         for fetch in self._fetching:
             fetch.leave(self)
         self._let_go()
 
     def target(self, match: Match) -> int:
-        """The deepest depth, in pages, that storage could still give beyond what is near; 0 if there is none.
+        """Return the deepest depth, in pages, that storage could still restore beyond what is near; 0 if there is none.
 
-        There is none during an outage: a fetch would evict others from the host for nothing.
+        During an outage the answer is 0: a fetch would evict other objects from the host for nothing.
         """
         return 0 if self._cut_off or self._state.reads.is_away else self.hoped(match)
 
     def hoped(self, match: Match) -> int:
-        """The deepest depth that storage could still give if it can be read, and is worth it."""
+        """Return the deepest depth, in pages, that readable storage could still restore and that is worth a fetch; 0 if there is none."""
         depth = self._deepest(match)
-        near = min(match.near_depth, self._lookup.match.near_depth)  # what the first waves brought makes the rest no smaller
+        # Measured from the depth at lookup: what the first waves brought up must not make the rest too small to be worth a fetch.
+        near = min(match.near_depth, self._lookup.match.near_depth)
         return depth if (depth - near) * self._state.page_size >= self._state.options.min_fetch_tokens else 0
 
     def is_too_little(self, match: Match) -> bool:
-        """Could storage give more than what is near, but not as much as is worth a fetch?"""
+        """Whether storage could restore more than what is near, but too little to be worth a fetch."""
         return self._deepest(match) > 0 and not self.hoped(match)
 
     def _deepest(self, match: Match) -> int:
@@ -124,14 +129,14 @@ class Prefetch:
         return max((d for d in known if match.near_depth < d <= self._limit and self._possible(d)), default=0)
 
     def was_promised(self, depth: int) -> bool:
-        """Was more than `depth` believed to be restorable, of which storage said, when it was asked, that it is not?"""
+        """Whether more than `depth` pages were believed to be restorable, and storage answered that they are not."""
         query, believed = self._lookup.query, min(self._lookup.match.depth, self._limit)
         if query is None or query.result is None or is_outage(query.reason):
             return False
         return believed > depth and believed not in query.result.restorable_prefix_pages
 
     def _possible(self, depth: int) -> bool:
-        """Was everything that `depth` needs there when we last tried to fetch it?"""
+        """Whether no object that `depth` needs has turned out to be missing so far."""
         pages = self._state.index.page_pools
         return not any(d <= depth if pool in pages else d == depth for pool, d in self._missing)
 
@@ -164,7 +169,10 @@ class Prefetch:
         return Step.BEGUN if self._fetching else Step.LATER
 
     def _fetch(self, node: Node, absent: dict[PoolName, Mask]) -> Fetch | None:
-        """Fetch the first of what is absent, as much as fetches may hold; the state goes last. None where that is nothing now."""
+        """Fetch as many of the first absent objects as fetches may hold, the state last; return None if there is nothing to fetch now.
+
+        Raises PoolFullError if the host could not hold all that is absent.
+        """
         state = self._state
         cost = {pool: state.blocks_of(pool, 1) for pool in absent}
         state.require_host(sum(int(mask.sum()) * cost[pool] for pool, mask in absent.items()))

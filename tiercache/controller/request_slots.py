@@ -1,4 +1,4 @@
-"""The device slots that a request holds: its table of pages and its spare state slots."""
+"""Device slots that a request holds: its table of pages and its spare state slots."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from tiercache.index import Inserted, PageLocations
 
 
 class RequestSlots:
-    """Slots of one admission.
+    """Device slots of one admission.
 
-    `table[pool][i]` is the slot of page i. Where `own[pool][i]`, the slot is this request's alone and goes back with it; elsewhere the
-    index owns it and the request's pins keep it. A state slot is the request's until a commit moves it to the index. Thread safety: the
-    owner's thread.
+    `table[pool][i]` is the slot of page i. Where `own[pool][i]` is set, only this request uses the slot and frees it at its end; elsewhere
+    the index owns it and the request's pins keep it in place. A state slot belongs to the request until a commit moves it to the index.
+
+    Thread safety: the owner's thread.
     """
 
     def __init__(self, state: ControllerState, pages: int, resident: Mapping[PoolName, int], states: int) -> None:
@@ -36,8 +37,8 @@ class RequestSlots:
     def lay_out(self, located: Mapping[PoolName, PageLocations]) -> dict[PoolName, Mask]:
         """Make the table for a restore of the `located` pages: the index's slots where it has some, this request's for all the rest.
 
-        Returns, per pool, which of the located pages need a load; their slots belong to the index from now on. PoolFullError, without any
-        change, if there are too few.
+        Returns, per pool, which of the located pages need a load; their slots belong to the index from now on. Raises PoolFullError,
+        without any change, if there are too few slots.
         """
         more = {p: int((at.device == ABSENT).sum()) + self._total - len(at.device) - len(self._mine(p)) for p, at in located.items()}
         taken = self._state.take_device({p: max(0, n) for p, n in more.items()})
@@ -51,7 +52,8 @@ class RequestSlots:
             mask[:depth] = need[pool]
             count = int(np.count_nonzero(mask))
             table[mask] = mine[:count]
-            # After a layer failed, what was computed from it may still be under way: what is not needed any more goes with the request.
+            # When a layer failed, work that was computed from it may still be running on the device. Slots that are not needed any more
+            # are therefore not freed now but at the end of the request.
             self._unused[pool] = mine[count:] if self._is_laid_out else mine[:0]
             if not self._is_laid_out:
                 self._state.free_device(pool, mine[count:])
@@ -62,9 +64,10 @@ class RequestSlots:
         return need
 
     def take_back(self, pool: PoolName, slots: Locations) -> None:
-        """Slots that were the index's while a load was to fill them, and that will not be filled.
+        """Take slots back from the index after the load that was to fill them failed.
 
-        Pages will have to be computed into them instead. Nothing is restored into a state slot a second time.
+        Page slots are kept, to compute pages into them instead. State slots are freed: no state is restored a second time. After `close`,
+        all are freed.
         """
         if self._open and pool in self._unused:
             self._unused[pool] = np.concatenate([self._unused[pool], slots])
@@ -75,7 +78,7 @@ class RequestSlots:
         return np.concatenate([self._unused[pool], self.table[pool][self.own[pool]]])
 
     def extend(self, pages: int, states: int) -> None:
-        """Cover `pages` pages, and hold `states` more state slots. PoolFullError, without any change, if there are too few."""
+        """Cover `pages` pages, and hold `states` more state slots; raise PoolFullError, without any change, if there are too few."""
         more = max(0, pages - self._total)
         taken = self._state.take_device(dict.fromkeys(self.table, more) | dict.fromkeys(self._spare, states))
         for pool in self.table:
@@ -90,14 +93,14 @@ class RequestSlots:
         return self._spare[pool].pop()
 
     def keep_states(self, count: int) -> None:
-        """Hold `count` spare slots of each state pool, and give back what is more."""
+        """Keep at most `count` spare slots of each state pool, and free the others."""
         for pool, spare in self._spare.items():
             if spare[count:]:
                 self._state.free_device(pool, np.array(spare[count:], np.int64))
                 del spare[count:]
 
     def take_states(self) -> dict[PoolName, int]:
-        """One spare slot of each state pool, for the engine to fill."""
+        """Hand out one spare slot of each state pool, for the engine to fill; raise PoolFullError if a pool has none left."""
         if not all(self._spare.values()):
             raise PoolFullError("this admission has no spare state slot left; commit one, or extend the admission by more states")
         taken = {p: spare.pop() for p, spare in self._spare.items()}
@@ -106,7 +109,7 @@ class RequestSlots:
         return taken
 
     def check_states(self, states: Iterable[Mapping[PoolName, int]]) -> None:
-        """SlotError unless every slot was handed out by `take_states`, one for each state pool, none twice."""
+        """Raise SlotError unless every slot was handed out by `take_states`, one for each state pool, none twice."""
         seen: set[tuple[PoolName, int]] = set()
         for slots in states:
             if set(slots) != set(self._spare):
@@ -117,7 +120,7 @@ class RequestSlots:
                 seen.add((pool, slot))
 
     def settle(self, inserted: Inserted, fence: Fence | None) -> None:
-        """Follow an insert: adopted slots are the index's, duplicates go back once `fence` has passed, rejected states are spare again."""
+        """Follow an insert: the index owns adopted slots, duplicates are freed behind `fence`, and rejected states are spare again."""
         duplicates: dict[PoolName, Locations] = {}
         for pool, pages in inserted.pages.items():
             table, own = self.table[pool].copy(), self.own[pool][: inserted.depth]
@@ -135,11 +138,11 @@ class RequestSlots:
             self._spare[pool].append(slot)
 
     def private(self) -> dict[PoolName, Locations]:
-        """Every slot that is this request's alone."""
+        """Return, per pool, every slot that belongs to this request alone."""
         states = {p: np.array([*spare, *self._handed_out[p]], np.int64) for p, spare in self._spare.items()}
         return {p: self._mine(p) for p in self.table} | states
 
     def close(self) -> dict[PoolName, Locations]:
-        """Hand over every slot that is this request's alone, for good."""
+        """Return every slot that belongs to this request alone, for the caller to free, and take none back from now on."""
         self._open = False
         return self.private()

@@ -1,4 +1,4 @@
-"""Shadow caches for a portfolio: which of its policies would have saved most, found out behind the engine's back."""
+"""Shadow caches for a portfolio, which find out on a background thread which of its policies would have saved most."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tiercache.policy.costs import Costs
 
 _log = logging.getLogger(__name__)
 _MOST_WAITING: Final = 64
-"""Requests that may wait for the shadows; more are not shown to them, and nobody is held up."""
+"""Most requests that may wait for the shadow thread; further requests are not shown to the shadows, so that no caller is delayed."""
 
 
 class Shadows:
-    """One shadow of the host's size per member of `portfolio`, with a policy of its own.
+    """Set of shadow caches, one of the host's size per member of `portfolio`, each with a policy object of its own.
 
-    Thread safety: the owner's thread; `_run` another.
+    Thread safety: the owner's thread; `_run` runs on the shadow thread.
     """
 
     def __init__(self, state: ControllerState, portfolio: Portfolio) -> None:
@@ -41,13 +41,13 @@ class Shadows:
         self._thread = state.threads("shadow", 1)
 
     def served(self, prompt: TokenArray, sequence: TokenArray, extra: bytes) -> None:
-        """A request has ended with the tokens `sequence`."""
+        """Show the shadows a request that began with the tokens `prompt` and ended with `sequence`."""
         if self._waiting < _MOST_WAITING:
             self._waiting += 1
             self._thread.submit(partial(self._run, prompt, sequence, extra))
 
     def close(self, timeout: float) -> bool:
-        """Let the thread end; False if it still runs after `timeout` seconds."""
+        """Let the thread end; return False if it still runs after `timeout` seconds."""
         return self._thread.close(timeout)
 
     def _run(self, prompt: TokenArray, sequence: TokenArray, extra: bytes) -> None:

@@ -1,4 +1,4 @@
-"""What the parts of a controller share: the index, the pools, the store, the engine that copies, and the queue of what has happened."""
+"""State shared by the parts of a controller: the index, the pools, the store, the copy engine, and the queue of events."""
 
 from __future__ import annotations
 
@@ -30,26 +30,29 @@ from tiercache.transfer import TransferEngine
 _log = logging.getLogger(__name__)
 
 _LEAST_DEADLINE: Final = 1.0
-"""Seconds that a call of the store may take at least, however short restores may wait: calls that are merely slow are not hung."""
+"""Least seconds before a store call counts as hung, even where restores wait for less: a call that is merely slow is not hung."""
 _LOOK_S: Final = 0.001
-"""Seconds between two looks at fences."""
+"""Seconds between two checks of the fences, which send no event when they are passed."""
 
 
 @dataclass(frozen=True, slots=True)
 class ControllerOptions:
-    """Bounds of a controller. Times in seconds.
+    """Limits and settings of a controller. Times are in seconds; "near" means on the device or the host.
 
     `restore_deadline`: how long an admission may wait for storage before it goes on with what is near; `max_queries`: storage queries in
-    flight, beyond which a lookup does not ask; `query_threads`, `read_threads`, `write_threads`: threads on the store, two for queries so
-    that a slow one does not hold up every restore. `storage_deadline`: how long one call of the store may take before it counts as hung and
-    the store is left alone for a while (0: as long as `restore_deadline`, and a second at least); `in_flight_share`: of the host's blocks,
-    how many may be behind fetches, and how many behind writes, at a time; `belief_checks`: about how many objects that are believed to be
-    stored the store is asked for at a time, in turn, up to 20 times a second (0: none); `write_retries`: how often what storage did not
-    take is offered to it again, after 0.1 s at first and then after four times the last pause. `policy`: what is evicted first (see
-    `policy_named`); `checkpoints`: which states are asked for; `seed`: of what the index draws at random.
-    `min_fetch_tokens`: what storage must restore beyond what is near for a fetch to be worth its wait; less is computed (`not_worth`).
-    `load_flops_per_byte`: what the device computes while one byte comes up from the host (250 TFLOP/s and 50 GB/s: 5,000). A state that is
-    cheaper to compute again than to load is not sent down; 0 sends every state down, and lets the policy weigh by those 5,000.
+    flight, beyond which a lookup does not ask; `query_threads`, `read_threads`, `write_threads`: threads that call the store, two for
+    queries so that a slow one does not hold up every restore; `storage_deadline`: how long one store call may take before it counts as
+    hung and the store is left alone for a while (0: as long as `restore_deadline`, and at least one second); `in_flight_share`: share of
+    the host's blocks that fetches may hold at a time, and that writes may hold likewise; `belief_checks`: about how many of the objects
+    believed to be stored the store is asked about at a time, in turn, up to 20 times a second (0: none); `write_retries`: how often objects
+    that storage did not take are offered to it again, first after 0.1 s and then after four times the last pause; `close_deadline`: how
+    long `close` may take to drain.
+    `policy`: name of the eviction policy (see `policy_named`); `refresh_path`: whether a hit refreshes its whole path in the index instead
+    of its last node; `checkpoints`: which states are asked for; `seed`: seed of the index's random draws.
+    `min_fetch_tokens`: least tokens that storage must restore beyond what is near for a fetch to be worth its wait; fewer are computed
+    (reason `not_worth`).
+    `load_flops_per_byte`: FLOPs that the device computes while one byte comes up from the host (250 TFLOP/s and 50 GB/s: 5,000). A state
+    that is cheaper to compute again than to load is not sent down. With 0 every state is sent down, and the policy weighs loads by 5,000.
     """
 
     restore_deadline: float = 5.0
@@ -91,26 +94,26 @@ class Fence(Protocol):
     """A point in the device's work, such as a recorded `torch.cuda.Event`."""
 
     def query(self) -> bool:
-        """Has the device passed it?"""
+        """Whether the device has passed it."""
 
     def synchronize(self) -> object:
         """Return once the device has passed it."""
 
 
 class InFlight(Protocol):
-    """Something under way between two tiers; it holds its own pins and reservations until it has landed."""
+    """An operation or a question to the store that is under way. It holds its own pins and reservations until it has landed."""
 
     kind: str
     done: bool
 
     @property
     def pins(self) -> Sequence[Pin]:
-        """What it holds in the index."""
+        """Pins that it holds in the index."""
 
 
 @dataclass(frozen=True, slots=True)
 class Retired:
-    """Slots and pins that nobody uses any more, but for device work that is queued before `fence`."""
+    """Slots and pins that only device work queued before `fence` still uses."""
 
     fence: Fence
     slots: Mapping[PoolName, Locations]
@@ -118,9 +121,11 @@ class Retired:
 
 
 class Share:
-    """The host blocks that operations of one direction may hold at a time.
+    """Budget of host blocks that operations of one direction may hold at a time.
 
-    What hangs in the store keeps its part. Thread safety: the owner's thread.
+    An operation that hangs in the store keeps its blocks.
+
+    Thread safety: the owner's thread.
     """
 
     def __init__(self, blocks: int) -> None:
@@ -129,23 +134,26 @@ class Share:
 
     @property
     def left(self) -> int:
-        """Blocks that may still be taken."""
+        """Number of blocks that may still be taken."""
         return self.blocks - self.held
 
     def take(self, blocks: int) -> None:
-        """Hold so many of what is left."""
+        """Hold `blocks` more blocks, at most `left`."""
         assert blocks <= self.left, "more is held than may be"
         self.held += blocks
 
     def give(self, blocks: int) -> None:
-        """Hold so many no longer."""
+        """Give `blocks` held blocks back."""
         self.held -= blocks
         assert self.held >= 0, "more is given back than was held"
 
 
 @dataclass
 class ControllerState:
-    """The shared state of one controller. Thread safety: the owner's thread only, except `post`, which any thread may call."""
+    """The shared state of one controller.
+
+    Thread safety: the owner's thread only, except `post`, which any thread may call.
+    """
 
     index: HybridIndex
     device: Mapping[PoolName, DevicePool]
@@ -162,11 +170,11 @@ class ControllerState:
     threads: Callable[[str, int], IoThreads] = IoThreads
     operations: dict[int, InFlight] = field(default_factory=dict)
     unstored: int = 0
-    """Objects that were to go to storage and did not, since somebody asked."""
+    """Number of objects given up on their way to storage since the last `flush` that reported them."""
     stored: int = 0
-    """Objects that storage took so far."""
+    """Number of objects that storage has taken so far."""
     on_landed: Callable[[], None] = lambda: None
-    """Called on the owner's thread when operations have landed."""
+    """Callback on the owner's thread, after operations have landed."""
     _events: queue.SimpleQueue[Callable[[], None]] = field(default_factory=queue.SimpleQueue)
     _retired: list[Retired] = field(default_factory=list)
     _ahead: dict[int, Fence] = field(default_factory=dict)
@@ -183,55 +191,56 @@ class ControllerState:
         share = max(int(self.arena.blocks * self.options.in_flight_share), self.widest)
         self._landed = False
         self.fetching, self.writing, self.copying = Share(share), Share(share), Share(share)
-        # Host objects that a call of the store may still write to, though nobody waits for it any more; and pins of what one still reads.
+        # Number of host objects, by pool, that a store call which was given up may still write to; and the writes that were given up
+        # while the store may still read their objects.
         self.quarantined: Counter[PoolName] = Counter()
         self.stranded: dict[int, InFlight] = {}
         self.arrived = threading.Event()
-        # Which operation is filling a slot or a host object: its key in `operations`, 0 for none.
+        # For each device slot and host object, the operation that is filling it: its key in `operations`, 0 for none.
         sizes = {Tier.DEVICE: {p: pool.capacity for p, pool in self.device.items()}, Tier.HOST: dict.fromkeys(self.host, self.arena.blocks)}
         self._claims = {(tier, p): np.zeros(n, np.int64) for tier, pools in sizes.items() for p, n in pools.items()}
-        # By device slot, the number of the last fence before which it was used.
+        # For each device slot, the number of the last fence before which it was used; 0 for none.
         self._used = {p: np.zeros(pool.capacity, np.int64) for p, pool in self.device.items()}
-        # Which host objects a storage write is reading, so that a second commit does not write them again.
+        # For each host object, whether a storage write is reading it, so that a second commit does not write it again.
         self.storing: dict[PoolName, Mask] = {p: np.zeros(self.arena.blocks, np.bool_) for p in self.host}
 
     @property
     def pools(self) -> tuple[PoolName, ...]:
-        """Every cache kind, page pools first."""
+        """Names of all pools, page pools first."""
         return (*self.index.page_pools, *self.index.state_pools)
 
     def post(self, event: Callable[[], None]) -> None:
-        """Hand an event to the owner's thread. Any thread."""
+        """Hand an event to the owner's thread, which applies it at its next `drain`. Any thread may call this."""
         self._events.put(event)
         self.arrived.set()
 
     @property
     def layers(self) -> int:
-        """Layers up to the last that has bytes in any pool."""
+        """Number of layers up to the last that has bytes in any pool."""
         return 1 + max(segment.layer for pool in self.device.values() for segment in pool.geometry.segments)
 
     @property
     def under_way(self) -> bool:
-        """Is there anything that will free slots or pins without anybody's doing?"""
+        """Whether an operation or a fence will free slots or pins without a further call by the engine."""
         return bool(self.operations or self._retired)
 
     @property
     def is_forked(self) -> bool:
-        """Is this another process than the one that made it?"""
+        """Whether this process is a fork of the one that made the state."""
         return os.getpid() != self._pid
 
     def await_event(self, timeout: float) -> None:
-        """Block until an event has come in, for `timeout` seconds at most. Fences send none, so that beside them it is a short while."""
+        """Block until an event comes in, for at most `timeout` seconds. While fences are pending, wait only briefly: they send no event."""
         if self._due:
             timeout = min(timeout, max(0.0, min(due for due, _ in self._due) - self.clock()))
         self.arrived.wait(min(timeout, _LOOK_S) if self._retired else timeout)
 
     def drain(self) -> None:
-        """Apply every event that has come in, and free what has been retired behind fences that are passed now.
+        """Apply every event that has come in, and free what was retired behind fences that the device has passed by now.
 
-        ClosedError in a process that was forked off: it has none of the threads, and memory and slots are the parent's.
+        Raises ClosedError in a forked process: it has none of the threads, and memory and slots belong to the parent.
         """
-        if self.is_forked:  # before any lock, which another thread of the parent may have held at the fork
+        if self.is_forked:  # checked before any lock is taken: another thread of the parent may have held it at the fork
             raise ClosedError(f"this controller belongs to process {self._pid}, from which this one was forked; make one here")
         self.arrived.clear()
         while True:
@@ -256,32 +265,32 @@ class ControllerState:
         return StoreCalls(kind, self.threads({"fetch": "read"}.get(kind, kind), threads), self.post, self.clock, deadline, hung)
 
     def blocks_of(self, pool: PoolName, objects: int) -> int:
-        """Host blocks of so many objects."""
+        """Return the number of host blocks that `objects` objects of `pool` take."""
         return objects * self.host[pool].blocks_per_object
 
     def later(self, seconds: float, event: Callable[[], None]) -> None:
-        """Apply an event on the owner's thread after `seconds`, or a little later."""
+        """Apply an event on the owner's thread, at the first `drain` after `seconds`."""
         self._due.append((self.clock() + seconds, event))
 
     def give_up(self, pool: PoolName, reason: str, count: int) -> None:
-        """Count objects that are not written through until they are committed again, and tell `flush` of them."""
+        """Count objects that will not be written through until they are committed again, and report them to `flush`."""
         self.metrics.increment("write_through_skipped_total", pool, reason, by=count)
         if self.storage is not None:
             self.unstored += count
 
     def begin(self, operation: InFlight) -> None:
-        """`operation` is under way: `flush` and `close` wait for it."""
+        """Register `operation` as under way, so that `flush` and `close` wait for it."""
         self.operations[id(operation)] = operation
         self.metrics.set("in_flight_operations", operation.kind, to=self.in_flight(operation.kind))
 
     def end(self, operation: InFlight) -> None:
-        """`operation` has landed."""
+        """Remove `operation`, which has landed."""
         self._landed = True
         if self.stranded.pop(id(operation), None) is None:
             self.strand(operation, keep=False)
 
     def strand(self, operation: InFlight, *, keep: bool = True) -> None:
-        """Nobody waits for `operation` any more; while it is kept it holds what it holds until it ends."""
+        """Stop waiting for `operation`. With `keep`, it is still counted as stranded and keeps its pins and blocks until it ends."""
         del self.operations[id(operation)]
         if keep:
             self.stranded[id(operation)] = operation
@@ -289,32 +298,36 @@ class ControllerState:
         self.metrics.set("in_flight_operations", operation.kind, to=self.in_flight(operation.kind))
 
     def in_flight(self, kind: str) -> int:
-        """How many operations of a kind are under way."""
+        """Return how many operations of `kind` are under way."""
         return sum(o.kind == kind for o in self.operations.values())
 
     def claim(self, operation: InFlight, tier: Tier, pool: PoolName, locations: Locations) -> None:
-        """Note that `operation` fills `locations`."""
+        """Note that `operation` is filling `locations`."""
         self._claims[tier, pool][locations] = id(operation)
 
     def unclaim(self, tier: Tier, pool: PoolName, locations: Locations) -> None:
-        """What filled `locations` has landed there, or will not. Before they are freed: who takes them next claims them anew."""
+        """Note that no operation is filling `locations` any more. Call it before they are freed: their next owner claims them again."""
         self._claims[tier, pool][locations] = 0
 
     def claimants(self, tier: Tier, pool: PoolName, locations: Locations) -> set[InFlight]:
-        """The operations that fill `locations` (not encoded as pending)."""
+        """Return the operations that are filling `locations` (plain locations, not encoded as pending)."""
         return {self.operations[i] for i in np.unique(self._claims[tier, pool][locations]).tolist() if i}
 
     def take_device(self, need: Mapping[PoolName, int]) -> dict[PoolName, Locations]:
-        """Device slots for every pool of `need`, evicting where there are too few; PoolFullError and no change if that is not enough."""
+        """Allocate device slots for every pool of `need`, evicting where there are too few.
+
+        Raises PoolFullError, with no change, if that is not enough.
+        """
         short = {p: n - self.device[p].available for p, n in need.items() if n > self.device[p].available}
         if short:
             self._give_back(self.index.evict_device(short), Tier.DEVICE)
         return {p: self.device[p].alloc(n) for p, n in need.items()}
 
     def take_host(self, need: Mapping[PoolName, int]) -> dict[PoolName, Locations]:
-        """Host objects for every pool of `need` out of the one budget, evicting where needed.
+        """Allocate host objects for every pool of `need` out of the shared arena, evicting where needed.
 
-        PoolFullError if that is not enough, with nothing taken; and nothing evicted, but for what went under an embargo.
+        Raises PoolFullError if that is not enough. Nothing is taken then, and nothing evicted, except where evicted blocks turned out to
+        be withheld by an embargo.
         """
         blocks = sum(n * self.host[p].blocks_per_object for p, n in need.items())
         if blocks > self.arena.blocks:
@@ -322,7 +335,7 @@ class ControllerState:
         if blocks > self.arena.available:
             cost = {p: pool.blocks_per_object for p, pool in self.host.items()}
             self._give_back(self.index.evict_host(blocks - self.arena.available, cost), Tier.HOST)
-            # An embargo may withhold what was evicted; half an allocation would be lost with the error of the other half.
+            # An embargo may withhold what was evicted. Checked here, since slots allocated for one pool would leak if the next one failed.
             if blocks > self.arena.available:
                 raise PoolFullError(
                     f"{blocks} blocks are needed, {self.arena.available} are free and {self.arena.withheld} under an embargo"
@@ -330,13 +343,13 @@ class ControllerState:
         return {p: self.host[p].alloc(n) for p, n in need.items()}
 
     def require_host(self, blocks: int) -> None:
-        """Raise PoolFullError unless the host could give so many blocks by evicting everything that nobody uses."""
+        """Raise PoolFullError unless the host could give `blocks` blocks by evicting everything that is not in use."""
         evictable = sum(self.blocks_of(pool, count) for pool, count in self.index.evictable(Tier.HOST).items())
         if blocks > self.arena.available + evictable:
             raise PoolFullError(f"{blocks} blocks are needed, {self.arena.available} are free and {evictable} can be evicted")
 
     def evict_all(self, tier: Tier) -> None:
-        """Free every object of a near tier that is not pinned."""
+        """Free every object of `tier` (device or host) that is not pinned."""
         evictable = self.index.evictable(tier)
         if tier is Tier.DEVICE:
             self._give_back(self.index.evict_device(evictable), tier)
@@ -345,12 +358,12 @@ class ControllerState:
             self._give_back(self.index.evict_host(sum(n * cost[p] for p, n in evictable.items()), cost), tier)
 
     def free_device(self, pool: PoolName, slots: Locations) -> None:
-        """Give slots back."""
+        """Give device slots back to their pool."""
         if len(slots):
             self.device[pool].free(slots)
 
     def note_fence(self, fence: Fence | None, slots: Iterable[tuple[PoolName, Locations | int]]) -> None:
-        """Device work before `fence` may still use these slots, which the index can give away from now on."""
+        """Note that device work before `fence` may still use `slots`, which the index may give to other requests from now on."""
         self._ahead = {number: ahead for number, ahead in self._ahead.items() if not self._has_passed(ahead)}
         if fence is None or self._has_passed(fence):
             return
@@ -360,14 +373,14 @@ class ControllerState:
             self._used[pool][mine] = number
 
     def fences(self, slots: Iterable[tuple[PoolName, Locations]]) -> list[Fence]:
-        """What a copy into these device slots has to wait for: whoever had them before may not be through with them."""
+        """Return the fences that a copy from or into these device slots must wait for: earlier work may still be using them."""
         if not self._ahead:
             return []
         newest = max((int(self._used[pool][mine].max(initial=0)) for pool, mine in slots), default=0)
         return [fence for number, fence in self._ahead.items() if number <= newest and not self._has_passed(fence)]
 
     def _has_passed(self, fence: Fence) -> bool:
-        """Has the device passed it, as far as can be told? In doubt not: its slots stay out of use."""
+        """Whether the device is known to have passed the fence. If the fence cannot be queried, False: its slots stay out of use."""
         try:
             return fence.query()
         except Exception as error:  # noqa: BLE001  a driver may raise anything, as after the loss of its device
@@ -377,7 +390,7 @@ class ControllerState:
             return False
 
     def retire(self, slots: Mapping[PoolName, Locations], fence: Fence | None, pins: Sequence[Pin] = ()) -> None:
-        """Give slots back and let go of pins, once the device has passed `fence`."""
+        """Free slots and release pins once the device has passed `fence` (None: at once)."""
         if fence is not None and not self._has_passed(fence):
             self._retired.append(Retired(fence, slots, pins))
             return
@@ -385,10 +398,10 @@ class ControllerState:
             self.free_device(pool, mine)
         for pin in pins:
             pin.release()
-        self._landed = True  # what waits for room may go on, or has waited in vain
+        self._landed = True  # writes that wait for room can go on now, or are given up
 
     def free_host(self, pool: PoolName, handles: Locations) -> None:
-        """Give host objects back."""
+        """Give host objects back to the arena."""
         if len(handles):
             self.host[pool].free(handles)
 
@@ -413,8 +426,9 @@ class ControllerState:
         self.metrics.increment("evicted_objects_total", str(tier), "lost", by=eviction.lost)
 
     def check_integrity(self, private: Sequence[Mapping[PoolName, Locations]], pins: Sequence[Pin]) -> None:
-        """Recount slots, blocks and pins: every one in use belongs to the index, to one of the requests (`private`, `pins`), to an
-        operation or to a fence; none to two.
+        """Assert that every slot, block and pin in use has exactly one owner.
+
+        The owners are the index, a request (`private`, `pins`), an operation and a fence. Raises AssertionError otherwise.
         """
         self.index.check_integrity()
         operations = [*self.operations.values(), *self.stranded.values()]

@@ -1,4 +1,4 @@
-"""Calls on the store, on threads of their own: each has a deadline, and a store that hangs or fails is left alone for a while."""
+"""Calls of the store on background threads. Each call has a deadline, and a store that hangs or fails is left alone for a while."""
 
 from __future__ import annotations
 
@@ -18,24 +18,25 @@ from tiercache.storage.breaker import Breaker, Verdict
 _log = logging.getLogger(__name__)
 
 _MOST_FAILURES: Final = 5
-"""Calls in a row that fail, each whole, until the store is left alone. One that hangs is enough."""
+"""Number of calls that must fail as a whole, in a row, before the store is left alone. A single call that hangs is enough."""
 _FIRST_PAUSE: Final = 1.0
-"""Seconds until a store that was left alone is tried for the first time; then twice as long each time, up to `breaker.MOST_PAUSE`."""
+"""Seconds until a store that is left alone is tried for the first time; the pause doubles each time, up to `breaker.MOST_PAUSE`."""
 _MOST_HUNG: Final = 8
-"""Calls that may hang at a time, each of which keeps a thread; with that many the store is not tried again before one has come back."""
+"""Most calls that may hang at a time, each on a thread of its own. With that many, the store is not tried until one has returned."""
 
 
 @dataclass(eq=False, slots=True)
 class StoreCall:
-    """One call of the store. It ends with `landed` or `lost`, exactly one of them, and after a `lost` that had begun with `late`.
+    """One call of the store. It ends with exactly one of `landed` and `lost`; `late` follows if a lost call returns in the end.
 
-    `work` runs on a thread, must not raise, and touches nothing but the store. All others run on the owner's thread: `landed` is given what
-    `work` returned, and says whether the store did its work; `lost` is told why, and whether the call had begun (then the store may still
-    be using what it was given); `late` is given what `work` returned in the end. `probe` tells whether the store is back, on a thread, by
-    doing a little of the same. A `patient` call that cannot begin waits until the store is back, instead of being lost. `objects`: how many
-    it is about.
+    `work` runs on a background thread, must not raise, and touches nothing but the store. `landed`, `lost` and `late` run on the owner's
+    thread. `landed` gets what `work` returned, and returns whether the store did its work. `lost` gets the reason, and whether the call had
+    begun (then the store may still be using what it was given). `late` gets what `work` of a lost call returned in the end. `probe` runs on
+    a background thread and returns whether the store is back, by a small call of the same kind. A `patient` call that cannot begin waits
+    until the store is back, instead of being lost. `objects`: number of objects that the call is about. `begun`: clock time in seconds at
+    which `work` began. `thread`: identity of the thread that runs it.
 
-    Thread safety: owner's thread, but for `work` and `probe`.
+    Thread safety: the owner's thread, except `work` and `probe`.
     """
 
     work: Callable[[], Any]
@@ -48,17 +49,17 @@ class StoreCall:
     begun: float | None = None
     thread: int = 0
     tries: bool = False
-    """Does it try a store that is left alone?"""
+    """Whether this call tries a store that is being left alone."""
 
 
 class StoreCalls:
-    """The calls of one kind (queries, reads or writes), first come first served.
+    """Queue of the store calls of one kind (queries, reads or writes), first come first served.
 
-    A call that has run for `deadline` seconds is lost, its thread is replaced, and the store is left alone: what waits for it is lost as
-    well, or goes on waiting if it is patient, and nothing new begins until a probe has shown that the store is back. Calls that fail do the
-    same, a few in a row. Nothing here waits.
+    A call that has run for `deadline` seconds is lost, its thread is replaced, and the store is left alone: queued calls are lost as well,
+    or keep waiting if they are patient, and no other call begins until a trial has shown that the store is back. Several failed calls in a
+    row have the same effect. No method waits, except `close`.
 
-    Thread safety: the owner's thread, but for `submit`.
+    Thread safety: the owner's thread; `submit` of a patient call from any thread.
     """
 
     def __init__(
@@ -70,10 +71,10 @@ class StoreCalls:
         deadline: float,
         hung: Callable[[], None],
     ) -> None:
-        """`post` hands an event to the owner's thread; `hung` is called there with each call that hangs."""
+        """Keep the callbacks: `post` hands an event to the owner's thread; `hung` is called there, once per call that hangs."""
         self.kind = kind
         self.waiting: deque[StoreCall] = deque()
-        """Patient calls that wait for the store to come back."""
+        """Patient calls that wait until the store is back."""
         self._threads = threads
         self._post = post
         self._clock = clock
@@ -88,16 +89,19 @@ class StoreCalls:
 
     @property
     def is_away(self) -> bool:
-        """Is the store being left alone?"""
+        """Whether the store is being left alone."""
         return not self._breaker.closed
 
     @property
     def hung(self) -> int:
-        """How many calls were lost and have not come back."""
+        """Number of calls that were lost while they ran and have not returned yet."""
         return len(self._hung)
 
     def submit(self, call: StoreCall) -> None:
-        """Begin `call` as soon as a thread is free. While the store is left alone it is lost at once, or waits. Any thread, if patient."""
+        """Begin `call` as soon as a thread is free. While the store is left alone, the call is lost at once, or waits if it is patient.
+
+        Any thread may submit a patient call; other calls come from the owner's thread.
+        """
         with self._lock:
             away = self.is_away
             if not away:
@@ -110,7 +114,7 @@ class StoreCalls:
             call.lost(Reason.UNAVAILABLE, False)
 
     def cancel(self, call: StoreCall) -> None:
-        """Lose a call that has not begun; one that has goes on."""
+        """Lose `call` if it has not begun; otherwise let it go on."""
         with self._lock:
             queued = call in self._queued
             if queued:
@@ -119,7 +123,7 @@ class StoreCalls:
             call.lost(Reason.NONE, False)
 
     def watch(self) -> None:
-        """Lose what has run too long; see whether a store that was left alone is back."""
+        """Lose the calls that have run too long, and try a store that is being left alone when its pause is over."""
         if self._running:
             now = self._clock()
             with self._lock:
@@ -130,12 +134,12 @@ class StoreCalls:
             self._try_again()
 
     def close(self, timeout: float) -> bool:
-        """Let what has begun or is queued end, for `timeout` seconds; False if a call still runs then."""
+        """Wait up to `timeout` seconds for running and queued calls to end; return False if one still runs then."""
         return self._threads.close(timeout)
 
     def _run(self) -> None:
         with self._lock:
-            if not self._queued:  # it was lost meanwhile
+            if not self._queued:  # the call was cancelled or lost meanwhile
                 return
             call = self._queued.popleft()
             call.begun, call.thread = self._clock(), threading.get_ident()
@@ -153,7 +157,7 @@ class StoreCalls:
         self._settle(call, well=call.landed(value))
 
     def _settle(self, call: StoreCall, *, well: bool) -> None:
-        """Let the breaker know how a call ended."""
+        """Tell the breaker how a call ended; when a trial went well, queue the patient calls again."""
         if call.tries:
             self._breaker.probed(well)
             if well:
@@ -195,7 +199,7 @@ class StoreCalls:
                 other.lost(Reason.UNAVAILABLE, False)
 
     def _try_again(self) -> None:
-        """Once the pause is over: by a call that waits, else by the probe of the call that failed."""
+        """Try the store once the pause is over, by a waiting call or else by the probe of the call that failed."""
         if self.hung >= _MOST_HUNG or not (self.waiting or self._probe) or self._breaker.ask() is not Verdict.PROBE:
             return
         if self.waiting:

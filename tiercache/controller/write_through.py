@@ -1,4 +1,4 @@
-"""Which objects a commit sends down, the operations that take them there, and what waits for its turn."""
+"""Write-through: which objects a commit sends down, the operations that carry them, and the commits that wait for their turn."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from tiercache.errors import PoolFullError
 from tiercache.index import Node, PageLocations, Span
 
 _MOST_WAITING: Final = 256
-"""Commits that may wait for their turn at a time. Each keeps its tokens, eight bytes each."""
+"""Most commits that may wait for their turn at a time. Each keeps its tokens, at eight bytes per token."""
 
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """A state that is to go down: the page on which it ends, and where it is now."""
+    """A state that is to be written down, and where it is now."""
 
     pool: PoolName
     node: Node
     location: int
     held: bool
-    """Is it on the host already?"""
+    """Whether it is on the host already; `location` is a host handle then, and a device slot otherwise."""
 
     @property
     def page(self) -> int:
@@ -39,16 +39,16 @@ class _State:
 
 
 class _Plan:
-    """What of a path is not in storage, in the order in which it goes there: pages from the start, each state behind its page.
+    """Plan of a path's objects that storage lacks, in the order in which they go there: pages from the start, states behind their page.
 
     Page i is position 2i, the states that end with it are position 2i + 1; the plan begins at position `at`.
     """
 
     def __init__(self, state: ControllerState, node: Node, depth: int, state_depths: Iterable[int], at: int) -> None:
         self.at = at = min(at, 2 * depth)
-        """The first position of which no write has begun."""
+        """First position for which no write has begun."""
         self.is_full = False
-        """Had the host no room for what was next?"""
+        """Whether the host had no room for the next objects."""
         self._state = state
         self._node = node
         self._depth = depth
@@ -56,13 +56,14 @@ class _Plan:
         self.copies: dict[PoolName, Mask] = {}
         self.held: dict[PoolName, Mask] = {}
         self.coming: dict[PoolName, Mask] = {}
-        """Pages on their way to the host, and no further: the plan ends before the first of them."""
+        """Pages that are on their way to the host but not to storage. The plan ends before the first of them."""
         self._coming_states: list[PoolName] = []
         self._end = 2 * depth
         self.gone: Counter[PoolName] = Counter()
-        """Objects that no tier has."""
+        """Number of objects from position `at` on that no tier has, by pool."""
         self.states: list[_State] = []
         self._stored: list[_State] = []
+        """States that storage and the device have, and the host does not."""
         for pool, where in self.located.items():
             near = where.device >= 0
             self.copies[pool] = ~where.stored & near & (where.host == ABSENT)
@@ -83,7 +84,7 @@ class _Plan:
         self._costs = self._sum_up()
 
     def _idle(self, pool: PoolName, at: PageLocations) -> Mask:
-        """Which pages the host has, storage lacks, and nothing is storing."""
+        """Return which pages the host has, storage lacks, and no write is storing."""
         if self._state.storage is None:
             return np.zeros(len(at.host), np.bool_)
         return ~at.stored & (at.host >= 0) & ~self._state.storing[pool][np.maximum(at.host, 0)]
@@ -110,14 +111,14 @@ class _Plan:
         return found
 
     def _is_worth_loading(self, node: Node, pool: PoolName) -> bool:
-        """Would computing the state again, from the nearest one above, take longer than bringing it up?"""
+        """Whether computing the state again, from the nearest restorable depth above it, would take at least as long as loading it."""
         state = self._state
         load = state.options.load_flops_per_byte * state.host[pool].geometry.nbytes
         end = node.end * state.page_size
         return not load or state.profile.flops(end - node.replay * state.page_size, end) >= load
 
     def _sum_up(self) -> Locations:
-        """Host blocks of what is to go before each position."""
+        """Return, for each position, the host blocks of all objects that go before it; shape (2 * depth + 1,)."""
         costs = np.zeros(2 * self._depth, np.int64)
         for pool in self.located:
             costs[::2] += (self.copies[pool] | self.held[pool]) * self._state.blocks_of(pool, 1)
@@ -128,12 +129,12 @@ class _Plan:
 
     @property
     def first_page(self) -> int:
-        """The first page that is wanted, or will be when it has landed."""
+        """First page that is to be written now, or once it has landed on the host."""
         return min(int(np.searchsorted(self._costs, 0, "right")) - 1, self._end) // 2
 
     @property
     def fits(self) -> bool:
-        """Could the host take all of it, if nobody else needed it?"""
+        """Whether the host could take the whole plan by evicting everything that is not in use."""
         try:
             self._state.require_host(int(self._costs[-1]))
         except PoolFullError:
@@ -141,7 +142,7 @@ class _Plan:
         return True
 
     def left(self) -> Counter[PoolName]:
-        """Objects of which no write has begun, by pool."""
+        """Return the number of objects for which no write has begun, by pool."""
         page = (self.at + 1) // 2
         left = Counter(self._coming_states)
         left.update(one.pool for one in self.states if 2 * one.page + 1 >= self.at)
@@ -150,7 +151,7 @@ class _Plan:
         return +left
 
     def begin(self, chain: Chain, *, near: bool = False) -> bool:
-        """Begin the next writes, as many as may be now: was there any? With `near` only copies to the host."""
+        """Begin as many of the next writes as there is room for; return whether there were any. With `near`, only copy to the host."""
         state, begun = self._state, False
         share = state.copying if near else state.writing
         part = most = max(PART_BYTES // state.arena.block_bytes, state.widest)
@@ -166,13 +167,13 @@ class _Plan:
                 tried, least = (int(self._costs[i] - done) for i in (end, np.searchsorted(self._costs, done, "right")))
                 if tried == least:
                     break
-                most = max(tried // 2, least)  # what is in use may leave room for less
+                most = max(tried // 2, least)  # objects in use cannot be evicted; a smaller part may still fit
                 continue
             begun, self.at, most = True, end, part
         return begun
 
     def copy_stored(self) -> None:
-        """Copy to the host what storage has and the host not, as far as there are blocks that nobody uses."""
+        """Copy objects that storage has and the host lacks from the device to the host, as far as there are free blocks."""
         state = self._state
         self.held, self.states, self.at = {pool: np.zeros(self._depth, np.bool_) for pool in self.located}, self._stored, 0
         self.copies = {pool: at.stored & (at.device >= 0) & (at.host == ABSENT) for pool, at in self.located.items()}
@@ -182,7 +183,7 @@ class _Plan:
             self._begin(end, Chain({}), near=True)
 
     def _begin(self, end: int, chain: Chain, *, near: bool) -> None:
-        """Begin one write, of the positions up to `end`."""
+        """Begin one write of the positions from `at` up to `end`, exclusive."""
         state, start, stop = self._state, (self.at + 1) // 2, (end + 1) // 2
         states = [one for one in self.states if self.at <= 2 * one.page + 1 < end]
         need = Counter({pool: int(np.count_nonzero(self.copies[pool][start:stop])) for pool in self.located})
@@ -191,7 +192,8 @@ class _Plan:
             return
         nodes = {self._node, *(one.node for one in states)}
         reads = not near and (any(self.held[pool][start:stop].any() for pool in self.located) or any(one.held for one in states))
-        # What is read on the host must not be evicted to make room; what went there before, and is stored, may be: it is the same path.
+        # Objects that this write reads on the host must not be evicted to make room, and a copy to the host alone must not evict its own
+        # path: hence the pins. Otherwise objects of the path that are stored already may be evicted for the next ones.
         with ExitStack() as pins:
             for node in nodes if reads or near else ():
                 pins.enter_context(state.index.pinned(node, Tier.HOST))
@@ -213,30 +215,32 @@ class _Plan:
 
 @dataclass(eq=False)
 class _Waiting:
-    """A commit of which not everything is on its way. Nothing holds its objects: what is evicted before its turn is lost."""
+    """A commit of which some objects are not on their way yet. Nothing pins its objects: those evicted before their turn are lost."""
 
     tokens: TokenArray
     extra: bytes
     states: set[int]
     chain: Chain
     at: int = 0
-    """The first position (see `_Plan`) that was not offered to storage yet."""
+    """First position (see `_Plan`) for which no write to storage has begun."""
     left: int = 0
+    """Number of objects that are not on their way to storage."""
     gone: Counter[PoolName] | None = None
+    """Number of objects that no tier had at the last attempt, by pool; None before the first attempt."""
     is_kept: bool = False
-    """Are the tokens a copy of the caller's?"""
+    """Whether `tokens` is a copy of its own, and not the caller's array."""
     is_near: bool = False
-    """Has the host all of it, so that nothing can be done while storage is left alone?"""
+    """Whether the host has all of it, so that nothing can be done while storage is left alone."""
 
 
 class WriteThrough:
-    """Sends what was committed to host and storage, in waves of at most the blocks that writes may hold.
+    """Sender of committed objects to host and storage, in waves of at most the blocks that writes may hold.
 
-    Pages go from the start of the sequence, each state behind its pages, so that a prompt larger than the host goes down whole. What has no
-    turn yet waits, and goes on when an operation has landed. While storage is left alone, copies to the host are made all the same, and
-    storage gets them when it is back. What storage has, and the host not, is copied to the host if that has blocks to spare.
+    Pages go from the start of the sequence, each state behind its pages, so that a prompt larger than the host goes down whole. Objects
+    without room wait, and go on when an operation has landed. While the store is left alone after failures, copies to the host are still
+    made, and the store gets them when it is back. Objects that storage has and the host lacks are copied to the host if it has free blocks.
 
-    Thread safety: the owner's thread; nothing here waits.
+    Thread safety: the owner's thread; no method waits.
     """
 
     def __init__(self, state: ControllerState) -> None:
@@ -245,12 +249,12 @@ class WriteThrough:
 
     @property
     def is_idle(self) -> bool:
-        """Is nothing waiting that could go on by itself now?"""
+        """Whether no commit is waiting that could go on by itself now."""
         return not self._waiting or self._is_held_up
 
     @property
     def objects(self) -> int:
-        """How many objects of the commits that wait are not on their way to storage."""
+        """Number of objects of waiting commits that are not on their way to storage."""
         return sum(commit.left for commit in self._waiting)
 
     def send(self, node: Node, tokens: TokenArray, extra: bytes, state_depths: Iterable[int]) -> None:
@@ -265,11 +269,11 @@ class WriteThrough:
 
     @property
     def _is_held_up(self) -> bool:
-        """Is storage left alone, and a write there already to try it with?"""
+        """Whether storage is left alone and a waiting write is there already to try it with."""
         return self._state.writes.is_away and bool(self._state.writes.waiting)
 
     def go_on(self) -> None:
-        """An operation has landed: there may be room now."""
+        """Offer the waiting commits again, after an operation has landed and may have made room."""
         for _ in range(len(self._waiting)):
             commit = self._waiting.popleft()
             if commit.is_near and self._is_held_up:
@@ -281,15 +285,15 @@ class WriteThrough:
                 return
 
     def _offer(self, commit: _Waiting, node: Node, depth: int, *, is_new: bool = True) -> bool:
-        """Begin as many writes of a commit as may be, and let what is left of it wait: may the next one be offered, too?"""
+        """Begin as many writes of a commit as there is room for, and let the rest wait; return whether the next commit may be offered."""
         state, held_up = self._state, self._is_held_up
         plan = _Plan(state, node, depth, commit.states, commit.at)
         self._count_gone(commit, plan, depth)
         if state.storage is not None and plan.left():
-            first = max(0, plan.first_page - 1)  # a page names the one before it
+            first = max(0, plan.first_page - 1)  # the key of the page before is needed, too: it is the parent
             if first not in commit.chain.keys:
                 commit.chain.keys.update(enumerate(state.index.page_keys(node, depth, first), first))
-        if state.storage is None and is_new and not plan.fits:  # part of it would be in the way of others, and could not be restored
+        if state.storage is None and is_new and not plan.fits:  # a part would take room from others, and could not be restored
             self._give_up(plan.left(), "host_full")
             return True
         begun = not held_up and plan.begin(commit.chain, near=state.storage is None)
@@ -311,7 +315,7 @@ class WriteThrough:
         return True
 
     def _count_gone(self, commit: _Waiting, plan: _Plan, depth: int) -> None:
-        """Count what was evicted from the device while it waited for its turn."""
+        """Count the objects that were lost to eviction while they waited for their turn."""
         beyond = len(commit.tokens) // self._state.page_size - max(depth, (commit.at + 1) // 2)
         gone = plan.gone + Counter(dict.fromkeys(self._state.index.page_pools, max(0, beyond)))
         if commit.gone is not None:
@@ -324,5 +328,5 @@ class WriteThrough:
 
 
 def _begins(commit: _Waiting, other: _Waiting) -> bool:
-    """Is `other` the same sequence, or the beginning of it?"""
+    """Whether the sequence of `other` is that of `commit` or the beginning of it."""
     return commit.extra == other.extra and np.array_equal(commit.tokens[: len(other.tokens)], other.tokens)

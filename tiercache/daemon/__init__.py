@@ -1,8 +1,8 @@
-"""A storage node without torch: one store behind gRPC, for many workers.
+"""A storage node, which needs no torch: one store behind gRPC, for many workers.
 
-Read `access` (who calls, and which view of the store is theirs), `views` (what a tenant and a fence do to a store), `budget` and `staging`
-(what clients can make the daemon hold), `sessions` (the attach socket and the memory that came through it), `objects` (Get, Set, GetInto,
-SetFrom), `service` (every call's way in and out) and `node` (start, serve, drain).
+Read in this order: `access` (principals and their rights), `views` (limits on what a principal sees of the store), `budget` and `staging`
+(bounds on the memory that clients can make the daemon hold), `sessions` (the attach socket and attached memory), `objects` (Get, Set,
+GetInto, SetFrom), `service` (admission and errors of all calls) and `node` (start, serve, drain).
 """
 
 from tiercache.daemon.node import Node

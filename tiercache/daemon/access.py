@@ -1,7 +1,7 @@
-"""Who calls, and what that one may do.
+"""Principals: how a caller is recognised as one, and what it may do.
 
-A principal is known by the user id at the other end of the attach socket, by a token, or by a subject alternative name of its
-certificate. Each has one view of the store (`views`), which decides what is there for it.
+A principal is recognised by the user id at the other end of the attach socket, by a token, or by a subject alternative name of its
+certificate. Each principal has one view of the store (`views`), which decides what it can see there.
 """
 
 from __future__ import annotations
@@ -24,17 +24,19 @@ from tiercache.storage.base import StorageBackend
 from tiercache.wire.methods import SESSION_METADATA
 
 OWNER: Final = "owner"
+"""Principal of the daemon's own user, unless the settings name one for it."""
 ANONYMOUS: Final = "anonymous"
+"""Principal of all TCP clients where the settings name neither tokens nor certificates."""
 _PRINCIPAL_SHARE: Final = 2
-"""Of several principals none takes more than this part of the calls."""
+"""Divisor of the totals (payload, calls, messages, threads) for each principal, where there are several."""
 _CLIENT_SHARE: Final = 4
-"""Of the messages and the threads no client takes more than this part."""
+"""Divisor of the totals of messages and threads for each client."""
 _BEARER: Final = "Bearer "
 _CURSORS: Final = b"cursors"
 
 
 class Refusal(Exception):  # noqa: N818  it is an answer, not a failure
-    """A call that is not served: the status code and one sentence for the caller; `reason` where the metrics' does not follow from it."""
+    """A call is not served: the status code and one sentence for the caller; `reason` for the metrics if the code does not determine it."""
 
     def __init__(self, code: StatusCode, message: str, reason: str = "") -> None:
         super().__init__(message)
@@ -45,21 +47,25 @@ class Refusal(Exception):  # noqa: N818  it is an answer, not a failure
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What may be held at once."""
+    """Budgets for what may be held at once: by the daemon, by one principal, or by one client."""
 
     payload: Budget
-    """Bytes of objects."""
+    """Bytes of payload in the arena."""
     streams: Budget
-    """Calls."""
+    """Calls under way."""
     transfers: Budget
     """Bytes of messages with payload, on their way in or out."""
     requests: Budget
-    """Bytes of messages without payload, and of what is made of them."""
+    """Bytes of messages without payload, and of the Python objects made of them."""
     workers: Budget
-    """Threads in the store."""
+    """Store threads."""
 
     def part(self, payload: int, streams: int, share: int, message: int) -> Bounds:
-        """Parts of these, no larger than the whole. Of messages and threads one in `share`, but room for a message of `message` bytes."""
+        """Return budgets inside these, each at least 1 and no larger than the whole.
+
+        They have `payload` bytes and `streams` calls, and one part in `share` of messages and threads, but room for at least one request
+        and two messages with payload of `message` bytes each.
+        """
         limits = (
             (self.payload, payload),
             (self.streams, streams),
@@ -71,9 +77,9 @@ class Bounds:
 
 
 class Grants:
-    """What one principal may do, and the view of the store that it does it through.
+    """What one principal may do, and its view of the store.
 
-    Thread safety: immutable, but for the budgets, which belong to the event loop's thread.
+    Thread safety: immutable, except for the budgets, which belong to the event loop's thread.
     """
 
     def __init__(self, name: str, tenant: str, verbs: AbstractSet[Verb], store: StorageBackend, bounds: Bounds) -> None:
@@ -85,7 +91,7 @@ class Grants:
 
     @property
     def sees_all(self) -> bool:
-        """Is there nothing in the store that this one must not count?"""
+        """Whether this principal may know the totals of the whole store: with the verb admin, or if none of it is hidden from it."""
         return Verb.ADMIN in self.verbs or not (self.tenant or isinstance(self.store, Fenced | Common))
 
     def check(self, verb: Verb | None) -> None:
@@ -103,25 +109,25 @@ class Caller:
 
     grants: Grants
     session: Any
-    """Its `sessions.Session`; None over TCP."""
+    """The client's `sessions.Session`; None over TCP."""
     bounds: Bounds
 
 
 class Sessions(Protocol):
-    """Where a session is found by its token."""
+    """A directory of sessions (`sessions.Attachments`)."""
 
     def find(self, token: bytes) -> Any:
-        """The session, or None."""
+        """Return the session with this token, or None."""
 
 
 class Access:
-    """All principals of a daemon.
+    """All principals of a daemon, and the clients that were recognised.
 
     Thread safety: `caller` and `of_uid` belong to the event loop's thread.
     """
 
     def __init__(self, settings: Settings, store: StorageBackend, whole: Bounds) -> None:
-        """Read every token and salt; raises ConfigError."""
+        """Read every token and salt, and divide the budgets `whole` among the principals; raises ConfigError."""
         limits = settings.limits
         self._most_clients = limits.clients
         self._by_uid: dict[int, Grants] = {}
@@ -133,7 +139,7 @@ class Access:
         share = _PRINCIPAL_SHARE if len(settings.principals) + (not owned) > 1 else 1
 
         def payload(most: int, part: int) -> int:
-            """Of the arena: never so little that an object cannot be moved which the operator allows by its size."""
+            """Return the smaller of `most` and `part` bytes, but within `most` enough for an object of `limits.object_bytes`."""
             return min(most, max(part, limits.object_bytes or 0))
 
         mine = payload(settings.client_bytes, whole.payload.limit * 3 // 4)
@@ -153,15 +159,15 @@ class Access:
 
     @property
     def uids(self) -> AbstractSet[int]:
-        """Who may use the unix sockets."""
+        """User ids that may use the unix sockets."""
         return self._by_uid.keys()
 
     def of_uid(self, uid: int) -> Grants | None:
-        """What the user at the other end of the attach socket may do; None: nothing."""
+        """Return the grants of a user at the other end of the attach socket; None if it is no principal."""
         return self._by_uid.get(uid)
 
     def client(self, grants: Grants, session: Any = None) -> Caller:
-        """A new client of a principal, with budgets of its own inside the principal's."""
+        """Make a client of a principal, with budgets of its own inside the principal's."""
         return Caller(grants, session, grants.bounds.part(*self._client))
 
     def caller(
@@ -173,7 +179,10 @@ class Access:
         *,
         local: bool,
     ) -> Caller:
-        """Who makes a call. `peer` and `identity`: what gRPC knows of the connection; `local`: it came by a unix socket. Raises Refusal."""
+        """Return the client that makes a call; raises Refusal if it is not known.
+
+        `peer` and `identity`: name and authentication properties that gRPC gives the connection. `local`: whether it came by a unix socket.
+        """
         given = {key: value for key, value in metadata if key in (SESSION_METADATA, "authorization")}
         if local:
             session = sessions.find(_as_bytes(given.get(SESSION_METADATA, b"")))
@@ -192,7 +201,7 @@ class Access:
         if self._anonymous is not None:
             return self._anonymous
         if isinstance(authorization, str) and authorization.startswith(_BEARER):
-            # By digest: how long this takes says nothing about the tokens that are known.
+            # By digest, so that the time of the lookup says nothing about the known tokens.
             found = self._by_token.get(_fingerprint(authorization.removeprefix(_BEARER).encode()))
             if found is not None:
                 return found
@@ -202,7 +211,7 @@ class Access:
         raise Refusal(StatusCode.UNAUTHENTICATED, "no principal is known by this token or certificate; ask the operator for one")
 
     def _forget_idle_peers(self) -> None:
-        """gRPC does not tell when a connection ends, so clients that hold nothing are forgotten when there are many."""
+        """Forget TCP clients without calls under way once `limits.clients` are kept; gRPC does not tell when a connection ends."""
         if len(self._peers) >= self._most_clients:
             self._peers = {key: caller for key, caller in self._peers.items() if caller.bounds.streams.held}
 
@@ -216,7 +225,7 @@ class Access:
 
 
 class _Views:
-    """The views of a store: one veil a tenant, one fence a set of namespaces, and what is nobody's."""
+    """The views of a store: a veil for each tenant, a fence for each list of namespaces, and a view of what belongs to no tenant."""
 
     def __init__(self, settings: Settings, store: StorageBackend) -> None:
         self._store = store
@@ -225,7 +234,10 @@ class _Views:
         self._cursors = Veil(_CURSORS + b"".join(salts.values()))
 
     def view(self, tenant: str, namespaces: Sequence[str], *, everything: bool) -> StorageBackend:
-        """What a principal sees; `everything`: of a store with tenants also theirs, if it has none itself."""
+        """Return the view of a principal; `tenant` is "" for none, and "*" in `namespaces` stands for all.
+
+        `everything`: whether a principal without a tenant sees the objects of tenants as well.
+        """
         seen = self._store
         names = [bytes.fromhex(name) for name in namespaces if name != "*"]
         if tenant:

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Final
 
 _MAX_ORIGINS: Final = 4096
-"""Usage is recorded for this many origins, then forgotten, so that its memory is bounded."""
+"""Origins whose usage is recorded; with more of them all usage is forgotten, so that its memory is bounded."""
 
 
 class Allowance:

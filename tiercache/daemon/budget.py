@@ -1,4 +1,4 @@
-"""What clients can make the daemon hold: bounded for each client, for each principal, and in total."""
+"""Budgets that bound what clients can make the daemon hold: for each client, for each principal, and in total."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import Final, NamedTuple
 
 
 class Budget:
-    """A number of units of which parts are held for a while. What is held of a budget is held of its parents as well.
+    """A number of units that can be taken and given back; units taken from a budget are taken from its parents as well.
 
-    Who waits is served in order, but for this: one who waits for a client's budget does not hold up those who wait for another's. One who
-    waits for the total holds up all behind him, else many small wishes would starve a large one.
+    Waiters are served in the order in which they came, with one exception: a waiter that lacks units of a budget with a parent (a client's
+    or a principal's) is passed over. A waiter that lacks units of the outermost budget holds up all waiters behind it, because otherwise
+    many small requests would starve a large one.
 
     Thread safety: the event loop's thread only.
     """
@@ -25,18 +26,18 @@ class Budget:
 
     @property
     def largest(self) -> int:
-        """The most that can be taken at once."""
+        """Most units that can be taken at once."""
         return self.limit if self._parent is None else min(self.limit, self._parent.largest)
 
     def try_take(self, units: int) -> bool:
-        """Take `units` now, or nothing."""
+        """Take `units` now and return True; return False, with nothing taken, if they are not there or others wait."""
         if self._queue or self._lacking(units) is not None:
             return False
         self._hold(units)
         return True
 
     async def take(self, units: int) -> None:
-        """Take `units` as soon as they are there; raises ValueError for more than there can ever be."""
+        """Take `units`, waiting until they are there; raises ValueError for more than `largest`."""
         if units > self.largest:
             raise ValueError(f"{units} are wanted and there are never more than {self.largest}")
         if self.try_take(units):
@@ -50,18 +51,18 @@ class Budget:
             if waiter.granted.done() and not waiter.granted.cancelled():
                 self.give(units)
             else:
-                with suppress(ValueError):  # somebody who gave back met it meanwhile
+                with suppress(ValueError):  # `_serve` has found the cancelled waiter and removed it meanwhile
                     self._queue.remove(waiter)
                 self._serve()
             raise
 
     def give(self, units: int) -> None:
-        """Give back what was taken."""
+        """Give back `units` that were taken."""
         self._hold(-units)
         self._serve()
 
     def _lacking(self, units: int) -> Budget | None:
-        """The budget, outermost first, that has not enough left."""
+        """Return the outermost budget that has fewer than `units` left; None if all have enough."""
         outer = self._parent._lacking(units) if self._parent else None
         return outer or (self if self.held + units > self.limit else None)
 
@@ -82,7 +83,7 @@ class Budget:
                 waiter.budget._hold(waiter.units)
                 waiter.granted.set_result(None)
             elif lacking._parent is None:
-                return
+                return  # nothing behind this waiter may take units of the total before it
 
 
 class _Waiter(NamedTuple):

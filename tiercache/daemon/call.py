@@ -1,4 +1,4 @@
-"""One call: its messages, each within the time that a stream may stand still, and the threads in which stores work for it."""
+"""A call's messages, each within the time that a stream may stand still, and the threads in which stores work for calls."""
 
 from __future__ import annotations
 
@@ -25,47 +25,54 @@ M = TypeVar("M", bound=Message)
 
 
 _START_SECONDS: Final = 30.0
+"""Seconds that the threads may take to start."""
 _PARSED: Final = 5
-"""Python's objects for a batch of keys take this many times the bytes of the message."""
+"""Bytes of the Python objects for a batch of keys, per byte of the message."""
 
 
 def request_bytes(most_keys: int) -> int:
-    """The largest request that names so many keys: some 300 bytes for each with its description, and places in attached memory."""
+    """Return the size in bytes of the largest request with `most_keys` keys.
+
+    Each key takes some 300 bytes with its description; the rest is for places in attached memory.
+    """
     return (64 << 10) + 512 * most_keys
 
 
 @dataclass(slots=True)
 class Call:
-    """A call that was let in; `close` it.
+    """A call that was admitted; the caller must `close` it.
 
     Thread safety: the event loop's thread.
     """
 
     caller: Caller
     context: Any
-    """gRPC's; reads and writes bytes."""
+    """gRPC's context of the call; it reads and writes bytes."""
     idle: float
+    """Seconds that the stream may stand still."""
     message_bytes: int
-    """The largest message that can come."""
+    """Size in bytes of the largest message that gRPC receives."""
     request_bytes: int
-    """The largest request that this call can have."""
+    """Size in bytes of the largest request that this call may have."""
     _held: int = 0
+    """Bytes that are held of the client's budget for requests."""
 
     def close(self) -> None:
-        """Give back what the request was counted for."""
+        """Give back the bytes that are held for the request."""
         self.caller.bounds.requests.give(self._held)
         self._held = 0
 
     async def read(self) -> bytes | None:
-        """The next message; None at the end. Raises Refusal where it does not come in time."""
+        """Return the next message, or None at the end of the stream; raises Refusal if none comes in time."""
         message = await self._in_time(self.context.read())
         return None if message is EOF else message
 
     async def request(self, kind: type[M], weigh: Callable[[M], int] = lambda _: 0) -> M:
-        """The one message of a call whose request is no stream. `weigh`: how many bytes it takes beside its keys, once it is read.
+        """Return the one message of a call whose request is no stream. `weigh`: returns the bytes of its Python objects beside its keys.
 
-        It is not asked for before there is room for the largest, for nobody knows how large it is until it is there. Afterwards the room
-        that it does not need is given back.
+        The message is not read before there is room for the largest one, because its size is not known until it is there. The room that it
+        does not need is given back afterwards. Raises WireError for a message that is missing, malformed or too large, Refusal for one that
+        does not come in time.
         """
         await self.caller.bounds.requests.take(self.message_bytes)
         self._held = self.message_bytes
@@ -81,7 +88,7 @@ class Call:
         return message
 
     async def send(self, data: bytes) -> None:
-        """Send one message; returns when the transport has taken it. Raises Refusal where the client does not."""
+        """Send one message, and return when the transport has taken it; raises Refusal if the client does not read it in time."""
         await self._in_time(self.context.write(data))
 
     async def _in_time(self, step: Any) -> Any:
@@ -93,15 +100,15 @@ class Call:
 
 
 class Threads:
-    """Where stores work.
+    """The threads in which stores work.
 
-    Thread safety: `run` on the event loop's thread; what it runs, in one of the threads.
+    Thread safety: methods on the event loop's thread; the work that they are given runs in one of the threads.
     """
 
     def __init__(self, count: int) -> None:
         self.count: Final = count
         self._pool: Final = ThreadPoolExecutor(count, "tiercache-store")
-        # All threads now: a pool that cannot start one when there is work keeps the work, and tells nobody when it is done.
+        # Start all threads now: a pool that fails to start one later keeps the work queued, and its future never reports a result.
         together = Barrier(count)
         for started in [self._pool.submit(together.wait, _START_SECONDS) for _ in range(count)]:
             started.result()
@@ -115,11 +122,11 @@ class Threads:
         landed: Callable[[], None] | None = None,
         undo: Callable[[], None] | None = None,
     ) -> T:
-        """The result of `work`, which goes on when the caller is cancelled, but does not begin.
+        """Run `work` in a thread and return its result. If the caller is cancelled, `work` does not begin, or goes on if it has begun.
 
-        It waits until `workers` has a thread: so none of them waits for a thread of the pool, where nobody could call it off, and no client
-        keeps all threads from the others. `landed` is called on the event loop when it has ended, in any way; `undo` where nobody is left
-        to take its result.
+        It begins once a unit of `workers` is free. Therefore work never waits inside the pool, where it could not be cancelled, and no
+        client occupies all threads. Both callbacks run on the event loop. `landed` is called when `work` has ended in any way, or will
+        not begin; `undo` is called as well if this method raises, so that the caller gets no result.
         """
         try:
             await workers.take(1)
@@ -142,7 +149,7 @@ class Threads:
             future.add_done_callback(_retrieve)
             raise
         finally:
-            del future  # with what was raised it would hold this frame, and this frame it
+            del future  # it holds the exception, whose traceback holds this frame: without `del` that is a reference cycle
 
     def start(
         self,
@@ -152,7 +159,10 @@ class Threads:
         landed: Callable[[], None] | None = None,
         undo: Callable[[], None] | None = None,
     ) -> asyncio.Task[T]:
-        """`run` in a task of its own, also where that is cancelled before its first step. What it raises need not be fetched."""
+        """Start `run` in a new task, whose exception need not be retrieved.
+
+        `landed` and `undo` are called even if the task is cancelled before its first step.
+        """
         begun = False
 
         async def steps() -> T:
@@ -171,7 +181,7 @@ class Threads:
         return task
 
     async def close(self, seconds: float) -> bool:
-        """Wait for what is under way; False where it is not done in time, and its threads are left behind."""
+        """Wait for the work under way; return False if it is not done within `seconds`, with its threads left behind."""
         if self._under_way:
             await asyncio.wait(set(self._under_way), timeout=seconds)
         self._pool.shutdown(wait=False)
@@ -180,10 +190,10 @@ class Threads:
 
 @contextmanager
 def untangled() -> Iterator[None]:
-    """Around a handler: where it aborted, what was raised ends here, and gRPC, which keeps it, raises it once more by itself.
+    """Swallow the AbortError of a handler and drop its traceback; gRPC keeps the error, and raises it again itself.
 
-    With a traceback it would hold the frames, these the call, and this again what was raised: memory that any refused caller could make us
-    hold until the next collection.
+    With its traceback the error would hold the frames, these the call, and the call the error: a reference cycle whose memory any refused
+    caller could make the daemon hold until the next garbage collection.
     """
     try:
         yield
@@ -192,6 +202,6 @@ def untangled() -> Iterator[None]:
 
 
 def _retrieve(future: asyncio.Future[Any]) -> None:
-    """Nobody waits for this any more, and asyncio would say so of its exception."""
+    """Retrieve the exception of a future that nothing awaits any more, so that asyncio does not log it."""
     if not future.cancelled():
         future.exception()

@@ -1,16 +1,18 @@
-"""The way in for everybody whom nobody knows yet: connections are accepted here, and passed on to gRPC behind a unix socket.
+"""The gate in front of gRPC: it accepts connections whose caller is not known yet, and passes them on to gRPC by a unix socket.
 
     waiting ──▶ opening ──▶ settled ──▶ known
     (nothing is read)  (`opening` counts)  (little is passed)  (bytes move through the kernel, uncounted)
 
-A connection is settled when it has acknowledged gRPC's SETTINGS; in TLS, where that cannot be seen, when it has outlived gRPC's patience
-with handshakes and acknowledgements. It is known when a caller was recognised on it. Few connections are opening at once; the others wait
-for their turn, in the order of coming, but those first from whose address fewest are opening. Where there are as many connections as there
-may be, a new one takes the place of the oldest that nobody was recognised on, of the address that has most of these.
+A connection is settled once it has acknowledged gRPC's SETTINGS. In TLS the acknowledgement cannot be seen; a connection is settled there
+once it is older than gRPC's timeouts for handshake and acknowledgement together, or once a caller was recognised on it. A connection is
+known once a caller was recognised on it. Only a few connections are opening at once. Of the waiting ones, those whose origin has the fewest
+opening connections go first, then those whose origin was served the fewest bytes of late, then the oldest. At the limit on
+connections, a new one displaces one without a recognised caller: the oldest of the origin that has most of these.
 
-Calls without a known caller are refused, but each refusal takes a turn of the event loop, for which the calls of known callers wait. So the
-bytes of settled connections are forwarded at a rate that they share (`Allowance`), the least served first. The rate does not apply where
-gRPC requires client certificates: without one, no connection gets as far as a call.
+Calls without a known caller are refused, but each refusal takes a turn of the event loop, and delays the calls of known callers. Therefore
+settled connections without a known caller share one rate of forwarding (`Allowance`), the least served first. The rate applies neither
+to unix sockets nor where gRPC requires client certificates: without a permitted user id or a certificate, no connection gets as far as a
+call.
 """
 
 from __future__ import annotations
@@ -34,39 +36,44 @@ from tiercache.daemon.opening import Opening
 from tiercache.daemon.splice import PIPE_BYTES, Flow, widen
 
 _PRESSED_SECONDS: Final = 1.0
-"""So long where others wait for their turn."""
+"""Seconds that a connection may be opening while others wait for their turn."""
 _TICK_SECONDS: Final = 0.1
+"""Seconds between two rounds of the work that depends on time: timeouts, paused listeners, throttled connections."""
 _BACKLOG: Final = 1024
 _CREDENTIALS: Final = struct.Struct("iII")
+"""`struct ucred` of SO_PEERCRED: process id, user id, group id."""
 _EXHAUSTED: Final = (EMFILE, ENFILE, ENOBUFS, ENOMEM)
+"""Errors of accept(2) that say that descriptors or memory ran out; the connection stays in the backlog."""
 _SEND_BYTES: Final = 1 << 20
-"""Of either end of a connection to gRPC, as far as the system allows; with less both sides wait for each other's turn."""
+"""Send buffer in bytes of either end of a connection to gRPC, as far as the system allows; with less, both ends wait for each other."""
 _ALLOWED_BYTES: Final = 64 << 10
-"""Enough for the first calls of 256 clients that connect at once, or of some hundred in TLS."""
+"""Size of the allowance in bytes: enough for the first calls of 256 clients that connect at once, or of some hundred in TLS."""
 _ALLOWED_BYTES_PER_SECOND: Final = 16 << 10
-"""A thousand calls of the least size, 16 bytes, which the event loop can refuse beside its work; at twice this rate known callers waited
-for seconds (measured with "short calls without end" of tests/daemon/attacks.py)."""
+"""Rate of the allowance: a thousand calls per second of the least size, 16 bytes, which the event loop can refuse beside its other work.
+
+At twice this rate known callers waited for seconds (measured with "short calls without end" of tests/daemon/attacks.py)."""
 _TURN_BYTES: Final = 1 << 10
+"""Most bytes that a settled connection without a known caller forwards at a time."""
 _CALL_BYTES: Final = 256
-"""Bytes charged for a call in an opening, where calls can be counted."""
+"""Bytes charged to the allowance for each call in an opening, where calls can be counted (not in TLS)."""
 _READ, _WRITE = select.EPOLLIN, select.EPOLLOUT
 
 
 class _Door(NamedTuple):
-    """Where connections come in, and where gRPC takes them."""
+    """A listening socket, and the unix socket on which gRPC takes its connections."""
 
     listener: socket.socket
     backend: str
-    """A unix socket that only this user can reach."""
+    """Path of a unix socket of gRPC's that only this user can reach."""
     tls: bool
     uids: AbstractSet[int] | None
-    """Of a unix socket: whose processes may connect; None: it is a TCP address."""
+    """User ids whose processes may connect to a unix socket; None for a TCP address."""
     trusted: bool
     """Whether a client is authenticated before it can make a call, by its user id or by a certificate."""
 
 
 class _Connection:
-    """A client's connection, and the one to gRPC that goes with it once its turn has come."""
+    """A client's connection and, once its turn to open has come, the connection to gRPC that belongs to it."""
 
     def __init__(self, number: int, client: socket.socket, origin: bytes, door: _Door) -> None:
         self.number: Final = number
@@ -74,8 +81,9 @@ class _Connection:
         self.origin: Final = origin
         self.door: Final = door
         self.name = ""
-        """As gRPC calls the other end; empty while it waits."""
+        """Peer name of the connection in gRPC; empty while it waits."""
         self.since = time.monotonic()
+        """Time when it was accepted, and from its opening on the time of that, in seconds of the monotonic clock."""
         self.backend: socket.socket | None = None
         self.up: Flow
         self.down: Flow
@@ -83,22 +91,23 @@ class _Connection:
         self.forwarded = 0
         """Bytes forwarded to gRPC before a caller was recognised."""
         self.known = False
-        """Was a caller recognised on it?"""
+        """Whether a caller was recognised on it."""
         self.watched: dict[int, int] = {}
-        """The events that are waited for, by descriptor."""
+        """Epoll events that are waited for, by descriptor; 0 for a descriptor that is not registered."""
 
 
 class Gate:
-    """Accepts connections for a gRPC server that listens on unix sockets of its own.
+    """Acceptor of connections for a gRPC server that listens on unix sockets of its own.
 
-    Thread safety: `listen` and `listen_local` before `start`; `passed` and `recognised` from any thread; the rest is the gate's own thread's.
+    Thread safety: `listen` and `listen_local` before `start`; `start` and `close` from one thread; the other public methods from any.
     """
 
     def __init__(self, *, most: int, most_opening: int, most_streams: int, settling: float, refused: Callable[[str], None]) -> None:
-        """`most` connections, of which `most_opening` are opening; `settling`: the seconds after which gRPC itself has cut who did not, and
-        throttled connections are cut.
+        """Prepare for at most `most` connections, of which at most `most_opening` are opening at once.
 
-        `refused` is told "unauthenticated", "busy" or "idle" of every connection that is cut.
+        `most_streams`: calls that a client may begin before it acknowledges the SETTINGS. `settling`: seconds after which gRPC itself has
+        cut a connection without handshake or acknowledgement, and after which the gate cuts throttled connections. `refused` is called with
+        "unauthenticated", "busy" or "idle" for each connection that is turned away, displaced or too late, and not for one that breaks.
         """
         self._most: Final = most
         self._most_opening: Final = most_opening
@@ -109,11 +118,11 @@ class Gate:
         self._epoll = select.epoll()
         self._doors: dict[int, _Door] = {}
         self._paused: list[int] = []
-        """Descriptors of listeners that found no descriptors."""
+        """Descriptors of listeners that are not watched until the next tick, because `accept` ran out of descriptors or memory."""
         self._connections: dict[int, _Connection] = {}
-        """By number, so that the oldest comes first."""
+        """All connections by number, so that the oldest comes first."""
         self._unsettled: dict[int, _Connection] = {}
-        """Those of them that wait or are opening."""
+        """The connections that wait or are opening, by number."""
         self._by_descriptor: dict[int, _Connection] = {}
         self._names: dict[str, _Connection] = {}
         self._numbers = 0
@@ -122,14 +131,14 @@ class Gate:
         self._told: set[_Connection] = set()
         self._allowance = Allowance(_ALLOWED_BYTES, _ALLOWED_BYTES_PER_SECOND, time.monotonic())
         self._throttled: dict[int, _Connection] = {}
-        """Settled connections without a known caller that are not read until the allowance has bytes left."""
+        """Settled connections without a known caller that are not read until the allowance has bytes left, by number."""
         self._lock: Final = Lock()
         self._leaving = Event()
         self._closing = Event()
         self._thread = Thread(target=self._run, name="tiercache-gate", daemon=True)
 
     def listen(self, host: str, port: int, backend: str, *, tls: bool, mutual: bool = False) -> int:
-        """Listen on a TCP address: its port. `mutual`: gRPC asks for certificates of clients, too. Raises OSError."""
+        """Listen on a TCP address and return its port; raises OSError. `mutual`: whether gRPC requires certificates of clients."""
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         dual = host == "::" and socket.has_dualstack_ipv6()
         listener = socket.create_server(address[:2], family=family, backlog=_BACKLOG, dualstack_ipv6=dual)
@@ -137,7 +146,7 @@ class Gate:
         return int(listener.getsockname()[1])
 
     def listen_local(self, path: str, mode: int, uids: AbstractSet[int], backend: str) -> None:
-        """Listen on a unix socket for processes of these users; raises OSError."""
+        """Listen on a unix socket at `path` with this file mode, for processes of the users `uids`; raises OSError."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             listener.bind(path)
@@ -149,22 +158,22 @@ class Gate:
         self._add(_Door(listener, backend, False, uids, trusted=True))
 
     def start(self) -> None:
-        """Begin to accept; gRPC's server must listen by then."""
+        """Begin to accept; gRPC's server must listen before."""
         self._epoll.register(self._wakeup, _READ)
         self._thread.start()
 
     @property
     def alive(self) -> bool:
-        """Does it pass connections on, or is it about to?"""
+        """Whether the gate's thread runs, or was not started yet."""
         return self._thread.ident is None or self._thread.is_alive()
 
     def leave(self) -> None:
-        """Accept nobody from now on; connections go on."""
+        """Accept no more connections; those that exist go on."""
         self._leaving.set()
         self._wake()
 
     def close(self) -> None:
-        """End every connection, and the thread. Harmless before `start`."""
+        """End every connection and the thread. Harmless before `start`."""
         self._leaving.set()
         self._closing.set()
         self._wake()
@@ -177,15 +186,15 @@ class Gate:
         os.close(self._alarm)
 
     def passed(self, peer: str) -> bool | None:
-        """Did the connection that gRPC calls `peer` come in here by a unix socket (True), or by TCP (False)? None: not here.
+        """Return True if the connection that gRPC calls `peer` came in here by a unix socket, False if by TCP, None if not here.
 
-        A name that is in use here nobody else on this machine can have.
+        The names are addresses of abstract unix sockets: as long as one is in use here, no other process on this machine can have it.
         """
         found = self._names.get(peer)
         return None if found is None else found.door.uids is not None
 
     def recognised(self, peer: str) -> None:
-        """A caller with credentials calls on this connection."""
+        """Mark the connection that gRPC calls `peer` as known: a caller with credentials calls on it."""
         found = self._names.get(peer)
         if found is not None and not found.known:
             found.known = True
@@ -239,6 +248,7 @@ class Gate:
                 door.listener.close()
             self._doors.clear()
             self._paused.clear()
+        # A connection that `recognised` adds after this swap comes with another byte in the pipe, and so with another round.
         with self._lock:
             told, self._told = self._told, set()
         for connection in told:
@@ -258,7 +268,7 @@ class Gate:
         try:
             client, address = door.listener.accept()
         except OSError as error:
-            if error.errno in _EXHAUSTED:  # it would be tried again at once, and again, until there is a descriptor
+            if error.errno in _EXHAUSTED:  # epoll would report the listener again at once, and again, until there is a descriptor
                 self._epoll.modify(door.listener, 0)
                 self._paused.append(door.listener.fileno())
             return
@@ -276,10 +286,14 @@ class Gate:
         self._connections[self._numbers] = self._unsettled[self._numbers] = _Connection(self._numbers, client, origin, door)
 
     def _origin(self, client: socket.socket, address: tuple[str, int], uids: AbstractSet[int] | None) -> bytes | None:
-        """Who is counted together: a user of this machine, or what one machine has of addresses. None for a user who may not connect."""
+        """Return the key under which connections are counted together; None for a user who may not connect. Raises OSError.
+
+        The key is the user id on a unix socket, else the IPv4 address or the first 64 bits of the IPv6 address (one machine may have all).
+        """
         if uids is None:
             client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             packed = socket.inet_pton(client.family, address[0].partition("%")[0])
+            # An IPv4 address on a dual-stack listener is ::ffff:a.b.c.d, which starts with ten zero bytes, and stays whole.
             return packed[:8] if len(packed) == 16 and not packed.startswith(bytes(10)) else packed
         _, uid, _ = _CREDENTIALS.unpack(client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
         return b"uid %d" % uid if uid in uids else None
@@ -293,7 +307,7 @@ class Gate:
         return True
 
     def _open_next(self) -> None:
-        """As many of those that wait as there is room for."""
+        """Open waiting connections until `most_opening` are opening, or the allowance is used up."""
         opening = Counter(connection.origin for connection in self._unsettled.values() if connection.opening is not None)
         while opening.total() < self._most_opening and self._allowed and (waiting := list(self._waiting())):
             chosen = min(waiting, key=lambda connection: (opening[connection.origin], self._allowance.had(connection.origin)))
@@ -313,7 +327,7 @@ class Gate:
 
     @property
     def _allowed(self) -> int:
-        """Bytes that may be forwarded now for callers that are not known."""
+        """Bytes that may be forwarded now on connections without a known caller."""
         return self._allowance.left(time.monotonic())
 
     def _waiting(self) -> Iterator[_Connection]:
@@ -345,7 +359,7 @@ class Gate:
         self._advance(connection)
 
     def _advance(self, connection: _Connection) -> None:
-        """Move what can be moved; raises OSError where the connection is broken."""
+        """Move what can be moved now on this connection; raises OSError if it is broken."""
         assert connection.backend is not None
         connection.down.move()
         if connection.opening is not None:
@@ -359,7 +373,7 @@ class Gate:
 
     def _listen_to(self, connection: _Connection, opening: Opening, backend: socket.socket) -> None:
         if not opening.room:
-            return  # in TLS: until it is recognised
+            return  # in TLS nothing more is read until a caller is recognised, or the connection is settled by its age
         seen = _receive(connection, opening.room, socket.MSG_PEEK)
         before = opening.calls
         data = connection.client.recv(opening.take(seen)) if seen else b""
@@ -370,7 +384,10 @@ class Gate:
             self._settle(connection)
 
     def _forward_throttled(self, connection: _Connection, backend: socket.socket) -> None:
-        """Forward what the allowance has left; the rest waits in the client's socket."""
+        """Forward at most _TURN_BYTES, and no more than the allowance has left unless the door is trusted.
+
+        The rest waits in the client's socket.
+        """
         allowed = _TURN_BYTES if connection.door.trusted else min(self._allowed, _TURN_BYTES)
         if allowed:
             data = _receive(connection, allowed)
@@ -382,7 +399,7 @@ class Gate:
         connection.forwarded += len(data)
         if not connection.door.trusted:
             self._allowance.take(connection.origin, cost)
-        if backend.send(data) < len(data):  # its buffer holds more than a minute's allowance
+        if backend.send(data) < len(data):  # a buffer of _SEND_BYTES holds the allowance of a minute
             raise ConnectionAbortedError("gRPC does not read")
 
     def _settle(self, connection: _Connection) -> None:
@@ -391,7 +408,10 @@ class Gate:
         self._watch(connection)
 
     def _watch(self, connection: _Connection) -> None:
-        """Wait for what this connection can go on with. For nothing means not at all: a side that has hung up would be told for ever."""
+        """Register the events with which this connection can go on.
+
+        A descriptor that waits for none is unregistered: epoll would report a side that has hung up even so, again and again.
+        """
         assert connection.backend is not None
         up, down, opening = connection.up, connection.down, connection.opening
         reads = opening.room > 0 if opening is not None else not (up.held or up.ended or connection.number in self._throttled)
@@ -417,10 +437,10 @@ class Gate:
             elif age > (_PRESSED_SECONDS if pressed else self._settling):
                 self._cut(connection, "idle")
         for connection in [found for found in self._throttled.values() if now - found.since > self._settling]:
-            self._cut(connection, "idle")  # the client may have closed behind more data than the kernel takes: POLLRDHUP never comes
+            self._cut(connection, "idle")  # no POLLRDHUP comes if the client closed behind more data than the kernel takes in
 
     def _end_abandoned(self) -> None:
-        """End the connections whose client has closed; they are not being read, so the end of their data would not be noticed."""
+        """End waiting and throttled connections whose client has closed; they are not read, so the end of their data goes unnoticed."""
         unread = {connection.client.fileno(): connection for connection in (*self._waiting(), *self._throttled.values())}
         poll = select.poll()
         for descriptor in unread:
@@ -437,7 +457,7 @@ class Gate:
             return
         self._unsettled.pop(connection.number, None)
         self._throttled.pop(connection.number, None)
-        self._names.pop(connection.name, None)  # before the name is free for others
+        self._names.pop(connection.name, None)  # before `backend` is closed, which frees the name for other processes
         for descriptor, events in connection.watched.items():
             if events:
                 self._epoll.unregister(descriptor)

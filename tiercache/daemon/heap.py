@@ -1,4 +1,4 @@
-"""Gives memory back that the C library keeps for later: what clients made the daemon hold for a moment is not held for ever."""
+"""Return of free memory from the C library to the system, so that the daemon does not keep for ever what it held for a moment."""
 
 from __future__ import annotations
 
@@ -11,19 +11,22 @@ _M_TRIM_THRESHOLD: Final = -1
 _M_MMAP_THRESHOLD: Final = -3
 _M_ARENA_MAX: Final = -8
 _LARGE_BYTES: Final = 16 << 20
-"""Blocks from here on are mappings of their own. Messages must not be: to fault their pages in anew costs as much as to copy them."""
+"""Size in bytes from which glibc gives an allocation a mapping of its own.
+
+Messages must stay below it: to fault their pages in anew costs as much as to copy them."""
 _KEPT_BYTES: Final = 8 << 20
-"""At the end of a heap, until the next trim."""
+"""Free bytes that may stay at the end of the heap until the next trim."""
 _ARENAS: Final = 1
-"""Of others than the first, glibc trims what is free in between and never the end: megabytes of each, for good."""
+"""Number of glibc's arenas: of any but the first, glibc trims free pages in between and never the end, and keeps megabytes of each."""
 _SECONDS: Final = 2.0
+"""Seconds between two trims."""
 _libc = ctypes.CDLL(None)
 
 
 def keep_little() -> None:
-    """Of the whole process: messages reuse the memory of those before them, in one heap that can be trimmed. Only with glibc.
+    """Make the whole process allocate from one heap that can be trimmed, where messages reuse the memory of earlier ones; glibc only.
 
-    To be called before there are threads: one that runs already may have a heap of its own, which later ones then share.
+    To be called before threads are started: a thread that runs already may have a heap of its own, which later threads would share.
     """
     if hasattr(_libc, "mallopt"):
         _libc.mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
@@ -32,16 +35,17 @@ def keep_little() -> None:
 
 
 async def trim_now_and_then() -> None:
-    """Give back what is free, until cancelled; a few milliseconds in a thread. To be called when the start is over."""
+    """Give free memory back every _SECONDS until cancelled, in a thread, for a few milliseconds; to be called when the start is over."""
     gc.collect()
-    gc.freeze()  # what the start made stays, and need not be looked at again
+    gc.freeze()  # the objects of the start stay, and need not be examined again
     while True:
         await asyncio.sleep(_SECONDS)
         await asyncio.to_thread(_tidy)
 
 
 def _tidy() -> None:
-    # gRPC leaves a circle of every call, with its metadata. Only among what is new: to look through a large store's objects takes long.
+    # gRPC leaves a reference cycle of every call, with its metadata. Only the young generations: a full collection examines all objects of
+    # a large store, which takes long.
     gc.collect(1)
     if hasattr(_libc, "malloc_trim"):
         _libc.malloc_trim(0)

@@ -1,7 +1,7 @@
-"""Memory of clients that is mapped here, kept a little longer than its session.
+"""Memory of clients that the daemon has mapped; it stays mapped for a while after its last session.
 
-Memory that was sealed when it was mapped cannot be mapped a second time (`wire.memory`). A client whose session ended, because a call took
-too long, say, comes back soon; its memory is found here then. When its process ends, the memory goes at once.
+Memory that was sealed when it was mapped cannot be mapped a second time (`wire.memory`). A client whose session ended, for example because
+a call took too long, comes back soon and finds its memory still mapped here. When the client's process ends, its memory goes at once.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from typing import Final, NamedTuple
 from tiercache.wire.memory import Region
 
 KEEP_SECONDS: Final = 60.0
-"""For a process that lives; longer than the longest pause between two attempts of a client to connect."""
+"""Seconds to keep the memory of a living process; longer than the longest pause between two attempts of a client to connect."""
 KEEP_UNSEEN_SECONDS: Final = 5.0
-"""For one in another PID namespace, of which we do not hear."""
-_MOST_KEPT: Final = 64  # of one user
+"""Seconds to keep the memory of a process in another PID namespace, whose end the daemon does not learn."""
+_MOST_KEPT: Final = 64
+"""Most mappings of one user that are kept without a session."""
 
 
 class Inode(NamedTuple):
-    """What tells one user's memfd from all others."""
+    """Identity of a memfd: the user who passed it, and its device and inode number."""
 
     uid: int
     device: int
@@ -29,14 +30,14 @@ class Inode(NamedTuple):
 
     @classmethod
     def of(cls, uid: int, fd: int) -> Inode:
-        """Of an open memfd that a user passed."""
+        """Return the identity of the open memfd `fd` that user `uid` passed."""
         found = os.fstat(fd)
         return cls(uid, found.st_dev, found.st_ino)
 
 
 @dataclass(slots=True)
 class Mapping:
-    """A region, and how many sessions have it."""
+    """A mapped region, and the number of sessions that have it."""
 
     inode: Inode
     region: Region
@@ -56,7 +57,7 @@ class Mappings:
         self._mappings: dict[Inode, Mapping] = {}
 
     def find(self, inode: Inode) -> Mapping | None:
-        """The mapping of this memory, for one more session."""
+        """Return the mapping of this memory and count one more session of it; None if there is none."""
         found = self._mappings.get(inode)
         if found is not None:
             found.sessions += 1
@@ -64,7 +65,10 @@ class Mappings:
         return found
 
     def add(self, inode: Inode, region: Region) -> Mapping:
-        """A region that was mapped just now, for its first session; or the one of a session that was faster."""
+        """Add a region that was mapped just now, for its first session, and return its mapping.
+
+        If another session was faster to map the same memory, close `region` and return that session's mapping.
+        """
         found = self.find(inode)
         if found is not None:
             region.close()
@@ -73,7 +77,7 @@ class Mappings:
         return made
 
     def release(self, mapping: Mapping, pid: int) -> None:
-        """A session of this process (0: one that we do not see) has it no more. Without any it stays for a while."""
+        """Count one session of process `pid` less (0: a process in another PID namespace); the last one leaves the mapping for a while."""
         mapping.sessions -= 1
         if mapping.sessions:
             return
@@ -81,7 +85,7 @@ class Mappings:
         try:
             mapping.process = os.pidfd_open(pid) if pid else None
         except OSError:
-            kept = _MOST_KEPT + 1  # it has ended
+            kept = _MOST_KEPT + 1  # the process has ended, so that nothing is kept
         if kept > _MOST_KEPT:
             self._forget(mapping)
             return
@@ -91,12 +95,12 @@ class Mappings:
             loop.add_reader(mapping.process, self._forget, mapping)
 
     def clear(self) -> None:
-        """Let go of all."""
+        """Forget all mappings."""
         for mapping in list(self._mappings.values()):
             self._forget(mapping)
 
     def _forget(self, mapping: Mapping) -> None:
-        """Unmapped when the last view of it is gone."""
+        """Forget a mapping; its memory is unmapped when the last view of it is gone."""
         self._stop_waiting(mapping)
         mapping.region.close()
         del self._mappings[mapping.inode]

@@ -1,7 +1,7 @@
-"""What a node counts, and what it says of itself when somebody scrapes it: the rows of `metrics.table.NODE`.
+"""The metrics of a node: the rows of `metrics.table.NODE`.
 
-Whatever is known elsewhere (what is held of a budget, how many sessions there are, what the store holds) is asked there at scrape time, in
-the scraper's thread. What happens to calls is counted as it happens, through children that were looked up once.
+Values that other objects know (units held of a budget, number of sessions, contents of the store) are read from them at scrape time, in the
+scraper's thread. Events of calls are counted when they happen, through metric children that were looked up once.
 """
 
 from __future__ import annotations
@@ -41,11 +41,12 @@ assert tuple(SERVED) == METHODS, "the table of metrics knows every call"
 
 _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 _EVERY: Final = 5.0
+"""Least seconds between two `usage` calls of the store."""
 _PATIENCE: Final = 0.25
-"""So long a scrape waits for the store's figures before it goes on with those before."""
+"""Seconds that a scrape waits for the store's figures before it goes on with the previous ones."""
 
 _CODES: Final[dict[Any, StatusCode]] = {code.value[0]: code for code in StatusCode} | {code: code for code in StatusCode}
-"""gRPC tells the code of an aborted call as a number."""
+"""Status code by its number and by itself: gRPC gives the code of an aborted call as a number."""
 _REASONS: Final = {
     StatusCode.UNAUTHENTICATED: "unauthenticated",
     StatusCode.PERMISSION_DENIED: "permission",
@@ -54,17 +55,18 @@ _REASONS: Final = {
     StatusCode.INVALID_ARGUMENT: "malformed",
     StatusCode.FAILED_PRECONDITION: "malformed",
 }
+"""Reason of a refusal in the metrics, by its status code, where the refusal names none."""
 
 Direction = Literal["in", "out"]
 Plane = Literal["stream", "shared"]
 
 
 class LimitError(WireError):
-    """A request beyond a limit that the operator may raise; the metrics tell it from one that cannot be read."""
+    """A request is beyond a limit that the operator may raise; the metrics count it apart from a request that cannot be read."""
 
 
 class Meters(Families):
-    """The metrics of one node, of which `principals` may call it.
+    """The metrics of one node, which the named `principals` may call.
 
     Thread safety: any thread.
     """
@@ -93,7 +95,7 @@ class Meters(Families):
 
     @contextmanager
     def call(self, method: str, context: Any) -> Iterator[None]:
-        """One call, from the first look at its caller until it has ended or was aborted; `context` is gRPC's."""
+        """Measure one call, from before its caller is known until it has ended or was aborted; `context` is gRPC's."""
         under_way, code = self._under_way[method], StatusCode.CANCELLED
         under_way.inc()
         start = time.perf_counter()
@@ -102,7 +104,7 @@ class Meters(Families):
             code = StatusCode.OK
         except AbortError as abort:
             code = _CODES.get(context.code(), StatusCode.UNKNOWN)
-            self.refused_for(abort.__context__)  # what it was aborted for
+            self.refused_for(abort.__context__)  # the exception that was being handled when the call was aborted
             raise
         finally:
             under_way.dec()
@@ -111,21 +113,21 @@ class Meters(Families):
             (codes.get(code.name) or codes["UNKNOWN"]).inc()
 
     def refused(self, reason: str) -> None:
-        """Something was refused for what a client did; `reason` is one of the table's."""
+        """Count a refusal for which the client is the cause; `reason` is one of `metrics.table.REFUSALS`."""
         self._refused[reason].inc()
 
     def refused_for(self, error: BaseException | None) -> None:
-        """Count it if it is something for which a client is refused."""
+        """Count a refusal if `error` is one for which a client is refused (`reason_of`)."""
         if (reason := reason_of(error)) is not None:
             self.refused(reason)
 
     def called(self, principal: str) -> None:
-        """A call of this principal came in."""
+        """Count a call of this principal; a name that was not given at construction is ignored."""
         if (counter := self._callers.get(principal)) is not None:
             counter.inc()
 
     def moved(self, principal: str, plane: Plane, direction: Direction, nbytes: int) -> None:
-        """Payload crossed between a client and the node."""
+        """Count payload bytes that moved between a client of `principal` and the node."""
         if nbytes:
             self._moved[plane, direction].inc(nbytes)
             if (counter := self._by_caller.get((principal, direction))) is not None:
@@ -137,13 +139,13 @@ class Meters(Families):
             self._damaged.inc(objects)
 
     def existed(self, keys: Sequence[ObjectKey], answers: Sequence[bool]) -> None:
-        """An exists was answered."""
+        """Count the answers of an Exists call."""
         pools = [key.pool for key in keys]
         self._looked_up("exists", Outcome.HIT, list(compress(pools, answers)))
         self._looked_up("exists", Outcome.MISS, list(compress(pools, map(not_, answers))))
 
     def got(self, keys: Sequence[ObjectKey], outcomes: Sequence[Outcome]) -> None:
-        """A get was answered."""
+        """Count the outcomes of a Get or GetInto call."""
         pools = [key.pool for key in keys]
         for outcome in ANSWERS["get"]:
             if outcome in outcomes:
@@ -152,7 +154,7 @@ class Meters(Families):
             self._last_read.set(time.time())
 
     def watch(self, settings: Settings, bounds: Bounds, attachments: Attachments, figures: Figures) -> None:
-        """Say from now on what these hold. To be called when the node begins to serve."""
+        """Report from now on what these objects hold; to be called when the node begins to serve."""
         self.gauge("node_start_time_seconds").set(time.time())
         self.gauge("node_insecure_bind").set(exposed(settings))
         self.gauge("node_calls_limit").set(bounds.streams.limit)
@@ -186,7 +188,7 @@ class Meters(Families):
         return [(pool, self.counter("node_lookups_total", str(Tier.STORAGE), pool, operation, result, reason).inc) for pool in PoolName]
 
     def _looked_up(self, operation: str, outcome: Outcome, pools: list[PoolName]) -> None:
-        # Thousands of keys a call: `count` compares by identity, while a dict would hash every enum in Python.
+        # A call has thousands of keys. `list.count` compares enums by identity, while a dict would hash each of them in Python.
         if pools:
             for pool, count in self._asked[operation, outcome]:
                 if n := pools.count(pool):
@@ -194,9 +196,10 @@ class Meters(Families):
 
 
 class Figures:
-    """What a store says of itself: asked in the background when somebody wants to know, at most every 5 s, and never twice at once.
+    """The newest usage figures of a store, fetched in the background on demand: at most once in `every` seconds, and one call at a time.
 
-    A store that hangs keeps one thread waiting, and nobody else: its last figures stay, and grow old.
+    A store that hangs blocks one background thread and nothing else: its last figures stay, and their age grows. `patience`: most seconds
+    that a reader waits for new figures.
 
     Thread safety: any thread.
     """
@@ -213,31 +216,31 @@ class Figures:
         self._ask()
 
     def latest(self) -> Usage:
-        """The newest figures there are; all 0 until the store has answered for the first time."""
+        """Return the newest figures; all 0 until the store has answered for the first time."""
         with self._changed:
             if time.monotonic() - self._asked >= self._every and self._ask():
                 self._changed.wait_for(lambda: not self._under_way, self._patience)
             return self._usage
 
     def detail(self, name: str) -> int | None:
-        """A number that only some stores tell."""
+        """Return a number from the details that only some stores give; None if this one does not."""
         value = self.latest().details.get(name)
         return value if isinstance(value, int) else None
 
     @property
     def age(self) -> float:
-        """Seconds since the store told them, or since the beginning."""
+        """Seconds since the store gave the newest figures, or since construction if it has given none."""
         self.latest()
         return time.monotonic() - self._told
 
     def close(self, seconds: float) -> bool:
-        """Ask no more, and wait for what is under way; False where the store has not answered in this time."""
+        """Fetch no more, and wait for the call under way; return False if the store has not answered within `seconds`."""
         with self._changed:
             self._closed = True
             return self._changed.wait_for(lambda: not self._under_way, seconds)
 
     def _ask(self) -> bool:
-        """Begin to ask, unless that has begun before; the caller holds the lock or is alone."""
+        """Start a fetch and return True, unless one is under way or this is closed; the caller holds the lock, or is the constructor."""
         if self._under_way or self._closed:
             return False
         self._under_way = True
@@ -260,7 +263,7 @@ class Figures:
 
 
 def reason_of(error: BaseException | None) -> str | None:
-    """Why something was refused, as the table calls it; None where the client is not to blame."""
+    """Return the reason of a refusal as `metrics.table.REFUSALS` names it; None for an error that is not the client's."""
     if isinstance(error, Refusal):
         return error.reason or _REASONS.get(error.code)
     if isinstance(error, WireError):
@@ -269,13 +272,16 @@ def reason_of(error: BaseException | None) -> str | None:
 
 
 def exposed(settings: Settings) -> bool:
-    """Can somebody on another machine call without saying who that is?"""
+    """Return whether a client on another machine can call without credentials."""
     known = any(principal.token_file is not None for principal in settings.principals) or (settings.tls and settings.tls.client_ca)
     return not known and any(not address.loopback for address in settings.addresses)
 
 
 def disk_written_bytes() -> int | None:
-    """What this process had the kernel write to block devices, by its own account (proc(5), `write_bytes`)."""
+    """Return the bytes that this process caused to be written to block devices, by the kernel's account (proc(5), `write_bytes`).
+
+    None where they cannot be read.
+    """
     with suppress(OSError):
         for line in Path("/proc/self/io").read_text("ascii").splitlines():
             if line.startswith("write_bytes:"):
@@ -284,7 +290,7 @@ def disk_written_bytes() -> int | None:
 
 
 def resident_bytes() -> int | None:
-    """Memory of this process that is present."""
+    """Return the bytes of this process's memory that are resident (proc(5), `statm`); None where they cannot be read."""
     with suppress(OSError):
         return int(Path("/proc/self/statm").read_text("ascii").split()[1]) * _PAGE_BYTES
     return None

@@ -1,4 +1,4 @@
-"""A node from start to stop: the store, the sockets, the service; drained within a deadline."""
+"""A storage node from start to stop: it opens the store, the sockets and the service, and drains them within a deadline."""
 
 from __future__ import annotations
 
@@ -45,26 +45,31 @@ from tiercache.wire.v1 import storage_pb2 as pb
 _log = logging.getLogger(__name__)
 
 _THREADS: Final = 16
-"""Calls of the store at once. Stores have threads of their own for large batches; these are for many clients."""
+"""Store calls at once. Stores have threads of their own for large batches; these threads are for many clients."""
 _FIGURES_SECONDS: Final = 1.0
-"""So long the end waits for a store that was asked for its figures."""
+"""Seconds to wait at shutdown for a pending `usage` call of the store."""
 _HANDSHAKE_MS: Final = 5_000
+"""Milliseconds that a client may take for its handshake with gRPC."""
 _ACKNOWLEDGE_MS: Final = 1_000
-"""So long a client may take to acknowledge gRPC's SETTINGS."""
+"""Milliseconds that a client may take to acknowledge gRPC's SETTINGS."""
 _READ_BYTES: Final = 64 << 10
-"""Of one connection that gRPC has read and not yet looked at. It would have let this grow with what comes, without end."""
+"""Most bytes of one connection that gRPC has read and not yet parsed; without this limit they would grow with what a client sends."""
 _OPENING_BYTES: Final = 24 << 20
-"""Of `host_bytes`, for each connection that may be opening: a client can make gRPC hold an eighth of it."""
+"""Bytes of `host_bytes` for each connection that may be opening; a client can make gRPC hold an eighth of them while it opens."""
 _OPENINGS: Final = (4, 32)
+"""Least and most connections that may be opening at once, whatever `host_bytes` is."""
 _KEEPALIVE_MS: Final = 10_000
+"""Milliseconds between gRPC's keepalive pings of a client; half of them is the time in which the client must answer."""
 _START_SECONDS: Final = 300.0
+"""Seconds that `Node.start` waits until the node serves."""
 
 
 class Node:
-    """A storage node of this process: `start` serves, `stop` drains; in between everything happens on a thread of the node's own.
+    """A storage node in this process: `start` serves, `stop` drains; in between its event loop runs on a thread of its own.
 
-    It opens the store that the settings name, or takes over `store`, and closes it at the end. What clients can make it hold stays within
-    `host_bytes`: half of it is an arena for payloads, half bounds messages, a third of these those without payload.
+    It opens the store that the settings name, or takes over `store`, and closes it at the end. The memory that clients can make it hold
+    is bounded by `host_bytes`: one half is an arena for payloads, the other half is a budget for messages, a third of which is for messages
+    without payload.
 
     Thread safety: `start` and `stop` from one thread; the other attributes are for reading, from any.
     """
@@ -72,9 +77,9 @@ class Node:
     def __init__(self, settings: Settings, store: StorageBackend | None = None, *, notifier: Notifier | None = None) -> None:
         self.settings: Final = settings
         self.addresses: list[str] = []
-        """The TCP addresses that are served, with their ports; known after `start`."""
+        """TCP addresses that are served, with their ports; known after `start`."""
         self.metrics_address = ""
-        """Where Prometheus scrapes, with its port; known after `start`, empty where metrics are off."""
+        """Address that Prometheus scrapes, with its port; known after `start`, empty where metrics are off."""
         self.store = store
         self._opened = store is None
         self.instance: Final = secrets.token_bytes(16)
@@ -88,7 +93,7 @@ class Node:
         self._thread = Thread(target=self._run, name="tiercache-node", daemon=True)
 
     def start(self) -> None:
-        """Open the store and serve. Returns when clients can connect; raises ConfigError, StorageError or OSError where that cannot be."""
+        """Open the store and serve; return when clients can connect. Raises ConfigError, StorageError or OSError if that fails."""
         check_files(self.settings)
         keep_little()
         self._thread.start()
@@ -99,7 +104,7 @@ class Node:
             raise self._error
 
     def stop(self) -> bool:
-        """Drain and close; twice is harmless. False where calls in the store were still under way at the deadline."""
+        """Drain and close; return False if the node's thread still runs after 3 * drain + 5 s. A second call is harmless."""
         if self._loop is not None and self._stopping is not None:
             with suppress(RuntimeError):  # the loop has ended
                 self._loop.call_soon_threadsafe(self._stopping.set)
@@ -108,11 +113,11 @@ class Node:
 
     @property
     def alive(self) -> bool:
-        """Does it serve, or is it about to?"""
+        """Whether the node serves, starts or drains."""
         return self._thread.is_alive() and (self._gate is None or self._gate.alive)
 
     def describe(self) -> list[str]:
-        """For people: what is served, and where."""
+        """Return lines for a person to read: what is served, and where."""
         settings = self.settings
         lines = [f"serving {settings.store_url}" if self._opened else f"serving a {type(self.store).__name__}"]
         lines += [f"on {place}" for place in self._serving]
@@ -132,7 +137,7 @@ class Node:
     def _run(self) -> None:
         try:
             asyncio.run(self._live())
-        except BaseException as error:  # noqa: BLE001  raised again by `start`; later there is nobody but the log
+        except BaseException as error:  # noqa: BLE001  raised again by `start`; after that it can only be logged
             self._error = error
             if self._ready.is_set():
                 _log.exception("the node ended with an error")
@@ -151,7 +156,7 @@ class Node:
             self._notifier.send("STOPPING=1")
 
     async def _wait(self, stopping: asyncio.Event) -> None:
-        """Until told to stop; the watchdog hears from the event loop itself, so that a loop that hangs is noticed."""
+        """Wait until `stopping` is set, and feed systemd's watchdog from this event loop, so that a loop that hangs is noticed."""
         beat = self._notifier.watchdog / 3 or None
         while not stopping.is_set():
             with suppress(TimeoutError):
@@ -160,7 +165,7 @@ class Node:
                 self._notifier.send("WATCHDOG=1")
 
     async def _open(self, ends: AsyncExitStack) -> list[str]:
-        """Everything from the store outwards; `ends` takes it down in the other order."""
+        """Open everything, from the store outwards, and return the places that are served; `ends` closes all of it in reverse order."""
         settings, limits = self.settings, self.settings.limits
         if _foreign(settings):
             make_way(settings.directory, settings.socket_directory)
@@ -235,7 +240,10 @@ class Node:
         return serving
 
     def _socket_directory(self, ends: AsyncExitStack, *, foreign: bool) -> Path:
-        """Where the sockets lie: for workers where they look for them, and where only the gate uses them in a place of their own."""
+        """Make the directory of the sockets: the configured one for workers on this host, or a temporary one that only the gate uses.
+
+        Raises StorageError, and ConfigError for a directory that cannot be taken over.
+        """
         if not self.settings.unix:
             try:
                 return Path(ends.enter_context(TemporaryDirectory(prefix="tiercache-", ignore_cleanup_errors=True)))
@@ -247,7 +255,11 @@ class Node:
         return directory
 
     def _bind(self, server: Any, directory: Path, *, foreign: bool) -> list[str]:
-        """The unix sockets on which gRPC itself listens, all for this user alone: the workers' if no others come, and the gate's."""
+        """Bind the unix sockets on which gRPC itself listens, and return their names; raises StorageError.
+
+        Only this user can connect to them. Workers connect to gRPC directly if no other user is a principal on the unix sockets; all other
+        connections come through the gate.
+        """
         tls = self.settings.tls
         secure = tls is not None and bool(self.settings.addresses)
         plain = foreign or (tls is None and bool(self.settings.addresses))
@@ -265,7 +277,7 @@ class Node:
         return names
 
     def _serve_metrics(self, meters: Meters, ends: AsyncExitStack) -> None:
-        """Until everything else has ended, so that a drain can be watched."""
+        """Serve the metrics, if they have an address, until everything else is closed, so that a drain can be watched."""
         address = self.settings.metrics.address
         if address is not None:
             endpoint = Endpoint(address.host, address.port, meters.registry)
@@ -282,7 +294,7 @@ class Node:
         return shown
 
     async def _close_store(self, store: StorageBackend, threads: Threads, figures: Figures) -> None:
-        """Close the store when nobody works in it any more; one that hangs is left as it is, like after a kill."""
+        """Close the store once no thread works in it any more; leave a store that hangs open, as a kill would."""
         ended = await threads.close(self.settings.drain)
         if not (await asyncio.to_thread(figures.close, _FIGURES_SECONDS) and ended):
             _log.error("the store did not finish what it was at within %g s; it is left open", self.settings.drain)
@@ -309,7 +321,10 @@ def _limits(settings: Settings) -> pb.Limits:
 
 
 def _raise_descriptors(clients: int) -> None:
-    """Of the whole process: what all clients together can use, connections and attached memory, should not be what others lack."""
+    """Raise the process's limit on descriptors to what all clients together can use, for connections and attached memory.
+
+    32 descriptors for each client and 1024 for the rest, as far as the hard limit allows; a failure is ignored.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 1024 + 32 * clients
     if resource.RLIM_INFINITY not in (soft, hard):
@@ -333,14 +348,14 @@ def _options(settings: Settings) -> Sequence[tuple[str, int]]:
         ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
         ("grpc.keepalive_timeout_ms", _KEEPALIVE_MS // 2),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", _KEEPALIVE_MS // 2),
-        # gRPC would cut a client that pings too often only once that has read all that is there for it, and until then remember every ping.
+        # gRPC would cut a client that pings too often only once the client has read all that is sent to it, and remember all pings so long.
         ("grpc.http2.max_ping_strikes", 0),
-        # A stream that nobody reads yet holds one window; gRPC would make it grow up to the largest message.
+        # A stream that is not read yet holds one window, which gRPC would make grow up to the largest message.
         ("grpc.http2.bdp_probe", 0),
         ("grpc.so_reuseport", 0),
     )
 
 
 def _foreign(settings: Settings) -> bool:
-    """Is a user other than this one a principal on the unix sockets?"""
+    """Return whether a user other than this process's is a principal on the unix sockets."""
     return settings.unix and any(principal.uid not in (None, os.getuid()) for principal in settings.principals)

@@ -1,4 +1,4 @@
-"""What systemd wants to hear from a service: that it is ready, that it stops, and that it is alive (sd_notify(3))."""
+"""Notifications to systemd that a service is ready, is stopping, or is alive (sd_notify(3))."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import suppress
 
 
 class Notifier:
-    """Tells the service manager that started this process, if there is one.
+    """Sender of notifications to the service manager that started this process, if there is one.
 
     Thread safety: any thread.
     """
@@ -20,10 +20,10 @@ class Notifier:
         watchdog = environment.get("WATCHDOG_USEC", "")
         mine = environment.get("WATCHDOG_PID", "") in ("", str(os.getpid()))
         self.watchdog = int(watchdog) / 1e6 if self._address and mine and watchdog.isdigit() else 0.0
-        """Seconds within which it wants to hear `WATCHDOG=1` again; 0: it does not."""
+        """Seconds within which the service manager expects the next `WATCHDOG=1`; 0 if it expects none."""
 
     def send(self, *lines: str) -> None:
-        """Send e.g. `READY=1`. Whether anybody listens makes no difference to the service."""
+        """Send lines such as `READY=1`; do nothing without a service manager, and ignore errors of sending."""
         if self._address.startswith(("/", "\0")):
             with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
                 sock.connect(self._address)

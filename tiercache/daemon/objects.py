@@ -1,9 +1,9 @@
-"""Get, Set, GetInto and SetFrom: payloads between the store and a client, bounded at every step.
+"""Get, Set, GetInto and SetFrom: payloads between the store and a client, with bounded memory at every step.
 
-Get reads a window of objects into leased blocks and sends it while the next is read. Set gathers objects in leased blocks, and a window of
-them is stored while the next arrives. GetInto and SetFrom let the store move bytes straight to and from attached memory.
+Get reads a window of objects into leased blocks and sends it while the next window is read. Set gathers objects in leased blocks, and
+stores one window of them while the next arrives. GetInto and SetFrom let the store move bytes straight to and from attached memory.
 
-A coroutine may be cancelled at any time; what a thread does for it goes on, and what that thread uses is given back when it has landed.
+A coroutine may be cancelled at any time. What a thread does for it goes on, and what that thread uses is given back when it is done.
 """
 
 from __future__ import annotations
@@ -32,29 +32,33 @@ from tiercache.wire.frames import CHUNK_BYTES, cut, decode, encode
 from tiercache.wire.v1 import storage_pb2 as pb
 
 WINDOW_BYTES: Final = 8 << 20
-"""Payload that one call of the store moves: enough for its batches to pay, little enough to share the budget."""
+"""Most bytes of blocks that one store call of Get or Set uses; a larger object is moved alone.
+
+It is large enough for batches to pay, and small enough to share the budget."""
 
 _FIRST_WINDOW_BYTES: Final = 1 << 20
+"""Most bytes of the first window of a Get; the limit doubles with each window, up to WINDOW_BYTES."""
 _PLACED_BYTES: Final = 128 << 20
-"""One call names attached memory of at most so much and the largest object."""
+"""Bytes of attached memory that one call may name, in addition to the size of the largest object."""
 _WINDOW_ITEMS: Final = 1024
+"""Most objects of one store call."""
 _DIRECT_BYTES: Final = 128 << 20
-"""Payload between store and attached memory that one call of the store moves: what a thread has begun nobody can call off."""
+"""Most bytes between store and attached memory that one store call moves; a store call that has begun cannot be cancelled."""
 
 _EXTENT_BYTES: Final = 256
-"""Of Python's objects for one extent of attached memory."""
+"""Estimated bytes of the Python objects for one extent of attached memory."""
 
 _HEADER_BYTES: Final = 64 << 10
-"""Of a message with objects on its way out, at most."""
+"""Most bytes of the header of an outgoing message with objects."""
 
 _DESCRIBED_BYTES: Final = 128 << 10
-"""From here on asking the store for a checksum is cheaper than computing it again."""
+"""Object length in bytes from which asking the store for a checksum is cheaper than computing it again."""
 
 Item = TypeVar("Item", GetItem, SetItem)
 
 
 class Objects:
-    """The calls that move payloads.
+    """Handlers of the calls that move payloads.
 
     Thread safety: the event loop's thread.
     """
@@ -71,7 +75,7 @@ class Objects:
         self._most_bytes = most_bytes
 
     async def get(self, call: Call) -> None:
-        """Stream objects out of the store."""
+        """Serve Get: stream objects out of the store."""
         request = await call.request(pb.GetRequest)
         wanted = self._wanted(request.keys, request.lengths)
         windows = list(_windows(wanted, call.caller.bounds.payload.largest))
@@ -96,7 +100,10 @@ class Objects:
                     following.add_done_callback(_give_back)
 
     def _read_ahead(self, caller: Caller, window: _Wanted) -> Task[_Window] | None:
-        """Begin with the next window if there is room for it now: waiting with this one in hand could wait for ever."""
+        """Begin to read the next window if there is room for it now, else return None.
+
+        Waiting for room while the current window holds some could last for ever.
+        """
         lease = Lease.try_take(self._arena, caller.bounds.payload, window.lengths)
         return None if lease is None else self._read(caller, window, lease)
 
@@ -105,7 +112,7 @@ class Objects:
         return self._threads.start(caller.bounds.workers, _read_window, caller.grants.store, items, window.first, lease, undo=lease.release)
 
     async def set(self, call: Call) -> None:
-        """Take a stream of objects into the store."""
+        """Serve Set: take a stream of objects into the store."""
         async with _transfer(call.caller, self._message_bytes):
             incoming = _Incoming(call.caller, self._threads, self._arena, self._most_keys, self._most_bytes, self._meters)
             try:
@@ -117,7 +124,7 @@ class Objects:
             await call.send(messages.outcomes(outcomes).SerializeToString())
 
     async def get_into(self, call: Call) -> None:
-        """Let the store fill memory that the client attached."""
+        """Serve GetInto: let the store fill memory that the client attached."""
         request = await call.request(pb.GetIntoRequest, _weigh)
         wanted = self._wanted(request.keys, request.lengths)
         session = _session(call.caller)
@@ -128,7 +135,7 @@ class Objects:
         await call.send(messages.outcomes(outcomes).SerializeToString())
 
     async def set_from(self, call: Call) -> None:
-        """Let the store take objects from memory that the client attached."""
+        """Serve SetFrom: let the store take objects from memory that the client attached."""
         request = await call.request(pb.SetFromRequest, _weigh)
         keys = read_keys(request.keys, self._most_keys)
         metas = [messages.read_meta(meta) for meta in request.metas]
@@ -147,9 +154,9 @@ class Objects:
     async def _move(
         self, caller: Caller, session: Session, work: Callable[[Sequence[Item]], list[Outcome]], items: Sequence[Item]
     ) -> list[Outcome]:
-        """Let the store work in attached memory, part by part: a call that is over begins no more of them."""
+        """Run `work` on attached memory, one portion of `items` after the other; a cancelled call begins no further portion."""
         outcomes: list[Outcome] = []
-        session.begin()
+        session.begin()  # once for the call, and once for each portion, whose thread may outlive a cancelled call
         try:
             for part in _portions(items):
                 session.begin()
@@ -174,7 +181,7 @@ class Objects:
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """Objects to read: `first` is the first one's number in the request."""
+    """Objects to read; `first` is the position of the first of them in the request."""
 
     first: int
     keys: Sequence[ObjectKey]
@@ -183,7 +190,7 @@ class _Wanted:
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """Objects that were read, and the blocks in which they lie."""
+    """Objects that were read, and the blocks that hold them; `first` is the position of the first of them in the request."""
 
     first: int
     items: Sequence[GetItem]
@@ -192,7 +199,7 @@ class _Window:
     lease: Lease
 
     def frames(self, chunk: int) -> Iterator[bytes]:
-        """The messages that tell of them; each is made when it is sent."""
+        """Yield the messages that carry these objects, with at most `chunk` bytes of payload each."""
         sizes = [item.length if outcome is Outcome.HIT else 0 for item, outcome in zip(self.items, self.outcomes, strict=True)]
         for pieces in cut(sizes, chunk):
             begun = [piece.item for piece in pieces if not piece.start]
@@ -206,7 +213,10 @@ class _Window:
 
 
 def _read_window(store: StorageBackend, items: Sequence[GetItem], first: int, lease: Lease) -> _Window:
-    """In a thread. The client checks what it received by these checksums, over the key that it knows."""
+    """Read objects and find their checksums; runs in a store thread.
+
+    The client checks what it received against these checksums, together with the key that it asked for.
+    """
     outcomes = store.get(items)
     large = [i.key for i, outcome in zip(items, outcomes, strict=True) if outcome is Outcome.HIT and i.length >= _DESCRIBED_BYTES]
     known = {entry.key: entry.meta.checksum for entry in (store.describe(large) if large else ()) if entry is not None}
@@ -218,16 +228,17 @@ def _read_window(store: StorageBackend, items: Sequence[GetItem], first: int, le
 
 
 def read_keys(message: pb.Keys, most: int) -> list[ObjectKey]:
-    """At most `most` object keys."""
+    """Return the object keys of a message; raises LimitError for more than `most`."""
     if len(message.pool_of) > most:
         raise LimitError(f"a batch of {len(message.pool_of)} keys is beyond the limit of {most}; send it in parts")
     return messages.read_keys(message, most)
 
 
 def _windows(wanted: _Wanted, most: int) -> Iterator[_Wanted]:
-    """Neighbouring objects that are read at once: at most WINDOW_BYTES in blocks, or one object. WireError where one cannot be held.
+    """Yield runs of at most _WINDOW_ITEMS objects whose blocks take at most WINDOW_BYTES, and at most `most` bytes; or single objects.
 
-    The first windows are smaller, so that the client has something to do while the others are read.
+    The first windows are smaller, so that the client has something to do while the others are read. Raises LimitError for an object whose
+    blocks take more than `most` bytes.
     """
     room = min(_FIRST_WINDOW_BYTES, most)
     start = held = 0
@@ -246,13 +257,14 @@ def _windows(wanted: _Wanted, most: int) -> Iterator[_Wanted]:
 
 
 def _give_back(task: Task[_Window]) -> None:
+    """Release the blocks of a window that was read ahead and is not sent."""
     if not task.cancelled() and task.exception() is None:
         task.result().lease.release()
 
 
 @dataclass(slots=True)
 class _Partial:
-    """An object that is being received."""
+    """An object that is being received; `size` counts the bytes that have arrived."""
 
     key: ObjectKey
     meta: ObjectMeta
@@ -260,7 +272,10 @@ class _Partial:
     size: int = 0
 
     def add(self, part: memoryview) -> None:
-        """Put the next bytes into their place. Copied, because a store is several times slower with bytes that begin just anywhere."""
+        """Copy the next bytes into the leased blocks; raises WireError for more than the object has.
+
+        They are not used where they lie, because a store is several times slower with bytes that are not aligned.
+        """
         if self.size + part.nbytes > self.meta.length:
             raise WireError(f"an object of {self.meta.length} bytes comes with {self.size + part.nbytes} at least")
         for view in take(self.lease.views[0], self.size, self.size + part.nbytes):
@@ -269,14 +284,14 @@ class _Partial:
             self.size += view.nbytes
 
     def item(self) -> SetItem:
-        """What the store is given: whole pages, with nothing of others behind the payload."""
+        """Return the item for the store: whole blocks of BLOCK_ALIGN bytes, with zeros behind the payload instead of old data."""
         buffers = take(self.lease.views[0], 0, -(-self.size // BLOCK_ALIGN) * BLOCK_ALIGN)
         zero_tail(buffers, self.size)
         return SetItem(self.key, buffers, self.meta)
 
 
 class _Incoming:
-    """The objects of one Set, from the messages in which they come to the store: one window is stored while the next arrives.
+    """Receiver of the objects of one Set: takes them from the messages, and stores one window while the next arrives.
 
     Thread safety: the event loop's thread.
     """
@@ -299,7 +314,7 @@ class _Incoming:
         self._seen = 0
 
     async def add(self, message: bytes) -> None:
-        """Take in one message."""
+        """Take in one message. Raises WireError if it is malformed, LimitError if it is beyond a limit."""
         header, payload = decode(message, pb.SetPieces, self._most_header)
         keys = read_keys(header.keys, self._most_keys)
         if not (len(header.sizes) == len(header.begins) and len(keys) == len(header.metas) == sum(header.begins)):
@@ -334,12 +349,12 @@ class _Incoming:
         lease = Lease.try_take(self._arena, self._budget, [meta.length])
         if lease is None:
             await self._store_ready()
-            await self._land()  # nothing is held while we wait
+            await self._land()  # this call holds no blocks while it waits for more
             lease = await Lease.take(self._arena, self._budget, [meta.length])
         self._current = _Partial(key, meta, lease)
 
     async def finish(self) -> list[Outcome]:
-        """Store the rest: the outcomes of all."""
+        """Store the rest and return the outcomes of all objects; raises WireError if the last one is incomplete."""
         if self._current is not None:
             raise WireError("the stream ends in the middle of an object")
         await self._store_ready()
@@ -347,14 +362,14 @@ class _Incoming:
         return self._outcomes
 
     def abandon(self) -> None:
-        """Give back what was received and will not be stored. What a thread is storing gives itself back."""
+        """Give back the blocks of objects that will not be stored. A window that a thread is storing is given back when that is done."""
         _release([*self._ready, *([self._current] if self._current else [])])
         self._ready, self._current = [], None
         if self._storing is not None:
-            self._storing.cancel()  # where it waits for a thread; what a thread has begun goes on
+            self._storing.cancel()  # ends a wait for a thread; a store call that has begun goes on
 
     async def _store_ready(self) -> None:
-        """Let a thread store what is complete, once it is done with the window before."""
+        """Let a thread store the complete objects, once the window before is stored."""
         await self._land()
         if not self._ready:
             return
@@ -363,6 +378,7 @@ class _Incoming:
         self._storing = self._threads.start(self._workers, _store_window, self._store, items, self._meters, landed=lambda: _release(window))
 
     async def _land(self) -> None:
+        """Wait until the window that is being stored, if any, is done, and keep its outcomes."""
         if self._storing is not None:
             storing, self._storing = self._storing, None
             self._outcomes += await storing
@@ -374,7 +390,7 @@ def _release(parts: Sequence[_Partial]) -> None:
 
 
 def _store_window(store: StorageBackend, items: Sequence[SetItem], meters: Meters) -> list[Outcome]:
-    """In a thread. What did not arrive as it was sent is not stored."""
+    """Store those objects whose checksum is right, or was not given; the others are answered ERROR. Runs in a store thread."""
     sound = [not i.meta.checksum or checksum(i.key, i.buffers, i.meta.length) == i.meta.checksum for i in items]
     meters.damaged(sound.count(False))
     answers = iter(store.set([item for item, well in zip(items, sound, strict=True) if well]))
@@ -382,7 +398,7 @@ def _store_window(store: StorageBackend, items: Sequence[SetItem], meters: Meter
 
 
 def _portions(items: Sequence[Item]) -> Iterator[Sequence[Item]]:
-    """Neighbouring items of at most _DIRECT_BYTES of memory, or one."""
+    """Yield runs of at most _WINDOW_ITEMS items with at most _DIRECT_BYTES of memory; or single larger items."""
     start = held = 0
     for at, item in enumerate(items):
         size = sum(view.nbytes for view in item.buffers)
@@ -395,6 +411,7 @@ def _portions(items: Sequence[Item]) -> Iterator[Sequence[Item]]:
 
 
 def _weigh(request: pb.GetIntoRequest | pb.SetFromRequest) -> int:
+    """Return the estimated bytes of the Python objects for the extents of a request."""
     return _EXTENT_BYTES * len(request.places.regions)
 
 
@@ -405,7 +422,10 @@ def _session(caller: Caller) -> Session:
 
 
 def _places(session: Session, places: pb.Places, expected: int, most: int) -> list[list[memoryview]]:
-    """The views of each item's extents."""
+    """Return the views of each item's extents, one list for each of `expected` items.
+
+    Raises WireError if the columns do not fit together or an extent is not attached, LimitError for more than `most` bytes.
+    """
     columns = (places.regions, places.offsets, places.sizes)
     extents_in_all = sum(places.counts)
     if len(places.counts) != expected or any(len(column) != extents_in_all for column in columns):
@@ -423,7 +443,7 @@ def _check_length(length: int, most: int) -> None:
 
 @asynccontextmanager
 async def _transfer(caller: Caller, nbytes: int) -> AsyncIterator[None]:
-    """The right to hold two messages of so many bytes: one on its way, one being made or taken apart."""
+    """Hold room for two messages of `nbytes` bytes each, or all that the client may: one is on its way, one is made or taken apart."""
     held = min(2 * nbytes, caller.bounds.transfers.largest)
     await caller.bounds.transfers.take(held)
     try:

@@ -1,8 +1,8 @@
-"""The beginning of a connection, up to the client's acknowledgement of gRPC's SETTINGS: how much of it gRPC is given.
+"""Limits on the beginning of a connection, up to the client's acknowledgement of gRPC's SETTINGS.
 
-Before the acknowledgement gRPC holds a client to the defaults of the protocol and not to what it announced: a header block may take 16 MiB,
-and several times that in memory, in any number of streams. From then on gRPC bounds by itself what it keeps. So until then we count. In TLS
-nothing but bytes can be counted.
+Before the acknowledgement gRPC holds a client to the defaults of the protocol and not to the SETTINGS: a header block may take 16 MiB, and
+several times that in memory, in any number of streams. After it gRPC bounds by itself what it keeps. Therefore bytes and calls are counted
+here until then. In TLS only bytes can be counted.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import Final
 
 HEAD_BYTES: Final = 16 << 10
-"""Of TLS handshake, preface, settings and headers; some four times what a client with a token and a chain of certificates sends."""
+"""Most bytes of TLS handshake, preface, settings and headers; some four times what a client with a token and certificate chain sends."""
 DATA_BYTES: Final = 64 << 10
-"""Of DATA frames: the window of a connection that has not been enlarged (RFC 9113, 6.9.2)."""
+"""Most bytes of DATA frames: the initial flow-control window of a connection (RFC 9113, 6.9.2)."""
 _PREFACE_BYTES: Final = 24
 _FRAME_HEADER_BYTES: Final = 9
 _DATA, _HEADERS, _SETTINGS = 0, 1, 4
@@ -20,32 +20,33 @@ _ACK: Final = 1
 
 
 class Opening:
-    """Looks at what a client sends first.
+    """Counter of the bytes and calls that a client sends before its acknowledgement.
 
     Thread safety: one thread.
     """
 
     def __init__(self, *, tls: bool, most_streams: int) -> None:
+        """Count nothing so far; `tls`: whether the bytes are encrypted; `most_streams`: calls that may begin."""
         self.acknowledged = False
-        """Has the acknowledgement passed? Never so in TLS."""
+        """Whether the acknowledgement has passed; always False in TLS."""
         self.excessive = False
-        """Did it send more than a client has to say before it?"""
+        """Whether the client sent more bytes or began more calls than it may before the acknowledgement."""
         self.calls = 0
-        """How many began so far; in TLS nobody knows."""
+        """Number of calls (HEADERS frames) that began so far; 0 in TLS, where they cannot be seen."""
         self._tls = tls
         self._most_streams: Final = most_streams
-        self._room = {False: HEAD_BYTES, True: DATA_BYTES}  # by: is it of a DATA frame?
+        self._room = {False: HEAD_BYTES, True: DATA_BYTES}  # bytes left; the key says whether they are of DATA frames
         self._in_data = False
-        self._left = _PREFACE_BYTES  # of the preface or of a frame's payload
+        self._left = _PREFACE_BYTES  # bytes left of the preface or of a frame's payload
         self._header = bytearray()
 
     @property
     def room(self) -> int:
-        """So many bytes may be taken at once."""
+        """Most bytes that `take` may be given now."""
         return self._room[False] if self._tls else sum(self._room.values())
 
     def take(self, data: bytes) -> int:
-        """The next bytes, of which there are at most `room`: how many of them there are up to the acknowledgement."""
+        """Look at the next bytes, at most `room` of them, and return how many there are up to the end of the acknowledgement's header."""
         if self._tls:
             self._spend(len(data))
             return len(data)

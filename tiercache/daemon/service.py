@@ -1,7 +1,7 @@
-"""Every call's way in and out: who calls, whether it may, for how long, and what it is told where it may not.
+"""The gRPC service: it admits each call, bounds its time, serves it, and turns errors into status codes.
 
-Each method is served as a pair of streams of bytes, whatever it is to its callers: so nothing of a request is read before its caller is
-known, and no message is waited for longer than a stream may stand still.
+Each method is served as a pair of byte streams, whether or not clients stream it. This way no request is read before its caller is known,
+and no message is waited for longer than a stream may stand still.
 """
 
 from __future__ import annotations
@@ -33,11 +33,13 @@ from tiercache.wire.v1 import storage_pb2 as pb
 _log = logging.getLogger(__name__)
 
 _UNTOUCHED = ((UNTOUCHED_METADATA, "1"),)
+"""Trailing metadata of a refusal: nothing of the call touches attached memory."""
 
 
 _RECORD_BYTES: Final = 4096
+"""Most bytes of a namespace's record as a message."""
 _MOST_NAMESPACES: Final = 512
-"""Of one tenant."""
+"""Most namespaces of one tenant."""
 
 T = TypeVar("T")
 A = TypeVarTuple("A")
@@ -45,7 +47,7 @@ Handler = Callable[[Call], Awaitable[None]]
 
 
 class Service:
-    """The daemon's calls.
+    """Handlers of all calls of the daemon's gRPC service.
 
     Thread safety: the event loop's thread.
     """
@@ -64,7 +66,7 @@ class Service:
         meters: Meters | None = None,
         gate: Gate | None = None,
     ) -> None:
-        """`gate`: where those connections came in whose other end is not a client itself."""
+        """Serve calls with these parts; `gate`: the gate through which connections reach gRPC, None if clients connect directly."""
         self._access = access
         self._gate = gate
         self._attachments = attachments
@@ -92,13 +94,13 @@ class Service:
         assert self._handlers.keys() == METHODS.keys(), "every method has its handler"
 
     def handler(self) -> grpc.GenericRpcHandler:
-        """What gRPC's server is given."""
+        """Return the handler to add to gRPC's server."""
         return grpc.method_handlers_generic_handler(
             SERVICE, {name: grpc.stream_stream_rpc_method_handler(self._entrance(METHODS[name])) for name in METHODS}
         )
 
     async def admit(self, context: Any) -> None:
-        """Abort a call, of whatever service, whose caller is not known."""
+        """Abort a call of any service if its caller is not known."""
         try:
             self._caller(context)
         except Refusal as refusal:
@@ -111,11 +113,11 @@ class Service:
                 untangled(),
                 self._meters.call(method.name, context),
                 suppress(grpc.aio.InternalError),
-            ):  # the client has gone: nobody is told
+            ):  # InternalError: the client has gone, and cannot be answered
                 await answer(context)
 
         async def answer(context: Any) -> None:
-            # Not where the exception is handled: what is raised by `abort` would keep it alive, with its frames and all that they hold.
+            # Not inside the `except` block: the error that `abort` raises would keep the handled one alive, with all that its frames hold.
             refusal = await self._outcome(method, context)
             if refusal is not None:
                 await context.abort(*refusal)
@@ -123,7 +125,7 @@ class Service:
         return serve
 
     async def _outcome(self, method: Method, context: Any) -> tuple[Any, ...] | None:
-        """Serve a call. None where it was; else what its caller is told: status code, one sentence, trailing metadata."""
+        """Serve a call and return None, or the arguments of `abort`: status code, one sentence and, where it applies, trailing metadata."""
         try:
             await self._serve(method, context)
         except Refusal as refusal:
@@ -141,7 +143,7 @@ class Service:
             return StatusCode.INTERNAL, str(error)
         except (asyncio.CancelledError, grpc.aio.AbortError, grpc.aio.InternalError, grpc.RpcError):
             raise
-        except Exception:  # noqa: BLE001  a bug of ours costs this call, and is logged; never the daemon
+        except Exception:  # noqa: BLE001  a bug in the daemon fails this call, and is logged; it never ends the daemon
             _log.exception("a call of %s failed", method.name)
             return StatusCode.INTERNAL, f"{method.name} failed inside the daemon; its log has the details"
         return None
@@ -187,7 +189,7 @@ class Service:
         )  # fmt: skip
 
     def _limits_of(self, caller: Caller) -> pb.Limits:
-        """The limits, and what of them this caller's share has room for."""
+        """Return the limits, lowered to what this caller's share has room for."""
         limits = pb.Limits()
         limits.CopyFrom(self._limits)
         limits.client_bytes = min(limits.client_bytes, caller.bounds.payload.largest)
@@ -264,7 +266,7 @@ class Service:
         await _answer(call, pb.FlushReply())
 
     async def _ask(self, call: Call, work: Callable[[*A], T], *arguments: *A) -> T:
-        """Let a thread work in the store."""
+        """Run `work` in a store thread and return its result."""
         return await self._threads.run(call.caller.bounds.workers, work, *arguments)
 
     async def _keys(self, call: Call, kind: type[Any]) -> list[ObjectKey]:
@@ -273,7 +275,10 @@ class Service:
 
 
 def _register(store: StorageBackend, record: NamespaceRecord) -> None:
-    """In a thread. Stores keep these for ever, and people are shown all of them at once."""
+    """Register a namespace; runs in a store thread. Raises Refusal for a new one beyond _MOST_NAMESPACES.
+
+    Their number is limited because stores keep namespaces for ever, and show all of them at once.
+    """
     known = {held.namespace for held in store.namespaces()}
     if record.namespace not in known and len(known) >= _MOST_NAMESPACES:
         raise Refusal(StatusCode.RESOURCE_EXHAUSTED, f"there are {len(known)} namespaces already; no more are remembered", "limit")

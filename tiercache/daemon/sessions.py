@@ -1,7 +1,7 @@
-"""The attach socket: who is at the other end, which memory came through it, and when nothing touches that memory any more.
+"""The attach socket: sessions of clients on this host, and the memory that they attach.
 
-One connection is one session. It ends when the client closes, or shuts down its sending side; the daemon then lets what is under way land,
-drops the memory, and closes its end.
+One connection is one session. It ends when the client closes the connection, or shuts down its sending side. The daemon then waits until no
+call touches the session's memory any more, drops the memory, and closes its end of the connection.
 """
 
 from __future__ import annotations
@@ -30,15 +30,19 @@ from tiercache.wire.v1 import attach_pb2 as pb
 _log = logging.getLogger(__name__)
 
 _CREDENTIALS: Final = struct.Struct("iII")
+"""`struct ucred` of SO_PEERCRED: process id, user id, group id."""
 _TOKEN_BYTES: Final = 32
 _MOST_REGIONS: Final = 16
+"""Most regions of one session."""
 _BACKLOG: Final = 1024
 _EXHAUSTED: Final = (EMFILE, ENFILE, ENOBUFS, ENOMEM)
+"""Errors of accept(2) that say that descriptors or memory ran out; the connection stays in the backlog."""
 _PAUSE_SECONDS: Final = 0.25
+"""Seconds until connections are accepted again after one of these errors."""
 
 
 class Session:
-    """One client on this host, and the regions that it attached.
+    """Session of one client on this host, with the regions that it attached.
 
     Thread safety: the event loop's thread. Views of regions may be used from any thread between `begin` and `finish`.
     """
@@ -58,18 +62,18 @@ class Session:
 
     @property
     def attached(self) -> int:
-        """Bytes of all regions."""
+        """Bytes of all regions of this session; any thread may ask."""
         return sum(mapping.region.nbytes for mapping in list(self._regions.values()))
 
     def view(self, region: int, offset: int, size: int) -> memoryview:
-        """Bytes of a region; raises WireError for any that are not there."""
+        """Return `size` bytes of a region from `offset`; raises WireError if they are not attached or not whole blocks of BLOCK_ALIGN."""
         found = self._regions.get(region)
         if found is None or size == 0 or offset + size > found.region.nbytes or (offset | size) % BLOCK_ALIGN:
             raise WireError(f"bytes [{offset}, {offset + size}) of region {region} are not attached, or not whole pages of {BLOCK_ALIGN}")
         return found.region.view[offset : offset + size]
 
     def add(self, mapping: Mapping) -> int:
-        """Keep a region: its number."""
+        """Add a region and return its number; raises LimitError for more than _MOST_REGIONS."""
         if len(self._regions) >= _MOST_REGIONS:
             raise LimitError(f"a session has at most {_MOST_REGIONS} regions; detach one first")
         self._numbers += 1
@@ -77,38 +81,44 @@ class Session:
         return self._numbers
 
     def drop(self, number: int) -> None:
-        """Let go of a region. Its memory is unmapped when the last view of it goes."""
+        """Release a region; raises WireError for one that is not attached.
+
+        Its memory stays mapped for a while after the last session has released it (`Mappings`), and as long as there are views of it.
+        """
         mapping = self._regions.pop(number, None)
         if mapping is None:
             raise WireError(f"region {number} is not attached")
         self._mappings.release(mapping, self.pid)
 
     def begin(self) -> None:
-        """Something begins to touch the regions. Raises Refusal in a session that has ended: the end of the connection is a promise."""
+        """Count one more user of the regions; raises Refusal in a session that has ended.
+
+        The end of the connection promises the client that nothing touches its memory any more.
+        """
         if self.ended:
             raise Refusal(StatusCode.UNAUTHENTICATED, "the session has ended; connect to the attach socket again")
         self._under_way += 1
         self._quiet.clear()
 
     def finish(self) -> None:
-        """It does so no more."""
+        """Count one user of the regions less."""
         self._under_way -= 1
         if not self._under_way:
             self._quiet.set()
 
     async def quiet(self) -> None:
         """Wait until nothing touches the regions."""
-        while self._under_way:  # a detach waits while others may begin, between the event and our waking up
+        while self._under_way:  # another call may begin between the event and this coroutine's waking up
             await self._quiet.wait()
 
     def end(self) -> None:
-        """Drop everything; call it when it is quiet."""
+        """Release all regions; to be called when nothing touches them."""
         for number in list(self._regions):
             self.drop(number)
 
 
 class Attachments:
-    """All sessions, and the socket where they begin.
+    """All sessions, and the attach socket through which they come.
 
     Thread safety: the event loop's thread.
     """
@@ -128,16 +138,16 @@ class Attachments:
 
     @property
     def attached(self) -> int:
-        """Bytes of all regions of all sessions. Any thread may ask: a list of a dict's values is made in one step."""
+        """Bytes of all regions of all sessions. Any thread may ask: `list` copies a dict's values in one step."""
         return sum(session.attached for session in list(self._sessions.values()))
 
     def find(self, token: bytes) -> Session | None:
-        """The session with this token; None where there is none or it has ended."""
+        """Return the session with this token; None if there is none or it has ended."""
         found = self._sessions.get(token)
         return None if found is None or found.ended else found
 
     def listen(self, path: str, mode: int) -> None:
-        """Open the socket; raises OSError."""
+        """Open the attach socket at `path` with this file mode; raises OSError."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         try:
             listener.bind(path)
@@ -150,7 +160,7 @@ class Attachments:
         get_running_loop().add_reader(listener, self._accept)
 
     async def close(self) -> None:
-        """End every session, once what it has under way has landed."""
+        """End every session, each once no call touches its memory any more."""
         if self._listener is not None:
             get_running_loop().remove_reader(self._listener)
             self._listener.close()
@@ -166,10 +176,10 @@ class Attachments:
         try:
             connection, _ = self._listener.accept()
         except OSError as error:
-            if error.errno in _EXHAUSTED:  # it would be tried again at once, and again, until there is a descriptor
+            if error.errno in _EXHAUSTED:  # the event loop would try again at once, and again, until there is a descriptor
                 get_running_loop().remove_reader(self._listener)
                 get_running_loop().call_later(_PAUSE_SECONDS, self._resume)
-            return  # gone again
+            return  # otherwise the client has gone again
         connection.setblocking(False)
         task = get_running_loop().create_task(self._serve(connection))
         self._tasks.add(task)
@@ -180,7 +190,7 @@ class Attachments:
             get_running_loop().add_reader(self._listener, self._accept)
 
     def _room_for(self, uid: int) -> bool:
-        """May this user have one more session? Of several users none has more than half."""
+        """Return whether this user may have one more session; if several users are allowed, none may have more than half of all."""
         most = self._most_clients // (2 if len(self._access.uids) > 1 else 1)
         return len(self._sessions) < self._most_clients and sum(s.uid == uid for s in self._sessions.values()) < max(1, most)
 
@@ -203,16 +213,16 @@ class Attachments:
             memory.send(connection, pb.Session(token=session.token))
             await self._converse(connection, session)
         except ConnectionError:
-            pass  # it has gone, perhaps only to see who listens: nobody was cut off
+            pass  # the client has gone, perhaps after a mere probe of the socket; not worth a line in the log
         except (OSError, WireError) as error:
             _log.info("a client of the attach socket was cut off: %s", error)
         except CancelledError:
-            pass  # the daemon ends
+            pass  # the daemon is shutting down
         finally:
             if session is not None:
                 session.ended = True
-                # What is under way in a store cannot be called back; until it has landed the memory stays, and so does the connection.
-                # The end of the connection is a promise, so nothing may cut this waiting short, not even the daemon's own end.
+                # A store call under way cannot be cancelled; until it is done, the memory stays mapped and the connection open.
+                # The end of the connection promises that nothing touches the memory, so even the daemon's shutdown must not cut this wait.
                 quiet = get_running_loop().create_task(session.quiet())
                 while not quiet.done():
                     with suppress(CancelledError):
@@ -265,7 +275,7 @@ class Attachments:
         inode, room = Inode.of(session.uid, fds[0]), self._most_bytes - session.attached
         mapping = self._mappings.find(inode)
         if mapping is None:
-            # Not for the event loop. The thread has a descriptor of its own, for it goes on when this coroutine is cancelled.
+            # In a thread, because it takes long. The thread gets its own descriptor, as it goes on when this coroutine is cancelled.
             region = await get_running_loop().run_in_executor(None, _adopt, os.dup(fds[0]), declared, room)
             mapping = self._mappings.add(inode, region)
         try:
@@ -278,6 +288,7 @@ class Attachments:
 
 
 def _adopt(fd: int, declared: int, most: int) -> memory.Region:
+    """Map a client's memfd and close `fd`; runs in a thread. Raises WireError."""
     try:
         return memory.adopt(fd, declared, most)
     finally:

@@ -1,4 +1,4 @@
-"""The directory of the unix sockets: who may pass it, and what a daemon that was killed left there."""
+"""The directory of the unix sockets: its permissions, and the removal of sockets that a killed daemon left there."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ from tiercache.errors import ConfigError, StorageError, TierCacheError
 from tiercache.wire.methods import ATTACH_SOCKET, GRPC_SOCKET
 
 PLAIN_SOCKET: Final = "plain.sock"
+"""Socket on which gRPC itself listens without TLS, for the gate alone."""
 TLS_SOCKET: Final = "tls.sock"
-"""Where gRPC itself listens, for the gate alone."""
+"""Socket on which gRPC itself listens with TLS, for the gate alone."""
 SOCKETS: Final = (GRPC_SOCKET, ATTACH_SOCKET, PLAIN_SOCKET, TLS_SOCKET)
+"""All sockets that a daemon may have in its directory."""
 
 
 def make_way(directory: Path, sockets: Path) -> None:
-    """Let other users pass `directory`, if the sockets lie in it, where it is ours alone; its store stays closed to them.
+    """Let other users pass through `directory` if the directory `sockets` lies in it; the store in it stays closed to them.
 
-    To be called before a store makes the directory. Raises ConfigError where somebody keeps other things in it, and they would be in reach.
+    To be called before a store makes the directory. Raises ConfigError if others cannot pass it and it is another user's, or holds more
+    than the store and the sockets, which would come within their reach; raises StorageError if it cannot be made or changed.
     """
     if not sockets.is_relative_to(directory):
         return
@@ -43,7 +46,11 @@ def make_way(directory: Path, sockets: Path) -> None:
 
 
 def prepare(directory: Path, *, others: bool) -> None:
-    """The directory of the sockets: closed to others, or passable for them, without what a daemon that was killed left there."""
+    """Make the directory of the sockets or take it over, and remove sockets that a killed daemon left there.
+
+    Other users can pass through it if `others` is true, but not list it. Raises ConfigError if it is another user's or no directory, if
+    something else has a socket's name, or if another daemon serves it; raises StorageError for any other OSError.
+    """
     mode = 0o711 if others else 0o700
     try:
         directory.mkdir(mode=mode, parents=True, exist_ok=True)
@@ -66,7 +73,7 @@ def prepare(directory: Path, *, others: bool) -> None:
 
 
 def _answers(path: Path) -> bool:
-    """Is a process listening on a socket? What a killed one left behind refuses."""
+    """Return whether a process listens on the socket at `path`; a socket that a killed process left refuses connections."""
     kind = socket.SOCK_SEQPACKET if path.name == ATTACH_SOCKET else socket.SOCK_STREAM
     with socket.socket(socket.AF_UNIX, kind) as probe:
         try:
@@ -77,7 +84,7 @@ def _answers(path: Path) -> bool:
 
 
 def remove(directory: Path) -> None:
-    """Take the sockets away."""
+    """Remove the sockets from `directory`; errors are ignored."""
     for name in SOCKETS:
         with suppress(OSError):
             (directory / name).unlink()

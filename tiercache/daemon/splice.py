@@ -1,4 +1,4 @@
-"""Bytes from one socket to another; what the other does not take waits in the kernel, and never in this process."""
+"""Forwarding of bytes from one socket to another; bytes that the other does not take wait in a kernel pipe, never in this process."""
 
 from __future__ import annotations
 
@@ -9,43 +9,43 @@ from fcntl import F_GETPIPE_SZ, F_SETPIPE_SZ, fcntl
 from typing import Final
 
 PIPE_BYTES: Final = 256 << 10
-"""Four times the usual: every piece costs a turn of the thread, and of gRPC."""
+"""Size of a pipe in bytes: four times Linux's default, because every piece costs a turn of the gate's thread and of gRPC."""
 _FLAGS: Final = os.SPLICE_F_NONBLOCK | os.SPLICE_F_MOVE
 
 
 class Flow:
-    """One direction of a connection between two sockets that do not block; at most a pipe of bytes is on its way.
+    """One direction of a connection between two non-blocking sockets; at most one pipe of bytes is on its way.
 
     Thread safety: one thread.
     """
 
     def __init__(self, source: socket.socket, sink: socket.socket, scratch: memoryview | None = None) -> None:
-        """Raises OSError where there are no descriptors for a pipe.
+        """Make the pipe; raises OSError if there are no descriptors for it.
 
-        With `scratch` bytes are copied through it, else spliced. From TCP to a unix socket splicing takes half the time of copying, and in
-        the other direction twice as long, for unix sockets hold small fragments.
+        Bytes are copied through `scratch` if it is given, else spliced. From TCP to a unix socket splicing takes half the time of copying;
+        in the other direction it takes twice the time, because unix sockets hold small fragments.
         """
         self._scratch = scratch
         self._source = source
         self._sink = sink
         self._out, self._in = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        with suppress(OSError):  # a user without privileges has only so many pages
+        with suppress(OSError):  # the kernel limits the pages that all pipes of an unprivileged user may have
             fcntl(self._in, F_SETPIPE_SZ, PIPE_BYTES)
         self._room = fcntl(self._in, F_GETPIPE_SZ)
         self.held = 0
-        """Bytes that wait for the sink."""
+        """Bytes in the pipe that wait for the sink."""
         self.moved = False
-        """Has anything come through?"""
+        """Whether any byte was taken from the source."""
         self.ended = False
-        """Has the source ended?"""
+        """Whether the source has ended."""
 
     @property
     def over(self) -> bool:
-        """Is everything delivered, and the end as well?"""
+        """Whether everything is delivered, including the end."""
         return self.ended and not self.held
 
     def move(self) -> None:
-        """Move what can be moved now; raises OSError where either side has broken off."""
+        """Move the bytes that can be moved now; raises OSError if either side has broken off."""
         if self.over:
             return
         if not self.held:
@@ -62,10 +62,12 @@ class Flow:
             self._sink.shutdown(socket.SHUT_WR)
 
     def _splice(self) -> int:
+        """Splice bytes of the source into the pipe and return their number; 0 at the end. Raises BlockingIOError if there are none yet."""
         self.held = os.splice(self._source.fileno(), self._in, self._room, flags=_FLAGS)
         return self.held
 
     def _copy(self, scratch: memoryview) -> int:
+        """Copy bytes of the source to the sink, and what that does not take into the pipe; otherwise the same as `_splice`."""
         taken = self._source.recv_into(scratch[: self._room])
         sent = 0
         with suppress(BlockingIOError):
@@ -75,22 +77,22 @@ class Flow:
         return taken
 
     def close(self) -> None:
-        """Give the pipe back. Twice is a mistake."""
+        """Close the pipe; to be called only once."""
         os.close(self._out)
         os.close(self._in)
 
 
 def widen(peer: bytes, nbytes: int) -> None:
-    """Let the socket of this process that is connected to the abstract unix address `peer` send so many bytes ahead; none is no error.
+    """Set the send buffer of this process's socket that is connected to the abstract unix address `peer`; do nothing if there is none.
 
-    For gRPC's own sockets, of which it sets only the receiving side.
+    It is meant for gRPC's own sockets, for which gRPC sets only the receive buffer.
     """
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):
-            descriptor = os.dup(int(name))  # gRPC may close its own meanwhile
+            descriptor = os.dup(int(name))  # a duplicate, because gRPC may close its own descriptor meanwhile
             try:
                 found = socket.socket(fileno=descriptor)
-            except OSError:  # no socket
+            except OSError:  # it is no socket
                 os.close(descriptor)
                 continue
             with found:

@@ -1,4 +1,4 @@
-"""The services that every gRPC tool knows: health, and reflection for callers that are known."""
+"""The standard services that gRPC tools expect: health, and reflection for known callers."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from tiercache.daemon.call import untangled
 _HEALTH: Final = "grpc.health.v1.Health"
 _REFLECTION: Final = "grpc.reflection.v1alpha.ServerReflection"
 _CHECK_SECONDS: Final = 5.0
+"""Seconds that sending the answer of a `Check` may take."""
 
 Admit = Callable[[Any], Awaitable[None]]
-"""Aborts the call of a context whose caller is not known."""
+"""Coroutine function that aborts the call of a context if its caller is not known."""
 
 
 class Standard:
-    """Health and reflection of one server.
+    """Health and reflection services of one server.
 
-    `Check` answers anybody, as a load balancer has no credentials: for the daemon as a whole, and without reading what it is asked,
-    so that nobody unknown can make it hold or wait for anything. `Watch` and reflection are for known callers.
+    `Check` answers every client, because a load balancer has no credentials. It answers for the daemon as a whole and does not read the
+    request, so that an unknown client cannot make it hold or wait for anything. `Watch` and reflection are for known callers.
 
     Thread safety: the event loop's thread.
     """
@@ -38,16 +39,16 @@ class Standard:
         self._reflection = ReflectionServicer([service, _HEALTH, _REFLECTION])
 
     async def serving(self) -> None:
-        """From now on the service is well."""
+        """Report from now on that the service is healthy."""
         for name in ("", self._service):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
 
     async def leaving(self) -> None:
-        """From now on, and for good, it is not."""
+        """Report from now on, and for good, that the service is not healthy."""
         await self._health.enter_graceful_shutdown()
 
     def handlers(self) -> tuple[grpc.GenericRpcHandler, ...]:
-        """What gRPC's server is given."""
+        """Return the handlers to add to gRPC's server."""
         health = {"Check": self._check, "Watch": self._watch}
         request, reply = health_pb2.HealthCheckRequest.FromString, health_pb2.HealthCheckResponse.SerializeToString
         asked, told = reflection_pb2.ServerReflectionRequest.FromString, reflection_pb2.ServerReflectionResponse.SerializeToString

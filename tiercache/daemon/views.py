@@ -1,6 +1,7 @@
-"""What a principal sees of the store: its tenant's objects only, and of these perhaps some namespaces only.
+"""Views of the store, which limit a principal to the objects of its tenant, and to some namespaces of these where it has a list.
 
-Who has no tenant sees what belongs to none; only the verb admin, without a tenant, sees the store as it is.
+A principal without a tenant sees the objects that belong to no tenant; with the verb admin it sees the objects of tenants as well, under
+the names that the store has for them.
 """
 
 # ruff: noqa: D102 (the contract documents these methods)
@@ -32,17 +33,21 @@ from tiercache.storage.wrappers.base import decide
 _CONTEXT: Final = "tiercache 2026-11-20 tenant veil"
 _ROUNDS: Final = 4
 _LAYOUT_BYTES: Final = 32
+"""Bytes of each half of an object's digest: the layout digest and the page key."""
 MARK_BYTES: Final = 16
+"""Bytes of the mark by which a tenant's namespaces are recognised."""
 _MOST_NAMESPACE: Final = NAMESPACE_BYTES - MARK_BYTES
+"""Most bytes of a tenant's namespace, without its mark."""
 _SCAN_ENTRIES: Final = 1024
+"""Entries from which a page of a scan is complete."""
 
 
 class Veil:
-    """A secret, invertible renaming of page keys and namespaces: one tenant's.
+    """A secret, invertible renaming of one tenant's page keys and namespaces.
 
-    Four rounds of a Feistel network whose round functions are keyed BLAKE3: a pseudorandom permutation also for who may ask both ways (Luby
-    and Rackoff, 1988). Without the salt nobody can name what another tenant stored, however he came by its page keys; it is simply not
-    there for him.
+    It is a Feistel network of four rounds whose round functions are keyed BLAKE3: a pseudorandom permutation even for an attacker who may
+    ask for both directions (Luby and Rackoff, 1988). Without a tenant's salt a caller cannot name that tenant's objects, even if it knows
+    their page keys; to this caller they are absent.
 
     Thread safety: immutable.
     """
@@ -52,7 +57,7 @@ class Veil:
         *self._rounds, self._marker = (blake3(bytes([number]), key=key).digest() for number in range(_ROUNDS + 1))
 
     def hide(self, name: bytes) -> bytes:
-        """The name under which the store knows `name`; as long as that."""
+        """Return the name under which the store knows `name`; it has the same length."""
         left, right = name[: len(name) // 2], name[len(name) // 2 :]
         for number in range(0, _ROUNDS, 2):
             left = self._mix(number, left, right)
@@ -60,7 +65,7 @@ class Veil:
         return left + right
 
     def reveal(self, hidden: bytes) -> bytes:
-        """Back from that."""
+        """Return the name that `hide` turned into `hidden`."""
         left, right = hidden[: len(hidden) // 2], hidden[len(hidden) // 2 :]
         for number in range(_ROUNDS - 2, -1, -2):
             right = self._mix(number + 1, right, left)
@@ -68,12 +73,12 @@ class Veil:
         return left + right
 
     def mark(self, namespace: bytes) -> bytes:
-        """The namespace as the store knows it: hidden, and with a mark by which it can be told from those of others."""
+        """Return the namespace as the store knows it: hidden, with a mark of MARK_BYTES behind it that shows whose it is."""
         hidden = self.hide(namespace)
         return hidden + self._mark_of(hidden)
 
     def unmark(self, marked: bytes) -> bytes | None:
-        """Back from that; None for a namespace that is not this tenant's."""
+        """Return the namespace that `mark` turned into `marked`; None if it is not this tenant's."""
         hidden, found = marked[:-MARK_BYTES], marked[-MARK_BYTES:]
         return self.reveal(hidden) if hidden and found == self._mark_of(hidden) else None
 
@@ -90,10 +95,10 @@ class Veil:
 class Veiled(Wrapper):
     """The store as one tenant sees it: every page key, parent and namespace goes through the tenant's veil.
 
-    The operator's label replaces what a caller says in `tenant` of an identity. A namespace is up to 48 bytes long here, for its mark takes
-    16. Checksums cover the key, so the store computes its own under the hidden one; a caller's is checked first.
+    The operator's name of the tenant replaces the `tenant` of an identity that a caller registers. A namespace is at most 48 bytes long
+    here, because its mark takes 16. Checksums cover the key: the caller's is checked first, then the store computes one for the hidden key.
 
-    Thread safety: as the contract says.
+    Thread safety: as the contract of `StorageBackend` says.
     """
 
     def __init__(self, inner: StorageBackend, veil: Veil, tenant: str) -> None:
@@ -131,7 +136,7 @@ class Veiled(Wrapper):
         return [replace(record, namespace=namespace) for namespace, record in records if namespace is not None]
 
     def _hide(self, key: ObjectKey) -> ObjectKey:
-        # A malformed digest stays what it is: no store holds one.
+        # A malformed digest is passed on unchanged: no store holds an object under one.
         layout, page = key.digest[:_LAYOUT_BYTES], key.digest[_LAYOUT_BYTES:]
         return ObjectKey(key.pool, layout + self._veil.hide(page)) if len(page) == _LAYOUT_BYTES else key
 
@@ -146,7 +151,7 @@ class Veiled(Wrapper):
         )
 
     def _reveal_entry(self, entry: ScanEntry) -> ScanEntry | None:
-        """The entry by the tenant's own names; None where it is not the tenant's."""
+        """Return the entry under the tenant's own names, without a checksum; None if it is not the tenant's."""
         key, meta = entry.key, entry.meta
         namespace = self._veil.unmark(meta.namespace)
         if namespace is None:
@@ -160,7 +165,10 @@ class Veiled(Wrapper):
 def _own_page(
     scan: Callable[[bytes], ScanPage], cursor: bytes, veil: Veil | None, show: Callable[[ScanEntry], ScanEntry | None]
 ) -> ScanPage:
-    """A page of what `show` does not leave out. Neither its length nor its cursor tells of what lies between: a cursor may be a key."""
+    """Return a page of a scan with what `show` makes of each entry; entries for which it returns None are left out.
+
+    Neither the length of the page nor its cursor tells of entries that were left out. A cursor may be a key, so `veil` hides it, if given.
+    """
     entries: list[ScanEntry] = []
     at = veil.reveal(cursor) if veil else cursor
     while True:
@@ -172,13 +180,15 @@ def _own_page(
 
 
 class Common(Wrapper):
-    """The store as those see it who belong to no tenant, where there are tenants: nothing of theirs is listed, and nobody can guess a key.
+    """The store as principals without a tenant see it, where there are tenants: without the tenants' objects and namespaces.
 
-    Thread safety: as the contract says.
+    Lists leave these out, and their hidden keys cannot be guessed.
+
+    Thread safety: as the contract of `StorageBackend` says.
     """
 
     def __init__(self, inner: StorageBackend, veils: Sequence[Veil], cursors: Veil) -> None:
-        """`cursors` hides what lies at the end of a page."""
+        """Leave out the namespaces that one of `veils` has marked; `cursors` hides the cursors of scans."""
         super().__init__(inner)
         self._veils = veils
         self._cursors = cursors
@@ -205,7 +215,7 @@ class Common(Wrapper):
 
 
 def _refusal(item: SetItem) -> Outcome | None:
-    """ERROR for what cannot be stored, or is not what the caller's checksum says."""
+    """Return ERROR for an item that cannot be stored or does not match the caller's checksum, else None."""
     if not storable(item) or len(item.meta.namespace) > _MOST_NAMESPACE:
         return Outcome.ERROR
     meta = item.meta
@@ -213,9 +223,9 @@ def _refusal(item: SetItem) -> Outcome | None:
 
 
 class Fenced(Wrapper):
-    """The store without what lies outside some namespaces: foreign objects are absent, and cannot be stored over.
+    """The store limited to some namespaces: objects of all others appear absent, and cannot be overwritten.
 
-    Thread safety: as the contract says.
+    Thread safety: as the contract of `StorageBackend` says.
     """
 
     def __init__(self, inner: StorageBackend, namespaces: AbstractSet[bytes]) -> None:
@@ -227,7 +237,7 @@ class Fenced(Wrapper):
 
     def get(self, items: Sequence[GetItem]) -> list[Outcome]:
         mine = self._mine([item.key for item in items])
-        # Asked for all the same, under no name: a foreign object answers as an absent one, malformed requests included.
+        # Foreign objects are asked for too, under a key that no object has: they are answered as absent, malformed requests included.
         return super().get([item if own else item._replace(key=_nobody(item.key)) for item, own in zip(items, mine, strict=True)])
 
     def set(self, items: Sequence[SetItem]) -> list[Outcome]:
@@ -260,7 +270,7 @@ class Fenced(Wrapper):
         return [record for record in super().namespaces() if record.namespace in self._namespaces]
 
     def allows(self, namespace: bytes) -> bool:
-        """May this namespace be registered and stored in?"""
+        """Return whether this namespace may be registered and stored in."""
         return namespace in self._namespaces
 
     def _mine(self, keys: Sequence[ObjectKey]) -> list[bool]:
@@ -272,5 +282,5 @@ class Fenced(Wrapper):
 
 
 def _nobody(key: ObjectKey) -> ObjectKey:
-    """A key that nothing is stored under: no page key is all zeros."""
+    """Return a key of the same pool and length that no object has: no page key is all zeros."""
     return ObjectKey(key.pool, bytes(len(key.digest)))

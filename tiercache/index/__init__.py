@@ -1,8 +1,8 @@
-"""The hybrid prefix index: which pages and states exist for which tokens, where they are, and what goes when room is needed.
+"""Hybrid prefix index: which pages and states exist for which tokens, where they are, and what is evicted when room is needed.
 
-Reading order: `base` (questions and answers), `node`, `forest` (structure, pins, counters), `eviction`, `units` and `queue` (what may go,
-and in which order), `prefixes` and `ghosts` (what was known once), `ledger` (what is in flight), `tree` (the index itself), `checkpoints`,
-`shadow` (the index as its own simulation), `planner` (how an engine cuts a prefill), `integrity`.
+Reading order: `base` (arguments and answers), `node`, `forest` (structure, pins, counters), `eviction`, `units` and `queue` (what may be
+evicted, and in which order), `prefixes` and `ghosts` (what was known once), `ledger` (what is in flight), `tree` (the index itself),
+`checkpoints`, `shadow` (the index as its own simulation), `planner` (how an engine cuts a prefill), `integrity`.
 """
 
 from tiercache.index.base import (

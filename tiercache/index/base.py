@@ -1,7 +1,7 @@
-"""What the index is asked and what it answers. The tree itself is in `tree.py`; the index knows nothing of pools, copies or stores.
+"""Arguments and answers of the index. The tree itself is in `tree.py`; the index knows nothing of pools, copies or stores.
 
-Depths are in pages from the start of the sequence. A *span* names pages by their depth on the path to a pinned node: it stays right
-while other requests split edges, because a split puts the new node above and a pinned node is neither evicted nor merged away.
+Depths are in pages from the start of the sequence. A *span* names pages by their depth on the path to a pinned node: it stays right while
+other requests split edges, because a split puts the new node above and a pinned node is neither evicted nor merged away.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """How much of a prompt the index knows. Valid until the next change of the index, unless its node is pinned.
+    """Part of a prompt that the index knows. Valid until the next change of the index, unless its node is pinned.
 
-    `node` is the deepest node that the prompt enters. `path_depth`: pages of the prompt that are in the tree at all; `depth`: the deepest
-    restorable depth over all tiers (every page pool present from 0 to there, every state pool present exactly there); `near_depth`: the
-    same from device and host alone; `restorable`: every restorable depth, ascending (without state pools only `depth` itself, where every
-    smaller depth is restorable too). What is pending and nowhere else is not present.
+    `node` is the deepest node that the prompt enters. `path_depth`: pages of the prompt that are in the tree at all. `depth`: the deepest
+    restorable depth over all tiers (every page pool present from 0 to there, every state pool present exactly there). `near_depth`: the
+    same from device and host alone. `restorable`: every restorable depth, ascending (without state pools only `depth` itself, where every
+    smaller depth is restorable too). An object that is pending and nowhere present does not count. `generation`: see
+    `HybridIndex.is_current`.
     """
 
     node: Node
@@ -49,7 +50,10 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class PageLocations:
-    """Where the pages of a span are, one entry a page: device slot, host handle (or ABSENT, or pending), and known to be stored."""
+    """Locations of the pages of a span, one entry a page.
+
+    `device` are slots and `host` handles, or ABSENT, or pending; `stored` says whether the page is known to be in the store.
+    """
 
     device: Locations
     host: Locations
@@ -58,7 +62,7 @@ class PageLocations:
 
 @dataclass(frozen=True, slots=True)
 class StateLocation:
-    """Where one state is: device slot and host handle (or ABSENT, or pending), and known to be stored."""
+    """Location of one state: device slot and host handle (or ABSENT, or pending), and whether it is known to be in the store."""
 
     device: int
     host: int
@@ -66,7 +70,7 @@ class StateLocation:
 
 
 class PathLocations(NamedTuple):
-    """Where everything is that restores one depth: pages [0, depth) by page pool, and the states exactly at depth by state pool."""
+    """Locations of everything that restores one depth: pages [0, depth) by page pool, and the states exactly at depth by state pool."""
 
     pages: Mapping[PoolName, PageLocations]
     states: Mapping[PoolName, StateLocation]
@@ -74,11 +78,11 @@ class PathLocations(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class InsertedPages:
-    """What became of the slots that a request handed in, one entry a page of [0, depth).
+    """Result for the slots that a request handed in, one entry a page of [0, depth).
 
-    `table` is what the request must use from now on. `adopted`: the index now owns the caller's slot; `duplicate`: the index held the page
-    already, so the caller's slot is free once its fence has passed; neither: the slot was the index's own before, or another transfer is
-    filling this page at the moment and the slot stays the caller's (`private`).
+    `table` is what the request must use from now on. `adopted`: the index now owns the caller's slot. `duplicate`: the index held the page
+    already, so the caller's slot is free once its fence has passed. `private`: another transfer is filling this page at the moment, and the
+    slot stays the caller's. None of the three: the slot was the index's own before.
     """
 
     table: Locations
@@ -88,7 +92,7 @@ class InsertedPages:
 
 
 class PlacedState(NamedTuple):
-    """A state that a request handed in: where in the sequence, of which pool, in which device slot."""
+    """State that a request handed in: its depth in the sequence, its pool, and its device slot."""
 
     depth: int
     pool: PoolName
@@ -97,9 +101,9 @@ class PlacedState(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Inserted:
-    """The answer of `insert`; `node` covers the last page of [0, depth).
+    """Answer of `insert`; `node` covers the last page of [0, depth).
 
-    `rejected_states` are the caller's again: the index holds (or is being brought) another copy, or their KV is not whole. A state in
+    `rejected_states` are the caller's again: the index holds another copy, or is being brought one, or their KV is not whole. A state in
     neither list was the index's own slot already.
     """
 
@@ -111,8 +115,9 @@ class Inserted:
 
 
 class Origin(NamedTuple):
-    """Where a request starts from: how many requests in a row led to it (see `Units.lineage`), and the pages of it that were known, now or
-    once.
+    """Point from which a request starts.
+
+    `lineage`: how many requests in a row led to it (see `Units.lineage`). `known`: the pages of it that were known, now or once.
     """
 
     lineage: int = 0
@@ -120,7 +125,11 @@ class Origin(NamedTuple):
 
 
 class Content(NamedTuple):
-    """One edge of the tree: why the state at its end was taken, how many of its pages are in some tier, and whether the state is."""
+    """One edge of the tree, as `HybridIndex.contents` yields it.
+
+    `checkpoint`: why the state at its end was taken, NONE without a complete one. `pages`: how many of its leading pages every page pool
+    has in some tier. `state`: whether every state pool has a state at its end.
+    """
 
     checkpoint: CheckpointKind
     pages: int
@@ -129,7 +138,10 @@ class Content(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Eviction:
-    """What an eviction freed, for the caller to give back to its pools; `demoted` objects are still in another tier, `lost` are in none."""
+    """Objects that an eviction freed, for the caller to give back to its pools.
+
+    Of these objects, `demoted` are still in another tier and `lost` are in none.
+    """
 
     freed: Mapping[PoolName, Locations] = field(default_factory=dict)
     demoted: int = 0

@@ -1,4 +1,7 @@
-"""Where the engine should take states during a prefill. Which states exist matters more to the hit rate than which are evicted."""
+"""Depths at which the engine should take states during a prefill.
+
+Which states exist matters more to the hit rate than which are evicted.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from tiercache.policy import CheckpointKind
 
 @dataclass(frozen=True, slots=True)
 class CheckpointRules:
-    """Which states are worth taking. The defaults are what measured best (docs/policies.md).
+    """Rules for the states that are worth taking. The defaults are what measured best (docs/policies.md).
 
     - `branch`: where a prompt leaves what is known. Another prompt shares the pages up to there, so that a third one probably will; without
       a state there, none of them could restore it.
@@ -22,7 +25,8 @@ class CheckpointRules:
     - `request_end`: the last full page of the answer, which the engine commits when the request ends.
     - `ghost`: where a prompt ends to repeat what was known and has been evicted since.
     - `every`: tokens between further states; 0 for none.
-    - `per_path`: states that one path may keep, the deepest; what is above and leads nowhere else goes first. 0: any number.
+    - `per_path`: states that one path may keep: the deepest ones. Those above them at which the tree does not branch are evicted first.
+      With 0 a path may keep any number.
     """
 
     branch: bool = True
@@ -41,9 +45,10 @@ class CheckpointRules:
 def checkpoint_depths(
     depth: int, path_depth: int, prompt_tokens: int, page_size: int, *, ghost_depth: int = 0, rules: CheckpointRules | None = None
 ) -> Mapping[int, CheckpointKind]:
-    """Where a prompt of `prompt_tokens` tokens should leave states, and why: depths in pages, ascending, all beyond the restored `depth`.
+    """Return the depths at which a prompt of `prompt_tokens` tokens should leave states, each with its reason.
 
-    `path_depth`: pages of the prompt that the index knows; `ghost_depth`: those that it knew once.
+    Depths are in pages, ascending, all beyond the restored `depth`. `path_depth`: pages of the prompt that the index knows; `ghost_depth`:
+    those that it knew once.
     """
     rules = rules or CheckpointRules()
     last = reusable_pages(prompt_tokens, page_size)

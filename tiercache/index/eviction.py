@@ -1,4 +1,4 @@
-"""What may be evicted, and what became of it. In which order: `queue`."""
+"""Units that may be evicted, and the objects that an eviction frees. `queue` has the order in which units go."""
 
 from __future__ import annotations
 
@@ -16,27 +16,30 @@ from tiercache.policy import UnitKind
 
 
 def leaf(node: Node, tier: Tier) -> bool:
-    """Nothing below holds anything of `tier`, and nobody counts on what is here."""
+    """Return whether the node holds something in `tier`, nothing below it does, and no pin holds its pages there."""
     return bool(node.own >> tier & 1) and not node.below[tier] and not node.pins[tier]
 
 
 def device_pages(node: Node) -> UnitKind:
-    """Units that free page slots: leaves."""
+    """Return LEAF for a device leaf, a unit that frees page slots."""
     return UnitKind.LEAF if leaf(node, Tier.DEVICE) else UnitKind.NONE
 
 
 def device_state(node: Node) -> UnitKind:
-    """Units that free state slots and nothing else: the state of any node, leaf or not."""
+    """Return STATE for a node, leaf or not, whose device state can go, a unit that frees state slots and nothing else."""
     return UnitKind.STATE if _has_state(node, Tier.DEVICE) else UnitKind.NONE
 
 
 def host_unit(node: Node) -> UnitKind:
-    """All host objects come out of one budget, so leaves and the states of internal nodes compete in one queue."""
+    """Return LEAF for a host leaf, and STATE for any other node whose host state can go.
+
+    All host objects share one budget, so that leaves and the states of internal nodes compete in one queue.
+    """
     return _unit(node, Tier.HOST)
 
 
 def device_unit(node: Node) -> UnitKind:
-    """The same for a device whose pools share one budget."""
+    """Return the same as `host_unit` for a device whose pools share one budget."""
     return _unit(node, Tier.DEVICE)
 
 
@@ -47,7 +50,7 @@ def _unit(node: Node, tier: Tier) -> UnitKind:
 
 
 def stored_leaf(node: Node) -> UnitKind:
-    """Units of mere knowledge: nodes that hold nothing but marks of what is stored, and on which nothing depends."""
+    """Return LEAF for a node that holds nothing but marks of what is stored, and on which nothing depends."""
     bare = node.own & (NEAR | FAR) == FAR and not (node.children or node.ends or node.in_flight)
     return UnitKind.LEAF if bare else UnitKind.NONE
 
@@ -62,13 +65,13 @@ UNIT_KINDS: Final = (
     Kind(host_unit, Tier.HOST),
     Kind(stored_leaf, Tier.STORAGE),
 )
-"""In the order in which `Forest` names their queues."""
+"""Kinds of units, in the order in which `Forest` names their queues."""
 ONE_BUDGET_KINDS: Final = (Kind(device_unit, Tier.DEVICE), *UNIT_KINDS[1:])
-"""The same where the device's pools share one budget."""
+"""Kinds of units where the device's pools share one budget, in the same order."""
 
 
 class Sweep:
-    """Collects what one eviction takes. Thread safety: the index's thread only."""
+    """Collector of the objects that one eviction takes. Thread safety: the index's thread only."""
 
     def __init__(self, tier: Tier, pools: Sequence[PoolName], page_pools: int) -> None:
         self.tier = tier
@@ -89,7 +92,7 @@ class Sweep:
             self._take_state(victim.node)
 
     def result(self) -> Eviction:
-        """The answer of the eviction."""
+        """Return the answer of the eviction."""
         freed = {name: np.concatenate(parts) for name, parts in zip(self._pools, self._freed, strict=True) if parts}
         return Eviction(freed, self._demoted, sum(self.counts) - self._demoted)
 

@@ -1,6 +1,7 @@
-"""The structure under the index: one radix tree per distinct `extra`, pins, and counters that follow every change.
+"""Structure under the index: one radix tree per distinct `extra`, pins, and counters that follow every change.
 
-The discipline: whoever writes a location calls `_settle(node)` afterwards, whoever may have left a node without purpose `_tidy(node)`.
+Rules for changes: code that writes a location calls `_settle(node)` afterwards; code that may leave a node without purpose calls
+`_tidy(node)`.
 """
 
 from __future__ import annotations
@@ -26,14 +27,18 @@ TOKEN_BYTES: Final = 8
 
 
 class Walk(NamedTuple):
-    """The nodes that a sequence enters, downwards without the root, and the pages it shares with them; the last may be shared in part."""
+    """Result of following a sequence through a tree.
+
+    `path`: the nodes that the sequence enters, downwards without the root. `depth`: the pages that it shares with them; the last node may
+    be shared in part.
+    """
 
     path: list[Node]
     depth: int
 
 
 class Piece(NamedTuple):
-    """The part of a span that lies in one node: as pages of the node's edge, and as pages of the span."""
+    """Part of a span that lies in one node: as pages of the node's edge, and as pages of the span."""
 
     node: Node
     edge: slice
@@ -41,11 +46,10 @@ class Piece(NamedTuple):
 
 
 class Pin:
-    """Holds the pages of the path to a node, and the node's own state, in some tiers; the node keeps its end depth and its identity.
+    """Hold on the pages of the path to a node, and on the node's own state, in some tiers; the node keeps its end depth and its identity.
 
     States further up the path are not held: a restored request reads one state and all pages, and a long conversation's older states would
     fill the state pool.
-
     Thread safety: the index's thread only.
     """
 
@@ -57,7 +61,7 @@ class Pin:
         self.tiers = tiers
 
     def release(self) -> None:
-        """Let go. Raises AdmissionError the second time."""
+        """Release the hold. Raises AdmissionError the second time."""
         if self._forest is None:
             raise AdmissionError(f"the pin at depth {self.node.end} was released before; release a pin once")
         forest, self._forest = self._forest, None
@@ -65,7 +69,7 @@ class Pin:
 
 
 class Forest:
-    """Trees of nodes, with what is evictable kept up to date by tier. Thread safety: the index's thread only."""
+    """Radix trees of nodes, with counts of the evictable objects of each tier. Thread safety: the index's thread only."""
 
     def __init__(
         self,
@@ -97,9 +101,11 @@ class Forest:
         self._roots: dict[bytes, Node] = {}
         self._pins: set[Pin] = set()
         self._generation = 0
-        """Goes up whenever a match could come out differently from then on."""
+        """Counter that increases at every change after which a match could come out differently."""
         self._evictable = [[0] * len(self.pools) for _ in Tier]
+        """Present objects that no pin holds, by tier and pool."""
         self._far_pages = 0
+        """Pages of nodes that have something in the storage tier and nothing on the device or the host; see `_forget_far`."""
         self._far_limit = far_limit
         self._prefixes = Prefixes(page_size)
         self._ghosts = Ghosts()
@@ -110,7 +116,7 @@ class Forest:
         self._device_pages, self._device_states, self._host_units, self._stored_leaves = self._queues
 
     def nodes(self) -> Iterator[Node]:
-        """Every node, parents before children, roots included."""
+        """Yield every node, parents before children, roots included."""
         stack = list(self._roots.values())
         while stack:
             node = stack.pop()
@@ -118,20 +124,20 @@ class Forest:
             stack.extend(node.children.values())
 
     def roots(self) -> list[Node]:
-        """The start of each tree."""
+        """Return the root of each tree."""
         return list(self._roots.values())
 
     def node_at(self, where: Node | Match, depth: int) -> Node:
-        """The node on the path to `where` whose edge holds page `depth - 1`: it ends at `depth` or below."""
+        """Return the node on the path to `where` whose edge holds page `depth - 1`: it ends at `depth` or deeper. The root for depth 0."""
         node = self._node(where)
         if not 0 <= depth <= node.end:
             raise InputError(f"depth {depth} is not on the path to a node that ends at depth {node.end}")
         return node.covering(depth)
 
     def pin(self, where: Node | Match, *tiers: Tier) -> Pin:
-        """Hold the path to `where` in `tiers` until the pin's `release`; without tiers only the node's identity is held.
+        """Hold the path to `where` in `tiers` until the pin's `release`; without tiers hold only the node's identity.
 
-        A match is held with the whole edge that the prompt enters last; `pin(index.node_at(match, match.depth), ...)` holds less.
+        Pinning a match holds the whole edge that the prompt enters last; `pin(index.node_at(match, match.depth), ...)` holds less.
         """
         node = self._node(where)
         pin = Pin(self, node, frozenset(tiers))
@@ -142,7 +148,7 @@ class Forest:
         return pin
 
     def holds_only(self, pins: Iterable[Pin]) -> bool:
-        """Are these all pins that nobody has released, and no others?"""
+        """Return whether the pins that are not released yet are exactly `pins`."""
         return self._pins == set(pins)
 
     def prune(self, node: Node) -> None:
@@ -158,11 +164,11 @@ class Forest:
         return node
 
     def _root(self, extra: bytes) -> Node:
-        """The root for `extra`: one that is not linked yet where nothing has been inserted."""
+        """Return the root for `extra`; a new one that is not linked yet where nothing has been inserted."""
         return self._roots.get(extra) or Node.root(len(self.page_pools), len(self.state_pools), extra)
 
     def _walk(self, root: Node, data: bytes) -> Walk:
-        """Follow `data`, the tokens of whole pages."""
+        """Follow `data`, the tokens of whole pages, from `root` as far as the tree has them."""
         size = self._page_bytes
         path: list[Node] = []
         children, at = root.children, 0
@@ -175,7 +181,7 @@ class Forest:
         return Walk(path, at // size)
 
     def _pieces(self, span: Span) -> Iterator[Piece]:
-        """The parts of `span` by node, upwards."""
+        """Yield the parts of `span` by node, upwards. Raises InputError if the span is not on the path to its node."""
         node = self._node(span.node)
         if not 0 <= span.start <= span.end <= node.end:
             raise InputError(f"pages [{span.start}, {span.end}) are not on the path to a node that ends at depth {node.end}")
@@ -187,7 +193,7 @@ class Forest:
                 return
 
     def _gather(self, node: Node, depth: int) -> Locations:
-        """`out[tier, page pool, page]` for pages [0, depth) of the path to `node`."""
+        """Return `out[tier, page pool, page]`: the locations of pages [0, depth) of the path to `node`."""
         parts = [at.where for at in node.path()]
         if not parts:
             return np.empty((len(Tier), len(self.page_pools), 0), np.int64)
@@ -196,7 +202,7 @@ class Forest:
     # -- growing and shrinking -----------------------------------------------------------------------------------------
 
     def _path_to(self, data: bytes, extra: bytes) -> Node:
-        """The node that covers the last page of `data`; what is missing of the path is made, with nothing on it."""
+        """Return the node that covers the last page of `data`; create what is missing of the path, without any objects."""
         root = self._root(extra)
         path, depth = self._walk(root, data)
         node = path[-1] if path else root
@@ -220,7 +226,10 @@ class Forest:
         return node
 
     def _split(self, node: Node, depth: int) -> Node:
-        """Cut `node` at `depth` and return the new upper part. State, identity and the ends of pins stay below; pins hold both parts."""
+        """Cut `node` at `depth` and return the new upper part.
+
+        State, identity and the ends of pins stay with the lower part; pins hold both parts.
+        """
         parent = node.parent
         assert parent is not None, "a root has no edge to cut"
         assert node.start < depth < node.end, "a cut is inside an edge"
@@ -236,7 +245,7 @@ class Forest:
         node.digests = node.digests[pages:]
         if node.keys is not None:
             upper.keys, node.keys = node.keys[:pages], node.keys[pages:]
-        # The parent was told what both halves hold together; the lower half announces itself to the upper one anew.
+        # The parent knows already what both halves hold together; the lower half announces itself to the upper one anew.
         upper.shown, node.shown = node.shown, 0
         for part in (upper, node):
             part.recount()
@@ -246,7 +255,7 @@ class Forest:
         return upper
 
     def _merge(self, node: Node) -> Node:
-        """Put a needless node's edge in front of its only child's; the child keeps its end and its identity."""
+        """Put a needless node's edge in front of its only child's, and return the child, which keeps its end and its identity."""
         (child,) = node.children.values()
         parent = node.parent
         assert parent is not None, "a root is never needless"
@@ -268,7 +277,7 @@ class Forest:
         return child
 
     def _tidy(self, node: Node) -> None:
-        """Remove or merge what has lost its purpose, from `node` upwards."""
+        """Remove or merge nodes that have lost their purpose, from `node` upwards."""
         while (parent := node.parent) is not None:
             if node.is_spare:
                 del parent.children[node.edge[: self._page_bytes]]
@@ -292,21 +301,21 @@ class Forest:
     # -- counting ------------------------------------------------------------------------------------------------------
 
     def _settle(self, node: Node) -> None:
-        """Derive everything that depends on the node's locations, which were just written."""
+        """Update everything that depends on the node's locations, which were just written."""
         self._recount(node)
         self._announce(node)
 
     def _settle_states(self, node: Node) -> None:
-        """`_settle` where no page's location changed."""
+        """Update what `_settle` does, where no page's location changed."""
         self._recount_states(node)
         self._announce(node)
 
     def _recount(self, node: Node) -> None:
-        """The first half of `_settle`, for a node that is announced later."""
+        """Do the first half of `_settle`, for a node that is announced later."""
         self._count_anew(node, node.recount)
 
     def _recount_states(self, node: Node) -> None:
-        """The first half of `_settle_states`, for a node that is announced later."""
+        """Do the first half of `_settle_states`, for a node that is announced later."""
         self._count_anew(node, node.recount_states)
 
     def _count_anew(self, node: Node, recount: Callable[[], None]) -> None:
@@ -319,7 +328,7 @@ class Forest:
             self._ghosts.restored(node.digest)
 
     def _shade(self, node: Node, before: int) -> None:
-        """A complete state came to the node's end, or went: tell all below, as far as the next one on each path."""
+        """Tell the nodes below that a complete state came to the node's end or left it, on each path as far as the next complete state."""
         now = node.restorable
         if now == before:
             return
@@ -332,7 +341,7 @@ class Forest:
                 stack += below.children.values()
 
     def _account(self, node: Node, sign: int) -> None:
-        """Add or subtract what the node contributes to the totals."""
+        """Add what the node contributes to the totals (`sign` +1), or subtract it (-1)."""
         self._generation += 1
         for tier in TIERS:
             if node.own >> tier & 1:
@@ -349,7 +358,7 @@ class Forest:
             total[pool] += sign * counts[pool]
 
     def _announce(self, node: Node) -> None:
-        """Tell the ancestors what the subtree holds now, and queue every node that this makes evictable, or worth less."""
+        """Tell the ancestors what the subtree holds now, and mark every node that this makes evictable or worth less."""
         self._offer(node)
         while (parent := node.parent) is not None:
             held = node.own
@@ -366,7 +375,7 @@ class Forest:
                     crossed |= parent.below[bit] == came
             node.shown = held
             node = parent
-            if not crossed:  # what the parent offers depends on whether there is any, not on how many
+            if not crossed:  # the parent's units depend on whether any child announced a bit, not on how many did
                 return
             self._offer(node)
 
@@ -374,7 +383,7 @@ class Forest:
         self._units.mark(node)
 
     def _forget_far(self) -> None:
-        """Keep what is known of stored pages alone within its limit: the leaf that is worth least is forgotten first."""
+        """Forget pages that are known only to be stored, the leaf that is worth least first, until they are within their limit."""
         while self._far_pages > self._far_limit and (victim := self._stored_leaves.pop()) is not None:
             node = victim.node
             node.where[Tier.STORAGE] = ABSENT
@@ -409,7 +418,7 @@ class Forest:
 
 
 def _common_bytes(edge: bytes, data: bytes, at: int) -> int:
-    """How many bytes of `edge` are in `data` from `at` on, to a token. Only the last edge of a walk is compared this way."""
+    """Return how many bytes of `edge` are in `data` from `at` on, in whole tokens. Only the last edge of a walk is compared this way."""
     tokens = min(len(edge), len(data) - at) // TOKEN_BYTES
     same = np.frombuffer(edge, np.uint64, tokens) == np.frombuffer(data, np.uint64, tokens, at)
     return TOKEN_BYTES * (tokens if same.all() else int(same.argmin()))

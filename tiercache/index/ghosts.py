@@ -1,4 +1,4 @@
-"""What the index knew and lost: digests of evicted paths, and what the units looked like that could have answered a hit."""
+"""Memory of what the index has evicted: digests of lost paths, and descriptions of lost units that could have answered a hit."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from tiercache.policy import Reuse, UnitKind
 from tiercache.policy.base import Column
 
 _COLUMNS: Final = ("depth", "replay", "children", "hits", "checkpoint", "lineage", "grown", "last_access", "digest")
-"""As in `Reuse`, with the time of the last access in place of the age."""
+"""Fields of `Reuse`, with the tick of the last access in place of the age."""
 
 
 class Ghosts:
-    """Evicted pages of the last `requests` requests, at most `pages` of them, and the last `units` evicted units.
+    """Memory of the pages evicted in the last `requests` requests, at most `pages` of them, and of the last `units` evicted units.
 
-    Some 150 bytes a page and 200 a unit. Thread safety: the index's thread only.
+    It takes some 150 bytes a page and 200 bytes a unit. Thread safety: the index's thread only.
     """
 
     def __init__(self, requests: int = 1000, pages: int = 1 << 17, units: int = 4096) -> None:
         self._most_requests = requests
         self._most_pages = pages
         self._request = 0
-        self._pages: dict[int, int] = {}
-        self._edges: deque[tuple[int, list[int]]] = deque()
-        self._held = 0
+        self._pages: dict[int, int] = {}  # by digest: the number of the request at which the page was last lost
+        self._edges: deque[tuple[int, list[int]]] = deque()  # (request, digests of the pages lost together), oldest first
+        self._held = 0  # digests in `_edges`, repeated ones included
         self._units = np.zeros((units, len(_COLUMNS)), np.int64)
         self._there = np.zeros(units, np.bool_)
         self._digest = [0] * units
-        self._at: dict[int, int] = {}
+        self._at: dict[int, int] = {}  # by digest: the row of the unit in `_units`
         self._next = 0
 
     def begin(self) -> None:
-        """A request began: what is older than the horizon is forgotten."""
+        """Note that a request begins, and forget pages that were lost too many requests ago."""
         self._request += 1
         self._trim()
 
@@ -51,7 +51,7 @@ class Ghosts:
                     del self._pages[digest]
 
     def note_pages(self, digests: Digests) -> None:
-        """These pages were lost."""
+        """Remember that these pages were lost."""
         edge = digests.tolist()[: self._most_pages]
         self._pages.update(zip(edge, repeat(self._request)))
         self._edges.append((self._request, edge))
@@ -60,7 +60,7 @@ class Ghosts:
             self._trim()
 
     def note_unit(self, digest: int, unit: Reuse, now: int) -> None:
-        """A unit that ended with the prefix `digest` was lost; `unit` says what it looked like at the time `now`."""
+        """Remember that a unit that ended with the prefix `digest` was lost; `unit` describes it at the tick `now`."""
         slot, self._next = self._next, (self._next + 1) % len(self._digest)
         self.forget(self._digest[slot], slot)
         if digest in self._at:
@@ -70,11 +70,11 @@ class Ghosts:
 
     @property
     def has_units(self) -> bool:
-        """Is any lost unit remembered?"""
+        """Whether any lost unit is remembered."""
         return bool(self._at)
 
     def repeated(self, digests: Digests) -> int:
-        """How many of these pages, from the first on, were known once."""
+        """Return how many of these pages, from the first on, are remembered as lost."""
         pages = self._pages
         if not pages:
             return 0
@@ -84,7 +84,7 @@ class Ghosts:
         return len(digests)
 
     def deepest(self, digests: Digests) -> int | None:
-        """The last of these prefixes at which a unit was lost, as a place in `digests`."""
+        """Return the place in `digests` of the last prefix at which a unit was lost, or None."""
         at = self._at
         if at:
             for place in range(len(digests) - 1, -1, -1):
@@ -93,7 +93,7 @@ class Ghosts:
         return None
 
     def reuse(self, digest: int, now: int) -> Reuse:
-        """The lost unit with this digest would have answered a hit: what it was. It is forgotten."""
+        """Return the description of the lost unit with this digest, which would have answered a hit, and forget it."""
         slot = self._at[digest]
         *unit, last_access, signature = self._units[slot].tolist()
         self.forget(digest, slot)
@@ -101,18 +101,18 @@ class Ghosts:
         return Reuse(depth, replay, children, hits, checkpoint, lineage, grown, now - last_access, signature, evicted=True)
 
     def forget(self, digest: int, slot: int) -> None:
-        """The unit at `slot` is here again, or too old."""
+        """Forget the unit at `slot`, because it is in the index again or too old."""
         if self._there[slot] and self._at.get(digest) == slot:
             del self._at[digest]
         self._there[slot] = False
 
     def restored(self, digest: int) -> None:
-        """A unit with this digest is here again."""
+        """Forget the lost unit with this digest, if there is one, because the index has it again."""
         if digest in self._at:
             self.forget(digest, self._at[digest])
 
     def view(self, table: UnitTable) -> GhostUnits:
-        """The lost units as a policy sees them."""
+        """Return the lost units as a policy sees them."""
         return GhostUnits(table, self._units[self._there])
 
     def __len__(self) -> int:
@@ -120,7 +120,7 @@ class Ghosts:
 
 
 class GhostUnits:
-    """Lost units as columns. See `Units`. Thread safety: the index's thread, during one call of the policy."""
+    """Lost units as columns, as described at `Units`. Thread safety: the index's thread, during one call of the policy."""
 
     def __init__(self, table: UnitTable, rows: npt.NDArray[np.int64]) -> None:
         self.now = table.now
@@ -133,15 +133,15 @@ class GhostUnits:
 
     @property
     def kind(self) -> Column:
-        """A lost unit could go no more."""
+        """Always `UnitKind.NONE`: a lost unit cannot be evicted."""
         return np.full(self._count, UnitKind.NONE)
 
     @property
     def covered(self) -> Column:
-        """Nothing below holds it."""
+        """Always 0: no lower tier is known to hold a lost unit."""
         return np.zeros(self._count, np.int64)
 
     @property
     def nbytes(self) -> Column:
-        """Not known any more."""
+        """Always 1: the size of a lost unit is not known any more."""
         return np.ones(self._count, np.int64)

@@ -1,4 +1,7 @@
-"""Every invariant of the index, recomputed from the locations alone. Slow, and meant to be: it shares no shortcut with what it checks."""
+"""Integrity check of the index: every invariant, recomputed from the locations alone.
+
+It is slow on purpose: it shares no shortcut with the code that it checks.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def check_integrity(forest: Forest) -> None:
-    """Raises AssertionError naming the first invariant of `forest` that does not hold."""
+    """Raise AssertionError naming the first invariant of `forest` that does not hold."""
     nodes = list(forest.nodes())
     for node in nodes:
         _check_shape(forest, node)
@@ -90,7 +93,7 @@ def _check_pins(forest: Forest, nodes: list[Node]) -> None:
 
 
 def _check_ownership(forest: Forest, nodes: list[Node]) -> None:
-    """A slot or handle, present or pending, belongs to one object only."""
+    """Check that a slot or handle, present or pending, belongs to one object only."""
     for tier in (Tier.DEVICE, Tier.HOST):
         for number, pool in enumerate(forest.pools):
             row = number - len(forest.page_pools)
@@ -114,7 +117,7 @@ def _check_totals(forest: Forest, nodes: list[Node]) -> None:
 
 
 def _check_queues(forest: Forest, nodes: list[Node]) -> None:
-    """What is evictable will be found."""
+    """Check what the eviction queues rely on: unit rows that are current or marked, nearest states above, and digests."""
     for node in nodes:
         assert not forest._units.stale(node), f"the row of {_name(node)} is out of date and it is not marked"
         above = next((at.end for at in node.path() if at is not node and at.is_complete), 0)

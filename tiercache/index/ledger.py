@@ -1,8 +1,8 @@
-"""What is where, and what is on its way: the entries that transfers make and settle.
+"""Entries of the index that transfers make and settle: what is where, and what is on its way.
 
 A destination is *reserved* (pending: not readable, not to be filled twice), then either *published* when its bytes are there or
-*cancelled*. Publishing and cancelling name the location that was reserved, and leave alone every entry that has become something else.
-Whoever uses these keeps the node pinned in the tiers that the transfer reads and writes.
+*cancelled*. Publishing and cancelling name the location that was reserved, and leave alone every entry that has become something else. The
+caller keeps the node pinned in the tiers that the transfer reads and writes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from tiercache.index.node import STORED, Node
 
 
 class Ledger(Forest):
-    """Entries by span and pool for pages, by node and pool for states. Thread safety: the index's thread only."""
+    """Index with entries that transfers change: by span and pool for pages, by node and pool for states.
+
+    Thread safety: the index's thread only.
+    """
 
     def reserve_pages(self, span: Span, pool: PoolName, tier: Tier, locations: Locations) -> Mask:
         """Enter `locations` (one per page of the span; ABSENT: none offered) as pending wherever the tier has nothing.
@@ -28,17 +31,20 @@ class Ledger(Forest):
         return self._write(span, pool, _near(tier), np.full(len(span), ABSENT), places, locations >= 0, reserve=True)
 
     def publish_pages(self, span: Span, pool: PoolName, tier: Tier, locations: Locations) -> Mask:
-        """The bytes are there: entries pending at exactly these locations become present. Returns which did."""
+        """Make entries present that are pending at exactly these locations: their bytes have arrived. Returns which became present."""
         return self._move(span, pool, tier, pending(_offered(span, locations)), locations, locations >= 0)
 
     def cancel_pages(self, span: Span, pool: PoolName, tier: Tier, locations: Locations) -> Mask:
-        """The bytes will not come: entries pending at exactly these locations become absent. Returns which did; they are the caller's."""
+        """Make entries absent that are pending at exactly these locations: their bytes will not come.
+
+        Returns which became absent; their locations are the caller's again.
+        """
         return self._move(span, pool, tier, pending(_offered(span, locations)), np.full(len(span), ABSENT), locations >= 0)
 
     def drop_pages(self, span: Span, pool: PoolName, tier: Tier, mask: Mask) -> Locations:
-        """Take the present entries under `mask` out, as when a copy proved corrupt.
+        """Take the present entries under `mask` out of a tier, as when a copy proved corrupt.
 
-        Returns one location a page, now the caller's, or ABSENT where nothing was taken. Pins do not prevent it.
+        Returns one location per page, now the caller's, or ABSENT where nothing was taken. Pins do not prevent it.
         """
         taken = self._read(span, pool, tier)
         taken[(taken < 0) | ~mask] = ABSENT
@@ -46,30 +52,30 @@ class Ledger(Forest):
         return taken
 
     def mark_stored(self, span: Span, pool: PoolName, mask: Mask) -> None:
-        """The pages under `mask` are known to be in the store."""
+        """Record that the pages under `mask` are in the store."""
         everywhere = np.full(len(span), STORED)
         self._write(span, pool, Tier.STORAGE, np.full(len(span), ABSENT), everywhere, mask)
         self._forget_far()
 
     def forget_stored(self, span: Span, pool: PoolName, mask: Mask) -> None:
-        """The pages under `mask` turned out not to be in the store."""
+        """Record that the pages under `mask` turned out not to be in the store."""
         self._write(span, pool, Tier.STORAGE, np.full(len(span), STORED), np.full(len(span), ABSENT), mask)
         self._tidy(span.node)
 
     def reserve_state(self, node: Node, pool: PoolName, tier: Tier, location: int) -> bool:
-        """Enter `location` as pending for the state at the node's end, if the tier has none. Was it entered?"""
+        """Enter `location` as pending for the state at the node's end, if the tier has none; return whether it was entered."""
         return self._write_state(node, pool, _near(tier), ABSENT, _pending(location), reserve=True)
 
     def publish_state(self, node: Node, pool: PoolName, tier: Tier, location: int) -> bool:
-        """The bytes are there: the state pending at exactly this location becomes present. Did it?"""
+        """Make the state present that is pending at exactly this location: its bytes have arrived. Returns whether it became present."""
         return self._move_state(node, pool, tier, _pending(location), location)
 
     def cancel_state(self, node: Node, pool: PoolName, tier: Tier, location: int) -> bool:
-        """The bytes will not come: the state pending at exactly this location becomes absent. Did it?"""
+        """Make the state absent that is pending at exactly this location: its bytes will not come. Returns whether it became absent."""
         return self._move_state(node, pool, tier, _pending(location), ABSENT)
 
     def drop_state(self, node: Node, pool: PoolName, tier: Tier) -> int:
-        """Take the state out of a tier; returns its location, now the caller's, or ABSENT. Pins do not prevent it."""
+        """Take the state out of a tier; return its location, now the caller's, or ABSENT. Pins do not prevent it."""
         location = self._node(node).state(_near(tier), self._state_number(pool))
         if location < 0:
             return ABSENT
@@ -77,23 +83,26 @@ class Ledger(Forest):
         return location
 
     def mark_state_stored(self, node: Node, pool: PoolName) -> None:
-        """The state at the node's end is known to be in the store."""
+        """Record that the state at the node's end is in the store."""
         self._write_state(node, pool, Tier.STORAGE, ABSENT, STORED)
         self._forget_far()
 
     def forget_state_stored(self, node: Node, pool: PoolName) -> None:
-        """The state at the node's end turned out not to be in the store."""
+        """Record that the state at the node's end turned out not to be in the store."""
         self._write_state(node, pool, Tier.STORAGE, STORED, ABSENT)
 
     def _move(self, span: Span, pool: PoolName, tier: Tier, old: Locations, new: Locations, mask: Mask) -> Mask:
-        """Device and host entries that are `old` become `new`, under `mask`; tidies up behind what was the last of its node."""
+        """Change device or host entries under `mask` from `old` to `new`, and remove nodes that this leaves without purpose."""
         done = self._write(span, pool, _near(tier), old, new, mask)
         self._tidy(span.node)
         self._forget_far()
         return done
 
     def _write(self, span: Span, pool: PoolName, tier: Tier, old: Locations, new: Locations, mask: Mask, *, reserve: bool = False) -> Mask:
-        """Entries that are `old` become `new`, under `mask`. With `reserve`, from absent to pending: nothing comes or goes by that."""
+        """Change entries under `mask` from `old` to `new`; return which were `old` and changed.
+
+        With `reserve` they go from absent to pending, so that no object comes or goes and nothing needs to be settled.
+        """
         row = self._page_number(pool)
         if mask.shape != (len(span),):
             raise InputError(f"a span of {len(span)} pages needs as many entries, not an array of shape {mask.shape}")

@@ -1,6 +1,6 @@
-"""One node of the tree: an edge of whole pages, where each page's objects are, and the state at the edge's end.
+"""Node of the tree: an edge of whole pages, the locations of each page's objects, and the state at the edge's end.
 
-A node knows its own contents and what its subtree announced to it; moving nodes about is the work of `forest.py`.
+A node knows its own contents and what its subtree announced to it; `forest.py` adds, splits, merges and removes nodes.
 """
 
 from __future__ import annotations
@@ -15,23 +15,27 @@ from tiercache.index.prefixes import Digests, Prefixes
 from tiercache.policy import CheckpointKind
 
 TIERS: Final = tuple(Tier)
-"""Iterating over an enum class is slow, and this is done at every change of a node."""
+"""All tiers as a tuple: iterating over an enum class is slow, and it is done at every change of a node."""
 ALIVE: Final = len(Tier)
-"""The bit after the tiers' own: a complete state (every state pool, each in any tier) is here."""
+"""Number of the bit after those of the tiers: a complete state (every state pool, each in any tier) is here."""
 BITS: Final = range(len(Tier) + 1)
+"""Numbers of all bits: one per tier, and `ALIVE`."""
 NEAR: Final = 1 << Tier.DEVICE | 1 << Tier.HOST
+"""Bit mask of the device and the host tier."""
 FAR: Final = 1 << Tier.STORAGE
+"""Bit mask of the storage tier."""
 STORED: Final = 0
-"""The location of everything that is known to be stored: a store finds it by key."""
+"""Location of everything that is known to be stored: a store finds objects by key."""
 
 
 class Node:
-    """An edge and what is known about it. A root has no parent and no pages; a node without a parent that has pages was removed.
+    """Edge and what is known about it. A root has no parent and no pages; a node without a parent that has pages was removed.
 
-    `edge`: the tokens as little-endian u64, a whole number of pages; `digests`: see `prefixes`, of the path to the end of each page.
-    `children`: by the bytes of their first page. `end`: depth of the last page. `where[tier, page pool, page]` and
+    `edge`: the tokens as little-endian u64, a whole number of pages. `digests`: one per page, of the path to the page's end (see
+    `prefixes`). `children`: by the bytes of their first page. `end`: depth of the last page. `where[tier, page pool, page]` and
     `states[tier][state pool]` are locations (`ABSENT`, pending, or present), with `STORED` in the storage tier; `states` is None where no
-    state is or is being brought. Thread safety: the index's thread only.
+    state is present or pending.
+    Thread safety: the index's thread only.
     """
 
     __slots__ = (
@@ -85,13 +89,13 @@ class Node:
         self.checkpoint = CheckpointKind.NONE
         self.lineage = 0
         self.grown = 0
-        """See `Units`, as for these two."""
+        """Pages up to the node's end that were new with the request that took its state; see `Units`, also for the two before."""
         self.above = 0 if parent is None else parent.restorable
-        """The nearest depth above at which a complete state is."""
+        """Nearest depth above the node at which a complete state is; 0 if there is none."""
         self.row = -1
-        """Where the `UnitTable` describes the node; -1: not yet."""
+        """Row of the `UnitTable` that describes the node; -1: none yet."""
         self.surplus = False
-        """The path has more states than it may keep, and this is one too many, unless the node becomes a branch."""
+        """Whether the path has more states than it may keep and this is one too many; ignored while the node is a branch."""
         self.pins = [0] * len(Tier)
         """Pins that end on or below this node, by tier: they hold its pages."""
         self.state_pins = [0] * len(Tier)
@@ -99,31 +103,31 @@ class Node:
         self.ends = 0
         """Pins that end here: while there are any, the node keeps its end and its identity."""
         self.below = [0] * len(BITS)
-        """How many children announced the bit: that their subtree holds something of the tier, or a complete state."""
+        """Number of children whose subtree holds something of the tier, or a complete state, by bit."""
         self.shown = 0
-        """The bits that the parent was told."""
-        # What `recount` finds where nothing is yet, without looking; whoever brings locations along counts them.
+        """Bits that the node announced to its parent."""
+        # What `recount` would find for a node without objects; a caller that passes other locations calls `recount`.
         self.resident: list[list[int]] = [[0] * (where.shape[1] + state_pools) for _ in TIERS]
         """Objects present, by tier and pool."""
         self.whole = 0
         """Leading pages of the edge that every page pool has in some tier."""
         self.near = 0
-        """The same from device and host alone."""
+        """Leading pages of the edge that every page pool has on the device or the host."""
         self.pages_in_flight = 0
         self.in_flight = 0
-        """Places that are pending: of pages, and of pages and states."""
+        """Pending locations of pages and states; `pages_in_flight` counts those of pages alone."""
         self.state_near = False
-        """Every state pool has a state here on the device or the host."""
+        """Whether every state pool has a state here on the device or the host."""
         self.own = 0
-        """The bits of the node itself."""
+        """Bits of the node itself: the tiers in which it has something, and `ALIVE`."""
 
     @classmethod
     def root(cls, page_pools: int, state_pools: int, extra: bytes) -> Self:
-        """The start of all sequences with this `extra`."""
+        """Return a new root, the start of all sequences with this `extra`."""
         return cls(None, b"", np.empty(0, np.uint64), np.empty((len(Tier), page_pools, 0), np.int64), state_pools, extra)
 
     def recount(self) -> None:
-        """Derive from the locations: the objects present by tier and pool, what is in flight, and how much of the edge is whole."""
+        """Recompute from the locations: the objects present by tier and pool, what is in flight, and how much of the edge is whole."""
         held = self.where >= 0
         self.resident = held.sum(axis=2).tolist()
         self.whole = _leading(held, self.resident)
@@ -134,7 +138,7 @@ class Node:
         self.recount_states()
 
     def recount_states(self) -> None:
-        """The same where no page's location changed."""
+        """Recompute the same where no page's location changed."""
         first = self.where.shape[1]
         if self.states is None:
             for counts in self.resident:
@@ -157,25 +161,28 @@ class Node:
         self.in_flight += pages + states
 
     def clear(self, tier: Tier) -> None:
-        """Nothing but `tier` was held, and it was all taken: what `recount` would find, without looking."""
+        """Reset the counts after all that was held was taken from `tier`: what `recount` would find, without looking.
+
+        The caller guarantees that no other tier held anything.
+        """
         self.resident[tier] = [0] * len(self.resident[tier])
         self.own = self.whole = self.near = 0
         self.state_near = False
 
     @property
     def digest(self) -> int:
-        """The digest of the path to the node's end."""
+        """Digest of the path to the node's end."""
         return int(self.digests[-1]) if self.pages else Prefixes.start(self.extra)
 
     @property
     def signature(self) -> int:
-        """The digest as a signed number, which is what columns hold."""
+        """Digest as a signed 64-bit number, the form in which columns hold it."""
         digest = int(self.digests[-1])
         return digest - (1 << 64) if digest >> 63 else digest
 
     @property
     def branches(self) -> int:
-        """Continuations: 0, 1, or 2 for any more."""
+        """Number of continuations: 0, 1, or 2 for any more."""
         return min(2, len(self.children))
 
     @property
@@ -185,57 +192,57 @@ class Node:
 
     @property
     def is_removed(self) -> bool:
-        """The node was evicted, or merged into its child."""
+        """Whether the node was evicted, or merged into its child."""
         return self.parent is None and self.pages > 0
 
     @property
     def is_spare(self) -> bool:
-        """Nothing is here or on its way, nobody counts on the node, and nothing follows it."""
+        """Whether nothing is here or on its way, no pin ends here, and nothing follows the node."""
         return not (self.own or self.in_flight or self.children or self.ends)
 
     @property
     def is_needless(self) -> bool:
-        """The node marks neither a branch, nor a state, nor the end of a pin: its edge could be one with its only child's."""
+        """Whether the node marks neither a branch, nor a state, nor the end of a pin: its edge could be one with its only child's."""
         return self.parent is not None and len(self.children) == 1 and self.states is None and not self.ends
 
     @property
     def is_alive(self) -> bool:
-        """A complete state is at the node's end or below it."""
+        """Whether a complete state is at the node's end or below it."""
         return bool(self.own >> ALIVE or self.below[ALIVE])
 
     @property
     def is_complete(self) -> bool:
-        """Every state pool has a state here, each in some tier."""
+        """Whether every state pool has a state here, each in some tier."""
         return bool(self.own >> ALIVE)
 
     @property
     def can_answer(self) -> bool:
-        """Could a hit end here? Without state pools: does all of the edge exist?"""
+        """Whether a hit could end here: a complete state is here or, without state pools, all of the edge is in some tier."""
         return bool(self.own >> ALIVE) if self.state_pools else self.whole == self.pages
 
     @property
     def restorable(self) -> int:
-        """The deepest depth on the path to here at which a complete state is."""
+        """Deepest depth on the path to here at which a complete state is; 0 if there is none."""
         return self.end if self.own >> ALIVE else self.above
 
     @property
     def replay(self) -> int:
-        """Pages to compute to have the node's end again. Without state pools every page is restorable: the edge alone."""
+        """Pages to compute to have the node's end again, at least 1; the edge alone without state pools, where every page is restorable."""
         return max(1, self.end - self.above if self.state_pools else self.pages)
 
     def holds(self, tier: Tier) -> bool:
-        """Is anything of the node itself present in `tier`?"""
+        """Return whether anything of the node itself is present in `tier`."""
         return bool(self.own >> tier & 1)
 
     def path(self) -> Iterator[Node]:
-        """The node and its ancestors, upwards, without the root."""
+        """Yield the node and its ancestors, upwards, without the root."""
         node = self
         while node.parent is not None:
             yield node
             node = node.parent
 
     def covering(self, depth: int) -> Node:
-        """The node on the path to here whose edge holds page `depth - 1`; the root for depth 0."""
+        """Return the node on the path to here whose edge holds page `depth - 1`; the root for depth 0."""
         node = self
         while node.parent is not None and node.start >= depth:
             node = node.parent
@@ -250,18 +257,21 @@ class Node:
             self.states = None
 
     def state(self, tier: Tier, pool: int) -> int:
-        """One state's location."""
+        """Return one state's location."""
         return ABSENT if self.states is None else self.states[tier][pool]
 
     def detach(self) -> None:
-        """Mark the node as removed: whoever still has it must be able to tell."""
+        """Mark the node as removed, so that code that still refers to it can tell."""
         self.parent = None
         self.children = {}
         self.own = 0
 
 
 def _leading(held: Mask, counts: list[list[int]]) -> int:
-    """Leading pages that each pool has in some tier; `held[tier, pool, page]`, of which `counts` are the sums. Mostly all or nothing."""
+    """Return how many leading pages each pool has in some tier; mostly all or none.
+
+    `held` has the shape [tier, pool, page]; `counts[tier][pool]` are its sums over the pages.
+    """
     pages = int(held.shape[2])
     most = [max(by_tier) for by_tier in zip(*counts, strict=True)]
     if min(most) == pages:

@@ -1,8 +1,9 @@
-"""How a prefill is cut so that its states can be cached, and what states a request needs: vLLM's block-aligned rules as pure functions.
+"""Rules for cutting a prefill so that its states can be cached, and the states a request needs: vLLM's block-aligned rules.
 
-A recurrent state stands for all tokens up to one depth, so a state that others may restore exists only where a forward pass ends, and
-blocks are keyed only at multiples of their size. Hence the chunks end there. Sources: vLLM pull requests 28176 (the rules, the layout of
-the state blocks) and 30877, `_mamba_block_aligned_split` of its scheduler, `MambaSpec.max_memory_usage_bytes`.
+All are pure functions. A recurrent state stands for all tokens up to one depth, so a state that other requests may restore exists only
+where a forward pass ends, and blocks are keyed only at multiples of their size. Hence the chunks end there. Sources: vLLM pull requests
+28176 (the rules, the layout of the state blocks) and 30877, `_mamba_block_aligned_split` of its scheduler,
+`MambaSpec.max_memory_usage_bytes`.
 
 Depths are in tokens. A *block* here is vLLM's: the alignment of the states in tokens, a page or a multiple of it, and with `state_blocks`
 the memory of one state. It is not the host arena's.
@@ -18,13 +19,13 @@ from tiercache.errors import InputError
 
 @dataclass(frozen=True, slots=True)
 class PrefillRules:
-    """What an engine's cuts depend on beside the prompt. Raises InputError for a block below 1 or a negative lookahead.
+    """Settings of an engine on which its cuts depend, beside the prompt. Raises InputError for a block below 1 or a negative lookahead.
 
-    `block`: the alignment, in tokens. `lookahead`: no hit covers the prompt's last `lookahead` tokens; never less than one, which is
-    always left to compute. `drops_block`: the speculative head drops the last matched block, so that a hit ends one block earlier.
-    `advance_inside`: a step with too small a limit for the next boundary advances inside the block, on private state; without it,
-    nothing is scheduled in that step. vLLM sets it where a block exceeds every chunk that its configuration allows; elsewhere a step
-    that got a small share of the budget waits for a larger one.
+    `block`: the alignment, in tokens. `lookahead`: no hit covers the prompt's last `lookahead` tokens; at least one token is always left to
+    compute. `drops_block`: the speculative head drops the last matched block, so that a hit ends one block earlier. `advance_inside`: a
+    step whose limit does not reach the next boundary advances inside the block, on private state; without it, nothing is scheduled in that
+    step. vLLM sets it where a block exceeds every chunk that its configuration allows; elsewhere a step that got a small share of the
+    budget waits for a larger one.
     """
 
     block: int
@@ -37,7 +38,10 @@ class PrefillRules:
         _at_least(0, "the lookahead", self.lookahead)
 
     def last_boundary(self, prompt_tokens: int) -> int:
-        """The deepest boundary of a prompt that a repeat of it may restore, or 0. It splits the last chunk into aligned part and tail."""
+        """Return the deepest boundary of a prompt that a repeat of it may restore, or 0.
+
+        It splits the last chunk into aligned part and tail.
+        """
         blocks = (prompt_tokens - max(1, self.lookahead)) // self.block - self.drops_block
         return max(0, blocks * self.block)
 
@@ -46,8 +50,8 @@ class PrefillRules:
 class Chunk:
     """Tokens [start, end) of one forward pass; empty where nothing is scheduled in a step.
 
-    `private`: it stops inside a block because the block exceeds the limit, so that its last state is of use to this request alone.
-    `checkpoint`: it ends at a checkpoint, and its last state is to be handed over.
+    `private`: the chunk stops inside a block because the limit does not reach the next boundary, so that its last state is of use to this
+    request alone. `checkpoint`: the chunk ends at a checkpoint, and its last state is to be handed over.
     """
 
     start: int
@@ -57,22 +61,21 @@ class Chunk:
 
     @property
     def tokens(self) -> int:
-        """How many tokens it computes."""
+        """Number of tokens that the chunk computes."""
         return self.end - self.start
 
 
 def next_chunk(prompt_tokens: int, computed: int, limit: int, rules: PrefillRules, checkpoints: Sequence[int] = ()) -> Chunk:
-    """What one step computes of a prompt's prefill, of which `computed` tokens are done, with room for `limit` tokens in the step.
+    """Return what one step computes of a prompt's prefill: `computed` tokens are done, and the step has room for `limit` tokens.
 
-    - A chunk that does not reach the prompt's end ends at the last multiple of the block within the limit. Where none is, see
+    - A chunk that does not reach the prompt's end ends at the last multiple of the block within the limit. Where there is none, see
       `PrefillRules.advance_inside`.
-    - It stops earlier, at the first of these that lies strictly inside it: the next boundary, when it starts inside a block (the
-      boundary's state would otherwise never exist); the last boundary that a repeat may restore; each of `checkpoints` (strictly
-      ascending depths up to the prompt's end; those already computed are ignored, and one that is no multiple of the block is cut at
-      just the same).
+    - It stops earlier, at the first of these that lies strictly inside it: the next boundary, when it starts inside a block (the boundary's
+      state would otherwise never exist); the last boundary that a repeat may restore; each of `checkpoints` (strictly ascending depths up
+      to the prompt's end; those already computed are ignored, and one that is no multiple of the block is cut at just the same).
 
-    The chunk is empty when the prefill is done, the limit is 0, or the rules make the request wait. Decode is not cut: do not ask for it.
-    Raises InputError for depths outside the prompt, a negative limit, or checkpoints out of order.
+    The chunk is empty when the prefill is done, the limit is 0, or the rules make the request wait. Decode is not cut: the caller does not
+    ask for it. Raises InputError for depths outside the prompt, a negative limit, or checkpoints out of order.
     """
     _check(prompt_tokens, computed, checkpoints)
     _at_least(0, "the chunk limit", limit)
@@ -80,9 +83,10 @@ def next_chunk(prompt_tokens: int, computed: int, limit: int, rules: PrefillRule
 
 
 def plan_prefill(prompt_tokens: int, restored: int, limit: int, rules: PrefillRules, checkpoints: Sequence[int] = ()) -> tuple[Chunk, ...]:
-    """Every chunk from the restored depth to the prompt's end, when each step has room for `limit` tokens; the rules of `next_chunk`.
+    """Return every chunk from the restored depth to the prompt's end, when each step has room for `limit` tokens.
 
-    Raises InputError as `next_chunk` does, for a limit below 1, and where the rules would make the request wait forever.
+    The rules are those of `next_chunk`. Raises InputError as `next_chunk` does, for a limit below 1, and where the rules would make the
+    request wait forever.
     """
     _check(prompt_tokens, restored, checkpoints)
     _at_least(1, "the chunk limit", limit)
@@ -120,10 +124,11 @@ def _next(prompt_tokens: int, start: int, limit: int, rules: PrefillRules, check
 
 @dataclass(frozen=True, slots=True)
 class StateBlocks:
-    """The state blocks of one request, in the order of its block table: `hit`, then `running`, then `cached`.
+    """Counts of the state blocks of one request, in the order of its block table: `hit`, then `running`, then `cached`.
 
-    `hit`: one that holds the restored state, or the null block on a miss; none without prefix caching. `running`: one for the state
-    itself and one for each speculative token, since a rejected token cannot be taken out of a state. `cached`: those that are kept.
+    `hit`: one block that holds the restored state, or the null block on a miss; none without prefix caching. `running`: one block for the
+    state itself and one for each speculative token, since a rejected token cannot be taken out of a state. `cached`: the blocks of the
+    states that are kept.
     """
 
     hit: int
@@ -132,12 +137,12 @@ class StateBlocks:
 
     @property
     def total(self) -> int:
-        """2 + s + N with prefix caching, 1 + s without, for s speculative blocks and N cached states."""
+        """Total of all three: 2 + s + N with prefix caching, 1 + s without, for s speculative blocks and N cached states."""
         return self.hit + self.running + self.cached
 
 
 def state_blocks(speculative: int, cached: int = 0, *, caching: bool = True) -> StateBlocks:
-    """The state blocks of a request with `speculative` draft tokens a step that keeps `cached` states.
+    """Return the state blocks of a request with `speculative` draft tokens a step that keeps `cached` states.
 
     Raises InputError for a negative count, and for cached states without prefix caching.
     """
@@ -149,9 +154,9 @@ def state_blocks(speculative: int, cached: int = 0, *, caching: bool = True) -> 
 
 
 def state_memory(page_bytes: int, speculative: int, cached: int = 0, *, caching: bool = True) -> int:
-    """Bytes to plan for the states of one request, when one takes `page_bytes`. The null block of a miss is counted: a hit needs it.
+    """Return the bytes to plan for the states of one request, when one state takes `page_bytes`.
 
-    Raises InputError as `state_blocks` does, and for a page of no bytes.
+    The null block of a miss is counted, because a hit needs it. Raises InputError as `state_blocks` does, and for a page of no bytes.
     """
     _at_least(1, "the size of a page in bytes", page_bytes)
     return page_bytes * state_blocks(speculative, cached, caching=caching).total
@@ -159,11 +164,11 @@ def state_memory(page_bytes: int, speculative: int, cached: int = 0, *, caching:
 
 @dataclass(frozen=True, slots=True)
 class Speculated:
-    """Where a request's state is after a speculative step.
+    """Place of a request's state after a speculative step.
 
-    `computed`: tokens, the accepted ones included. `source`: which of the 1 + s running states stands at `computed`, from 0, the one
-    before any draft. `running`: the index of the block in which the request goes on. `cached`: the index of the last block that the step
-    filled, or None; its state is the running state `cached_source`.
+    `computed`: tokens, the accepted ones included. `source`: the number, from 0, of the running state (of 1 + s) that stands at `computed`;
+    state 0 is the one before any draft. `running`: the index of the block in which the request goes on. `cached`: the index of the last
+    block that the step filled, or None; its state is the running state `cached_source`.
     """
 
     computed: int
@@ -174,12 +179,12 @@ class Speculated:
 
 
 def after_speculation(computed: int, accepted: int, speculative: int, block: int) -> Speculated:
-    """The state's place after a step that computed up to `computed` tokens without a draft, and of whose drafts `accepted` stand.
+    """Return the state's place after a step that reached depth `computed` without its drafts, of which `accepted` stand.
 
-    The drafts leave the states at `computed`, `computed + 1`, ..., `computed + speculative` behind, one in each running block. The
-    request goes on in the block at index (computed / block), accepted tokens counted: the one into which the next token falls. Where the
-    accepted tokens reach or cross the end of a block, the state that stood exactly there is the block's to cache. With a block of 16
-    tokens, 29 computed and 3 speculative blocks:
+    The drafts leave the states at `computed`, `computed + 1`, ..., `computed + speculative` behind, one in each running block. The request
+    goes on in the block at index (computed / block), accepted tokens counted: the one into which the next token falls. Where the accepted
+    tokens reach or cross the end of a block, the state that stood exactly there is the block's to cache. With a block of 16 tokens, 29
+    computed and 3 speculative blocks:
 
         accepted  computed  source  running block  cached block
                0        29       0              1

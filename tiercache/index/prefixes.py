@@ -1,7 +1,8 @@
-"""Digests of every prefix of a sequence, made for whole arrays at once.
+"""Digests of every prefix of a sequence, computed for whole arrays at once.
 
-They tell the index what it once knew (`ghosts`). Eight bytes a page, a microsecond for hundreds of tokens; not a secret and not a proof:
-who makes two prefixes collide gets a checkpoint that nobody needed. What is served is found by tokens in memory and by `keys` in storage.
+They tell the index what it once knew (`ghosts`). They take eight bytes a page, and a microsecond for hundreds of tokens. They are neither a
+secret nor a proof: a client that makes two prefixes collide only gets a checkpoint that is of no use. Served objects are found by tokens in
+memory and by `keys` in storage.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import numpy.typing as npt
 import xxhash
 
 Digests: TypeAlias = npt.NDArray[np.uint64]
-"""One per page: of the sequence from its start to the end of that page."""
+"""Digests, one per page: that of the sequence from its start to the end of the page."""
 
 _BASE: Final = 0x9E3779B97F4A7C15
 _MIX: Final = np.uint64(0xD6E8FEB86659FD93)
@@ -22,9 +23,11 @@ _SHIFT: Final = np.uint64(32)
 
 
 class Prefixes:
-    """Polynomial digests modulo 2^64: a page's is the sum of its tokens by random odd weights, a prefix's the polynomial in its pages'.
+    """Polynomial digests modulo 2^64.
 
-    H(k) = H(k-1) * b + h(k), so that H(k) = b^k * (H(0) + sum of h(i) * b^-i), which is a cumulative sum. Thread safety: one owner thread.
+    The digest of a page is the sum of its tokens weighted by random odd numbers, then mixed; that of a prefix is a polynomial in those of
+    its pages: H(k) = H(k-1) * b + h(k), so that H(k) = b^k * (H(0) + sum of h(i) * b^-i), which is a cumulative sum.
+    Thread safety: one owner thread.
     """
 
     def __init__(self, page_size: int) -> None:
@@ -34,11 +37,11 @@ class Prefixes:
 
     @staticmethod
     def start(extra: bytes) -> int:
-        """The digest of nothing, for sequences with this `extra`."""
+        """Return the digest of the empty prefix, for sequences with this `extra`."""
         return xxhash.xxh64_intdigest(extra, _SEED)
 
     def of(self, tokens: npt.NDArray[np.uint64], before: int) -> Digests:
-        """The digests at the end of each whole page of `tokens`, which follow a prefix with the digest `before`."""
+        """Return the digests at the end of each whole page of `tokens`, which follow a prefix with the digest `before`."""
         count = len(tokens) // self._page_size
         if count > len(self._powers):
             self._extend(2 * count)

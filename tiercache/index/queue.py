@@ -1,4 +1,4 @@
-"""In which order units go: dead weight first, then what the policy ranks least."""
+"""Order in which units are evicted: dead weight first, then what the policy ranks least."""
 
 from __future__ import annotations
 
@@ -14,14 +14,21 @@ from tiercache.index.units import UnitTable
 from tiercache.policy import Policy, UnitKind
 
 _SHARE: Final = 64
-"""A pass takes the least one in 64: as good as the least of 64 drawn at random, which a full scan did not beat (see docs/design/0014)."""
+"""Divisor for the units that a pass takes: the least 64th of them.
+
+The least one in 64 is as good as the least of 64 drawn at random, which a full scan did not beat (see docs/design/0014).
+"""
 _SAMPLE: Final = 4096
-"""Units that an unsteady policy ranks in one pass; of more, so many are drawn at random."""
+"""Most units that an unsteady policy ranks in one pass; of more units, this many are drawn at random."""
 _STEADY_FRONT: Final = 512
+"""Fewest units that a pass takes under a steady policy, if there are that many; also the slack of a front that is too long."""
 
 
 class Victim(NamedTuple):
-    """A node, and what of it may go; `number`: of the queue that it came from; `rank`: by the policy, None of dead weight."""
+    """Node, and what of it may go.
+
+    `number` is that of the queue that it came from; `rank` is the policy's, None for dead weight.
+    """
 
     node: Node
     kind: UnitKind
@@ -30,12 +37,13 @@ class Victim(NamedTuple):
 
 
 class UnitQueue:
-    """The nodes of one kind of unit, least worth first; of equal ones the shallower.
+    """Nodes that have one kind of unit, the one that is worth least first; of equal ones the shallower.
 
     The front is a heap of the units at or below the horizon; when it is used up, one pass over the columns fetches the next. With a steady
-    policy whatever changes joins the front if it belongs there, so that the order is exact. Another policy's order is as of the last pass,
-    which is repeated after as many ticks as the front had units; what changed since leaves the front and waits for the next. Cost:
-    O(units) per pass, a pass for every 64th unit. Thread safety: the index's thread only.
+    policy every unit that changes joins the front if it belongs there, so that the order is exact. With another policy the order is as of
+    the last pass, which is repeated after as many ticks as the front had units; units that change leave the front and wait for the next
+    pass. Cost: O(units) per pass, which fetches the dead weight and the least 64th of the other units.
+    Thread safety: the index's thread only.
     """
 
     def __init__(self, table: UnitTable, number: int, policy: Policy, rng: np.random.Generator) -> None:
@@ -43,17 +51,17 @@ class UnitQueue:
         self._number = number
         self._policy = policy
         self._rng = rng
-        self._front: list[tuple[bool, float, int, int, int]] = []
+        self._front: list[tuple[bool, float, int, int, int]] = []  # (alive, rank, depth, version, row); dead weight sorts first
         self._horizon = -inf
         self._until = -1
 
     @property
     def kind(self) -> Callable[[Node], UnitKind]:
-        """Which nodes have a unit of this kind."""
+        """Function that tells which unit of this kind a node has."""
         return self._table.kinds[self._number].of
 
     def pop(self) -> Victim | None:
-        """Take out the unit that is worth least, or None when nothing is evictable. It comes back when its node is marked."""
+        """Remove and return the unit that is worth least, or None when nothing is evictable. It comes back when its node is marked."""
         table = self._table
         table.sync()
         self._follow()
@@ -66,10 +74,10 @@ class UnitQueue:
         return None
 
     def _follow(self) -> None:
-        """Let what changed since the last call join the front, if it belongs there."""
+        """Add units that changed since the last call to the front, if they belong there; drop a front that is out of date or too long."""
         table = self._table
         rows = table.changed(self._number)
-        crowded = len(self._front) > 2 * len(table.nodes) + _STEADY_FRONT  # mostly leftovers
+        crowded = len(self._front) > 2 * len(table.nodes) + _STEADY_FRONT  # mostly entries of units that changed since
         if rows is None or crowded or (not self._policy.steady and table.now > self._until):
             self._front, self._horizon = [], -inf
             table.listen(self._number, on=False)
@@ -85,7 +93,7 @@ class UnitQueue:
             self._push([row for row, rank in zip(living, ranks, strict=True) if rank <= self._horizon], ranks[ranks <= self._horizon])
 
     def _refill(self) -> bool:
-        """Fetch what goes next; False if there is nothing."""
+        """Fetch the units that go next; return False if there are none."""
         table, steady = self._table, self._policy.steady
         rows, dead = (table.rows(self._number, alive=alive) for alive in (True, False))
         if not len(rows) and not len(dead):

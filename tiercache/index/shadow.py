@@ -1,4 +1,4 @@
-"""A cache that keeps books and no bytes: what another policy would have saved."""
+"""Shadow: a cache that keeps books and no bytes, to see what another policy would have saved."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from tiercache.policy import Policy
 
 
 class Shadow:
-    """The real index with one budget of `capacity` bytes, under `policy`. `cost`: bytes that one object of each pool takes.
+    """Instance of the real index with one budget of `capacity` bytes, under `policy`.
 
-    A request is served whole before the next; what it leaves is all that its real counterpart would have left. Thread safety: one thread at a
-    time.
+    `cost`: bytes that one object of each pool takes. A request is served whole before the next; it leaves everything that its real
+    counterpart would have left.
+    Thread safety: one thread at a time.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class Shadow:
         return self._used
 
     def request(self, prompt: TokenArray, sequence: TokenArray, extra: bytes = b"") -> int:
-        """Serve a request that ended with the tokens `sequence`: how many tokens of its prompt were restored."""
+        """Serve a request that ended with the tokens `sequence`; return how many tokens of its prompt were restored."""
         index, size = self._index, self._index.page_size
         match = index.match(prompt, extra)
         plan = index.plan_checkpoints(match, prompt, match.depth)
@@ -65,7 +66,7 @@ class Shadow:
         return match.depth * size
 
     def _shrink(self) -> None:
-        freed = self._index.evict_device_bytes(self._used - self._capacity, self._cost).freed  # nothing is pinned: it suffices
+        freed = self._index.evict_device_bytes(self._used - self._capacity, self._cost).freed  # nothing is pinned, so enough can go
         self._used -= sum(len(locations) * self._cost[pool] for pool, locations in freed.items())
 
     def _fresh(self, n: int) -> Locations:

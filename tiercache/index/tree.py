@@ -1,7 +1,8 @@
-"""The hybrid prefix index: match, insert, locations, eviction.
+"""Hybrid prefix index: match, insert, locations, eviction.
 
-A page-granular radix tree over token ids. Pages may be restored up to any depth that is whole; where state pools are registered, a prefix
-is restorable only at the depths that carry a complete state (architecture.md, invariant 6).
+A page-granular radix tree over token ids. Where only page pools are registered, every depth up to which all pages are present is
+restorable; where state pools are registered, a prefix is restorable only at the depths that carry a complete state (architecture.md,
+invariant 6).
 """
 
 from __future__ import annotations
@@ -39,17 +40,21 @@ from tiercache.index.queue import UnitQueue, Victim
 from tiercache.policy import LEARN_EVERY, CheckpointKind, Lru, Policy, Reuse, UnitKind
 
 MAX_STORED_PAGES: Final = 1 << 20
-"""8 bytes a token, and 24 a page and pool: about half a GiB at 64 tokens a page."""
+"""Most pages that the index remembers although they are in the store and in no other tier.
+
+Each takes 8 bytes per token and 24 bytes per page pool; the limit is about half a GiB at 64 tokens a page.
+"""
 
 
 class HybridIndex(Ledger):
-    """Which pages and states exist for which tokens, and in which tiers.
+    """Index of the pages and states that exist for token sequences, and of the tiers in which they are.
 
-    `page_pools` hold one object a page, `state_pools` one object at a node's end. `policy` ranks what may go (default: LRU). `refresh`:
-    does a hit count for the last matched node only, or for its whole path? `max_stored_pages` bounds what is remembered of pages that are
-    in the store and nowhere else. `checkpoints`: which states are asked for. `object_bytes`: payload bytes of one object of each pool,
-    which policies weigh. `seed`: of what is drawn at random. `one_budget`: the device's pools share their memory (`evict_device_bytes`).
-    Raises ConfigError for a policy that cannot rank these pools. Thread safety: one owner thread; other threads hand in events.
+    `page_pools` hold one object per page, `state_pools` one object at the end of a node. `policy` ranks what may be evicted (default: LRU).
+    `refresh` says whether a hit refreshes the last matched node only ("last") or its whole path ("path"). `max_stored_pages` bounds how
+    many pages are remembered that are in the store and in no other tier. `checkpoints` says which states are asked for. `object_bytes`
+    gives the payload bytes of one object of each pool, which policies weigh. `seed` seeds what is drawn at random. With `one_budget`
+    the device's pools share their memory (see `evict_device_bytes`). Raises ConfigError for a policy that cannot rank these pools.
+    Thread safety: one owner thread; other threads hand in events.
     """
 
     def __init__(
@@ -81,7 +86,7 @@ class HybridIndex(Ledger):
     # -- asking --------------------------------------------------------------------------------------------------------
 
     def match(self, tokens: TokenArray, extra: bytes = b"", *, limit: int | None = None) -> Match:
-        """How much of `tokens` is known and restorable. Read-only.
+        """Return how much of `tokens` is known and how much is restorable; changes nothing.
 
         `limit` (pages) bounds the restorable depths; by default at least one token is left to compute.
         """
@@ -110,11 +115,14 @@ class HybridIndex(Ledger):
         return Match(node, path_depth, depth, min(near, limit), (depth,) if depth else (), self._generation)
 
     def is_current(self, match: Match) -> bool:
-        """Would `match` come out the same now?"""
+        """Return whether `match` would come out the same now."""
         return match.generation == self._generation
 
     def locations(self, where: Node | Match, depth: int) -> PathLocations:
-        """Where pages [0, depth) and the states exactly at `depth` are; pending entries as they are, so that loads can be shared."""
+        """Return the locations of pages [0, depth) and of the states exactly at `depth`.
+
+        Pending entries are returned as pending, so that callers can share loads that are under way.
+        """
         node = self.node_at(where, depth)
         at = self._gather(node, depth)
         pages = {
@@ -125,7 +133,7 @@ class HybridIndex(Ledger):
         return PathLocations(pages, states)
 
     def page_keys(self, where: Node | Match, depth: int, start: int = 0) -> list[bytes]:
-        """The keys of pages [start, depth) of the path to `where`; made once per edge."""
+        """Return the keys of pages [start, depth) of the path to `where`; an edge's keys are computed on first use and kept."""
         node = self.node_at(where, depth)
         parts: list[list[bytes]] = []
         for at in node.path():
@@ -149,17 +157,20 @@ class HybridIndex(Ledger):
         return made
 
     def evictable(self, tier: Tier) -> Mapping[PoolName, int]:
-        """How many objects of each pool an eviction could free in `tier` now: present and not held by a pin."""
+        """Return how many objects of each pool an eviction could free in `tier` now: present and not held by a pin."""
         return dict(zip(self.pools, self._evictable[tier], strict=True))
 
     def contents(self) -> Iterator[Content]:
-        """What is in some tier, edge by edge. Walks the tree."""
+        """Yield one entry for each edge that has something in some tier. Walks the tree."""
         for node in self.nodes():
             if node.own:
                 yield Content(node.checkpoint if node.is_complete else CheckpointKind.NONE, node.whole, node.is_complete)
 
     def owned(self, tier: Tier, pool: PoolName) -> Locations:
-        """Every location of a pool in a near tier, present and pending ones alike. Walks the tree; for integrity checks."""
+        """Return every location of a pool in a near tier, both present and pending, as plain numbers.
+
+        Walks the tree; for integrity checks.
+        """
         number = self._number[pool]
         state = number - len(self.page_pools)
         parts = [node.where[tier, number] if state < 0 else np.array([node.state(tier, state)]) for node in self.nodes()]
@@ -174,7 +185,10 @@ class HybridIndex(Ledger):
     # -- changing ------------------------------------------------------------------------------------------------------
 
     def plan_checkpoints(self, match: Match, tokens: TokenArray, depth: int) -> Mapping[int, CheckpointKind]:
-        """Where a prompt that is restored to `depth` should leave states, and why; depths in pages, ascending. Read-only."""
+        """Return the depths at which a prompt that is restored to `depth` should leave states, each with its reason.
+
+        Depths are in pages, ascending; there are none without state pools. Changes nothing.
+        """
         if not self.state_pools:
             return {}
         tokens = as_tokens(tokens)
@@ -185,9 +199,10 @@ class HybridIndex(Ledger):
         return checkpoint_depths(depth, match.path_depth, len(tokens), self.page_size, ghost_depth=ghost, rules=self.checkpoints)
 
     def touch(self, match: Match, tokens: TokenArray | None = None) -> Origin:
-        """A request used the match: refresh the node at its restorable depth, or with `refresh="path"` everything up to it.
+        """Record that a request used the match, and return the `origin` for its `insert`.
 
-        With the prompt's `tokens` the policy also learns of what it evicted and this request would have hit. Returns `insert`'s `origin`.
+        Refreshes the node at the match's restorable depth, or with `refresh="path"` everything up to it. If the prompt's `tokens` are
+        given, the policy also learns of the evicted unit that would have answered this request deeper, if there was one.
         """
         self._begin_request()
         found: list[Reuse] = []
@@ -215,7 +230,7 @@ class HybridIndex(Ledger):
             self.policy.learn(self._units.view(self._units.complete()), self._ghosts.view(self._units))
 
     def _missed(self, match: Match, tokens: TokenArray) -> Reuse | None:
-        """The lost unit that would have answered this prompt deeper than the match."""
+        """Return and forget the lost unit that would have answered this prompt deeper than the match, or return None."""
         limit = reusable_pages(len(tokens), self.page_size)
         known = np.concatenate([at.digests for at in reversed(list(match.node.path()))] or [np.empty(0, np.uint64)])[: match.path_depth]
         rest = self._prefixes.of(tokens[match.path_depth * self.page_size :], self._digest_at(match))
@@ -224,13 +239,13 @@ class HybridIndex(Ledger):
         return None if place is None else self._ghosts.reuse(int(digests[place]), self._units.now)
 
     def _digest_at(self, match: Match) -> int:
-        """The digest of what the prompt shares with the tree."""
+        """Return the digest of the prefix that the prompt shares with the tree."""
         node = match.node.covering(match.path_depth)
         return int(node.digests[match.path_depth - node.start - 1]) if match.path_depth else Prefixes.start(node.extra)
 
     @contextmanager
     def pinned(self, where: Node | Match, *tiers: Tier) -> Iterator[Pin]:
-        """`pin` for the length of a with-block."""
+        """Hold a `pin` for the length of a with-block."""
         pin = self.pin(where, *tiers)
         try:
             yield pin
@@ -247,11 +262,11 @@ class HybridIndex(Ledger):
         checkpoints: Mapping[int, CheckpointKind] | None = None,
         origin: Origin = Origin(),  # noqa: B008 (immutable)
     ) -> Inserted:
-        """Hand over the device slots of pages [0, d), one array of length d per page pool, and of states by depth.
+        """Insert the device slots of pages [0, d), one array of length d per page pool, and the slots of states by depth.
 
-        `checkpoints`: why each state was taken (default: END); `origin`: what `touch` returned for this request.
-        What becomes of each slot: see `InsertedPages` and `Inserted`. Only the node that covers page d - 1 is refreshed, and nodes that
-        get a state they did not have. Raises InputError, and changes nothing, for arrays that do not fit.
+        `checkpoints` says why each state was taken (default: END); `origin` is what `touch` returned for this request. `InsertedPages` and
+        `Inserted` describe what becomes of each slot. Refreshes only the node that covers page d - 1, and nodes that get a state they did
+        not have. Raises InputError, and changes nothing, for arrays that do not fit.
         """
         tokens, states = as_tokens(tokens), states or {}
         depth = self._check_pages(len(tokens), pages)
@@ -262,7 +277,7 @@ class HybridIndex(Ledger):
         adopted, rejected = self._adopt_states(node, states, changed)
         for state in adopted:
             self._describe(node.covering(state.depth), (checkpoints or {}).get(state.depth, CheckpointKind.END), origin)
-        # Not before the states are there, or every new page would be queued as dead weight; of equals, the shallower goes first.
+        # Announced only now that the states are entered: otherwise every new page would be queued as dead weight. Shallow nodes first.
         for at in sorted(dict.fromkeys(changed), key=lambda at: at.end):
             self._announce(at)
         node = node.covering(depth)
@@ -270,9 +285,10 @@ class HybridIndex(Ledger):
         return Inserted(node, depth, answer, tuple(adopted), tuple(rejected))
 
     def extend_path(self, tokens: TokenArray, depth: int, extra: bytes = b"") -> Node:
-        """The node that ends exactly at `depth` of `tokens`, made with nothing on it where the tree does not have it yet.
+        """Return the node that ends exactly at `depth` of `tokens`; create it without any objects where the tree lacks it.
 
-        For objects that come up from storage: pin it, and reserve their places on it. `prune` takes it back; so does a pin's release.
+        For objects that are fetched from storage: the caller pins the node and reserves their places on it. `prune` removes the node again,
+        and so does the release of its pin. Raises InputError for a depth that is not within the whole pages of `tokens`.
         """
         tokens = as_tokens(tokens)
         if not 1 <= depth <= full_pages(len(tokens), self.page_size):
@@ -282,9 +298,10 @@ class HybridIndex(Ledger):
         return self._split(node, depth) if node.end > depth else node
 
     def evict_device(self, need: Mapping[PoolName, int]) -> Eviction:
-        """Free at least `need` slots by pool. A need for states alone frees nothing else.
+        """Free at least `need[pool]` slots of each pool; a need for states alone frees nothing else.
 
-        Raises PoolFullError, and changes nothing, when what is not pinned does not suffice.
+        Raises PoolFullError, and changes nothing, when the unpinned objects do not suffice; InputError for an unknown pool, or with
+        `one_budget`.
         """
         wanted = [need.get(pool, 0) for pool in self.pools]
         if self._device_pages.kind is not device_pages:
@@ -297,25 +314,26 @@ class HybridIndex(Ledger):
                     f"{want} {pool} slots are needed and {there} can be evicted; release admissions or make the pool larger"
                 )
         sweep = Sweep(Tier.DEVICE, self.pools, len(self.page_pools))
-        # Pages first: leaves give their states back too, and what they leave wanting is then all that states alone must give.
+        # Pages first: evicting a leaf also frees its state, so that only the rest of the need must come from states alone.
         self._sweep(sweep, self._device_pages, range(len(self.page_pools)), wanted)
         self._sweep(sweep, self._device_states, range(len(self.page_pools), len(self.pools)), wanted)
         self._forget_far()
         return sweep.result()
 
     def evict_device_bytes(self, nbytes: int, cost: Mapping[PoolName, int]) -> Eviction:
-        """Free objects worth at least `nbytes` of a device whose pools share their memory, where one object of a pool takes `cost[pool]`.
+        """Free objects worth at least `nbytes` bytes of a device whose pools share their memory.
 
-        Raises PoolFullError, and changes nothing, when what is not pinned does not suffice; InputError without `one_budget`.
+        One object of a pool takes `cost[pool]` bytes. Raises PoolFullError, and changes nothing, when the unpinned objects do not suffice;
+        InputError without `one_budget`.
         """
         if self._device_pages.kind is device_pages:
             raise InputError("the device's pools have memory of their own; make the index with one_budget=True, or use evict_device")
         return self._evict_budget(Tier.DEVICE, self._device_pages, nbytes, cost)
 
     def evict_host(self, blocks: int, cost: Mapping[PoolName, int]) -> Eviction:
-        """Free objects worth at least `blocks` arena blocks, where one object of a pool takes `cost[pool]`.
+        """Free objects worth at least `blocks` arena blocks, where one object of a pool takes `cost[pool]` blocks.
 
-        Raises PoolFullError, and changes nothing, when what is not pinned does not suffice.
+        Raises PoolFullError, and changes nothing, when the unpinned objects do not suffice.
         """
         return self._evict_budget(Tier.HOST, self._host_units, blocks, cost)
 
@@ -342,13 +360,13 @@ class HybridIndex(Ledger):
                     raise InputError(f"{pool}: {slot} is not a slot")
 
     def _adopt_pages(self, node: Node, depth: int, pages: Mapping[PoolName, Locations]) -> tuple[dict[PoolName, InsertedPages], list[Node]]:
-        """What became of the slots, and the nodes that got some, which are to be announced."""
+        """Enter the slots where the device has nothing; return what became of them, and the changed nodes, which the caller announces."""
         held = self._gather(node, depth)[Tier.DEVICE]
         absent, present = held == ABSENT, held >= 0
         given = np.stack([pages[pool] for pool in self.page_pools])
         table, duplicate, private = np.where(present, held, given), present & (held != given), held < ABSENT
         missing = absent.any(axis=0)
-        first = int(missing.argmax()) if missing.any() else depth  # a deep path mostly lacks its last pages only
+        first = int(missing.argmax()) if missing.any() else depth  # usually only the last pages of a deep path are absent
         changed: list[Node] = []
         for at, edge, part in self._pieces(Span(node, first, depth)):
             if missing[first:][part].any():
@@ -361,7 +379,7 @@ class HybridIndex(Ledger):
     def _adopt_states(
         self, node: Node, states: Mapping[int, Mapping[PoolName, int]], changed: list[Node]
     ) -> tuple[list[PlacedState], list[PlacedState]]:
-        """What was taken of the states and what was not; adds to `changed` the nodes that got some."""
+        """Enter the states that the device lacks; return those adopted and those rejected, and add the changed nodes to `changed`."""
         adopted: list[PlacedState] = []
         rejected: list[PlacedState] = []
         whole = _whole_depth(node) if states else 0
@@ -381,7 +399,7 @@ class HybridIndex(Ledger):
         return adopted, rejected
 
     def _describe(self, node: Node, checkpoint: CheckpointKind, origin: Origin) -> None:
-        """A state came to the end of `node`: why, and what of the path is too much now."""
+        """Record why the state at the end of `node` was taken, and mark the path's states beyond `per_path` as surplus."""
         node.checkpoint, node.lineage, node.surplus = checkpoint, origin.lineage, False
         node.grown = max(0, node.end - origin.known)
         if self.checkpoints.per_path:
@@ -401,7 +419,7 @@ class HybridIndex(Ledger):
     # -- parts of evict ------------------------------------------------------------------------------------------------
 
     def _sweep(self, sweep: Sweep, queue: UnitQueue, wanting: range, wanted: Sequence[int]) -> None:
-        """Evict from `queue` until the pools numbered `wanting` have what is wanted; units that have none of it stay."""
+        """Evict from `queue` until each pool in `wanting` has freed `wanted[pool]` objects; states of pools that are not short stay."""
         passed: list[Node] = []
         while short := [pool for pool in wanting if sweep.counts[pool] < wanted[pool]]:
             victim = queue.pop()
@@ -437,7 +455,7 @@ class HybridIndex(Ledger):
         if victim.kind is UnitKind.STATE:
             self._settle_states(node)
         elif not node.in_flight and node.own & ~(1 << ALIVE) == 1 << sweep.tier:
-            before = node.restorable  # the usual case deserves a short way: nothing is left, and nothing need be counted
+            before = node.restorable  # short cut for the usual case: the node is empty now, so there is nothing to recount
             self._account(node, -1)
             node.clear(sweep.tier)
             self._shade(node, before)
@@ -465,7 +483,7 @@ def _state_at(node: Node, number: int, depth: int) -> StateLocation:
 
 
 def _whole_depth(node: Node) -> int:
-    """To which depth every page pool has every page of the path in some tier."""
+    """Return the depth, in pages, up to which every page pool has every page of the path in some tier."""
     whole = 0
     for at in reversed(list(node.path())):
         whole = at.start + at.whole

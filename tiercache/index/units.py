@@ -1,4 +1,4 @@
-"""What policies see of the tree: one row a node, in columns, brought up to date only when something is to be evicted."""
+"""Columns in which policies see the tree: one row per node, brought up to date only when a policy is about to read them."""
 
 from __future__ import annotations
 
@@ -33,21 +33,22 @@ _SHARED: Final = (
 )
 _OWN: Final = ("kind", "nbytes", "covered")
 _DTYPES: Final = {"kind": np.int8, "alive": np.int8, "complete": np.int8}
-"""Columns that every pass reads from end to end are narrow."""
+"""Dtypes other than int64: columns that every pass reads from end to end are narrow."""
 
 
 class Kind(NamedTuple):
-    """One kind of unit: which nodes have one now, and in which tier it lies."""
+    """Kind of unit: `of` tells which unit of this kind a node has now, and `tier` is the tier in which it lies."""
 
     of: Callable[[Node], UnitKind]
     tier: Tier
 
 
 class UnitTable:
-    """A row for every node: what its units look like to a policy.
+    """Table with one row for every node: its units as a policy sees them.
 
-    Whoever changes a node marks it; `sync` writes the rows of what was marked. So a hit, an insert or a pin costs a mark and nothing else,
-    as long as nothing is evicted. Thread safety: the index's thread only.
+    Code that changes a node marks it; `sync` writes the rows of the marked nodes. A hit, an insert or a pin therefore costs a mark and
+    nothing else, as long as nothing is evicted.
+    Thread safety: the index's thread only.
     """
 
     def __init__(self, kinds: Sequence[Kind], object_bytes: Sequence[int], page_pools: int, page_tokens: int) -> None:
@@ -57,23 +58,23 @@ class UnitTable:
         self.nodes: list[Node | None] = []
         self._object_bytes = list(object_bytes)
         self._page_pools = page_pools
-        self._below = [sum(1 << other for other in Tier if other > tier) for tier in Tier]
+        self._below = [sum(1 << other for other in Tier if other > tier) for tier in Tier]  # by tier: the bits of those below
         self._free: list[int] = []
         self._marked: dict[Node, None] = {}
         self._version = 0
         self._listeners: list[list[int] | None] = [None] * len(kinds)
         self.shared: dict[str, Column] = {}
-        """By name, one entry a row: what is the same for all kinds."""
+        """Columns by name, one entry a row: what is the same for all kinds."""
         self.own: dict[str, Column] = {}
-        """By name, of shape (kinds, rows): what differs."""
+        """Columns by name, of shape (kinds, rows): what differs between kinds."""
         self._grow(_FIRST_ROWS)
 
     def mark(self, node: Node) -> None:
-        """The node's row may be out of date."""
+        """Note that the node's row may be out of date."""
         self._marked[node] = None
 
     def drop(self, node: Node) -> None:
-        """The node was removed."""
+        """Free the row of a node that was removed."""
         self._marked.pop(node, None)
         if node.row >= 0:
             self.nodes[node.row] = None
@@ -84,11 +85,11 @@ class UnitTable:
             node.row = -1
 
     def listen(self, number: int, *, on: bool) -> None:
-        """From now on, or no longer, note for `changed` which rows `sync` wrote."""
+        """Start or stop noting, for `changed`, which rows `sync` writes."""
         self._listeners[number] = [] if on else None
 
     def changed(self, number: int) -> Sequence[int] | None:
-        """The rows with a unit of this kind that were written since the last call, in order; None: nobody listened."""
+        """Return the rows with a unit of this kind that were written since the last call, in order; None if they were not noted."""
         rows = self._listeners[number]
         if rows is None:
             return None
@@ -98,7 +99,10 @@ class UnitTable:
         return [row for row in dict.fromkeys(rows) if kind[row]]
 
     def has_unit(self, node: Node, number: int) -> bool:
-        """Is what the node's row says of this kind still so? A pin changes it without a mark; then the row is written."""
+        """Return whether the node still has the unit of this kind that its row describes; if it does not, write the row anew.
+
+        A pin changes a unit without a mark.
+        """
         row, kind = node.row, self.kinds[number].of(node)
         if kind == self._kind[number][row]:
             return kind is not UnitKind.NONE
@@ -109,7 +113,7 @@ class UnitTable:
         return False
 
     def take(self, node: Node, number: int) -> UnitKind:
-        """Take the unit out, until the node is written again."""
+        """Remove the unit from its row until the row is written again, and return its kind."""
         kind = UnitKind(self._kind[number][node.row])
         self._kind[number][node.row] = UnitKind.NONE
         return kind
@@ -127,23 +131,23 @@ class UnitTable:
         self._marked.clear()
         for number, waiting in enumerate(self._listeners):
             if waiting is not None and len(waiting) > 2 * len(self.nodes) + _MOST_WAITING:
-                self._listeners[number] = None  # it has not asked for a long time, and starts anew when it does
+                self._listeners[number] = None  # its queue has not asked for a long time, and starts anew when it does
 
     def rows(self, number: int, *, alive: bool) -> npt.NDArray[np.int64]:
-        """The rows that have a unit of this kind, and lead to a state that survives, or do not."""
+        """Return the rows that have a unit of this kind and lead to a state that survives (`alive`), or do not."""
         used = len(self.nodes)
         return np.flatnonzero((self.own["kind"][number, :used] != 0) & (self.shared["alive"][:used] == alive))
 
     def complete(self) -> npt.NDArray[np.int64]:
-        """The rows of all nodes that could answer a hit."""
+        """Return the rows of all nodes that could answer a hit."""
         return np.flatnonzero(self.shared["complete"][: len(self.nodes)])
 
     def view(self, rows: npt.NDArray[np.int64], number: int = 0) -> UnitRows:
-        """Some rows as a policy sees them, with the units of this kind."""
+        """Return some rows as a policy sees them, with the units of this kind."""
         return UnitRows(self, rows, number)
 
     def stale(self, node: Node) -> bool:
-        """Would a unit of a node that is not marked be missed, or be taken for another? For integrity checks."""
+        """Return whether the node is unmarked although its row would make a unit be missed or taken for another. For integrity checks."""
         if node in self._marked or node.parent is None:
             return False
         row, now = node.row, [kind.of(node) for kind in self.kinds]
@@ -154,12 +158,12 @@ class UnitTable:
         self._write(node)
         self._version_of[row] = version
         fresh = [self._own_of(row, number) for number in range(len(now))]
-        # A pin takes units away, or makes less of them, without a mark: `has_unit` notices.
+        # A pin removes or reduces units without a mark; `has_unit` notices that.
         missed = any(f[0] and (not o[0] or (f[0] == o[0] and f != o)) for f, o in zip(fresh, own, strict=True))
         return missed or shared != self.shared_of(row)
 
     def shared_of(self, row: int) -> dict[str, int]:
-        """What a row says of all kinds."""
+        """Return what a row says of all kinds, by column, without its version."""
         return {name: int(column[row]) for name, column in self.shared.items() if name != "version"}
 
     def _own_of(self, row: int, number: int) -> tuple[int, ...]:
@@ -220,7 +224,7 @@ class UnitTable:
 
 @dataclass(frozen=True, slots=True)
 class UnitRows:
-    """Rows of a table. See `Units`. Thread safety: the index's thread, during one call of the policy."""
+    """Rows of a table, as described at `Units`. Thread safety: the index's thread, during one call of the policy."""
 
     table: UnitTable
     rows: npt.NDArray[np.int64]
@@ -231,7 +235,7 @@ class UnitRows:
 
     @property
     def now(self) -> int:
-        """See `Units`, as all that follows."""
+        """Current tick; see `Units`, as for all properties that follow."""
         return self.table.now
 
     @property

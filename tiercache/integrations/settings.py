@@ -1,6 +1,6 @@
-"""What an engine's configuration says to a plug-in of ours, and the store that this names.
+"""The settings that an engine's configuration gives to a plug-in of tiercache, and the store that they name.
 
-Both plug-ins take the same settings, as keys of the JSON that the engine hands on:
+Both plug-ins (SGLang's and vLLM's) take the same settings, as keys of the JSON that the engine passes on:
 
     storage         a URL, or a list of one, such as "file:///var/lib/tiercache?capacity=200GiB"; "{rank}" in it becomes this process's rank
     revision        of the weights: a commit, a digest, a date
@@ -23,6 +23,8 @@ from tiercache.storage.base import StorageBackend
 from tiercache.storage.registry import open_backend
 
 RANK: Final = "{rank}"
+"""The text in a URL that the rank of the process replaces."""
+# Ends of error messages, by the type of the validation error.
 _SENTENCES: Final = {
     "missing": "is missing",
     "extra_forbidden": "is not a setting",
@@ -40,7 +42,7 @@ Name = Annotated[str, Field(max_length=512)]
 
 
 class StoreSettings(BaseModel):
-    """The settings above. Thread safety: immutable."""
+    """The settings that the module's docstring lists, checked."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -53,7 +55,7 @@ class StoreSettings(BaseModel):
     tenant: Name = ""
 
     def identity(self, model: str, kv_dtype: str, page_size: int) -> Identity:
-        """That of what an engine caches; `kv_dtype` is what the engine tells of it."""
+        """Return the identity of what an engine caches; `kv_dtype` is the dtype that the engine tells, used if the settings name none."""
         return Identity(
             model=model,
             revision=self.revision,
@@ -67,11 +69,14 @@ class StoreSettings(BaseModel):
 
     @property
     def per_rank(self) -> bool:
-        """Does every rank have a store of its own?"""
+        """Whether every rank has a store of its own."""
         return RANK in self.storage[0]
 
     def open(self, rank: str, ranks: int) -> StorageBackend:
-        """Open the store for one of `ranks` processes. Raises ConfigError where they cannot share it, or StorageError."""
+        """Open the store for process `rank`, one of `ranks` processes.
+
+        Raises ConfigError if the processes cannot share it, StorageError if it cannot be opened.
+        """
         store = open_backend(self.storage[0].replace(RANK, rank))
         if ranks > 1 and not self.per_rank and not store.capabilities.shared:
             store.close()
@@ -83,7 +88,10 @@ class StoreSettings(BaseModel):
 
 
 def settings_of(place: str, given: Mapping[str, Any]) -> StoreSettings:
-    """The settings of a plug-in. Raises ConfigError, one sentence that begins with `place`, for one that is missing, unknown or wrong."""
+    """Return the checked settings of a plug-in.
+
+    Raises ConfigError, one sentence that begins with `place`, for a setting that is missing, unknown or wrong.
+    """
     try:
         return StoreSettings.model_validate(dict(given))
     except ValidationError as error:

@@ -1,7 +1,7 @@
-"""Eviction policies: which evictable unit is worth least. One contract for the index and for stores.
+"""Eviction policies, which decide which evictable unit is worth least. One contract serves the index and the stores.
 
-Reading order: `base` (the contract), `profile` (bytes and FLOPs of a model), `costs`, then one file a policy; `hazard` is what `hvd`
-learns; `stored` is what a store can say of its objects.
+Reading order: `base` (the contract), `profile` (bytes and FLOPs of a model), `costs`, then one file per policy. `hazard` holds the rates
+that `hvd` learns; `stored` holds the columns that a store cannot fill.
 """
 
 from __future__ import annotations
@@ -41,9 +41,12 @@ __all__ = [
 ]
 
 DEFAULT_PROFILE: Final = "qwen3-next-80b-a3b"
+"""Name of the model profile that is used where none is given."""
 
 _MEMBERS: Final = ("hvd", "gdsf", "lru")
+"""Members of the `portfolio` policy."""
 _ALPHAS: Final = ("marconi:0", "marconi:0.25", "marconi:0.5", "marconi:1", "marconi:2")
+"""Members of the `marconi:tuned` policy."""
 _MAKE: Final[Mapping[str, Callable[[Costs], Policy]]] = {
     Lru.name: lambda costs: Lru(),
     SegLen.name: lambda costs: SegLen(),
@@ -53,13 +56,14 @@ _MAKE: Final[Mapping[str, Callable[[Costs], Policy]]] = {
     Portfolio.name: lambda costs: Portfolio({name: policy_named(name, costs) for name in _MEMBERS}),
 }
 POLICIES: Final = tuple(_MAKE)
+"""Names of all policies, without parameters."""
 
 
 def policy_named(name: str, costs: Costs | None = None) -> Policy:
-    """A new policy of this name, weighing by `costs` (default: those of `DEFAULT_PROFILE`).
+    """Return a new policy of this name, which weighs by `costs` (default: those of `DEFAULT_PROFILE`).
 
     A parameter may follow the name: `seglen:0.7` (the weight), `seglen:additive` (its other reading, see `SegLen`), `marconi:1.5` (alpha),
-    `marconi:tuned` (the alpha that lately saved most in shadow caches). Raises ConfigError for what there is not.
+    `marconi:tuned` (the alpha that lately saved most in shadow caches). Raises ConfigError for an unknown name or parameter.
     """
     base, _, parameter = name.partition(":")
     if base not in _MAKE:

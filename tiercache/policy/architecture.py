@@ -1,7 +1,7 @@
-"""What a model costs, from its Hugging Face config: the layers of each known `model_type`, added up.
+"""Cost of a model from its Hugging Face config: the sum over the layers of each known `model_type`.
 
-An architecture is one function from the fields to the costs of its layers. What is not known here is refused: a field that is missing has
-no default unless the architecture itself has one. Embeddings and the output head are left out, for prefill needs the head for one token.
+An architecture is one function from the fields to the costs of its layers. A config that is not understood is refused: a missing field has
+no default unless the architecture itself has one. Embeddings and the output head are left out: prefill needs the head for one token only.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ WIDTHS: Final = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 def cost_of(config: Mapping[str, Any], label: str = "model config") -> tuple[Cost, int]:
-    """All layers' cost together, and the bytes of an element of KV; raises ConfigError if they cannot be derived.
+    """Return the cost of all layers together, and the bytes of an element of KV; raise ConfigError if they cannot be derived.
 
-    A `text_config` inside is the model that is meant.
+    Where the config has a `text_config` inside, that one describes the model. `label` names the config in error messages.
     """
     if not isinstance(config, Mapping):
         raise ConfigError(f"{label} is {shown(config)}; an object of field names and values is needed")
@@ -42,7 +42,7 @@ def cost_of(config: Mapping[str, Any], label: str = "model config") -> tuple[Cos
 
 
 def _stack(fields: Fields, kinds: Sequence[Kind], mixers: Mapping[Kind, Mixer], feed_forward: FeedForward | None = None) -> Iterator[Cost]:
-    """Each layer's mixer, and its feed-forward part where that is not a layer of its own."""
+    """Yield the cost of each layer: its mixer, and its feed-forward part where that is not a layer of its own."""
     for n, kind in enumerate(kinds):
         if kind not in mixers:
             raise fields.error(f"layer {n} is {kind.value}, which this architecture does not have")
@@ -75,7 +75,7 @@ def _qwen_hybrid(fields: Fields, *, sparse: bool) -> Iterator[Cost]:
 
 
 def _kimi_linear(fields: Fields) -> Iterator[Cost]:
-    # Later models of this type change their layers behind these switches.
+    # Later models of this type change their layers where these switches are set.
     unknown = fields.set_ones(["mla_use_output_gate", "routed_expert_hidden_size", "attn_res_block_size"])
     if fields.has("linear_attn_config"):
         unknown += fields.inner("linear_attn_config").set_ones(["use_full_rank_gate"])
@@ -131,4 +131,4 @@ ARCHITECTURES: Final[Mapping[str, Callable[[Fields], Iterator[Cost]]]] = {
     "nemotron_h": _nemotron_h,
     "lfm2": partial(_lfm2, feed_forward=blocks.lfm2_mlp), "lfm2_moe": partial(_lfm2, feed_forward=blocks.lfm2_moe),
 }  # fmt: skip
-"""Layers by `model_type`."""
+"""Functions that yield the costs of a model's layers, by `model_type`."""

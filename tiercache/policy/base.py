@@ -1,7 +1,7 @@
-"""The contract of an eviction policy: it ranks what could go, and never sees what that is.
+"""The contract of an eviction policy, which ranks evictable units by numbers alone and never sees the objects themselves.
 
-Who evicts (the index, a store) decides *what may* go: pins, leaves before their ancestors, dead weight before everything else. The policy
-decides *what goes first* among those.
+The owner of a policy (the index or a store) decides *what may* be evicted: nothing that is pinned, leaves before their ancestors, dead
+weight before everything else. The policy decides *what goes first* among those units.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ import numpy as np
 import numpy.typing as npt
 
 Column: TypeAlias = npt.NDArray[Any]
-"""Integers or flags, one entry a unit: shape (len(units),)."""
+"""Integers or flags, one entry per unit: shape (len(units),)."""
 Ranks: TypeAlias = npt.NDArray[np.float64]
+"""Ranks, one entry per unit: shape (len(units),)."""
 
 
 class UnitKind(enum.IntEnum):
-    """What goes when a unit is evicted."""
+    """Objects that the eviction of a unit frees."""
 
     NONE = 0
-    """Nothing may go."""
+    """Nothing: the unit may not be evicted."""
     LEAF = 1
     """The KV of an edge below which the tier holds nothing, and the state at its end, if any."""
     STATE = 2
@@ -30,28 +31,29 @@ class UnitKind(enum.IntEnum):
 
 
 class CheckpointKind(enum.IntEnum):
-    """Why a state was taken where it was."""
+    """Reason why a state was taken at its depth."""
 
     NONE = 0
-    """There is none, or nobody said."""
+    """No state, or no reason given."""
     END = 1
     """The end of a request, answer included."""
     PROMPT = 2
     """The end of a prompt."""
     BRANCH = 3
-    """Where a prompt left what was known."""
+    """The depth at which a prompt departed from the known sequences."""
     GHOST = 4
-    """Where a prompt ended to repeat what had been known and was evicted."""
+    """The depth up to which a prompt repeated a sequence that had been known and was evicted."""
     INTERVAL = 5
-    """Every so many tokens."""
+    """A regular interval of tokens."""
 
     def __str__(self) -> str:
         return self.name.lower()
 
 
 class Units(Protocol):
-    """Some units, as columns. Depths are in pages of `page_tokens` tokens; times are ticks of the owner's logical clock, one per insert or
-    hit. Valid during the call that it is passed to.
+    """A set of units, as columns with one entry per unit. Valid only during the call that it is passed to.
+
+    Depths are in pages of `page_tokens` tokens. Times are ticks of the owner's logical clock, which advances by one per insert or hit.
     """
 
     def __len__(self) -> int: ...
@@ -62,19 +64,19 @@ class Units(Protocol):
 
     @property
     def page_tokens(self) -> int:
-        """Tokens a page; 1 where the owner does not know."""
+        """Tokens per page; 1 where the owner does not know."""
 
     @property
     def kind(self) -> Column:
-        """`UnitKind` of each."""
+        """`UnitKind` of each unit."""
 
     @property
     def last_access(self) -> Column:
-        """When each was last hit, or made."""
+        """Tick at which each unit was last hit, or else made."""
 
     @property
     def hits(self) -> Column:
-        """How often each was the last one of a hit."""
+        """Number of hits that ended at the unit."""
 
     @property
     def depth(self) -> Column:
@@ -82,15 +84,15 @@ class Units(Protocol):
 
     @property
     def children(self) -> Column:
-        """How many known continuations follow: 0, 1, or at a branch any number from 2."""
+        """Number of known continuations: 0, 1, or 2 and more at a branch."""
 
     @property
     def replay(self) -> Column:
-        """Pages that must be computed to have the unit again, from the nearest restorable depth above it; at least 1."""
+        """Pages that must be computed to have the unit again, from the nearest restorable depth above it to its end; at least 1."""
 
     @property
     def nbytes(self) -> Column:
-        """Bytes that its eviction frees; at least 1."""
+        """Bytes that the unit's eviction frees; at least 1."""
 
     @property
     def checkpoint(self) -> Column:
@@ -98,7 +100,7 @@ class Units(Protocol):
 
     @property
     def lineage(self) -> Column:
-        """How many requests in a row, each going on where the one before had ended, led to the one that made the unit; 0 for the first."""
+        """Number of requests, each continuing where the last had ended, that led to the one that made the unit; 0 for the first."""
 
     @property
     def grown(self) -> Column:
@@ -106,15 +108,18 @@ class Units(Protocol):
 
     @property
     def digest(self) -> Column:
-        """A number for the prefix that ends with the unit, as int64; 0 where the owner has none. For policies that know the future."""
+        """Number for the prefix that ends with the unit, as int64; 0 where the owner has none. For policies that know the future."""
 
     @property
     def covered(self) -> Column:
-        """Does the tier below hold all that would go, so that a miss costs a load and no computation?"""
+        """Whether the tier below holds all that would be evicted, so that a miss costs a load and no computation."""
 
 
 class Reuse(NamedTuple):
-    """A unit answered a hit, or would have if it had not been evicted. As in `Units`, before the hit; `age` is ticks since the last one."""
+    """A hit on a unit, or a miss that an evicted unit would have answered.
+
+    The fields are as in `Units`, as of before the hit; `age` is the number of ticks since the unit's last access.
+    """
 
     depth: int
     replay: int
@@ -129,36 +134,39 @@ class Reuse(NamedTuple):
 
 
 class Policy(ABC):
-    """Ranks evictable units. Thread safety: called by the owner's thread only."""
+    """Base of eviction policies, which rank evictable units.
+
+    Thread safety: called by the owner's thread only.
+    """
 
     name: ClassVar[str]
-    """How configuration and reports call it."""
+    """Name of the policy in configuration and reports."""
     steady: ClassVar[bool] = False
-    """A rank depends on its unit alone, never falls while the unit is untouched, and the owner may keep an order by it. Otherwise the owner
-    asks again before it evicts, and takes the least of what it asked for together."""
+    """Whether a rank depends on its unit alone and never falls while the unit is untouched, so that the owner may keep an eviction order by
+    it. Otherwise the owner asks again before it evicts, and takes the lowest of the ranks that it asked for together."""
     needs_states: ClassVar[bool] = False
-    """The policy has no meaning without recurrent states; owners refuse it (ConfigError) for pools that have none."""
+    """Whether the policy has no meaning without recurrent states; owners refuse it (ConfigError) for pools that have none."""
 
     @abstractmethod
     def rank(self, units: Units) -> Ranks:
-        """How much each unit is worth, float64 of shape (len(units),); the least goes first, and of equal ones any.
+        """Return the worth of each unit, float64 of shape (len(units),); the lowest goes first, and among equal ranks any unit.
 
-        The caller guarantees that `units` are evictable now, of one tier, and not none.
-        The implementation must not keep `units`, must be a function of them and of the policy's own history, and must not answer NaN.
+        The caller guarantees that `units` are evictable now, belong to one tier, and are not empty.
+        The implementation must not keep `units`, must be a function of them and of the policy's own history, and must not return NaN.
         """
 
     def evicted(self, rank: float) -> None:  # noqa: B027  optional, as are the next two
-        """A unit of this rank was evicted."""
+        """Note that a unit of this rank was evicted."""
 
     def reused(self, reuse: Reuse) -> None:  # noqa: B027
-        """A unit answered a hit, or was missed."""
+        """Note that a unit answered a hit, or was missed because it had been evicted."""
 
     def learn(self, live: Units, gone: Units) -> None:  # noqa: B027
-        """Called every `LEARN_EVERY` requests with all units that could answer a hit, and the remembered ones that no longer can.
+        """Learn from all units: `live` could answer a hit, `gone` are remembered and no longer can. Called every `LEARN_EVERY` requests.
 
-        What an eviction would free (`kind`, `nbytes`, `covered`) has no meaning here.
+        The columns about what an eviction would free (`kind`, `nbytes`, `covered`) have no meaning here.
         """
 
 
 LEARN_EVERY = 64
-"""Requests between two calls of `learn`."""
+"""Number of requests between two calls of `learn`."""

@@ -1,4 +1,7 @@
-"""One layer's cost, from the fields of a config: how the architectures spell the sizes of attention, recurrences and feed-forward parts."""
+"""Costs of one layer from the fields of a config, in each architecture's spelling of attention, recurrence and feed-forward sizes.
+
+The functions raise ConfigError for fields that are missing, malformed or contradictory.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,13 @@ from tiercache.policy.layers import Cost
 from tiercache.policy.pattern import Kind, layers_of
 
 Mixer = Callable[[Fields], Cost]
+"""Function from a config's fields to the cost of a layer's mixer (attention or recurrence)."""
 FeedForward = Callable[[Fields, int], Cost]
-"""Also of the layer's number, by which experts are placed."""
+"""Function from a config's fields and a layer's number, from 0, by which experts are placed, to the cost of its feed-forward part."""
 
 
 def attention(fields: Fields, *, gated: bool = False, sliding: bool = False) -> Cost:
-    """Attention, grouped or not; a head is `hidden_size` over the heads wide unless the config says otherwise."""
+    """Return the cost of attention, grouped or not. A head is `hidden_size` / number of heads wide, unless the config gives its width."""
     hidden, heads = fields.count("hidden_size"), fields.count("num_attention_heads")
     kv_heads = fields.count("num_key_value_heads", most=heads, default=heads)
     if heads % kv_heads:
@@ -31,12 +35,12 @@ def attention(fields: Fields, *, gated: bool = False, sliding: bool = False) -> 
 
 
 def gated_attention(fields: Fields) -> Cost:
-    """Attention with a gate on its output, unless the config says that it has none."""
+    """Return the cost of attention with a gate on its output, unless the config says that it has none."""
     return attention(fields, gated=fields.flag("attn_output_gate", default=True))
 
 
 def latent_attention(fields: Fields) -> Cost:
-    """As DeepSeek writes it."""
+    """Return the cost of multi-head latent attention, from the fields that DeepSeek's configs use."""
     q_rank = fields.count("q_lora_rank") if fields.has("q_lora_rank") else None
     ranks = [fields.count(name) for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
     return layers.latent_attention(fields.count("hidden_size"), fields.count("num_attention_heads"), q_rank, *ranks)
@@ -46,13 +50,13 @@ ATTENTION: Final[Mapping[Kind, Mixer]] = {Kind.FULL: attention, Kind.SLIDING: pa
 
 
 def gated_delta(fields: Fields) -> Cost:
-    """As Qwen writes it."""
+    """Return the cost of a gated delta net, from the fields that Qwen's configs use."""
     names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
     return layers.gated_delta(fields.count("hidden_size"), *(fields.count(f"linear_{name}") for name in names))
 
 
 def kimi_delta(fields: Fields) -> Cost:
-    """As Kimi writes it, in an object of its own, or as Transformers does."""
+    """Return the cost of Kimi delta attention, from Kimi's nested `linear_attn_config` or from the flat fields of Transformers."""
     hidden = fields.count("hidden_size")
     if fields.has("linear_attn_config"):
         inner = fields.inner("linear_attn_config")
@@ -61,7 +65,7 @@ def kimi_delta(fields: Fields) -> Cost:
 
 
 def mamba1(fields: Fields) -> Cost:
-    """As Jamba writes it."""
+    """Return the cost of a Mamba mixer, from the fields that Jamba's configs use."""
     hidden = fields.count("hidden_size")
     rank = -(-hidden // 16) if fields.is_text("mamba_dt_rank", "auto") else fields.count("mamba_dt_rank")
     inner = fields.count("mamba_expand") * hidden
@@ -69,7 +73,7 @@ def mamba1(fields: Fields) -> Cost:
 
 
 def mamba2(fields: Fields) -> Cost:
-    """As Bamba and its heirs write it."""
+    """Return the cost of a Mamba-2 mixer, from the fields that Bamba's configs and their successors use."""
     hidden, heads = fields.count("hidden_size"), fields.count("mamba_n_heads")
     inner = fields.count("mamba_d_ssm") if fields.has("mamba_d_ssm") else fields.count("mamba_expand") * hidden
     head_dim = _share(fields, "the width of a Mamba layer", inner, "mamba_n_heads", heads)
@@ -79,7 +83,7 @@ def mamba2(fields: Fields) -> Cost:
 
 
 def nemotron_mamba2(fields: Fields) -> Cost:
-    """As Nemotron-H writes it: the width is what its heads make."""
+    """Return the cost of a Mamba-2 mixer, from Nemotron-H's fields: its width is the number of heads times the head's width."""
     hidden, heads, head_dim, state = (fields.count(name) for name in ("hidden_size", "mamba_num_heads", "mamba_head_dim", "ssm_state_size"))
     return layers.mamba2(
         hidden, heads, head_dim, state, fields.count("n_groups", "mamba_n_groups"), fields.count("conv_kernel", "mamba_d_conv")
@@ -87,29 +91,29 @@ def nemotron_mamba2(fields: Fields) -> Cost:
 
 
 def short_conv(fields: Fields) -> Cost:
-    """As LFM2 writes it."""
+    """Return the cost of a gated short convolution, from the fields that LFM2's configs use."""
     return layers.short_conv(fields.count("hidden_size"), fields.count("conv_L_cache"))
 
 
 def mlp(fields: Fields, _: int = 0, *, width: str = "intermediate_size") -> Cost:
-    """Gate, up and down."""
+    """Return the cost of a feed-forward layer with gate, up and down matrices; `width` names the field of its inner width."""
     return layers.mlp(fields.count("hidden_size"), fields.count(width))
 
 
 def experts(fields: Fields, *, width: str = "moe_intermediate_size", shared: int = 0, shared_gate: bool = False) -> Cost:
-    """Routed experts, and shared ones of width `shared` in all."""
+    """Return the cost of routed experts, and of shared experts of total width `shared`; `width` names the field of an expert's width."""
     total = fields.count("num_experts", "num_local_experts", "n_routed_experts")
     active = fields.count("num_experts_per_tok", "num_experts_per_token", "experts_per_token", most=total)
     return layers.experts(fields.count("hidden_size"), total, active, fields.count(width), shared=shared, shared_gate=shared_gate)
 
 
 def mixtral_experts(fields: Fields, _: int) -> Cost:
-    """Experts in every layer, as wide as `intermediate_size`."""
+    """Return the cost of experts that are `intermediate_size` wide, which every layer has."""
     return experts(fields, width="intermediate_size")
 
 
 def qwen_moe(fields: Fields, n: int, *, shared: bool) -> Cost:
-    """Experts but for `mlp_only_layers` and what `decoder_sparse_step` steps over; neither need be there."""
+    """Return the cost of experts, or of a dense layer by `mlp_only_layers` and `decoder_sparse_step`; both fields are optional."""
     dense = set(fields.counts("mlp_only_layers")) if fields.has("mlp_only_layers") else set()
     if n in dense or (n + 1) % fields.count("decoder_sparse_step", default=1):
         return mlp(fields)
@@ -117,7 +121,7 @@ def qwen_moe(fields: Fields, n: int, *, shared: bool) -> Cost:
 
 
 def deepseek_moe(fields: Fields, n: int) -> Cost:
-    """Experts after the first layers: listed in `mlp_layer_types`, or by `first_k_dense_replace` and `moe_layer_freq`."""
+    """Return the cost of experts or of a dense layer, by `mlp_layer_types`, or by `first_k_dense_replace` and `moe_layer_freq`."""
     if fields.has("mlp_layer_types"):
         kinds = fields.texts("mlp_layer_types")
         if len(kinds) != layers_of(fields) or not set(kinds) <= {"dense", "sparse"}:
@@ -132,25 +136,25 @@ def deepseek_moe(fields: Fields, n: int) -> Cost:
 
 
 def jamba_moe(fields: Fields, n: int) -> Cost:
-    """Experts by `expert_layer_period` and `expert_layer_offset`."""
+    """Return the cost of experts or of a dense layer, by `expert_layer_period` and `expert_layer_offset`; one expert counts as dense."""
     period = fields.count("expert_layer_period")
     sparse = n % period == fields.count("expert_layer_offset", least=0, most=period - 1)
     return mixtral_experts(fields, n) if sparse and fields.count("num_experts", "num_local_experts") > 1 else mlp(fields)
 
 
 def granite_moe(fields: Fields, n: int) -> Cost:
-    """A shared part in every layer, and experts if there are any."""
+    """Return the cost of the shared part, which every layer has, and of the experts if there are any."""
     shared = mlp(fields, width="shared_intermediate_size")
     return shared + (mixtral_experts(fields, n) if fields.count("num_local_experts", least=0) else Cost())
 
 
 def nemotron_mlp(fields: Fields) -> Cost:
-    """Up and down only, with a squared ReLU between them."""
+    """Return the cost of a feed-forward layer with up and down matrices only, and a squared ReLU between them."""
     return layers.mlp(fields.count("hidden_size"), fields.count("intermediate_size"), matrices=2)
 
 
 def nemotron_experts(fields: Fields) -> Cost:
-    """As `nemotron_mlp`, for experts; the routed ones may work in a narrower space."""
+    """Return the cost of experts built as in `nemotron_mlp`; the routed ones may work in a latent space of another width."""
     total = fields.count("n_routed_experts", "num_local_experts")
     return layers.experts(
         fields.count("hidden_size"), total, fields.count("num_experts_per_tok", most=total), fields.count("moe_intermediate_size"),
@@ -160,7 +164,10 @@ def nemotron_experts(fields: Fields) -> Cost:
 
 
 def lfm2_mlp(fields: Fields, _: int) -> Cost:
-    """LFM2 writes the width before its own reduction to two thirds and rounding up."""
+    """Return the cost of a feed-forward layer of LFM2.
+
+    With `block_auto_adjust_ff_dim`, the config gives the width before the reduction to two thirds and the rounding up to a multiple.
+    """
     inner = fields.count("block_ff_dim") if fields.has("block_ff_dim") else fields.count("intermediate_size")
     if fields.flag("block_auto_adjust_ff_dim"):
         multiple = fields.count("block_multiple_of")
@@ -169,7 +176,7 @@ def lfm2_mlp(fields: Fields, _: int) -> Cost:
 
 
 def lfm2_moe(fields: Fields, n: int) -> Cost:
-    """Experts after the first `num_dense_layers`."""
+    """Return the cost of experts, or of a dense layer among the first `num_dense_layers`."""
     return mlp(fields) if n < fields.count("num_dense_layers", least=0, most=MAX_LAYERS) else experts(fields)
 
 

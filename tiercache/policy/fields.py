@@ -1,4 +1,4 @@
-"""Reading a model's config that anybody may have written: a value is of its type and in its bounds, or there is one clear error."""
+"""Validated reading of an untrusted model config: a value has its type and lies within its bounds, or one clear ConfigError is raised."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import Any, Final
 from tiercache.errors import ConfigError
 
 MAX_SIZE: Final = 1 << 24
-"""No width, head count or number of experts of a model is beyond this."""
+"""Largest accepted width, head count or number of experts of a model."""
 MAX_LAYERS: Final = 1024
+"""Largest accepted number of layers, and of entries of a list."""
 
 
 def shown(value: object) -> str:
-    """A short description of any value; never long, never an error."""
+    """Return a short description of any value; it never raises."""
     if isinstance(value, bool | float | None):
         return repr(value)
     if isinstance(value, int):
@@ -25,30 +26,33 @@ def shown(value: object) -> str:
 
 
 class Fields:
-    """The fields of one config mapping. A field that is null is one that is missing, as for Hugging Face.
+    """The fields of one config mapping. A field that is null counts as missing, as for Hugging Face.
 
-    Where a field has several names, all that are there must agree. Thread safety: immutable as long as its mapping is.
+    Where a field has several names, all that are present must have the same value. The methods that read a field raise ConfigError if it is
+    missing without a default, or malformed.
+
+    Thread safety: immutable as long as its mapping is.
     """
 
     def __init__(self, values: Mapping[str, Any], label: str) -> None:
         self.label = label
-        """How messages call the config."""
+        """Name of the config in error messages."""
         self._values = values
 
     def error(self, problem: str) -> ConfigError:
-        """A ConfigError about this config."""
+        """Return a ConfigError about this config, for the caller to raise."""
         return ConfigError(f"{self.label}: {problem}")
 
     def has(self, name: str) -> bool:
-        """Whether the field is there and not null."""
+        """Whether the field is present and not null."""
         return self._values.get(name) is not None
 
     def set_ones(self, names: Sequence[str]) -> list[str]:
-        """Which of these fields are there and neither null, false nor zero."""
+        """Return those of `names` whose field is present and neither null, false nor zero."""
         return [name for name in names if self._values.get(name) not in (None, False, 0)]
 
     def count(self, *names: str, least: int = 1, most: int = MAX_SIZE, default: int | None = None) -> int:
-        """A whole number in [least, most]; `default` if no such field is there."""
+        """Return a whole number in [least, most]; `default` if no such field is present."""
         found = self._found(names)
         if found is None:
             if default is None:
@@ -58,11 +62,11 @@ class Fields:
         return self._whole(f"{name} is", value, least, most)
 
     def counts(self, name: str, *, least: int = 0, most: int = MAX_SIZE) -> list[int]:
-        """A list of whole numbers in [least, most]."""
+        """Return a list of whole numbers in [least, most]."""
         return [self._whole(f"{name} holds", value, least, most) for value in self._listed(name)]
 
     def number(self, name: str, *, most: float = MAX_SIZE) -> float:
-        """A finite number above zero."""
+        """Return a finite number above 0 and at most `most`."""
         value = self._required(name)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.error(f"{name} is {shown(value)}; a number is needed")
@@ -71,7 +75,7 @@ class Fields:
         return float(value)
 
     def flag(self, name: str, *, default: bool | None = None) -> bool:
-        """True or false."""
+        """Return a field that is true or false; `default` if it is not present."""
         if default is not None and not self.has(name):
             return default
         value = self._required(name)
@@ -80,7 +84,7 @@ class Fields:
         return value
 
     def text(self, *names: str, default: str | None = None, most: int = MAX_LAYERS) -> str:
-        """A string of at most `most` characters."""
+        """Return a string of at most `most` characters; `default` if no such field is present."""
         found = self._found(names)
         if found is None:
             if default is None:
@@ -92,7 +96,7 @@ class Fields:
         return value
 
     def texts(self, name: str) -> list[str]:
-        """A list of strings."""
+        """Return a list of strings."""
         found = self._listed(name)
         for value in found:
             if not isinstance(value, str):
@@ -100,14 +104,14 @@ class Fields:
         return found
 
     def inner(self, name: str) -> Fields:
-        """The fields of a mapping inside this one."""
+        """Return the fields of a mapping inside this one."""
         value = self._required(name)
         if not isinstance(value, Mapping):
             raise self.error(f"{name} is {shown(value)}; an object is needed")
         return Fields(value, f"{self.label}, {name}")
 
     def is_text(self, name: str, text: str) -> bool:
-        """Whether the field is exactly this string, such as the `auto` that some numbers may be."""
+        """Whether the field is exactly this string, such as `auto` in place of a number."""
         value = self._values.get(name)
         return isinstance(value, str) and value == text
 
@@ -120,7 +124,7 @@ class Fields:
         return self._values[name]
 
     def _found(self, names: Sequence[str]) -> tuple[str, Any] | None:
-        """The first of `names` that is there, with its value; None where none is."""
+        """Return the first of `names` that is present, with its value; None if none is. Raises ConfigError if two of them differ."""
         present = [(name, self._values[name]) for name in names if self.has(name)]
         if not present:
             return None

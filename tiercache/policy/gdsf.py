@@ -1,4 +1,4 @@
-"""Greedy dual: cost by size by frequency, on a base that rises with what is evicted."""
+"""Greedy-Dual-Size-Frequency: frequency times cost per byte, on a base that rises with each eviction."""
 
 from __future__ import annotations
 
@@ -12,26 +12,27 @@ from tiercache.policy.base import CheckpointKind, Column, Policy, Ranks, Units
 from tiercache.policy.costs import Costs
 
 _MOST_STEPS: Final = 4096
+"""Most steps of a base that are remembered."""
 _MOST_HITS: Final = 7
-"""Hits that count. Within this many a unit shows that it is shared; beyond it a count says how long the unit has been there, and would
-keep what was popular once for as many generations as it has hits."""
+"""Most hits that count. Up to this number, hits show that a unit is shared; beyond it they only show how long the unit has been there, and
+would keep a unit that was popular once for as many generations as it has hits."""
 _SUPERSEDED: Final = 0.01
-"""The frequency of a state that a later one of its session answers for."""
+"""Frequency of a state that is superseded by a later one of its session."""
 
 
 class Gdsf(Policy):
-    """base at the last access + frequency x cost of a miss / bytes freed. The base is the highest rank that was evicted so far.
+    """Policy with the rank: base at the last access + frequency x cost of a miss / bytes freed.
 
-    So a unit that is not used again is overtaken by newer ones, however dear it is. The frequency is 1 + hits, of which the first seven
-    count; that of a superseded state is next to nothing, for a later state of its session answers instead. Superseded is what has exactly
-    one continuation, unless others are likely: the state was taken at a branch or a ghost branch, or was hit more often than its session
-    has gone on.
+    The base is the highest rank that was evicted so far, so that a unit that is not used again is overtaken by newer ones, however costly
+    it is. The frequency is 1 + hits, of which the first seven count. That of a superseded unit is close to 0, because a later state of its
+    session answers instead. A unit is superseded if it has exactly one continuation, unless others are likely: its state was taken at a
+    branch or a ghost branch, or it was hit more often than its session has continued.
 
-    What the tier below holds costs a load, which is proportional to its bytes, so that frequency alone ranks it, on a base of its own, and
-    it goes before everything that would have to be computed. (With one base, a small upper tier that changes all the time would age what
-    is below it, where each eviction is a loss.)
+    A miss of a unit that the tier below holds costs a load, which is proportional to its bytes. Frequency alone ranks such units, on a base
+    of their own, and they are evicted before every unit that would have to be computed. (With one base, a small upper tier that changes all
+    the time would age the units of the tier below it, where each eviction is a loss.)
 
-    Source: Cherkasova 1998 (Greedy-Dual-Size-Frequency); the rules for superseded states and for what lies below are ours.
+    Source: Cherkasova 1998 (Greedy-Dual-Size-Frequency); the rules for superseded states and for units held below are ours.
 
     Thread safety: as `Policy`.
     """
@@ -44,7 +45,7 @@ class Gdsf(Policy):
         self._lost, self._demoted = _Base(), _Base()
 
     def rank(self, units: Units) -> Ranks:
-        """The priority: from 0 for what would be lost, below 0 for what the tier below holds."""
+        """Return the priority of each unit: 0 or more if its eviction loses it, below 0 if the tier below holds it."""
         self._now = units.now
         frequency = np.where(_superseded(units), _SUPERSEDED, 1.0 + np.minimum(units.hits, _MOST_HITS))
         lost = self._lost.at(units.last_access) + frequency * self._costs.saved(units) / units.nbytes
@@ -52,7 +53,7 @@ class Gdsf(Policy):
         return np.where(units.covered, -1.0 / demoted, lost)
 
     def evicted(self, rank: float) -> None:
-        """The base rises of what would be lost, or of what the tier below holds."""
+        """Raise the base for lost units, or for those that the tier below holds (rank below 0), to the rank of the evicted unit."""
         if rank < 0:
             self._demoted.rise(self._now, -1.0 / rank)
         else:
@@ -60,25 +61,26 @@ class Gdsf(Policy):
 
 
 def _superseded(units: Units) -> npt.NDArray[np.bool_]:
-    """Does a later state of its session answer for the unit?"""
+    """Return, for each unit, whether a later state of its session answers in its place."""
     kind = units.checkpoint
     at_branch = (kind == CheckpointKind.BRANCH) | (kind == CheckpointKind.GHOST)
-    # Each turn of a session hits the state that the one before left, and a state takes over the hits of those that it outlives.
+    # Each turn of a session hits the state that the turn before left, and a state takes over the hits of the states that it outlives. A
+    # session alone therefore explains lineage + 1 hits; more show that others use the unit, too.
     found: npt.NDArray[np.bool_] = (units.children == 1) & ~at_branch & (units.hits <= units.lineage + 1)
     return found
 
 
 class _Base:
-    """The highest rank that was evicted so far, now and at earlier ticks. It remembers a bounded number of steps."""
+    """History of the highest rank evicted so far, at each tick up to now, in a bounded number of steps."""
 
     def __init__(self) -> None:
         self._ticks: list[int] = [0]
         self._bases: list[float] = [0.0]
         self._steps: tuple[Ranks, Ranks] | None = None
-        """Both as arrays, until they change."""
+        """Both lists as arrays; None since they last changed."""
 
     def at(self, ticks: Column) -> Ranks:
-        """What it was at each of these ticks."""
+        """Return the base at each of these ticks."""
         if self._steps is None:
             self._steps = np.array(self._ticks), np.array(self._bases)
         known, bases = self._steps
@@ -97,5 +99,5 @@ class _Base:
         else:
             self._ticks.append(now)
             self._bases.append(rank)
-        if len(self._ticks) > _MOST_STEPS:  # older steps are told apart less well
+        if len(self._ticks) > _MOST_STEPS:  # drop every second step of the older half
             del self._ticks[1 : _MOST_STEPS // 2 : 2], self._bases[1 : _MOST_STEPS // 2 : 2]

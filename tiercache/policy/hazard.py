@@ -1,4 +1,4 @@
-"""Rates of reuse by class and age, learned while they are used."""
+"""Rates of reuse by class and age, learned online."""
 
 from __future__ import annotations
 
@@ -8,25 +8,28 @@ import numpy.typing as npt
 from tiercache.policy.base import Column, Ranks
 
 _BUCKETS = 24
-"""Ages by powers of two: up to 2^23 ticks, and more."""
+"""Number of age buckets, by powers of two; the last one holds all ages from 2^22 ticks on."""
 _DECAY = 0.95
-"""What is kept of the past at each `begin`."""
+"""Factor by which the past counts less at each `begin`."""
 _PSEUDO_HITS = 1.0
-"""How many hits a class must have seen to weigh as much as the class above it."""
+"""Number of hits after which a class's own observations weigh as much as the rate of the class around it."""
 
 Table = npt.NDArray[np.float64]
 Classes = tuple[Column, ...]
 
 
 class Hazard:
-    """The best hits per tick of keeping a unit, for each class and age. Classes are nested: `shape` says how many there are, how many parts
-    each has, and so on.
+    """Learned value of keeping a unit, in hits per tick, for each class and age.
 
-    The rate of an age is hits / ticks waited. What keeping is worth is not that rate but the most that it comes to over any time from there
-    on (the Gittins index of the unit): right behind a turn nobody comes back yet, and still that is when a session must be kept.
+    Classes are nested: `shape` gives the number of outermost classes, the number of parts of each, and so on.
 
-    What a class has seen too little of is filled in from the class around it, that from all units together, and that from 1 / age: so it
-    starts as LRU. Thread safety: that of its owner.
+    The rate at an age is hits / ticks waited. The value of keeping a unit is not that rate but the highest average rate over any time from
+    that age on (the unit's Gittins index): right after a turn a session's next request is not yet likely, but the session must be kept.
+
+    Where a class has few observations, they are supplemented from the class around it, that one from all units together, and those from
+    1 / age. So it starts as LRU.
+
+    Thread safety: that of its owner.
     """
 
     def __init__(self, shape: tuple[int, ...]) -> None:
@@ -40,27 +43,27 @@ class Hazard:
         self.derive()
 
     def rate(self, classes: Classes, age: Column) -> Ranks:
-        """Hits per tick that units of these classes and ages may expect."""
+        """Return the hits per tick that keeping units of these classes and ages is worth."""
         rates: Ranks = self._rates[(*classes, _bucket(age))]
         return rates
 
     def begin(self, now: int) -> None:
-        """What `hit` and `wait` tell next is of the ticks since the last `begin`, up to `now`."""
+        """Begin a period: the next `hit` and `wait` report the ticks from the last `begin` up to `now`. Older observations decay."""
         self._hits *= _DECAY
         self._waited *= _DECAY
         self._opened, self._elapsed = now, now - self._opened
 
     def hit(self, classes: Classes, age: Column) -> None:
-        """Units of these classes were hit at these ages."""
+        """Add hits of units of these classes at these ages."""
         np.add.at(self._hits, (*classes, _bucket(age)), 1.0)
-        self._wait(classes, age, self._elapsed / 2)  # on average a hit comes in the middle
+        self._wait(classes, age, self._elapsed / 2)  # on average a hit comes in the middle of the period
 
     def wait(self, classes: Classes, age: Column) -> None:
-        """Units of these classes have come to these ages without a hit."""
+        """Add the ticks of this period that units of these classes have waited without a hit; `age` is their age at its end."""
         self._wait(classes, age, self._elapsed)
 
     def derive(self) -> None:
-        """Let `rate` answer from everything that is in."""
+        """Recompute what `rate` returns from all observations so far."""
         hits, waited = self._hits.reshape(-1, _BUCKETS).sum(axis=0), self._waited.reshape(-1, _BUCKETS).sum(axis=0)
         prior = (hits.sum() + 1.0) / ((waited / self._middles).sum() + 1.0) / self._middles
         rates = _shrunk(hits, waited, prior)[None]
@@ -69,7 +72,7 @@ class Hazard:
             inner = tuple(range(level, len(self._shape)))
             hits, waited = (table.sum(axis=inner).reshape(-1, _BUCKETS) for table in (self._hits, self._waited))
             rates, best = np.repeat(rates, parts, axis=0), np.repeat(best, parts, axis=0)
-            seen = waited.any(axis=1)  # the others are as the class around them, and most are never seen
+            seen = waited.any(axis=1)  # most classes are never seen; those keep the values of the class around them
             rates[seen] = _shrunk(hits[seen], waited[seen], rates[seen])
             best[seen] = _best(rates[seen], self._widths)
         self._rates = best.reshape(*self._shape, _BUCKETS)
@@ -78,7 +81,7 @@ class Hazard:
         until = age.astype(np.float64)
         since = np.maximum(until - elapsed, 0.0)
         last = _bucket(until)
-        whole = _bucket(since) == last  # of most units, all of the wait is in one bucket
+        whole = _bucket(since) == last  # for most units the whole wait lies in one bucket
         np.add.at(self._waited, (*(part[whole] for part in classes), last[whole]), (until - since)[whole])
         low, high = self._edges[:-1], self._edges[1:]
         until, since = until[~whole, None], since[~whole, None]
@@ -86,12 +89,12 @@ class Hazard:
 
 
 def _shrunk(hits: Table, waited: Table, prior: Table) -> Table:
-    """The rates, as if so many hits had been seen before, at the prior rate."""
+    """Return the rates, as if `_PSEUDO_HITS` hits had been seen before at the prior rate."""
     return (hits + _PSEUDO_HITS) / (waited + _PSEUDO_HITS / prior)
 
 
 def _best(rates: Table, widths: npt.NDArray[np.float64]) -> Table:
-    """For each age the most hits per tick that keeping a unit from there on, for whatever time is best, may give; shape (classes, ages)."""
+    """Return, for each age, the hits per tick of keeping a unit from there on for the best length of time; shape (classes, ages)."""
     n = rates.shape[-1]
     alive, hits, ticks = np.ones_like(rates), np.zeros_like(rates), np.zeros_like(rates)
     best = np.zeros_like(rates)

@@ -1,4 +1,4 @@
-"""Public configs of well-known models: the fields that a profile is derived from. All are bfloat16."""
+"""Public configs of well-known models: the fields from which a profile is derived. All are bfloat16."""
 
 from __future__ import annotations
 
@@ -96,4 +96,4 @@ CONFIGS: Final[dict[str, dict[str, Any]]] = {
         "block_auto_adjust_ff_dim": True, "block_ffn_dim_multiplier": 1.0, "block_multiple_of": 256,
     },
 }  # fmt: skip
-"""By the name that a user gives."""
+"""Configs by the name that a user gives, in lower case."""

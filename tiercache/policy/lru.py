@@ -1,4 +1,4 @@
-"""Least recently used."""
+"""Policy that evicts the least recently used unit first."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from tiercache.policy.base import Policy, Ranks, Units
 
 
 class Lru(Policy):
-    """The unit that was hit, or made, longest ago goes first.
+    """Policy under which the unit that was hit, or made if never hit, longest ago is evicted first.
 
-    How far up a hit counts is not decided here: see `refresh` of `HybridIndex`. Thread safety: stateless, any thread.
+    `refresh` of `HybridIndex` decides how far up the tree a hit counts.
+
+    Thread safety: stateless, any thread.
     """
 
     name: ClassVar[str] = "lru"
     steady: ClassVar[bool] = True
 
     def rank(self, units: Units) -> Ranks:
-        """The times of the last accesses."""
+        """Return the ticks of the last accesses."""
         return units.last_access.astype(np.float64)

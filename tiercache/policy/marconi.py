@@ -1,4 +1,4 @@
-"""Recency plus FLOPs saved per byte."""
+"""Marconi's policy: recency plus FLOPs saved per byte."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tiercache.policy.seglen import normalised
 
 
 class Marconi(Policy):
-    """`normalised(1 / age) + alpha x normalised(FLOPs saved / bytes freed)`; branches (two or more continuations) go last.
+    """Policy with the rank: `normalised(1 / age) + alpha x normalised(FLOPs saved / bytes freed)`; branches go last.
 
-    FLOPs are those from the nearest restorable depth above to here, the parent's share taken off in every term; bytes are those that go.
-    (In the artifact that accompanies the paper the MLP's share of the parent is mistaken for its attention's, and bytes are the whole
-    path's.) Source: Marconi, MLSys 2025.
+    A branch is a unit with two or more continuations. FLOPs are those from the nearest restorable depth above to the unit's end, with the
+    parent's share subtracted in every term; bytes are those that the eviction frees. (The artifact that accompanies the paper mistakes the
+    MLP's share of the parent for its attention's, and counts the bytes of the whole path.) Source: Marconi, MLSys 2025.
 
     Thread safety: stateless, any thread.
     """
@@ -32,7 +32,7 @@ class Marconi(Policy):
         self.alpha = alpha
 
     def rank(self, units: Units) -> Ranks:
-        """The score; infinite for a branch."""
+        """Return the score of each unit; infinite for a branch."""
         recency = normalised(1.0 / np.maximum(units.now - units.last_access, 1))
         score = recency + self.alpha * normalised(self._costs.saved(units) / units.nbytes)
         return np.where(units.children >= 2, np.inf, score)

@@ -1,4 +1,7 @@
-"""Which layer is of which kind: the many ways in which a config says it, made one list."""
+"""Kinds of a model's layers, read into one list from the many ways in which configs give them.
+
+The functions raise ConfigError for fields that are missing, malformed or contradictory.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from tiercache.policy.fields import MAX_LAYERS, Fields
 
 
 class Kind(enum.Enum):
-    """What a layer does between tokens, or that it does nothing there."""
+    """Kind of a layer: how it mixes tokens, or that it does not."""
 
     FULL = "full attention"
     SLIDING = "sliding-window attention"
@@ -26,19 +29,19 @@ NAMES: Final = {
     "linear_attention": Kind.RECURRENT, "mamba": Kind.RECURRENT, "conv": Kind.CONV,
     "hybrid": Kind.PARALLEL, "mlp": Kind.MLP, "moe": Kind.MOE,
 }  # fmt: skip
-"""The entries of `layer_types` and `layers_block_type`, of this and of earlier years."""
+"""Kinds by the entries of `layer_types` and `layers_block_type`, in configs of this and of earlier years."""
 
 LETTERS: Final = {"M": Kind.RECURRENT, "*": Kind.FULL, "-": Kind.MLP, "E": Kind.MOE}
-"""The letters of `hybrid_override_pattern`."""
+"""Kinds by the letters of `hybrid_override_pattern`."""
 
 
 def layers_of(fields: Fields) -> int:
-    """The number of layers."""
+    """Return the number of layers."""
     return fields.count("num_hidden_layers", most=MAX_LAYERS)
 
 
 def listed(fields: Fields) -> list[Kind] | None:
-    """The kinds that the config lists one by one; None if it lists none."""
+    """Return the kinds that the config lists layer by layer; None if it has no such list."""
     name = next((n for n in ("layer_types", "layers_block_type") if fields.has(n)), None)
     if name is None:
         return None
@@ -46,9 +49,10 @@ def listed(fields: Fields) -> list[Kind] | None:
 
 
 def attention_only(fields: Fields, *, window_alone: bool = False) -> list[Kind]:
-    """A model without recurrences: listed, or all full attention.
+    """Return the kinds of a model without recurrences: the config's list, or else full attention in all layers.
 
-    With `window_alone`, a `sliding_window` is one of every layer; else it needs `use_sliding_window`, and then a list.
+    With `window_alone`, a `sliding_window` without a list holds for every layer, unless `use_sliding_window` is false. Otherwise it counts
+    only with `use_sliding_window`, and then a list is required.
     """
     if (kinds := listed(fields)) is not None:
         return kinds
@@ -60,7 +64,7 @@ def attention_only(fields: Fields, *, window_alone: bool = False) -> list[Kind]:
 
 
 def only_listed(fields: Fields) -> list[Kind]:
-    """Listed, and nothing else will do."""
+    """Return the config's list of kinds, which is required."""
     kinds = listed(fields)
     if kinds is None:
         raise fields.error("layer_types is missing, and without it the model's cost cannot be derived")
@@ -68,7 +72,7 @@ def only_listed(fields: Fields) -> list[Kind]:
 
 
 def every_nth(fields: Fields) -> list[Kind]:
-    """Listed, or recurrent with each `full_attention_interval`-th layer full attention."""
+    """Return the config's list of kinds, or else recurrent layers with full attention in each `full_attention_interval`-th."""
     if (kinds := listed(fields)) is not None:
         return kinds
     interval = fields.count("full_attention_interval")
@@ -76,7 +80,7 @@ def every_nth(fields: Fields) -> list[Kind]:
 
 
 def periodic(fields: Fields) -> list[Kind]:
-    """Listed, or recurrent with full attention by `attn_layer_period` and `attn_layer_offset`."""
+    """Return the config's list of kinds, or else recurrent layers with full attention by `attn_layer_period` and `attn_layer_offset`."""
     if (kinds := listed(fields)) is not None:
         return kinds
     period = fields.count("attn_layer_period")
@@ -85,7 +89,7 @@ def periodic(fields: Fields) -> list[Kind]:
 
 
 def indexed(fields: Fields, name: str, otherwise: Kind) -> list[Kind]:
-    """Listed, or `otherwise` with full attention at the indices in field `name`."""
+    """Return the config's list of kinds, or else `otherwise` with full attention at the indices (from 0) in field `name`."""
     if (kinds := listed(fields)) is not None:
         return kinds
     full = set(fields.counts(name, most=layers_of(fields) - 1))
@@ -93,7 +97,7 @@ def indexed(fields: Fields, name: str, otherwise: Kind) -> list[Kind]:
 
 
 def lettered(fields: Fields) -> list[Kind]:
-    """Listed, or the letters of `hybrid_override_pattern`; `num_hidden_layers` may be left out."""
+    """Return the config's list of kinds, or else the letters of `hybrid_override_pattern`; `num_hidden_layers` may be missing."""
     if (kinds := listed(fields)) is not None:
         return kinds
     name = "hybrid_override_pattern"
@@ -101,7 +105,7 @@ def lettered(fields: Fields) -> list[Kind]:
 
 
 def partitioned(fields: Fields) -> list[Kind]:
-    """Listed, or the two lists of layers, from 1, in `linear_attn_config`."""
+    """Return the config's list of kinds, or else the kinds by the two lists of layers, numbered from 1, in `linear_attn_config`."""
     if (kinds := listed(fields)) is not None:
         return kinds
     total = layers_of(fields)

@@ -1,4 +1,4 @@
-"""Model profiles: what a cache must know about a model to weigh the bytes that it frees against the computation that it loses."""
+"""Model profiles: the numbers by which a cache weighs the bytes that an eviction frees against the computation that it loses."""
 
 from __future__ import annotations
 
@@ -18,26 +18,27 @@ from tiercache.policy.fields import shown
 from tiercache.policy.known import CONFIGS
 
 MAX_CONFIG_BYTES: Final = 1 << 20
+"""Largest accepted `config.json`, in bytes."""
 STATE_WIDTH: Final = 4
-"""Bytes of an element of recurrent state: engines keep it in float32, whatever the model's dtype."""
+"""Bytes per element of recurrent state: engines keep it in float32, whatever the model's dtype."""
 
 PROFILES: Final = tuple(sorted(CONFIGS))
-"""The names that `profile_named` knows."""
+"""Names that `profile_named` knows."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelProfile:
-    """Bytes and FLOPs of one model. Raises ConfigError for a number that is negative or not finite. Immutable; any thread."""
+    """Bytes and FLOPs of one model. Raises ConfigError for a number that is negative or not finite."""
 
     name: str
     kv_bytes_per_token: int
-    """Over all attention layers."""
+    """Bytes of KV per token, over all attention layers."""
     state_bytes: int
-    """One complete recurrent snapshot; 0 for a model without states."""
+    """Bytes of one complete recurrent state; 0 for a model without states."""
     flops_per_token: float
-    """Prefilling one token, but for attention over its context."""
+    """FLOPs of prefilling one token, without attention over its context."""
     flops_per_context_token: float
-    """More per token, for every token before it."""
+    """Further FLOPs of prefilling one token, for each token before it."""
 
     def __post_init__(self) -> None:
         for field in ("kv_bytes_per_token", "state_bytes"):
@@ -56,9 +57,10 @@ class ModelProfile:
     def flops(self, start: npt.ArrayLike, end: npt.ArrayLike) -> npt.NDArray[np.float64]: ...
 
     def flops(self, start: npt.ArrayLike, end: npt.ArrayLike) -> float | npt.NDArray[np.float64]:
-        """FLOPs of prefilling tokens [start, end) of a sequence, the tokens before `start` being cached.
+        """Return the FLOPs of prefilling tokens [start, end) of a sequence whose tokens before `start` are cached.
 
-        Integers or arrays of them, 0 <= start <= end, of any shapes that broadcast; float64 comes out. A token counts half for itself.
+        `start` and `end` are integers or arrays of them, 0 <= start <= end, of any shapes that broadcast. The result is a float, or a
+        float64 array. A token counts as half a token of its own context.
         """
         first, last = np.asarray(start, np.float64), np.asarray(end, np.float64)
         total = self.flops_per_token * (last - first) + self.flops_per_context_token * (last * last - first * first) / 2
@@ -66,11 +68,11 @@ class ModelProfile:
 
 
 def profile_of(config: Mapping[str, Any], name: str = "") -> ModelProfile:
-    """The profile of the model that a Hugging Face config describes, in the mapping that its `config.json` holds.
+    """Return the profile of the model that a Hugging Face config describes; `config` is the mapping that its `config.json` holds.
 
-    KV is in the config's dtype (bfloat16 if it says none). A state is that of the recurrences, in float32, and the past inputs of the
-    convolutions, in the config's dtype and one fewer than the kernel is wide. FLOPs are two per active weight, and those of the
-    recurrences and of attention.
+    KV is in the config's dtype (bfloat16 if it gives none). A state consists of the states of the recurrences, in float32, and of the past
+    inputs of the convolutions, in the config's dtype, one fewer than the kernel is wide. FLOPs are two per active weight, plus those of
+    recurrences and attention.
     Raises ConfigError, in one sentence, for an architecture that is not known and for fields that are missing, malformed or contradictory.
     """
     cost, width = cost_of(config, f"config of model {name[:80]}" if name else "model config")
@@ -84,7 +86,7 @@ def profile_of(config: Mapping[str, Any], name: str = "") -> ModelProfile:
 
 
 def profile_named(name_or_path: str) -> ModelProfile:
-    """The profile of a known model, or of the model whose `config.json` lies at a path; raises ConfigError where there is neither."""
+    """Return the profile of a known model, or of the model whose `config.json` is at a path; raise ConfigError if there is neither."""
     name = name_or_path.lower()
     if name in CONFIGS:
         return profile_of(CONFIGS[name], name)
@@ -96,7 +98,7 @@ def _read(path: Path) -> Any:
     called = repr(str(path)[-200:])
     content = None
     try:
-        # Only a plain file: a pipe or a device could keep its reader waiting.
+        # Only a plain file is read: a pipe or a device could block.
         if path.is_file():
             with path.open("rb") as file:
                 content = file.read(MAX_CONFIG_BYTES + 1)

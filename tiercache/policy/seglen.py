@@ -1,4 +1,4 @@
-"""Rank by how much would be replayed, and by recency."""
+"""Policy that ranks by replay length and recency."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from tiercache.policy.base import Policy, Ranks, Units
 
 
 class SegLen(Policy):
-    """`weight` x replay length + (1 - `weight`) x recency, each normalised over what is compared; `additive`: + recency, in full.
+    """Policy with the rank: `weight` x replay length + (1 - `weight`) x recency, each normalised over the units that are compared.
 
-    The replay length is that to the nearest restorable depth above: states that many tokens depend on stay. It has no meaning without
-    states.
+    With `additive`, recency is added in full instead. The replay length is the distance to the nearest restorable depth above, so that
+    states on which many tokens depend stay. It has no meaning without states.
 
     The formula is inferred from the public description of SGLang's `seglen` (pull request 22172, closed without a merge), which says that
-    a weight of 0.85 controls the balance of the two, and not how they are added. So there are two readings of it. The convex one is the
-    default: a weight that runs from recency alone to replay length alone is a balance. The additive one is how Marconi adds its terms,
-    after which `seglen` is modelled.
+    a weight of 0.85 controls the balance of the two, but not how they are added. It can be read in two ways. The convex one is the default:
+    a weight that runs from recency alone to replay length alone is a balance. The additive one is how Marconi, after which `seglen` is
+    modelled, adds its terms.
 
     Thread safety: stateless, any thread.
     """
@@ -34,12 +34,12 @@ class SegLen(Policy):
         self._recency = 1.0 if additive else 1.0 - weight
 
     def rank(self, units: Units) -> Ranks:
-        """The weighted sum, from 0."""
+        """Return the weighted sum of each unit, from 0."""
         return self._replay * normalised(units.replay) + self._recency * normalised(units.last_access)
 
 
 def normalised(values: np.ndarray) -> Ranks:
-    """`values` moved and scaled to [0, 1]; all 0 where they are equal."""
+    """Return `values` shifted and scaled to [0, 1]; all 0 if they are equal."""
     out = values.astype(np.float64)
     out -= out.min()
     most = out.max()

@@ -1,4 +1,4 @@
-"""What a store can tell a policy of its objects, which is less than an index knows of its units."""
+"""Unit columns that a store cannot fill: it knows less of its objects than an index knows of its units."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from tiercache.policy.base import Column
 
 
 class StoredColumns(ABC):
-    """The columns of `Units` that a store has no knowledge for: why a state was taken, what led to it, and what is below.
+    """Base for `Units` of a store: zeros for the columns about why a state was taken, what led to it, and what the tier below holds.
 
-    Subclasses have the others, and a length. Thread safety: during one call of the policy.
+    Subclasses have the other columns, and a length.
+
+    Thread safety: during one call of the policy.
     """
 
     @abstractmethod
@@ -20,27 +22,27 @@ class StoredColumns(ABC):
 
     @property
     def checkpoint(self) -> Column:
-        """Not known."""
+        """Zeros (`CheckpointKind.NONE`): not known to a store."""
         return self._unknown()
 
     @property
     def lineage(self) -> Column:
-        """Not known."""
+        """Zeros: not known to a store."""
         return self._unknown()
 
     @property
     def grown(self) -> Column:
-        """Not known."""
+        """Zeros: not known to a store."""
         return self._unknown()
 
     @property
     def digest(self) -> Column:
-        """Not known."""
+        """Zeros: not known to a store."""
         return self._unknown()
 
     @property
     def covered(self) -> Column:
-        """Nothing is below a store."""
+        """Zeros: there is no tier below a store."""
         return self._unknown()
 
     def _unknown(self) -> Column:

@@ -1,4 +1,4 @@
-"""Device pools over the engine's tensors, and the host arena that every pool shares."""
+"""Device pools over the engine's tensors, and the host arena that all host pools share."""
 
 from tiercache.pools.arena import HostArena, MemoryReadings, SizePlan, plan_auto_size, read_memory
 from tiercache.pools.blocks import BlockArena

@@ -1,4 +1,4 @@
-"""The host arena: one sealed, pre-faulted memory region cut into uniform blocks, and how large it may be."""
+"""Host arena: one sealed, pre-faulted memory region cut into uniform blocks, and the rules for its size."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tiercache.errors import ClosedError, ConfigError, SlotError
 from tiercache.pools.blocks import BlockArena
 
 _MADV_POPULATE_WRITE: Final = 23  # Linux 5.14; the mmap module does not name it, and its madvise keeps the GIL
-_TOUCH_BYTES: Final = 64 << 20  # what one thread faults in per system call: enough to be efficient, little enough to share out evenly
+_TOUCH_BYTES: Final = 64 << 20  # bytes that a thread faults in per system call: enough to be efficient, few enough to share out evenly
 _UNLIMITED: Final = 1 << 60  # cgroup v1 writes "no limit" as a number near 2**63
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -32,7 +32,7 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 @dataclass(frozen=True, slots=True)
 class MemoryReadings:
-    """What the system says about memory, in bytes; None where it says nothing.
+    """Memory figures of the system, in bytes; None where the system gives none.
 
     `available` is MemAvailable; `limit` and `usage` are those of the cgroup that leaves least room, its usage without reclaimable page
     cache; `huge_free` is the reserved and free part of the huge page pool, which MemAvailable does not count.
@@ -45,7 +45,7 @@ class MemoryReadings:
 
     @property
     def usable(self) -> int | None:
-        """What a process can still take without swapping or being killed."""
+        """Bytes that a process can still take without swapping or being killed; None if nothing is known."""
         rooms = [] if self.available is None else [self.available]
         if self.limit is not None:
             rooms.append(max(0, self.limit - (self.usage or 0)))
@@ -60,7 +60,7 @@ class MemoryReadings:
 
 @dataclass(frozen=True, slots=True)
 class SizePlan:
-    """How large an arena shall be, in bytes, and why."""
+    """Size of an arena in bytes, and the reason for it in words."""
 
     nbytes: int
     reason: str
@@ -79,7 +79,7 @@ def read_memory(root: Path = Path("/")) -> MemoryReadings:
 
 
 def plan_auto_size(readings: MemoryReadings, *, fraction: float = 0.5, reserve: int = 2 << 30) -> SizePlan:
-    """The size for `auto`: `fraction` of what is usable, but so that `reserve` bytes stay free. Never rounded up.
+    """Return the size for `auto`: `fraction` of what is usable, but leave at least `reserve` bytes free. Never rounded up.
 
     Raises ConfigError if nothing is known or nothing would be left.
     """
@@ -100,7 +100,10 @@ def plan_auto_size(readings: MemoryReadings, *, fraction: float = 0.5, reserve: 
 
 
 def plan_size(nbytes: int | Literal["auto"], readings: MemoryReadings, *, fraction: float = 0.5, reserve: int = 2 << 30) -> SizePlan:
-    """The size for an explicit wish, or for `auto`. Raises ConfigError for a wish beyond what is usable."""
+    """Return the size for a number of bytes, or for `auto`.
+
+    Raises ConfigError for more bytes than are usable, unless that many are free in the huge page pool.
+    """
     if nbytes == "auto":
         return plan_auto_size(readings, fraction=fraction, reserve=reserve)
     usable = readings.usable
@@ -112,11 +115,12 @@ def plan_size(nbytes: int | Literal["auto"], readings: MemoryReadings, *, fracti
 
 
 class HostArena(BlockArena):
-    """`blocks` blocks of `block_bytes` bytes each in one shared, sealed memfd: the only byte budget on the host, for all kinds of objects.
+    """Blocks of one shared, sealed memfd, `blocks` of `block_bytes` bytes each: the only byte budget on the host, for all kinds of objects.
 
     `nbytes` (or "auto", see `plan_auto_size`) is rounded down to whole blocks. The region is faulted in by `threads` threads before the
-    constructor returns, on huge pages where the system has them; `report` says what came of it. Another process maps the same bytes through
-    `fd`; the seals keep everyone from resizing it. /dev/shm is not used. Raises ConfigError for a size that is not possible.
+    constructor returns, on huge pages where the system has them; `report` describes the result in words. Another process maps the same
+    bytes through `fd`; the seals prevent every process from resizing it. /dev/shm is not used. Raises ConfigError for a size that is not
+    possible.
 
     Thread safety: `alloc`, `free`, `available`, `withheld` and `close` belong to one owner thread; `view`, `hold`, `embargo`, `address`,
     `nbytes` and `fd` may be used from any.
@@ -161,7 +165,7 @@ class HostArena(BlockArena):
         )
 
     def view(self, block: int) -> memoryview:
-        """The bytes of a block. The region stays mapped for as long as a view lives."""
+        """Return the bytes of a block. The region stays mapped for as long as a view lives."""
         self._check_open()
         if not 0 <= block < self.blocks:
             raise SlotError(f"arena block {block} is out of range; there are {self.blocks}")
@@ -176,11 +180,11 @@ class HostArena(BlockArena):
         return self._view[:]
 
     def close(self) -> None:
-        """Release the region; twice is harmless. Where views are still out, it is unmapped when the last of them goes."""
+        """Release the region; twice is harmless. Where views are still in use, it is unmapped when the last of them is gone."""
         if self._map is None:
             return
         self._close_fd()
-        # An exported view refuses the unmapping and keeps the map referenced, so dropping our reference leaves it to that view.
+        # While a view is exported, these raise BufferError and the view keeps the map referenced: the last view then unmaps it.
         with contextlib.suppress(BufferError):
             self._view.release()
             self._map.close()
@@ -199,11 +203,11 @@ class _Region:
 
 
 def _map(nbytes: int, readings: MemoryReadings, huge_pages: bool) -> _Region:
-    """A sealed memfd and its mapping: on reserved huge pages, else on transparent ones, else on ordinary ones."""
+    """Create a sealed memfd and map it: on reserved huge pages, else on transparent ones, else on ordinary ones."""
     if not huge_pages:
         return _map_memfd(nbytes, 0, "huge pages off")
     if nbytes <= readings.huge_free:
-        # Reserving the pages fails here, not at first touch; others may have taken them since the reading.
+        # Reserving the pages fails here, not at first touch; other processes may have taken them since the reading.
         with contextlib.suppress(OSError):
             return _map_memfd(-(-nbytes // _huge_size()) * _huge_size(), os.MFD_HUGETLB, "reserved huge pages")
         plan_size(nbytes, replace(readings, huge_free=0))
@@ -222,8 +226,8 @@ def _map_memfd(nbytes: int, flags: int, pages: str) -> _Region:
     fd = os.memfd_create("tiercache-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | flags)
     try:
         os.ftruncate(fd, nbytes)
-        # No F_SEAL_SEAL: a daemon that maps the arena adds F_SEAL_FUTURE_WRITE and F_SEAL_SEAL itself, so that nobody can punch holes
-        # into what it reads.
+        # No F_SEAL_SEAL: a daemon that maps the arena adds F_SEAL_FUTURE_WRITE and F_SEAL_SEAL itself, so that no process can punch
+        # holes into what it reads.
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         region = mmap.mmap(fd, nbytes)
     except BaseException:
@@ -235,7 +239,7 @@ def _map_memfd(nbytes: int, flags: int, pages: str) -> _Region:
 
 
 def _touch(address: int, view: memoryview, threads: int) -> tuple[int, str]:
-    """Fault in every page of the region, in parallel; the threads used, and how."""
+    """Fault in every page of the region, in parallel; return how many threads were used, and the method."""
     pieces = [(start, min(_TOUCH_BYTES, len(view) - start)) for start in range(0, len(view), _TOUCH_BYTES)]
     threads = min(threads, len(pieces))
 
@@ -247,7 +251,7 @@ def _touch(address: int, view: memoryview, threads: int) -> tuple[int, str]:
         refusals = set(pool.map(populate, pieces)) - {0}
         if not refusals:
             return threads, "MADV_POPULATE_WRITE"
-        if refusals != {errno.EINVAL}:  # not an older kernel, but memory that is not there: touching it would kill the process
+        if refusals != {errno.EINVAL}:  # not an older kernel, but too little memory: touching it would kill the process
             reason = os.strerror(max(refusals))
             raise ConfigError(f"{_size(len(view))} for the arena could not be faulted in ({reason}); ask for less")
         pages = np.frombuffer(view, np.uint8)[::BLOCK_ALIGN]
@@ -257,7 +261,10 @@ def _touch(address: int, view: memoryview, threads: int) -> tuple[int, str]:
 
 
 def _cgroups(root: Path) -> Iterator[tuple[int, int]]:
-    """(limit, usage) of every memory cgroup above this process that has a limit. Inner groups of a container may not be visible."""
+    """Yield (limit, usage) in bytes of every memory cgroup above this process that has a limit.
+
+    Inner groups of a container may not be visible.
+    """
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:

@@ -1,4 +1,4 @@
-"""The books of an arena: uniform blocks, which of them are free, and which must not be handed out for the time being."""
+"""Bookkeeping of an arena: uniform blocks, which of them are free, and which must not be handed out for the time being."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _NOUN: Final = "arena block"
 
 
 class BlockArena(ABC):
-    """`blocks` blocks of `block_bytes` bytes each: one byte budget for all kinds of objects. Where the bytes are is the subclass's affair.
+    """Arena of `blocks` blocks of `block_bytes` bytes each: one byte budget for all kinds of objects. Subclasses provide the memory.
 
     Thread safety: `alloc`, `free`, `available`, `withheld` and `close` belong to one owner thread; `view`, `hold`, `embargo`, `address`,
     `nbytes` and `fd` may be used from any.
     """
 
     fd: int
-    """The memfd of the region; -1 where no other process could map it."""
+    """File descriptor of the region's memfd; -1 where no other process can map it."""
     address: int
-    """Where this process has the first block mapped; 0 where there is no memory."""
+    """Address of the first block in this process; 0 where there is no memory."""
 
     def __init__(self, blocks: int, block_bytes: int) -> None:
         if block_bytes < 1 or block_bytes % BLOCK_ALIGN:
@@ -43,19 +43,19 @@ class BlockArena(ABC):
 
     @property
     def blocks(self) -> int:
-        """All blocks, free and used."""
+        """Number of all blocks, free and used."""
         return self.allocator.capacity
 
     @property
     def available(self) -> int:
-        """Free blocks."""
+        """Number of free blocks."""
         if self._embargoes.active:
             self._embargoes.settle()
         return self.allocator.available
 
     @property
     def withheld(self) -> int:
-        """Blocks that are neither free nor anybody's: they would be free without their embargo."""
+        """Number of blocks that are neither free nor owned: they would be free without their embargo."""
         if self._embargoes.active:
             self._embargoes.settle()
         return self._embargoes.withheld
@@ -74,11 +74,12 @@ class BlockArena(ABC):
             self.allocator.free(blocks)
 
     def embargo(self, ranges: Sequence[tuple[int, int]]) -> Callable[[], None]:
-        """Hand out no block that one of these (offset, length) byte ranges touches, until the callable that comes back is called.
+        """Hand out no block that one of these (offset, length) byte ranges touches, until the returned callable is called.
 
-        Such a block can be freed, and is withheld then: it comes back with the owner's next `alloc`, `free` or `available` behind the last
-        lift of the embargoes on it, which may overlap. Lifting twice is harmless, as is all of it after `close`. Raises SlotError for a
-        range that is not inside the arena. Any thread; a block that is free must not be on its way out in an `alloc` meanwhile.
+        Such a block can be freed, and is withheld then: it comes back with the owner's next `alloc`, `free` or `available` after the last
+        lift of the embargoes on it, which may overlap. Lifting twice is harmless, and so are embargoes and lifts after `close`. Raises
+        SlotError for a range that is not inside the arena. May be called from any thread; the caller guarantees that no `alloc` is handing
+        out a free block of the ranges meanwhile.
         """
         for offset, length in ranges:
             if offset < 0 or length < 0 or offset + length > self.nbytes:
@@ -89,17 +90,20 @@ class BlockArena(ABC):
 
     @abstractmethod
     def view(self, block: int) -> memoryview:
-        """The bytes of a block, writable; a slice, not a copy."""
+        """Return the bytes of a block, writable; a slice, not a copy."""
 
     @abstractmethod
     def hold(self) -> memoryview:
-        """The bytes of all blocks. For who works with `address`: as long as this view lives, the region stays mapped, `close` or not."""
+        """Return the bytes of all blocks, for callers that use `address`: the region stays mapped while this view lives, even closed."""
 
     @abstractmethod
     def close(self) -> None:
         """Release the region; twice is harmless."""
 
     def check_integrity(self) -> None:
-        """Free, used and withheld blocks partition the arena; raises AssertionError otherwise. Call it when nothing is under way."""
+        """Check that free, used and withheld blocks partition the arena; raise AssertionError otherwise.
+
+        Call it when nothing is under way.
+        """
         self.allocator.check_integrity()
         self._embargoes.check_integrity()

@@ -28,7 +28,7 @@ _PACKED_CARRIERS = ("uint8", "int8")
 
 
 class DeviceTensor(Protocol):
-    """The part of `torch.Tensor` that a pool uses."""
+    """Part of `torch.Tensor` that a pool uses."""
 
     @property
     def shape(self) -> Sequence[int]: ...  # noqa: D102
@@ -42,7 +42,7 @@ class DeviceTensor(Protocol):
 
 
 Tensors: TypeAlias = Mapping[tuple[int, str], DeviceTensor]
-"""(layer, name) -> tensor."""
+"""Tensors by (layer, name)."""
 
 
 def by_layer(name: str, tensors: Any, layers: Sequence[int]) -> dict[tuple[int, str], DeviceTensor]:
@@ -64,9 +64,10 @@ def page_geometry_of(
     hit_policy: HitPolicy = HitPolicy.ALL_PAGES,
     trailing: int = 1,
 ) -> Geometry:
-    """The geometry of page tensors in token form, or with `paged` in the form `[slots, page_size, ...]`.
+    """Return the geometry of page tensors in token form, or with `paged` in the form `[slots, page_size, ...]`.
 
-    Within a layer the segments have the mapping's order. Raises GeometryError for an unknown dtype or another page size than `page_size`.
+    Within a layer the segments have the mapping's order. Raises GeometryError for an unknown dtype, and with `paged` for another page size
+    than `page_size`.
     """
     segments = []
     for (layer, name), tensor in tensors.items():
@@ -79,7 +80,7 @@ def page_geometry_of(
 
 
 def state_geometry_of(tensors: Tensors, page_size: int, *, pool: PoolName = PoolName.MAMBA) -> Geometry:
-    """The geometry of state tensors `[slots, ...]`; within a layer the segments have the mapping's order."""
+    """Return the geometry of state tensors `[slots, ...]`; within a layer the segments have the mapping's order."""
     described = []
     for (layer, name), tensor in tensors.items():
         dtype, shape = _elements(layer, name, tensor)
@@ -89,10 +90,11 @@ def state_geometry_of(tensors: Tensors, page_size: int, *, pool: PoolName = Pool
 
 @dataclass(frozen=True, slots=True)
 class SegmentTable:
-    """Where the segments of a pool's objects are, one entry a segment in geometry order, every column of shape [segments].
+    """Places of the segments of a pool's objects: one entry per segment in geometry order, every column of shape [segments].
 
-    The bytes of segment i of slot s are `length[i]` bytes from address `base[i] + s * stride[i]`; in the object they start at `offset[i]`.
-    `allocation[i]` numbers the memory that segment i is known to be in: tensors that interleave share one, any others may be apart.
+    The bytes of segment i of slot s are the `length[i]` bytes from address `base[i] + s * stride[i]`; in the object they start at byte
+    `offset[i]`. `layer[i]` is the number of its layer. `allocation[i]` numbers the memory that segment i is known to be in: tensors that
+    interleave share a number; any others may be in different allocations of the driver.
     """
 
     base: npt.NDArray[np.uint64]
@@ -104,7 +106,7 @@ class SegmentTable:
 
 
 class DevicePool:
-    """The slots of one cache kind in the engine's own tensors, which it keeps referenced and never owns.
+    """Slots of one cache kind in the engine's own tensors, which the pool keeps referenced and never owns.
 
     Thread safety: `alloc` and `free` belong to one owner thread; everything else is immutable and may be read from any thread.
     """
@@ -119,11 +121,11 @@ class DevicePool:
 
     @classmethod
     def from_tensors(cls, geometry: Geometry, tensors: Tensors, *, slots: int | None = None) -> Self:
-        """A pool over `tensors`, one for each segment of `geometry`. No copy.
+        """Create a pool over `tensors`, one for each segment of `geometry`, without copying them.
 
-        `slots` limits the pool to the first so many slots of each tensor, whatever lies behind them; without it every tensor must have
-        the same number. Raises GeometryError, naming the layer and the tensor, if tensors are missing, left over, of another shape, dtype
-        or device, or if the bytes of one slot are not one contiguous run.
+        `slots` limits the pool to the first `slots` slots of each tensor, whatever lies behind them; without it every tensor must have the
+        same number. Raises GeometryError, naming the layer and the tensor, if tensors are missing, left over, of another shape, dtype or
+        device, or if the bytes of one slot are not one contiguous run.
         """
         _check_names(geometry, tensors)
         ordered = [tensors[s.layer, s.name] for s in geometry.segments]
@@ -150,31 +152,35 @@ class DevicePool:
 
     @property
     def name(self) -> PoolName:
-        """The cache kind."""
+        """Cache kind of the pool."""
         return self.geometry.pool
 
     @property
     def available(self) -> int:
-        """Free slots."""
+        """Number of free slots."""
         return self.allocator.available
 
     def alloc(self, n: int) -> Locations:
-        """Take `n` slots, or raise PoolFullError and take none."""
+        """Take `n` slots: int64, shape [n]. Raises PoolFullError, with nothing taken, if fewer are free."""
         return self.allocator.alloc(n)
 
     def free(self, slots: npt.ArrayLike) -> None:
-        """Give slots back, all or none (SlotError)."""
+        """Give slots back, all or none. Raises SlotError, with nothing freed."""
         self.allocator.free(slots)
 
     def checked(self, slots: npt.ArrayLike) -> Locations:
-        """`slots` as int64, shape [n]; SlotError for one out of range. An engine may keep its own books, so a free slot passes."""
+        """Return `slots` as int64, shape [n]. Raises SlotError for one out of range.
+
+        A free slot passes, because an engine may keep its own record of the slots in use.
+        """
         return as_locations(slots, self.capacity, f"{self.name} slot")
 
 
 def allocations(begin: npt.NDArray[np.int64], end: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Number the memory that tensors are in, of addresses from `begin` up to `end`, both [tensors]: one number for those that overlap.
+    """Number the memory that tensors are in: tensors whose address ranges overlap get the same number.
 
-    Two allocations of a driver never overlap, but may lie side by side.
+    Tensor i takes the addresses from `begin[i]` up to `end[i]`; both arrays and the result have the shape [tensors]. Two allocations of a
+    driver never overlap, but may lie side by side.
     """
     order = np.lexsort((end, begin))
     reached = np.maximum.accumulate(end[order])
@@ -192,7 +198,7 @@ def _check_names(geometry: Geometry, tensors: Tensors) -> None:
 
 
 def _layout(segment: Segment, tensor: DeviceTensor, page_size: int, slots: int | None) -> tuple[int, int]:
-    """(slots, bytes from one slot to the next) of a tensor in slot form or token form."""
+    """Return (slots, bytes from one slot to the next) of a tensor in slot form or token form."""
     if not all(callable(getattr(tensor, name, None)) for name in ("data_ptr", "stride", "element_size")):
         raise GeometryError(f"{_label(segment)} is of type {type(tensor).__name__}; pass a tensor, such as torch.from_numpy gives")
     dtype, shape = _elements(segment.layer, segment.name, tensor)
@@ -218,7 +224,7 @@ def _layout(segment: Segment, tensor: DeviceTensor, page_size: int, slots: int |
 
 
 def _check_contiguous(segment: Segment, tensor: DeviceTensor, tokens: int) -> None:
-    """The dimensions within one slot must be dense, the last one fastest; a dimension of one element may have any stride."""
+    """Check that the dimensions within one slot are dense, the last one fastest; a dimension of one element may have any stride."""
     shape, strides = tuple(tensor.shape), tuple(tensor.stride())
     dense = 1
     for size, stride in zip(reversed(shape[1:]), reversed(strides[1:]), strict=True):
@@ -234,9 +240,9 @@ def _check_contiguous(segment: Segment, tensor: DeviceTensor, tokens: int) -> No
 
 
 def _elements(layer: int, label: str, tensor: DeviceTensor) -> tuple[str, tuple[int, ...]]:
-    """A tensor's dtype by the name of `DTYPE_BITS`, and its shape in such elements."""
+    """Return a tensor's dtype by its name in `DTYPE_BITS`, and its shape in such elements."""
     dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(int(n) for n in tensor.shape)
-    if dtype == "float4_e2m1fn_x2":  # torch counts pairs
+    if dtype == "float4_e2m1fn_x2":  # torch counts pairs of elements
         dtype, shape = "float4_e2m1fn", (*shape[:-1], shape[-1] * 2)
     if dtype not in DTYPE_BITS:
         raise GeometryError(

@@ -1,4 +1,4 @@
-"""Blocks that another process may still write to: kept from being handed out again, whatever their owner does with them."""
+"""Embargoes on blocks that another process may still write to: they are not handed out again, even if their owner frees them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tiercache.pools.slots import SlotAllocator, as_locations
 
 
 class Embargoes:
-    """The embargoes on the slots of one allocator.
+    """Embargoes on the slots of one allocator.
 
-    A slot under an embargo that is free, or is freed, is withheld: for the allocator it is still in use, for everyone else it is gone. It
-    goes back to the allocator with the owner's first `settle` behind the last lift. `active` is False where there is nothing of all that,
-    and the owner may then use the allocator directly.
+    A slot under an embargo that is free, or is freed, is withheld: the allocator counts it as still in use, and to all other code it is
+    gone. It goes back to the allocator with the owner's first `settle` after the last lift. `active` is False while no embargo is in force,
+    no slot is withheld and no change waits for `settle`; the owner may then use the allocator directly.
 
-    Thread safety: `begin` and what it returns, from any thread; `active` may be read by any. The rest belongs to the allocator's owner. The
-    lock is held for the length of a numpy call, by either side.
+    Thread safety: `begin` and the callable that it returns may be called, and `active` may be read, from any thread. The rest belongs to
+    the allocator's owner. Either side holds the lock for the length of a few numpy calls.
     """
 
     def __init__(self, allocator: SlotAllocator, *, noun: str) -> None:
@@ -29,12 +29,12 @@ class Embargoes:
         self._allocator = allocator
         self._noun = noun
         self._lock = Lock()
-        self._counts: npt.NDArray[np.int32] = np.empty(0, np.int32)  # by slot: embargoes on it; made with the first one, like the next
+        self._counts: npt.NDArray[np.int32] = np.empty(0, np.int32)  # embargoes by slot; sized, like the next, with the first one
         self._withheld: Mask = np.empty(0, np.bool_)
         self._held = 0
         self._under_way = 0
         self._changes: list[Locations] = []
-        """Slots whose count changed since the owner last looked."""
+        """Slots whose count changed since the owner's last `settle`."""
 
     @property
     def withheld(self) -> int:
@@ -42,7 +42,7 @@ class Embargoes:
         return self._held
 
     def begin(self, slots: Locations) -> Callable[[], None]:
-        """Put distinct slots under an embargo, until the callable that comes back is called; calling it again is harmless."""
+        """Put distinct slots under an embargo until the returned callable is called; calling it again is harmless."""
         with self._lock:
             if not len(self._counts):
                 self._counts = np.zeros(self._allocator.capacity, np.int32)
@@ -58,7 +58,7 @@ class Embargoes:
         return lift
 
     def settle(self) -> None:
-        """Withhold the free slots of new embargoes, and give back what lifted ones withheld."""
+        """Withhold the free slots of new embargoes, and give back the slots that lifted embargoes withheld."""
         with self._lock:
             changes, self._changes = self._changes, []
             changed = np.unique(np.concatenate(changes)) if changes else np.empty(0, np.int64)
@@ -68,10 +68,11 @@ class Embargoes:
         self._allocator.free(back)
         self._withdraw(changed[barred & ~self._allocator.allocated(changed)])
         with self._lock:
+            # A change that another thread made since the first `with` keeps `active` True, and waits for the next `settle`.
             self.active = bool(self._under_way or self._held or self._changes)
 
     def free(self, slots: npt.ArrayLike) -> None:
-        """Free slots, as the allocator does; those under an embargo are withheld. All or nothing: raises the allocator's SlotErrors."""
+        """Free slots as the allocator does, but withhold those under an embargo. All or nothing: raises the allocator's SlotErrors."""
         self.settle()
         if not self.active:
             self._allocator.free(slots)
@@ -89,7 +90,7 @@ class Embargoes:
         self._mark(mine, True)
 
     def check_integrity(self) -> None:
-        """What is withheld is under an embargo and not free, what is free is under none; raises AssertionError otherwise."""
+        """Check that withheld slots are under an embargo and not free, and free slots under none. Raises AssertionError otherwise."""
         self.settle()
         with self._lock:
             counts = self._counts.copy()

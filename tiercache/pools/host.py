@@ -1,4 +1,4 @@
-"""The host objects of one cache kind: what storage v2 registers."""
+"""Host pools: the host objects of one cache kind, as storage v2 registers them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from tiercache.pools.slots import as_locations
 
 
 class HostPool:
-    """A view of the arena that deals in whole objects of one geometry. All pools of an arena draw on the same free blocks.
+    """View of the arena as whole objects of one geometry. All pools of an arena draw on the same free blocks.
 
-    An object takes `blocks_per_object` blocks, not necessarily adjacent, and is named by a handle: the number of its first block. So
-    handles of two pools of one arena never collide, and a pool frees its own only. Bytes of the last block behind the payload are slack.
+    An object takes `blocks_per_object` blocks, not necessarily adjacent, and is named by a handle: the number of its first block. Handles
+    of two pools of one arena therefore never collide, and a pool frees only its own. Bytes of the last block behind the payload are slack.
 
     Thread safety: `alloc` and `free` belong to the arena's owner thread. The rest may be called from any thread for handles that stay
     allocated during the call.
@@ -26,28 +26,28 @@ class HostPool:
         self.geometry = geometry
         self.arena = arena
         self.blocks_per_object = -(-geometry.nbytes // arena.block_bytes)
-        # Row h lists the blocks of the object with handle h; rows of blocks that are no handle are never read. Untouched rows cost nothing.
+        # Row h lists the blocks of the object with handle h; other rows are never read, and take no memory while they are not written.
         self._table = np.empty((arena.blocks, self.blocks_per_object), np.int64)
         self._live = np.zeros(arena.blocks, np.bool_)
 
     @property
     def name(self) -> PoolName:
-        """The cache kind."""
+        """Cache kind of the pool."""
         return self.geometry.pool
 
     @property
     def memory(self) -> BlockArena:
-        """Where the buffers of all objects lie."""
+        """Arena in which the buffers of all objects lie."""
         return self.arena
 
     @property
     def available(self) -> int:
-        """How many objects fit now, if no other pool takes blocks."""
+        """Number of objects that fit now, if no other pool takes blocks."""
         return self.arena.available // self.blocks_per_object
 
     @property
     def used(self) -> int:
-        """Objects that are handed out."""
+        """Number of objects that are handed out."""
         return int(np.count_nonzero(self._live))
 
     def alloc(self, n: int) -> Locations:
@@ -63,19 +63,25 @@ class HostPool:
     def free(self, handles: npt.ArrayLike) -> None:
         """Give objects back. All or nothing: raises SlotError for a handle that is named twice or is not this pool's."""
         array = self._checked(handles)
-        self.arena.free(self._table[array].reshape(-1))  # finds duplicates, and then frees nothing
+        self.arena.free(self._table[array].reshape(-1))  # raises SlotError for duplicates, and then frees nothing
         self._live[array] = False
 
     def blocks(self, handles: npt.ArrayLike) -> npt.NDArray[np.int64]:
-        """The blocks of each object in order: int64, shape [n, blocks_per_object]. SlotError for a handle that is not this pool's."""
+        """Return the blocks of each object in order: int64, shape [n, blocks_per_object].
+
+        Raises SlotError for a handle that is not this pool's.
+        """
         return self._table[self._checked(handles)]
 
     def buffers(self, handle: int) -> list[memoryview]:
-        """The object's blocks in order, whole and writable; the payload is the first `geometry.nbytes` bytes."""
+        """Return the object's blocks in order, whole and writable; the payload is the first `geometry.nbytes` bytes."""
         return [self.arena.view(block) for block in self.blocks([handle])[0].tolist()]
 
     def check_integrity(self) -> None:
-        """The blocks of all objects are distinct and allocated; raises AssertionError otherwise. Call it when nothing is under way."""
+        """Check that the blocks of all objects are distinct and allocated; raise AssertionError otherwise.
+
+        Call it when nothing is under way.
+        """
         handles = np.flatnonzero(self._live)
         taken = self._table[handles]
         assert (taken[:, 0] == handles).all(), f"a {self.name} handle is not its first block"

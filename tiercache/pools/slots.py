@@ -1,4 +1,4 @@
-"""Which numbers of a fixed range are free: the slots of a device pool, the blocks of the host arena."""
+"""Allocator for the numbers of a fixed range: the slots of a device pool, the blocks of the host arena."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from tiercache.errors import ConfigError, PoolFullError, SlotError
 
 
 def as_locations(values: Any, capacity: int, noun: str) -> Locations:
-    """`values` as int64, shape [n], each in [0, capacity); raises SlotError that names the first offender and calls it a `noun`."""
+    """Return `values` as int64, shape [n], each in [0, capacity).
+
+    Raises SlotError that names the first value out of range and calls it a `noun`.
+    """
     array = np.asarray(values)
     if array.size == 0:
         return np.empty(0, np.int64)
@@ -26,10 +29,10 @@ def as_locations(values: Any, capacity: int, noun: str) -> Locations:
 
 
 class SlotAllocator:
-    """Hands out the numbers 0 .. capacity - 1: a stack of the free ones and a bitmap of the used ones.
+    """Allocator of the numbers 0 .. capacity - 1: a stack of the free ones and a bitmap of the used ones.
 
-    What was freed together comes back together and in the same order, so that neighbours stay neighbours and their copies can be merged.
-    Raises ConfigError for a negative capacity.
+    Slots that were freed together are handed out together and in the same order, so that neighbours stay neighbours and their copies can be
+    merged. Raises ConfigError for a negative capacity.
 
     Thread safety: `alloc` and `free` are called by one owner thread only; other threads hand what they want freed to the owner.
     """
@@ -44,17 +47,17 @@ class SlotAllocator:
 
     @property
     def capacity(self) -> int:
-        """All slots, free and used."""
+        """Number of all slots, free and used."""
         return len(self._free)
 
     @property
     def available(self) -> int:
-        """Free slots."""
+        """Number of free slots."""
         return self._available
 
     @property
     def used(self) -> int:
-        """Slots that are handed out."""
+        """Number of slots that are handed out."""
         return self.capacity - self._available
 
     def alloc(self, n: int) -> Locations:
@@ -85,11 +88,11 @@ class SlotAllocator:
         self._available = end
 
     def allocated(self, slots: npt.ArrayLike) -> npt.NDArray[np.bool_]:
-        """Which of `slots` are handed out: bool, shape [n]. Raises SlotError for one out of range."""
+        """Return which of `slots` are handed out: bool, shape [n]. Raises SlotError for one out of range."""
         return self._used[as_locations(slots, self.capacity, self._noun)]
 
     def check_integrity(self) -> None:
-        """Free and used slots partition the range; raises AssertionError otherwise. Call it when nothing is under way."""
+        """Check that free and used slots partition the range. Raises AssertionError otherwise. Call it when nothing is under way."""
         free = self._free[: self._available]
         assert 0 <= self._available <= self.capacity, f"{self._available} of {self.capacity} {self._noun}s are free"
         assert len(np.unique(free)) == len(free), f"a {self._noun} is on the free stack twice"

@@ -1,5 +1,5 @@
-"""Traffic replayed through the real index, policies and controller, without a model and without bytes.
+"""Replay of traffic through the real index, policies and controller, without a model and without bytes.
 
-Reading order: `base` (requests and their sources), `sources` (traces and generators), `plane` (pools and engines without memory), `drive`
-(one run), `bounds` (what no policy can beat), `results`.
+Reading order: `base` (requests and their sources), `sources` (traces and generators), `plane` and `store` (pools, engine and store without
+memory), `drive` (one run), `clairvoyant` and `upper` (bounds on what a policy can reach), `study` (many runs), `results`.
 """

@@ -1,4 +1,4 @@
-"""What is replayed: requests, and where they come from."""
+"""Requests that are replayed, and the protocol of their sources."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from tiercache.core import TokenArray
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request. `prompt` and `output`: token ids, uint64, one-dimensional; the prompt has at least one.
+    """One request.
 
-    `arrival`: seconds since the start, never falling. `session`: requests of one session never overlap: each begins when the one before
-    has ended. `round`: which request of its session, from 0.
+    `prompt` and `output`: token ids, uint64, one-dimensional; the prompt has at least one. `arrival`: seconds since the start, never
+    falling
+    from request to request. `session`: number of the session; requests of one session never overlap, each begins when the one before has
+    ended. `round`: ordinal of the request in its session, from 0.
     """
 
     prompt: TokenArray
@@ -25,21 +27,21 @@ class Request:
 
 
 class Source(Protocol):
-    """Requests in order of arrival. Iterating again gives the same again, token by token. Thread safety: immutable."""
+    """Requests in order of arrival. Each iteration yields the same requests, token by token. Thread safety: immutable."""
 
     @property
     def name(self) -> str:
-        """How rows and reports call it."""
+        """Name of the source in rows and reports."""
 
     @property
     def page_size(self) -> int:
-        """Tokens per page at which this traffic can match: 64, or what the trace was recorded at."""
+        """Tokens per page at which this traffic can match: 64, or the block size of the recorded trace."""
 
     @property
     def concurrency(self) -> int:
-        """Requests that are under way at once."""
+        """Number of requests that are under way at once."""
 
     def __len__(self) -> int:
-        """How many requests."""
+        """Return the number of requests."""
 
     def __iter__(self) -> Iterator[Request]: ...

@@ -1,4 +1,4 @@
-"""A policy that knows the future: what an infinite cache would have hit, and when."""
+"""A policy that knows the future: which prefixes an infinite cache hits, and when."""
 
 from __future__ import annotations
 
@@ -13,33 +13,34 @@ from tiercache.policy.base import Ranks
 
 
 class Recorder(Policy):
-    """Least recently used, noting at which prefix each request of an infinite cache hit. Thread safety: as `Policy`."""
+    """Least-recently-used policy that records the prefix at which each request of an infinite cache hits. Thread safety: as `Policy`."""
 
     name: ClassVar[str] = "infinite"
     steady: ClassVar[bool] = True
 
     def __init__(self) -> None:
         self.uses: dict[int, list[int]] = {}
-        """By digest (see `Units`), the ordinals of the requests that hit there, rising."""
+        """Ordinals of the requests that hit each prefix, ascending, by digest (see `Units`)."""
         self._request = -1
 
     def rank(self, units: Units) -> Ranks:
-        """The times of the last accesses."""
+        """Return the times of the last accesses."""
         return units.last_access.astype(np.float64)
 
     def requested(self) -> None:
-        """The next request begins."""
+        """Note that the next request begins."""
         self._request += 1
 
     def reused(self, reuse: Reuse) -> None:
-        """A hit."""
+        """Record a hit of the current request."""
         self.uses.setdefault(reuse.digest, []).append(self._request)
 
 
 class Clairvoyant(Policy):
-    """Cost of the next miss / (bytes freed x requests until then): what an infinite cache will not hit again goes first.
+    """Policy that ranks by cost of the next miss / (bytes freed x requests until then); prefixes without a future hit are evicted first.
 
-    Greedy, and so no proof of what is possible; a cache that knows only the past seldom does better. Thread safety: as `Policy`.
+    The choice is greedy, so its result is not a proven bound; a cache that knows only the past seldom does better.
+    Thread safety: as `Policy`.
     """
 
     name: ClassVar[str] = "clairvoyant"
@@ -50,11 +51,11 @@ class Clairvoyant(Policy):
         self._request = -1
 
     def requested(self) -> None:
-        """The next request begins."""
+        """Note that the next request begins."""
         self._request += 1
 
     def rank(self, units: Units) -> Ranks:
-        """The density; 0 for what is not used again."""
+        """Return the density divided by the distance to the next use; 0 for units that are not used again."""
         distance = np.array([self._distance(digest) for digest in units.digest.tolist()])
         ranks: Ranks = self._costs.density(units) / distance
         return ranks

@@ -1,4 +1,4 @@
-"""One run: every request of a source through a real controller over the null data plane."""
+"""One run of a replay: every request of a source goes through a real controller over the null data plane."""
 
 from __future__ import annotations
 
@@ -24,14 +24,17 @@ from tiercache.replay.store import NullStore
 from tiercache.replay.tally import Tally
 
 _SPARE_STATES: Final = 8
-"""States that one request may have in hand: its checkpoints, its end, and what it was restored from."""
+"""State slots reserved per request: for its checkpoints, for the state at its end, and for the state it was restored from."""
 _STATE_SHARE: Final = 0.25
-"""Of the device's bytes, where nobody says how many states it has."""
+"""Fraction of the device's bytes used for states where `Tiers.device_states` is None."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What the modelled time to the first token rests on: FLOPs per second that a prefill reaches, and bytes per second of each load."""
+    """Machine that the modelled time to the first token assumes.
+
+    `flops`: FLOPs per second that a prefill reaches. `host_bandwidth` and `disk_bandwidth`: bytes per second of loads from each tier.
+    """
 
     flops: float = 250e12
     host_bandwidth: float = 50e9
@@ -40,10 +43,11 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Tiers:
-    """Bytes of each tier. Without `device_bytes` the device holds what runs and nothing else, so that the host is the cache.
+    """Bytes of each tier.
 
-    `device_states`: state slots of the device (default: a quarter of its bytes); pages get the rest. `disk_bytes` 0: no storage.
-    `disk_policy`: of the store, whatever ranks in the tiers above.
+    Without `device_bytes` the device holds only what running requests need, so that the host is the cache. `device_states`: state slots
+    of the device (default: a quarter of its bytes); pages get the rest. `disk_bytes` 0: no storage. `disk_policy`: the eviction policy of
+    the store, whatever policy ranks in the tiers above.
     """
 
     host_bytes: int
@@ -54,13 +58,13 @@ class Tiers:
 
     @property
     def nbytes(self) -> int:
-        """Of all tiers that keep anything."""
+        """Sum of the bytes of all tiers that cache anything."""
         return (self.device_bytes or 0) + self.host_bytes + self.disk_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What one run is made of. `policy`: a name, or one made elsewhere, as a bound is."""
+    """Parameters of one run. `policy`: a policy's name, or a Policy object made by the caller, such as the clairvoyant bound."""
 
     policy: str | Policy
     profile: ModelProfile
@@ -73,7 +77,10 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What the requests of a source take at most: `pages` of all of them together without sharing, `longest` of one."""
+    """Upper limits of what a source's requests take.
+
+    `pages`: pages of all requests together if nothing were shared; `longest`: pages of the longest request.
+    """
 
     requests: int
     pages: int
@@ -81,7 +88,7 @@ class Need:
 
 
 def measure(source: Source, step: Callable[[], object] = lambda: None) -> Need:
-    """Read a source once; `step` is called after each request."""
+    """Read a source once and return what its requests take at most; `step` is called after each request."""
     requests = pages = longest = 0
     for request in source:
         size = -(-(len(request.prompt) + len(request.output)) // source.page_size)
@@ -91,14 +98,17 @@ def measure(source: Source, step: Callable[[], object] = lambda: None) -> Need:
 
 
 def infinite(source: Source, need: Need, profile: ModelProfile, rules: CheckpointRules) -> Tiers:
-    """A host that never has to evict."""
+    """Return tiers whose host never has to evict."""
     block = block_bytes(geometries(profile, source.page_size)[PoolName.KV])
     states = need.requests * _SPARE_STATES + (need.pages * source.page_size // rules.every if rules.every else 0)
     return Tiers(need.pages * block + states * (-(-profile.state_bytes // block) * block))
 
 
 class Run:
-    """Drives a controller. Raises ConfigError where the tiers do not hold one request. Thread safety: one thread."""
+    """A replay of one source through a controller.
+
+    Raises ConfigError if the tiers do not hold one request. Thread safety: one thread.
+    """
 
     def __init__(self, source: Source, need: Need, setup: Setup) -> None:
         geometry = geometries(setup.profile, source.page_size)
@@ -110,7 +120,7 @@ class Run:
         self._tokens_from: Counter[Tier] = Counter()
         self._device_peak = 0
         block = block_bytes(geometry[PoolName.KV])
-        # What nothing could ever fill takes no books.
+        # An arena larger than the whole source could fill would only cost bookkeeping memory.
         fillable = infinite(source, need, setup.profile, setup.checkpoints).host_bytes
         self._arena = NullArena(min(setup.tiers.host_bytes, fillable), block)
         self._device = {name: device_pool(one, slots) for (name, one), slots in zip(geometry.items(), self._slots(need), strict=False)}
@@ -130,7 +140,7 @@ class Run:
                 refresh_path=setup.refresh_path,
                 in_flight_share=1.0,
                 belief_checks=0,
-                write_retries=0,  # its store answers the same until the next request
+                write_retries=0,  # the null store would answer the same until the next request
             ),
             profile=setup.profile,
             policy=self._policy(),
@@ -157,21 +167,21 @@ class Run:
 
     @property
     def controller(self) -> HybridCacheController:
-        """What is driven; for who wants to look closer."""
+        """The controller that the run drives, for callers that inspect it."""
         return self._controller
 
     @property
     def under_way(self) -> tuple[Request, ...]:
-        """Requests that have begun and not ended, the oldest first."""
+        """Requests that have begun and not yet ended, the oldest first."""
         return tuple(one.request for one in self._running)
 
     @property
     def peak_bytes(self) -> int:
-        """The most that all tiers that keep anything ever held, each at its own time."""
+        """Sum in bytes of the peaks of all tiers that cache anything; each tier's peak may be at another time."""
         return sum(use.peak for use in self.uses().values())
 
     def uses(self) -> Mapping[str, TierUse]:
-        """What each tier did."""
+        """Return the usage of each tier by name: `device` and `disk` only where they are configured, `host` always."""
         engine, host = self._engine[0], self._setup.tiers
         found: dict[str, TierUse] = {}
         if host.device_bytes is not None:
@@ -192,7 +202,7 @@ class Run:
         return found
 
     def kept(self) -> tuple[Kept, ...]:
-        """What the cache holds now, by kind of checkpoint; pages that lie below the last state of their path count as `none`."""
+        """Return what the cache holds now, by kind of checkpoint; pages below the last state of their path count as `none`."""
         states: Counter[CheckpointKind] = Counter()
         pages: Counter[CheckpointKind] = Counter()
         for kind, count, with_state in self._controller.contents():
@@ -210,14 +220,17 @@ class Run:
         return self._engine[0]
 
     def _slots(self, need: Need) -> tuple[int, int]:
-        """Page slots and state slots of the device."""
+        """Return the numbers of page slots and state slots of the device.
+
+        Raises ConfigError if the device does not hold what runs at once.
+        """
         source, tiers, every = self._source, self._setup.tiers, self._setup.checkpoints.every
         own = _SPARE_STATES + (need.longest * source.page_size // every if every else 0)
         least = (need.longest + 1) * source.concurrency, own * source.concurrency
         if tiers.device_bytes is None:
             return least
         page, state = self._object_bytes[PoolName.KV], self._setup.profile.state_bytes
-        # One request ends at a time; all others keep what they were restored from.
+        # Only one request ends at a time; each of the others holds just the state it was restored from.
         ending = own + source.concurrency - 1 if state else 0
         states = tiers.device_states
         if states is None:
@@ -258,7 +271,7 @@ class Run:
         self._running.append(_Running(request, admission))
 
     def _seconds(self, request: Request, admission: Admission) -> float:
-        """The modelled time to the first token: the loads, then the prefill of what is not restored."""
+        """Return the modelled seconds to the first token: the loads, then the prefill of what is not restored."""
         machine, seconds = self._setup.machine, 0.0
         for (tier, pool), count in admission.sources.objects.items():
             if tier is not Tier.DEVICE:
@@ -267,12 +280,12 @@ class Run:
         return seconds + self._setup.profile.flops(admission.depth, len(request.prompt)) / machine.flops
 
     def _land(self) -> None:
-        """Let everything land that is under way: copies hold device slots until then."""
+        """Wait until every copy under way has landed: copies hold device slots until then."""
         while self._controller.tick():
             pass
 
     def _finish(self) -> None:
-        """The oldest request is done: its pages and states go to the cache."""
+        """End the oldest running request: commit its pages and states to the cache and release it."""
         running = self._running.popleft()
         request, admission, controller = running.request, running.admission, self._controller
         sequence = tokens_of(request)
@@ -303,5 +316,5 @@ class _Running:
 
 
 def tokens_of(request: Request) -> TokenArray:
-    """Everything whose KV exists when a request has ended: the last token's is never computed."""
+    """Return all tokens whose KV exists when a request has ended; the KV of the last output token is never computed."""
     return np.concatenate([request.prompt, request.output[:-1]])

@@ -1,4 +1,5 @@
-"""The null data plane: pools, arena, engine, threads and store that keep real books and move no bytes."""
+"""The null data plane: pools, arena, engine and threads that keep real accounts and move no bytes. The store is
+`tiercache.replay.store`."""
 
 # ruff: noqa: D102 (the contracts document these methods)
 
@@ -21,7 +22,7 @@ from tiercache.transfer.fences import Fence
 
 
 def geometries(profile: ModelProfile, page_size: int) -> dict[PoolName, Geometry]:
-    """Pages and states as large as the model's, as plain bytes; no state pool for a model without states."""
+    """Return geometries with pages and states as large as the model's, as plain bytes; a model without states gets no state pool."""
     found = {PoolName.KV: Geometry(PoolName.KV, page_size, (Segment(0, "kv", (page_size, profile.kv_bytes_per_token), "uint8"),))}
     if profile.state_bytes:
         found[PoolName.MAMBA] = state_geometry([(0, "state", (profile.state_bytes,), "uint8")], page_size)
@@ -29,13 +30,13 @@ def geometries(profile: ModelProfile, page_size: int) -> dict[PoolName, Geometry
 
 
 def device_pool(geometry: Geometry, slots: int) -> DevicePool:
-    """A pool of `slots` slots without tensors."""
+    """Return a pool of `slots` slots without tensors."""
     one = np.zeros(1, np.int64)
     return DevicePool(geometry, SegmentTable(one.astype(np.uint64), one, geometry.lengths, one, one, one), slots, "null", {})
 
 
 class NullArena(BlockArena):
-    """An arena whose blocks all lie in one and the same piece of memory: what is written is lost. Thread safety: as `BlockArena`."""
+    """Arena whose blocks all share one piece of memory, so that written bytes are lost. Thread safety: as `BlockArena`."""
 
     fd = -1
     address = 0
@@ -63,12 +64,12 @@ class NullArena(BlockArena):
 
 
 def block_bytes(geometry: Geometry) -> int:
-    """The block that fits a page: its bytes, rounded up."""
+    """Return the bytes of a block that fits one page: the page's bytes, rounded up to the alignment."""
     return max(BLOCK_ALIGN, geometry.padded_nbytes)
 
 
 class NullEngine(TransferEngine):
-    """Every copy is done when it is asked for. Bytes are counted by direction. Thread safety: one thread."""
+    """Transfer engine whose copies finish at once. It counts bytes by direction. Thread safety: one thread."""
 
     def __init__(self, object_bytes: Mapping[PoolName, int]) -> None:
         self._bytes = object_bytes
@@ -98,7 +99,8 @@ class NullEngine(TransferEngine):
 
 
 class Inline(IoThreads):
-    """Jobs run at once, on the thread that submits them: the order of events is that of the calls. Thread safety: one thread."""
+    """Threads that run each job at once in the submitting thread, so that events happen in the order of the calls. Thread safety: one
+    thread."""
 
     def __init__(self, name: str, threads: int) -> None:
         pass

@@ -1,4 +1,4 @@
-"""What a replay found: one `Result` per source, policy and capacity."""
+"""Results of a replay: one `Result` per source, policy and capacity."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class TierUse:
-    """One tier of one run. Bytes; `tokens`: prompt tokens whose slowest object came from here; `evicted`: objects."""
+    """Usage of one tier in one run.
+
+    `capacity`, `peak`, `read_bytes` and `written_bytes` are in bytes. `evicted`: objects. `tokens`: prompt tokens whose slowest object came
+    from this tier.
+    """
 
     capacity: int
     peak: int
@@ -21,7 +25,10 @@ class TierUse:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What a policy had kept at the end of a run, by kind of checkpoint: states and their pages' KV, in bytes."""
+    """What a policy had kept at the end of a run, for one kind of checkpoint.
+
+    `states`: number of states. `state_bytes` and `page_bytes`: bytes of those states and of the KV of their pages.
+    """
 
     kind: str
     states: int
@@ -31,7 +38,7 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One point of a run: `requests` so far, and the rates over the window that ends here."""
+    """One point of a run: `requests` so far, and the rates over the window that ends here. `bytes_held`: bytes in use on the host."""
 
     requests: int
     token_hit_rate: float
@@ -41,7 +48,10 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One run. `capacity`: fraction of the infinite cache's footprint, None where tiers were given in bytes; rates are fractions."""
+    """Result of one run.
+
+    `capacity`: fraction of the infinite cache's footprint, None where tiers were given in bytes. Rates are fractions.
+    """
 
     source: str
     policy: str
@@ -57,16 +67,16 @@ class Result:
     seed: int
     profile: str
     is_bound: bool = False
-    """Not a policy but a bound: the infinite cache, the clairvoyant, the upper bound."""
+    """Whether the run is a bound (the infinite cache, the clairvoyant, the upper bound) and not a policy."""
     tiers: Mapping[str, TierUse] = field(default_factory=dict)
     kept: tuple[Kept, ...] = ()
     over_time: tuple[Sample, ...] = ()
     by_round: tuple[float, ...] = ()
-    """Token hit rate of the n-th requests of all sessions; empty where sessions have one request."""
+    """Token hit rate of the n-th requests of all sessions; empty where every session has only one request."""
     published: Mapping[str, float] = field(default_factory=dict)
-    """Figures published for this source, by what they are of."""
+    """Figures published for this source, by the name of what they measure."""
 
     def row(self) -> dict[str, Any]:
-        """This result as plain JSON values."""
-        published = dict(self.published)  # which may be a view that `asdict` cannot copy
+        """Return this result as plain JSON values."""
+        published = dict(self.published)  # it may be a mapping proxy, which `asdict` cannot copy
         return asdict(replace(self, published=published))

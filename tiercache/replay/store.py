@@ -1,4 +1,4 @@
-"""The null store: a disk that keeps keys and lengths, gives up what every store gives up first, and forgets the bytes."""
+"""The null store: a disk that keeps keys and lengths, evicts in the same order as every store, and discards the bytes."""
 
 # ruff: noqa: D102 (the contract documents these methods)
 
@@ -18,9 +18,9 @@ from tiercache.storage.residents import Residents, Standing, parents_first
 
 
 class NullStore(StorageBackend):
-    """At most `capacity` payload bytes. What is given up first: `tiercache.storage.eviction`.
+    """A store of at most `capacity` payload bytes. The order of eviction is that of `tiercache.storage.eviction`.
 
-    Every get is a hit if the key is there: there are no bytes to verify. Thread safety: one thread, unlike other stores.
+    Every get of a key that is present is a hit: there are no bytes to verify. Thread safety: one thread, unlike other stores.
     """
 
     capabilities = Capabilities(bounded=True)
@@ -51,9 +51,9 @@ class NullStore(StorageBackend):
         return [Outcome.HIT if row >= 0 else Outcome.MISS for row in rows]
 
     def set(self, items: Sequence[SetItem]) -> list[Outcome]:
-        # A batch does not evict its own, nor what it hangs on: what comes last is worth nothing without what came first.
+        # A batch evicts neither its own objects nor their parents: an object is worth nothing without those before it on its path.
         links = [(item.key.page_key, item.meta.parent) for item in items]
-        # In the order of the batch, so that a replay that is run again breaks its ties alike.
+        # Nodes are held in the order of the batch, so that a repeated replay breaks ties in the same way.
         held = {page: self._residents.hold(page) for page in dict.fromkeys(chain.from_iterable(links)) if page is not None}
         outcomes = [Outcome.ERROR] * len(items)
         missing: set[bytes] = set()
@@ -132,7 +132,7 @@ class NullStore(StorageBackend):
 
 
 class _Evicting:
-    """Room for so many bytes. See `eviction.Taker`.
+    """Eviction of objects until `nbytes` more fit. See `eviction.Taker`.
 
     Thread safety: one thread.
     """
@@ -142,15 +142,15 @@ class _Evicting:
         self._nbytes = nbytes
 
     def take(self, rows: list[int]) -> None:
-        """Let them go."""
+        """Evict the objects of these rows."""
         for row in rows:
             self._store._drop(row)
         self._store.evicted += len(rows)
 
     def enough(self) -> bool:
-        """Does it fit?"""
+        """Return whether the object now fits."""
         return self._store._residents.payload + self._nbytes <= self._store._capacity
 
     def full(self) -> bool:
-        """There is no limit."""
+        """Return False: the number of rows taken has no limit."""
         return False

@@ -1,4 +1,4 @@
-"""Many runs over one source: policies and capacities, and the bounds beside them."""
+"""Studies: runs of several policies and capacities over one source, with the bounds beside them."""
 
 from __future__ import annotations
 
@@ -20,21 +20,24 @@ from tiercache.replay.sources import WorkloadSource
 from tiercache.replay.upper import upper_bound
 
 CAPACITIES: Final = (0.05, 0.1, 0.2)
-"""Fractions of what an infinite cache holds, where nobody asks for others."""
+"""Default capacities, as fractions of the infinite cache's footprint."""
 WITHOUT_OFFLOAD: Final = "without offload"
-"""What is appended to a policy's name for a run in which the device is all there is."""
+"""Suffix of a policy's name for a run in which the device is the only tier."""
 
 
 def possible(policy: str, profile: ModelProfile) -> bool:
-    """Has the policy a meaning for this model? Raises ConfigError for one that there is not."""
+    """Return whether the policy can be used with this model. Raises ConfigError for an unknown policy."""
     needs = policy_named(policy, Costs(profile)).needs_states
     return bool(profile.state_bytes) or not needs
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What to replay. `capacities`: fractions of what an infinite cache holds; or `tiers` in bytes. Without both, the tiers of the source's
-    own benchmark if it is one, else 5, 10 and 20 %. Raises ConfigError for what is not possible.
+    """Parameters of a study.
+
+    `capacities`: fractions of what an infinite cache holds; `tiers`: bytes instead. Without both, a study uses the tiers of the source's
+    own
+    benchmark if there is one, else 5, 10 and 20 %. Raises ConfigError for a combination that is not possible.
     """
 
     source: Source
@@ -69,27 +72,30 @@ class Question:
 
     @property
     def is_benchmark(self) -> bool:
-        """Does the source's own benchmark say which tiers there are?"""
+        """Whether the tiers are those of the source's own benchmark."""
         own = self.source.layout if isinstance(self.source, WorkloadSource) else None
         return own is not None and not self.capacities and self.tiers is None
 
     @property
     def stages(self) -> int:
-        """How many stages a study of this takes."""
+        """Number of stages that a study of this question takes."""
         sizes = 1 if self.is_benchmark or self.tiers is not None else len(self.capacities or CAPACITIES)
         return 2 + len(self.policies) * sizes + self.is_benchmark + (sizes + 1 if self.bounds else 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What is under way: `label`, and how many requests it will take."""
+    """One step of a study: its `label`, and the number of requests it goes through."""
 
     label: str
     requests: int
 
 
 def study(question: Question, stage: Callable[[Stage], Callable[[], object]] = lambda _: lambda: None) -> Iterator[Result]:
-    """Every result as it is found, the infinite cache first. `stage` is told of each run, and returns what is called after each request."""
+    """Yield each result as it is found, the infinite cache first.
+
+    `stage` is called at the start of each stage and returns a function that is called after each request.
+    """
     return _Study(question, stage).results()
 
 
@@ -103,7 +109,8 @@ class _Study:
         question = self._question
         need = measure(self._source, self._stage(Stage("reading", len(self._source))))
         if question.tiers is not None:
-            self._prepare(need, question.tiers, question.policies[0])  # A device that is too small is refused before anything has run.
+            # A device that is too small is refused before anything has run.
+            self._prepare(need, question.tiers, question.policies[0])
         recorder = Recorder()
         unlimited = infinite(self._source, need, question.profile, question.checkpoints)
         free = self._run(need, unlimited, recorder, "infinite", None)
@@ -129,7 +136,7 @@ class _Study:
             assert self._source.layout is not None
             layout = self._source.layout
             page = geometries(question.profile, self._source.page_size)[PoolName.KV].nbytes
-            # Pages are not what the benchmark is short of: the device has room for all of them.
+            # The benchmark limits states and not pages, so the device has room for all pages.
             pages = max(need.pages + need.longest, (need.longest + 1) * self._source.concurrency)
             device = layout.device_states * question.profile.state_bytes + pages * page
             disk = unlimited.host_bytes if layout.file_storage else 0

@@ -1,4 +1,4 @@
-"""What is counted during a run."""
+"""Counters of one run."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from tiercache.replay.base import Request
 from tiercache.replay.results import Sample
 
 _SAMPLES: Final = 100
+"""Approximate number of samples over a run."""
 
 
 class Tally:
-    """Sums over requests. Thread safety: one thread."""
+    """Sums over the requests of one run. Thread safety: one thread."""
 
     def __init__(self, profile: ModelProfile, requests: int, held: Callable[[], int]) -> None:
         self._profile = profile
@@ -27,7 +28,7 @@ class Tally:
         self.over_time: list[Sample] = []
 
     def add(self, request: Request, depth: int, seconds: float) -> None:
-        """A request restored `depth` tokens of its prompt and had its first token after `seconds`."""
+        """Count a request that restored `depth` tokens of its prompt and had its first token after `seconds`."""
         prompt = len(request.prompt)
         self._rows.append((request.round, prompt, depth, seconds))
         for i, value in enumerate((prompt, depth, self._profile.flops(0, prompt), self._profile.flops(0, depth))):
@@ -40,26 +41,26 @@ class Tally:
 
     @property
     def requests(self) -> int:
-        """How many so far."""
+        """Number of requests so far."""
         return len(self._rows)
 
     @property
     def token_hit_rate(self) -> float:
-        """Restored prompt tokens by prompt tokens."""
+        """Restored prompt tokens divided by prompt tokens."""
         return self._total[1] / self._total[0] if self._total[0] else 0.0
 
     @property
     def flops_saved(self) -> float:
-        """FLOPs of the restored prefixes by FLOPs of the prompts."""
+        """FLOPs of the restored prefixes divided by FLOPs of the prompts."""
         return self._total[3] / self._total[2] if self._total[2] else 0.0
 
     def ttft_ms(self) -> tuple[float, float]:
-        """Mean and 95th percentile of the modelled time to the first token, milliseconds."""
+        """Return the mean and the 95th percentile of the modelled time to the first token, in milliseconds."""
         seconds = np.array([row[3] for row in self._rows]) * 1e3
         return (float(seconds.mean()), float(np.percentile(seconds, 95))) if len(seconds) else (0.0, 0.0)
 
     def by_round(self) -> tuple[float, ...]:
-        """Token hit rate of the n-th requests of all sessions; empty where no session has two."""
+        """Return the token hit rate of the n-th requests of all sessions; empty if no session has two."""
         rounds = np.array([row[:3] for row in self._rows], np.int64).reshape(-1, 3)
         if not len(rounds) or not rounds[:, 0].max():
             return ()

@@ -1,17 +1,18 @@
-"""What no cache of a size can exceed on a source, whatever it knows of the future and wherever it takes its states.
+"""Upper bound on the hit rate of any cache of a given size, whatever it knows of the future and wherever it takes its states.
 
-What requests leave competes for the cache's bytes in the gaps between requests; what a running request works on is free. A hit of d pages
-needs each of them, and a state at d, in every gap since a request last had that prefix and could compute it. Two hits never share bytes in
-a gap, for the next request with a prefix computes it anew, hit or not. So nothing is better than the choice of one depth per request that
-gains most among those that fit into every gap.
+Finished requests leave pages and states that compete for the cache's bytes in the gaps between requests; what a running request works on
+is free. A hit of d pages needs each of them, and a state at d, in every gap since a request last had that prefix and could compute it.
+Two hits never share bytes in a gap, because the next request with a prefix computes it anew, hit or not. So the optimum chooses one depth
+per request such that the choices fit into every gap and gain most.
 
 The bound is the Lagrangian dual of that choice: bytes have a price in each gap, each request takes the depth of the highest profit, and
 
     what any cache gains <= capacity x sum of the prices + sum of the profits,
 
-since a hit is worth no more than its profit and the price of its bytes. That holds for any prices: they are searched for and need not be
-right. With one price for all gaps this is the fractional knapsack over use intervals, PFOO-L in Berger, Beckmann and Harchol-Balter,
-"Practical Bounds on Optimal Caching with Variable Object Sizes" (2018), here with states, and with hits that need all pages before them.
+since a hit is worth no more than its profit and the price of its bytes. The inequality holds for any prices, so the search for good prices
+does not have to converge. With one price for all gaps this is the fractional knapsack over use intervals, PFOO-L in Berger, Beckmann and
+Harchol-Balter, "Practical Bounds on Optimal Caching with Variable Object Sizes" (2018), here extended with states, and with hits that need
+all pages before them.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ Floats: TypeAlias = npt.NDArray[np.float64]
 Ints: TypeAlias = npt.NDArray[np.int64]
 
 _LEVELS: Final = 48
-"""Prices that are tried in all gaps alike."""
+"""Number of price levels that are first tried with the same price in all gaps."""
 _ROUNDS: Final = 800
 _LEAST_ROUNDS: Final = 50
 _WORK: Final = 20_000_000
-"""Choices and gaps, times rounds, for one capacity: about a second."""
+"""Limit of (gaps + choices) x rounds of the search for one capacity: about a second."""
 _RATE: Final = 0.3
 _MOMENTUM: Final = 0.9
 _SPREAD: Final = 0.99
@@ -44,17 +45,20 @@ _SPREAD: Final = 0.99
 
 @dataclass(frozen=True, slots=True)
 class Upper:
-    """Fractions of all prompt tokens, and of the FLOPs of all prefills. Each is a bound of its own: no cache need reach both at once."""
+    """Bounds as fractions of all prompt tokens, and of the FLOPs of all prefills.
+
+    Each is a bound of its own: no cache need reach both at once.
+    """
 
     token_hit_rate: float
     flops_saved: float
 
 
 def upper_bound(source: Source, profile: ModelProfile, capacities: Sequence[int], step: Callable[[], object] = lambda: None) -> list[Upper]:
-    """The bound for each capacity in bytes, never lower for a larger one. The source is read once; `step` is called after each request.
+    """Return the bound for each capacity in bytes; a larger capacity never has a lower bound.
 
-    Where requests overlap, up to `source.concurrency` of them hold what they work on beside the capacity. Sound but for rounding, some
-    1e-12 of the bound.
+    The source is read once; `step` is called after each request. Where requests overlap, up to `source.concurrency` of them hold what they
+    work on beside the capacity. The bound is sound except for rounding errors of about 1e-12 of its value.
     """
     history = _History(source, profile)
     for request in source:
@@ -71,27 +75,28 @@ def upper_bound(source: Source, profile: ModelProfile, capacities: Sequence[int]
 
 @dataclass(frozen=True, slots=True)
 class _Choices:
-    """The depths at which requests may hit, by request and then by depth, as columns.
+    """Depths at which requests may hit, as columns ordered by request and then by depth.
 
-    Only the last depth of each run of pages that the same earlier request had last: they and their states are needed in the same gaps, and
-    gain per page never falls with depth, so that the last pays if any does.
+    Each run of pages that the same earlier request had last is represented by its last depth only: the pages of a run and their states are
+    needed in the same gaps, and gain per page never falls with depth, so that the last depth pays if any does.
     """
 
     gaps: int
     tokens: Ints
-    """What a hit here restores."""
+    """Tokens that a hit at this depth restores."""
     first: Ints
     last: Ints
-    """The pages of the run, and a state at its end, are needed in the gaps [first, last); gap g follows request g."""
+    """First and last of the gaps [first, last) in which the pages of the run, and a state at its end, are needed; gap g follows request
+    g."""
     page_bytes: Ints
-    """Of the run."""
+    """Bytes of the run's pages."""
     state_bytes: int
     starts: Ints
-    """Where each request's choices begin; requests without any are left out."""
+    """Index at which each request's choices begin; requests without any choice are left out."""
 
 
 class _History:
-    """Reads requests, and knows who had each prefix last. Thread safety: one thread."""
+    """Collector of the requests of a source; it tracks which request had each prefix last. Thread safety: one thread."""
 
     def __init__(self, source: Source, profile: ModelProfile) -> None:
         self._page_size = source.page_size
@@ -105,7 +110,7 @@ class _History:
         self.flops = 0.0
 
     def add(self, request: Request) -> None:
-        """The next request: what it could hit, then what it has."""
+        """Add the next request: record the depths at which it could hit, then the prefixes it leaves behind."""
         now, prompt = self._requests, len(request.prompt)
         computed = np.concatenate([request.prompt, request.output[:-1]])  # the last token's KV is never computed
         digests = self._prefixes.of(computed, 0).tolist()
@@ -113,7 +118,7 @@ class _History:
         before = np.array([self._last[digest] for digest in reusable if digest in self._last], np.int64)
         if len(before):
             ends = np.append(np.flatnonzero(np.diff(before)) + 1, len(before))
-            # A request may be under way, and hold for free what it restored, until so many others have begun.
+            # With overlap, an earlier request may still be running and hold its pages for free until `_overlapping` more have begun.
             first = np.minimum(before[ends - 1] + self._overlapping, now)
             self._columns.append(np.stack([np.full(len(ends), now), ends, np.diff(ends, prepend=0), first]))
         self._last.update(dict.fromkeys(digests, now))
@@ -122,7 +127,7 @@ class _History:
         self.flops += self._profile.flops(0, prompt)
 
     def choices(self) -> _Choices:
-        """Of all requests so far."""
+        """Return the choices of all requests so far."""
         request, depth, pages, first = np.concatenate([np.empty((4, 0), np.int64), *self._columns], axis=1)
         return _Choices(
             gaps=max(0, self._requests - 1),
@@ -136,7 +141,7 @@ class _History:
 
 
 class _Dual:
-    """What prices prove of one objective. A price per gap, float64, from 0. Thread safety: one thread."""
+    """Bounds that prices prove for one objective. Prices are one float64 per gap, at least 0. Thread safety: one thread."""
 
     def __init__(self, choices: _Choices, gains: Floats) -> None:
         self._choices = choices
@@ -146,12 +151,12 @@ class _Dual:
         self._profits: list[float] = []
 
     def densities(self) -> Floats:
-        """What each choice gains by byte and gap, of those that take any."""
+        """Return the gain of each choice per byte and gap; choices that take no bytes in any gap are left out."""
         cost = self._cost(np.ones(self._choices.gaps))
         return self._gains[cost > 0] / cost[cost > 0]
 
     def add(self, prices: Floats) -> Floats:
-        """Remember what these prices prove. Returns the bytes in each gap that the choices of the highest profit take."""
+        """Record the bound that these prices prove, and return the bytes in each gap that the choices of the highest profit take."""
         at = self._choices
         profits = self._gains - self._cost(prices)
         best = np.maximum.reduceat(profits, at.starts)
@@ -167,16 +172,16 @@ class _Dual:
         return wanted
 
     def value(self, capacity: int) -> float:
-        """The least bound so far."""
+        """Return the lowest bound found so far for a capacity in bytes."""
         return float((capacity * np.array(self._sums) + np.array(self._profits)).min())
 
     def level(self, capacity: int) -> float:
-        """The mean price of the least bound so far that has any."""
+        """Return the mean price over all gaps of the lowest bound so far whose prices are not all 0."""
         sums, profits = np.array(self._sums), np.array(self._profits)
         return float(sums[np.where(sums > 0, capacity * sums + profits, np.inf).argmin()]) / self._choices.gaps
 
     def _cost(self, prices: Floats) -> Floats:
-        """What the bytes of each choice cost: the runs of pages up to there, and the state."""
+        """Return the cost of each choice: the price of the runs of pages up to its depth, and of its state."""
         at = self._choices
         until = np.concatenate([[0.0], np.cumsum(prices)])
         each = until[at.last] - until[at.first]
@@ -192,18 +197,21 @@ def _bounds(choices: _Choices, gains: Floats, capacities: Sequence[int]) -> list
     demand = dual.add(np.zeros(choices.gaps))
     densities = dual.densities()
     if len(densities):
-        # Beyond the highest density nothing pays, which is the bound for no capacity.
+        # At a price above the highest density no choice pays; that price gives the bound for a capacity of 0.
         for price in [*np.quantile(densities, np.linspace(0.0, 1.0, _LEVELS)), 2.0 * densities.max()]:
             dual.add(np.full(choices.gaps, price))
         for capacity in sorted(set(capacities)):
             if 0 < capacity < demand.max():
                 _search(dual, choices, capacity)
-    # What prices prove, they prove for every capacity.
+    # Each set of prices proves a bound for every capacity, so the minimum is taken over all of them.
     return [dual.value(capacity) for capacity in capacities]
 
 
 def _search(dual: _Dual, choices: _Choices, capacity: int) -> None:
-    """Raise prices where more is wanted than there is and lower them elsewhere: projected subgradients by Adam, whose steps end at 0."""
+    """Raise prices in gaps where more than the capacity is wanted and lower them elsewhere.
+
+    The method is projected subgradient descent with Adam, whose step size falls to 0.
+    """
     level = dual.level(capacity)
     prices = np.full(choices.gaps, level)
     mean, square = np.zeros(choices.gaps), np.zeros(choices.gaps)

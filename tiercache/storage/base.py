@@ -17,17 +17,17 @@ from tiercache.storage.env import Env
 from tiercache.storage.vectors import usable
 
 DIGEST_BYTES: Final = 64
-"""Of an object key's digest: layout digest and page key."""
+"""Bytes of an object key's digest: layout digest and page key."""
 
 NAMESPACE_BYTES: Final = 64
-"""At most; `keys.namespace_of` gives 32."""
+"""Largest length of a namespace in bytes; `keys.namespace_of` gives 32."""
 
 
 class GetItem(NamedTuple):
     """One object to read.
 
-    `buffers` are writable, C-contiguous byte views, filled in order (scatter). Together they hold at least `length` bytes; the store
-    may also overwrite what lies behind the payload, up to their end.
+    `buffers` are writable, C-contiguous byte views, filled in order (scatter). Together they hold at least `length` bytes; the store may
+    also overwrite the bytes behind the payload, up to their end.
     """
 
     key: ObjectKey
@@ -36,7 +36,7 @@ class GetItem(NamedTuple):
 
 
 class SetItem(NamedTuple):
-    """One object to write: `buffers` in order (gather), of which the first `meta.length` bytes are the payload. They are not kept.
+    """One object to write: `buffers` in order (gather), of which the first `meta.length` bytes are the payload. The buffers are not kept.
 
     `meta.parent` is the page key on which the object depends: for a page the page before it, for an object that hangs on a page (a state)
     the key of that page, which is its own. A store that evicts never gives up a page before what depends on it.
@@ -48,7 +48,7 @@ class SetItem(NamedTuple):
 
 
 def storable(item: SetItem) -> bool:
-    """Is an item to write well formed? A store answers ERROR where it is not."""
+    """Return whether an item to write is well formed. A store answers ERROR if it is not."""
     meta = item.meta
     return (
         len(item.key.digest) == DIGEST_BYTES
@@ -61,39 +61,39 @@ def storable(item: SetItem) -> bool:
 
 
 def checksum_of(item: SetItem) -> bytes:
-    """The checksum of a well-formed item to write: the caller's, or where that is empty the one of its bytes."""
+    """Return the checksum of a well-formed item to write: the caller's, or if that is empty the one computed from its bytes."""
     return item.meta.checksum or checksum(item.key, item.buffers, item.meta.length)
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a backend can do; a conformance test runs when its capability is there."""
+    """Capabilities of a backend; a conformance test runs if the backend has its capability."""
 
     persistent: bool = False
-    """Acknowledged objects are there after the process ends in any way and the store is opened again."""
+    """Whether acknowledged objects are there after the process ends in any way and the store is opened again."""
     shared: bool = False
-    """Several processes may open it at once."""
+    """Whether several processes may open it at once."""
     bounded: bool = False
-    """It keeps a capacity by evicting."""
+    """Whether it keeps within a capacity by evicting."""
 
 
 @dataclass(frozen=True, slots=True)
 class NamespaceRecord:
-    """What a store remembers about a namespace so that people can name what they see: the identity without its salt."""
+    """Record of a namespace in a store, so that its objects can be named for people: the identity without its salt."""
 
     namespace: bytes
     identity: Mapping[str, str | int]
     states: bool = False
-    """A prefix of it needs recurrent states: KV without a state at or below it is worth nothing."""
+    """Whether a prefix in it needs recurrent states: KV without a state at or below it is then worth nothing."""
 
     def over(self, known: NamespaceRecord | None) -> NamespaceRecord:
-        """What is remembered once this is registered and `known` was before: that there are states is never taken back."""
+        """Return the record to remember when this one is registered over `known`: this one, but `states` stays set once it was."""
         return replace(self, states=True) if known is not None and known.states else self
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a store holds. `capacity_bytes` 0 means without a cap; `used_bytes` counts everything towards the cap, overheads included."""
+    """Contents of a store. `capacity_bytes` 0 means without a cap; `used_bytes` counts everything towards the cap, overheads included."""
 
     objects: int
     payload_bytes: int
@@ -111,7 +111,7 @@ class ScanEntry(NamedTuple):
 
 
 class ScanPage(NamedTuple):
-    """A part of a scan; pass `cursor` to the next call. An empty cursor ends the scan."""
+    """Part of a scan; pass `cursor` to the next call. An empty cursor ends the scan."""
 
     entries: Sequence[ScanEntry]
     cursor: bytes
@@ -125,26 +125,26 @@ class SharedMemory(Protocol):
 
     @property
     def fd(self) -> int:
-        """The memfd: sealed against resizing, not against further seals, every page of it present."""
+        """The memfd: sealed against resizing but not against further seals, with every page of it present."""
 
     @property
     def address(self) -> int:
-        """Where this process has its first byte mapped."""
+        """Address at which this process has the first byte mapped."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes from there on."""
+        """Bytes that are mapped from `address` on."""
 
     def embargo(self, ranges: Sequence[tuple[int, int]]) -> Callable[[], None]:
-        """Do not hand out the blocks under these (offset, length) ranges again, freed or not, until the callable that comes back is called.
+        """Withhold the blocks under these (offset, length) ranges, freed or not; return the callable that ends this.
 
-        For a store that gave up waiting for another process which may still write there.
+        It is called for a store that gave up waiting for another process which may still write there.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class StoreContext:
-    """What a store is handed besides its own section: the outside world."""
+    """The outside world that a store is handed besides its own section."""
 
     env: Env
 
@@ -152,22 +152,22 @@ class StoreContext:
 class StorageBackend(ABC):
     """A store of opaque objects.
 
-    The caller guarantees: buffers stay valid and, for a set, unchanged until the call returns; nobody reads a get's buffers before it
+    The caller guarantees: buffers stay valid and, for a set, unchanged until the call returns; no thread reads a get's buffers before it
     returns. Batches may be empty, may hold duplicates and have no size limit.
 
     The implementation must:
     - answer item by item, in input order; one bad item never fails the batch, and nothing but `ClosedError` (use after close) is raised,
       except by `flush`, which raises StorageError where it cannot keep its promise, and by `scan`, `describe`, `namespaces` and `usage` of
-      a store that cannot be asked (see `outage`), which raise it too, for an empty answer would be a lie;
+      a store that is out of reach (see `outage`), which raise it too, because an empty answer would be wrong;
     - tell objects apart by the digest of their key alone (it covers the pool);
     - return HIT from a get only if exactly the bytes that were stored under this key, `length` of them, are in the buffers: it checks the
-      checksum of `ObjectMeta` first. A mismatch is CORRUPT: the object is dropped, so that the next set of that key stores it anew. The
-      buffers may be shared with somebody who writes to them, so a store that reads into them looks a second time, in memory of its own,
-      before it drops anything; ERROR if the object is sound;
+      checksum of `ObjectMeta` first. A mismatch is CORRUPT: the object is dropped, so that the next set of that key stores it anew. Another
+      thread or process may write to the buffers, so a store that reads into them reads the object a second time, into memory of its own,
+      before it drops it; the outcome is ERROR if the object is sound;
     - leave the buffers of an item alone that it refuses before reading (a wrong length or a read-only buffer is ERROR, absent is MISS);
-    - store no object that is not what the checksum of its set says, or find that out at its first get: ERROR then, or CORRUPT;
-    - answer HIT to a set of a key that it holds, without rewriting it; an object is visible to others only whole, and only after its set is
-      acknowledged to be STORED;
+    - store no object that does not match the checksum of its set (ERROR), or find that out at its first get (CORRUPT);
+    - answer HIT to a set of a key that it holds, without rewriting it; an object is visible to other calls only whole, and only after its
+      set is acknowledged to be STORED;
     - keep its cap at every instant; a store that is full and cannot evict answers THROTTLED and loses nothing it holds;
     - hold no lock of its own across I/O where another call could need it.
 
@@ -175,20 +175,20 @@ class StorageBackend(ABC):
     """
 
     capabilities: Capabilities
-    """Of a store its class's, of a wrapper those of the store inside."""
+    """Capabilities of the class for a store, and of the store inside for a wrapper."""
 
     @classmethod
     @abstractmethod
     def from_config(cls, section: Mapping[str, Any], context: StoreContext) -> Self:
-        """Open a store from its section of the configuration; raises ConfigError for a bad setting, StorageError if it cannot."""
+        """Open a store from its section of the configuration; raise ConfigError for a bad setting, StorageError if it cannot be opened."""
 
-    @classmethod  # noqa: B027  a store of others may leave it to `from_config`
+    @classmethod  # noqa: B027  a third party's store may leave it to `from_config`
     def check_config(cls, section: Mapping[str, Any], context: StoreContext) -> None:
-        """Raise ConfigError for a section that `from_config` would refuse for what it says. Opens and makes nothing."""
+        """Raise ConfigError for a section whose settings `from_config` would refuse. Opens and makes nothing."""
 
     @abstractmethod
     def exists(self, keys: Sequence[ObjectKey]) -> list[bool]:
-        """Which of `keys` could be read now. A hint: a later get may still miss."""
+        """Return which of `keys` could be read now. This is a hint: a later get may still miss."""
 
     @abstractmethod
     def get(self, items: Sequence[GetItem]) -> list[Outcome]:
@@ -200,31 +200,34 @@ class StorageBackend(ABC):
 
     @abstractmethod
     def delete(self, keys: Sequence[ObjectKey]) -> list[bool]:
-        """Remove objects; True where one was there and is gone now."""
+        """Remove objects; return True for each that was there and is gone now."""
 
     @abstractmethod
     def scan(self, namespace: bytes | None = None, cursor: bytes = b"") -> ScanPage:
-        """A page of the stored objects, of one namespace or all. Objects that come or go during a scan may be seen or not; others are."""
+        """Return a part of the stored objects, of one namespace or all.
+
+        An object that comes or goes during a scan may be reported or not; every other object is reported.
+        """
 
     @abstractmethod
     def describe(self, keys: Sequence[ObjectKey]) -> list[ScanEntry | None]:
-        """What a scan would say of each of these objects; None where there is none. Does not count as a use."""
+        """Return what a scan would report of each of these objects, None where there is none. Does not count as a use."""
 
     @abstractmethod
     def register_namespace(self, record: NamespaceRecord) -> None:
-        """Remember whose objects a namespace's are. Repeating it is harmless.
+        """Remember the identity of a namespace. Repeating it is harmless.
 
-        The latest identity counts; `states` stays once a record of the namespace had it (`NamespaceRecord.over`), for writers of one
-        namespace register their pools one after the other, and some of them know of fewer.
+        The latest identity counts; `states` stays set once a record of the namespace had it (`NamespaceRecord.over`), because writers of
+        one namespace register their pools one after the other, and some of them know of fewer pools.
         """
 
     @abstractmethod
     def namespaces(self) -> list[NamespaceRecord]:
-        """Every remembered namespace."""
+        """Return every remembered namespace."""
 
     @abstractmethod
     def usage(self) -> Usage:
-        """What the store holds now."""
+        """Return what the store holds now."""
 
     @abstractmethod
     def flush(self) -> None:
@@ -232,20 +235,21 @@ class StorageBackend(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Release everything. Twice is harmless; other methods then raise ClosedError."""
+        """Release everything. A second call is harmless; other methods then raise ClosedError."""
 
     def outage(self) -> Reason:
-        """Why the store answers nothing at present, for the reason of a miss: NONE where it answers. Its latest call decides."""
+        """Return why the store answers nothing at present, for the reason of a miss; NONE where it answers. Its latest call decides."""
         return Reason.NONE
 
     def attach(self, memory: SharedMemory) -> None:  # noqa: B027  most stores have no use for it
-        """Buffers of later items may lie in `memory`: a store that is another process may let it move payloads there itself.
+        """Tell the store that buffers of later items may lie in `memory`.
 
-        Harmless twice, and for every other store. The memory stays open until `close` of the store returns.
+        A store that is another process may let that process move payloads there itself. Attaching twice is harmless, and so is attaching to
+        a store that has no use for it. The memory stays open until `close` of the store returns.
         """
 
     def scan_all(self, namespace: bytes | None = None) -> Iterator[ScanEntry]:
-        """Every entry of a scan, page by page."""
+        """Yield every entry of a scan, page by page."""
         cursor = b""
         while True:
             page = self.scan(namespace, cursor)

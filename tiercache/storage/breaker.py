@@ -1,4 +1,4 @@
-"""When to leave a store alone that does not answer, and when to try again."""
+"""Circuit breaker: when to leave a store alone that does not answer, and when to try it again."""
 
 from __future__ import annotations
 
@@ -9,32 +9,33 @@ from threading import Lock
 from typing import Final
 
 MOST_PAUSE: Final = 30.0
+"""Longest pause in seconds."""
 _JITTER: Final = 0.25
-"""The part of a pause that is random, so that the clients of a store that comes back do not all come at once."""
+"""Part of a pause that is random, so that the clients of a store that comes back do not all return at once."""
 
 
 class Verdict(enum.Enum):
-    """What a call may do."""
+    """Answer of a breaker to a call."""
 
     PASS = enum.auto()
-    """Go on."""
+    """The call may go on."""
     FAIL = enum.auto()
-    """Fail at once."""
+    """The call must fail at once."""
     PROBE = enum.auto()
-    """Fail at once as well, but first let somebody try whether the store is back, and tell `probed`."""
+    """The call must fail at once as well, but first start a probe of whether the store is back, whose result goes to `probed`."""
 
 
 class Breaker:
-    """Closed until `failures` calls in a row fail; then open for a pause; then half-open until its one probe tells how it went.
+    """Circuit breaker: closed until `failures` calls in a row fail, then open for a pause, then half-open until its one probe reports.
 
-    A probe that fails opens it again for twice as long, up to MOST_PAUSE; so do calls that fail sooner after a probe went well than the
-    last pause was long. What calls report that began before it opened changes nothing.
+    A probe that fails opens it again for twice as long, up to MOST_PAUSE. So do calls that fail after a successful probe, if they open it
+    sooner than the last pause was long. Reports of calls that arrive while it is open or half-open change nothing.
 
     Thread safety: any thread.
     """
 
     def __init__(self, failures: int, pause: float, *, clock: Callable[[], float], random: Callable[[], float]) -> None:
-        """`clock`: seconds; `random`: from [0, 1)."""
+        """Make a closed breaker. `pause`: seconds; `clock`: returns seconds; `random`: returns a number from [0, 1)."""
         self._most_failures = failures
         self._first_pause = pause
         self._clock = clock
@@ -42,17 +43,17 @@ class Breaker:
         self._lock = Lock()
         self._failures = 0
         self._pause = pause
-        self._until: float | None = None  # open until then; None: closed
+        self._until: float | None = None  # clock reading until which the breaker is open; None: closed
         self._closed_at = -inf
         self._probing = False
 
     @property
     def closed(self) -> bool:
-        """Do calls pass?"""
+        """Whether calls pass."""
         return self._until is None
 
     def ask(self) -> Verdict:
-        """May a call go on? PROBE is answered once, until `probed`."""
+        """Return whether a call may go on. PROBE is returned to one call only, until `probed` reports."""
         with self._lock:
             if self._until is None:
                 return Verdict.PASS
@@ -62,12 +63,12 @@ class Breaker:
             return Verdict.PROBE
 
     def succeeded(self) -> None:
-        """A call that passed got its answer."""
+        """Report that a call that passed got its answer."""
         with self._lock:
             self._failures = 0
 
     def failed(self) -> None:
-        """A call that passed did not."""
+        """Report that a call that passed got no answer."""
         with self._lock:
             if self._until is None:
                 self._failures += 1
@@ -75,13 +76,13 @@ class Breaker:
                     self._trip()
 
     def trip(self) -> None:
-        """Open it, if it is closed, whatever was before."""
+        """Open the breaker, if it is closed, however few calls have failed."""
         with self._lock:
             if self._until is None:
                 self._trip()
 
     def probed(self, well: bool) -> None:
-        """How the probe went. Without one under way it changes nothing."""
+        """Report the result of the probe. Without a probe under way this changes nothing."""
         with self._lock:
             if not self._probing:
                 return

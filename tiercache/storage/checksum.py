@@ -1,8 +1,9 @@
-"""What proves that stored bytes are the right ones.
+"""Checksums and MACs that prove that stored bytes are the right ones.
 
-The checksum that every object carries is xxh3-128 over the payload, then the object key. With the key mixed in, an object that is read
-from another object's place fails as well. The key comes last, so that the payload goes through the hash in aligned strides. Measured at 18
-GB/s beside 7 GB/s of `preadv`. It guards against accidents. Against somebody who can write the medium a `Seal` with a key adds a MAC.
+The checksum that every object carries is xxh3-128 over the payload, then the object key. With the key mixed in, an object that is read from
+another object's place fails as well. The key comes last, so that the payload goes through the hash in aligned strides. Measured at 18 GB/s
+beside 7 GB/s of `preadv`. The checksum guards against accidents. Against an attacker who can write the medium, a `Seal` with a key adds a
+MAC.
 """
 
 from __future__ import annotations
@@ -43,32 +44,32 @@ class Checksum:
         self._hasher = xxh3_128()
 
     def add(self, views: Iterable[memoryview]) -> None:
-        """The next bytes of the payload."""
+        """Add the next bytes of the payload."""
         for view in views:
             self._hasher.update(view)
 
     def seal(self, key: ObjectKey) -> bytes:
-        """The 16 bytes for what was added, under `key`; nothing can be added after that."""
+        """Return the 16 bytes for what was added, under `key`; nothing can be added after that."""
         self._hasher.update(key.digest)
         return self._hasher.digest()
 
 
 def checksum(key: ObjectKey, buffers: Sequence[memoryview], length: int) -> bytes:
-    """The 16 bytes for the first `length` bytes of `buffers` under `key`."""
+    """Return the 16-byte checksum of the first `length` bytes of `buffers` under `key`."""
     whole = Checksum()
     whole.add(take(buffers, 0, length))
     return whole.seal(key)
 
 
 class Sealed(NamedTuple):
-    """What a store keeps of an object's bytes to know them again."""
+    """Checksum and MAC that a store keeps of an object, to know its bytes again."""
 
     checksum: bytes
     mac: bytes
 
 
 class Proof:
-    """What is known of an object's payload as it passes piece by piece: while it is written, to seal it; while it is read, to judge it.
+    """Running checksum and MAC of an object whose payload comes piece by piece: sealed after a write, compared after a read.
 
     Thread safety: one thread at a time.
     """
@@ -81,26 +82,29 @@ class Proof:
         self._mac = mac
 
     def add(self, views: Sequence[memoryview]) -> None:
-        """The next bytes of the payload."""
+        """Add the next bytes of the payload."""
         self._sum.add(views)
         if self._mac is not None:
             for view in views:
                 self._mac.update(view)
 
     def seal(self) -> Sealed:
-        """The seal of the bytes that passed. Nothing can be added after that."""
+        """Return the seal of the bytes that were added. Nothing can be added after that."""
         return Sealed(self._sum.seal(self._key), NO_MAC if self._mac is None else self._mac.digest(MAC_BYTES))
 
     def holds(self, sealed: Sealed) -> bool:
-        """Were these the bytes? Without a MAC key of one's own the MAC does not count. Nothing can be added after that."""
+        """Return whether the bytes that were added are those of `sealed`. Nothing can be added after that.
+
+        Without a MAC key of its own the proof ignores the MAC.
+        """
         found = self.seal()
         return found.checksum == sealed.checksum and (self._mac is None or found.mac == sealed.mac)
 
 
 class Seal:
-    """Stamps objects with a keyed BLAKE3 MAC over key, length and payload, and asks for it at every read; without a key it does neither.
+    """Maker of keyed BLAKE3 MACs over key, length and payload, with which objects are stamped and checked at every read.
 
-    The MAC is a second pass over the payload, at some 3 to 6 GB/s.
+    Without a key it makes no MACs and checks none. The MAC is a second pass over the payload, at some 3 to 6 GB/s.
 
     Thread safety: immutable; share it freely.
     """
@@ -108,18 +112,18 @@ class Seal:
     def __init__(self, secret: bytes | None = None) -> None:
         self._key = None if secret is None else blake3(secret, derive_key_context=_MAC_CONTEXT).digest()
         self.fingerprint: Final = None if secret is None else blake3(secret, derive_key_context=_FINGERPRINT_CONTEXT).hexdigest(8)
-        """Names the key without telling it; None without a key."""
+        """Hexadecimal name of the key that does not tell the key; None without a key."""
 
     @classmethod
     def from_file(cls, env: Env, path: str) -> Seal:
-        """A seal with the key in a file of 32 to 4,096 bytes that only its owner can read; raises ConfigError."""
+        """Make a seal with the key in a file of 32 to 4,096 bytes that only its owner can read. Raises ConfigError if it cannot."""
         try:
             return cls(_secret(env, path))
         except OSError as error:
             raise ConfigError(f"the MAC key in {path} cannot be read: {error.strerror}") from error
 
     def stamp(self, key: ObjectKey, buffers: Sequence[memoryview], length: int) -> bytes:
-        """The 16 bytes to store beside an object; zeros without a key."""
+        """Return the 16 bytes to store beside an object; zeros without a key."""
         hasher = self._hasher(key, length)
         if hasher is None:
             return NO_MAC
@@ -128,7 +132,7 @@ class Seal:
         return hasher.digest(MAC_BYTES)
 
     def proof(self, key: ObjectKey, length: int) -> Proof:
-        """What judges an object of this length as it is read."""
+        """Return a proof for an object of this length, to which its bytes are added as they pass."""
         return Proof(key, self._hasher(key, length))
 
     def match(self, settled: Any, path: str) -> None:

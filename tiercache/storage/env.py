@@ -1,4 +1,4 @@
-"""The outside world of a store: every disk and clock call that it makes.
+"""Every disk and clock call that a store makes.
 
 A store is handed an `Env` and calls nothing of `os` or `time` itself, so that a test can hand it `tiercache.testing.FaultEnv` instead and
 decide what the disk does. Nothing is ever patched.
@@ -19,20 +19,22 @@ from tiercache.storage.pagecache import cached_bytes
 
 
 class Transaction(Protocol):
-    """A catalog's transaction, as far as the outside world sees it."""
+    """A catalog's transaction, as far as `Env` needs it."""
 
     def commit(self) -> None:
         """Make the transaction's changes durable."""
 
 
 class Env:
-    """Real calls. Each raises OSError like the call that it names, and none follows a symbolic link in the last part of a path.
+    """Real calls of the operating system. Each raises OSError like the call that it names.
+
+    `open`, `lstat`, `unlink` and `rename` do not follow a symbolic link in the last part of a path; `chmod`, `listdir` and `statvfs` do.
 
     Thread safety: stateless; share it freely.
     """
 
     def open(self, path: str, flags: int, mode: int = 0o600) -> int:
-        """A new file descriptor, closed on exec."""
+        """Open a file; return a new descriptor, which is closed on exec."""
         return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
 
     def close(self, fd: int) -> None:
@@ -40,11 +42,11 @@ class Env:
         os.close(fd)
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        """Bytes read into `buffers`, in order; fewer at the end of the file."""
+        """Read into `buffers`, in order; return the bytes read, fewer at the end of the file."""
         return os.preadv(fd, buffers, offset)
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        """Bytes written from `buffers`, in order; perhaps fewer than given."""
+        """Write from `buffers`, in order; return the bytes written, perhaps fewer than given."""
         return os.pwritev(fd, buffers, offset)
 
     def fdatasync(self, fd: int) -> None:
@@ -60,11 +62,11 @@ class Env:
         os.posix_fadvise(fd, offset, length, os.POSIX_FADV_DONTNEED)
 
     def cached(self, fd: int, offset: int, length: int) -> bool:
-        """Is all of a range, of whole pages, in the page cache now? The question brings nothing into it."""
+        """Return whether all of a range of whole pages is in the page cache now. This brings nothing into the cache."""
         return cached_bytes(fd, offset, length) == length
 
     def fallocate(self, fd: int, offset: int, length: int) -> None:
-        """Give the file these bytes on the disk, so that writing them cannot run out of space."""
+        """Reserve disk space for these bytes of the file, so that writing them cannot run out of space."""
         os.posix_fallocate(fd, offset, length)
 
     def ftruncate(self, fd: int, length: int) -> None:
@@ -88,27 +90,27 @@ class Env:
         os.chmod(path, mode)
 
     def listdir(self, path: str) -> list[str]:
-        """The names in a directory, sorted."""
+        """Return the names in a directory, sorted."""
         return sorted(os.listdir(path))
 
     def lstat(self, path: str) -> os.stat_result:
-        """What is at a path; a symbolic link is reported as such."""
+        """Return the status of what is at a path; a symbolic link is reported as such."""
         return os.lstat(path)
 
     def fstat(self, fd: int) -> os.stat_result:
-        """What an open descriptor is."""
+        """Return the status of an open descriptor."""
         return os.fstat(fd)
 
     def statvfs(self, path: str) -> os.statvfs_result:
-        """The file system's sizes."""
+        """Return the file system's sizes."""
         return os.statvfs(path)
 
     def try_lock(self, fd: int) -> bool:
-        """Take the exclusive lock of an open file; False where another open file has it, in this process or another."""
+        """Take the exclusive lock of an open file; return False where another open file has it, in this process or another."""
         return _flock(fd, fcntl.LOCK_EX)
 
     def try_share(self, fd: int) -> bool:
-        """Take the shared lock of an open file, or turn an exclusive one into it; False where another open file has it exclusively."""
+        """Take the shared lock of an open file, or turn an exclusive lock into it; return False where another has the exclusive one."""
         return _flock(fd, fcntl.LOCK_SH)
 
     def unlock(self, fd: int) -> None:
@@ -116,11 +118,11 @@ class Env:
         fcntl.flock(fd, fcntl.LOCK_UN)
 
     def commit(self, transaction: Transaction) -> None:
-        """Commit a catalog's transaction: the one place where a database, and not this class, writes."""
+        """Commit a catalog's transaction. This is the one place where a database, and not this class, writes."""
         transaction.commit()
 
     def run(self, arguments: Sequence[str], timeout: float) -> int:
-        """The exit status of a child process; negative where a signal ended it or it ran past `timeout` seconds."""
+        """Run a child process; return its exit status, negative where a signal ended it or it ran past `timeout` seconds."""
         try:
             # The caller passes its own interpreter and its own file: nothing here comes from a user.
             return subprocess.run(arguments, stdin=subprocess.DEVNULL, timeout=timeout, check=False).returncode  # noqa: S603
@@ -128,31 +130,34 @@ class Env:
             return -1
 
     def boot_id(self) -> str:
-        """A text that changes with every boot of the machine; empty where the system has none."""
+        """Return a text that changes with every boot of the machine; empty where the system has none."""
         try:
             return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         except OSError:
             return ""
 
     def getpid(self) -> int:
-        """This process."""
+        """Return the id of this process."""
         return os.getpid()
 
     def time_ns(self) -> int:
-        """Wall-clock nanoseconds since 1970."""
+        """Return wall-clock nanoseconds since 1970."""
         return time.time_ns()
 
     def monotonic(self) -> float:
-        """Seconds on a clock that never goes back."""
+        """Return seconds on a clock that never goes back."""
         return time.monotonic()
 
     def sleep(self, seconds: float) -> None:
-        """Let this thread wait."""
+        """Let this thread wait for `seconds`."""
         time.sleep(seconds)
 
 
 def let_go(env: Env, fd: int) -> None:
-    """Close a descriptor on which nothing is pending. It is gone even where the call reports an error, and closing it again is a bug."""
+    """Close a descriptor on which nothing is pending, and ignore errors.
+
+    The descriptor is gone even where the call reports an error, and closing it again would be a bug.
+    """
     with suppress(OSError):
         env.close(fd)
 

@@ -1,13 +1,13 @@
-"""What a full store gives up first: what cannot be restored, and then by the policy's word. The one order of every store.
+"""The one eviction order of every store: first what cannot be restored, then what the policy ranks lowest.
 
 1. Dead KV and orphans, the least recently used first.
-2. Units: a page at which nothing goes on, with its states and all pages that served them alone; of a policy that ranks them so also a
-   state in the middle of a path, without its page. The policy says which.
-3. What came lately and may yet become of use: KV whose state is on its way, a state whose KV is. It takes three quarters of all bytes at
-   most at the expense of 2: a conversation without any state must not push out all that can be restored.
+2. Units. A unit is a page that nothing follows, with its states and all pages that served them alone. A policy may also rank a state in the
+   middle of a path as a unit, which goes without its page.
+3. Recent objects that may yet become useful: KV whose state may be on its way, or a state whose KV may be. Such bytes may push out units of
+   group 2 only until they take three quarters of all bytes: a conversation without any state must not push out all that can be restored.
 
-What follows from a page keeps it in place, so a conversation shrinks from its end and what is left of it can be restored. The use of a page
-that is given up counts for the page before it: nothing is older than what was last used of its path.
+A page stays while another page follows it, so a conversation shrinks from its end and what is left of it can be restored. The use of a page
+that is given up counts for the page before it, so a page is never older than the last use of anything that followed it.
 """
 
 from __future__ import annotations
@@ -28,34 +28,34 @@ from tiercache.storage.residents import Residents
 
 _FRONT: Final = 1024
 _SHARE: Final = 64
-"""A pass fetches at least 1,024 units, and at least one in 64."""
+"""Limit on a pass over the columns: it fetches at least 1,024 units, and at least one in 64, as far as there are so many."""
 _LIVE, _DEAD, _COMING = QUEUED, 2 * QUEUED, (4 * QUEUED, 8 * QUEUED)
-_ANY_COMING: Final = _COMING[False] | _COMING[True]
+_ANY_COMING: Final = _COMING[False] | _COMING[True]  # indices: False for states that wait for their KV, True for KV that waits
 
 
 class Taker(Protocol):
-    """What an eviction asks of a store.
+    """The store's side of an eviction: it removes objects and says when to stop.
 
     Thread safety: that of the order.
     """
 
     def take(self, rows: list[int]) -> None:
-        """These objects of one page are given up: each must `leave`."""
+        """Give up these objects of one page: each must `leave`."""
 
     def enough(self) -> bool:
-        """Is there as much room as was wanted? Asked between units."""
+        """Return whether there is as much room as was wanted. Called between units."""
 
     def full(self) -> bool:
-        """May no more go this time? Asked between pages of a unit."""
+        """Return whether no more objects may go this time. Called between the pages of a unit."""
 
 
 class EvictionOrder:
-    """The pages of a store in the order in which they are given up, lazily: an entry is put right when it comes to the front.
+    """The pages of a store in the order in which they are given up, kept lazily: an entry is corrected when it comes to the front.
 
-    The front of the live is a heap of the units whose rank lies at or below the horizon; when it runs out one pass over the columns fetches
-    the next few thousand, so a million objects cost nothing until something must go. With a steady policy a unit whose rank has risen goes
-    back, and as ranks never fall while a unit is untouched, nothing outside the front may come before it. Another policy's order is as of
-    the last pass, which is repeated after as many ticks as the front had units.
+    The front of the live pages is a heap of the units whose rank is at or below the horizon. When it is empty, one pass over the columns
+    fetches the next units, so a million objects cost nothing until something must go. With a steady policy a unit whose rank has risen goes
+    back; as ranks never fall while a unit is untouched, no unit outside the front can come before it. The order of any other policy is that
+    of the last pass, which is repeated after as many ticks as the front had units.
 
     Thread safety: none of its own; the store calls it under its mutex.
     """
@@ -67,15 +67,18 @@ class EvictionOrder:
         self._live: list[tuple[float, int]] = []
         self._dead: list[tuple[int, int]] = []
         self._coming: tuple[list[tuple[int, int]], ...] = [], []
-        """States that wait for their KV, and KV that waits for a state: each kind is waited for in its own time."""
+        """Heaps of (number, node): states that wait for their KV, and KV that waits for a state, each kind with its own time to wait."""
         self._horizon = -inf
         self._until = 0
         self.unfinished = False
-        """Did the last eviction stop within a unit? What is left of that is worth nothing: `sweep` it."""
+        """Whether the last eviction stopped within a unit. What is left of that unit is useless: `sweep` it."""
         residents.exposed = self.offer
 
     def offer(self, node: int) -> None:
-        """This page has something new, or nothing follows it any more, or nothing can use it: it joins the queue where it belongs."""
+        """Put a page into the queue where it belongs.
+
+        Called when the page has something new, or nothing follows it any more, or nothing can use it any more.
+        """
         residents = self._residents
         if self._horizon == -inf or not residents.is_leaf(node):
             return
@@ -90,10 +93,11 @@ class EvictionOrder:
     def evict(self, taker: Taker, attached: Iterable[int] = (), *, promising: bool = True) -> None:
         """Give up units until the taker has enough, or none is left.
 
-        `promising`: what is to be stored is of use as soon as it is there. For anything else nothing that can be restored is given up while
-        too much is stored already that never could be.
-        Pages that are being read or held stay. So does the nearest state before each page of `attached`, behind which somebody is writing:
-        if it went, all that is there would be worth nothing until the next state comes.
+        `promising`: what is to be stored is useful as soon as it is stored. For anything else, nothing that can be restored is given up
+        while more than three quarters of all bytes are unproven (`Residents.is_strewn`).
+
+        Pages that are being read or held stay. So does the nearest state at or before each page of `attached`, behind which a call is
+        writing: without that state, all that is there would be useless until the next state comes.
         """
         if taker.enough():
             return
@@ -166,7 +170,7 @@ class EvictionOrder:
         return False
 
     def _take_unit(self, node: int, taker: Taker, *, leaf: bool) -> None:
-        """A page with all that lies on it, and the pages before it that served nothing else; or the states of an inner page alone."""
+        """Give up a leaf page, all that lies on it and the pages before it that served it alone; or just the states of an inner page."""
         residents, up = self._residents, self._residents.pages.up
         if not leaf:
             taker.take([row for row in residents.rows_of(node) if residents.hangs[row]])
@@ -196,7 +200,10 @@ class EvictionOrder:
         return taken
 
     def _footholds(self, attached: Iterable[int]) -> set[int]:
-        """The nearest page with a state before each of these, where the policy may choose it."""
+        """Return the nearest page with a state at or before each of `attached`.
+
+        Empty for a steady policy: with one, no state goes without its page.
+        """
         found: set[int] = set()
         if self._policy.steady:
             return found
@@ -212,7 +219,7 @@ class EvictionOrder:
         return found
 
     def _scan(self) -> bool:
-        """Fetch what comes next of the live, and what no queue has of the rest; False if there is nothing new."""
+        """Fetch the next live units, and all other pages that are in no queue yet; return False if there are no new live units."""
         residents, pages = self._residents, self._residents.pages
         first, children, holds, flags, live, states = (
             pages.columns[name][: pages.used] for name in ("first", "children", "holds", "flags", "live", "states")
@@ -265,7 +272,7 @@ class EvictionOrder:
         return node
 
     def _is_littered(self) -> bool:
-        # Pages that are deleted leave their entries behind: without this a store that only ever sets and deletes would grow for ever.
+        # Deleted pages leave their entries behind: without this check the queues of a store that only sets and deletes would grow for ever.
         return len(self._live) + len(self._dead) + sum(map(len, self._coming)) > 3 * len(self._residents) + _FRONT
 
     def _start_again(self) -> None:
@@ -274,9 +281,9 @@ class EvictionOrder:
 
 
 class StoredUnits(StoredColumns):
-    """Units of a store as a policy sees them, by the node of their page. See `Units`; what a store does not know of them is 0.
+    """Units of a store as a policy sees them, by the node of their page. See `Units`; a column that a store does not know is 0.
 
-    Thread safety: during one call of the policy.
+    Thread safety: use it during one call of the policy only.
     """
 
     def __init__(self, residents: Residents, nodes: Ints, page_tokens: int) -> None:
@@ -289,22 +296,22 @@ class StoredUnits(StoredColumns):
 
     @property
     def now(self) -> int:
-        """The store's clock."""
+        """The store's clock in ticks."""
         return self._residents.clock
 
     @property
     def kind(self) -> Column:
-        """A page at which nothing goes on goes with all that lies on it; a state in the middle goes alone."""
+        """`UnitKind` of each: LEAF for a page that nothing follows or holds, which goes with all that lies on it; otherwise STATE."""
         return np.where((self._column("children") > 0) | (self._column("holds") > 0), UnitKind.STATE, UnitKind.LEAF)
 
     @property
     def last_access(self) -> Column:
-        """The store's tick when the page, what lies on it, or what was given up below it was last used or made."""
+        """Tick of the store at which the page, an object on it, or a page that was given up below it was last used or made."""
         return self._column("tick")
 
     @property
     def hits(self) -> Column:
-        """How often an object of the page was read since the store was opened, at most."""
+        """Reads of the most-read object of the page since the store was opened."""
         rows = self._residents.residents()
         hits = np.zeros(self._residents.pages.used, np.uint32)
         np.maximum.at(hits, self._residents.columns["page"][rows], self._residents.columns["hits"][rows])
@@ -312,12 +319,12 @@ class StoredUnits(StoredColumns):
 
     @property
     def depth(self) -> Column:
-        """Pages from the start of the sequence to the unit's end; 0 where the caller did not say."""
+        """Pages from the start of the sequence to the unit's end; 0 where the caller gave none."""
         return self._column("depth")
 
     @property
     def children(self) -> Column:
-        """How many stored pages follow."""
+        """Number of stored pages that follow."""
         return self._column("children")
 
     @property
@@ -338,13 +345,13 @@ class StoredUnits(StoredColumns):
         return np.maximum(np.where(self.kind == UnitKind.LEAF, self._upwards(shared, whole), own).astype(np.int64), 1)
 
     def _sustained(self) -> npt.NDArray[np.bool_]:
-        """By node: can a restore end here?"""
+        """Return a mask by node: True where a restore can end."""
         residents = self._residents
         used = residents.pages.used
         return (residents.pages.columns["states"][:used] > 0) | residents.sustains()[:used]
 
     def _upwards(self, until: npt.NDArray[np.bool_], step: Column | None = None) -> Column:
-        """For each unit the sum of `step` (None: of ones) over its page and the pages before it, up to one that `until` says."""
+        """Return for each unit the sum of `step` (None: 1 each) over its page and those before it, ending before one that `until` marks."""
         pages = self._residents.pages
         up = pages.columns["up"][: pages.used]
         found = np.ones(len(self), np.int64) if step is None else step[self._nodes]

@@ -1,4 +1,4 @@
-"""How a store closes while calls are inside it."""
+"""Gate that lets a store close safely while calls are inside it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from tiercache.errors import ClosedError
 
 
 class CallGate:
-    """Counts the calls inside a store, turns new ones away once it closes, and lets `close` wait for the rest.
+    """Counter of the calls inside a store: turns new ones away once the store closes, and lets `close` wait for the rest.
 
-    With `getpid`, which says what process this is, it also turns away every call of a process that was forked off meanwhile: files, locks
-    and threads of the store are the parent's. `close` does nothing there.
+    With `getpid`, which returns the id of the calling process, it also turns away every call in a process that was forked since it was
+    made, because the files, locks and threads of the store are the parent's. `close` does nothing there.
 
     Thread safety: any thread may enter, leave or close.
     """
@@ -42,7 +42,7 @@ class CallGate:
                 self._condition.notify_all()
 
     def close(self) -> bool:
-        """Turn new calls away and wait for those inside. True for the first caller, who then releases what the store holds."""
+        """Turn new calls away and wait for those inside. Return True for the first caller, which then releases what the store holds."""
         if self._getpid() != self._pid:
             return False
         with self._condition:

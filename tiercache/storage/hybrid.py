@@ -46,23 +46,23 @@ _REASONS: Final = {
 
 
 def is_outage(reason: Reason) -> bool:
-    """Does the reason of a failed get or set come from the store's outage? Then it says nothing of the object."""
+    """Return whether the reason of a failed get or set is an outage of the store, which says nothing about the object."""
     return reason not in _REASONS.values()
 
 
 class HostObjects(Protocol):
-    """What storage needs of a host pool (`pools.HostPool` is one)."""
+    """Interface of a host pool as storage needs it; `pools.HostPool` provides it."""
 
     @property
     def geometry(self) -> Geometry:
-        """The bytes of one object."""
+        """The geometry of one object: the bytes that make it."""
 
     @property
     def memory(self) -> SharedMemory | None:
-        """The memory in which all buffers lie, if it is one that another process can map; the store may use it until it is closed."""
+        """The memory in which all buffers lie, or None if no other process can map it. The store may use it until the store is closed."""
 
     def buffers(self, handle: int) -> list[memoryview]:
-        """The blocks of an object in order: writable byte views, each a multiple of 4 KiB; raises SlotError for an unknown handle."""
+        """Return an object's blocks in order: writable byte views, each a multiple of 4 KiB. Raises SlotError for an unknown handle."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,20 +76,20 @@ class _Registered:
 
     @property
     def length(self) -> int:
-        """Payload bytes of an object."""
+        """Payload bytes of one object."""
         return self.pool.geometry.nbytes
 
     def keys(self, page_keys: Sequence[bytes]) -> list[ObjectKey]:
         return object_keys(self.name, self.layout, page_keys)
 
     def buffers(self, handle: int) -> list[memoryview]:
-        """The object's blocks up to the last one that holds payload, cut at a multiple of 4 KiB."""
+        """Return the object's blocks up to the last one that holds payload, cut at a multiple of 4 KiB."""
         return take(self.pool.buffers(handle), 0, self.pool.geometry.padded_nbytes)
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A transfer of a get or a set that was looked through, with what the store is told of each object."""
+    """A checked transfer of a get or a set, with what the store is told of each object."""
 
     transfer: PoolTransfer
     pool: _Registered
@@ -100,19 +100,19 @@ class _Part:
 
     @property
     def hangs(self) -> bool:
-        """Do its objects hang on pages, as states do?"""
+        """Whether its objects hang on pages, as states do."""
         return self.transfer.hit_policy is not HitPolicy.ALL_PAGES
 
     def object_keys(self) -> list[ObjectKey]:
         return self.pool.keys(self.transfer.keys)
 
     def places(self) -> Iterator[tuple[Place, list[memoryview]]]:
-        """Where the objects lie."""
+        """Yield each object's place (pool and handle) and its buffers."""
         for handle, buffers in zip(self.handles, self.buffers, strict=True):
             yield (self.pool.name, handle), buffers
 
     def meta(self, j: int, key: ObjectKey, namespace: bytes) -> ObjectMeta:
-        """Describe an object. The store computes the checksum while it writes: the bytes pass once."""
+        """Describe object `j`. The checksum is empty: the store computes it while it writes, so the bytes are read only once."""
         parent = key.page_key if self.hangs else self.parents[j]
         return ObjectMeta(namespace, self.pool.length, checksum=b"", parent=parent, depth=self.depths[j])
 
@@ -120,11 +120,11 @@ class _Part:
 class HybridStorage:
     """Pages and states of all registered pools in one backend, under one namespace.
 
-    `shard`: of the pools that are registered without one of their own. `namespace` is the record as the store knows it: with states from
-    the first pool on of which a prefix needs only the last pages.
+    `shard`: the shard of pools that are registered without one of their own. `namespace`: the record as the store knows it; its `states` is
+    set when the first pool is registered of which a prefix needs only the last pages.
 
-    Thread safety: register the pools first; then any thread may call. The caller keeps every handle of a call allocated until it returns, and
-    unchanged during a set; a set zeroes the slack behind the payloads.
+    Thread safety: register the pools first; then any thread may call. The caller keeps every handle of a call allocated until it returns,
+    and unchanged during a set; a set zeroes the slack behind the payloads.
     """
 
     def __init__(self, backend: StorageBackend, *, namespace: NamespaceRecord, shard: Shard = Shard()) -> None:  # noqa: B008 (frozen)
@@ -135,11 +135,11 @@ class HybridStorage:
         backend.register_namespace(namespace)
 
     def register_pool(self, pool: HostObjects, shard: Shard | None = None) -> None:
-        """Make a cache kind known, and its memory to the store.
+        """Make a cache kind known, and make its memory known to the store.
 
-        `shard`: which part of each object this rank holds (default: that of all pools). Ranks that hold whole copies of a pool, such as the
-        KV of latent attention, give that pool `Shard()` and share its objects, whatever parts of the states each has. Raises InputError
-        if its name is taken by a pool of another geometry or shard.
+        `shard`: which part of each object this rank holds (default: that of the storage). Ranks that hold whole copies of a pool, such as
+        the KV of latent attention, give that pool `Shard()` and share its objects, whatever parts of the states each has. Raises InputError
+        if a pool of this name is registered with another geometry or shard.
         """
         name = pool.geometry.pool
         layout = layout_digest(name, pool.geometry.fingerprint, self.shard if shard is None else shard)
@@ -153,16 +153,16 @@ class HybridStorage:
             self.backend.attach(pool.memory)
 
     def reason_of(self, outcome: Outcome) -> Reason:
-        """Why an object of a get or a set did not make it, asked right after the call; NONE where it did.
+        """Return why an object of a get or a set failed, NONE where it did not; call it right after the get or set.
 
-        A store that is out of reach answers MISS or ERROR without knowing: the reason is the outage's then. Where another thread's call
-        ends or meets the outage in between, the reason may be the wrong one of the two.
+        A store that is out of reach answers MISS or ERROR without knowing; the reason is then that of the outage. Where a call of another
+        thread ends or meets the outage in between, the reason may be the wrong one of the two.
         """
         away = self.backend.outage() if outcome in (Outcome.MISS, Outcome.ERROR) else Reason.NONE
         return _REASONS[outcome] if away is Reason.NONE else away
 
     def holds(self, wanted: Mapping[PoolName, Sequence[bytes]]) -> tuple[dict[PoolName, list[bool]], Reason]:
-        """Which of these pages and states (by page key) the store has, in one call; and why it could not be asked, if it could not."""
+        """Return which of these pages and states (by page key) the store has, and the reason if it could not be asked; make one call."""
         keys = [key for name, page_keys in wanted.items() for key in self._registered(name).keys(page_keys)]
         there = self.backend.exists(keys)
         answers = iter(there)
@@ -170,23 +170,26 @@ class HybridStorage:
         return {name: [next(answers) for _ in page_keys] for name, page_keys in wanted.items()}, reason
 
     def probe(self, pool: PoolName, page_key: bytes, *, read: bool) -> bool:
-        """Ask for one object, and with `read` read it into memory of its own: does the store work? Any answer but ERROR will do."""
+        """Test the store with one object: look it up, or with `read` read it into memory of its own. Return whether the store works.
+
+        A lookup passes with any answer, a read with any answer but ERROR; a call that raises fails.
+        """
         registered = self._registered(pool)
         [key] = registered.keys([page_key])
         item = GetItem(key, [memoryview(bytearray(registered.pool.geometry.padded_nbytes))], registered.length)
         try:
             return self.backend.get([item])[0] is not Outcome.ERROR if read else len(self.backend.exists([key])) == 1
-        except Exception:  # noqa: BLE001  a store that breaks its contract does not work; whoever asks logs that
+        except Exception:  # noqa: BLE001  a store that breaks its contract does not work; the caller logs that
             return False
 
     def batch_exists_v2(
         self, keys: Sequence[bytes], transfers: Sequence[PoolTransfer], extra: StorageExtra | None = None
     ) -> PoolTransferResult:
-        """Which depths could be restored. `keys` follow `extra.prefix_keys`; a transfer gives a pool's hit policy, and no keys of its own.
+        """Return which depths could be restored.
 
-        The anchor pool is always asked for `keys`, and counts as present in the prefix. All other pools are looked up inside the prefix
-        too, because every depth in 1 .. K is answered for. One call of the backend; where that met an outage, `reason` says so. Raises
-        InputError.
+        `keys` follow `extra.prefix_keys`; a transfer gives a pool's hit policy, and no keys of its own. The anchor pool is always asked for
+        `keys`, and counts as present in the prefix. All other pools are looked up inside the prefix too, because every depth in 1 .. K is
+        answered for. This makes one call of the backend; where that met an outage, `reason` says so. Raises InputError.
         """
         check_transfers(transfers, extra)
         check_keys(keys)
@@ -212,9 +215,9 @@ class HybridStorage:
         return replace(restorable_prefixes(presence, ANCHOR), reason=reason, present=present)
 
     def batch_get_v2(self, transfers: Sequence[PoolTransfer], extra: StorageExtra | None = None) -> dict[PoolName, list[Outcome]]:
-        """Read objects into host handles, all pools in one call of the backend; outcomes in the order of each pool's keys.
+        """Read objects into host handles, all pools in one call of the backend; return outcomes in the order of each pool's keys.
 
-        A pool that comes twice has its outcomes one after the other. Raises InputError or SlotError before anything is touched.
+        The outcomes of a pool that comes twice follow one another. Raises InputError or SlotError before anything is touched.
         """
         parts = self._checked(transfers, extra)
         _check_apart(parts)
@@ -228,14 +231,14 @@ class HybridStorage:
         return result
 
     def batch_set_v2(self, transfers: Sequence[PoolTransfer], extra: StorageExtra | None = None) -> dict[PoolName, list[Outcome]]:
-        """Write host objects, pages first; then what hangs on pages, so that no state is stored ahead of its KV.
+        """Write host objects, first pages, then what hangs on pages, so that no state is stored ahead of its KV.
 
-        An object of a trailing pool is THROTTLED, and not written, if a page that it needs failed in this call. Outcomes as in
-        `batch_get_v2`. Raises InputError or SlotError before anything is touched.
+        An object of a trailing pool is THROTTLED, and not written, if a page that it needs failed in this call. Returns outcomes as
+        `batch_get_v2` does. Raises InputError or SlotError before anything is touched.
         """
         parts = self._checked(transfers, extra)
         if not _host_pools(parts):
-            # One place may be written under several keys; but the slack that is zeroed must be no other object's payload.
+            # One place may be written under several keys, but the slack that is zeroed must not be the payload of another object.
             check_places({place: buffers for part in parts for place, buffers in part.places()}.items())
         pages = [part for part in parts if not part.hangs]
         hanging = [part for part in parts if part.hangs]
@@ -249,7 +252,7 @@ class HybridStorage:
         return result
 
     def _set(self, parts: Sequence[_Part], blocked: Sequence[Sequence[bool]]) -> list[list[Outcome]]:
-        """One round of writes, without what is `blocked`, which is THROTTLED."""
+        """Write the objects of `parts` in one call of the backend, without those that are `blocked`, whose outcome is THROTTLED."""
         outcomes = [[Outcome.THROTTLED] * len(part.buffers) for part in parts]
         items: list[SetItem] = []
         places: list[tuple[list[Outcome], int]] = []
@@ -271,7 +274,7 @@ class HybridStorage:
             raise InputError(f"pool {name} is not registered (registered: {known}); call register_pool first") from None
 
     def _checked(self, transfers: Sequence[PoolTransfer], extra: StorageExtra | None) -> list[_Part]:
-        """Every transfer with the buffers of its objects; raises InputError or SlotError if anything in the call is wrong."""
+        """Return every transfer with the buffers of its objects; raise InputError or SlotError if anything in the call is wrong."""
         check_transfers(transfers, extra)
         return [self._part(transfer) for transfer in transfers]
 
@@ -287,12 +290,15 @@ class HybridStorage:
 
 
 def _host_pools(parts: Sequence[_Part]) -> bool:
-    """Are all pools of a kind whose objects never share a block, but by the same handle?"""
+    """Return whether every pool is a plain `HostPool`, whose objects share a block only if they have the same handle."""
     return all(type(part.pool.pool) is HostPool for part in parts)
 
 
 def _check_apart(parts: Sequence[_Part]) -> None:
-    """Raise InputError if any two objects share memory. To ask a block for its address takes 0.5 us, so host pools are spared that."""
+    """Raise InputError if any two objects share memory.
+
+    Getting the address of a block takes 0.5 us, so host pools are checked by their handles instead.
+    """
     if not _host_pools(parts):
         check_places(place for part in parts for place in part.places())
         return
@@ -306,9 +312,9 @@ def _check_apart(parts: Sequence[_Part]) -> None:
 
 
 def _blocked(transfer: PoolTransfer, pages: Sequence[tuple[PoolTransfer, Sequence[Outcome]]]) -> list[bool]:
-    """Which objects of a trailing pool need a page that failed in this call.
+    """Return for each object of a trailing pool whether it needs a page that failed in this call.
 
-    Where a pool's parents are given, a page needs its ancestors among this call's keys; else it needs all keys before it, which is
+    Where a pool's parents are given, a page needs its ancestors among this call's keys; otherwise it needs all keys before it, which is
     right for one sequence and only too careful for several.
     """
     blocked = [False] * len(transfer.keys)

@@ -1,4 +1,4 @@
-"""The layouts of a store's objects by small numbers: the first halves of their digests, of which there are few."""
+"""Small numbers for the layouts of a store's objects, the first halves of their digests, of which there are few."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LAYOUT_BYTES: Final = DIGEST_BYTES - PAGE_KEY_BYTES
 
 
 class Layouts:
-    """Layout digests by a small number, counted, so that one that no object has any more costs nothing.
+    """Table from layout digest to a small number, with a count of objects, so that a layout that no object has any more is forgotten.
 
     Thread safety: that of its owner.
     """
@@ -26,7 +26,7 @@ class Layouts:
         self._free: list[int] = []
 
     def load(self, layouts: Words) -> Links:
-        """Intern all at once, shape (n, 4): the number of each."""
+        """Intern all layouts at once, shape (n, 4); return the number of each."""
         numbers, distinct = np.zeros(len(layouts), np.int32), layouts[:1]
         if (layouts != distinct).any():
             order, begins = groups_of(layouts)
@@ -38,22 +38,22 @@ class Layouts:
         return numbers
 
     def find(self, layout: bytes) -> int:
-        """The number of a layout, or NONE."""
+        """Return the number of a layout, or NONE."""
         return self._ids.get(layout, NONE)
 
     def find_many(self, layouts: Words, digests: Sequence[bytes]) -> Links:
-        """The number of each, or NONE; `layouts` are the first halves of `digests`, shape (n, 4)."""
+        """Return the number of each layout, or NONE; `layouts` are the first halves of `digests`, shape (n, 4)."""
         # A batch comes pool by pool, so its layouts come in runs.
         starts = np.concatenate([[0], np.flatnonzero((layouts[1:] != layouts[:-1]).any(1)) + 1])
         numbers = np.fromiter((self.find(digests[start][:LAYOUT_BYTES]) for start in starts.tolist()), np.int32, len(starts))
         return np.repeat(numbers, np.diff(starts, append=len(digests)))
 
     def name(self, number: int) -> bytes:
-        """The layout with this number."""
+        """Return the layout with this number."""
         return self._names[number]
 
     def obtain(self, layout: bytes) -> int:
-        """The number of a layout, which one more object has now."""
+        """Count one more object of a layout; return its number."""
         number = self._ids.get(layout)
         if number is None:
             number = self._free.pop() if self._free else len(self._names)
@@ -66,7 +66,7 @@ class Layouts:
         return number
 
     def release(self, number: int) -> None:
-        """One object less has this layout."""
+        """Count one object less of the layout with this number; forget the layout after the last one."""
         self._counts[number] -= 1
         if not self._counts[number]:
             del self._ids[self._names[number]]

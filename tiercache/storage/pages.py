@@ -18,18 +18,21 @@ import numpy.typing as npt
 
 PAGE_KEY_BYTES: Final = 32
 NONE: Final = -1
-"""In a column of links: nothing follows. It never leaves the tables of residents."""
+"""Link of a column that leads nowhere. It never leaves the tables of residents."""
 _WORDS: Final = PAGE_KEY_BYTES // 8
 _FIRST_NODES: Final = 1024
 
 BROKEN: Final = 1
-"""A flag of a node: a page before it, or its own, is not stored. What lies on it cannot be restored."""
+"""Flag of a node: the page or one before it is not stored, or a circle was cut there, so what lies on it cannot be restored."""
 SERVED: Final = 2
-"""A flag of a node: its page could be restored once. Where it cannot any more it is dead at once; other useless pages may yet be of use."""
+"""Flag of a node: its page could be restored once.
+
+If such a page cannot be restored any more it is dead at once; other useless pages may still become useful.
+"""
 CUT: Final = 4
-"""A flag of a node: its page lay on a circle of parents, which was cut here."""
+"""Flag of a node: its page lay on a circle of parents, which was cut here."""
 QUEUED: Final = 8
-"""The first of four flags of a node: its page waits in an eviction order (8: live, 16: dead, 32 and 64: may yet be of use)."""
+"""First of four flags of a node: its page waits in an eviction order (8: live, 16: dead, 32 and 64: may yet become useful)."""
 
 _COLUMNS: Final[dict[str, npt.DTypeLike]] = {
     "chain": np.int32, "first": np.int32, "up": np.int32, "children": np.uint32, "holds": np.uint32, "coming": np.uint32, "kv": np.uint32,
@@ -45,12 +48,13 @@ Mask = npt.NDArray[np.bool_]
 
 
 class Pages:
-    """Page key -> node. A node lives while an object lies on it, a child names it, or somebody holds it.
+    """Hash table from page key to node, and the links between nodes. A node lives while it has an object, a child or a call that holds it.
 
-    Columns by node: `first` object (a row of the owner's table), `up` (the page before it, while a page object tells it), `children`
-    (nodes whose `up` it is), `holds` (of calls that are writing), `coming` (page objects that are being written), `kv`, `states`, `live`,
-    `space` (the owner's number of its namespace), `depth` (pages up to its end; 0: not known), `tick` (last use of it or of what was
-    evicted below it), `number` (of its newest object), `nbytes` (of all that lies on it), `flags`.
+    Columns by node: `first` object (a row of the owner's table), `up` (the page before it, while a page object names it), `children`
+    (number of nodes whose `up` it is), `holds` (by calls that are writing), `coming` (page objects that are being written), `kv`, `states`,
+    `live`, `space` (the owner's number of its namespace), `depth` (pages up to its end; 0: not known), `tick` (last use of it or of what
+    was evicted below it), `number` (of its newest object), `nbytes` (of all objects on it), `flags`; `chain` links the nodes of a bucket,
+    or the free nodes.
 
     Thread safety: none of its own; the store calls it under its mutex.
     """
@@ -72,19 +76,19 @@ class Pages:
     flags: memoryview
 
     keys: Words
-    """By node: its page key, shape (nodes, 4)."""
+    """Page keys by node, shape (nodes, 4)."""
     columns: dict[str, npt.NDArray[Any]]
     _bucket_column: Links
 
     def __init__(self) -> None:
         self._free = NONE
         self.used = 0
-        """Nodes below this were in use at some time."""
+        """Number of nodes that were in use at some time: all lie below it."""
         self._make(_FIRST_NODES)
         self._rehash()
 
     def load(self, keys: Words) -> Ints:
-        """Make a node for each distinct key, shape (n, 4), of an empty table; returns the node of each."""
+        """Make a node for each distinct key, shape (n, 4), in an empty table; return the node of each key."""
         order, begins = groups_of(keys)
         firsts = order[begins]
         # Nodes in the order in which they first appear, so that what was stored together lies together.
@@ -101,20 +105,20 @@ class Pages:
         return nodes
 
     def link_all(self, children: Ints, parents: Ints) -> None:
-        """Let each of these nodes follow its parent, the earliest of several that it is given; of an empty forest."""
+        """Make each of these nodes follow its parent, the first one where a node has several. No node may follow another yet."""
         self.columns["up"][children[::-1]] = parents[::-1]
         up = self.columns["up"][: self.used]
         self.columns["children"][:] = np.bincount(up[up >= 0], minlength=len(self.columns["up"]))
 
     def find(self, page: bytes) -> int:
-        """The node of a page, or NONE."""
+        """Return the node of a page, or NONE."""
         node = self._buckets[hash(page) & self._mask]
         while node >= 0 and self._raw[node * PAGE_KEY_BYTES : (node + 1) * PAGE_KEY_BYTES] != page:
             node = self.chain[node]
         return int(node)
 
     def find_many(self, keys: Words) -> Links:
-        """The node of each page, or NONE; shape (n, 4) -> (n,)."""
+        """Return the node of each page, or NONE; shape (n, 4) -> (n,)."""
         chain = self.columns["chain"]
         nodes = self._bucket_column[self._buckets_of(keys)]
         wrong = np.flatnonzero(nodes >= 0)
@@ -126,18 +130,18 @@ class Pages:
         return nodes
 
     def obtain(self, page: bytes) -> int:
-        """The node of a page, made where it is missing. If nothing comes to need it, give it back with `tidy`."""
+        """Return the node of a page, made if it is missing. If nothing comes to need the node, give it back with `tidy`."""
         node = self.find(page)
         if node >= 0:
             return node
-        node = self._take()  # which may make the buckets anew
+        node = self._take()  # this may rebuild the buckets
         self._raw[node * PAGE_KEY_BYTES : (node + 1) * PAGE_KEY_BYTES] = page
         buckets, bucket = self._buckets, hash(page) & self._mask
         self.chain[node], buckets[bucket] = buckets[bucket], node
         return node
 
     def tidy(self, node: int) -> None:
-        """Give a node up if nothing needs it any more."""
+        """Give up a node if nothing needs it any more."""
         if self.first[node] >= 0 or self.children[node] or self.holds[node]:
             return
         bucket = hash(self.key(node)) & self._mask
@@ -153,30 +157,32 @@ class Pages:
         self.flags[node] = self.depth[node] = self.tick[node] = self.nbytes[node] = 0
 
     def key(self, node: int) -> bytes:
-        """The page key of a node."""
+        """Return the page key of a node."""
         return bytes(self._raw[node * PAGE_KEY_BYTES : (node + 1) * PAGE_KEY_BYTES])
 
     def is_below(self, node: int, above: int) -> bool:
-        """Is `node` the page `above`, or does it follow it somewhere? Walks up, so ask only where a circle could close."""
+        """Return whether `node` is the page `above` or follows it at any distance. Walks up, so call it only where a circle could close."""
         while node >= 0 and node != above:
             node = self.up[node]
         return node == above
 
     def recount(self, sustains: Mask) -> None:
-        """Find out anew what is live and what is broken, and cut circles. `sustains`: by node, may its KV be restored without a state?
+        """Compute anew what is live and what is broken, and cut circles.
 
-        Pointer doubling: after round k every node has asked all its ancestors up to distance 2**k, so a chain of a million pages takes 20
-        rounds and not a million. A round in which nothing changes is the last, where depths prove that there are no circles.
+        `sustains`: by node, whether its KV may be restored without a state.
+
+        Pointer doubling: after round k every node has looked at all its ancestors up to distance 2**k, so a chain of a million pages takes
+        20 rounds and not a million. A round in which nothing changes is the last, where depths prove that there are no circles.
         """
         while not self._recount(sustains):
             pass
 
     def memory_bytes(self) -> int:
-        """Memory of the columns."""
+        """Return the bytes of memory of the columns."""
         return self.keys.nbytes + self._bucket_column.nbytes + sum(column.nbytes for column in self.columns.values())
 
     def nodes(self) -> Iterator[int]:
-        """Every node that is in use."""
+        """Return an iterator over the nodes that are in use."""
         free = set()
         node = self._free
         while node >= 0:
@@ -218,7 +224,7 @@ class Pages:
             whole[on] &= whole[far]
             at[on] = at[far]
         else:
-            # Whoever still has an ancestor after more steps than there are nodes leads into a circle, and what it meets lies on one.
+            # A node that still has an ancestor after more steps than there are nodes leads into a circle, and that ancestor lies on one.
             circle = np.unique(at[at >= 0])
             np.subtract.at(self.columns["children"], up[circle], 1)
             up[circle] = NONE
@@ -262,30 +268,33 @@ class Pages:
             setattr(self, name, column.data)
 
     def _rehash(self) -> None:
-        """Chain all nodes anew, in buckets for as many nodes as there is room; only while none is free."""
+        """Rebuild the chains of all nodes, with at least one bucket for each node there is room for; call it only while no node is free."""
         self._mask = (1 << (len(self.keys) - 1).bit_length()) - 1
         self._bucket_column = np.full(self._mask + 1, NONE, np.int32)
         self._buckets = self._bucket_column.data
         link_groups(self._buckets_of(self.keys[: self.used]), self._bucket_column, self.columns["chain"])
 
     def _buckets_of(self, keys: Words) -> Ints:
-        """The bucket of each page. Python keys its hash of bytes anew in every process, so nobody can choose page keys that share one."""
+        """Return the bucket of each page.
+
+        Python keys its hash of bytes anew in every process, so page keys cannot be chosen to share one bucket.
+        """
         pages = np.ascontiguousarray(keys).view(f"V{PAGE_KEY_BYTES}").ravel().tolist()
         return np.fromiter(map(hash, pages), np.int64, len(keys)) & self._mask
 
 
 def grown(column: npt.NDArray[Any], size: int) -> npt.NDArray[Any]:
-    """A longer copy of a column, with zeros at the end."""
+    """Return a longer copy of a column, with zeros at the end."""
     longer = np.zeros((size, *column.shape[1:]), column.dtype)
     longer[: len(column)] = column
     return longer
 
 
 def link_groups(group: Ints, heads: Links, links: Links) -> None:
-    """Chain all members i of each group g: heads[g] is its first one, links[i] the one after i, NONE behind the last."""
+    """Chain all members i of each group g: heads[g] becomes its first one, links[i] the one after i, NONE behind the last."""
     heads[group[::-1]] = np.arange(len(group))[::-1]
     links[: len(group)] = NONE
-    # Most are alone in their group, so that only the others need sorting.
+    # Most members are alone in their group, so only the others are sorted.
     crowded = np.flatnonzero(np.bincount(group)[group] > 1)
     order = crowded[np.argsort(group[crowded], kind="stable")]
     same = group[order[1:]] == group[order[:-1]]
@@ -293,14 +302,14 @@ def link_groups(group: Ints, heads: Links, links: Links) -> None:
 
 
 def column_of(keys: Sequence[bytes], width: int) -> Words:
-    """Keys of one width, a multiple of 8 bytes, as rows of words."""
+    """Return keys of one width, a multiple of 8 bytes, as rows of words."""
     return np.frombuffer(b"".join(keys), np.uint64).reshape(len(keys), width // 8)
 
 
 def groups_of(keys: Words) -> tuple[Ints, npt.NDArray[np.bool_]]:
-    """Order keys, shape (n, 4), so that equal ones are neighbours: the order, and where in it a new key begins.
+    """Order keys, shape (n, 4), so that equal ones are neighbours; return the order, and where in it a new key begins.
 
-    By their first word alone, which is enough for digests; two that share it and differ send us to a full sort.
+    The order is that of the first word alone, which is enough for digests; if two keys share it and differ, all words are sorted.
     """
     order = np.argsort(keys[:, 0], kind="stable")
     first = keys[order, 0]

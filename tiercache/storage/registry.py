@@ -1,4 +1,4 @@
-"""Opens a store from a URL or a section of the configuration.
+"""Functions that open a store from a URL or a section of the configuration.
 
     memory://?capacity=64MiB
     file:///var/lib/tiercache?capacity=200GiB&durability=process
@@ -22,19 +22,19 @@ GROUP: Final = "tiercache.storage_backends"
 
 
 def open_backend(spec: str | Mapping[str, Any], *, env: Env | None = None) -> StorageBackend:
-    """Open the store that `spec` describes. Raises ConfigError for a bad spec, StorageError where the store cannot be opened."""
+    """Open the store that `spec` describes. Raises ConfigError for a bad spec, StorageError if the store cannot be opened."""
     kind, section = _parts(spec)
     return kind.from_config(section, StoreContext(env or Env()))
 
 
 def check_backend(spec: str | Mapping[str, Any], *, env: Env | None = None) -> None:
-    """Raise ConfigError for a spec that `open_backend` would refuse for what it says. Opens and makes nothing."""
+    """Raise ConfigError for a spec whose contents `open_backend` would refuse. Opens and makes nothing."""
     kind, section = _parts(spec)
     kind.check_config(section, StoreContext(env or Env()))
 
 
 def settings_of(kind: str, section: Mapping[str, Any], parsers: Mapping[str, Callable[[Any], Any]]) -> dict[str, Any]:
-    """The values of a backend's section, each through its parser. Raises ConfigError for a setting that the backend does not know."""
+    """Return the values of a backend's section, each through its parser. Raises ConfigError for a setting that is unknown or malformed."""
     for name in section:
         if name not in parsers:
             raise ConfigError(f"storage type {kind!r} has no setting {name!r}; it has {', '.join(sorted(parsers))}")

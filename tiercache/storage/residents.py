@@ -1,7 +1,8 @@
-"""What a store knows in memory of the objects that it holds: in columns, 40 bytes an object beside those of its page.
+"""In-memory table of the objects that a store holds, in columns of about 40 bytes per object beside those of its page.
 
-An object is a page (it names the page before it, where the caller told one) or hangs on a page (it names its own: a recurrent state). The
-worth of KV in a hybrid namespace is that of the states at or below it, and a state is worth nothing without all KV up to it:
+An object is either a page (it names the page before it, where the caller gave one) or hangs on a page, as a recurrent state does (it names
+its own page). In a namespace whose prefixes need states, KV is useful only with a state at or below it, and a state only with all KV up to
+it:
 
     restorable   live and not broken
     dead         KV without a state at or below it, in a namespace whose prefixes need states
@@ -39,7 +40,10 @@ _FEW: Final = 16
 FREE: Final = 0
 RESIDENT: Final = 1
 LEAVING: Final = 2
-"""States of a row: free; found by its key; not found any more, while its record is being removed or somebody reads its bytes."""
+"""State of a row; one of FREE, RESIDENT and LEAVING.
+
+FREE: not in use. RESIDENT: found by its key. LEAVING: not found any more, while its record is being removed or its bytes are being read.
+"""
 
 _COLUMNS: Final[dict[str, npt.DTypeLike]] = {
     "page": np.int32, "next": np.int32, "layout": np.int32, "hangs": np.uint8, "number": np.uint64, "length": np.uint64, "state": np.uint8,
@@ -48,17 +52,20 @@ _COLUMNS: Final[dict[str, npt.DTypeLike]] = {
 
 
 class Standing(enum.Enum):
-    """What a store should answer to a set, as far as the object's place in its sequence decides."""
+    """Verdict on an object that is to be stored, as far as its place in its sequence decides."""
 
     FINE = "fine"
     ABSENT_PARENT = "absent_parent"
-    """The page that it follows is neither stored nor being written: it could never be read."""
+    """The page that it follows is neither stored nor being written in its namespace, so it could never be read."""
     IMPOSSIBLE = "impossible"
-    """It contradicts what is stored: its depth is not its parent's + 1, it has another parent or namespace, or would follow itself."""
+    """The object contradicts what is stored.
+
+    Its depth is not the page's or not its parent's + 1, its page has another parent or namespace, or it would follow itself.
+    """
 
 
 class Worth(NamedTuple):
-    """What a store holds, by what it is good for. `orphans` counts objects, the others bytes of payload."""
+    """Content of a store by what it is good for: payload bytes, and for `orphans` the number of objects."""
 
     restorable_bytes: int
     dead_bytes: int
@@ -66,7 +73,10 @@ class Worth(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """Columns of objects to take in at once, oldest first. `digests`: shape (n, 8) words; `parents`: (n, 4), of which `known` are known."""
+    """Columns of n objects to take in at once, oldest first.
+
+    `digests`: shape (n, 8) words; `parents`: shape (n, 4) words, valid in the rows whose indices are in `known`.
+    """
 
     digests: Words
     parents: Words
@@ -78,9 +88,9 @@ class Loaded(NamedTuple):
 
 
 def parents_first(batch: Sequence[tuple[bytes, bytes | None]]) -> Sequence[int]:
-    """An order of a batch of (page, parent) in which no page comes before one of the batch that it follows.
+    """Return an order of a batch of (page, parent) in which no page comes before one of the batch that it follows.
 
-    Objects that hang on a page name it as their parent. Of pages that follow each other in a circle any comes first.
+    Objects that hang on a page name it as their parent. Where pages follow each other in a circle, any of them may come first.
     """
     seen, awaited = set[bytes](), set[bytes]()
     for page, parent in batch:
@@ -107,7 +117,7 @@ def parents_first(batch: Sequence[tuple[bytes, bytes | None]]) -> Sequence[int]:
 
 
 class _Left(NamedTuple):
-    """What the page of an object that left said of it: its node may be another page's by now."""
+    """Columns of the page of an object that left, kept because its node may be another page's by the time the object returns."""
 
     space: int
     depth: int
@@ -116,10 +126,12 @@ class _Left(NamedTuple):
 
 
 class Residents:
-    """Digest -> row, with what eviction must know of an object. Rows are reused; `number` tells their tenants apart.
+    """Table from digest to row, with what eviction must know of each object. Rows are reused; `number` tells the objects of one row apart.
 
-    `layout` is the first half of a digest, interned; the second half is the page key, and the objects of a page are chained from its node.
-    A namespace is known by a number of the owner's, its space. Subclasses add columns of their own by `extra`.
+    Columns by row: `page` (its node), `next` (row of the next object of the same page, or NONE), `layout` (number of its interned layout,
+    the first half of the digest; the second half is the page key), `hangs` (1 if it hangs on its page, 0 if it is the page), `number`
+    (given by the owner), `length` (payload bytes), `state`, `hits` (reads), `pins` (calls that use its bytes). A namespace is identified by
+    a number that the owner chooses, its space. Subclasses add columns of their own with `extra`.
 
     Thread safety: none of its own; the store calls it under its mutex.
     """
@@ -137,19 +149,22 @@ class Residents:
     def __init__(self, extra: dict[str, npt.DTypeLike] | None = None) -> None:
         self.pages = Pages()
         self.exposed: Callable[[int], None] = lambda node: None
-        """Called with the node of a page that may have become one to give up: nothing follows it, or nothing can use it."""
+        """Function called with the node of a page that may have become evictable: nothing follows it, or nothing can use it."""
         self.columns: dict[str, npt.NDArray[Any]] = {n: np.zeros(_FIRST_ROWS, d) for n, d in {**_COLUMNS, **(extra or {})}.items()}
         self.used = 0
-        """Rows below this were in use at some time."""
+        """Number of rows that were in use at some time: all lie below it."""
         self.count = 0
         self.payload = 0
         self.clock = 0
         self.newest = 0
-        """The largest number of an object so far."""
+        """Largest number of any object so far."""
         self.unproven = 0
-        """Bytes of what never helped a restore so far: KV without a state, states without KV. It may never do."""
+        """Payload bytes on pages without the flag SERVED: KV without a state, states without KV.
+
+        No restore could use them so far, and perhaps none ever will.
+        """
         self.frayed = False
-        """Did a page go that others follow, or come back? Which objects are orphans is found out when it is asked for."""
+        """Whether a page that others follow went or came back, so that orphans must be counted anew when they are next asked for."""
         self._free = NONE
         self._left: dict[int, _Left] = {}
         self._layouts = Layouts()
@@ -161,7 +176,7 @@ class Residents:
         return self.count
 
     def load(self, loaded: Loaded) -> None:
-        """Take in many objects at once, into an empty table; no digest may be there twice."""
+        """Take in many objects at once, into an empty table; no digest may occur twice."""
         n = self.used = self.count = len(loaded.digests)
         size = max(_FIRST_ROWS, n + n // 8)
         self.columns = {name: np.zeros(size, column.dtype) for name, column in self.columns.items()}
@@ -194,10 +209,10 @@ class Residents:
         self._hybrid.update(np.unique(loaded.spaces[hangs]).tolist())
         self._recount()
         for node in np.flatnonzero((pages.columns["first"][: pages.used] < 0) & (pages.columns["children"][: pages.used] == 0)).tolist():
-            pages.tidy(node)  # a parent that only another one's contradiction named
+            pages.tidy(node)  # a parent named only by an object whose page was given another parent
 
     def require_states(self, space: int) -> None:
-        """From now on prefixes of this namespace need states: its KV without one at or below is dead."""
+        """Note that prefixes of this namespace need states from now on: its KV without a state at or below it is dead."""
         if space in self._hybrid:
             return
         self._hybrid.add(space)
@@ -207,11 +222,11 @@ class Residents:
                 self._unsupport(node)
 
     def sustains(self) -> Mask:
-        """By node: may its KV be restored without a state?"""
+        """Return a mask by node: True where the page's KV may be restored without a state."""
         return ~np.isin(self.pages.columns["space"], np.fromiter(self._hybrid, np.uint32, len(self._hybrid)))
 
     def find(self, digest: bytes) -> int:
-        """The row of a resident object, or NONE."""
+        """Return the row of a resident object, or NONE."""
         layout = self._layouts.find(digest[:LAYOUT_BYTES])
         node = self.pages.find(digest[LAYOUT_BYTES:]) if layout >= 0 else NONE
         row = self.pages.first[node] if node >= 0 else NONE
@@ -220,7 +235,7 @@ class Residents:
         return int(row)
 
     def find_many(self, digests: Sequence[bytes]) -> Sequence[int]:
-        """The row of each, or NONE."""
+        """Return the row of each digest, or NONE."""
         if len(digests) < _FEW or set(map(len, digests)) != {DIGEST_BYTES}:
             return [self.find(digest) for digest in digests]
         words = column_of(digests, DIGEST_BYTES)
@@ -233,9 +248,11 @@ class Residents:
         return found
 
     def standing(self, node: int, parent: int | None, depth: int, space: int, *, refused: bool = False) -> Standing:
-        """May an object be stored on this page, behind the page `parent` (None: not told; `node` itself: it hangs there)?
+        """Return whether an object may be stored on `node` behind the page of node `parent`, and if not, why.
 
-        `refused`: its page came along, and was not stored. What hangs on it comes before its page otherwise, and may.
+        `parent`: None if it is not known; `node` itself if the object hangs on that page. `depth`: 0 if it is not known. `refused`: the
+        object's page was part of the same call and was not stored. Without that, an object that hangs on a page may be stored before the
+        page.
         """
         pages = self.pages
         if pages.first[node] >= 0 and pages.space[node] != space:
@@ -257,7 +274,7 @@ class Residents:
         return Standing.FINE
 
     def expect(self, node: int, depth: int, space: int) -> None:
-        """A page object is being written on this node, which the caller holds: others may follow it already."""
+        """Note that a page object is being written on this node, so that others may follow it already. The caller holds the node."""
         pages = self.pages
         pages.coming[node] += 1
         if not pages.kv[node]:
@@ -266,14 +283,14 @@ class Residents:
             pages.depth[node] = depth
 
     def expected(self, node: int) -> None:
-        """Undo one `expect`, whatever came of it: a page that was not stored has told no depth."""
+        """Undo one `expect`, whatever came of the write. If nothing is stored or being written on the node, its depth is unknown again."""
         pages = self.pages
         pages.coming[node] -= 1
         if not pages.coming[node] and pages.first[node] < 0:
             pages.depth[node] = 0
 
     def add(self, digest: bytes, node: int, parent: int | None, number: int, length: int, space: int, depth: int = 0) -> int:
-        """Take in a new object on `node`, behind the page of node `parent`: its row. The caller holds both nodes."""
+        """Take in a new object on `node`, behind the page of node `parent`, and return its row. The caller holds both nodes."""
         row = self._take()
         self.number[row], self.length[row] = number, length
         self.hangs[row] = parent == node
@@ -292,7 +309,7 @@ class Residents:
         return row
 
     def leave(self, row: int) -> tuple[bytes, bytes | None]:
-        """Let a resident row be found no more: the digest and the parent with which it could `enter` again."""
+        """Make a resident row unfindable; return the digest and the parent's page key (None: not known) with which it can `enter` again."""
         pages, node = self.pages, self.page[row]
         up = node if self.hangs[row] else pages.up[node]
         key = self.digest(row), None if up < 0 else pages.key(up)
@@ -322,7 +339,7 @@ class Residents:
         return key
 
     def enter(self, row: int, digest: bytes, parent: bytes | None) -> None:
-        """Let a row that left be found again, behind the page `parent`."""
+        """Make a row that left findable again, behind the page `parent`."""
         node = self.hold(digest[LAYOUT_BYTES:])
         above = None if parent is None else self.hold(parent)
         pages, left = self.pages, self._left.pop(row)
@@ -337,14 +354,14 @@ class Residents:
             self.release(above)
 
     def drop(self, row: int) -> None:
-        """Give up a row that left: it may have another tenant now."""
+        """Free a row that left, for use by another object."""
         del self._left[row]
         self.state[row] = FREE
         self.next[row] = self._free
         self._free = row
 
     def hold(self, page: bytes) -> int:
-        """Keep a page, there or not, and all before it from being given up: its node, for `release`."""
+        """Keep a page, stored or not, from being evicted, and with a stored page all those before it; return its node, for `release`."""
         node = self.pages.obtain(page)
         self.pages.holds[node] += 1
         return node
@@ -360,12 +377,15 @@ class Residents:
                 pages.tidy(node)
 
     def touch(self, row: int) -> None:
-        """The object was used, or made, just now."""
+        """Record that the object was used, or made, just now."""
         self.clock += 1
         self.pages.tick[self.page[row]] = self.clock
 
     def renew(self, row: int) -> None:
-        """A writer brought an object that is here: it was used, and what makes it worth something again may be on its way."""
+        """Record that a writer brought an object that is stored already: it was used.
+
+        If its page is useless, what makes it useful may be on its way, so the page is given the time of a new one to wait for it.
+        """
         node = self.page[row]
         self.touch(row)
         if self.is_useless(node):
@@ -375,7 +395,7 @@ class Residents:
                 self.unproven += self.pages.nbytes[node]
 
     def rows_of(self, node: int) -> list[int]:
-        """The resident objects of a page."""
+        """Return the rows of the resident objects of a page."""
         rows = []
         row = self.pages.first[node]
         while row >= 0:
@@ -384,58 +404,63 @@ class Residents:
         return rows
 
     def is_leaf(self, node: int) -> bool:
-        """Does nothing follow this page, stored or being written?"""
+        """Return whether the page has an object and nothing follows it, stored or being written."""
         pages = self.pages
         return pages.first[node] >= 0 and not pages.children[node] and not pages.holds[node]
 
     def is_useless(self, node: int) -> bool:
-        """Can nothing be restored with what lies on this page?"""
+        """Return whether nothing can be restored with what lies on this page."""
         return not self.pages.live[node] or bool(self.pages.flags[node] & BROKEN)
 
     def is_due(self, node: int) -> bool:
-        """Is it useless, and nothing to wait for?"""
+        """Return whether the page is useless and there is nothing to wait for."""
         return self.is_useless(node) and (bool(self.pages.flags[node] & SERVED) or not self.is_young(node))
 
     def is_young(self, node: int) -> bool:
-        """May what makes this page worth something be on its way?"""
+        """Return whether what makes this page useful may still be on its way."""
         return not self.is_overdue(self.pages.number[node], kv=self.pages.kv[node] > 0)
 
     def is_overdue(self, number: int, *, kv: bool) -> bool:
-        """Would what makes this object worth something be here by now? KV waits for its state while a sixteenth of all objects comes, a
-        state that came first for its KV while as many come as there are.
+        """Return whether what makes an object with this number useful should have come by now.
+
+        KV waits for its state until a sixteenth as many objects as the store holds have come after it; a state that came before its KV
+        waits until as many have come as the store holds.
         """
         return self.newest - number >= self.count >> (4 if kv else 0)
 
     def is_promising(self, node: int, space: int, *, hangs: bool) -> bool:
-        """Would an object of this namespace, a page or a state that hangs on `node`, be of use as soon as it is stored?"""
+        """Return whether an object of this namespace, a page or a state that hangs on `node`, would be useful as soon as it is stored."""
         return bool(self.pages.kv[node] or self.pages.coming[node]) if hangs else space not in self._hybrid
 
     @property
     def is_strewn(self) -> bool:
-        """Are more than three quarters of all bytes unproven? More of that must not push out what can be restored."""
+        """Whether more than three quarters of all bytes are unproven. More such bytes must not push out what can be restored."""
         return 4 * self.unproven > 3 * self.payload
 
     def is_pinned(self, node: int) -> bool:
-        """Is an object of this page being read?"""
+        """Return whether an object of this page is being read."""
         return any(self.pins[row] for row in self.rows_of(node))
 
     def residents(self) -> Ints:
-        """The rows of all objects that can be found."""
+        """Return the rows of all objects that can be found."""
         return np.flatnonzero(self.columns["state"][: self.used] == RESIDENT)
 
     def digest(self, row: int) -> bytes:
-        """The digest of a resident object."""
+        """Return the digest of a resident object."""
         return self._layouts.name(self.layout[row]) + self.pages.key(self.page[row])
 
     def mend(self) -> bool:
-        """Find out which objects are orphans, if that may have changed since it was last asked; returns whether it may."""
+        """Compute anew which objects are orphans, if that may have changed since the last call; return whether it may have changed."""
         frayed, self.frayed = self.frayed, False
         if frayed:
             self._recount()
         return frayed
 
     def worth(self) -> Worth:
-        """What is held, by what it is good for. For a million objects some 4 ms, and 0.2 s more where `mend` has to count anew."""
+        """Return what is held, by what it is good for.
+
+        This takes some 4 ms for a million objects, and 0.2 s more where `mend` has to count anew.
+        """
         self.mend()
         columns, used = self.pages.columns, self.pages.used
         live, flags, nbytes, kv, states = (columns[name][:used] for name in ("live", "flags", "nbytes", "kv", "states"))
@@ -443,7 +468,7 @@ class Residents:
         return Worth(int(nbytes[live & ~orphan].sum()), int(nbytes[~live & ~orphan].sum()), int((kv + states)[orphan].sum()))
 
     def memory_bytes(self) -> int:
-        """Memory of all columns."""
+        """Return the bytes of memory of all columns."""
         return self.pages.memory_bytes() + sum(column.nbytes for column in self.columns.values())
 
     def check_integrity(self) -> None:
@@ -490,7 +515,7 @@ class Residents:
             self.exposed(node)
 
     def _follow(self, node: int, parent: int) -> None:
-        """Let a page that has just come follow another; where that would close a circle it is cut off instead."""
+        """Make a page that has just come follow another; where that would close a circle, flag it CUT instead."""
         pages = self.pages
         if pages.children[node] and pages.is_below(parent, node):
             pages.flags[node] |= CUT
@@ -504,7 +529,7 @@ class Residents:
             self._support(parent)
 
     def _gain(self, node: int) -> None:
-        """The first page object has come."""
+        """Account for the first page object of a node."""
         pages, flags = self.pages, self.pages.flags
         space, up = pages.space[node], pages.up[node]
         self._kv_of[space] += 1
@@ -520,7 +545,7 @@ class Residents:
             self._support(node)
 
     def _lose(self, node: int) -> None:
-        """The last page object has gone: the page follows nothing now, and what it was used for counts for the page before it."""
+        """Account for the loss of a node's last page object: the page follows nothing now, and its use counts for the page before it."""
         pages, up = self.pages, self.pages.up[node]
         space = pages.space[node]
         self._kv_of[space] -= 1
@@ -540,7 +565,7 @@ class Residents:
                 pages.tidy(up)
 
     def _support(self, node: int) -> None:
-        """One thing more makes this page worth something, and so the pages before it."""
+        """Count one more thing that makes this page live, and with it the pages before it."""
         live, up, flags = self.pages.live, self.pages.up, self.pages.flags
         while node >= 0:
             live[node] += 1
@@ -562,7 +587,7 @@ class Residents:
             node = up[node]
 
     def _serve(self, node: int) -> None:
-        """A page that is live turned out to be whole: note that for the live pages before it."""
+        """Flag a live page that turned out to be whole as SERVED, and so the pages before it up to one that is flagged already."""
         flags, up = self.pages.flags, self.pages.up
         while node >= 0 and not flags[node] & (SERVED | BROKEN):
             flags[node] |= SERVED
@@ -570,7 +595,7 @@ class Residents:
             node = up[node]
 
     def _weigh(self, node: int, nbytes: int) -> None:
-        """Add the bytes of an object that came to this page, or went (negative)."""
+        """Add the payload bytes of an object that came to this page (positive) or left it (negative)."""
         pages = self.pages
         self.payload += nbytes
         pages.nbytes[node] += nbytes
@@ -578,7 +603,10 @@ class Residents:
             self.unproven += nbytes
 
     def _parents(self, loaded: Loaded, nodes: Ints) -> Ints:
-        """The node of each known parent. Mostly an object was stored right behind it or hangs on its own page; others are looked up."""
+        """Return the node of each known parent.
+
+        Most objects were stored right behind their parent or hang on their own page; only the parents of the others are looked up.
+        """
         known, keys, parents = loaded.known, loaded.digests[:, 4:], loaded.parents[loaded.known]
         above = np.full(len(known), NONE, np.int64)
         for guess in (known - 1, known):

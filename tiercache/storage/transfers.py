@@ -1,4 +1,4 @@
-"""What a caller of storage v2 says, looked through before anything is touched. Everything here raises InputError."""
+"""Checks of the arguments of a storage v2 call, made before anything is touched. Every function here raises InputError."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tiercache.errors import InputError
 from tiercache.keys import KEY_BYTES
 
 _DEPTHS: Final = 2**32
-"""Depths are below this: stores keep 32 bits."""
+"""Upper limit of depths, exclusive: stores keep 32 bits."""
 
 Place = tuple[object, int]
 """A pool and a handle, as errors name them."""
 
 
 def check_transfers(transfers: Any, extra: Any) -> None:
-    """Look through the parts of a call that need no pool to be judged."""
+    """Check the parts of a call that need no pool to be judged."""
     if not isinstance(transfers, list | tuple) or not all(isinstance(t, PoolTransfer) for t in transfers):
         raise InputError("a storage call takes a list of PoolTransfer, one or more per pool")
     if not (extra is None or isinstance(extra, StorageExtra)):
@@ -35,7 +35,7 @@ def check_transfers(transfers: Any, extra: Any) -> None:
 
 
 def check_keys(keys: Any, what: str = "page keys") -> None:
-    """Page keys: a list of bytes, 32 each."""
+    """Check that page keys are a list of bytes, 32 each."""
     _check_column(keys, what)
     if set(map(type, keys)) <= {bytes} and set(map(len, keys)) <= {KEY_BYTES}:
         return
@@ -47,7 +47,7 @@ def check_keys(keys: Any, what: str = "page keys") -> None:
 
 
 def handles_of(transfer: PoolTransfer) -> list[int]:
-    """The handles, one per key, as numbers from 0 up."""
+    """Return the handles, one per key, as numbers from 0 up."""
     handles: Any = transfer.handles
     if not isinstance(handles, np.ndarray) or handles.ndim != 1 or (handles.dtype.kind not in "iu" and handles.size):
         shown = f"{handles.dtype} of shape {handles.shape}" if isinstance(handles, np.ndarray) else _shown(handles)
@@ -61,7 +61,7 @@ def handles_of(transfer: PoolTransfer) -> list[int]:
 
 
 def depths_of(transfer: PoolTransfer) -> list[int | None]:
-    """The depth of each key, None where none are given."""
+    """Return the depth of each key, None where none are given."""
     given: Any = transfer.depths
     column = _per_key(transfer, given.tolist() if isinstance(given, np.ndarray) else given, "depths")
     if set(map(type, column)) <= {int} and (not column or (min(column) >= 0 and max(column) < _DEPTHS)):
@@ -73,7 +73,7 @@ def depths_of(transfer: PoolTransfer) -> list[int | None]:
 
 
 def parents_of(transfer: PoolTransfer) -> list[bytes | None]:
-    """The parent of each key, None where there is none or none are given."""
+    """Return the parent of each key, None where there is none or none are given."""
     column = _per_key(transfer, transfer.parents, "parents")
     if not (set(map(type, column)) <= {bytes} and set(map(len, column)) <= {0, KEY_BYTES}):
         for parent in column:
@@ -83,7 +83,7 @@ def parents_of(transfer: PoolTransfer) -> list[bytes | None]:
 
 
 def check_places(places: Iterable[tuple[Place, Sequence[memoryview]]]) -> None:
-    """Objects must not lie over each other, or what one call reads for one would be overwritten by what it reads for another."""
+    """Raise InputError if objects share memory: data of one would overwrite that of another within the call."""
     owners: list[Place] = []
     starts: list[int] = []
     sizes: list[int] = []
@@ -94,7 +94,7 @@ def check_places(places: Iterable[tuple[Place, Sequence[memoryview]]]) -> None:
             sizes.append(view.nbytes)
     order = np.argsort(np.array(starts, np.uint64), kind="stable")
     begin = np.array(starts, np.uint64)[order]
-    # Where any two meet, two neighbours in this order do.
+    # Where any two overlap, two neighbours in this order do.
     met = np.flatnonzero(begin[:-1] + np.array(sizes, np.uint64)[order][:-1] > begin[1:])
     if len(met):
         (a, one), (b, two) = owners[order[met[0]]], owners[order[met[0] + 1]]

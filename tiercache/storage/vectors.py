@@ -12,16 +12,16 @@ from typing import Final
 from tiercache.storage.env import Env
 
 IOV_MAX: Final = os.sysconf("SC_IOV_MAX")
-"""The most buffers that one vectored call takes (Linux: 1024)."""
+"""Largest number of buffers that one vectored call takes (Linux: 1024)."""
 
 
 def total(buffers: Sequence[memoryview]) -> int:
-    """Bytes of all buffers together."""
+    """Return the bytes of all buffers together."""
     return sum(b.nbytes for b in buffers)
 
 
 def usable(buffers: Sequence[memoryview], length: int, *, writable: bool) -> bool:
-    """May a store move `length` bytes through these buffers?"""
+    """Return whether a store can move `length` bytes, at least 1, through these buffers."""
     there = 0
     for buffer in buffers:
         if not (buffer.c_contiguous and buffer.ndim == 1 and buffer.format == "B") or (writable and buffer.readonly):
@@ -31,7 +31,7 @@ def usable(buffers: Sequence[memoryview], length: int, *, writable: bool) -> boo
 
 
 def take(buffers: Sequence[memoryview], start: int, stop: int) -> list[memoryview]:
-    """The views of bytes [start, stop) of all buffers laid end to end."""
+    """Return the views of bytes [start, stop) of all buffers laid end to end."""
     if not start and len(buffers) == 1 and stop == buffers[0].nbytes:
         return [buffers[0]] if stop else []
     views: list[memoryview] = []
@@ -48,13 +48,13 @@ def take(buffers: Sequence[memoryview], start: int, stop: int) -> list[memoryvie
 
 
 def zero_tail(buffers: Sequence[memoryview], length: int) -> None:
-    """Overwrite what lies behind the first `length` bytes with zeros."""
+    """Overwrite with zeros all bytes behind the first `length`."""
     for view in take(buffers, length, total(buffers)):
         view[:] = bytes(view.nbytes)
 
 
 def write_all(env: Env, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-    """Write every byte of `buffers` at `offset`: how many those were. Raises OSError."""
+    """Write every byte of `buffers` at `offset`; return how many those were. Raises OSError."""
     left = list(buffers)
     start = offset
     while left:
@@ -67,7 +67,7 @@ def write_all(env: Env, fd: int, buffers: Sequence[memoryview], offset: int) -> 
 
 
 def read_all(env: Env, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-    """Fill `buffers` from `offset` on; returns the bytes read, fewer than asked only at the end of the file. Raises OSError."""
+    """Fill `buffers` from `offset` on; return the bytes read, fewer than asked only at the end of the file. Raises OSError."""
     left = list(buffers)
     start = offset
     while left:
@@ -80,7 +80,7 @@ def read_all(env: Env, fd: int, buffers: Sequence[memoryview], offset: int) -> i
 
 
 def _after(buffers: list[memoryview], done: int) -> list[memoryview]:
-    """What is left of `buffers` behind their first `done` bytes."""
+    """Return what is left of `buffers` behind their first `done` bytes."""
     for index, buffer in enumerate(buffers):
         if done < buffer.nbytes:
             return [buffer[done:], *buffers[index + 1 :]] if done else buffers[index:]

@@ -1,6 +1,6 @@
-"""Conformance suites and faults, shipped in the wheel, for those who write a store: needs pytest and hypothesis.
+"""Conformance suites and fault injection for authors of stores and policies, shipped in the wheel; needs pytest and hypothesis.
 
 Import the parts by name: `faults` (FaultEnv), `crash` (CrashEnv: what a power cut leaves), `objects` (test objects), `conformance`
-(BackendConformance), `policies` (PolicyConformance), `policy_rig` (what it ranks), `stateful` (the state machines), `faulty`, `latency`
-and `outage` (wrappers that misbehave), `cuda` (SimulatedDevice).
+(BackendConformance), `policies` (PolicyConformance), `policy_rig` (the columns and the index that it ranks), `stateful` (the state
+machines), `faulty`, `latency` and `outage` (wrappers that misbehave), `cuda` (SimulatedDevice).
 """

@@ -1,20 +1,20 @@
-"""A power cut at any call: `CrashEnv` knows what was not synced yet, and copies a directory as the cut could have left it.
+"""Simulated power cuts at any call: `CrashEnv` tracks what is not synced yet, and copies a directory as a cut could have left it.
 
     env = CrashEnv()
     store = open_backend(url, env=env)
     env.at_call("commit", 3, lambda: env.clone(directory, target, seed=7))      before the third commit from now on
     store.set(...)
-    open_backend(url of target, env=RebootedEnv())                              what is left of it?
+    open_backend(url of target, env=RebootedEnv())                              opens what is left
 
 The model is a journalling file system above a disk with 512-byte sectors, and stricter than most:
 
-- What a file got since its last fdatasync or fsync may be there or not, write by write, and a write may tear between any two sectors.
-- Sizes (ftruncate, fallocate, a write past the end) of one file change in order; where the cut falls in that order is open.
-- Names (a new file, unlink, rename, mkdir) change in order over the whole tree. The fsync of a directory makes its changes durable, and
-  every earlier one with them; the fsync of a file does not.
-- Whatever was not done through the Env counts as synced. That is right for LMDB between two calls: it writes only inside `Env.commit`,
-  which syncs before it returns. A cut inside a commit is not seen here, nor what an environment risks that syncs less than LMDB does by
-  itself; those take a real file system (`make campaign`, `power`).
+- Each write to a file since its last fdatasync or fsync may be there or not, and may be torn between any two sectors.
+- Size changes of one file (ftruncate, fallocate, a write past the end) happen in order; the cut may fall anywhere in that order.
+- Name changes (a new file, unlink, rename, mkdir) happen in order over the whole tree. The fsync of a directory makes its changes
+  durable, and every earlier one with them; the fsync of a file does not.
+- Anything that was not done through the Env counts as synced. That is right for LMDB between two calls: it writes only inside
+  `Env.commit`, which syncs before it returns. The model shows neither a cut inside a commit, nor the risk of an environment that syncs
+  less than LMDB does by itself; those take a real file system (`make campaign`, `power`).
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ _BLOCK: Final = 4096
 
 
 class RebootedEnv(Env):
-    """The outside world after the power came back: another boot.
+    """The outside world after the power came back, with another boot id.
 
     Thread safety: stateless; share it freely.
     """
 
     def boot_id(self) -> str:
-        """Not that of this boot."""
+        """Return an id that differs from that of this boot."""
         return "the boot after the power cut"
 
 
 class CrashEnv(FaultEnv):
-    """A FaultEnv that can also lose the power. Faults come first: what a rule tears or drops was never written, for the clone either.
+    """A FaultEnv that can also lose the power. Faults come first: for a clone too, bytes that a rule tears or drops were never written.
 
     Thread safety: as FaultEnv; calls that change the disk wait for each other, and for a clone.
     """
@@ -68,7 +68,7 @@ class CrashEnv(FaultEnv):
         }  # fmt: skip
 
     def at_call(self, name: str, n: int, action: Callable[[], object], *, after: bool = False) -> Rule:
-        """Do `action` in the middle: before the n-th call of `name` from now on, or right after it."""
+        """Run `action` before the n-th call of `name` from now on, or right after it with `after`."""
 
         def effect(real: Call, arguments: tuple[Any, ...]) -> Any:
             if after:
@@ -81,7 +81,7 @@ class CrashEnv(FaultEnv):
         return self.add(name, effect, at=n)
 
     def clone(self, source: str | Path, target: str | Path, seed: int) -> None:
-        """Make `target` what a power cut at this instant could leave of the directory `source`. The same seed, the same cut."""
+        """Make `target` a copy of the directory `source` as a power cut right now could leave it; the same seed makes the same cut."""
         random = Random(seed)
         with self._world:
             tree = self._tree(os.path.realpath(source))
@@ -98,12 +98,12 @@ class CrashEnv(FaultEnv):
                     _write_sparse(copy, node.unsynced.left(node.read(), random) if node.unsynced else node.read())
 
     def unsynced(self) -> int:
-        """How many pieces (writes, sizes, names) are not synced now."""
+        """Return the number of pieces (writes, sizes, names) that are not synced now."""
         with self._world:
             return len(self._names) + sum(len(f.writes) + len(f.sizes) for f in self._files.values())
 
     def perform(self, name: str, call: Call, arguments: tuple[Any, ...]) -> Any:
-        """As FaultEnv, noting what the real call changes."""
+        """Make one call as FaultEnv does, and record what the real call changes."""
         return super().perform(name, partial(self._watch, name, call), arguments)
 
     def _watch(self, name: str, call: Call, *arguments: Any) -> Any:
@@ -145,7 +145,7 @@ class CrashEnv(FaultEnv):
         self._change(fd, length, max(0, os.fstat(fd).st_size - length), lambda: call(fd, length), truncates=True)
 
     def _change(self, fd: int, offset: int, length: int, act: Callable[[], Any], *, truncates: bool = False) -> Any:
-        """Change a file, and note what `length` bytes at `offset` and its size were; also where the call fails half-way."""
+        """Change a file, and record its old size and the `length` bytes at `offset` as they were, even if the call fails half-way."""
         file = self._open.get(fd)
         if not isinstance(file, Unsynced):
             return act()
@@ -184,13 +184,13 @@ class CrashEnv(FaultEnv):
         self._names.append(Named("mkdir", _entry(path)))
 
     def _gone(self, change: Named) -> None:
-        """Note a change, and let go of the file that it removed: its inode's number may be another's soon."""
+        """Record a change of names, and forget the file that it removed, since its inode number may be reused."""
         self._names.append(change)
         if change.buried is not None:
             self._files = {identity: file for identity, file in self._files.items() if file is not change.buried.unsynced}
 
     def _about_to_go(self, path: str) -> Node | None:
-        """A file that may lose its name now, as it is."""
+        """Return a regular file that may lose its name now, with its content; None if there is none."""
         try:
             found = os.lstat(path)
         except FileNotFoundError:
@@ -201,7 +201,7 @@ class CrashEnv(FaultEnv):
         return Node(False, self._files.get(_identity(found)), lambda: content)
 
     def _tree(self, root: str) -> dict[str, Node]:
-        """Everything below a directory as it is now."""
+        """Return a directory and everything below it as they are now, by path."""
         tree = {root: Node(True)}
         for where, directories, files in os.walk(root):
             tree |= {os.path.join(where, name): Node(True) for name in directories}
@@ -215,7 +215,7 @@ def _identity(found: os.stat_result) -> tuple[int, int]:
 
 
 def _entry(path: str) -> str:
-    """A path whose directory, but not itself, is resolved."""
+    """Return a path whose directory is resolved, but not the last component."""
     whole = os.path.abspath(path)
     return os.path.join(os.path.realpath(os.path.dirname(whole)), os.path.basename(whole))
 
@@ -225,7 +225,10 @@ def _padded(data: bytes) -> bytes:
 
 
 def _sectors(fd: int, offset: int, length: int) -> bytes:
-    """The whole sectors around a range, zeros behind the end. Through a descriptor of its own: `fd` may be write-only, or O_DIRECT."""
+    """Return the whole sectors around a range, with zeros behind the end of the file.
+
+    They are read through a new descriptor, because `fd` may be write-only or O_DIRECT.
+    """
     if not length:
         return b""
     start, stop = offset // SECTOR * SECTOR, -(-(offset + length) // SECTOR) * SECTOR
@@ -239,7 +242,7 @@ def _read(path: str) -> bytes:
 
 
 def _write_sparse(path: str, content: bytes) -> None:
-    """A new file whose blocks of zeros are holes."""
+    """Write a new file with holes where its blocks are all zeros."""
     blocks = np.frombuffer(content + bytes(-len(content) % _BLOCK), np.uint8).reshape(-1, _BLOCK)
     with open(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
         for block in np.flatnonzero(blocks.any(axis=1)).tolist():

@@ -1,19 +1,19 @@
-"""A CUDA device without hardware: its memory is the CPU's, its streams are threads, and it is stricter than a driver.
+"""A simulated CUDA device that needs no hardware: memory of the CPU, streams as threads, and checks that are stricter than a driver's.
 
     device = SimulatedDevice()
     pool_memory = device.adopt(array)                   this array is device memory from now on
     engine = CudaEngine(pools, hosts, device=device)
     stream = device.create_stream(urgent=False)
     device.run(stream, lambda: time.sleep(0.1))         a slow kernel
-    event = device.event(stream)                        as torch.cuda.Event, recorded there
+    event = device.event(stream)                        like a torch.cuda.Event that is recorded in the stream
     device.fail("copy_batch", at=2)                     the second call from now on is refused
     device.lose()                                       as after an illegal address: every later call fails
     driver = SimulatedDriver()                          several devices: SimulatedDevice(1, driver=driver)
     driver.contexts                                     {1}: the devices that a context was made on
 
-Work in a stream happens later and at its own pace, as on a device, so that whoever does not wait reads old bytes. A copy must lie in
-device memory, or in one piece of page-locked memory; what a driver would let pass, wait for or crash on is an error here, and errors
-that happen in a stream lose the device.
+Work in a stream runs later and at its own pace, as on a real device, so a caller that does not wait reads old bytes. Each side of a copy
+must lie in device memory, or in one piece of page-locked memory. Misuse that a driver would let pass, wait for or crash on raises
+SimulatedError here, and an error inside a stream loses the device.
 """
 
 # ruff: noqa: D102 (the contract documents these methods)
@@ -44,15 +44,15 @@ from tiercache.transfer.descriptors import Copies
 _CHUNK: Final = 32 << 10
 _BEYOND: Final = 1 << 64
 _ROOM: Final = 1024
-"""Pieces of work that wait in a stream; a driver would hold the caller of one more."""
+"""Largest number of pieces of work that may wait in a stream; a driver would block the caller that queues one more."""
 _MAPPED_AT: Final = 1 << 60
-"""Where a device that does not know page-locked memory by the host's addresses has it."""
+"""Offset in bytes from the host's address of page-locked memory to the device's, on a device that does not use the host's addresses."""
 _PATIENCE_S: Final = 60.0
-"""A stream that waits longer for an event has met a circle of waits; it fails rather than hang the test."""
+"""Seconds that a stream or a thread waits for an event. A longer wait means a cycle of waits: it fails, so that the test does not hang."""
 
 
 class SimulatedError(RuntimeError):
-    """What a driver would say, or should."""
+    """An error that a driver reports, or that it should report."""
 
 
 @dataclass
@@ -61,7 +61,7 @@ class _Event:
     passed: int = 0
     timed: bool = False
     at: float = 0.0
-    """When it passed last, in seconds."""
+    """Time of the latest passing, in seconds of `time.perf_counter`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,33 +72,30 @@ class _Memory:
 
 
 class SimulatedDriver:
-    """What devices of one process share: which of them is current on a thread, 0 where nobody said, and where contexts were made.
-
-    Thread safety: any thread.
-    """
+    """State that the devices of one process share: each thread's current device (0 by default), and the devices with a context."""
 
     def __init__(self) -> None:
         self.contexts: set[int] = set()
-        """The devices that a call was made on, whoever it was meant for."""
+        """Ordinals of the devices that were current when a call was made, including calls that were meant for another device."""
         self._here = threading.local()
 
     @property
     def device(self) -> int:
-        """That of the calling thread."""
+        """The current device of the calling thread."""
         entered = self._entered()
         return entered[-1] if entered else 0
 
     @property
     def entered(self) -> bool:
-        """Has the calling thread said which device it wants?"""
+        """Whether a device was made current on the calling thread."""
         return bool(self._entered())
 
     def push(self, ordinal: int) -> None:
-        """Make a device the calling thread's."""
+        """Make a device the current one of the calling thread."""
         self._entered().append(ordinal)
 
     def pop(self) -> None:
-        """Give it the one back that it had before."""
+        """Restore the device that was current before the latest `push` on the calling thread."""
         self._entered().pop()
 
     def _entered(self) -> list[int]:
@@ -107,25 +104,25 @@ class SimulatedDriver:
 
 
 class SimulatedEvent:
-    """As `torch.cuda.Event`: something recorded, with a handle. Thread safety: any thread."""
+    """A recorded event with a handle, like `torch.cuda.Event`. Thread safety: any thread."""
 
     def __init__(self, device: SimulatedDevice, handle: int) -> None:
         self._device = device
         self.cuda_event = handle
 
     def query(self) -> bool:
-        """Is it over?"""
+        """Return whether the event has passed."""
         with self._device.current():
             return self._device.has_passed(self.cuda_event)
 
     def synchronize(self) -> None:
-        """Block until it is over."""
+        """Block until the event has passed."""
         with self._device.current():
             self._device.synchronize_event(self.cuda_event)
 
 
 class _Stream:
-    """A queue of work and the thread that does it. Thread safety: `put` from any thread."""
+    """A queue of work and the thread that runs it, in order. Thread safety: `put` from any thread."""
 
     def __init__(self, device: SimulatedDevice, name: str) -> None:
         self._work: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
@@ -146,15 +143,18 @@ class _Stream:
             try:
                 if self._device.lost is None:
                     work()
-            except Exception as error:  # noqa: BLE001  a device has nobody to raise to
+            except Exception as error:  # noqa: BLE001  a device has no caller to raise to
                 self._device.lose(error)
             del work
 
 
 class SimulatedDevice(CudaDevice):
-    """See the module. `seed`: of pauses before every piece of work, up to `jitter` seconds; `seconds`: how long a copy takes, given the
-    method, its bytes and its number of copies; `unavailable`: methods that this device does not have; `driver`: shared with other devices;
-    `same_addresses`: does it know page-locked memory by the host's addresses?
+    """A CUDA device that is simulated on the CPU; see the module.
+
+    `seed` seeds the random pauses, each up to `jitter` seconds, before every copy, and the order within a batch. `seconds` gives the
+    duration of a copy from its method, its bytes and its number of copies. `unavailable` maps each method that the device lacks to the
+    reason. `driver` is shared with other devices. `same_addresses` says whether the device addresses page-locked memory by the host's
+    addresses.
 
     Thread safety: as `CudaDevice`, and it is checked.
     """
@@ -180,10 +180,10 @@ class SimulatedDevice(CudaDevice):
         self.lost: Exception | None = None
         self._memory: dict[int, _Memory] = {}
         self._mapping = threading.Lock()
-        # What finalizers report, which run anywhere, also in the middle of a loop over the table; see `_table`.
+        # Filled by finalizers, which run on any thread and at any time, even within a loop over `_memory`; emptied under `_mapping`.
         self._dead: deque[tuple[int, str]] = deque()
         self._ends: list[tuple[int, int, int]] | None = None
-        """Where every piece begins and ends by the device's addresses, in order, and how much further the host has it."""
+        """Begin and end of every piece by the device's addresses, sorted, and their offset from the host's; None if out of date."""
         self._rules: list[list[Any]] = []
         self._streams: dict[int, _Stream] = {}
         self._events: dict[int, _Event] = {}
@@ -194,10 +194,10 @@ class SimulatedDevice(CudaDevice):
         self._handles = count(1 << 40)
         self._defaults = set(DEFAULT_STREAMS)
 
-    # What tests ask for.
+    # Calls for tests.
 
     def adopt(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Take an array of the caller's for device memory."""
+        """Treat an array of the caller's as device memory, and return it."""
         owner: Any = array
         while isinstance(owner.base, np.ndarray):
             owner = owner.base
@@ -205,30 +205,30 @@ class SimulatedDevice(CudaDevice):
         return array
 
     def adopt_at(self, address: int, nbytes: int) -> None:
-        """Take memory that the caller keeps for one allocation of the device's, whatever else it is a part of."""
+        """Treat memory that the caller keeps alive as one allocation of the device, even where it is part of something larger."""
         self._keep(address, _Memory(nbytes, "adopted"))
 
     def fail(self, call: str, *, at: int = 1, error: Exception | None = None) -> None:
-        """Refuse the `at`-th `call` from now on; nothing of it is queued."""
+        """Refuse the `at`-th `call` from now on; that call queues nothing."""
         self._rules.append([call, at, error or SimulatedError(f"{call} was refused")])
 
     def forgive(self) -> int:
-        """Forget the refusals that were asked for and have not come: how many."""
+        """Forget the refusals that were requested and have not happened yet; return how many there were."""
         forgotten, self._rules = len(self._rules), []
         return forgotten
 
     def lose(self, error: Exception | None = None) -> None:
-        """The device is gone: what is queued does not happen, and every call fails."""
+        """Lose the device: work that is queued is dropped, and every later call fails."""
         with self._changed:
             self.lost = self.lost or error or SimulatedError("an illegal address was accessed")
             self._changed.notify_all()
 
     def run(self, stream: int, kernel: Callable[[], object]) -> None:
-        """Queue a kernel."""
+        """Queue a kernel in a stream."""
         self._stream(stream).put(kernel)
 
     def event(self, stream: int) -> SimulatedEvent:
-        """An event that is recorded in `stream` now."""
+        """Create an event, record it in `stream` now, and return it."""
         with self.current():
             handle = self.create_event()
             self.record(handle, stream)
@@ -236,7 +236,7 @@ class SimulatedDevice(CudaDevice):
 
     @property
     def leftovers(self) -> dict[str, int]:
-        """What has been taken and not given back, but for adopted memory."""
+        """Number of streams, events and pieces of memory, by kind, that were taken and not given back; adopted memory is not counted."""
         with self._table() as table:
             kinds = Counter(memory.kind for memory in table.values())
         counts = {"streams": len(self._streams.keys() - self._defaults), "events": len(self._events)}
@@ -300,7 +300,7 @@ class SimulatedDevice(CudaDevice):
     def wait_event(self, stream: int, event: int) -> None:
         self._enter("wait_event")
         known = self._event(event)
-        number = known.asked  # what it stands for at the call, as in CUDA: 0, and no wait at all, if it was never recorded
+        number = known.asked  # the recording it stands for at the call, as in CUDA; 0, and so no wait, if it was never recorded
 
         def wait() -> None:
             with self._changed:
@@ -367,7 +367,7 @@ class SimulatedDevice(CudaDevice):
         if not 1 <= len(copies) <= MOST_COPIES:
             raise SimulatedError(f"a batch of {len(copies)} copies crashes some drivers")
         batch = list(zip(copies.source.tolist(), copies.destination.tolist(), copies.length.tolist(), strict=True))
-        self._random.shuffle(batch)  # in no order among each other
+        self._random.shuffle(batch)  # the copies of a batch run in no defined order
         self._queue(Method.BATCH, batch, stream)
 
     def copy_table(self, table: int, rows: int, chunks: int, blocks: int, stream: int) -> None:
@@ -395,12 +395,12 @@ class SimulatedDevice(CudaDevice):
         nbytes = sum(length for _, _, length in copies)
         if pause := self._seconds(method, nbytes, len(copies)) + self._random.random() * self._jitter:
             time.sleep(pause)
-        for source, destination, length in copies:  # checked once more: it must be there until now
+        for source, destination, length in copies:  # checked again: the memory must stay valid until the copy runs
             ctypes.memmove(self._check(destination, length), self._check(source, length), length)
         self.moved[method] += nbytes
 
     def _check(self, address: int, nbytes: int) -> int:
-        """Is it in one piece of device or page-locked memory? Where the host has it."""
+        """Return the host's address of a range; raise SimulatedError unless it lies in one piece of device or page-locked memory."""
         with self._mapping:
             if self._dead or self._ends is None:
                 self._bury()
@@ -429,10 +429,10 @@ class SimulatedDevice(CudaDevice):
 
     @contextmanager
     def _table(self) -> Iterator[dict[int, _Memory]]:
-        """All memory that there is now, by address, for one thread at a time."""
+        """Hold the table of all current memory, by address, for one thread at a time."""
         with self._mapping:
             self._bury()
-            self._ends = None  # it may be changed now
+            self._ends = None  # the caller may change the table
             yield self._memory
 
     def _bury(self) -> None:
@@ -466,7 +466,7 @@ class SimulatedDevice(CudaDevice):
 
     def _enter(self, call: str) -> None:
         self.calls[call] += 1
-        self.driver.contexts.add(self.driver.device)  # as a driver would: the call may be meant for another device, or for none
+        self.driver.contexts.add(self.driver.device)  # as in a driver, which uses the thread's current device even if another one was meant
         if not self.driver.entered or self.driver.device != self.ordinal:
             raise SimulatedError(f"{call} was called on a thread whose device is not cuda:{self.ordinal}")
         if self.lost is not None:

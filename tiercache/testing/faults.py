@@ -1,4 +1,4 @@
-"""A disk that fails on demand: `FaultEnv`, an `Env` whose calls follow rules instead of luck.
+"""Disk faults on demand: `FaultEnv` is an `Env` whose calls fail by rules.
 
     env = FaultEnv(seed=1)
     env.fail("pwritev", at=3, error=errno.ENOSPC)       the third write from now on fails
@@ -6,8 +6,8 @@
     hang.release()                                      ... until now
     env.tear("pwritev"); env.flip("preadv", at=2)
 
-Rules count from the moment they are made. `calls` counts every call, so that a campaign can first run a scenario without faults and then
-fail each call in turn.
+Rules count calls from the moment they are made. `calls` counts every call, so that a campaign can first run a scenario without faults
+and then fail each call in turn.
 """
 
 from __future__ import annotations
@@ -30,19 +30,21 @@ CALLS: Final = (
     "open", "close", "preadv", "pwritev", "fdatasync", "fsync", "forget", "cached", "fallocate", "ftruncate", "unlink", "rename", "mkdir",
     "chmod", "listdir", "lstat", "fstat", "statvfs", "try_lock", "try_share", "unlock", "commit", "run",
 )  # fmt: skip
-"""The calls that can be given rules: everything that touches the disk."""
+"""Names of the calls that rules can apply to: everything that touches the disk."""
 
 HANG_SECONDS: Final = 60.0
-"""A hang that nobody releases ends by itself and fails, so that a broken test does not hang as well."""
+"""Seconds after which a hang that was not released fails with ETIMEDOUT, so that a broken test does not hang as well."""
 
 Call: TypeAlias = Callable[..., Any]
 Effect: TypeAlias = Callable[[Call, tuple[Any, ...]], Any]
-"""What happens instead of a call: it gets the real call and its arguments, and returns or raises in its place."""
+"""Replacement for a call: it gets the real call and its arguments, and returns or raises in its place."""
 
 
 @dataclass(slots=True)
 class Rule:
-    """Calls number `at` to `at + times - 1` of `call`, counted from the rule's making, have `effect` instead. `fired` counts them.
+    """A rule that gives the calls `at` to `at + times - 1` of `call`, counted from its creation, an `effect` instead.
+
+    `seen` counts the calls, and `fired` those that the rule applied to.
 
     Thread safety: guarded by its FaultEnv.
     """
@@ -55,7 +57,7 @@ class Rule:
     fired: int = 0
 
     def due(self, call: str) -> bool:
-        """Count one call; does this rule apply to it?"""
+        """Count one call, and return whether this rule applies to it."""
         if call != self.call:
             return False
         self.seen += 1
@@ -66,7 +68,7 @@ class Rule:
 
 @dataclass(slots=True)
 class Hang:
-    """A call that waits: `reached` is set when it began to.
+    """An effect that makes calls wait; `reached` is set when the first of them begins to wait.
 
     Thread safety: any thread may wait for `reached` and call `release`.
     """
@@ -75,11 +77,11 @@ class Hang:
     _released: Event = field(default_factory=Event)
 
     def release(self) -> None:
-        """Let the call go on, and every later one of this hang."""
+        """Let the waiting calls go on, and every later call of this hang."""
         self._released.set()
 
     def __call__(self, call: Call, arguments: tuple[Any, ...]) -> Any:
-        """The effect: wait, then make the call."""
+        """Wait for the release, then make the call; raise OSError(ETIMEDOUT) after `HANG_SECONDS`."""
         self.reached.set()
         if not self._released.wait(HANG_SECONDS):
             raise OSError(errors.ETIMEDOUT, "nobody released this hang")
@@ -87,9 +89,11 @@ class Hang:
 
 
 class FaultEnv(Env):
-    """Real calls, but for those that a rule names. What a seed decides (where a write tears, which bit flips) is the same in every run.
+    """An Env that makes real calls, except where a rule applies. The seed decides where a write tears and which bit flips.
 
-    Thread safety: any thread may call or make rules; the count of calls is then the order in which they came.
+    With the same seed and the same order of calls these are the same in every run.
+
+    Thread safety: any thread may call or make rules; calls are counted in the order in which they arrive.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -99,7 +103,7 @@ class FaultEnv(Env):
         self._mutex = Lock()
 
     def add(self, call: str, effect: Effect, *, at: int = 1, times: int = 1) -> Rule:
-        """Make a rule with an effect of your own."""
+        """Make a rule with a custom effect; raise ValueError for a name that is not in `CALLS`."""
         if call not in CALLS:
             raise ValueError(f"{call!r} is not a call that can fail; use one of {', '.join(CALLS)}")
         rule = Rule(call, effect, at, times)
@@ -108,7 +112,7 @@ class FaultEnv(Env):
         return rule
 
     def fail(self, call: str, *, at: int = 1, times: int = 1, error: int = errors.EIO) -> Rule:
-        """Raise OSError(`error`) without making the call; a descriptor is closed all the same, as Linux does it."""
+        """Raise OSError(`error`) without making the call. A failed close still closes the descriptor, as on Linux."""
 
         def effect(real: Call, arguments: tuple[Any, ...]) -> Any:
             if call == "close":
@@ -118,13 +122,13 @@ class FaultEnv(Env):
         return self.add(call, effect, at=at, times=times)
 
     def hang(self, call: str, *, at: int = 1, times: int = 1) -> Hang:
-        """Make the call only when the hang is released."""
+        """Delay the call until the hang is released."""
         hang = Hang()
         self.add(call, hang, at=at, times=times)
         return hang
 
     def delay(self, call: str, seconds: float, *, at: int = 1, times: int = 1) -> Rule:
-        """Make the call late."""
+        """Delay the call by `seconds`."""
 
         def effect(real: Call, arguments: tuple[Any, ...]) -> Any:
             time.sleep(seconds)
@@ -133,7 +137,7 @@ class FaultEnv(Env):
         return self.add(call, effect, at=at, times=times)
 
     def tear(self, call: str = "pwritev", *, at: int = 1, times: int = 1) -> Rule:
-        """Write only a part, chosen by the seed, and report the whole: what a power cut leaves of an acknowledged write."""
+        """Write only a prefix, its length chosen by the seed, and report a whole write, as a power cut leaves acknowledged data."""
 
         def effect(real: Call, arguments: tuple[Any, ...]) -> Any:
             fd, buffers, *place = arguments
@@ -146,7 +150,7 @@ class FaultEnv(Env):
         return self.add(call, effect, at=at, times=times)
 
     def shorten(self, call: str, *, at: int = 1, times: int = 1) -> Rule:
-        """Read or write fewer bytes than asked, at least one, and say so: what the kernel may always do."""
+        """Read or write fewer bytes than asked, but at least one, and report that number, as the kernel may always do."""
 
         def effect(real: Call, arguments: tuple[Any, ...]) -> Any:
             fd, buffers, *place = arguments
@@ -155,7 +159,7 @@ class FaultEnv(Env):
         return self.add(call, effect, at=at, times=times)
 
     def flip(self, call: str = "preadv", *, at: int = 1, times: int = 1) -> Rule:
-        """Flip one bit, chosen by the seed, of what is read or written; the caller's own bytes stay right when it writes."""
+        """Flip one bit, chosen by the seed, of what is read or written; a write leaves the caller's own buffers unchanged."""
 
         def effect(real: Call, arguments: tuple[Any, ...]) -> Any:
             fd, buffers, *place = arguments
@@ -170,7 +174,7 @@ class FaultEnv(Env):
         return self.add(call, effect, at=at, times=times)
 
     def spoil(self, *, at: int = 1, times: int = 1) -> Rule:
-        """Flip the first bit of every buffer that is read: of the many objects that a call may move, none that begins in one is right."""
+        """Flip the first bit of every buffer that is read, so that no object that begins in one of the buffers is right."""
 
         def effect(real: Call, arguments: tuple[Any, ...]) -> Any:
             done = real(*arguments)
@@ -188,7 +192,7 @@ class FaultEnv(Env):
             self.calls.clear()
 
     def perform(self, name: str, call: Call, arguments: tuple[Any, ...]) -> Any:
-        """Make one call under the rules. Every rule counts it; the first that is due decides."""
+        """Make one call under the rules. Every rule counts it; the first one that is due decides."""
         with self._mutex:
             self.calls[name] += 1
             due = [rule for rule in self.rules if rule.due(name)]

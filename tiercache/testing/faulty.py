@@ -1,4 +1,4 @@
-"""A store that often fails, and never lies: `Faulty` answers some items, chosen by a seed, as a store in trouble would."""
+"""A store that often fails but never returns wrong data: `Faulty` answers some items, chosen by a seed, as a failing store would."""
 
 # ruff: noqa: D102 (the contract documents these methods)
 
@@ -19,7 +19,7 @@ from tiercache.storage.wrappers.base import Wrapper, decide
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """How often an item of a call is answered so, from 0 to 1; together at most 1. Raises ValueError otherwise."""
+    """Rates from 0 to 1 at which an item of a call gets each outcome; together at most 1. Raises ValueError otherwise."""
 
     error: float = 0.0
     throttled: float = 0.0
@@ -33,20 +33,20 @@ class Rates:
 
     @property
     def outcomes(self) -> AbstractSet[Outcome]:
-        """What is answered now and then."""
+        """Outcomes whose rate is above 0."""
         return {Outcome(f.name) for f in fields(self) if getattr(self, f.name)}
 
 
 class Faulty(Wrapper):
-    """`inner`, with items that fail at the given `rates`.
+    """A wrapper of `inner` whose items fail at the given `rates`.
 
-    - get: ERROR and CORRUPT leave garbage in the buffers, as a read that broke off does. CORRUPT drops the object, and comes only for one
-      that was there. THROTTLED and MISS leave buffers and object alone: the next get may find it.
+    - get: ERROR and CORRUPT leave garbage in the buffers, as an interrupted read does. CORRUPT drops the object, and is answered only for
+      an object that was stored. THROTTLED and MISS leave the buffers and the object unchanged: the next get may find it.
     - set: ERROR and THROTTLED, with nothing stored. The other rates do not apply.
     - exists: False at the rate of `miss`. delete: False, with nothing removed, at the rate of `error`.
-    - Whatever is answered HIT, STORED or True is true. Scans, descriptions, figures and malformed items are `inner`'s.
+    - An answer of HIT, STORED or True is always right. Scans, descriptions, figures and malformed items are passed to `inner`.
 
-    What a seed decides is the same in every run, item by item in the order of the calls.
+    With the same seed the faults are the same in every run, item by item in the order of the calls.
 
     Thread safety: as `Wrapper`; with several threads the order of the calls decides which of them draws which fault.
     """
@@ -88,7 +88,7 @@ class Faulty(Wrapper):
         return fault if fault in (Outcome.ERROR, Outcome.THROTTLED) and storable(item) else None
 
     def _drawn(self) -> Outcome | None:
-        """The fault for the next item, or none."""
+        """Draw the fault of the next item; None for no fault."""
         with self._mutex:
             at = self._random.random()
         for f in fields(self.rates):

@@ -1,4 +1,4 @@
-"""A store that is far away: `Latency` waits before every call, on a clock of the test's choice."""
+"""A store that is far away: `Latency` waits before every call, by a sleep function of the test's choice."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ T = TypeVar("T")
 
 
 class Latency(Wrapper):
-    """`inner` behind a delay in seconds per call: one for all, or by operation (those that are not named are not delayed).
+    """A wrapper of `inner` that delays each call by `seconds`: one number for all operations, or a mapping by operation.
 
-    `sleep` gets the seconds; hand in something that waits for the test, or only notes them. The call is inside the store while it sleeps:
-    `close` waits for it. Raises ValueError for an operation that does not exist.
+    Operations that the mapping does not name are not delayed. `sleep` gets the seconds; a test may pass a function that only records them.
+    The call is inside the store while it sleeps, so `close` waits for it. Raises ValueError for an operation that does not exist.
 
-    Thread safety: as `Wrapper`; `sleep` is called by every thread that calls.
+    Thread safety: as `Wrapper`; every thread that makes a call also calls `sleep`.
     """
 
     def __init__(self, inner: StorageBackend, seconds: float | Mapping[str, float], sleep: Callable[[float], None] = time.sleep) -> None:

@@ -1,4 +1,4 @@
-"""Objects to store in tests: keys, payloads and items from small numbers."""
+"""Objects to store in tests: keys, payloads and items made from names."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ OTHER_NAMESPACE = bytes(range(32, 64))
 
 
 def page_key(name: object) -> bytes:
-    """A page key for any name."""
+    """Return the page key of 32 bytes for any name."""
     return blake2b(repr(name).encode(), digest_size=32).digest()
 
 
 def key(name: object, pool: PoolName = PoolName.KV) -> ObjectKey:
-    """The object key of `pool` on the page `name`."""
+    """Return the key of the object of `pool` on the page `name`."""
     return object_key(pool, layout_digest(pool, bytes(32), Shard()), page_key(name))
 
 
 def payload(name: object, length: int) -> bytes:
-    """Bytes that look random, the same for the same name."""
+    """Return `length` bytes that look random, and are the same for the same name."""
     return blake3(repr(name).encode()).digest(length=length)
 
 
 def split(data: bytearray, pieces: int, seed: int = 0) -> list[memoryview]:
-    """Views of `data` that cut it into `pieces` parts at random places, some perhaps empty."""
+    """Return views that cut `data` into `pieces` parts at random places; some may be empty."""
     cuts = sorted(Random(seed).randrange(len(data) + 1) for _ in range(pieces - 1))
     view = memoryview(data)
     return [view[a:b] for a, b in zip([0, *cuts], [*cuts, len(data)], strict=True)]
@@ -50,45 +50,45 @@ def to_set(
     parent: bytes | None = None,
     depth: int | None = None,
 ) -> SetItem:
-    """An item that stores `data`, in buffers of `pieces` parts with `slack` bytes behind the payload."""
+    """Make an item that stores `data`, in `pieces` buffers with `slack` bytes behind the payload."""
     buffers = split(bytearray(data + b"\xee" * slack), pieces)
     meta = ObjectMeta(namespace, len(data), checksum(k, [memoryview(data)], len(data)), parent, depth)
     return SetItem(k, buffers, meta)
 
 
 def to_get(k: ObjectKey, length: int, *, slack: int = 0, pieces: int = 1) -> GetItem:
-    """An item that reads `length` bytes into new buffers filled with 0xAA."""
+    """Make an item that reads `length` bytes into new buffers filled with 0xAA."""
     return GetItem(k, split(bytearray(b"\xaa" * (length + slack)), pieces), length)
 
 
 def content(item: GetItem) -> bytes:
-    """The payload that a get left in its buffers."""
+    """Return the payload that a get left in its buffers."""
     return b"".join(take(item.buffers, 0, item.length))
 
 
 def put(store: StorageBackend, k: ObjectKey, data: bytes, parent: bytes | None = None) -> Outcome:
-    """Store one object."""
+    """Store one object, and return the outcome."""
     return store.set([to_set(k, data, parent=parent)])[0]
 
 
 def fetch(store: StorageBackend, k: ObjectKey, length: int) -> bytes | Outcome:
-    """One object's payload, or the outcome where it is not HIT."""
+    """Return one object's payload, or the outcome if it is not HIT."""
     item = to_get(k, length)
     [outcome] = store.get([item])
     return content(item) if outcome is Outcome.HIT else outcome
 
 
 def chain(name: object, length: int) -> list[tuple[ObjectKey, bytes | None]]:
-    """The keys of a sequence's pages, each with the page key of the one before it."""
+    """Return the keys of a sequence's pages, each with the page key of the page before it (None for the first)."""
     pages = [page_key((name, depth)) for depth in range(length)]
     return [(key((name, depth)), pages[depth - 1] if depth else None) for depth in range(length)]
 
 
 def state_of(name: object) -> ObjectKey:
-    """The key of the state that hangs on the page `name`; its parent is its own page key."""
+    """Return the key of the state that hangs on the page `name`; the state's parent is that page's key."""
     return key(name, PoolName.MAMBA)
 
 
 def outcomes(items: Sequence[Outcome]) -> dict[Outcome, int]:
-    """How often each outcome came."""
+    """Count how often each outcome occurs."""
     return {o: items.count(o) for o in set(items)}

@@ -1,4 +1,4 @@
-"""A store that cannot be reached for a while: `Outage` answers at once, and nothing, from `begin` to `end`."""
+"""A store that cannot be reached for a while: from `begin` to `end`, `Outage` answers at once without reaching the store."""
 
 # ruff: noqa: D102 (the contract documents these methods)
 
@@ -19,17 +19,17 @@ T = TypeVar("T")
 
 
 class _UnreachedError(StorageError):
-    """The call met the outage."""
+    """Error of a call that meets the outage."""
 
 
 class Outage(Wrapper):
-    """`inner`, which nobody reaches between `begin` and `end`.
+    """A wrapper of `inner` that lets no call reach it between `begin` and `end`.
 
-    - get: MISS, with the buffers left alone. set: ERROR. exists and delete: False.
+    - get: MISS, with the buffers unchanged. set: ERROR. exists and delete: False.
     - scan, describe, namespaces, usage and flush raise StorageError.
-    - register_namespace: remembered, and told to `inner` at the end.
-    - `outage` is what the latest call met, as with a store behind a connection: UNAVAILABLE only once a call found out, and until another
-      one gets through.
+    - register_namespace: the record is remembered, and passed to `inner` at the end.
+    - `outage` reports what the latest call met, as with a store behind a connection: UNAVAILABLE only after a call has met the outage, and
+      until another one gets through.
 
     Thread safety: as `Wrapper`; `begin` and `end` may be called from any thread.
     """
@@ -41,11 +41,11 @@ class Outage(Wrapper):
         self._registered: dict[bytes, NamespaceRecord] = {}
 
     def begin(self) -> None:
-        """From now on no call gets through."""
+        """Begin the outage: no call gets through from now on."""
         self._down.set()
 
     def end(self) -> None:
-        """From now on calls get through again."""
+        """End the outage: calls get through from now on, and remembered namespaces are registered with `inner`."""
         self._down.clear()
         for record in list(self._registered.values()):
             self.inner.register_namespace(record)
@@ -67,7 +67,7 @@ class Outage(Wrapper):
 
     def register_namespace(self, record: NamespaceRecord) -> None:
         record = record.over(self._registered.get(record.namespace))
-        self._registered[record.namespace] = record  # first, so that an end that comes in between finds it
+        self._registered[record.namespace] = record  # before the call, so that an `end` in between finds the record
         _either(super().register_namespace, record, None)
 
     def _perform(self, operation: str, call: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
@@ -82,7 +82,7 @@ class Outage(Wrapper):
 
 
 def _either(call: Callable[[A], T], argument: A, otherwise: T) -> T:
-    """What the call answers, or `otherwise` where it met the outage."""
+    """Return the call's answer, or `otherwise` if it met the outage."""
     try:
         return call(argument)
     except _UnreachedError:

@@ -1,10 +1,10 @@
-"""What every eviction policy must do, and what an index that ranks by it must still do: `Policy`'s contract, line by line.
+"""Conformance suite for eviction policies: tests of `Policy`'s contract, and of an index that ranks by the policy.
 
     class TestMyPolicy(PolicyConformance):
         def make(self): return MyPolicy()
 
-`policy_rig` has the columns and the index that it works with; `PolicyMachine` drives one at random. Sizes are small; nothing here waits
-on a clock.
+`policy_rig` has the columns and the index that the suite works with; `PolicyMachine` drives an index at random. Sizes are small, and no
+test waits on a clock.
 """
 
 # ruff: noqa: D102 (a test is named for what it checks)
@@ -31,17 +31,20 @@ _PINNED: Final = {(1, 1, 1): (Tier.DEVICE,), (2, 0, 1): (Tier.HOST,), (3, 2): (T
 
 
 class PolicyConformance:
-    """Subclass it, supply `make`, and pytest runs the contract over your policy. Thread safety: pytest makes one instance per test."""
+    """Conformance tests of an eviction policy: subclass it and supply `make`, and pytest runs the contract over the policy.
+
+    Thread safety: pytest makes one instance per test.
+    """
 
     examples: ClassVar[int] = 15
-    """Random histories, for each setup."""
+    """Number of random histories for each setup."""
 
     def make(self) -> Policy:
-        """A new policy, which knows nothing yet."""
+        """Make a new policy that has learned nothing yet."""
         raise NotImplementedError
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Tests that ask for a `setup` run with each that the policy allows."""
+        """Run tests that ask for a `setup` with each setup that the policy allows."""
         if "setup" in metafunc.fixturenames:
             setups = {name: setup for name, setup in SETUPS.items() if setup.states or not self.make().needs_states}
             metafunc.parametrize("setup", setups.values(), ids=setups)
@@ -134,7 +137,7 @@ class PolicyConformance:
     def test_dead_weight_goes_first(self) -> None:
         rig = self._filled(SETUPS["states"])
         for turn in range(3):
-            rig.evict_device(1)  # what goes next is known by now, and what dies then goes before it
+            rig.evict_device(1)  # fixes what goes next; pages that die after it must still go before that
             path = (7, turn, 1, 2)
             rig.request(path, (2,))
             rig.copy(path)
@@ -162,7 +165,7 @@ class PolicyConformance:
     # -- histories ---------------------------------------------------------------------------------
 
     def _filled(self, setup: Setup) -> Rig:
-        """Branches, superseded states and dead ends, half of them on the host as well."""
+        """Return a rig with branches, superseded states and dead ends, half of them on the host as well."""
         rig = Rig(self.make(), setup)
         for group in range(6):
             for branch in range(5):
@@ -185,7 +188,7 @@ class PolicyConformance:
         assert not rig.host_blocks()
 
     def _history(self, rig: Rig, random: Random) -> list[int]:
-        """Which locations were freed, in order; long enough for the policy to learn, several times."""
+        """Return the freed locations, in order, of a history long enough for the policy to learn several times."""
         gone: list[int] = []
         for turn in range(4 * LEARN_EVERY):
             path = [random.randrange(8) for _ in range(random.randrange(1, 5))]
@@ -224,10 +227,7 @@ _SHARES = st.sampled_from([0.0, 0.1, 0.4, 1.0])
 
 
 class PolicyMachine(RuleBasedStateMachine):
-    """{request, touch, copy, store, pin, unpin, evict} on a small tree; integrity after every step.
-
-    Thread safety: hypothesis runs one at a time.
-    """
+    """State machine of {request, touch, match, copy, store, pin, unpin, evict} on a small tree; checks integrity after every step."""
 
     suite: ClassVar[type[PolicyConformance]]
     setup: ClassVar[Setup]
@@ -238,62 +238,62 @@ class PolicyMachine(RuleBasedStateMachine):
 
     @rule(path=_PATHS, depths=st.sets(st.integers(1, 5), max_size=3))
     def request(self, path: Sequence[int], depths: set[int]) -> None:
-        """A request, and what it leaves."""
+        """Make a request, which inserts pages and states."""
         self.rig.request(path, sorted(depths))
 
     @rule(path=_PATHS, times=st.sampled_from([1, 1, LEARN_EVERY]))
     def touch(self, path: Sequence[int], times: int) -> None:
-        """Hits, now and then so many that the policy is taught."""
+        """Touch a path, sometimes often enough that the policy learns."""
         for _ in range(times):
             self.rig.touch(path)
 
     @rule(path=_PATHS)
     def match(self, path: Sequence[int]) -> None:
-        """A question changes nothing."""
+        """Match a path, and check that this changes nothing."""
         before = self.rig.snapshot()
         self.rig.match(path)
         assert self.rig.snapshot() == before
 
     @rule(path=_PATHS)
     def copy(self, path: Sequence[int]) -> None:
-        """Write-through to the host."""
+        """Write a path through to the host."""
         self.rig.copy(path)
 
     @rule(path=_PATHS)
     def store(self, path: Sequence[int]) -> None:
-        """Write-through to the store."""
+        """Write a path through to the store."""
         self.rig.store(path)
 
     @rule(path=_PATHS, tiers=_NEAR)
     def pin(self, path: Sequence[int], tiers: Sequence[Tier]) -> None:
-        """At most three at a time."""
+        """Pin a path, unless three are pinned already."""
         if len(self.rig.held) < 3:
             self.rig.pin(path, *tiers)
 
     @precondition(lambda self: self.rig.held)
     @rule(which=st.integers(0, 2))
     def unpin(self, which: int) -> None:
-        """Let one go."""
+        """Release one pin."""
         self.rig.unpin(which)
 
     @rule(pages=_SHARES, states=_SHARES)
     def evict_device(self, pages: float, states: float) -> None:
-        """A share of what could go."""
+        """Evict a share of the evictable pages and states from the device."""
         there = self.rig.index.evictable(Tier.DEVICE)
         self.rig.evict_device(round(there[KV] * pages), round(there.get(STATE, 0) * states))
 
     @rule(share=_SHARES)
     def evict_host(self, share: float) -> None:
-        """A share of what could go."""
+        """Evict a share of the evictable blocks from the host."""
         self.rig.evict_host(round(self.rig.host_blocks() * share))
 
     @invariant()
     def integrity(self) -> None:
-        """All that can be recomputed comes out the same."""
+        """Check that everything that can be recomputed agrees with the index."""
         self.rig.index.check_integrity()
 
     def teardown(self) -> None:
-        """Whatever happened, all of it can go."""
+        """Release all pins, and check that everything can be evicted."""
         while self.rig.held:
             self.rig.unpin()
         there = self.rig.index.evictable(Tier.DEVICE)

@@ -1,4 +1,4 @@
-"""What the suite for policies works with: columns made by hand, and a small index with a policy."""
+"""Tools of the policy conformance suite: hand-made columns, and a small index that ranks by a policy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HUGE: Final = 2**40
 
 @dataclass(frozen=True)
 class PlainUnits:
-    """Units as plain arrays. See `Units`. Thread safety: immutable."""
+    """Units as plain arrays; see `Units`."""
 
     count: int
     now: int
@@ -49,17 +49,20 @@ class PlainUnits:
 
     @property
     def columns(self) -> Mapping[str, Column]:
-        """By name, every column."""
+        """Every column, by name."""
         return {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)}
 
     def take(self, rows: npt.NDArray[np.int64], now: int | None = None) -> PlainUnits:
-        """Some of the units, at this or at a later time."""
+        """Return the units at `rows`, at this time or at a later time `now`."""
         taken = {name: column[rows] for name, column in self.columns.items()}
         return PlainUnits(len(rows), self.now if now is None else now, self.page_tokens, **taken)
 
 
 def units(count: int | None = None, now: int = 0, page_tokens: int = 64, **columns: npt.ArrayLike) -> PlainUnits:
-    """`count` units (default: as many as the longest column has). A number is that of all; what is left out is 0, or 1 as it must."""
+    """Make `count` units; by default as many as the longest column has entries.
+
+    A number applies to all units. Columns that are not given are 0, except for `kind`, `replay` and `nbytes`, which are 1.
+    """
     given = {name: np.atleast_1d(np.asarray(column, np.int64)) for name, column in columns.items()}
     if count is None:
         count = max(map(len, given.values()), default=1)
@@ -69,7 +72,7 @@ def units(count: int | None = None, now: int = 0, page_tokens: int = 64, **colum
 
 
 def random_units(count: int, seed: int = 0, now: int = 10_000) -> PlainUnits:
-    """Units of every description."""
+    """Make `count` units with random values in every column."""
     draw = np.random.default_rng(seed).integers
     depth = draw(1, 2000, count)
     return units(
@@ -106,13 +109,13 @@ EXTREMES: Final[Mapping[str, PlainUnits]] = {
 
 
 def reuse_of(given: PlainUnits, row: int = 0, *, evicted: bool = False) -> Reuse:
-    """A hit of one of the units, now."""
+    """Return the reuse of one of the units, at the units' current time."""
     unit = {name: int(column[row]) for name, column in given.columns.items() if name in Reuse._fields}
     return Reuse(**unit, age=given.now - int(given.last_access[row]), evicted=evicted)
 
 
 def hostile(policy: Policy) -> None:
-    """Every call that an owner can make, in no sensible order, with what no owner should have."""
+    """Make every call that an owner can make, in no sensible order and with values that no owner should have."""
     nothing = units(0)
     policy.learn(nothing, nothing)
     policy.evicted(0.0)
@@ -132,7 +135,7 @@ def hostile(policy: Policy) -> None:
 
 
 def ranked(policy: Policy, given: PlainUnits) -> Ranks:
-    """The policy's ranks, after checking what holds for all ranks."""
+    """Return the policy's ranks, after checking the properties that all ranks must have."""
     before = {name: column.copy() for name, column in given.columns.items()}
     with np.errstate(divide="raise", over="raise", invalid="raise"):
         ranks = policy.rank(given)
@@ -148,12 +151,12 @@ def ranked(policy: Policy, given: PlainUnits) -> Ranks:
 
 
 def tokens_of(path: Sequence[int]) -> TokenArray:
-    """The tokens of pages, each named by a number, and one token more."""
+    """Return the tokens of pages, each named by a number, followed by one more token."""
     return np.repeat(np.array([*path, 0], np.uint64), PAGE)[: len(path) * PAGE + 1]
 
 
 class Setup(NamedTuple):
-    """What kind of index: with state pools or without, and a device of one budget or of one for each pool."""
+    """A kind of index: with or without state pools, and with one device budget in all or one for each pool."""
 
     states: bool = True
     one_budget: bool = False
@@ -163,7 +166,7 @@ SETUPS: Final = {"states": Setup(), "one budget": Setup(one_budget=True), "state
 
 
 class Held(NamedTuple):
-    """A pin, and what it holds, by tier: the locations of pages, and of the state at the end."""
+    """A pin and, by tier, the locations that it holds: those of the pages, and that of the state at the end."""
 
     pin: Pin
     pages: Mapping[Tier, Locations]
@@ -171,7 +174,10 @@ class Held(NamedTuple):
 
 
 class Rig:
-    """An index that ranks by `policy`, and what a controller does with it. Evictions and pins are checked. Thread safety: one thread."""
+    """An index that ranks by `policy`, and the calls that a controller makes on it. Evictions and pins are checked.
+
+    Thread safety: one thread.
+    """
 
     def __init__(self, policy: Policy, setup: Setup = SETUPS["states"], *, seed: int = 0) -> None:
         self.index = HybridIndex(
@@ -184,16 +190,19 @@ class Rig:
         self._next = 0
 
     def fresh(self, count: int) -> Locations:
-        """Slots or handles that nobody has had."""
+        """Return `count` slots or handles that were never used before."""
         self._next += count
         return np.arange(self._next - count, self._next)
 
     def match(self, path: Sequence[int]) -> Match:
-        """All of `path` that is known."""
+        """Match the longest known prefix of `path`."""
         return self.index.match(tokens_of(path))
 
     def request(self, path: Sequence[int], depths: Sequence[int] | None = None) -> None:
-        """One request: a hit if there is something to hit, all pages, and states at `depths` (default: at the end), of changing kinds."""
+        """Make one request: touch the known prefix, then insert all pages, and states at `depths`.
+
+        The default for `depths` is the end of the path. The states get changing checkpoint kinds.
+        """
         origin = self.index.touch(self.match(path), tokens_of(path))
         depths = [len(path)] if depths is None else [depth for depth in depths if depth <= len(path)]
         states = {depth: {STATE: int(self.fresh(1)[0])} for depth in depths} if self.index.state_pools else {}
@@ -201,11 +210,11 @@ class Rig:
         self.index.insert(tokens_of(path), {KV: self.fresh(len(path))}, states, checkpoints=kinds, origin=origin)
 
     def touch(self, path: Sequence[int]) -> None:
-        """A request that leaves nothing."""
+        """Make a request that inserts nothing."""
         self.index.touch(self.match(path), tokens_of(path))
 
     def copy(self, path: Sequence[int]) -> None:
-        """Write what the device has of the path through to the host: its next eviction is a demotion."""
+        """Write the device's copy of the path through to the host, so that its next device eviction is a demotion."""
         match = self.match(path)
         node, span = match.node, Span(match.node, 0, match.path_depth)
         pages, states = self.index.locations(node, span.end)
@@ -219,7 +228,7 @@ class Rig:
                     assert self.index.publish_state(node, STATE, Tier.HOST, handle)
 
     def store(self, path: Sequence[int]) -> None:
-        """All that is known of the path is known to be stored."""
+        """Mark everything that is known of the path as stored."""
         match = self.match(path)
         with self.index.pinned(match):
             self.index.mark_stored(Span(match.node, 0, match.path_depth), KV, np.ones(match.path_depth, np.bool_))
@@ -227,7 +236,7 @@ class Rig:
                 self.index.mark_state_stored(match.node, STATE)
 
     def pin(self, path: Sequence[int], *tiers: Tier) -> None:
-        """Hold what is known of the path, and remember what it is."""
+        """Pin the known prefix of the path in `tiers`, and remember its locations."""
         pin = self.index.pin(self.match(path), *tiers)
         pages, states = self.index.locations(pin.node, pin.node.end)
         self.held.append(
@@ -239,11 +248,11 @@ class Rig:
         )
 
     def unpin(self, which: int = 0) -> None:
-        """Let go of one path."""
+        """Release the pin number `which`, modulo the number of pins held."""
         self.held.pop(which % len(self.held)).pin.release()
 
     def check_pins(self) -> None:
-        """Everything that was pinned is where it was."""
+        """Check that everything pinned is still at its location."""
         for pin, was, state in self.held:
             pages, states = self.index.locations(pin.node, pin.node.end)
             for tier, before in was.items():
@@ -253,7 +262,7 @@ class Rig:
                 assert at < 0 or at == (states[STATE].host if tier else states[STATE].device), f"a pinned state left the {tier}"
 
     def evict_device(self, pages: int, states: int = 0) -> Eviction:
-        """Evict from the device, with one budget as many bytes; what is asked for, and what must not happen, is checked."""
+        """Evict from the device, and check the result; with one budget, evict as many bytes as the pages and states have."""
         need = {KV: pages} | ({STATE: states} if self.setup.states else {})
         answer = self._checked(Tier.DEVICE, lambda: self.free(need))
         freed = {pool: len(answer.freed.get(pool, ())) for pool in self.index.pools}
@@ -265,27 +274,27 @@ class Rig:
         return answer
 
     def evict_host(self, blocks: int) -> Eviction:
-        """Evict from the host; as above."""
+        """Evict `blocks` blocks from the host, and check the result."""
         answer = self._checked(Tier.HOST, lambda: self.index.evict_host(blocks, BLOCKS))
         assert sum(BLOCKS[pool] * len(at) for pool, at in answer.freed.items()) >= blocks
         return answer
 
     def host_blocks(self) -> int:
-        """What an eviction could free on the host."""
+        """Return the number of blocks that an eviction could free on the host."""
         return sum(BLOCKS[pool] * count for pool, count in self.index.evictable(Tier.HOST).items())
 
     def left(self) -> list[int]:
-        """Every location in the near tiers."""
+        """Return every location in the device and host tiers."""
         return [at for tier in (Tier.DEVICE, Tier.HOST) for pool in self.index.pools for at in self.index.owned(tier, pool).tolist()]
 
     def snapshot(self) -> Any:
-        """What is there, to be compared."""
+        """Return the index's contents in a form that can be compared."""
         index = self.index
         where = [sorted(index.owned(tier, pool).tolist()) for tier in (Tier.DEVICE, Tier.HOST) for pool in index.pools]
         return where, [index.evictable(tier) for tier in Tier], list(index.contents())
 
     def free(self, need: Mapping[PoolName, int]) -> Eviction:
-        """Evict from the device without a check."""
+        """Evict from the device without checks."""
         if self.setup.one_budget:
             return self.index.evict_device_bytes(self._nbytes(need), BYTES)
         return self.index.evict_device(need)
@@ -311,7 +320,7 @@ class Rig:
         return answer
 
     def _dead_weight(self, tier: Tier) -> set[int]:
-        """The locations of evictable pages that no state can use."""
+        """Return the locations of the evictable pages that no state can use."""
         if not self.index.state_pools:
             return set()
         dead = [node.where[tier, 0] for node in self.index.nodes() if not node.is_alive and not node.pins[tier]]

@@ -1,10 +1,10 @@
-"""State machines that drive a store and a plain dict side by side.
+"""State machines that drive a store and a plain dict side by side, and compare them.
 
     run_state_machine_as_test(type("MyMachine", (BackendMachine,), {"suite": MyHooks}))
 
-`BackendMachine` has room for everything, so that every answer is known beforehand; `EvictingMachine` has the smallest capacity of its
-hooks, and knows what may be gone. Both fill the disk and kill the process where the hooks can, and take an answer of `hooks.faults` for
-what it is: allowed, and without effect.
+`BackendMachine` has room for everything, so every answer is known beforehand. `EvictingMachine` has the smallest capacity of its hooks,
+and checks which objects may be evicted. Both fill the disk and kill the process where the hooks support it. An outcome in `hooks.faults`
+is always an allowed answer, and has no effect on the model.
 """
 
 from __future__ import annotations
@@ -30,32 +30,33 @@ _REFUSALS: Final = {Outcome.ERROR, Outcome.THROTTLED}
 
 
 class Held(NamedTuple):
-    """What the model knows of a stored object."""
+    """The model's record of a stored object."""
 
     data: bytes
     meta: ObjectMeta
 
 
 def size_of(name: int) -> int:
-    """Every name has its own length."""
+    """Return the length in bytes of the object with a name; the lengths of all names differ."""
     return (1, 100, 4096, 4097, 9000, 70_000)[name % 6] + name // 6
 
 
 def key_of(name: int) -> ObjectKey:
-    """Names from 9 on are states of the first pages."""
+    """Return the object key of a name; names from 9 on are the states of the first pages."""
     return key(name) if name < 9 else state_of(name - 9)
 
 
 def parent_of(name: int) -> bytes | None:
-    """Pages come in sequences of three."""
+    """Return the parent of a name's object; pages come in sequences of three, and a state's parent is its own page."""
     if name >= 9:
         return page_key(name - 9)
     return page_key(name - 1) if name % 3 else None
 
 
 class BackendMachine(RuleBasedStateMachine):
-    """{set, get, exists, describe, delete, corrupt, reopen, kill, fill the disk} against a dict. `suite` opens a store with room for
-    everything.
+    """State machine that compares a store with a dict; `suite` opens a store with room for everything.
+
+    The rules are {set, get, exists, describe, delete, corrupt, find_out, reopen, kill, fill_disk, free_disk}.
 
     Thread safety: hypothesis runs one at a time.
     """
@@ -77,11 +78,11 @@ class BackendMachine(RuleBasedStateMachine):
         self.full = False
         self.version = 0
 
-    # --- what a process does -----------------------------------------------------------------------------------------------------------
+    # --- operations ---------------------------------------------------------------------------------------------------------------------
 
     @rule(names=BATCHES)
     def set(self, names: list[int]) -> None:
-        """New objects are stored, known ones are hits."""
+        """Store a batch: new objects are stored, known ones are hits."""
         self.version += 1
         self.put(
             [
@@ -92,19 +93,19 @@ class BackendMachine(RuleBasedStateMachine):
 
     @rule(names=BATCHES)
     def get(self, names: list[int]) -> None:
-        """What comes back is what was stored; a corrupted object is reported once and is gone."""
+        """Read a batch: hits return the bytes that were stored; a corrupted object is reported once and is gone."""
         self.read([(key_of(n), size_of(n)) for n in names])
 
     @rule(names=BATCHES)
     def exists(self, names: list[int]) -> None:
-        """A corrupted object is still believed to be there."""
+        """Check existence; a corrupted object that was not read yet still counts as present."""
         keys = [key_of(n) for n in names]
         for k, there in zip(keys, self.store.exists(keys), strict=True):
             assert there == (k in self.model) or (not there and Outcome.MISS in self.hooks.faults)
 
     @rule(names=BATCHES)
     def describe(self, names: list[int]) -> None:
-        """What is said of each object is what a scan would say; a corrupted one is still believed in."""
+        """Describe a batch: the answers equal those of a scan, and still include corrupted objects."""
         keys = [key_of(n) for n in names]
         for k, entry in zip(keys, self.store.describe(keys), strict=True):
             assert (entry is not None) == (k in self.model)
@@ -113,7 +114,7 @@ class BackendMachine(RuleBasedStateMachine):
 
     @rule(names=BATCHES)
     def delete(self, names: list[int]) -> None:
-        """The first mention of a stored key says True; a store that cannot forget it now says False and keeps it."""
+        """Delete a batch: the first mention of a stored key returns True; a store that cannot forget it now returns False and keeps it."""
         keys = [key_of(n) for n in names]
         for k, gone in zip(keys, self.store.delete(keys), strict=True):
             assert gone == (k in self.model) or (not gone and (self.full or Outcome.ERROR in self.hooks.faults))
@@ -124,7 +125,7 @@ class BackendMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.model.keys() - self.corrupted)
     @rule(data=st.data())
     def corrupt(self, data: Any) -> None:
-        """A bit changes behind the store's back."""
+        """Change a bit of a stored object behind the store's back."""
         k = data.draw(st.sampled_from(sorted(self.model.keys() - self.corrupted)))
         self.hooks.corrupt(self.store, k)
         self.corrupted.add(k)
@@ -132,17 +133,17 @@ class BackendMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.corrupted)
     @rule(data=st.data())
     def find_out(self, data: Any) -> None:
-        """Somebody reads a corrupted object, among others."""
+        """Read a corrupted object twice, with others in between."""
         k = data.draw(st.sampled_from(sorted(self.corrupted)))
         others = sorted(self.model)[:2]
         self.read([(each, self.model[each].meta.length) for each in (k, *others, k)])
 
-    # --- what happens to it ------------------------------------------------------------------------------------------------------------
+    # --- external events ----------------------------------------------------------------------------------------------------------------
 
     @precondition(lambda self: self.store.capabilities.persistent)
     @rule()
     def reopen(self) -> None:
-        """Close, and open again."""
+        """Close the store and open it again."""
         self.store.close()
         self.store = self.hooks.open_store(self.path, self.capacity)
         self.begin()
@@ -150,29 +151,29 @@ class BackendMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.store.capabilities.persistent)
     @rule()
     def kill(self) -> None:
-        """The process dies between two calls; another one opens what it left."""
+        """Kill the process between two calls, and open what it left."""
         self.store = self.hooks.kill(self.store, self.path, *([self.capacity] if self.bounded else []))
         self.begin()
 
     @precondition(lambda self: not self.full and self.hooks.has("fill_disk"))
     @rule()
     def fill_disk(self) -> None:
-        """From now on nothing new can be stored; nothing that is stored is lost."""
+        """Fill the disk: nothing new can be stored from now on, and nothing stored is lost."""
         self.hooks.fill_disk(self.store)
         self.full = True
 
     @precondition(lambda self: self.full)
     @rule()
     def free_disk(self) -> None:
-        """There is room again."""
+        """Free the disk, so that there is room again."""
         self.hooks.free_disk(self.store)
         self.full = False
 
-    # --- what must hold afterwards -----------------------------------------------------------------------------------------------------
+    # --- invariants ---------------------------------------------------------------------------------------------------------------------
 
     @invariant()
     def everything_adds_up(self) -> None:
-        """Scan, usage and the store's own books agree with the dict."""
+        """Check that the scan, the usage and the store's own counts agree with the dict."""
         scanned = [(entry.key, self.hooks.scanned(entry.meta)) for entry in self.store.scan_all()]
         assert len(scanned) == len(self.model), "a scan names every object once"
         assert dict(scanned) == {k: self.hooks.scanned(held.meta) for k, held in self.model.items()}
@@ -194,7 +195,7 @@ class BackendMachine(RuleBasedStateMachine):
         for item, answer in zip(items, self.store.set(items), strict=True):
             if answer is Outcome.STORED:
                 assert self.bounded or item.key not in self.model
-                # With faults its page may not have come as far as the store, which cannot tell then that it was to come.
+                # With faults the state's page may not have reached the store, which then cannot know that it was to come.
                 alone = item.meta.parent == item.key.page_key and self.hooks.faults
                 assert self.bounded or alone or not self.is_cut_off(item, before, items)
                 self.model[item.key] = Held(b"".join(item.buffers)[: item.meta.length], item.meta)
@@ -219,7 +220,7 @@ class BackendMachine(RuleBasedStateMachine):
             self.judge(k, found)
 
     def judge(self, k: ObjectKey, answers: Sequence[Outcome]) -> None:
-        """Could the gets of one key in one batch be answered like this? A CORRUPT drops the object."""
+        """Check that the gets of one key in one batch may be answered like this; a CORRUPT removes the object from the model."""
         faults = self.hooks.faults
         dropped = Outcome.CORRUPT in answers
         assert Outcome.STORED not in answers
@@ -240,7 +241,7 @@ class BackendMachine(RuleBasedStateMachine):
             self.corrupted.discard(k)
 
     def begin(self) -> None:
-        """The store was opened anew, on a disk that has room."""
+        """Update the model after the store was opened anew, on a disk that has room."""
         self.full = False
         there = {entry.key for entry in self.store.scan_all()}
         back = {k: held for k, held in self.undead.items() if k in there}
@@ -249,16 +250,19 @@ class BackendMachine(RuleBasedStateMachine):
         self.undead = {}
 
     def may_throttle(self, item: SetItem, batch: Sequence[SetItem]) -> bool:
-        """Has the store a reason not to take this item of a batch?"""
+        """Return whether the store has a reason not to take this item of a batch."""
         return self.full or self.is_cut_off(item, self.model, batch)
 
     def is_cut_off(self, item: SetItem, stored: Mapping[ObjectKey, Held], batch: Sequence[SetItem]) -> bool:
-        """Is a page to be stored behind one that neither is there nor comes along?"""
+        """Return whether the item's chain of parents leads to a page that is neither stored nor part of the batch.
+
+        For a state only the parents of its page count: a state may be stored before its page.
+        """
         pages = {k.page_key for k, held in stored.items() if held.meta.parent != k.page_key}
         coming = {other.key.page_key: other.meta.parent for other in batch if other.meta.parent != other.key.page_key}
         parent = item.meta.parent
         if parent == item.key.page_key:
-            parent = coming.get(parent) if parent not in pages else None  # what hangs on a page that comes along needs it
+            parent = coming.get(parent) if parent not in pages else None  # with its page in the batch, it needs that page's parent
         while parent is not None and parent not in pages:
             if parent not in coming:
                 return True
@@ -266,25 +270,22 @@ class BackendMachine(RuleBasedStateMachine):
         return False
 
     def give_up(self, before: Mapping[ObjectKey, Held], batch: Sequence[SetItem]) -> None:
-        """Take out of the model what a set may have cost: nothing. `before` is the model before that set."""
+        """Remove from the model the objects that a set may have evicted (here none). `before` is the model before that set."""
 
 
 class EvictingMachine(BackendMachine):
-    """The same with a small capacity, sequences with states, and crowds that push them out: what is gone must have been nobody's page.
-
-    Thread safety: as `BackendMachine`.
-    """
+    """State machine with a small capacity, sequences with states, and crowds that evict them; no evicted page may have had dependants."""
 
     bounded = True
 
     @property
     def unit(self) -> int:
-        """Bytes of a page; the store holds some forty."""
+        """Bytes of a page, a fortieth of the capacity."""
         return self.hooks.small // 40
 
     @rule(sequence=SEQUENCES, depth=st.integers(1, 8), state=st.booleans(), skip=st.integers(0, 2))
     def extend(self, sequence: int, depth: int, state: bool, skip: int) -> None:
-        """A sequence's pages from `skip` on, and perhaps the state at the end, which is larger."""
+        """Store a sequence's pages from index `skip` on, and with `state` the state at the end, which is twice as large as a page."""
         self.version += 1
         pages = chain(("sequence", sequence), depth)
         items = [to_set(k, payload((k, self.version), self.unit), parent=parent, depth=n + 1) for n, (k, parent) in enumerate(pages)]
@@ -295,7 +296,7 @@ class EvictingMachine(BackendMachine):
 
     @rule(count=st.integers(1, 12), at_once=st.booleans())
     def evict(self, count: int, at_once: bool) -> None:
-        """Objects that nothing hangs on come in, together or one by one, and something else has to go."""
+        """Store objects without parents, together or one by one, so that others are evicted."""
         self.version += 1
         names = [("crowd", self.version, n) for n in range(count)]
         items = [to_set(key(name), payload(name, 2 * self.unit)) for name in names]
@@ -305,20 +306,20 @@ class EvictingMachine(BackendMachine):
     @precondition(lambda self: self.model)
     @rule(data=st.data())
     def revisit(self, data: Any) -> None:
-        """Any stored objects are read, and are recent then."""
+        """Read any stored objects, which makes them recently used."""
         chosen = data.draw(st.lists(st.sampled_from(sorted(self.model)), max_size=6))
         self.read([(k, self.model[k].meta.length) for k in chosen])
 
     def may_throttle(self, item: SetItem, batch: Sequence[SetItem]) -> bool:
-        """All that is stored may be what the item hangs on or came with; else something could have gone for it."""
+        """Return whether the item may be throttled: the store may hold only objects that the item depends on or came with."""
         crowded = sum(other.meta.length for other in batch) > self.hooks.small // 4
         return self.full or crowded or item.meta.parent is not None or bool(self.undead)
 
     def give_up(self, before: Mapping[ObjectKey, Held], batch: Sequence[SetItem]) -> None:
-        """What was evicted leaves the model; nothing that stays may have hung on it all the while."""
+        """Remove evicted objects from the model; no object that was stored throughout and stayed may depend on an evicted page."""
         there = {entry.key for entry in self.store.scan_all()}
         lost = {k for k in self.model if k not in there}
-        # In a batch of several, an early item may cost the page of a late one, which was not stored yet.
+        # In a batch of several, an early item may evict the page of a later one, which was not stored yet.
         witnesses = there & (before.keys() if len(batch) > 1 else self.model.keys())
         pages = {self.model[k].meta.parent for k in witnesses} - {None}
         for k in lost:

@@ -1,4 +1,4 @@
-"""What a file system has not put on its medium yet, and what a power cut can make of that; `crash` collects it."""
+"""Unsynced changes of a file system, and what a power cut can leave of them; `crash` collects them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ import numpy as np
 import numpy.typing as npt
 
 SECTOR: Final = 512
-"""Bytes that a disk writes whole or not at all."""
+"""Bytes of a sector, which a disk writes as a whole or not at all."""
 _MOODS: Final = ((0.0, 0.0), (1.0, 0.0), (0.5, 0.0), (0.9, 0.1), (0.1, 0.9), (0.4, 0.3))
-"""Chances that a write is kept whole and that it tears: from nothing arrived, over all arrived, to a mixture."""
+"""Chances that a write is kept whole and that it tears: none arrived, all arrived, and mixtures."""
 
 
 class Written(NamedTuple):
-    """A write, or with `resize` the tail that the size change of that number cut off: what was there before, in whole sectors."""
+    """Earlier content of a range that was written or, with `resize`, cut off by the size change of that number.
+
+    `start` is the number of the first sector; `before` has whole sectors. `resize` counts from 0 among the file's unsynced size changes.
+    """
 
     start: int
     before: bytes
@@ -27,7 +30,7 @@ class Written(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Unsynced:
-    """What a file has not synced, oldest first: its writes, and the sizes that it had before each change of size.
+    """Unsynced changes of a file, oldest first: its writes, and its size in bytes before each change of size.
 
     Thread safety: guarded by its CrashEnv.
     """
@@ -36,7 +39,7 @@ class Unsynced:
     sizes: list[int] = field(default_factory=list)
 
     def left(self, current: bytes, random: Random) -> bytes:
-        """The file's content as a power cut could leave it, given what it holds now."""
+        """Return the file's content as a power cut could leave it, given its current content."""
         kept_sizes = random.randint(0, len(self.sizes))
         size = self.sizes[kept_sizes] if kept_sizes < len(self.sizes) else len(current)
         sectors = max([-(-max(len(current), size) // SECTOR), *(w.start + len(w.before) // SECTOR for w in self.writes)])
@@ -44,7 +47,8 @@ class Unsynced:
         image.reshape(-1)[: len(current)] = np.frombuffer(current, np.uint8)
         settled = np.zeros(sectors, np.bool_)
         keep, tear = random.choice(_MOODS)
-        # From the newest write back: a sector is as the newest write that reached it left it, which is what the next newer one found.
+        # From the newest write to the oldest: a sector is as the newest write that arrived left it, which is its content before the
+        # next newer write.
         for write in reversed(self.writes):
             before = np.frombuffer(write.before, np.uint8).reshape(-1, SECTOR)
             there = slice(write.start, write.start + len(before))
@@ -56,7 +60,7 @@ class Unsynced:
 
 
 class Node(NamedTuple):
-    """What a path stands for: a directory, or a file with its content now and what of it is not synced."""
+    """An entry of a tree: a directory, or a file with its current content and its unsynced changes."""
 
     directory: bool
     unsynced: Unsynced | None = None
@@ -64,7 +68,7 @@ class Node(NamedTuple):
 
 
 class Named(NamedTuple):
-    """A change of names. `target`: of a rename. `buried`: what an unlink or a rename removed."""
+    """A change of names. `target` is the new name in a rename; `buried` is the file that an unlink or a rename removed."""
 
     kind: str
     path: str
@@ -72,12 +76,12 @@ class Named(NamedTuple):
     buried: Node | None = None
 
     def touches(self, directory: str) -> bool:
-        """Is it one of this directory's entries that changed?"""
+        """Return whether an entry of this directory changed."""
         return directory in (os.path.dirname(self.path), os.path.dirname(self.target))
 
 
 def undo(tree: dict[str, Node], change: Named) -> None:
-    """Take a change of names back; everything newer was taken back before."""
+    """Undo a change of names in `tree`; the caller has undone all newer changes."""
     if change.kind == "rename":
         for path in [p for p in tree if p == change.target or p.startswith(change.target + os.sep)]:
             tree[change.path + path[len(change.target) :]] = tree.pop(path)
@@ -92,7 +96,7 @@ def undo(tree: dict[str, Node], change: Named) -> None:
 
 
 def _kept(random: Random, keep: float, tear: float, sectors: int) -> npt.NDArray[np.bool_]:
-    """Which sectors of a write arrived."""
+    """Choose the sectors of a write that arrived: all, none, or a random share of them; shape (sectors,)."""
     luck = random.random()
     if luck < keep:
         return np.ones(sectors, np.bool_)

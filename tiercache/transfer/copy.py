@@ -1,4 +1,4 @@
-"""The CPU transfer engine: the reference for every other one, and what runs where there is no accelerator."""
+"""The CPU transfer engine: the reference for every other one, and the engine for machines without an accelerator."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from tiercache.transfer.jobs import Job, Sides
 from tiercache.transfer.lanes import LaneEngine, Waiting
 
 Copier: TypeAlias = Callable[[npt.NDArray[np.uint64], npt.NDArray[np.uint64], npt.NDArray[np.int64]], object]
-"""Copies `lengths[i]` bytes from address `sources[i]` to `destinations[i]`, for all i, before it returns."""
+"""Function (sources, destinations, lengths) that copies `lengths[i]` bytes from `sources[i]` to `destinations[i]` before it returns."""
 
 
 class CopyEngine(LaneEngine):
-    """Copies with the CPU: one thread for stores, one for loads, each taking its jobs in order.
+    """Engine that copies with the CPU: one thread for stores, one for loads, each taking its jobs in order.
 
     `copier` moves the bytes of one layer of one job; layers come in ascending order, in stores too. Tests pass one that delays or fails.
+
     Raises ConfigError for pools that are not in CPU memory or not on both sides, GeometryError where the two sides differ.
 
     Thread safety: as `TransferEngine`. Callbacks run on the two threads, `tiercache-store` and `tiercache-load`.
@@ -59,7 +60,7 @@ class CopyEngine(LaneEngine):
 
 
 class _Worker:
-    """One thread and its jobs. Thread safety: as `OneWay`."""
+    """A lane with one thread. Thread safety: as `OneWay`."""
 
     def __init__(self, name: str, copier: Copier) -> None:
         self._waiting = Waiting()
@@ -74,7 +75,7 @@ class _Worker:
         self._waiting.stop()
 
     def join(self, deadline: float) -> None:
-        if self._thread is threading.current_thread():  # closed from a callback: the thread ends when the callback has returned
+        if self._thread is threading.current_thread():  # `close` was called in a callback: this thread ends after it
             return
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
@@ -85,7 +86,10 @@ class _Worker:
             pass
 
     def _serve_one(self) -> bool:
-        """In a function of its own, so that no local variable keeps a finished job's pools and memory while the thread waits."""
+        """Run the next job; False at the end.
+
+        A function of its own, so that no local variable keeps a finished job's pools and memory alive while the thread waits.
+        """
         job = self._waiting.next()
         if job is None:
             return False

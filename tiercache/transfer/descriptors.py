@@ -1,4 +1,7 @@
-"""From (slots, blocks) to the list of contiguous copies. Pure functions over columns; the same ones for every cache kind and engine."""
+"""Conversion of (slots, blocks) to a list of contiguous copies.
+
+Pure functions over columns, the same ones for every cache kind and engine.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ class Copies:
 class Descriptors:
     """Copies as columns of shape [descriptors], sorted by layer: `length[i]` bytes between addresses `device[i]` and `host[i]`.
 
-    Neighbours of one layer that are contiguous at both ends have been merged, if one allocation of the device has both.
+    Neighbouring copies of one layer that are contiguous at both ends have been merged, if both lie in one allocation of the device.
     """
 
     device: npt.NDArray[np.uint64]
@@ -56,11 +59,14 @@ class Descriptors:
         return int(self.length.sum())
 
     def copies(self, *, to_host: bool) -> Copies:
-        """With a direction; no copy of the columns."""
+        """Return the copies in one direction. The columns are shared, not copied."""
         return Copies(self.device, self.host, self.length) if to_host else Copies(self.host, self.device, self.length)
 
     def cut(self, origin: int, period: int) -> Descriptors:
-        """The same bytes with no copy across a host address `origin + k * period`: where separately page-locked memory meets."""
+        """Return the same bytes with every copy split at the host addresses `origin + k * period`.
+
+        There, memory that was page-locked separately meets, and a copy must not cross.
+        """
         start = self.host.astype(np.int64) - origin
         count = (start + self.length - 1) // period - start // period + 1
         if (count <= 1).all():
@@ -73,7 +79,7 @@ class Descriptors:
         return Descriptors(self.device[row] + shift, self.host[row] + shift, end - begin, self.layer[row])
 
     def by_layer(self) -> Iterator[tuple[int, slice]]:
-        """Each layer that occurs, ascending, and the slice of the columns that belongs to it."""
+        """Yield each layer that occurs, in ascending order, with the slice of the columns that belongs to it."""
         layers, starts = np.unique(self.layer, return_index=True)
         bounds = pairwise([*starts.tolist(), len(self)])
         for layer, (start, end) in zip(layers.tolist(), bounds, strict=True):
@@ -83,9 +89,9 @@ class Descriptors:
 def build_descriptors(
     segments: SegmentTable, slots: Locations, blocks: npt.NDArray[np.int64], block_bytes: int, arena_address: int
 ) -> Descriptors:
-    """The copies between device slots `slots` [n] and the host objects that lie in `blocks` [n, blocks per object].
+    """Return the copies between device slots `slots` [n] and the host objects that lie in `blocks` [n, blocks per object].
 
-    A segment that crosses a block's end is split there. Within a layer the order is object by object and then as in the geometry.
+    A segment that crosses a block's end is split there. Within a layer the copies are ordered by object, then as in the geometry.
     """
     segment, column, start, length = _pieces(segments, block_bytes)
     # Signed arithmetic: NumPy would turn a mix of uint64 and int64 into floats, and user-space addresses stay below 2**63.
@@ -100,14 +106,14 @@ def build_descriptors(
 
 
 def slot_copies(segments: SegmentTable, sources: Locations, destinations: Locations) -> Copies:
-    """The copies from slots `sources` [n] to slots `destinations` [n] of the same pool, segment by segment."""
+    """Return the copies from slots `sources` [n] to slots `destinations` [n] of the same pool, one per object and segment."""
     base, stride = segments.base.astype(np.int64), segments.stride
     source, destination = ((base + slots[:, None] * stride).reshape(-1).astype(np.uint64) for slots in (sources, destinations))
     return Copies(source, destination, np.tile(segments.length, len(sources)))
 
 
 def join_copies(parts: Sequence[Copies]) -> Copies:
-    """Several lists as one."""
+    """Return several lists of copies as one."""
     return Copies(
         np.concatenate([np.empty(0, np.uint64), *(p.source for p in parts)]),
         np.concatenate([np.empty(0, np.uint64), *(p.destination for p in parts)]),
@@ -116,7 +122,7 @@ def join_copies(parts: Sequence[Copies]) -> Copies:
 
 
 def join_descriptors(parts: Sequence[Descriptors]) -> Descriptors:
-    """The copies of several pools as one list, sorted by layer."""
+    """Return the copies of several pools as one list, sorted by layer."""
     if len(parts) == 1:
         return parts[0]
     order = np.argsort(np.concatenate([np.empty(0, np.int64), *(p.layer for p in parts)]), kind="stable")
@@ -129,9 +135,9 @@ def join_descriptors(parts: Sequence[Descriptors]) -> Descriptors:
 
 
 def _pieces(segments: SegmentTable, block_bytes: int) -> tuple[_Column, _Column, _Column, _Column]:
-    """One object's segments cut at block ends: (segment, block of the object, start in the object, length), each of shape [pieces].
+    """Cut one object's segments at block ends: (segment, block of the object, start in the object, length), each of shape [pieces].
 
-    The cuts are the same for every object, so the rest is broadcasting.
+    The cuts are the same for every object, so callers broadcast them over all objects. Starts and lengths are in bytes.
     """
     end = segments.offset + segments.length
     first = segments.offset // block_bytes
@@ -144,7 +150,10 @@ def _pieces(segments: SegmentTable, block_bytes: int) -> tuple[_Column, _Column,
 
 
 def _layer_major(layer: _Column, n: int) -> _Column:
-    """Where entry (object, piece) goes so that layers come first: [n, pieces]. Pieces are sorted by layer already, so no sort is needed."""
+    """Return the position of each entry (object, piece) in an order by layer, then object: shape [n, pieces].
+
+    Pieces are sorted by layer already, so no sort is needed.
+    """
     first = np.searchsorted(layer, layer, side="left")
     width = np.searchsorted(layer, layer, side="right") - first
     order: _Column = n * first + np.arange(n)[:, None] * width + np.arange(len(layer)) - first
@@ -159,7 +168,7 @@ def _reordered(column: _Column, order: _Column) -> _Column:
 
 def _merge(device: _Column, host: _Column, length: _Column, layer: _Column, allocation: _Column) -> Descriptors:
     follows = (device[1:] == device[:-1] + length[:-1]) & (host[1:] == host[:-1] + length[:-1])
-    # Allocations may lie side by side, and a copy must stay within one.
+    # Two allocations may be adjacent in address space, and a copy must stay within one.
     follows &= (layer[1:] == layer[:-1]) & (allocation[1:] == allocation[:-1])
     heads = np.concatenate([[0], np.flatnonzero(~follows) + 1]) if len(device) else np.empty(0, np.int64)
     merged = np.add.reduceat(length, heads) if len(device) else length

@@ -1,4 +1,4 @@
-"""Which engine serves which pools."""
+"""Choice of the transfer engine for a set of pools."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tiercache.transfer.copy import CopyEngine
 
 
 def engine_for(device_pools: Mapping[PoolName, DevicePool], host_pools: Mapping[PoolName, HostPool]) -> TransferEngine:
-    """The engine for the device that the pools are on: `CudaEngine`, or `CopyEngine` for CPU memory. Errors as theirs."""
+    """Return the engine for the device that the pools are on: `CudaEngine`, or `CopyEngine` for CPU memory. Raises as these do."""
     if any(pool.device.startswith("cuda") for pool in device_pools.values()):
         from tiercache.transfer.cuda import CudaEngine
 

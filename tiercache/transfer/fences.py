@@ -1,4 +1,4 @@
-"""What has to be over before a copy may start, and how it is waited for."""
+"""Fences: work that must be over before a copy may start, and the ways to wait for it."""
 
 from __future__ import annotations
 
@@ -13,41 +13,46 @@ import numpy as np
 from tiercache.errors import ConfigError
 
 _LOOK_S: Final = 200e-6
-"""Seconds between two looks at a fence that can only be asked."""
+"""Seconds between two queries of a fence that has no blocking wait."""
 
 
 class Synchronizable(Protocol):
     """An event that a thread can wait for, such as `torch.cuda.Event`."""
 
     def synchronize(self) -> object:
-        """Return when everything before the event is done."""
+        """Block until everything before the event is done."""
 
 
 class Queryable(Protocol):
-    """An event that can be asked."""
+    """An event that can be queried."""
 
     def query(self) -> bool:
-        """Is everything before the event done?"""
+        """Return whether everything before the event is done."""
 
 
 class Waitable(Protocol):
-    """Something that a thread can wait for, such as `threading.Event`."""
+    """An object that a thread can wait for, such as `threading.Event`."""
 
     def wait(self) -> object:
-        """Return when it has happened."""
+        """Block until the awaited thing has happened."""
 
 
 Fence: TypeAlias = Callable[[], object] | Synchronizable | Queryable | Waitable
-"""What has to be over before a copy may start. Of the ways that an object has, the first of these is taken: called, `synchronize`, `query`
-until it says True, `wait`; all on a thread of the transfer engine, and if one raises, the ticket fails.
+"""Work that must be over before a copy may start.
 
-An engine for CUDA waits for a `torch.cuda.Event`, or anything else with a handle in `cuda_event`, on the device, without a thread. Who
-passes one leaves it alone, that is, does not record it anew, until the ticket is done.
+A fence is waited for in the first of these ways that it offers: a call, `synchronize`, `query` until it returns True, `wait`. All run on a
+thread of the transfer engine; if one raises, the ticket fails.
+
+For a `torch.cuda.Event`, or any other object with a handle in `cuda_event`, an engine for CUDA makes the device wait and no thread. The
+caller that passes one must not record it anew until the ticket is done.
 """
 
 
 def checked_fences(fences: Iterable[Fence]) -> tuple[Fence, ...]:
-    """The fences; ConfigError for one that cannot be waited for or stands for nothing, and for what is no sequence of fences."""
+    """Return the fences as a tuple.
+
+    Raises ConfigError for a fence that cannot be waited for or stands for nothing, and for an argument that is no sequence of fences.
+    """
     try:
         found = tuple(fences)
     except TypeError as error:
@@ -58,7 +63,7 @@ def checked_fences(fences: Iterable[Fence]) -> tuple[Fence, ...]:
 
 
 def pass_fence(fence: Fence, go_on: Callable[[], object] = lambda: None) -> None:
-    """Block until `fence` is over. `go_on` may raise to end the wait, where that can be ended."""
+    """Block until `fence` is over. `go_on` may raise to end the wait; it is called only between two queries."""
     how, wait = _way(fence)
     if how != "query":
         wait()
@@ -69,7 +74,7 @@ def pass_fence(fence: Fence, go_on: Callable[[], object] = lambda: None) -> None
 
 
 def event_of(fence: Fence) -> int | None:
-    """The handle of an event of CUDA, 0 for one that was never recorded; None for any other fence."""
+    """Return the handle of a CUDA event, 0 for one that was never recorded; None for any other fence."""
     handle = getattr(fence, "cuda_event", None)
     try:
         return None if isinstance(handle, bool) else operator.index(handle)  # type: ignore[arg-type]  # None and others raise
@@ -79,7 +84,7 @@ def event_of(fence: Fence) -> int | None:
 
 def _check(fence: Fence) -> None:
     event = event_of(fence)
-    if event == 0 or (event is None and getattr(fence, "event_id", None) == 0):  # it stands for nothing, and nobody would wait
+    if event == 0 or (event is None and getattr(fence, "event_id", None) == 0):  # it stands for nothing: a wait for it would return at once
         raise ConfigError("a fence is an event that was never recorded; record it in the stream whose work comes first")
     if event is not None and not 0 < event < 1 << 64:
         raise ConfigError(f"a fence has {event} for its cuda_event, which is no handle of an event")
@@ -94,7 +99,7 @@ def _check(fence: Fence) -> None:
 
 
 def _way(fence: Fence) -> tuple[str, Callable[[], Any]]:
-    """How to wait for it, and the call for that; no name if there is none."""
+    """Return the name of the way to wait for a fence, and the call for it; an empty name if there is none."""
     if callable(fence):
         return "call", fence
     for how in ("synchronize", "query", "wait"):
@@ -104,7 +109,7 @@ def _way(fence: Fence) -> tuple[str, Callable[[], Any]]:
 
 
 def _said(answer: object) -> bool:
-    if not isinstance(answer, bool | np.bool_):  # CUDA's own answers are codes, of which 0 is yes
+    if not isinstance(answer, bool | np.bool_):  # CUDA's own answers are error codes, in which 0 means done
         raise TypeError(f"the query of a fence said {answer!r}; it must say True or False")
     return bool(answer)
 

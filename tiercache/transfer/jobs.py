@@ -1,4 +1,7 @@
-"""What every transfer engine does before a byte moves: check the pools, resolve slots and handles, and keep memory mapped until the end."""
+"""Preparation of transfers, the same for every engine.
+
+It checks the pools, resolves slots and handles, and keeps the memory mapped until a transfer is over.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from tiercache.transfer.fences import Fence, pass_fence
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One pool's units of a job. `region` keeps the arena mapped until the job is over."""
+    """The units of a job in one pool. `blocks` has shape [n, blocks per object]; `region` keeps the arena mapped until the job is over."""
 
     device: DevicePool
     host: HostPool
@@ -28,7 +31,7 @@ class Part:
     region: memoryview
 
     def descriptors(self, period: int = 0) -> Descriptors:
-        """The copies, sorted by layer; with `period`, none across as many bytes of the arena."""
+        """Return the copies, sorted by layer; with `period`, they are split at every multiple of `period` bytes in the arena."""
         arena = self.host.arena
         built = build_descriptors(self.device.segments, self.slots, self.blocks, arena.block_bytes, arena.address)
         return built.cut(arena.address, period) if period else built
@@ -36,7 +39,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One call of `store` or `load`, on its way. Thread safety: one thread at a time."""
+    """One call of `store` or `load` that is under way. Thread safety: one thread at a time."""
 
     to_host: bool
     parts: tuple[Part, ...]
@@ -44,31 +47,33 @@ class Job:
     after: tuple[Fence, ...]
 
     def pass_fences(self, go_on: Callable[[], object]) -> None:
-        """Block until what has to come first is over. `go_on` may raise to end that."""
+        """Block until all fences of the job are over. `go_on` may raise to end the wait; see `pass_fence`."""
         for fence in self.after:
             pass_fence(fence, go_on)
 
     def descriptors(self, period: int = 0) -> Descriptors:
-        """All of its copies, sorted by layer; with `period`, none across as many bytes of the arena."""
+        """Return the copies of all parts, sorted by layer; with `period`, they are split as in `Part.descriptors`."""
         return join_descriptors([part.descriptors(period) for part in self.parts])
 
     def finish(self, error: TransferError | None) -> None:
-        """It is over; nothing of it is touched any more."""
+        """Release the memory and finish the ticket. Nothing may touch the job's bytes any more."""
         for part in self.parts:
             part.region.release()
         self.ticket.finish(error)
 
     def failure(self, step: str, error: Exception) -> TransferError:
-        """What its ticket says when `error` ended it. `step`: where that was."""
+        """Return the ticket's error for a job that `error` ended. `step`: where that was, in words."""
         failure = TransferError(f"a {'store' if self.to_host else 'load'} failed {step}: {str(error) or type(error).__name__}")
-        failure.__cause__ = error.with_traceback(None)  # its frames would keep what the job used for as long as somebody has the ticket
+        failure.__cause__ = error.with_traceback(None)  # the frames would keep the job's memory alive as long as the ticket
         return failure
 
 
 class Sides:
     """The pools of one engine, by name, on the device and on the host.
 
-    Raises ConfigError for a pool that is on one side only, GeometryError where the two sides differ. Thread safety: any thread.
+    Raises ConfigError for a pool that is on one side only, GeometryError where the two sides differ.
+
+    Thread safety: any thread.
     """
 
     def __init__(self, device_pools: Mapping[PoolName, DevicePool], host_pools: Mapping[PoolName, HostPool]) -> None:
@@ -81,16 +86,16 @@ class Sides:
         self.host = dict(host_pools)
 
     def parts(self, units: Sequence[CacheTransferUnits], *, to_host: bool) -> tuple[Part, ...]:
-        """Slots and handles resolved; SlotError or ConfigError for those that cannot be."""
+        """Return the parts of a job, with slots and handles resolved. Raises SlotError or ConfigError where that is not possible."""
         return tuple(self._part(u.pool, *((u.sources, u.destinations) if to_host else (u.destinations, u.sources))) for u in units)
 
     def forks(self, units: Sequence[CacheTransferUnits]) -> Copies:
-        """The copies from device slots to other device slots of the same pools."""
+        """Return the copies from device slots to other device slots of the same pools."""
         pools = [(self.device_pool(u.pool), u) for u in units]
         return join_copies([slot_copies(pool.segments, pool.checked(u.sources), pool.checked(u.destinations)) for pool, u in pools])
 
     def device_pool(self, name: PoolName) -> DevicePool:
-        """One pool's device side; ConfigError for one that is not registered."""
+        """Return the device pool of this name; raises ConfigError for one that is not registered."""
         if name not in self.device:
             raise ConfigError(f"pool {name} is not registered with this transfer engine; pass it to the constructor")
         return self.device[name]
@@ -98,10 +103,10 @@ class Sides:
     def _part(self, name: PoolName, slots: Locations, handles: Locations) -> Part:
         device = self.device_pool(name)
         host = self.host[name]
-        # Checked and resolved now, so that a wrong number is the caller's error; copied, so that the caller may reuse its arrays.
+        # Checked and resolved now, so that a wrong number raises in the caller; copied, so that the caller may reuse its arrays.
         return Part(device, host, device.checked(slots).copy(), host.blocks(handles), host.arena.hold())
 
 
 def layers_of(parts: Sequence[Part]) -> Iterator[int]:
-    """The layers that have bytes in these parts."""
+    """Return the layers that have bytes in these parts; a layer may occur several times."""
     return (layer for part in parts if len(part.slots) for layer in part.device.geometry.layers)

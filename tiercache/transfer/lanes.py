@@ -1,4 +1,4 @@
-"""What engines with one lane a direction share: jobs that wait, and how it all ends."""
+"""Base of the transfer engines that have one lane per direction: waiting jobs, submission and close."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from tiercache.transfer.jobs import Job, Sides, layers_of
 
 
 class Waiting:
-    """The jobs that a lane has not begun. Thread safety: `next` belongs to the lane's thread, the rest to any."""
+    """Queue of the jobs that a lane has not begun. Thread safety: `next` belongs to the lane's thread, the rest to any."""
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._abandoned = threading.Event()
 
     def put(self, job: Job) -> None:
-        """Add one."""
+        """Add a job."""
         self._jobs.put(job)
 
     def stop(self) -> None:
-        """Let `next` say that there are no more, behind what is waiting now."""
+        """Mark the end: after the jobs that are waiting now, `next` returns None."""
         self._jobs.put(None)
 
     def next(self) -> Job | None:
-        """The next job, as soon as there is one; None for the end."""
+        """Block until there is a job and return it; None at the end."""
         return self._jobs.get()
 
     def abandon(self) -> None:
-        """Fail what is waiting, and make `go_on` raise: the job under way ends where it is."""
+        """Fail all waiting jobs, and make `go_on` raise, so that the job under way ends where it is."""
         self._abandoned.set()
         while True:
             try:
@@ -45,25 +45,28 @@ class Waiting:
                 break
             if job is not None:
                 job.finish(TransferError("the transfer engine was closed before this transfer began"))
-        self.stop()  # the loop above may have taken the mark
+        self.stop()  # the loop above may have taken the end mark
 
     def go_on(self) -> None:
-        """TransferError if the lane was abandoned."""
+        """Raise TransferError if the lane was abandoned."""
         if self._abandoned.is_set():
             raise TransferError("the transfer engine was closed")
 
 
 class OneWay(Protocol):
-    """A lane: takes the jobs of one direction, in order."""
+    """A lane, which takes the jobs of one direction in order.
+
+    Thread safety: any thread may call `submit` and `join`, the lane's own too.
+    """
 
     def submit(self, job: Job) -> None:
-        """Take a job on; returns at once. Any thread."""
+        """Take on a job; returns at once."""
 
     def stop(self) -> None:
-        """Let its threads end after what is waiting now. Once."""
+        """Let the lane's threads end after the jobs that are waiting now. Call it once."""
 
     def join(self, deadline: float) -> None:
-        """Wait for its threads until `deadline` (monotonic seconds), then abandon what is left. Any thread, its own too."""
+        """Wait for the lane's threads until `deadline` (monotonic seconds), then abandon the remaining jobs."""
 
 
 class LaneEngine(TransferEngine):
@@ -79,7 +82,7 @@ class LaneEngine(TransferEngine):
 
     @abstractmethod
     def _layer_ticket(self, layers: Iterable[int]) -> LayerTicket:
-        """A new ticket for a load of these layers."""
+        """Make a ticket for a load of these layers."""
 
     def store(self, units: Sequence[CacheTransferUnits], *, after: Sequence[Fence] = ()) -> Ticket:  # noqa: D102
         fences, ticket = checked_fences(after), Ticket()
@@ -104,7 +107,7 @@ class LaneEngine(TransferEngine):
         self._loads.join(deadline)
 
     def _submit(self, lane: OneWay, job: Job) -> None:
-        with self._submitting:  # or a job could get behind the mark that ends the lane, and never be answered
+        with self._submitting:  # else a job could get behind the end mark, and its ticket would never be done
             self._require_open()
             lane.submit(job)
 

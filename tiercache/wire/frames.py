@@ -1,8 +1,8 @@
-"""Messages that carry payload: `{Header header = 1; bytes payload = 2;}`, put together and taken apart by hand.
+"""Messages that carry payload: `{Header header = 1; bytes payload = 2;}`, encoded and decoded by hand.
 
 Protobuf's Python code copies a payload three times on its way: into the message, into its serial form, and out of it again. Here it is
-joined once into what gRPC sends, and what gRPC received is looked at where it lies. On the wire nothing is special: the bytes are those
-that the generated code writes and reads.
+copied once, into the bytes that gRPC sends, and on receipt it is read in place, from the bytes that gRPC received. The bytes on the wire
+are the same that the generated code writes and reads.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from google.protobuf.message import DecodeError, Message
 from tiercache.errors import WireError
 
 CHUNK_BYTES: Final = 2 << 20
-"""Payload of one message: enough that the cost of a message counts little, little enough that many streams share one budget."""
+"""Payload bytes of one message: enough that the cost of a message counts little, few enough that many streams share one budget."""
 
 _FEW_BYTES: Final = 64 << 10
+"""Bytes up to which a message is parsed without counting its fields first."""
 _MOST_FIELDS: Final = 8192
-"""Of a message: more than any batch has objects. A field of two bytes becomes a hundred in memory, and each costs time."""
+"""Most fields of a message, more than any batch has objects. A field of two bytes takes a hundred in memory, and each costs time."""
 
 _HEADER: Final = 1
 _PAYLOAD: Final = 2
 _LEN: Final = 2
 _FIXED: Final = {1: 8, 5: 4}
-"""Bytes of the wire types of fixed width."""
+"""Bytes of a field's content, by wire type of fixed width."""
 
 H = TypeVar("H", bound=Message)
 
@@ -39,7 +40,10 @@ class Piece(NamedTuple):
 
 
 def cut(lengths: Sequence[int], chunk: int = CHUNK_BYTES, most: int = 1024) -> Iterator[list[Piece]]:
-    """The pieces of items that travel in one message: at most `chunk` bytes and `most` pieces. An item of no bytes is a piece of none."""
+    """Yield for each message the pieces of items in it: at most `chunk` bytes and `most` pieces.
+
+    An item of 0 bytes becomes one piece of 0 bytes.
+    """
     message: list[Piece] = []
     room = chunk
     for item, length in enumerate(lengths):
@@ -59,14 +63,17 @@ def cut(lengths: Sequence[int], chunk: int = CHUNK_BYTES, most: int = 1024) -> I
 
 
 def encode(header: Message, views: Sequence[memoryview]) -> bytes:
-    """The message with this header, and these views one after the other as its payload."""
+    """Return the message with this header, and with the bytes of the views, one after the other, as its payload."""
     packed = header.SerializeToString()
     size = sum(view.nbytes for view in views)
     return b"".join([_tag(_HEADER), _varint(len(packed)), packed, _tag(_PAYLOAD), _varint(size), *views])
 
 
 def decode(message: bytes, header: type[H], most: int = 1 << 20) -> tuple[H, memoryview]:
-    """Its header, of at most `most` bytes, and its payload, where that lies in `message`. Raises WireError for anything else."""
+    """Return the header of a message, of at most `most` bytes, and its payload, as a view of `message`.
+
+    Raises WireError for a malformed message or a longer header.
+    """
     view = memoryview(message)
     packed, payload = b"", view[:0]
     for number, kind, start, stop in _fields(view):
@@ -80,7 +87,10 @@ def decode(message: bytes, header: type[H], most: int = 1 << 20) -> tuple[H, mem
 
 
 def read_message(data: bytes, kind: type[H], most: int) -> H:
-    """A message from its serial form, whose size in memory bears a relation to it. Raises WireError."""
+    """Parse a message of at most `most` bytes. Raises WireError if it is longer, malformed, or has too many fields.
+
+    The limit on fields (`_MOST_FIELDS`, checked above 64 KiB) keeps the memory for the message in proportion to its bytes.
+    """
     if len(data) > most:
         raise WireError(f"a message of {len(data)} bytes is beyond the {most} of its kind; send it in parts")
     if len(data) > _FEW_BYTES:
@@ -93,7 +103,10 @@ def read_message(data: bytes, kind: type[H], most: int) -> H:
 
 
 def _fields(view: memoryview) -> Iterator[tuple[int, int, int, int]]:
-    """The number and wire type of each field, and where its content begins and ends. Raises WireError for what is none, or too many."""
+    """Yield the number and wire type of each field, and the offsets at which its content begins and ends.
+
+    Raises WireError for a malformed field or more than `_MOST_FIELDS` of them.
+    """
     at = 0
     for _ in range(_MOST_FIELDS):
         if at >= len(view):
@@ -108,7 +121,7 @@ def _fields(view: memoryview) -> Iterator[tuple[int, int, int, int]]:
 
 
 def _field(view: memoryview, at: int, kind: int) -> tuple[int, int]:
-    """Where the content of the field at `at` begins and ends."""
+    """Return the offsets at which the content of a field of wire type `kind` begins and ends. `at`: the offset just behind its tag."""
     if kind == _LEN:
         size, at = _read_varint(view, at)
     elif kind in _FIXED:

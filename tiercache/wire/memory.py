@@ -1,9 +1,8 @@
 """Regions of memory that a client and a daemon on one host share, and the packets in which they are handed over.
 
-The client makes a memfd, all of its pages present, sealed against resizing. The daemon maps it, then seals it against any *new* way of
-writing (F_SEAL_FUTURE_WRITE, Linux 5.1): from then on nobody can punch a hole into it, so that neither side's memory can grow or vanish
-behind the other's back, while both go on writing through the mappings that they have. Neither /dev/shm nor a shared IPC
-namespace is needed.
+The client makes a memfd with all of its pages present, sealed against resizing. The daemon maps it, then seals it against any *new* way of
+writing (F_SEAL_FUTURE_WRITE, Linux 5.1). From then on no process can punch a hole into it, so neither side can make memory grow or vanish
+under the other, while both go on writing through the mappings that they have. Neither /dev/shm nor a shared IPC namespace is needed.
 
 The price: memory that a daemon has sealed can never be mapped for writing again, by that daemon or another (design/0013).
 """
@@ -23,7 +22,7 @@ from tiercache.core import BLOCK_ALIGN
 from tiercache.errors import WireError
 
 PACKET_BYTES: Final = 4096
-"""The longest packet of the attach socket."""
+"""Length in bytes of the longest packet on the attach socket."""
 
 _FUTURE_WRITE: Final = 0x10  # F_SEAL_FUTURE_WRITE; the fcntl module of Python 3.11 does not name it
 _MADV_POPULATE_WRITE: Final = 23
@@ -35,31 +34,34 @@ M = TypeVar("M", bound=Message)
 
 
 class Region:
-    """A mapped memfd: `view` is its bytes. It stays mapped until the last view of it is gone; `close` lets go of ours.
+    """A mapped memfd. `view` has its bytes; it stays mapped until the last view is gone. `close` drops the region's own view.
 
-    Thread safety: any thread may use `view`; one closes.
+    Thread safety: any thread may use `view`; one thread calls `close`.
     """
 
     def __init__(self, fd: int, nbytes: int) -> None:
-        """Map the memfd `fd`, which stays the caller's; raises OSError."""
+        """Map `nbytes` bytes of the memfd `fd`, which the caller goes on owning; raises OSError."""
         self.nbytes: Final = nbytes
         mapped = mmap.mmap(fd, nbytes)
         self.view = memoryview(mapped)
         self.address: Final = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
 
     def populate(self) -> None:
-        """Fault every page into this mapping; raises OSError where there is not the memory. The GIL is released."""
+        """Fault every page into this mapping; raises OSError where memory is short. Releases the GIL."""
         if _libc.madvise(self.address, self.nbytes, _MADV_POPULATE_WRITE):
             code = ctypes.get_errno()
             raise OSError(code, os.strerror(code))
 
     def close(self) -> None:
-        """Twice is harmless."""
+        """Drop the region's own view. A second call does nothing."""
         self.view = memoryview(b"")
 
 
 def create(nbytes: int, name: str) -> int:
-    """A new memfd of `nbytes` bytes, sealed against resizing, none of its pages present yet: map it, and `populate`."""
+    """Create a memfd of `nbytes` bytes, sealed against resizing. Raises OSError.
+
+    None of its pages are present yet: map it as a `Region` and call `populate`.
+    """
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, nbytes)
@@ -71,10 +73,13 @@ def create(nbytes: int, name: str) -> int:
 
 
 def adopt(fd: int, declared: int, most: int) -> Region:
-    """Map another process's memfd, sealed so that it can do this process no harm. Raises WireError, with the reason.
+    """Map another process's memfd, and seal it so that it can do this process no harm. Raises WireError, with the reason.
 
-    Takes a while for a large one: not for an event loop. In this order: the size is fixed by a seal before it is read, and holes are ruled
-    out by a seal before it is checked that there are none.
+    `declared`: the size in bytes that the other process announced; `most`: the largest size that is accepted. A large memfd takes a while,
+    so do not call this in an event loop.
+
+    The order of the steps matters: a seal must fix the size before the size is read, and a seal must rule out new holes before the check
+    that there are none.
     """
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
@@ -90,7 +95,7 @@ def adopt(fd: int, declared: int, most: int) -> Region:
     if os.fstat(fd).st_blksize != mmap.PAGESIZE:
         raise WireError("the memfd is on reserved huge pages, whose holes cannot be told; use ordinary or transparent huge pages")
     if os.lseek(fd, 0, os.SEEK_HOLE) < nbytes:
-        raise WireError(_ABSENT)  # before it is sealed, so that its owner can mend that
+        raise WireError(_ABSENT)  # checked before it is sealed too, so that its owner can repair it
     try:
         region = Region(fd, nbytes)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _FUTURE_WRITE | fcntl.F_SEAL_SEAL)
@@ -99,7 +104,7 @@ def adopt(fd: int, declared: int, most: int) -> Region:
             f"the memfd cannot be mapped for writing and sealed against holes ({error}): it was sealed before, perhaps by a daemon that has"
             " ended since, or this kernel is older than Linux 5.1"
         ) from None
-    # Not by counting blocks: there may be some beyond the end.
+    # Not by counting blocks, of which some may lie beyond the end.
     if os.lseek(fd, 0, os.SEEK_HOLE) < nbytes:
         raise WireError(_ABSENT)
     try:
@@ -110,14 +115,14 @@ def adopt(fd: int, declared: int, most: int) -> Region:
 
 
 def send(sock: socket.socket, message: Message, *fds: int) -> None:
-    """Send one packet, with descriptors; raises OSError."""
+    """Send one packet with file descriptors; raises OSError."""
     socket.send_fds(sock, [message.SerializeToString()], list(fds), socket.MSG_NOSIGNAL)
 
 
 def receive(sock: socket.socket, kind: type[M], most_fds: int = 0) -> tuple[M | None, list[int]]:
-    """The next packet and the descriptors that came with it, which are the caller's now; None at the end of the connection.
+    """Receive a packet and the file descriptors that came with it, which the caller then owns; None at the end of the connection.
 
-    Raises OSError, and WireError for a packet that is not of this kind: its descriptors are closed then.
+    Raises OSError, and WireError for a packet that is not of this kind or has more than `most_fds` descriptors; they are closed then.
     """
     data, fds, flags, _ = socket.recv_fds(sock, PACKET_BYTES, max(1, most_fds), socket.MSG_CMSG_CLOEXEC)
     try:

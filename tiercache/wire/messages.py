@@ -1,4 +1,8 @@
-"""Protobuf <-> core. What comes from the other end is checked here, once: `read_...` gives sound values or raises WireError."""
+"""Conversion between protobuf messages and the types of `tiercache.core`.
+
+Values from the other end are checked here, once: each `read_...` returns sound values or raises WireError. `read_meta` is the
+exception: a store checks its values.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +21,20 @@ _MOST_TEXT: Final = 4096
 _MOST_ENTRIES: Final = 64
 
 _OUTCOMES: Final = (Outcome.HIT, Outcome.STORED, Outcome.MISS, Outcome.CORRUPT, Outcome.THROTTLED, Outcome.ERROR)
-"""By their number on the wire, from 1 on."""
+"""Outcomes in the order of their numbers on the wire, which begin at 1."""
 NUMBER_OF: Final = {outcome: number for number, outcome in enumerate(_OUTCOMES, 1)}
-"""Each outcome's number on the wire."""
+"""Number of each outcome on the wire."""
 
 
 def keys(items: Sequence[ObjectKey]) -> pb.Keys:
-    """Object keys as columns."""
+    """Encode object keys as columns."""
     pools = list(dict.fromkeys(key.pool for key in items))
     index = {pool: i for i, pool in enumerate(pools)}
     return pb.Keys(digests=b"".join([key.digest for key in items]), pools=pools, pool_of=bytes([index[key.pool] for key in items]))
 
 
 def read_keys(message: pb.Keys, most: int) -> list[ObjectKey]:
-    """At most `most` object keys."""
+    """Decode object keys. Raises WireError for more than `most` of them, or a malformed message."""
     digests, pool_of = message.digests, message.pool_of
     if len(digests) != DIGEST_BYTES * len(pool_of):
         raise WireError(
@@ -49,31 +53,31 @@ def read_keys(message: pb.Keys, most: int) -> list[ObjectKey]:
 
 
 def outcomes(items: Iterable[Outcome]) -> pb.OutcomesReply:
-    """Outcomes in order."""
+    """Encode outcomes in order."""
     message = pb.OutcomesReply()
     message.outcomes.extend([NUMBER_OF[outcome] for outcome in items])  # type: ignore[misc]  # an enum on the wire is an int
     return message
 
 
 def read_outcome(number: int) -> Outcome:
-    """One outcome; of a number that this version does not know, ERROR."""
+    """Decode one outcome; a number that this version does not know is ERROR."""
     return _OUTCOMES[number - 1] if 1 <= number <= len(_OUTCOMES) else Outcome.ERROR
 
 
 def read_outcomes(numbers: Sequence[int], expected: int) -> list[Outcome]:
-    """Exactly `expected` outcomes."""
+    """Decode exactly `expected` outcomes; raises WireError for another number of them."""
     if len(numbers) != expected:
         raise WireError(f"{expected} outcomes were due and {len(numbers)} came; the other end does not keep to the protocol")
     return [read_outcome(number) for number in numbers]
 
 
 def bits(flags: Sequence[bool]) -> bytes:
-    """One bit a flag, lowest bit first."""
+    """Encode flags, one bit each, lowest bit first."""
     return np.packbits(np.asarray(flags, np.bool_), bitorder="little").tobytes()
 
 
 def read_bits(data: bytes, expected: int) -> list[bool]:
-    """Exactly `expected` flags."""
+    """Decode exactly `expected` flags; raises WireError if `data` does not have the bytes for them."""
     if len(data) != -(-expected // 8):
         raise WireError(f"{expected} bits were due and {len(data)} bytes came; the other end does not keep to the protocol")
     flags: list[bool] = np.unpackbits(np.frombuffer(data, np.uint8), count=expected, bitorder="little").astype(np.bool_).tolist()
@@ -81,12 +85,12 @@ def read_bits(data: bytes, expected: int) -> list[bool]:
 
 
 def meta(item: ObjectMeta) -> pb.ObjectMeta:
-    """An object's description."""
+    """Encode an object's description."""
     return pb.ObjectMeta(namespace=item.namespace, length=item.length, checksum=item.checksum, parent=item.parent, depth=item.depth)
 
 
 def read_meta(message: pb.ObjectMeta) -> ObjectMeta:
-    """An object's description. Whether it is one that a store takes is the store's to say (`storage.base.storable`)."""
+    """Decode an object's description. Whether a store accepts it is checked by the store (`storage.base.storable`)."""
     return ObjectMeta(
         namespace=message.namespace,
         length=message.length,
@@ -97,22 +101,22 @@ def read_meta(message: pb.ObjectMeta) -> ObjectMeta:
 
 
 def namespace(name: bytes, identity: Mapping[str, str | int], *, states: bool) -> pb.Namespace:
-    """What is known of a namespace."""
+    """Encode a namespace's record."""
     return pb.Namespace(namespace=name, texts=texts(identity), numbers=numbers(identity), states=states)
 
 
 def texts(mapping: Mapping[str, str | int]) -> dict[str, str]:
-    """The texts of a mapping of texts and numbers."""
+    """Return the texts in a mapping of texts and numbers."""
     return {name: value for name, value in mapping.items() if isinstance(value, str)}
 
 
 def numbers(mapping: Mapping[str, str | int]) -> dict[str, int]:
-    """Its numbers."""
+    """Return the numbers in a mapping of texts and numbers."""
     return {name: value for name, value in mapping.items() if isinstance(value, int)}
 
 
 def read_mapping(text: Mapping[str, str], number: Mapping[str, int]) -> dict[str, str | int]:
-    """Both together: few, and none of them long."""
+    """Join texts and numbers into one mapping. Raises WireError for more than 64 entries, or a text of more than 4096 characters."""
     if len(text) + len(number) > _MOST_ENTRIES or any(len(part) > _MOST_TEXT for pair in text.items() for part in pair):
         raise WireError(f"a record has more than {_MOST_ENTRIES} entries or one of more than {_MOST_TEXT} characters; that is no identity")
     return {**text, **number}

@@ -1,4 +1,4 @@
-"""The calls of the daemon's gRPC service: one table for both ends, so that a serializer is named in one place only."""
+"""The calls of the daemon's gRPC service: one table for both ends, so that each message type is named in one place only."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from tiercache.wire.v1 import storage_pb2 as pb
 
 SERVICE: Final = "tiercache.wire.v1.Storage"
 SESSION_METADATA: Final = "tiercache-session-bin"
-"""The key under which a call on the unix socket carries its session's token."""
+"""Metadata key under which a call on the unix socket carries its session's token."""
 UNTOUCHED_METADATA: Final = "tiercache-untouched"
-"""The key in the trailing metadata of a refusal by the daemon itself: nothing of the call touches, or will touch, attached memory.
+"""Key in the trailing metadata of a refusal by the daemon itself: nothing of the call touches, or will touch, attached memory.
 
-A status alone does not say so, for gRPC makes the same ones on either side while the call may be under way."""
+A status alone does not say so, for gRPC makes the same ones on either side while the call may still be under way."""
 
 GRPC_SOCKET: Final = "grpc.sock"
 ATTACH_SOCKET: Final = "attach.sock"
-"""The two sockets in a daemon's socket directory."""
+"""Names of the two sockets in a daemon's socket directory."""
 
 
 class Method(NamedTuple):
-    """One call. Streams named here carry payload frames (`wire.frames`) and stay bytes on the way through gRPC."""
+    """One call of the service. A side that is a stream carries payload frames (`wire.frames`), which pass through gRPC as plain bytes."""
 
     name: str
     request: type[Any]
     reply: type[Any]
     verb: Verb | None
-    """What the caller must be allowed to do; None: any principal may call."""
+    """Verb that the caller must be allowed; None: any principal may call."""
     streams: str = ""
-    """`request` or `reply`: which side is a stream; empty: neither."""
+    """Side that is a stream, `request` or `reply`; empty: neither."""
 
     @property
     def path(self) -> str:
-        """The HTTP/2 path."""
+        """HTTP/2 path of the call."""
         return f"/{SERVICE}/{self.name}"
 
 

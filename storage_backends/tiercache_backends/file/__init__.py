@@ -1,4 +1,7 @@
-"""`file`: the default local store, preallocated slabs with an LMDB catalog. Read `catalog.py` for the format, then `store.py`."""
+"""The `file` store, which is the default local store: preallocated slabs with an LMDB catalog.
+
+Read `catalog.py` for the format, then `store.py`.
+"""
 
 from tiercache_backends.file.store import FileBackend
 

@@ -1,17 +1,17 @@
-"""The catalog of a `file` store: an LMDB environment that says where every object lies.
+"""Catalog of a `file` store: an LMDB environment that records where every object lies.
 
-The format, version 2. All integers are little-endian, but for `number`.
+Format, version 2. All integers are little-endian, except `number`.
 
     DIR/LOCK, format, state   see local/directory.py; format: {"block": 4096, "slab_blocks": N, "mac": fingerprint or null}
     DIR/slabs/%06d.slab       slab_blocks blocks of 4,096 bytes each; block b is in slab b // slab_blocks; unnamed blocks mean nothing
     DIR/catalog/              this LMDB environment, with three databases:
 
     objects:    u64 number >> 12, big-endian  ->  records of 192 bytes, many under one key (DUPFIXED), sorted by number
-    extents:    number                        ->  the extents behind the first: u64 first block, u32 blocks, in payload order
-                "opened"                      ->  written at every start, to see whether that can be done
-    namespaces: namespace, 1 to 64 bytes      ->  msgpack [id, identity without its salt, or nil, has it states?]
+    extents:    number                        ->  the extents after the first: u64 first block, u32 blocks, in payload order
+                "opened"                      ->  written at every start, to test whether the catalog can be written
+    namespaces: namespace, 1 to 64 bytes      ->  msgpack [id, identity without its salt or nil, whether it has states]
 
-`records.py` says what a record is. One is written when the object's bytes are, and removed before its blocks are used again.
+`records.py` describes a record. It is written after the object's bytes, and removed before its blocks are used again.
 """
 
 from __future__ import annotations
@@ -44,42 +44,42 @@ _STORED: Final = np.dtype([("chunk", ">u8"), ("record", RECORD)])
 _CHUNK_BITS: Final = 12
 _NUMBER: Final = struct.Struct(">Q")
 _CHUNK: Final = struct.Struct(">Q")
-"""Eight bytes, so that what a bulk read returns, keys and records in turn, can be used where it lies."""
+"""Key of `objects`: 8 bytes, so that the alternating keys and records that a bulk read returns can be used without a copy."""
 _MARK: Final = b"opened"
-"""A key of `extents` that is no number."""
+"""Key of `extents` that is not a number."""
 _RESERVE_BYTES: Final = 1 << 20
 _BATCH: Final = 1 << 15
-"""Records that one transaction writes where a catalog is written anew."""
+"""Records per transaction when a catalog is rewritten."""
 DATA: Final = "data.mdb"
-"""The catalog's file, as LMDB calls it."""
+"""Name that LMDB gives to the catalog's file."""
 
 
 class Loaded(NamedTuple):
-    """The catalog's sound records by age, and the further extents of those that have any.
+    """Sound records of a catalog, oldest first, and the further extents of those that have any.
 
-    `damaged`: there were others, or they were out of order. LMDB finds nothing reliably then, so the catalog must be written anew.
+    `damaged`: some records were unsound or out of order. LMDB's lookups are not reliable then, so the catalog must be rewritten.
     """
 
     records: Records
     extents: dict[int, tuple[Extent, ...]]
-    """By number."""
+    """Extents after the first, by record number."""
     damaged: bool = False
 
 
 class Catalog:
-    """The records, with one writer at a time. Every failure is an OSError.
+    """Records of a store, changed by one writer at a time. Every failure is an OSError.
 
-    Thread safety: any thread may call; `apply` takes the writer's lock for the length of one transaction, which readers never wait for.
+    Thread safety: any thread may call; `apply` holds the writer lock for one transaction. `load`, `page`, `find` and `entry` take no lock.
     """
 
     def __init__(self, env: Env, path: str, map_bytes: int, *, name: str = DATA) -> None:
-        """Open the catalog in the directory `path`, or make it there. Another `name` than LMDB's own is for one that is being made."""
+        """Open or create the catalog in the directory `path`. A `name` other than DATA is for a catalog that is being rewritten."""
         self._env = env
         self._path = path
         self._map_bytes = map_bytes
         self._reserved = 0
         self.is_damaged = False
-        """Did LMDB contradict itself since it was opened?"""
+        """Whether LMDB contradicted itself, or its file was cut, since the catalog was opened."""
         self._writer = Lock()
         self._known = Names()
         self._unsaved: set[bytes] = set()
@@ -112,7 +112,10 @@ class Catalog:
             raise
 
     def load(self) -> Loaded:
-        """Every record, in a few large copies: a million take about 0.3 s. Raises DamagedError where LMDB cannot find its way."""
+        """Return all sound records, read in a few large copies: a million take about 0.3 s.
+
+        Raises DamagedError where LMDB's own structure is damaged.
+        """
         try:
             with self._begin(buffers=True) as txn:
                 with txn.cursor(self._objects) as cursor:
@@ -140,7 +143,7 @@ class Catalog:
         return Loaded(left[np.argsort(left["number"], kind="stable")], extents, damaged=True)
 
     def try_writing(self) -> None:
-        """Make one small change, because a catalog that can be read need not be fit to be written; raises OSError."""
+        """Make one small change, because a catalog that can be read may still not be writable; raise OSError if that fails."""
         with self._writer:
             try:
                 txn = self._begin(write=True)
@@ -154,9 +157,9 @@ class Catalog:
                 raise self._os_error(error) from error
 
     def restore(self, loaded: Loaded, names: Names) -> None:
-        """Write what was saved from a damaged catalog into this one, which is empty; returns when all of it is durable, raises OSError.
+        """Write what was saved from a damaged catalog into this one, which is empty; return when all of it is durable.
 
-        The records get new numbers.
+        The records get new numbers. Raises OSError.
         """
         with self._writer:
             self._known = names
@@ -171,8 +174,11 @@ class Catalog:
     def pack(
         self, items: Sequence[SetItem], places: Sequence[tuple[Extent, ...]], seals: Sequence[Sealed], stored_at: int
     ) -> tuple[Records, dict[int, tuple[Extent, ...]]]:
-        """The records of a batch, not yet numbered, and by position the further extents of those that have more than one."""
-        known_at = min(max(0, stored_at), 2**63 - 1)  # a clock may be set to anything
+        """Return the records of a batch, not yet numbered, and by position the further extents of those that have more than one.
+
+        `stored_at`: nanoseconds since 1970.
+        """
+        known_at = min(max(0, stored_at), 2**63 - 1)  # a clock may be set to any time, even before 1970
         records = pack(items, places, seals, [self.id_of(item.meta.namespace) for item in items], known_at)
         return records, {i: place[1:] for i, place in enumerate(places) if len(place) > 1}
 
@@ -182,9 +188,10 @@ class Catalog:
         further: Mapping[int, tuple[Extent, ...]] | None = None,
         removals: Sequence[int] = (),
     ) -> None:
-        """Change the catalog in one transaction: all of it is durable on return, or none of it and OSError is raised.
+        """Change the catalog in one transaction: either all of it is durable on return, or nothing changes and OSError is raised.
 
-        `records` are numbered in place. `removals` are numbers of records that may go.
+        `records` are numbered in place; `further`: their extents after the first, by position. `removals`: numbers of records to remove;
+        numbers without a record are ignored.
         """
         with self._writer:
             try:
@@ -193,7 +200,10 @@ class Catalog:
                 raise self._os_error(error) from error
 
     def page(self, cursor: bytes, count: int) -> Iterator[Records]:
-        """Records behind `cursor` (a number, 8 bytes, or empty), by age, in arrays until there are `count` or no more. Raises OSError."""
+        """Yield `count` records after `cursor`, or as many as there are, in arrays, oldest first; raise OSError.
+
+        `cursor`: the number of a record, 8 bytes, or empty for the beginning.
+        """
         try:
             with self._begin(buffers=True) as txn, txn.cursor(self._objects) as walk:
                 number = _NUMBER.unpack(cursor)[0] if len(cursor) == _NUMBER.size else 0
@@ -209,7 +219,7 @@ class Catalog:
             raise self._os_error(error) from error
 
     def find(self, numbers: Sequence[int]) -> Records:
-        """Those of the records with these numbers that are there and sound, in one transaction. Raises OSError."""
+        """Return the records with these numbers that exist and are sound, read in one transaction; raise OSError."""
         try:
             with self._begin(buffers=True) as txn, txn.cursor(self._objects) as walk:
                 found = [bytes(walk.value()) for number in numbers if self._is_there(walk, number)]
@@ -219,11 +229,11 @@ class Catalog:
         return records[sound(records)]
 
     def entry(self, record: Any) -> ScanEntry:
-        """What a record says about its object."""
+        """Return what a record says about its object."""
         return entry(record, self._known.name(int(record["namespace"])))
 
     def register(self, record: NamespaceRecord) -> None:
-        """Remember a namespace's identity; raises OSError."""
+        """Record a namespace's identity; raise OSError if it cannot be saved, which the next transaction then tries again."""
         self.id_of(record.namespace)
         with self._writer:
             known = self._known.records.get(record.namespace)
@@ -235,38 +245,38 @@ class Catalog:
         self.apply()
 
     def has_states(self, namespace: bytes) -> bool:
-        """Does a prefix of this namespace need states? Takes no lock, and is True from the moment on in which it is registered."""
+        """Return whether prefixes of this namespace need states. Takes no lock; True from the moment of registration on."""
         record = self._known.records.get(namespace)
         return record is not None and record.states
 
     @property
     def newest(self) -> int:
-        """The number of the last record."""
+        """Number of the last record."""
         with self._writer:
             return self._next - 1
 
     def namespaces(self) -> list[NamespaceRecord]:
-        """Every namespace whose identity is known."""
+        """Return every namespace whose identity is known."""
         with self._writer:
             return list(self._known.records.values())
 
     def removable(self, records: int) -> int:
-        """How many records a transaction may remove beside entering so many; 0 and below: the catalog is too full even to enter them.
+        """Return how many records a transaction may remove besides adding `records`; 0 or less: it is too full even to add them.
 
-        New records fill LMDB pages at the end; a removal touches a page of records and some above it. A transaction copies what it touches,
-        and LMDB uses the old pages again only two transactions later; an eviction and a set make two of them, and a full map refuses even
-        deletions. So there must be room for four copies of all that is touched.
+        New records fill LMDB pages at the end; a removal touches a page of records and some above it. A transaction copies the pages that
+        it touches, and LMDB reuses the old ones only two transactions later. An eviction and a set are two transactions, and a full map
+        refuses even deletions. So there must be room for four copies of all pages that are touched.
         """
         added = records * RECORD.itemsize // self._page_bytes + 8
         touchable = (self._map_bytes // self._page_bytes - self._pages - 5 * added) // 4
         return touchable // 2 if touchable < self._pages else records + (1 << 20)
 
     def nbytes(self) -> int:
-        """Bytes of the catalog's file, with those that are reserved."""
+        """Return the bytes of the catalog's file, including those that are reserved."""
         return max(self._reserved, self._written())
 
     def sync(self) -> None:
-        """Return once the catalog is on the medium; raises OSError."""
+        """Return once the catalog is on the medium; raise OSError if that fails."""
         try:
             self._lmdb.sync(True)
         except lmdb.Error as error:
@@ -278,7 +288,7 @@ class Catalog:
             self._let_go()
 
     def _read(self, cursor: Any, chunks: Sequence[bytes]) -> npt.NDArray[Any]:
-        """All records under these keys, with their key. A bulk read of LMDB's, page by page."""
+        """Return all records under these keys, each with its key, by LMDB's bulk read, which copies page by page."""
         raw = cursor.getmulti(chunks, dupdata=True, dupfixed_bytes=RECORD.itemsize, keyfixed=True) if chunks else b""
         return np.frombuffer(raw, _STORED)
 
@@ -318,12 +328,12 @@ class Catalog:
             self._next += len(records)
         self._unsaved.clear()
         self._pages = pages
-        with suppress(OSError):  # it is done, and the next transaction will say so
+        with suppress(OSError):  # this transaction is committed; the next one reports a file that was cut
             self._length.check()
         self._reserve()
 
     def _landed(self, records: Records | None, removals: Sequence[int]) -> bool:
-        """Did a transaction whose commit failed come about all the same? Taking it for lost would give its blocks to others."""
+        """Return whether a transaction took effect although its commit failed. If it were taken for lost, its blocks would be reused."""
         try:
             with self._begin() as txn, txn.cursor(self._objects) as cursor:
                 if records is not None:
@@ -337,7 +347,7 @@ class Catalog:
         return bool(cursor.set_range_dup(_CHUNK.pack(number >> _CHUNK_BITS), packed) and cursor.value()[:8] == packed)
 
     def _reserve(self) -> None:
-        """Keep blocks of the disk ready for the next transactions: on a full disk deletions, too, need new pages."""
+        """Keep disk blocks preallocated for the next transactions, because on a full disk even deletions need new LMDB pages."""
         if self._reserved - self._written() >= _RESERVE_BYTES // 2 or self._reserved >= self._map_bytes:
             return
         wanted = min(self._map_bytes, self._written() + _RESERVE_BYTES)
@@ -384,7 +394,7 @@ class Catalog:
         return found
 
     def id_of(self, namespace: bytes) -> int:
-        """The number by which records name this namespace; a new one is kept with the next transaction."""
+        """Return the id by which records name this namespace; a new id is saved with the next transaction."""
         found = self._known.ids.get(namespace)
         if found is not None:
             return found
@@ -394,12 +404,12 @@ class Catalog:
             return self._known.number(namespace)
 
     def check_there(self) -> None:
-        """Raise OSError unless the file still lies where it was opened."""
+        """Raise OSError unless the catalog's file is still the one at the path where it was opened."""
         if not self._length.same():
             raise OSError(ESTALE, f"{self._file} was replaced while it was open; close the store and open it again")
 
     def _begin(self, *, write: bool = False, buffers: bool = False) -> Any:
-        """A transaction, unless the file was cut: reading its map behind the end would end the process."""
+        """Begin a transaction; raise DamagedError if the file was cut, because reading its map beyond the end kills the process."""
         try:
             self._length.check()
         except DamagedError:
@@ -408,6 +418,6 @@ class Catalog:
         return self._lmdb.begin(None, None, write, buffers)  # type: ignore[call-overload]
 
     def _let_go(self) -> None:
-        """Close the files. Twice is harmless."""
+        """Close the files; harmless when repeated."""
         self._length.close()
         self._lmdb.close()

@@ -1,4 +1,4 @@
-"""What a `file` store holds, in memory: which object lies where, who is reading it, what is on its way in or out, what is free.
+"""In-memory state of a `file` store: where each object lies, how often it is being read, what is being written or removed, what is free.
 
 Every state change of an object happens here, under one mutex, and nothing here does I/O:
 
@@ -26,7 +26,7 @@ from tiercache_backends.file.space import Extent, Space
 
 
 class Pin(NamedTuple):
-    """A hold on an object's blocks. `reused`: it was read before."""
+    """Hold on an object's blocks. `reused`: the object was read before, since the store was opened."""
 
     row: int
     number: int
@@ -35,8 +35,10 @@ class Pin(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """An item of a batch: which object it is, what it follows, and how much room it needs. `page`: the key of the page that it is or hangs
-    on; `space`: the id of its namespace.
+    """Item of a batch: its index, its object, the page that it follows, and the room that it needs.
+
+    `page`: key of the page that the object is or hangs on; `parent`: key of the page that it names as its parent, which is `page` for an
+    object that hangs on a page; `space`: id of its namespace.
     """
 
     item: int
@@ -50,9 +52,9 @@ class Wanted(NamedTuple):
 
 @dataclass(slots=True)
 class Claim:
-    """Item `index` of a batch, which is being written on the page of `node`, behind the page of node `parent`, where it is not None.
+    """Item `index` of a batch that is being written on the page of `node`, behind the page of node `parent` (None: not known).
 
-    `is_page`: others can follow it.
+    `is_page`: it is a page, which others can follow. `extents`: empty until blocks are allocated.
     """
 
     index: int
@@ -64,14 +66,22 @@ class Claim:
 
     @property
     def blocks(self) -> int:
-        """Blocks that it takes."""
+        """Number of blocks that the object takes."""
         return self.wanted.blocks
 
 
 @dataclass(slots=True)
 class Claims:
-    """What a batch may write now, parents before what follows them; what is there already, what it may not write, and what another call
-    is busy with. All nodes in `held`, by page key, stay in place until they are let go. `missing`: pages of the batch that were not stored.
+    """Sorted batch: what it may write now, and what becomes of its other items, which are named by their index.
+
+    - `fresh`: claims to write now, parents before what follows them.
+    - `hits`: items whose object is stored already.
+    - `refused`: items that must not be written, with their outcomes.
+    - `later`: items to claim again: beyond the limit, busy in another call or earlier in this batch, or behind such a page.
+    - `waits`: events that end the other calls' work on items in `later`.
+    - `held`: nodes by page key; they stay in place until `Holdings.let_go`.
+    - `missing`: keys of pages of the batch that were not stored.
+    - `done`: set when the batch was published.
     """
 
     fresh: list[Claim] = field(default_factory=list)
@@ -86,7 +96,7 @@ class Claims:
 
 @dataclass(slots=True)
 class Leaver:
-    """An object that is being removed. `suspect`: its blocks must be proven before anything is written there again."""
+    """Object that is being removed. `suspect`: its blocks must be proven before they are used again."""
 
     row: int
     number: int
@@ -97,21 +107,21 @@ class Leaver:
 
 @dataclass(slots=True)
 class Departure:
-    """Objects that left together; `removed`, `restored` or `strand` must follow."""
+    """Objects that were taken out together; the caller must end this with `removed`, `restored` or `strand`."""
 
     leavers: list[Leaver] = field(default_factory=list)
     done: Event = field(default_factory=Event)
 
     @property
     def numbers(self) -> list[int]:
-        """Of the catalog records that must go."""
+        """Numbers of the catalog records to remove."""
         return [leaver.number for leaver in self.leavers]
 
 
 class Holdings:
-    """The maps of a store and the moves between them.
+    """Objects, pins, claims and free blocks of a store, with every change of their state.
 
-    Thread safety: any thread; each method is one critical section of microseconds to (when much is evicted) milliseconds.
+    Thread safety: any thread may call; each method is one critical section, of microseconds, or of milliseconds when much is evicted.
     """
 
     def __init__(self, slab_blocks: int, policy: Policy, *, with_macs: bool) -> None:
@@ -127,7 +137,7 @@ class Holdings:
         self._counts = {"corrupt": 0, "evicted": 0, "refused_absent_parent": 0, "refused_impossible": 0}
 
     def load(self, loaded: Loaded, slabs: Sequence[Extent], holds: Callable[[int], bool]) -> list[int]:
-        """Take in the catalog and rebuild the free space. Returns the numbers of records that have no sound place, or are outdated.
+        """Take in the catalog and rebuild the free space; return the numbers of records that have no sound place or are outdated.
 
         `holds`: see `sound_records`.
         """
@@ -138,23 +148,23 @@ class Holdings:
         return unsound
 
     def present(self, digests: Sequence[bytes]) -> list[bool]:
-        """Which objects can be read."""
+        """Return which objects can be read."""
         with self._mutex:
             return [row >= 0 for row in self._objects.find_many(digests)]
 
     def numbers(self, digests: Sequence[bytes]) -> list[int]:
-        """The number of each object's catalog record; 0 where the object cannot be read. Does not count as a use."""
+        """Return the number of each object's catalog record; 0 where the object cannot be read. Does not count as a use."""
         with self._mutex:
             return [self._objects.number[row] if row >= 0 else 0 for row in self._objects.find_many(digests)]
 
     def current(self, keys: Sequence[tuple[int, bytes]]) -> list[bool]:
-        """Which (number, digest) pairs of catalog records speak of an object that can be read."""
+        """Return which (number, digest) pairs of catalog records describe an object that can be read."""
         with self._mutex:
             rows = self._objects.find_many([digest for _, digest in keys])
             return [row >= 0 and self._objects.number[row] == number for row, (number, _) in zip(rows, keys, strict=True)]
 
     def pin(self, digests: Sequence[bytes]) -> list[Pin | None]:
-        """Hold the blocks of these objects until `unpin`, and note their use."""
+        """Hold the blocks of these objects until `unpin` and record a use of each; None for an object that cannot be read."""
         objects = self._objects
         pins: list[Pin | None] = []
         with self._mutex:
@@ -169,7 +179,7 @@ class Holdings:
         return pins
 
     def unpin(self, pins: Iterable[Pin | None]) -> list[Extent]:
-        """Undo one pin of each. Returns the extents of suspects that nobody uses any more: to be proven, and then `give` or `retire`."""
+        """Undo one pin of each object; return extents of suspects that have no reader left: prove them, then `give` or `retire` them."""
         suspects: list[Extent] = []
         with self._mutex:
             for pin in pins:
@@ -180,15 +190,15 @@ class Holdings:
         return suspects
 
     def require_states(self, space: int) -> None:
-        """Prefixes of the namespace with this id need states: KV without one at or below it is worth nothing."""
+        """Record that prefixes of the namespace with this id need states: KV without a state at or below it cannot be restored."""
         with self._mutex:
             self._objects.require_states(space)
 
     def claim(self, batch: Sequence[Wanted], limit: int, missing: Iterable[bytes] = ()) -> Claims:
-        """Sort a batch: at most `limit` objects are claimed for writing, whatever comes after them waits.
+        """Sort a batch: claim at most `limit` objects for writing, and put those that come after them into `later`.
 
-        A page whose parent is neither stored, nor being written, nor in the batch could never be read: THROTTLED, and what hangs on it
-        too. One that contradicts what is stored is an ERROR. `missing`: pages that the call could not store before.
+        A page whose parent is neither stored, nor being written, nor in the batch could never be read: it is THROTTLED, and so is what
+        hangs on it. An item that contradicts what is stored is an ERROR. `missing`: keys of pages that this call has failed to store.
         """
         claims = Claims(missing=set(missing))
         later: set[bytes] = set()
@@ -212,13 +222,13 @@ class Holdings:
         return claims
 
     def let_go(self, nodes: Iterable[int]) -> None:
-        """A call is over: what it wrote or found may be given up again."""
+        """Release the nodes that a call held, so that what it wrote or found may be evicted again."""
         with self._mutex:
             for node in nodes:
                 self._objects.release(node)
 
     def allocate(self, claims: Sequence[Claim]) -> int:
-        """Give blocks to those claims that have none, as far as they go; returns the blocks that are missing for the rest."""
+        """Give blocks to the claims that have none, as far as they go; return the number of blocks that the rest still lacks."""
         with self._mutex:
             without = [claim for claim in claims if not claim.extents]
             for claim, extents in zip(without, self._space.allocate_all([claim.blocks for claim in without]), strict=True):
@@ -226,7 +236,7 @@ class Holdings:
             return max(0, sum(claim.blocks for claim in without if not claim.extents) - self._space.free)
 
     def publish(self, claims: Claims, facts: dict[int, Facts]) -> None:
-        """End a batch: what has facts, by item, is resident now; the blocks of the rest are free again."""
+        """End a batch: claims with `facts`, by item index, become resident; the blocks of the others are freed."""
         objects = self._objects
         with self._mutex:
             for claim in claims.fresh:
@@ -244,20 +254,23 @@ class Holdings:
         claims.done.set()
 
     def needs_second_slab(self, blocks: int) -> bool:
-        """Would a batch of so many blocks lie in one slab, for want of room in another?"""
+        """Return whether a batch of `blocks` blocks would be placed in one slab because there is no room in another."""
         with self._mutex:
             return self._space.needs_second_slab(blocks)
 
     def shortage(self, budget_blocks: int | None, share: int) -> int:
-        """Blocks that are missing until one in `share` is free or could still be made; None: the slabs cannot grow."""
+        """Return how many blocks are missing until one in `share` is free or can still be preallocated; 0 or less if none is.
+
+        `budget_blocks`: blocks that the slabs may have in all; None: the slabs cannot grow.
+        """
         with self._mutex:
             size = self._space.size if budget_blocks is None else budget_blocks
             return size // share - self._space.free - max(0, size - self._space.size)
 
     def evict(self, blocks: int, objects: int, most: int, claims: Sequence[Claim] = ()) -> Departure:
-        """Take out the objects to give up: for `blocks` blocks and at least `objects` objects, if so much is there and `most` allows it.
+        """Take out objects in eviction order until `blocks` blocks and `objects` objects are gained, `most` have left, or none is left.
 
-        `claims`: for what the room is wanted. See `EvictionOrder.evict`.
+        `claims`: the writes for which room is needed. See `EvictionOrder.evict`.
         """
         departure, residents = Departure(), self._objects
         with self._mutex:
@@ -267,7 +280,7 @@ class Holdings:
         return departure
 
     def sweep(self, most: int) -> Departure:
-        """Take out the rest of what the last eviction left useless, at most so many objects at once."""
+        """Take out the objects that the last eviction left useless, until none is left or `most` have left."""
         departure = Departure()
         with self._mutex:
             if self._order.unfinished:
@@ -275,7 +288,7 @@ class Holdings:
         return departure
 
     def take_out(self, digests: Iterable[bytes]) -> Departure:
-        """Take out these objects, if they are resident."""
+        """Take out those of these objects that are resident."""
         departure = Departure()
         with self._mutex:
             for digest in dict.fromkeys(digests):
@@ -285,7 +298,7 @@ class Holdings:
         return departure
 
     def take_out_suspects(self, pins: Iterable[Pin]) -> Departure:
-        """Take out these objects because their blocks are damaged, unless they left by themselves."""
+        """Take out pinned objects whose blocks are damaged, except those that have left already."""
         departure = Departure()
         with self._mutex:
             for pin in pins:
@@ -294,7 +307,10 @@ class Holdings:
         return departure
 
     def removed(self, departure: Departure) -> list[Extent]:
-        """The catalog has forgotten them: their blocks are free as soon as nobody reads them. Returns as `unpin`."""
+        """Free the blocks of a departure as soon as they have no reader; return suspect extents as `unpin` does.
+
+        Call it once the catalog no longer has the records.
+        """
         suspects: list[Extent] = []
         with self._mutex:
             for leaver in departure.leavers:
@@ -306,16 +322,16 @@ class Holdings:
         return suspects
 
     def restored(self, departure: Departure) -> None:
-        """The catalog could not forget them: they are resident again."""
+        """Make the objects of a departure resident again, because the catalog could not remove their records."""
         with self._mutex:
-            for leaver in reversed(departure.leavers):  # what followed a page left before it
+            for leaver in reversed(departure.leavers):  # a page left after those that follow it, and returns first
                 del self._busy[leaver.digest]
                 self._objects.pins[leaver.row] -= 1
                 self._objects.enter(leaver.row, leaver.digest, leaver.parent)
         departure.done.set()
 
     def strand(self, departure: Departure) -> None:
-        """The catalog could not forget them, and they must not be read: their blocks are lost until the store is opened again."""
+        """Keep objects unreadable whose records the catalog could not remove: their blocks are lost until the store is opened again."""
         with self._mutex:
             for leaver in departure.leavers:
                 del self._busy[leaver.digest]
@@ -323,34 +339,34 @@ class Holdings:
         departure.done.set()
 
     def grow(self, extent: Extent) -> None:
-        """A slab's new blocks are there."""
+        """Add a slab's new blocks to the free space."""
         with self._mutex:
             self._space.grow(extent)
 
     def give(self, extent: Extent) -> None:
-        """Blocks that were proven may be used again."""
+        """Free blocks that were proven to keep their data."""
         with self._mutex:
             self._space.give([extent])
 
     def retire(self, extent: Extent) -> None:
-        """Blocks that do not keep what is written are never used again."""
+        """Count blocks that do not keep their data; they are not used again until the store is opened again."""
         with self._mutex:
             self._retired += extent.blocks
 
     def count(self, name: str, n: int) -> None:
-        """Add to the counter of this name."""
+        """Add `n` to the counter of this name."""
         with self._mutex:
             self._counts[name] = self._counts.get(name, 0) + n
 
     def digests_since(self, number: int) -> list[bytes]:
-        """The objects whose records came after this one."""
+        """Return the digests of the objects whose records are newer than record `number`."""
         with self._mutex:
             rows = self._objects.residents()
             rows = rows[self._objects.columns["number"][rows] > number]
             return [self._objects.digest(row) for row in rows.tolist()]
 
     def figures(self) -> dict[str, int]:
-        """What `usage` tells: objects, payload_bytes, the blocks by what they are, memory_bytes of the columns, and all counters."""
+        """Return the figures for `usage`: objects, payload_bytes, blocks by kind, memory_bytes of the columns, `Worth`, all counters."""
         with self._mutex:
             return {
                 "objects": len(self._objects),
@@ -365,7 +381,10 @@ class Holdings:
             }
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless, at a quiet moment, free + used = capacity, no two objects share a block and nobody holds a pin."""
+        """Raise AssertionError unless free + used = capacity, no two objects share a block and no pin is held.
+
+        Call it while no other call is running.
+        """
         with self._mutex:
             self._space.check_integrity()
             self._objects.check_integrity()
@@ -381,7 +400,7 @@ class Holdings:
     def _claim(self, wanted: Wanted, claims: Claims) -> None:
         objects, page = self._objects, wanted.page
         is_page = wanted.parent != page
-        # The parent first: in a chain it is the page before, which is held.
+        # The parent before the page: in a chain the parent is the page before, whose node this call holds already.
         parent = None if wanted.parent is None else self._hold(wanted.parent, claims)
         node = self._hold(page, claims)
         standing = objects.standing(node, parent, wanted.depth, wanted.space, refused=page in claims.missing)
@@ -397,7 +416,7 @@ class Holdings:
         claims.fresh.append(Claim(wanted.item, wanted, node, parent, is_page))
 
     def _hold(self, page: bytes, claims: Claims) -> int:
-        """The node of a page, which the call holds from now on."""
+        """Return the node of a page, which the call holds from now on until `let_go`."""
         node = claims.held.get(page)
         if node is None:
             node = claims.held[page] = self._objects.hold(page)
@@ -406,13 +425,13 @@ class Holdings:
     def _leave(self, departure: Departure, row: int, *, suspect: bool = False) -> None:
         number = self._objects.number[row]
         digest, parent = self._objects.leave(row)
-        # Busy until the catalog has forgotten it: a set of the same key that overtook the removal would be removed with it.
+        # Busy until the catalog has removed the record: a set of the same key that overtook the removal would be removed with it.
         self._busy[digest] = departure.done
         self._objects.pins[row] += 1
         departure.leavers.append(Leaver(row, number, digest, parent, suspect))
 
     def _vacate(self, row: int) -> tuple[Extent, ...]:
-        """Give up a row that is gone, if nobody reads it; returns its extents where they are suspect."""
+        """Free the row and blocks of an object that left, if it has no reader; suspect extents are returned instead of freed."""
         if self._objects.pins[row]:
             return ()
         leaver = self._gone.pop(row)
@@ -425,9 +444,9 @@ class Holdings:
 
 
 class _Evicting:
-    """One eviction: what left, and whether that is enough. See `eviction.Taker`.
+    """Receiver of the objects of one eviction (see `eviction.Taker`), which tells whether enough have left.
 
-    Thread safety: under the mutex of its holdings.
+    Thread safety: none of its own; it is used under the mutex of its holdings.
     """
 
     def __init__(self, holdings: Holdings, departure: Departure, blocks: int, objects: int, most: int) -> None:
@@ -439,20 +458,20 @@ class _Evicting:
         self._gained = 0
 
     def take(self, rows: list[int]) -> None:
-        """Let them leave."""
+        """Take out the objects in these rows."""
         for row in rows:
             self._gained += self._holdings._objects.blocks(row)
             self._holdings._leave(self._departure, row)
 
     def enough(self) -> bool:
-        """Are there the blocks and the objects?"""
+        """Return whether the wanted blocks and objects were gained."""
         return self._gained >= self._blocks and len(self._departure.leavers) >= self._objects
 
     def full(self) -> bool:
-        """Are there as many as one transaction may take?"""
+        """Return whether as many objects left as one transaction may remove."""
         return len(self._departure.leavers) >= self._most
 
 
 def blocks_for(length: int) -> int:
-    """Blocks that `length` bytes take."""
+    """Return the number of blocks that `length` bytes take."""
     return -(-length // BLOCK_ALIGN)

@@ -1,7 +1,7 @@
-"""Moves objects between buffers and slabs: through which door, on which threads.
+"""Movement of objects between buffers and slabs: through the page cache or past it, and on which threads.
 
-What is in the page cache is read and overwritten there, at memory speed. What is not is read past it with O_DIRECT on several threads, at
-the device's speed and without pushing others out, unless it is read for the second time; and it is written whichever way is faster.
+Blocks in the page cache are read and overwritten there, at memory speed. Other blocks are read past it with O_DIRECT on several threads, at
+the device's speed and without evicting cached pages, unless their object was read before; they are written whichever way is faster.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from tiercache_backends.file.slabs import Slabs
 from tiercache_backends.local.crew import MEMORY_THREADS, Crew
 
 _PAD: Final = memoryview(mmap(-1, BLOCK_ALIGN))
-"""Takes in what lies between a payload's end and its block's end, where the caller's buffers do not. Nobody reads it."""
+"""Target for the bytes between a payload's end and its block's end, where the caller's buffers end before; its contents are not used."""
 _SECTOR: Final = 512
 _STEP_BYTES: Final = 64 << 20
 _ZEROS: Final = memoryview(bytes(BLOCK_ALIGN))
 
 
 class Mover:
-    """Reads and writes objects.
+    """Reader and writer of objects. A failure is recorded in the movement that it concerns.
 
-    Thread safety: any thread; movements of different objects run in parallel.
+    Thread safety: any thread may call; movements of different objects run in parallel.
     """
 
     def __init__(self, env: Env, slabs: Slabs, threads: int, *, direct: bool) -> None:
@@ -44,7 +44,7 @@ class Mover:
         self._pace = Pace()
 
     def write(self, movements: Sequence[Movement]) -> None:
-        """Write whole blocks: the payload, and behind it what the buffers hold there, else zeros. The proofs see it on its way."""
+        """Write whole blocks: the payload, then what the buffers hold behind it, else zeros. The proofs see the payload on its way."""
         uncached: list[list[Run]] = []
 
         def write(share: list[Run]) -> None:
@@ -58,7 +58,7 @@ class Mover:
             self._write_uncached(uncached)
 
     def read(self, movements: Sequence[Movement]) -> None:
-        """Fill the buffers up to the payload's length, and perhaps what they hold behind it, and show the payload to the proofs."""
+        """Fill the buffers with the payload, perhaps overwriting what they hold behind it, and show the payload to the proofs."""
         cold: list[Run] = []
 
         def read(runs: list[Run]) -> None:
@@ -76,13 +76,13 @@ class Mover:
         self._crew.spread(self._read_cold, cold, self._crew.threads)
 
     def close(self) -> None:
-        """End the threads. Call it when nobody is inside."""
+        """End the threads; call it while no other call is running."""
         self._crew.close()
 
     def _write_uncached(self, shares: Sequence[list[Run]]) -> None:
-        """Write blocks that are not in the page cache, through it or past it: the way that has been faster lately.
+        """Write blocks that are not in the page cache, through it or past it, whichever has been faster lately.
 
-        In steps, for a way that is fast at first can become slow in the middle of a large batch.
+        A batch is written in steps, because a way that is fast at first can become slow in the middle of a large batch.
         """
         waiting = deque(self._by_turns(shares))
         while waiting:
@@ -96,7 +96,7 @@ class Mover:
             return
         started = self._env.monotonic()
         if direct:
-            # Many calls at once, so that the pieces of an object are written in any order; its proof sees them in theirs.
+            # Many calls at once write the pieces of an object in any order, so its proof sees them beforehand, in their order.
             self._crew.spread(self._show_pieces, shares, MEMORY_THREADS)
             runs = [run for share in shares for run in share]
             self._crew.spread(self._write_past, runs, self._crew.threads)
@@ -105,7 +105,10 @@ class Mover:
         self._pace.note(direct, sum(map(_nbytes, shares)), self._env.monotonic() - started)
 
     def _by_turns(self, shares: Sequence[list[Run]]) -> list[list[Run]]:
-        """Shares of the slabs by turns: two threads that take what comes next write to two files, and each lets in one writer at a time."""
+        """Return the shares with their slabs taking turns.
+
+        Two threads that take the next shares then write to two files; each file admits one writer at a time.
+        """
         lanes: dict[int, list[list[Run]]] = {}
         for share in shares:
             lanes.setdefault(share[0].start // self._slabs.slab_blocks, []).append(share)
@@ -166,7 +169,7 @@ class Mover:
                 part.movement.short = True
 
     def _straight(self, call: Callable[[Env, int, Sequence[memoryview], int], int], run: Run, fd: int, offset: int) -> int | None:
-        """Make a call past the page cache: its answer, or None where the caller's buffers do not lie as the device needs them."""
+        """Make a call past the page cache and return its result; None where the buffers are not aligned as the device needs them."""
         if any(view.nbytes % _SECTOR for view in run.views):
             return None
         try:
@@ -177,7 +180,7 @@ class Mover:
             return None
 
     def _show(self, run: Run) -> None:
-        """Let the proofs see the payload: now, or when what comes before it has been read."""
+        """Let the proofs see the payload: now, or once the earlier parts of the object have been read."""
         for movement, payload, _ in run.parts:
             if movement.pending:
                 movement.pending.append(payload)
@@ -185,7 +188,7 @@ class Mover:
                 movement.proof.add(payload)
 
     def _cached(self, run: Run) -> bool:
-        """Are these blocks in the page cache? Where that cannot be asked, everything goes through it."""
+        """Return whether these blocks are in the page cache; True where that cannot be asked, so that everything goes through it."""
         if not self._direct:
             return True
         try:
@@ -195,7 +198,7 @@ class Mover:
 
 
 def _taken(waiting: deque[list[Run]], most: int) -> list[list[Run]]:
-    """The shares up to the one that reaches `most` bytes."""
+    """Remove and return the shares up to the one that reaches `most` bytes."""
     taken: list[list[Run]] = []
     left = most
     while waiting and left > 0:

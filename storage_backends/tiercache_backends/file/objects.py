@@ -1,4 +1,4 @@
-"""The objects of a `file` store in memory: what every store knows of them, and where each lies."""
+"""In-memory table of the objects of a `file` store: what every store knows of them, and where each lies."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tiercache_backends.file.space import Extent
 
 
 class Placement(NamedTuple):
-    """What reading an object takes."""
+    """Everything needed to read an object: its payload bytes, its seal, and its extents in payload order."""
 
     length: int
     sealed: Sealed
@@ -22,7 +22,7 @@ class Placement(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """What a catalog record says of an object, beside its keys and its place."""
+    """Contents of an object's catalog record, apart from its keys and its place. `space`: the namespace's id."""
 
     number: int
     length: int
@@ -32,7 +32,7 @@ class Facts(NamedTuple):
 
 
 class Objects(Residents):
-    """Residents with their place and their seal. A namespace is known by its id in the catalog.
+    """Residents with their place and their seal. A namespace is identified by its id in the catalog.
 
     Thread safety: none of its own; the store calls it under its mutex.
     """
@@ -47,7 +47,7 @@ class Objects(Residents):
         super().__init__({"start": "i8", "blocks": "u4", "more": "u2", "checksum": f"V{CHECKSUM_BYTES}", **macs})
 
     def load_catalog(self, loaded: catalog.Loaded) -> None:
-        """Take in all records of a catalog at once, oldest first, into an empty table; no digest may be there twice."""
+        """Take in all records of a catalog at once, oldest first, into an empty table; no digest may occur twice."""
         records = loaded.records
         known = np.flatnonzero(records["flags"] & PARENT_KNOWN)
         depths = np.where(records["flags"] & DEPTH_KNOWN, records["depth"], 0)
@@ -59,7 +59,7 @@ class Objects(Residents):
         self._further = {row: loaded.extents[int(records["number"][row])] for row in rows}
 
     def store(self, facts: Facts, digest: bytes, node: int, parent: int | None, extents: tuple[Extent, ...]) -> int:
-        """Take in a new object, as `add`: its row."""
+        """Take in a new object, as `add` does, with its place and seal; return its row."""
         row = self.add(digest, node, parent, facts.number, facts.length, facts.space, facts.depth)
         at = row * CHECKSUM_BYTES  # a MAC is as long
         self._checksum[at : at + CHECKSUM_BYTES] = facts.sealed.checksum
@@ -71,23 +71,23 @@ class Objects(Residents):
         return row
 
     def drop(self, row: int) -> None:
-        """Give up a row that left: it may have another tenant now."""
+        """Free the row of an object that left, so that another object may take it."""
         self._further.pop(row, None)
         super().drop(row)
 
     def placement(self, row: int) -> Placement:
-        """Where an object lies and how it is verified."""
+        """Return where an object lies and how it is verified."""
         at = row * CHECKSUM_BYTES
         mac = NO_MAC if self._mac is None else bytes(self._mac[at : at + MAC_BYTES])
         return Placement(self.length[row], Sealed(bytes(self._checksum[at : at + CHECKSUM_BYTES]), mac), self.extents(row))
 
     def extents(self, row: int) -> tuple[Extent, ...]:
-        """The blocks of an object, in payload order."""
+        """Return the extents of an object, in payload order."""
         first = (Extent(self.start[row], self.first_blocks[row]),)
         return first + self._further[row] if self.more[row] else first
 
     def blocks(self, row: int) -> int:
-        """How many blocks an object takes."""
+        """Return how many blocks an object takes."""
         return sum(extent.blocks for extent in self.extents(row)) if self.more[row] else self.first_blocks[row]
 
     def _bind(self) -> None:

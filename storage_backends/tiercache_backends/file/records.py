@@ -1,4 +1,4 @@
-"""What the catalog says of one object: a record of 192 bytes, handled by the array.
+"""Records of the catalog: 192 bytes for each object, processed in arrays.
 
     record = u64 number, big-endian: counts every object ever stored, so that a batch is written into one or two pages, and records lie
                          in the order of their age; 64 digest of the object key; 32 parent or zeros; 16 checksum; 16 MAC or zeros;
@@ -6,8 +6,8 @@
              u64 first block and u32 blocks of the first extent; u16 further extents; u8 flags: 1 parent is known, 2 depth is known; u8 0;
              u32 depth   pages up to the object's end; u32 namespace id; 8 pool name, ASCII, zero-padded; u64 guard
 
-An extent lies inside one slab. The guard is a weighted sum of the record's other words: LMDB does not check its pages, and a record that
-lies about its length would be refused for ever.
+An extent lies inside one slab. The guard is a weighted sum of the record's other words. It is needed because LMDB does not check its pages,
+and an object whose record has a wrong length would be refused for ever.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ _EXTENT: Final = struct.Struct("<QI")
 _POOLS: Final = np.array([pool.encode() for pool in PoolName], "S8")
 _WORDS: Final = RECORD.itemsize // 8
 _WEIGHTS: Final = np.array([(0x9E3779B97F4A7C15 * (2 * i + 1) | 1) % 2**64 for i in range(_WORDS - 1)], np.uint64)
-"""Odd, so that no flip of a single bit leaves the sum as it was."""
+"""Weights of the guard: odd, so that every flip of a single bit changes the sum."""
 
 Records = npt.NDArray[Any]
-"""An array of dtype RECORD."""
+"""Array of dtype RECORD."""
 
 
 def pack(
     items: Sequence[SetItem], places: Sequence[tuple[Extent, ...]], seals: Sequence[Sealed], namespaces: Sequence[int], stored_at: int
 ) -> Records:
-    """The records of a batch, not yet numbered."""
+    """Return the records of a batch, not yet numbered; `stored_at` is in nanoseconds since 1970."""
     records = np.zeros(len(items), RECORD)
     metas = [item.meta for item in items]
     records["digest"] = _column([item.key.digest for item in items], 64)
@@ -67,19 +67,19 @@ def pack(
 
 
 def seal(records: Records, first: int) -> None:
-    """Number records from `first` on, in place, and seal them with their guards."""
+    """Number records from `first` on and set their guards, in place."""
     records["number"] = np.arange(first, first + len(records))
     records["guard"] = _guards(records)
 
 
 def sound(records: Records) -> npt.NDArray[np.bool_]:
-    """Which of them are as they were written, by a version that knew no more pools than this one."""
+    """Return which records are as they were written, by a version that knew no pools that this one does not know."""
     found: npt.NDArray[np.bool_] = _guards(records) == records["guard"]
     return found & np.isin(records["pool"], _POOLS) & (records["number"] < _MOST_NUMBERS)
 
 
 def entry(record: Any, namespace: bytes) -> ScanEntry:
-    """What a record says about its object."""
+    """Return what a record says about its object; `namespace` is the name behind its namespace id."""
     flags = int(record["flags"])
     return ScanEntry(
         ObjectKey(PoolName(record["pool"].decode()), record["digest"].tobytes()),
@@ -95,24 +95,24 @@ def entry(record: Any, namespace: bytes) -> ScanEntry:
 
 
 def rows(records: Records) -> Iterator[bytes]:
-    """Each record's bytes."""
+    """Return an iterator over the bytes of each record."""
     raw = records.tobytes()
     return (raw[i : i + RECORD.itemsize] for i in range(0, len(raw), RECORD.itemsize))
 
 
 def words_of(records: Records, name: str) -> npt.NDArray[np.uint64]:
-    """A field of byte strings as rows of words, where it lies: shape (len(records), words)."""
+    """Return a view of a field of byte strings as rows of 64-bit words, without a copy: shape (len(records), words)."""
     dtype, offset = RECORD.fields[name][:2]  # type: ignore[index]
     return _words(records, offset, dtype.itemsize // 8)
 
 
 def pack_extents(extents: Iterable[Extent]) -> bytes:
-    """Extents behind the first, as the catalog keeps them."""
+    """Return the extents after the first as the catalog stores them."""
     return b"".join(_EXTENT.pack(*extent) for extent in extents)
 
 
 def unpack_extents(raw: bytes) -> tuple[Extent, ...]:
-    """Back from that; what is left over at the end is ignored."""
+    """Return the extents that `pack_extents` packed; an incomplete one at the end is ignored."""
     whole = len(raw) // _EXTENT.size * _EXTENT.size
     return tuple(map(Extent._make, _EXTENT.iter_unpack(raw[:whole])))
 

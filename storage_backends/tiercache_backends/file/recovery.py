@@ -1,6 +1,6 @@
-"""What a catalog is worth after anything happened: which of its records can be believed, and what they leave of the slabs.
+"""Check of a catalog when it is opened: which records can be trusted, and which blocks of the slabs they leave free.
 
-All in columns: a million records take a fraction of a second.
+All work is done on columns: a million records take a fraction of a second.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from tiercache_backends.file.space import Extent
 def sound_records(
     loaded: Loaded, slabs: Sequence[Extent], slab_blocks: int, holds: Callable[[int], bool]
 ) -> tuple[Loaded, list[int], list[Extent]]:
-    """The records to keep, the numbers of those to drop, and the extents that the kept ones leave free.
+    """Return the records to keep, the numbers of those to drop, and the extents that the kept ones leave free.
 
-    Dropped are records that leave their slab or do not fit their length. Where several name the same blocks or the same object, `holds`
-    says which of them (by position) have their bytes there: a catalog that was damaged may bring back what was removed. Of two that
-    overlap even so both go, for nobody knows who wrote last; of two of one object the later one stays.
+    Records are dropped whose extents leave their slab or do not fit their length. Where several records name the same blocks or the same
+    object, `holds`, called with a position, tells which of them still have their bytes there, because a damaged catalog may bring removed
+    records back. Of two that overlap even so both are dropped, because it is not known which wrote last; of two of the same object the
+    later one is kept.
     """
     records = loaded.records
     starts, counts, owners = _all_extents(loaded)
@@ -43,7 +44,7 @@ def sound_records(
 
 
 def _misplaced(loaded: Loaded, starts: Ints, counts: Ints, owners: Ints, slabs: Sequence[Extent], slab_blocks: int) -> Mask:
-    """Records that leave their slab, or do not fit their length."""
+    """Return which records have extents that leave their slab or do not fit their length."""
     records = loaded.records
     bad = np.zeros(len(records), np.bool_)
     bad[owners[_outside(starts, counts, slabs, slab_blocks)]] = True
@@ -53,7 +54,7 @@ def _misplaced(loaded: Loaded, starts: Ints, counts: Ints, owners: Ints, slabs: 
 
 
 def _all_extents(loaded: Loaded) -> tuple[Ints, Ints, Ints]:
-    """First block, number of blocks and record of every extent."""
+    """Return the first block, the number of blocks and the position of the record of every extent."""
     records = loaded.records
     starts, counts = records["start"].astype(np.int64), records["blocks"].astype(np.int64)
     owners = np.arange(len(records))
@@ -79,7 +80,7 @@ def _outside(starts: Ints, counts: Ints, slabs: Sequence[Extent], slab_blocks: i
 
 
 def _overlapping(starts: Ints, counts: Ints, owners: Ints, among: Mask) -> Mask:
-    """Which records name blocks that another one `among` them names too."""
+    """Return which of the records `among` name blocks that another of them names too."""
     there = among[owners]
     overlapping = np.zeros(len(among), np.bool_)
     overlapping[owners[there][_clashing(starts[there], counts[there])]] = True
@@ -87,18 +88,18 @@ def _overlapping(starts: Ints, counts: Ints, owners: Ints, among: Mask) -> Mask:
 
 
 def _clashing(starts: Ints, counts: Ints) -> Ints:
-    """Extents that overlap another one."""
+    """Return the positions of extents that overlap another one."""
     order = np.argsort(starts, kind="stable")
     starts, ends = starts[order], (starts + counts)[order]
     clash = np.zeros(len(order), np.bool_)
-    # One that begins before the end of any in front of it, and one that reaches beyond the begin of the next.
+    # Extents that begin before the end of any earlier one, and extents that reach beyond the start of the next one.
     clash[1:] |= starts[1:] < np.maximum.accumulate(ends)[:-1]
     clash[:-1] |= ends[:-1] > starts[1:]
     return order[clash]
 
 
 def _alike(records: Records) -> list[int]:
-    """Records whose object others may speak of as well, oldest first: all that do, and rarely more."""
+    """Return the positions of records whose object another one may describe too, oldest first: all that share one, rarely more."""
     words = words_of(records, "digest")
     mixed = words[:, 0] * np.uint64(0x9E3779B97F4A7C15) + words[:, 4]
     order = np.argsort(mixed, kind="stable")
@@ -107,7 +108,7 @@ def _alike(records: Records) -> list[int]:
 
 
 def _repeated(records: Records, alike: Sequence[int]) -> Mask:
-    """Which of those `alike` speak of an object of which there is another record."""
+    """Return which of the records `alike` describe an object that another of them describes too."""
     seen: dict[bytes, list[int]] = {}
     for i in alike:
         seen.setdefault(records["digest"][i].tobytes(), []).append(i)
@@ -117,7 +118,7 @@ def _repeated(records: Records, alike: Sequence[int]) -> Mask:
 
 
 def _outdated(records: Records, alike: Sequence[int]) -> Mask:
-    """Mark those `alike` that a later record of the same object supersedes: a removal that failed left them behind."""
+    """Return which of the records `alike` a later record of the same object supersedes: a removal that failed left them behind."""
     outdated = np.zeros(len(records), np.bool_)
     last: dict[bytes, int] = {}
     for i in alike:
@@ -129,7 +130,7 @@ def _outdated(records: Records, alike: Sequence[int]) -> Mask:
 
 
 def _gaps(slabs: Sequence[Extent], starts: Ints, counts: Ints) -> list[Extent]:
-    """What the extents (disjoint, each inside a slab) leave of the slabs."""
+    """Return the extents that the given ones (disjoint, each inside a slab) leave free in the slabs."""
     order = np.argsort(starts)
     starts, ends = starts[order], (starts + counts)[order]
     gaps: list[Extent] = []

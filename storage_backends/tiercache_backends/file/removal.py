@@ -1,4 +1,4 @@
-"""Takes objects out of a `file` store for good, and sees to what they leave behind: records, blocks, and a count of what went wrong."""
+"""Removal of objects from a `file` store for good: their records, their blocks, and counts of what failed."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _log = logging.getLogger(__name__)
 
 
 class Removal:
-    """Removes what was taken out of the holdings, and proves blocks that held a damaged object.
+    """Removal of objects that were taken out of the holdings, with a proof of blocks that held a damaged object.
 
-    Thread safety: any thread.
+    Thread safety: any thread may call.
     """
 
     def __init__(self, path: str, catalog: Catalog, slabs: Slabs, holdings: Holdings) -> None:
@@ -28,7 +28,10 @@ class Removal:
         self._holdings = holdings
 
     def forget(self, departure: Departure, *, keep: bool = True) -> bool:
-        """Remove objects that were taken out from the catalog. Where that fails they come back, or without `keep` stay out of sight."""
+        """Remove objects that were taken out from the catalog as well; return whether that succeeded.
+
+        If it fails, they become resident again, or without `keep` they stay unreadable.
+        """
         if departure.leavers:
             try:
                 self._catalog.apply(removals=departure.numbers)
@@ -40,13 +43,13 @@ class Removal:
         return True
 
     def give_up(self, damaged: Sequence[Pin]) -> int:
-        """Drop damaged objects, and prove their blocks when nobody reads them any more: how many there were."""
+        """Remove damaged objects, prove their blocks once they have no reader, and return how many objects there were."""
         departure = self._holdings.take_out_suspects(damaged)
         self.forget(departure, keep=False)
         return len(departure.leavers)
 
     def settle(self, suspects: Sequence[Extent]) -> None:
-        """Prove blocks that held a damaged object, and retire those that fail."""
+        """Prove blocks that held a damaged object: free those that keep their data, and retire the others."""
         for extent in suspects:
             if self._slabs.proven(extent):
                 self._holdings.give(extent)
@@ -55,7 +58,10 @@ class Removal:
                 self._holdings.retire(extent)
 
     def failed(self, call: str, error: OSError) -> Outcome:
-        """Count a failure. A full disk is a set that comes back later; anything else is an error. Neither touches what is stored."""
+        """Log and count a failure; return THROTTLED for a full disk or quota, so that a set is tried again later, else ERROR.
+
+        Neither affects what is stored.
+        """
         _log.warning("a %s in %s failed: %s", call, self._path, error)
         self._holdings.count(f"{call}_failures", 1)
         return Outcome.THROTTLED if error.errno in (ENOSPC, EDQUOT) else Outcome.ERROR

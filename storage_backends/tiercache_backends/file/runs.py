@@ -1,4 +1,4 @@
-"""Which calls move a batch of objects: pure planning. Neighbours are joined, large objects are cut, and no call crosses a slab."""
+"""Plan of the calls that move a batch of objects: neighbours are joined, large objects are cut, no call crosses a slab. Does no I/O."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ from tiercache_backends.file.space import Extent
 from tiercache_backends.local.crew import SHARE_BYTES
 
 CALL_BYTES: Final = 1 << 20
-"""Of one call: enough for a device's full speed, so little that eight of them share an object, and that the bytes are still in the
-processor's cache when their checksum is computed."""
+"""Most bytes of one call: enough for a device's full speed, yet few enough that eight calls share an object and that the bytes are still in
+the processor's cache when their checksum is computed."""
 
 
 @dataclass(slots=True)
 class Movement:
-    """One object on its way. `error` and `short` say how a call ended; where all went well the proof has seen all of the payload.
+    """Object on its way between buffers and slabs, and how that ended.
 
-    Thread safety: a movement belongs to one thread at a time; `left` and `pending` are guarded by its Mover's lock.
+    `error`: the failure of a call. `short`: a call moved too few bytes. Without either, the proof has seen all of the payload.
+    `left`: runs still to be read past the page cache; `pending`: payload that the proof sees after them.
+
+    Thread safety: a movement belongs to one thread at a time; `left` is guarded by its Mover's lock while several threads read its runs.
     """
 
     extents: tuple[Extent, ...]
@@ -36,12 +39,12 @@ class Movement:
 
     @property
     def failed(self) -> bool:
-        """Did a call not do all that it should?"""
+        """Whether a call failed or moved too few bytes."""
         return self.short or self.error is not None
 
 
 class Part(NamedTuple):
-    """What one object contributes to a run: the buffers that move, whole blocks of them, and what of those is payload."""
+    """Contribution of one object to a run: `views` are the buffers that are moved, whole blocks; `payload` is their payload part."""
 
     movement: Movement
     payload: list[memoryview]
@@ -62,11 +65,11 @@ class Run:
 
     @property
     def is_whole(self) -> bool:
-        """Does it hold all of every object that it has a part of?"""
+        """Whether the run holds all of the payload of every object of which it has a part."""
         return all(total(part.payload) == part.movement.length for part in self.parts)
 
     def apart(self) -> list[Run]:
-        """A run for each part, so that a bad block hurts one object only."""
+        """Return a run for each part, so that a bad block affects only one object."""
         runs, start = [], self.start
         for part in self.parts:
             runs.append(Run(start, total(part.views) // BLOCK_ALIGN, [part], part.views))
@@ -75,7 +78,10 @@ class Run:
 
 
 def runs_of(movements: Sequence[Movement], filler: memoryview, slab_blocks: int) -> Iterable[Run]:
-    """Cut objects into the parts of calls, and join those of neighbours."""
+    """Cut objects into parts of at most `CALL_BYTES`, join adjacent parts, and yield the runs.
+
+    `filler`: a block of memory, used where the buffers of an object end before its last block does.
+    """
     run = Run(0, 0, [], [])
     most = CALL_BYTES // BLOCK_ALIGN
     for movement in movements:
@@ -101,7 +107,7 @@ def runs_of(movements: Sequence[Movement], filler: memoryview, slab_blocks: int)
 
 
 def shares_of(runs: Iterable[Run]) -> list[list[Run]]:
-    """Runs in shares that are worth a thread's while, each with whole objects only: the proof of an object sees its bytes in order."""
+    """Group runs into shares that are worth a thread's work, of whole objects only, so that a proof sees its object's bytes in order."""
     shares: list[list[Run]] = []
     blocks = SHARE_BYTES // BLOCK_ALIGN
     held = blocks
@@ -117,14 +123,14 @@ def shares_of(runs: Iterable[Run]) -> list[list[Run]]:
 
 
 def pieces_of(extents: Iterable[Extent], most: int = CALL_BYTES // BLOCK_ALIGN) -> Iterator[Extent]:
-    """The same blocks in the same order, in extents of at most `most`."""
+    """Yield the same blocks in the same order, in extents of at most `most` blocks."""
     for start, count in extents:
         for at in range(start, start + count, most):
             yield Extent(at, min(most, start + count - at))
 
 
 def _part(movement: Movement, start: int, size: int, filler: memoryview) -> Part:
-    """Bytes [start, start + size) of an object's blocks."""
+    """Return the part for bytes [start, start + size) of an object's blocks."""
     buffers, length, end = movement.buffers, movement.length, start + size
     if end <= length:
         views = take(buffers, start, end)

@@ -1,7 +1,7 @@
-"""Everything that a catalog's file says, whatever became of LMDB's trees: each page in use is searched for records that bear their guard.
+"""Salvage of a catalog's file, even if LMDB's trees are damaged: each LMDB page in use is searched for records with a valid guard.
 
-A sound catalog is read completely and exactly. Of a damaged one only what lay on the damaged pages is missing; where the list of free
-pages is damaged, records come along that were removed before, and who takes them in must see which of them still have their bytes.
+A sound catalog is read completely and exactly. Of a damaged one only what lay on the damaged pages is missing. Where LMDB's list of free
+pages is damaged, records that were removed before are found too, and the caller must check which of them still have their bytes.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from tiercache_backends.local.names import unpack_name
 
 _POOL_AT: Final = RECORD.fields["pool"][1]  # type: ignore[index]
 _POOLS: Final = np.array([np.frombuffer(pool.encode()[:2], np.uint16)[0] for pool in PoolName])
-"""The first two bytes of each pool's name."""
+"""First two bytes of each pool's name, as one integer."""
 _NUMBER_BYTES: Final = 8
 _EXTENT_BYTES: Final = 12
 _LONGEST_NAME: Final = 64
 
 
 class Salvaged(NamedTuple):
-    """What was found: `loaded` is damaged if a record had lost its further extents."""
+    """Result of a salvage; `loaded.damaged`: a record had lost its further extents."""
 
     loaded: Loaded
     names: Names
 
 
 def salvage(env: Env, directory: str) -> Salvaged:
-    """Read the catalog in `directory`, where there is one; raises OSError."""
+    """Read the catalog in `directory`; return an empty one where there is none; raise OSError."""
     records: list[Records] = [np.empty(0, RECORD)]
     names = Names()
     further: dict[int, list[tuple[Extent, ...]]] = {}
@@ -60,26 +60,26 @@ def salvage(env: Env, directory: str) -> Salvaged:
                         records.append(one)
                     else:
                         _take(node, names, further)
-    # As bytes: putting arrays of records together would make all their integers native ones.
+    # Joined as bytes: concatenating arrays of records would convert all their integers to the native byte order.
     found = np.concatenate([some.view(np.uint8) for some in records]).view(RECORD)
     return Salvaged(_loaded(found, further), names)
 
 
 def _believed(raw: Pages) -> Records:
-    """Those of some values, of shape (n, 192), that are records and sound."""
+    """Return those of the values, of shape (n, 192), that are sound records."""
     found = np.ascontiguousarray(raw).reshape(-1).view(RECORD)
     return found[sound(found)]
 
 
 def _scattered(page: Pages) -> Records:
-    """All sound records in a damaged page, wherever they begin: LMDB puts values at even offsets."""
+    """Return all sound records in a damaged page, at any even offset, because LMDB puts values at even offsets."""
     places = (len(page) - RECORD.itemsize) // 2 + 1
     at = np.flatnonzero(np.isin(page.view(np.uint16)[_POOL_AT // 2 : _POOL_AT // 2 + places], _POOLS))
     return _believed(as_strided(page, (places, RECORD.itemsize), (2, 1))[at])
 
 
 def _take(node: Node, names: Names, further: dict[int, list[tuple[Extent, ...]]]) -> None:
-    """Note what a node says of a namespace, or of an object's further extents."""
+    """Record what a node says of a namespace, or of an object's further extents."""
     if len(node.key) == _NUMBER_BYTES and node.value and len(node.value) % _EXTENT_BYTES == 0:
         further.setdefault(int.from_bytes(node.key), []).append(unpack_extents(node.value))
     if 0 < len(node.key) <= _LONGEST_NAME:
@@ -88,7 +88,7 @@ def _take(node: Node, names: Names, further: dict[int, list[tuple[Extent, ...]]]
 
 
 def _loaded(found: Records, further: Mapping[int, list[tuple[Extent, ...]]]) -> Loaded:
-    """The records by age, each once, with their further extents."""
+    """Return the records by age, each once, with their further extents; those that lost theirs are left out."""
     order = np.lexsort((found["stored_at"], found["guard"], found["number"]))
     found = found[order]
     twice = (found["number"][1:] == found["number"][:-1]) & (found["guard"][1:] == found["guard"][:-1])

@@ -1,4 +1,4 @@
-"""How a `file` store divides its capacity between slabs and catalog."""
+"""Division of a `file` store's capacity between slabs and catalog."""
 
 from __future__ import annotations
 
@@ -14,15 +14,18 @@ _SMALLEST_SLAB: Final = 1 << 20
 _SMALLEST_MAP: Final = 1 << 20
 _SLABS: Final = 64
 CATALOG_SHARE: Final = 16
-"""One byte in so many goes to the catalog: objects of a single block take 195 bytes of records for 4,096 of payload, and a transaction
-copies what it changes."""
+"""One byte in 16 of the capacity goes to the catalog: an object of one block takes 195 bytes of records for 4,096 of payload, and a
+transaction copies what it changes."""
 _FIXED_BYTES: Final = 256 << 10
-"""Kept free of slabs for the small files, the directories and the file system's own bookkeeping of the large ones."""
+"""Bytes kept free of slabs for the small files, the directories, and the file system's own bookkeeping of the large files."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """How a capacity is divided. Slabs and catalog together never exceed it, whatever the catalog's file really needs."""
+    """Division of a capacity, in bytes: `budget_blocks` blocks for slabs and `map_bytes` bytes for the catalog's map.
+
+    Slabs and catalog together never exceed the capacity, whatever the catalog's file really needs.
+    """
 
     capacity: int
     budget_blocks: int
@@ -30,12 +33,12 @@ class Shares:
 
 
 def slab_blocks_for(capacity: int) -> int:
-    """The blocks of a slab in a store that is made with this capacity."""
+    """Return the blocks per slab of a store that is made with this capacity in bytes."""
     return max(_SMALLEST_SLAB, 1 << (capacity // _SLABS).bit_length()) // BLOCK_ALIGN
 
 
 def divide(capacity: int, directory: StoreDirectory) -> Shares:
-    """The shares of slabs and catalog, with what else lies in the directory taken off; raises ConfigError where too little is left."""
+    """Return the shares of slabs and catalog, less whatever else lies in the directory; raise ConfigError where too little is left."""
     map_bytes = _map_bytes(capacity, directory)
     budget = (capacity - map_bytes - _FIXED_BYTES - directory.foreign_bytes(["slabs"])) // BLOCK_ALIGN
     if capacity < SMALLEST_CAPACITY or budget < _SMALLEST_SLAB // BLOCK_ALIGN:
@@ -47,7 +50,7 @@ def divide(capacity: int, directory: StoreDirectory) -> Shares:
 
 
 def as_found(there: int, directory: StoreDirectory) -> Shares:
-    """The shares that leave a store as it is: `there` blocks of slabs stay, whatever its capacity was, and beside whatever else."""
+    """Return the shares that leave a store as it is: its `there` blocks of slabs stay, whatever the capacity and other files are."""
     taken = directory.database_bytes() + _FIXED_BYTES + directory.foreign_bytes(["slabs"])
     capacity = directory.capacity or taken + there * BLOCK_ALIGN
     map_bytes = _map_bytes(capacity, directory)

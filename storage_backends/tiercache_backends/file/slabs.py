@@ -1,6 +1,6 @@
-"""The slab files: where the bytes lie. This module opens, grows, cuts, syncs and proves them; `movement.py` moves the bytes.
+"""Slab files, which hold the payloads. This module opens, grows, cuts, syncs and proves them; `movement.py` moves the bytes.
 
-Overwriting a preallocated file runs at memory speed where one new file per object does not, and cannot run out of disk in the middle.
+Overwriting a preallocated file runs at memory speed, unlike writing one new file per object, and cannot run out of disk space halfway.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from tiercache_backends.file.space import Extent
 from tiercache_backends.local.directory import sync_directory
 
 _SMALLEST_GROWTH: Final = (1 << 20) // BLOCK_ALIGN
-"""Blocks that a slab grows by on a disk that has no room for more."""
+"""Smallest growth of a slab, in blocks (1 MiB), that is tried on a disk that has no room for more."""
 _MOST_MISSING: Final = 4096
-"""Slabs behind the last one that is there, as far as they can be looked for: what is named beyond is no store's."""
+"""Slabs beyond the last existing one in which records may name blocks; records that name blocks further on are not believed."""
 
 
 def goes_direct(env: Env, directory: str) -> bool:
-    """Can files in this directory be moved with O_DIRECT, and the page cache be asked what it holds? Tries both, on a file of one block.
+    """Return whether files in this directory work with O_DIRECT and the page cache can be asked what it holds.
 
-    Without the question we could not tell what lies in the cache, and would go past it for ever. A file system that fails in any way gets
-    the plain calls.
+    Tries both on a file of one block. Without the second, cached blocks could not be told from others and would always be moved past the
+    cache. On a file system where any step fails the store uses plain calls.
     """
     path = os.path.join(directory, "probe")
     block = memoryview(mmap(-1, BLOCK_ALIGN))
@@ -49,13 +49,13 @@ def goes_direct(env: Env, directory: str) -> bool:
 
 
 def blocks_there(env: Env, directory: str, slab_blocks: int) -> int:
-    """Blocks up to the end of the last slab in a directory."""
+    """Return the number of blocks up to the end of the last slab in a directory."""
     count = _count(env, directory)
     return max(0, count - 1) * slab_blocks + (env.lstat(_path(directory, count - 1)).st_size // BLOCK_ALIGN if count else 0)
 
 
 def blocks_named(records: Records, extents: Iterable[Extent], slab_blocks: int) -> dict[int, int]:
-    """How many blocks each slab must have for these records and further extents; nonsense is left out."""
+    """Return, by slab, how many blocks it must have for these records and further extents; impossible extents are left out."""
     more = list(extents)
     starts = np.concatenate([records["start"].astype(np.int64), np.array([extent.start for extent in more], np.int64)])
     counts = np.concatenate([records["blocks"].astype(np.int64), np.array([extent.blocks for extent in more], np.int64)])
@@ -71,7 +71,7 @@ def _path(directory: str, index: int) -> str:
 
 
 def _count(env: Env, directory: str) -> int:
-    """One for each slab up to the highest that is there; a missing one counts, and is made anew."""
+    """Return the number of slabs up to the highest that exists; a missing one before it counts, and is made anew."""
     try:
         names = env.listdir(directory)
     except FileNotFoundError:
@@ -90,18 +90,18 @@ def _opened(env: Env, path: str, flags: int) -> Iterator[int]:
 
 
 class Placed(Protocol):
-    """What begins at a block."""
+    """Anything that begins at a block."""
 
     @property
     def start(self) -> int:
-        """The number of its first block."""
+        """Number of its first block."""
 
 
 @dataclass(slots=True)
 class Slab:
-    """One open slab file: `fd` goes through the page cache, `direct` past it, where that is possible.
+    """Open slab file: `fd` goes through the page cache, `direct` past it (None where that is not possible).
 
-    Thread safety: `blocks` belongs to whoever grows or cuts slabs.
+    Thread safety: `blocks` belongs to the thread that grows or cuts slabs.
     """
 
     fd: int
@@ -110,7 +110,9 @@ class Slab:
 
 
 class Slabs:
-    """The files `000000.slab`, `000001.slab`, ... of one directory, each `slab_blocks` blocks long and the last one perhaps shorter.
+    """Files `000000.slab`, `000001.slab`, ... of one directory, each `slab_blocks` blocks long; the last one may be shorter.
+
+    `looks`: they are opened for reading only, with `look`.
 
     Thread safety: `open`, `grow` and `close` need one caller at a time; the rest may run at once on different extents.
     """
@@ -126,16 +128,16 @@ class Slabs:
         self._slabs: list[Slab] = []
 
     def open(self) -> list[Extent]:
-        """Open what is there, within the budget: the blocks that each slab has. Slabs and ends beyond the budget stay until `trim`."""
+        """Open the existing slabs and return the blocks that each has, within the budget. Whatever lies beyond it stays until `trim`."""
         for index in range(_count(self._env, self._directory)):
             self._add(index)
             self._slabs[index].blocks = min(self._env.fstat(self._slabs[index].fd).st_size // BLOCK_ALIGN, self._target(index))
         return self._extents()
 
     def look(self, named: Mapping[int, int]) -> list[Extent]:
-        """Open what is there to read it, as if every slab had the blocks that the catalog names: the blocks that each should have.
+        """Open the existing slabs for reading, as if each had the blocks that the catalog names, and return the blocks of each.
 
-        `named`: how many those are, by slab. What is missing reads like a file that was cut.
+        `named`: the number of blocks that the catalog needs, by slab. Missing blocks read like those of a file that was cut.
         """
         there = _count(self._env, self._directory)
         for index in range(max([there, *(index + 1 for index in named if index < there + _MOST_MISSING)])):
@@ -151,7 +153,7 @@ class Slabs:
                 raise OSError(ESTALE, f"{self.path(index)} was replaced while it was open; close the store and open it again")
 
     def trim(self) -> None:
-        """Give back to the disk what lies beyond the budget or the whole blocks. Call it when the catalog names none of it any more."""
+        """Cut off whatever lies beyond the budget or the last whole block. Call it once the catalog names none of it any more."""
         for slab in self._slabs:
             if self._env.fstat(slab.fd).st_size != slab.blocks * BLOCK_ALIGN:
                 self._env.ftruncate(slab.fd, slab.blocks * BLOCK_ALIGN)
@@ -160,9 +162,9 @@ class Slabs:
             self._env.unlink(self.path(len(self._slabs)))
 
     def grow(self) -> Extent | None:
-        """Preallocate the next slab, or the missing end of one: its new blocks, fewer on a disk that has no room for all.
+        """Preallocate the next slab, or the missing end of one, and return its new blocks; None when the budget is used up.
 
-        None when the budget is used up; raises OSError.
+        The new blocks are fewer on a disk that has no room for all. Raises OSError.
         """
         for index, slab in enumerate(self._slabs):
             if slab.blocks < self._target(index):
@@ -178,15 +180,15 @@ class Slabs:
         return self._extend(len(self._slabs) - 1)
 
     def slab(self, place: Placed) -> Slab:
-        """The file of blocks that lie in one slab."""
+        """Return the slab in which a place lies."""
         return self._slabs[place.start // self.slab_blocks]
 
     def offset(self, place: Placed) -> int:
-        """Their offset in that file."""
+        """Return the byte offset of a place in its slab's file."""
         return place.start % self.slab_blocks * BLOCK_ALIGN
 
     def proven(self, extent: Extent) -> bool:
-        """Do these blocks keep what is written to them? Overwrites them, reads them back from the medium and compares."""
+        """Return whether these blocks keep what is written to them: overwrite them, read them back from the medium and compare."""
         fd, offset, size = self.slab(extent).fd, self.offset(extent), extent.blocks * BLOCK_ALIGN
         pattern = extent.start.to_bytes(8, "little") * (size // 8)
         found = bytearray(size)
@@ -199,15 +201,15 @@ class Slabs:
             return False
 
     def forget(self, extent: Extent) -> None:
-        """Let the next read of these blocks come from the medium; raises OSError."""
+        """Drop these blocks from the page cache, so that the next read comes from the medium; raise OSError."""
         self._env.forget(self.slab(extent).fd, self.offset(extent), extent.blocks * BLOCK_ALIGN)
 
     @contextmanager
     def witnesses(self, extents: Iterable[Extent]) -> Iterator[list[int]]:
-        """Descriptors of the files of these extents, for `sync` by one caller alone.
+        """Open new descriptors of the files of these extents, for a `sync` by this caller alone; raise OSError.
 
-        The kernel reports a failed write-back once to each open file. On a shared descriptor another thread's sync could be told of the
-        failure of our bytes, and ours would succeed. Raises OSError.
+        The kernel reports a failed write-back once to each open file. On a shared descriptor another thread's sync could receive the report
+        of a failure of this caller's bytes, and this caller's sync would succeed.
         """
         fds: list[int] = []
         try:
@@ -219,20 +221,20 @@ class Slabs:
                 let_go(self._env, fd)
 
     def sync(self, fds: Iterable[int] | None = None) -> None:
-        """Return once these files, or all slabs, are on the medium; raises OSError."""
+        """Return once these files (None: all slabs) are on the medium; raise OSError if that fails."""
         for fd in [slab.fd for slab in self._slabs] if fds is None else fds:
             self._env.fdatasync(fd)
 
     def locate(self, extent: Extent) -> tuple[str, int]:
-        """The file and the offset of an extent."""
+        """Return the file path and the byte offset of an extent."""
         return self.path(extent.start // self.slab_blocks), self.offset(extent)
 
     def path(self, index: int) -> str:
-        """The file of slab `index`."""
+        """Return the file path of slab `index`."""
         return _path(self._directory, index)
 
     def close(self) -> None:
-        """Close every file. Twice is harmless."""
+        """Close every file; harmless when repeated."""
         while self._slabs:
             self._release(self._slabs.pop())
         if self._nothing is not None:
@@ -276,7 +278,7 @@ class Slabs:
                 self._env.fallocate(slab.fd, have * BLOCK_ALIGN, (want - have) * BLOCK_ALIGN)
                 break
             except OSError as error:
-                # A full disk leaves a part behind, which would count towards the cap and serve nobody.
+                # On a full disk a part stays allocated, which would count towards the cap without being used.
                 self._env.ftruncate(slab.fd, have * BLOCK_ALIGN)
                 if error.errno not in (ENOSPC, EDQUOT) or want - have < 2 * _SMALLEST_GROWTH:
                     raise
@@ -285,5 +287,5 @@ class Slabs:
         return Extent(index * self.slab_blocks + have, want - have)
 
     def _target(self, index: int) -> int:
-        """How many blocks slab `index` may have."""
+        """Return how many blocks slab `index` may have."""
         return max(0, min(self.slab_blocks, self.budget_blocks - index * self.slab_blocks))

@@ -1,4 +1,4 @@
-"""A catalog that is only looked at: what its file says, in memory, so that nothing of it is mapped, locked or written."""
+"""Read-only catalog: the contents of its file in memory, so that nothing of the file is mapped, locked or written."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Snapshot(Catalog):
         self.is_damaged = False
 
     def load(self) -> Loaded:
-        """What was found."""
+        """Return what was found."""
         return self._loaded
 
     def apply(
@@ -37,26 +37,26 @@ class Snapshot(Catalog):
         further: Mapping[int, tuple[Extent, ...]] | None = None,
         removals: Sequence[int] = (),
     ) -> None:
-        """Raise OSError: it is read only."""
+        """Raise OSError (EROFS), because the catalog is read-only."""
         raise OSError(EROFS, os.strerror(EROFS))
 
     def page(self, cursor: bytes, count: int) -> Iterator[Records]:
-        """Records behind `cursor`, at most `count`."""
+        """Yield the records after `cursor`, at most `count`, as one array."""
         numbers = self._loaded.records["number"]
         start = int(np.searchsorted(numbers, int.from_bytes(cursor), side="right")) if cursor else 0
         yield self._loaded.records[start : start + count]
 
     def find(self, numbers: Sequence[int]) -> Records:
-        """Those of the records with these numbers that are there."""
+        """Return the records with these numbers that exist."""
         return self._loaded.records[np.isin(self._loaded.records["number"], np.array(numbers, np.uint64))]
 
     def namespaces(self) -> list[NamespaceRecord]:
-        """Every namespace whose identity is known."""
+        """Return every namespace whose identity is known."""
         return list(self._known.records.values())
 
     def nbytes(self) -> int:
-        """Bytes of the catalog's file."""
+        """Return the bytes of the catalog's file."""
         return self._nbytes
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing, because no file is open."""

@@ -1,7 +1,6 @@
-"""Which blocks of the slabs are free. Pure bookkeeping: nothing here does I/O.
+"""Free blocks of the slabs. Pure bookkeeping: nothing here does I/O.
 
-Blocks are numbered through all slabs. An object may take several extents, so free space never fragments into uselessness: what is free
-can be had.
+Blocks are numbered through all slabs. An object may take several extents, so fragmentation does not make free blocks unusable.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ from typing import Final, NamedTuple
 from tiercache.core import BLOCK_ALIGN
 
 APART_BLOCKS: Final = (8 << 20) // BLOCK_ALIGN
-"""Of a batch that is worth two files."""
+"""Blocks (8 MiB) from which on a batch is placed in two slabs."""
 _LOOKED_AT: Final = 8
-"""Free extents of one size, when one in another slab is looked for."""
+"""Free extents per bin that are examined when one in another slab is sought."""
 
 
 class Extent(NamedTuple):
@@ -28,9 +27,9 @@ class Extent(NamedTuple):
 
 
 class Space:
-    """The free extents, found by size, by start and by end, so that taking and giving back cost no search.
+    """Free extents, indexed by size, by start and by end, so that taking and giving back need no search.
 
-    `_bins[k]` holds the starts of the free extents of 2**k .. 2**(k+1) - 1 blocks. The one freed last is taken first: its blocks are the
+    `_bins[k]` holds the starts of the free extents of 2**k .. 2**(k+1) - 1 blocks. The extent freed last is taken first: its blocks are the
     likeliest to be in the page cache, where overwriting is several times cheaper.
 
     Thread safety: none of its own; the store calls it under its mutex.
@@ -43,17 +42,17 @@ class Space:
         self._bins: list[dict[int, None]] = [{} for _ in range(slab_blocks.bit_length())]
         self._in_slab: dict[int, int] = {}
         self.free = 0
-        """Free blocks."""
+        """Number of free blocks."""
         self.size = 0
-        """Blocks that the slabs have in all."""
+        """Number of blocks that the slabs have in all."""
 
     def grow(self, extent: Extent) -> None:
-        """A slab's new blocks."""
+        """Add a slab's new blocks, which are free."""
         self.size += extent.blocks
         self.give([extent])
 
     def allocate(self, blocks: int) -> tuple[Extent, ...] | None:
-        """Take `blocks` blocks, in as few extents as a look at the bins yields; None, with nothing taken, if fewer are free."""
+        """Take `blocks` blocks, in as few extents as the bins yield without a search; None, with nothing taken, if fewer are free."""
         if blocks > self.free:
             return None
         taken: list[Extent] = []
@@ -69,10 +68,10 @@ class Space:
         return tuple(taken)
 
     def allocate_all(self, sizes: Sequence[int]) -> list[tuple[Extent, ...]]:
-        """Place a batch: the extents of each size, side by side as far as the free extents are long enough; () for those that do not fit.
+        """Place a batch, side by side where free extents are long enough; return the extents of each size, () for those that do not fit.
 
-        A batch is mostly read as it was written, and neighbours move in one call. One of `APART_BLOCKS` and more is placed in two slabs, a
-        half of it in each, if there is room: file systems let one writer at a time into a file's cached pages.
+        A batch is mostly read as it was written, and neighbours move in one call. A batch of `APART_BLOCKS` or more is placed in two slabs,
+        half of it in each, if there is room, because file systems let one writer at a time into a file's cached pages.
         """
         left = sum(sizes)
         if left < APART_BLOCKS:
@@ -84,13 +83,13 @@ class Space:
         return first + self._place(sizes[half:], left - ends[half - 1], elsewhere)
 
     def needs_second_slab(self, blocks: int) -> bool:
-        """Would a batch of so many blocks be placed in one slab, because there is no room in another?"""
+        """Return whether a batch of `blocks` blocks would be placed in one slab because there is no room in another."""
         if blocks < APART_BLOCKS or self.free < blocks:
             return False
         return self.free - max(self._in_slab.values()) < blocks // 2
 
     def _place(self, sizes: Sequence[int], left: int, avoid: int | None = None) -> list[tuple[Extent, ...]]:
-        """Side by side, and not in slab `avoid` if there is room elsewhere. `left`: the sum of the sizes."""
+        """Place sizes side by side, and not in slab `avoid` if there is room elsewhere. `left`: the sum of the sizes."""
         places: list[tuple[Extent, ...]] = []
         run = Extent(0, 0)
         for blocks in sizes:
@@ -107,7 +106,7 @@ class Space:
         return places
 
     def give(self, extents: Iterable[Extent]) -> None:
-        """Take blocks back, joining them with free neighbours of the same slab."""
+        """Take blocks back, and join them with free neighbours in the same slab."""
         for start, count in extents:
             self.free += count
             end = start + count
@@ -135,7 +134,7 @@ class Space:
         assert all(s // self.slab_blocks == (s + c - 1) // self.slab_blocks for s, c in ordered), "an extent lies in one slab"
 
     def _begin(self, least: int, most: int, avoid: int | None) -> Extent:
-        """Take a free extent for what comes now, of at most `most` blocks; an empty one where none has `least`."""
+        """Take a free extent of at most `most` blocks for the next sizes; an empty one where none with `least` blocks is found."""
         most = min(most, self.slab_blocks)
         found = self._pick_elsewhere(most, avoid) if avoid is not None else None
         if found is None:
@@ -156,14 +155,14 @@ class Space:
             self.give([run])
 
     def _pick(self, blocks: int) -> Extent:
-        """A free extent that fits, from the smallest bin where every one does; else one of the largest."""
+        """Return a free extent that fits, from the smallest bin in which every extent does; else one from the largest bin in use."""
         for k in range((blocks - 1).bit_length(), len(self._bins)):
             if self._bins[k]:
                 return self._last(k)
         return self._last(max(k for k, starts in enumerate(self._bins) if starts))
 
     def _pick_elsewhere(self, blocks: int, avoid: int) -> Extent | None:
-        """A free extent that fits and is not in slab `avoid`, among those freed last; None if none of these is."""
+        """Return a free extent that fits and is not in slab `avoid`, among those freed last; None if there is none among them."""
         for k in range(blocks.bit_length() - 1, len(self._bins)):
             for start in islice(reversed(self._bins[k]), _LOOKED_AT):
                 if start // self.slab_blocks != avoid and self._by_start[start] >= blocks:

@@ -1,7 +1,8 @@
-"""The `file` store: moves bytes between buffers and slabs, and keeps catalog and holdings in step.
+"""The `file` store, which moves bytes between buffers and slabs and keeps catalog and holdings consistent.
 
-A set: claim -> reserve blocks -> write -> one catalog transaction -> publish. A get: pin -> read -> verify -> unpin. No lock is held while
-the disk works, but for the catalog's writer lock and the one that lets a single thread grow the slabs.
+A set: claim -> reserve blocks -> write -> one catalog transaction -> publish. A get: pin -> read -> verify -> unpin. Only three locks are
+held during disk I/O: the catalog's writer lock, the one that lets a single thread grow the slabs, and the one that lets a single thread
+verify a stored object again.
 """
 
 # ruff: noqa: D102 (the contract documents these methods)
@@ -59,21 +60,23 @@ _log = logging.getLogger(__name__)
 KIND: Final = "tiercache.file"
 VERSION: Final = 2
 _NEW: Final = "data.new"
-"""A catalog that is being written anew, beside the old one."""
+"""File name of a catalog that is being rewritten, beside the old one."""
 _SCAN_PAGE: Final = 1024
 _IO_THREADS: Final = 8
 _MOST_IO_THREADS: Final = 64
 
 
 class FileBackend(StorageBackend):
-    """Objects in preallocated slab files of one directory, at most `capacity` bytes in all, with an LMDB catalog.
+    """Store of objects in preallocated slab files of one directory, at most `capacity` bytes in all, with an LMDB catalog.
 
-    `durability`: "process": acknowledged objects survive the death of the process, and after a power cut every object is right or is found
-    out by its checksum; "power": they survive the power cut as well, at the price of one data sync per set. `io`: "auto" goes past the page
-    cache with O_DIRECT, on `io_threads` threads, for what is not in it; "buffered" never does. `seal` adds a MAC to every object. A
-    `capacity` of None ("kept" in a URL) opens a store that is there as it was, and makes, grows or gives up nothing by that. With `access`
-    "read", which is then the rule, nothing is written at all: sets are THROTTLED, deletions False, and what is corrupt stays; "write" lets
-    such a store be changed.
+    - `durability` "process": acknowledged objects survive the death of the process; after a power cut each object is intact or fails its
+      checksum. "power": they survive a power cut as well, at the price of one data sync per set.
+    - `io` "auto": blocks that are not in the page cache may be moved past it with O_DIRECT, on `io_threads` threads (see `movement`);
+      "buffered": never.
+    - `seal`: with a key, it adds a MAC to every object.
+    - `capacity` None ("kept" in a URL): opens an existing store as it is; opening it makes, grows and gives up nothing.
+    - `access` "read", the default where `capacity` is None: nothing is written; a set of an object that is not stored is THROTTLED,
+      deletions are False, and corrupt objects stay. "write" allows changes to such a store.
 
     Thread safety: as the contract says; reads and writes of several threads run in parallel.
     """
@@ -169,7 +172,7 @@ class FileBackend(StorageBackend):
                         outcomes[i] = Outcome.HIT
                     if claims.fresh:
                         self._writer.store(items, claims, outcomes)
-                    # Our own claims are settled by now, so two calls that wait for each other's objects cannot both wait for ever.
+                    # This call's own claims are settled by now, so two calls that wait for each other's objects cannot deadlock.
                     for event in claims.waits:
                         event.wait()
                     todo = claims.later
@@ -203,8 +206,8 @@ class FileBackend(StorageBackend):
 
     def describe(self, keys: Sequence[ObjectKey]) -> list[ScanEntry | None]:
         with self._gate:
-            # First who is resident, then their records: a record is never changed and its number never used again, so what is found is
-            # true of the object that was there, and what left in between is not found.
+            # Look up the residents first, then their records: a record never changes and its number is never reused. So a record that is
+            # found is true of the object that was there, and an object that left in between is not found.
             numbers = self._holdings.numbers([key.digest for key in keys])
             try:
                 records = self._catalog.find(sorted({*numbers} - {0}))
@@ -223,7 +226,7 @@ class FileBackend(StorageBackend):
             try:
                 self._catalog.register(record)
             except OSError as error:
-                # It is written along with the next batch; until then only people miss it.
+                # It is kept in memory, and the catalog's next transaction saves it.
                 self._removal.failed("namespace", error)
 
     def namespaces(self) -> list[NamespaceRecord]:
@@ -258,7 +261,7 @@ class FileBackend(StorageBackend):
             self._directory.release(clean=not self._catalog.is_damaged, suspect=self._catalog.is_damaged)
 
     def locate(self, key: ObjectKey) -> list[tuple[str, int, int]]:
-        """Where an object lies, for `inspect` and for tests: (file, offset, bytes) in payload order; empty where it is not stored."""
+        """Return where an object lies, as (file, offset, bytes) in payload order; empty where it is not stored. For `inspect` and tests."""
         with self._gate:
             [pin] = pins = self._holdings.pin([key.digest])
             try:
@@ -268,12 +271,12 @@ class FileBackend(StorageBackend):
                 self._removal.settle(self._holdings.unpin(pins))
 
     def orphans(self) -> int:
-        """Objects that nothing can reach, for a page in front of them is gone: what a crash or a deletion left behind."""
+        """Return the number of objects left unreachable by a crash or a deletion: a page before them, or a state's own page, is gone."""
         with self._gate:
             return self._holdings.figures()["orphans"]
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless all counts add up; only when no other call is inside."""
+        """Raise AssertionError unless all counts add up; call it only while no other call is running."""
         self._holdings.check_integrity()
 
     def _wanted(self, index: int, item: SetItem) -> Wanted:
@@ -329,13 +332,13 @@ class FileBackend(StorageBackend):
         directory.opened()
 
     def _snapshot(self) -> Loaded:
-        """Read the catalog as it lies there, damaged or not, for somebody who only looks."""
+        """Read the catalog as it is, damaged or not, for a store that is opened for reading only."""
         found = salvage(self._env, self._directory.database)
         self._catalog: Catalog = Snapshot(found, self._directory.database_bytes())
         return found.loaded
 
     def _open_catalog(self, undo: ExitStack, map_bytes: int, sound: bool) -> Loaded:
-        """Open the catalog and read it. One that is damaged is written anew from all that can still be read of it."""
+        """Open and read the catalog; rewrite a damaged one from all records that can still be read."""
         directory = self._directory
         beside = os.path.join(directory.database, _NEW)
         directory.remove(beside)
@@ -354,14 +357,14 @@ class FileBackend(StorageBackend):
             new.restore(found.loaded, found.names)
         finally:
             new.close()
-        # At every instant the old file or the new one has the name, whole and on the medium.
+        # The rename is atomic: at every instant the name refers to a whole file that is on the medium, the old one or the new one.
         directory.replace(beside)
         directory.healed()
         return self._opened(undo, map_bytes).load()
 
     def _opened(self, undo: ExitStack, map_bytes: int) -> Catalog:
         self._catalog = Catalog(self._env, self._directory.database, map_bytes)
-        undo.callback(self._catalog.close)  # twice is harmless
+        undo.callback(self._catalog.close)  # closing twice is harmless
         return self._catalog
 
     def _is_writable(self) -> bool:
@@ -375,7 +378,7 @@ class FileBackend(StorageBackend):
         return True
 
     def _has_bytes(self, loaded: Loaded, index: int) -> bool:
-        """Do the blocks that a record names hold the object that it speaks of?"""
+        """Return whether the blocks named by the record at position `index` hold the object that it describes."""
         record = loaded.records[index]
         found = self._catalog.entry(record)
         extents = (Extent(int(record["start"]), int(record["blocks"])), *loaded.extents.get(int(record["number"]), ()))
@@ -383,7 +386,7 @@ class FileBackend(StorageBackend):
         return self._is_sound(found.key, found.meta.length, sealed, extents)
 
     def _read(self, items: Sequence[GetItem], pins: Sequence[Pin | None]) -> list[Outcome]:
-        """Read pinned objects; the damaged ones are given up."""
+        """Read pinned objects, and remove damaged ones unless the store is opened for reading only."""
         outcomes = [Outcome.MISS] * len(items)
         reads: list[tuple[int, Pin, Movement]] = []
         for index, (item, pin) in enumerate(zip(items, pins, strict=True)):
@@ -403,7 +406,7 @@ class FileBackend(StorageBackend):
             if outcomes[index] is Outcome.CORRUPT:
                 corrupt.append(pin)
             elif movement.error is not None and movement.error.errno == EIO:
-                # A block that cannot be read stays so until it is written: keeping the object would keep its next set from healing it.
+                # An unreadable block stays so until it is written. If the object were kept, its next set would be a HIT and write nothing.
                 unreadable.append(pin)
         if self._looks:
             self._holdings.count("corrupt", len(corrupt))
@@ -418,11 +421,11 @@ class FileBackend(StorageBackend):
         assert movement.proof is not None, "a read brings its proof"
         if not movement.short and movement.proof.holds(pin.placement.sealed):
             return Outcome.HIT
-        # The buffers may be shared with somebody who writes to them: no reason to give up an object that is sound.
+        # Another thread or process may have written to the buffers meanwhile, so verify the stored bytes before the object is given up.
         return Outcome.ERROR if self._is_sound(key, *pin.placement) else Outcome.CORRUPT
 
     def _is_sound(self, key: ObjectKey, length: int, sealed: Sealed, extents: tuple[Extent, ...]) -> bool:
-        """Look at an object in memory of our own; one at a time, for it costs time that somebody else may make us spend."""
+        """Verify an object in private memory; one at a time, because a process that writes to shared buffers can cause this at will."""
         proof = self._seal.proof(key, length)
         left = length
         with self._looking:
@@ -448,20 +451,20 @@ class FileBackend(StorageBackend):
             self._doubtful = True
             raise
         if self._doubtful:
-            # The kernel tells of a failed write-back once, and takes the pages for clean from then on.
+            # The kernel reports a failed write-back once, and treats the pages as clean from then on.
             self._verify_since(self._flushed)
         self._catalog.sync()
         self._doubtful, self._flushed = False, newest
 
     def _verify_since(self, number: int) -> None:
-        """Give up those objects stored after this record whose bytes are not on the medium."""
+        """Give up the objects that were stored after record `number` and whose bytes are not on the medium."""
         for digest in self._holdings.digests_since(number):
             [pin] = pins = self._holdings.pin([digest])
             try:
                 if pin is not None:
                     for extent in pin.placement.extents:
                         self._slabs.forget(extent)
-                    # Verification asks for the digest alone, and it covers the pool.
+                    # Verification uses only the digest, which covers the pool, so any pool will do here.
                     key = ObjectKey(PoolName.KV, digest)
                     self._read([GetItem(key, [memoryview(bytearray(pin.placement.length))], pin.placement.length)], pins)
             finally:
@@ -469,7 +472,7 @@ class FileBackend(StorageBackend):
 
 
 def _is_possible(settled: Mapping[str, Any]) -> bool:
-    """Are the sizes in a store's format such as this version can work with?"""
+    """Return whether this version can work with the block and slab sizes in a store's format."""
     return settled["block"] == BLOCK_ALIGN and isinstance(settled["slab_blocks"], int) and 0 < settled["slab_blocks"] < 2**31
 
 

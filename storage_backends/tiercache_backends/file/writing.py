@@ -1,4 +1,4 @@
-"""Sets of a `file` store: reserve blocks -> write -> one catalog transaction -> publish. What must go for that goes along."""
+"""Sets of a `file` store: reserve blocks -> write -> one catalog transaction -> publish, with the evictions that they need."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from tiercache_backends.file.runs import Movement
 from tiercache_backends.file.slabs import Slabs
 
 BATCH: Final = 4096
-"""Objects per catalog transaction."""
+"""Most objects per catalog transaction."""
 _LOW_WATER: Final = 64
-"""Below 1/64 of its blocks free, a store evicts along with the next set, in the same transaction: no set then has to wait for blocks."""
+"""With less than 1/64 of its blocks free, a store evicts in the transaction of the next set, so later sets need not wait for blocks."""
 _LEAST: Final = 16
-"""Records that may be removed at once in any case."""
+"""Records that one transaction may remove in any case, however full the catalog is."""
 _FEW: Final = 1024
-"""Objects that one such eviction gives up at most, so that nobody waits long for it."""
+"""Most objects that a set evicts in its own transaction, so that it is not delayed for long."""
 
 
 class Writer:
-    """Stores what a batch has claimed. With `power` a set is on the medium before it is acknowledged.
+    """Writer of what batches have claimed. With `power`, a set is on the medium before it is acknowledged.
 
-    Thread safety: any thread.
+    Thread safety: any thread may call.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Writer:
         self._cramped = False
 
     def store(self, items: Sequence[SetItem], claims: Claims, outcomes: list[Outcome]) -> None:
-        """Write what is claimed and settle every claim, whatever happens."""
+        """Write what is claimed, set the outcomes by item index, and settle every claim, whatever happens."""
         facts: dict[int, Facts] = {}
         try:
             self._reserve(claims.fresh)
@@ -66,7 +66,7 @@ class Writer:
         self._sweep()
 
     def _reserve(self, claims: Sequence[Claim]) -> None:
-        """Find blocks for the claims, growing the slabs first and then evicting. Those that get none are left without."""
+        """Allocate blocks for the claims, by growing the slabs first and then by evicting. Claims that get none keep no extents."""
         fitting = [c for c in claims if c.blocks <= self._slabs.budget_blocks]
         if self._catalog.removable(len(claims)) <= 0:
             self._evict(0, len(claims), claims)
@@ -79,7 +79,7 @@ class Writer:
                 break
 
     def _grow(self) -> bool:
-        """Preallocate one more slab; False where the budget or the disk is used up."""
+        """Preallocate one more slab, or a missing end of one; return False where the budget or the disk is used up."""
         with self._growth:
             try:
                 extent = self._slabs.grow()
@@ -95,7 +95,7 @@ class Writer:
             return True
 
     def _evict(self, blocks: int, objects: int, claims: Sequence[Claim]) -> bool:
-        """Give up objects for at least `blocks` blocks, in a transaction of its own; False if none could be given up."""
+        """Evict objects for `blocks` blocks and `objects` objects, as far as one separate transaction can; False if none was removed."""
         most = min(BATCH, max(_LEAST, self._catalog.removable(0)))
         departure = self._holdings.evict(blocks, objects, most, claims)
         if not self._removal.forget(departure) or not departure.leavers:
@@ -104,20 +104,20 @@ class Writer:
         return True
 
     def _sweep(self) -> None:
-        """Give up what is left of a conversation that was more than one transaction could take."""
+        """Remove the rest of an evicted conversation that was too large for one transaction."""
         while (departure := self._holdings.sweep(min(BATCH, max(_LEAST, self._catalog.removable(0))))).leavers:
             if not self._removal.forget(departure):
                 return
             self._holdings.count("evicted", len(departure.leavers))
 
     def _ahead(self, changes: int) -> Departure:
-        """Objects to give up along with this many that are being stored, so that the next set finds free blocks."""
+        """Take out objects to remove in the transaction that stores `changes` objects, so that the next set finds free blocks."""
         short = self._holdings.shortage(None if self._cramped else self._slabs.budget_blocks, _LOW_WATER)
         most = min(_FEW, max(_LEAST, changes, self._catalog.removable(changes)))
         return self._holdings.evict(short, 1, most) if short > 0 else Departure()
 
     def _write(self, items: Sequence[SetItem], claims: Sequence[Claim], outcomes: list[Outcome]) -> dict[int, Facts]:
-        """Write the bytes of the claims and enter them into the catalog, in one transaction: the facts of what is stored now."""
+        """Write the bytes of the claims, add them to the catalog in one transaction, and return the facts of what is stored, by item."""
         with ExitStack() as stack:
             try:
                 fds = stack.enter_context(self._slabs.witnesses(e for c in claims for e in c.extents)) if self._power else []
@@ -131,7 +131,7 @@ class Writer:
                 return {}
 
     def _move(self, items: Sequence[SetItem], claims: Sequence[Claim], outcomes: list[Outcome]) -> list[tuple[Claim, Sealed]]:
-        """Write the bytes; returns the claims for which that went well, with the seals of their objects."""
+        """Write the bytes; return the claims for which that succeeded, with the seals of their objects."""
         movements: list[Movement] = []
         for claim in claims:
             key, buffers, meta = items[claim.index]
@@ -153,7 +153,10 @@ class Writer:
         return [(claim, written[claim.index]) for claim in rooted]
 
     def _acknowledge(self, items: Sequence[SetItem], written: Sequence[tuple[Claim, Sealed]], outcomes: list[Outcome]) -> dict[int, Facts]:
-        """One transaction: enter what was written, and remove what is given up ahead of need. Raises OSError where it fails."""
+        """Add what was written to the catalog, and remove what is evicted ahead of need, in one transaction; return the facts.
+
+        Raises OSError where the transaction fails.
+        """
         metas = [items[claim.index].meta for claim, _ in written]
         records, further = self._catalog.pack(
             [items[claim.index] for claim, _ in written],
@@ -177,7 +180,7 @@ class Writer:
 
 
 def _rooted(claims: Sequence[Claim], failed: AbstractSet[int]) -> list[Claim]:
-    """The claims that did not fail and follow none that did. `claims`: parents before what follows them."""
+    """Return the claims that did not fail and follow none that did. `claims`: parents before what follows them."""
     if not failed:
         return list(claims)
     rooted: list[Claim] = []

@@ -1,8 +1,8 @@
-"""`grpc`: a store that is a tiercache daemon, on this host or another.
+"""The `grpc` store, which is a tiercache daemon on this host or another.
 
-Read `settings`, `backend` (the contract's surface), `link` (which connection there is, and getting another one) with `breaker` and
-`failures`, `connection` and `session` (one connection, from its first word to its end), then how payloads travel: `stream` (in messages),
-`shared` (through memory that both map) with `places`, `staging` and `hazards`.
+Order of reading: `settings`; `backend` (the store contract); `link` (the current connection, and how it is replaced) with
+`tiercache.storage.breaker` and `failures`; `connection` and `session` (one connection, from its greeting to its end); then how payloads
+travel: `stream` (in messages), and `shared` (through memory that both processes map) with `places`, `staging` and `hazards`.
 """
 
 from tiercache_backends.grpc.backend import GrpcBackend, Pong

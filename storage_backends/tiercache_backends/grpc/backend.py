@@ -1,4 +1,4 @@
-"""The contract's surface over a connection that may not be there."""
+"""Store contract of the `grpc` backend, over a connection to the daemon that may be down."""
 
 # ruff: noqa: D102 (the contract documents these methods)
 
@@ -47,12 +47,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Pong:
-    """What a daemon says of itself, and how long that took."""
+    """Answer to a ping: what a daemon says of itself, and the `seconds` that it took."""
 
     seconds: float
     version: str
     instance: str
-    """Hex digits; others after each start of the daemon."""
+    """Hex digits that differ after each start of the daemon."""
     principal: str
     tenant: str
     verbs: tuple[str, ...]
@@ -62,11 +62,12 @@ class Pong:
 
 
 class GrpcBackend(StorageBackend):
-    """A store in a tiercache daemon. It opens whether the daemon is there or not, answers nothing while it is not, and comes back itself.
+    """Store in a tiercache daemon. It opens even while the daemon is down, answers nothing until it is up, and reconnects by itself.
 
-    Every call returns within its deadline: `timeout`, and for each 64 MiB of payload `transfer_timeout`. See `settings` for the section.
+    Every call returns within its deadline: `timeout` seconds, or `transfer_timeout` seconds for each 64 MiB of payload. See `settings` for
+    the section of the configuration.
 
-    Thread safety: as the contract says; calls share one connection, and no lock is held across one.
+    Thread safety: as the contract says; calls share one connection, and no lock is held during a call.
     """
 
     capabilities = _AWAY
@@ -136,7 +137,7 @@ class GrpcBackend(StorageBackend):
         with self._gate:
             with self._naming:
                 record = record.over(self._namespaces.get(record.namespace))
-                self._namespaces[record.namespace] = record  # first, so that a connection that is made meanwhile finds it
+                self._namespaces[record.namespace] = record  # before the call, so that a new connection registers it
             try:
                 self._link.perform(lambda connection, seconds: self._register(connection, record, seconds), self._settings.timeout)
             except CallError as error:
@@ -163,7 +164,7 @@ class GrpcBackend(StorageBackend):
             self._ask("Flush", pb.FlushRequest(), self._settings.transfer_timeout)
 
     def ping(self) -> Pong:
-        """Ask the daemon who it is; raises StorageError where nobody answers."""
+        """Ask the daemon for its identity; raise StorageError where it does not answer."""
         with self._gate:
             started = time.monotonic()
             hello = self._link.ask(lambda connection, seconds: connection.greet(seconds), "ping")
@@ -211,7 +212,7 @@ class GrpcBackend(StorageBackend):
         return found
 
     def _by_key(self, keys: Sequence[ObjectKey], work: Callable[[Sequence[ObjectKey]], list[T]], otherwise: T) -> list[T]:
-        """What `work` says of keys, so many at a time; `otherwise` for one that cannot be."""
+        """Return what `work` answers for the keys, at most `limits.keys` at a time; `otherwise` for a key of a wrong length."""
         possible = [key for key in keys if len(key.digest) == DIGEST_BYTES]
         most = self._link.limits.keys
         found = iter([answer for at in range(0, len(possible), most) for answer in work(possible[at : at + most])])
@@ -226,7 +227,7 @@ class GrpcBackend(StorageBackend):
         return StorageError(f"{self._settings}: {error}; is the daemon another version?")
 
     def _prepare(self, connection: Connection) -> None:
-        """Tell a fresh connection what it must know, and one that was checked what it does not know yet."""
+        """Attach memories and register namespaces that a fresh connection, or one that was checked, does not know yet."""
         if self._shared is not None:
             self._shared.prepare(connection)
         for record in list(self._namespaces.values()):
@@ -255,7 +256,7 @@ class GrpcBackend(StorageBackend):
 
 
 def _once(items: Sequence[SetItem], store: Callable[[Sequence[SetItem]], list[Outcome]]) -> list[Outcome]:
-    """Send each key once; whoever comes second finds it there if the first one was stored."""
+    """Store each key once; a repeated item is a HIT if the first one was STORED, else it has the same outcome."""
     first: dict[bytes, int] = {}
     for number, item in enumerate(items):
         first.setdefault(item.key.digest, number)

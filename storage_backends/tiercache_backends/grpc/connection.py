@@ -1,4 +1,4 @@
-"""One connection to one daemon: a channel, who the daemon is, a session on the same host, and the memory attached there."""
+"""One connection to one daemon: a gRPC channel, the daemon's identity and, on the same host, a session with attached memory."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ _KEEPALIVE_MS: Final = 10_000
 _RECONNECT_MS: Final = 100
 _LEAST_MESSAGE: Final = 64 << 10
 _MOST_MESSAGE: Final = 16 << 20
-"""Of what we receive: a page of a scan, or a chunk of payload."""
+"""Most bytes of a received message, which is at most a page of a scan or a chunk of payload."""
 
 
 class Connection:
-    """What is made anew whenever the daemon is another one, or has been out of reach.
+    """Connection to a daemon, replaced whenever the daemon was restarted or has been out of reach.
 
-    Thread safety: any thread may call, between `begin` and `finish`; one opens it.
+    Thread safety: any thread may call, between `begin` and `finish`; one thread opens it.
     """
 
     hello: pb.HelloReply
 
     def __init__(self, settings: Settings) -> None:
-        """Use `open`."""
+        """Make an object that is not connected yet; callers use `open` instead."""
         self.session: Session | None = None
         self.regions: dict[int, int] = {}
-        """Number of each attached memory in this session, by `id` of our record of it."""
+        """Number of each attached memory in this session, by `id` of the memory's object."""
         self.registered: dict[bytes, NamespaceRecord] = {}
-        """Namespaces that this daemon was told of."""
+        """Records that were registered on this connection, by namespace."""
         self.checked = time.monotonic()
         self._settings = settings
         self._lock = Lock()
@@ -52,7 +52,7 @@ class Connection:
 
     @classmethod
     def open(cls, settings: Settings, seconds: float) -> Self:
-        """Connect, and hear who is there; raises CallError. Takes `seconds` at most."""
+        """Connect and greet the daemon, within `seconds`; raise CallError."""
         deadline = time.monotonic() + seconds
         made = cls(settings)
         try:
@@ -73,11 +73,11 @@ class Connection:
 
     @property
     def over(self) -> bool:
-        """Is its session at an end?"""
+        """Whether its session has ended."""
         return self.session is not None and self.session.over
 
     def greet(self, seconds: float) -> pb.HelloReply:
-        """Ask who is there; raises CallError."""
+        """Ask the daemon for its identity and limits; raise CallError."""
         reply: pb.HelloReply = self.call("Hello", pb.HelloRequest(client=f"{os.path.basename(sys.argv[0])[:64]} {os.getpid()}"), seconds)
         limits = reply.limits
         if not limits.keys or not limits.object_bytes or limits.message_bytes < _LEAST_MESSAGE:
@@ -86,7 +86,7 @@ class Connection:
         return reply
 
     def call(self, name: str, request: Any, seconds: float) -> Any:
-        """The reply to one call that returns within `seconds`; raises CallError. `request`: a message, or an iterator of bytes."""
+        """Return the reply to one call within `seconds`; raise CallError. `request`: a message, or an iterator of bytes."""
         try:
             return self._calls[name](request, timeout=max(0.0, seconds), metadata=self._metadata)
         except grpc.RpcError as error:
@@ -95,7 +95,7 @@ class Connection:
             raise self._gone(error) from error
 
     def stream(self, name: str, request: Any, seconds: float) -> Iterator[bytes]:
-        """The messages of a call's reply, within `seconds`; raises CallError. Close the iterator: it cancels what is left."""
+        """Yield the messages of a call's reply within `seconds`; raise CallError. Closing the iterator cancels the rest."""
         try:
             call = self._calls[name](request, timeout=max(0.0, seconds), metadata=self._metadata)
         except ValueError as error:
@@ -108,12 +108,12 @@ class Connection:
             call.cancel()
 
     def begin(self) -> None:
-        """Somebody begins to use it; not after it was retired."""
+        """Add one use; not allowed after `retire`."""
         with self._lock:
             self._users += 1
 
     def finish(self) -> None:
-        """He does no more."""
+        """Release one use; close the connection if it was retired and this was the last use."""
         with self._lock:
             self._users -= 1
             last = self._retired and not self._users
@@ -121,7 +121,7 @@ class Connection:
             self.close()
 
     def retire(self) -> None:
-        """Close it when nobody uses it any more: another one has taken its place."""
+        """Close the connection once it has no uses left, because another one has taken its place."""
         with self._lock:
             self._retired = True
             unused = not self._users
@@ -129,7 +129,7 @@ class Connection:
             self.close()
 
     def close(self) -> None:
-        """Cancel what is under way, and end the session, unless somebody waits for its end. Twice is harmless."""
+        """Cancel calls under way, and close the session unless `Hazards` watches it; harmless when repeated."""
         if self._channel is not None:
             self._channel.close()
         if self.session is not None and not self.session.watched:
@@ -139,7 +139,7 @@ class Connection:
         settings = self._settings
         credentials = settings.credentials()
         options: list[tuple[str, Any]] = [
-            # A channel of its own: others to the same address may be in their backoff.
+            # Subchannels of its own, because those of others to the same address may be in their backoff.
             ("grpc.use_local_subchannel_pool", 1),
             ("grpc.initial_reconnect_backoff_ms", _RECONNECT_MS),
             ("grpc.min_reconnect_backoff_ms", int(settings.timeout * 1000)),

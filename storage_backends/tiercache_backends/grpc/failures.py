@@ -1,4 +1,4 @@
-"""What can become of a call to a daemon besides an answer."""
+"""Failures of calls to a daemon."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from tiercache.wire.methods import UNTOUCHED_METADATA
 
 
 class Kind(enum.Enum):
-    """Who is to blame, and what follows."""
+    """Kinds of failed calls, by their cause and by what the client does next."""
 
     AWAY = enum.auto()
-    """Nobody answered: the breaker counts it."""
+    """The daemon did not answer; the breaker counts it."""
     ENDED = enum.auto()
-    """The daemon does not know our session (any more): get another one."""
+    """The daemon does not know the session, or no longer does; the client opens another one."""
     REFUSED = enum.auto()
-    """The daemon is there, and will not serve us, or not that. No outage: to wait does not help, and asking it costs nobody a deadline."""
+    """The daemon answers, but does not serve this client or this call. No outage: waiting does not help, and asking costs no deadline."""
     BUSY = enum.auto()
-    """It will, later."""
+    """The daemon cannot serve the call now, but later."""
     WRONG = enum.auto()
-    """It is this call that cannot be served."""
+    """This call in particular cannot be served."""
 
 
 class CallError(Exception):
-    """A call without an answer. `text` says what happened, and what to do.
+    """Call that got no answer. `text` says what happened, and what to do.
 
-    `untouched`: nothing on the other side touches shared memory for this call, now or later.
+    `untouched`: the daemon does not touch shared memory for this call, now or later.
     """
 
     def __init__(self, kind: Kind, text: str, *, untouched: bool = False) -> None:
@@ -39,7 +39,7 @@ class CallError(Exception):
         self.untouched: Final = untouched
 
     def again(self) -> CallError:
-        """The same to keep, or to raise once more: without a traceback, whose frames would keep somebody's buffers."""
+        """Return a copy to keep or to raise again, without the traceback, whose frames would keep a caller's buffers alive."""
         return CallError(self.kind, self.text, untouched=self.untouched)
 
 
@@ -56,8 +56,8 @@ _KINDS: Final = {
 
 
 def judge(error: grpc.RpcError, what: str, *, session: bool) -> CallError:
-    """What an error of gRPC means. `session`: on a connection with a session, which can be renewed."""
-    call: Any = error  # what gRPC raises is the call as well
+    """Return what an error of gRPC means. `what`: names the daemon. `session`: the connection has a session, which can be renewed."""
+    call: Any = error  # the exception that gRPC raises is also the call
     code = call.code()
     kind = _KINDS.get(code, Kind.WRONG)
     if kind is Kind.ENDED and not session:

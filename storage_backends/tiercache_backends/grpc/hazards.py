@@ -1,4 +1,4 @@
-"""Memory that the daemon may still touch after we stopped waiting for it, until it is proved that it does no more."""
+"""Memory that the daemon may still touch after the client stopped waiting, until it is proven that it no longer does."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from typing import Final
 from tiercache_backends.grpc.session import Session
 
 _LOOK_MS: Final = 200
-"""How soon a session that was added is watched with the others."""
+"""Most milliseconds until a session that was added is watched with the others."""
 
 
 class Hazards:
-    """Sessions that we ended with a call under way. The daemon's end of the connection is the proof that all has landed; or its death is.
+    """Sessions that the client ended while a call was under way.
 
-    A thread waits for that, and lives as long as there is something to wait for.
+    The proof that the daemon does not touch the memory any more is that it closes its end of the connection, or dies. A thread waits for
+    that, and lives as long as there is a session to wait for.
 
-    Thread safety: any thread.
+    Thread safety: any thread may call.
     """
 
     def __init__(self) -> None:
@@ -31,7 +32,7 @@ class Hazards:
             return len(self._pending)
 
     def begin(self, session: Session, lifts: Sequence[Callable[[], None]]) -> None:
-        """End the session, and call `lifts` when nothing of it touches our memory any more."""
+        """End the session, and call each of `lifts` once the daemon does not touch memory for it any more."""
         with self._lock:
             session.watched = True
             session.end()
@@ -40,7 +41,7 @@ class Hazards:
                 self._watching = True
                 try:
                     Thread(target=self._watch, name="tiercache-grpc-landing", daemon=True).start()
-                except RuntimeError:  # no threads left; the next one that begins tries again
+                except RuntimeError:  # no thread could be started; the next `begin` tries again
                     self._watching = False
 
     def _watch(self) -> None:

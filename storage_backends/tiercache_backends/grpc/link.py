@@ -1,4 +1,4 @@
-"""Which connection there is to the daemon at present, whether to use it, and how to come by another one."""
+"""Current connection to the daemon: whether it may be used, and how it is replaced."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from tiercache_backends.grpc.settings import Settings
 _log = logging.getLogger(__name__)
 
 _CHECK_SECONDS: Final = 10.0
-"""After so long a call in passing lets somebody look whether the daemon is still the same: it may have been restarted between two calls."""
+"""Seconds after which a call has the connection checked in the background: the daemon may have been restarted between two calls."""
 
 _MOST_TOLD: Final = 64
-"""Different refusals that the log is told of, until there is another connection."""
+"""Different refusals that are logged at most, until there is another connection."""
 
 T = TypeVar("T")
 Work = Callable[[Connection, float], T]
-"""One call on a connection, in so many seconds; raises CallError."""
+"""Function that makes one call on a connection within the given seconds, or raises CallError."""
 
 
 class Link:
-    """Gives every call a connection, or lets it fail soon.
+    """Link to a daemon, which gives every call a connection or lets it fail soon.
 
-    Connections are opened by a thread that lives as long as that takes, and never by the caller's: at most one at a time, for all who
-    wait. `prepare` makes a fresh one ready; `settled` is told of it when it is in use.
+    Connections are never opened by a caller's thread, but by one that lives as long as that takes: at most one at a time, for all waiting
+    callers. `prepare` makes a connection ready that is fresh or was checked; `settled` is called with it once it is in use.
 
-    Thread safety: any thread.
+    Thread safety: any thread may call.
     """
 
     def __init__(self, settings: Settings, prepare: Callable[[Connection], None], settled: Callable[[Connection], None]) -> None:
@@ -53,12 +53,12 @@ class Link:
         self._away = False
         self._told: set[str] = set()
         self.outage = Reason.NONE
-        """Why the latest call was served by nobody: UNAVAILABLE or REFUSED."""
+        """Reason why the latest call was not served: UNAVAILABLE or REFUSED; else NONE."""
         self.limits = pb.Limits(keys=1024, message_bytes=1 << 20, object_bytes=1 << 40)
-        """Of the daemon; a guess until it told us."""
+        """Limits of the daemon; a guess until the first connection."""
 
     def start(self) -> None:
-        """Connect for the first time; where nobody answers, the breaker opens."""
+        """Connect for the first time; open the breaker if the daemon does not answer."""
         try:
             self.connected(self._settings.timeout)
         except CallError as error:
@@ -66,12 +66,12 @@ class Link:
                 self._breaker.trip()
 
     def peek(self) -> Connection | None:
-        """The connection that is in use, if there is one."""
+        """Return the connection that is in use, or None."""
         with self._changed:
             return self._current if self._usable() else None
 
     def connected(self, seconds: float) -> Connection:
-        """The connection for the next calls, within `seconds`; raises CallError."""
+        """Return the connection for the next calls, within `seconds`; raise CallError."""
         try:
             found = self._ready(time.monotonic() + seconds)
         except CallError as error:
@@ -81,7 +81,7 @@ class Link:
         return found
 
     def perform(self, work: Work[T], seconds: float) -> T:
-        """What `work` returns; again, once, where the session had ended. Raises CallError, within `seconds`."""
+        """Return the result of `work`, repeated once if the session had ended; raise CallError. Takes at most `seconds`."""
         deadline = time.monotonic() + seconds
         try:
             connection = self._ready(deadline)
@@ -99,7 +99,10 @@ class Link:
         return result
 
     def ask(self, work: Work[T], what: str, seconds: float | None = None) -> T:
-        """The same for calls that must not pretend: raises StorageError, with what to do; RefusedError where the daemon will not."""
+        """Perform a call whose failure must be reported: raise StorageError with advice, or RefusedError where the daemon refuses.
+
+        `what` names the call in the message.
+        """
         try:
             return self.perform(work, seconds or self._settings.timeout)
         except CallError as error:
@@ -109,7 +112,7 @@ class Link:
             raise StorageError(f"{what}: {error.text}{advice}") from error
 
     def close(self) -> bool:
-        """Let go of the connection. False where somebody is still opening one, who will close it then."""
+        """Close the connection; return False where a thread is still opening one, which that thread will close itself."""
         with self._changed:
             self._closed = True
             self._changed.wait_for(lambda: not self._working, self._settings.timeout + self._settings.transfer_timeout)
@@ -123,7 +126,7 @@ class Link:
         return self._current is not None and not self._current.over
 
     def _ready(self, deadline: float) -> Connection:
-        """A connection that was begun, for the caller to finish."""
+        """Return a connection on which `begin` was called; the caller must call `finish`. Raises CallError."""
         with self._changed:
             verdict = self._breaker.ask()
             if verdict is Verdict.PROBE:
@@ -140,7 +143,7 @@ class Link:
             assert self._current is not None
             if time.monotonic() - self._current.checked > _CHECK_SECONDS:
                 self._open(check=True)
-            self._current.begin()  # under the condition: nobody retires it in between
+            self._current.begin()  # under the condition, so that it cannot be retired before
             return self._current
 
     def _run(self, connection: Connection, work: Work[T], deadline: float) -> T:
@@ -150,7 +153,7 @@ class Link:
             connection.finish()
 
     def _met(self, error: CallError | None) -> None:
-        """A call ended like this."""
+        """Record how a call ended (None: with an answer) for the breaker, `outage` and the log."""
         kind = None if error is None else error.kind
         if kind is Kind.AWAY:
             self._breaker.failed()
@@ -173,12 +176,12 @@ class Link:
             _log.warning("%s answers again", self._settings)
 
     def _open(self, *, check: bool) -> None:
-        """Let a thread open a connection, or check the one there is. The condition is held."""
+        """Start a thread that opens a connection, or checks the current one. The caller holds the condition."""
         if not self._working and not self._closed:
             self._working = True
             try:
                 Thread(target=self._work, args=(self._current, check), name="tiercache-grpc-connect", daemon=True).start()
-            except RuntimeError:  # no threads left: later, perhaps
+            except RuntimeError:  # no thread could be started; a later call tries again
                 self._working = False
                 self._breaker.probed(False)
 
@@ -203,7 +206,7 @@ class Link:
             elif failure is not None and not check:
                 self._failure = failure.again()
             refused = failure is not None and failure.kind is not Kind.AWAY
-            if refused:  # whoever calls meanwhile need not ask again
+            if refused:  # calls during the pause fail without asking the daemon again
                 self._refused_until = time.monotonic() + self._settings.breaker_pause
             self._breaker.probed(kept or refused)
             self._changed.notify_all()
@@ -212,7 +215,7 @@ class Link:
             unused.retire()
 
     def _fresh(self, old: Connection | None) -> Connection:
-        """`old`, if the daemon behind it is still the same; else a new one."""
+        """Return `old` if the daemon behind it is still the same, else a new connection; raise CallError."""
         if old is not None and not old.over:
             try:
                 if old.greet(self._settings.timeout).instance == old.hello.instance:

@@ -1,4 +1,4 @@
-"""Where buffers lie in shared memory."""
+"""Places of buffers in shared memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tiercache.wire.v1 import storage_pb2 as pb
 
 
 class Known(NamedTuple):
-    """Memory that we were told of, and where it was mapped then."""
+    """Memory that was passed to `attach`, with the address and size in bytes that its mapping had then."""
 
     memory: SharedMemory
     address: int
@@ -22,7 +22,7 @@ class Known(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """Adjacent bytes of one memory (by `id` of it)."""
+    """Adjacent bytes of one memory; `memory` is the `id` of its object."""
 
     memory: int
     offset: int
@@ -30,7 +30,7 @@ class Extent(NamedTuple):
 
 
 def locate(buffers: Iterable[memoryview], memories: Sequence[Known]) -> list[Extent] | None:
-    """The extents of an item's buffers, in order; None where a part of them is elsewhere, or is not whole pages."""
+    """Return the extents of an item's buffers, in order; None where a part of them lies elsewhere or is not whole pages."""
     found: list[Extent] = []
     for buffer in buffers:
         size = buffer.nbytes
@@ -61,7 +61,7 @@ def _address(buffer: memoryview) -> int:
 
 
 def message(items: Sequence[Sequence[Extent]], regions: Mapping[int, int]) -> pb.Places:
-    """The places of items, by the numbers that the daemon gave to memories; raises KeyError for one that it does not have."""
+    """Return the places of items, by the daemon's numbers of memories; raise KeyError for a memory that it does not have."""
     extents = [extent for item in items for extent in item]
     return pb.Places(
         counts=[len(item) for item in items],
@@ -72,7 +72,7 @@ def message(items: Sequence[Sequence[Extent]], regions: Mapping[int, int]) -> pb
 
 
 def embargo(extents: Iterable[Extent], memories: Sequence[Known]) -> list[Callable[[], None]]:
-    """Put an embargo on extents, each in the memory to which it belongs; what comes back lifts it."""
+    """Put an embargo on extents, each in its memory; return the functions that lift it."""
     ranges: dict[int, list[tuple[int, int]]] = {}
     for extent in extents:
         ranges.setdefault(extent.memory, []).append((extent.offset, extent.size))

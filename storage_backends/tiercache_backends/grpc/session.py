@@ -1,4 +1,4 @@
-"""Our end of the attach socket: one connection is one session with the daemon on this host."""
+"""Client's end of the attach socket: one connection is one session with the daemon on this host."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ M = TypeVar("M", bound=Message)
 
 
 class Session:
-    """A session, from the daemon's greeting to the end of the connection.
+    """Session with a daemon, from its greeting to the end of the connection.
 
-    Thread safety: any thread.
+    Thread safety: any thread may call.
     """
 
     def __init__(self, path: str, deadline: float) -> None:
-        """Connect; raises CallError. `deadline` on the monotonic clock."""
+        """Connect and receive the greeting; raise CallError. `deadline`: in seconds, on the monotonic clock."""
         self._path = path
         self._lock = Lock()
         self.socket: Final = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         self.over = False
-        """Did we end it, or learn that it has ended?"""
+        """Whether the client has ended the session, or learned that it has ended."""
         self.watched = False
-        """Does somebody wait for the daemon to close it? He closes our end then."""
+        """Whether `Hazards` waits for the daemon to close the connection, and then closes the client's end."""
         try:
             self.socket.settimeout(_left(deadline))
             self.socket.connect(path)
@@ -52,31 +52,34 @@ class Session:
         self.token: Final = greeting.token
 
     def attach(self, fd: int, nbytes: int, deadline: float) -> int:
-        """The number of a memfd in this session. Raises WireError with the daemon's reason, CallError where it does not answer."""
+        """Attach a memfd of `nbytes` bytes, and return its number in this session.
+
+        Raises WireError with the daemon's reason if it refuses, CallError if it does not answer.
+        """
         with self._lock:
             try:
                 self.socket.settimeout(_left(deadline))
                 memory.send(self.socket, pb.Request(attach=pb.Attach(bytes=nbytes)), fd)
                 answer = self._receive(pb.Answer, deadline)
             except (OSError, WireError) as error:
-                self.end()  # an answer that comes later would be taken for the next one's
+                self.end()  # a late answer would be taken for that of the next request
                 raise CallError(Kind.AWAY, f"{self._path}: {error}") from error
         if answer.refusal:
             raise WireError(answer.refusal)
         return answer.region
 
     def end(self) -> None:
-        """Say that it is over. The daemon closes the connection when nothing touches our memory any more."""
+        """Announce the end; the daemon closes the connection once nothing on its side touches the client's memory any more."""
         self.over = True
         with suppress(OSError):
             self.socket.shutdown(socket.SHUT_WR)
 
     def landed(self) -> bool:
-        """Has the other end closed the connection, or died? Takes no time; once it was True, the socket is closed."""
+        """Return, without waiting, whether the daemon has closed the connection or died; if so, the socket is closed as well."""
         if self.socket.fileno() < 0:
             return True
         if not self._lock.acquire(blocking=False):
-            return False  # somebody waits for an answer, and would have the end of the connection taken from him
+            return False  # a thread waits for an answer, and must receive the end of the connection itself
         try:
             self.socket.settimeout(0)
             while self.socket.recv(memory.PACKET_BYTES):
@@ -84,14 +87,14 @@ class Session:
         except ConnectionError:
             pass  # reset: the process is gone
         except OSError:
-            return False  # nothing there yet; no other failure is a proof
+            return False  # nothing has arrived yet, or a failure that proves nothing
         finally:
             self._lock.release()
         self.socket.close()
         return True
 
     def close(self) -> None:
-        """Let go; the daemon sees the end of the connection."""
+        """Close the socket; the daemon sees the end of the connection."""
         self.over = True
         self.socket.close()
 
@@ -104,5 +107,5 @@ class Session:
 
 
 def _left(deadline: float) -> float:
-    """Seconds until then; never 0, which would mean not to wait at all."""
+    """Return the seconds until `deadline`; never 0, which would mean not to wait at all."""
     return max(0.001, deadline - time.monotonic())

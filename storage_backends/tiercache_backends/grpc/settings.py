@@ -1,4 +1,4 @@
-"""The settings of the `grpc` backend, from text to values; and the credentials that they name, read anew for every connection."""
+"""Settings of the `grpc` backend, parsed from text, and the credentials that they name, which are read again for every connection."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tiercache_backends.local.settings import absolute_path, between, one_of
 KIND: Final = "grpc"
 _EXAMPLE: Final = "grpc://cache.example:7070?token_file=/etc/tiercache/token&tls=true or grpc:///var/lib/tiercache/run"
 _SOCKET_PATH: Final = 107
-"""Bytes of a unix socket's path (sun_path, with its end)."""
+"""Most bytes of a unix socket's path (`sun_path` without its terminating zero)."""
 _LEAST_SECONDS: Final = 0.01
 _TLS: Final = ("tls", "ca", "certificate", "key", "server_name")
 _MOST_CERTIFICATE: Final = 1 << 20
@@ -30,14 +30,14 @@ _MOST_CERTIFICATE: Final = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Where the daemon is, who we are, and how long we wait. Either `directory` or `address` is set."""
+    """Address of the daemon, credentials of the client, and timeouts. Either `directory` or `address` is set."""
 
     address: str = ""
-    """host:port."""
+    """`host:port` of the daemon."""
     directory: str = ""
-    """Of the daemon's unix sockets."""
+    """Directory of the daemon's unix sockets."""
     timeout: float = 2.0
-    """Seconds for a call without payload, and to get a connection."""
+    """Seconds for a call without payload, and for getting a connection."""
     transfer_timeout: float = 10.0
     """Seconds for a call with payload."""
     tls: bool = False
@@ -47,15 +47,15 @@ class Settings:
     server_name: str = ""
     token_file: str = ""
     shared: bool = False
-    """Do payloads go through shared memory?"""
+    """Whether payloads go through shared memory."""
     staging: int = 64 << 20
-    """Bytes of shared memory of our own, for buffers elsewhere."""
+    """Bytes of the client's own shared memory, for payloads whose buffers lie elsewhere."""
     breaker_failures: int = 3
     breaker_pause: float = 1.0
 
     @property
     def target(self) -> str:
-        """What gRPC connects to."""
+        """Target that gRPC connects to."""
         return unix_target(f"{self.directory}/{GRPC_SOCKET}") if self.directory else self.address
 
     @property
@@ -67,13 +67,13 @@ class Settings:
         return storage_url(KIND, self.directory, address=self.address)
 
     def metadata(self) -> tuple[tuple[str, str | bytes], ...]:
-        """Who we are, as every call over TCP says it; raises ConfigError."""
+        """Return the metadata that identify the client in every call over TCP; raise ConfigError."""
         if not self.token_file:
             return ()
         return (("authorization", f"Bearer {read_token(Path(self.token_file), 'token_file').decode()}"),)
 
     def credentials(self) -> grpc.ChannelCredentials | None:
-        """How TLS is spoken, or None; raises ConfigError."""
+        """Return the credentials for TLS, or None without TLS; raise ConfigError."""
         if not self.tls:
             return None
         ca = _public(self.ca, "ca") if self.ca else None
@@ -85,7 +85,7 @@ class Settings:
 
 
 def read_settings(section: Mapping[str, Any]) -> Settings:
-    """The settings in a section of the configuration; raises ConfigError, also for files that cannot be used."""
+    """Return the settings in a section of the configuration; raise ConfigError, also for files that cannot be used."""
     values = settings_of(KIND, section, _PARSERS)
     address, directory = values.pop("address", ""), values.pop("path", "").rstrip("/")
     if bool(address) == bool(directory):
@@ -96,7 +96,7 @@ def read_settings(section: Mapping[str, Any]) -> Settings:
             f"grpc://{address} cannot share memory with another host; leave plane=shared away, or name a directory of sockets"
         )
     chosen = [name for name in _TLS if values.get(name)]
-    # A certificate or a CA says that TLS is meant.
+    # A setting that only TLS uses, such as a certificate or a CA, implies tls=true.
     values["tls"] = values.get("tls", bool(chosen))
     _check_tls(values, chosen, address)
     settings = Settings(address=address, directory=directory, shared=bool(directory) and wanted != "stream", **values)

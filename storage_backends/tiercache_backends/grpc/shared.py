@@ -1,4 +1,4 @@
-"""Payloads through memory that the daemon has mapped as well: GetInto and SetFrom. Only keys and places travel."""
+"""Payloads through memory that the daemon maps as well (GetInto and SetFrom): only keys and places are sent."""
 
 from __future__ import annotations
 
@@ -32,50 +32,55 @@ _log = logging.getLogger(__name__)
 
 _ITEM_WEIGHT: Final = 1024
 _EXTENT_WEIGHT: Final = 320
-"""Bytes for which a daemon takes an item and each of its extents in a request, once they are read: see its `Call.request`; rounded up."""
+"""Bytes, rounded up, that a daemon counts for an item and for each of its extents once the request is parsed; see its `Call.request`."""
 
 Item = TypeVar("Item", GetItem, SetItem)
 
 
 @dataclass(slots=True)
 class _Call(Generic[Item]):
-    """Items that travel together."""
+    """Items that one call carries.
+
+    Thread safety: used by the caller's thread only.
+    """
 
     items: list[Item] = field(default_factory=list)
     numbers: list[int] = field(default_factory=list)
-    """Which of the batch they are."""
+    """Positions of the items in the batch."""
     extents: list[list[Extent]] = field(default_factory=list)
     staging: Staging | None = None
     leases: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """(offset, size) in `staging` of those that go through it, by their place in `items`."""
+    """(offset, size) in `staging`, in bytes, of the items that go through it, by their position in `items`."""
     nbytes: int = 0
     weight: int = 0
-    """What the daemon takes the request for, which must be less than a message."""
+    """Bytes that the daemon counts for the request; at most `limits.message_bytes`."""
     abandoned: bool = False
-    """Did we stop waiting for the daemon, which may still be at it?"""
+    """Whether the daemon may still use the places, because its reply has not come or is no longer awaited."""
 
     def staged(self, offset: int, size: int) -> memoryview:
-        """Bytes of the staging memory."""
+        """Return a view of `size` bytes of the staging memory."""
         assert self.staging is not None
         return self.staging.view(offset, size)
 
     def takes(self, size: int, extents: int, limits: pb.Limits) -> bool:
-        """Is there room for an item of this size, in so many extents?"""
+        """Return whether there is room for an item of `size` bytes in `extents` extents; an empty call takes any item."""
         weight = self.weight + _ITEM_WEIGHT + _EXTENT_WEIGHT * extents
         fits = len(self.items) < limits.keys and self.nbytes + size <= CALL_BYTES and weight <= limits.message_bytes
         return fits or not self.items
 
 
 class _NotAttachedError(CallError):
-    """A fresh connection has not all of the memories that the one before it had."""
+    """The connection lacks a memory that the previous one had."""
 
 
 class SharedPlane:
-    """Moves the payloads of well-formed items, none larger than the daemon takes: from and to attached memory where their buffers lie in
-    it, else through staging memory, with a copy; what finds no room there, or was not attached, goes through `stream`.
+    """Payload transfer through shared memory, for well-formed items, none larger than the daemon accepts.
 
-    A call whose reply does not come leaves the daemon free to touch those places later. Before its items are answered, the places are put
-    under an embargo (staging memory is simply kept), and the session is ended: see `Hazards`.
+    Buffers in attached memory are used directly. Other payloads are copied through staging memory. Items for which that has no room, or
+    whose memory the connection lacks, go through `stream`.
+
+    If the reply to a call does not come, the daemon may still touch its places later. Before the items of such a call are answered, the
+    places are put under an embargo (staging memory is simply not given back), and the session is ended: see `Hazards`.
 
     Thread safety: any thread.
     """
@@ -87,49 +92,49 @@ class SharedPlane:
         self.hazards: Final = Hazards()
         self._lock = Lock()
         self._memories: tuple[Known, ...] = ()
-        self._staging = _staging(settings.staging)  # now, for it takes a while to have all of its pages
+        self._staging = _staging(settings.staging)  # made early, because faulting in all of its pages takes a while
         self._refused = ""
         self._declined = b""
-        """The daemon that does not take staging memory."""
+        """Instance of the daemon that does not accept staging memory."""
 
     @property
     def staging(self) -> Staging | None:
-        """Our own memory; None: there is none."""
+        """Staging memory of this client; None where there is none."""
         return self._staging
 
     def attach(self, memory: SharedMemory) -> None:
-        """Keep a memory in mind, and hand it over now if there is a connection."""
+        """Remember a memory for later connections, and attach it to the current one, if there is one."""
         known = Known(memory, memory.address, memory.nbytes)
         with self._lock:
             if any(other.memory is memory for other in self._memories):
                 return
             self._memories += (known,)
         if self._link.peek() is None:
-            return  # the next connection will have it
+            return  # the next connection attaches it
         try:
             self._link.perform(lambda connection, _: self._hand_over(connection, memory), self._settings.transfer_timeout)
         except CallError as error:
             _log.warning("memory could not be attached: %s", error.text)
 
     def prepare(self, connection: Connection) -> None:
-        """Hand over every memory on a fresh connection; raises CallError."""
+        """Attach every memory that a connection does not have yet; raise CallError."""
         if self._staging is not None:
             self._hand_over(connection, self._staging, quietly=True)
         if self._declined == connection.hello.instance:
             self._staging = None
         elif self._staging is None or id(self._staging) not in connection.regions:
-            # Another daemon had it, and what was sealed once cannot be mapped anew (see `wire.memory`). Calls that are under way still have
-            # the old one, and it goes with the last of them.
+            # An earlier daemon sealed the staging memory, so it cannot be mapped again (see `wire.memory`). Calls that are under way keep
+            # the old one, which is freed with the last of them.
             self._staging = _staging(self._settings.staging)
             if self._staging is not None:
                 self._hand_over(connection, self._staging)
             if id(self._staging) not in connection.regions:
-                self._declined = connection.hello.instance  # it will not have any; not to be asked again and again
+                self._declined = connection.hello.instance  # it accepts none, so it is not asked again
         for known in self._memories:
             self._hand_over(connection, known.memory)
 
     def get(self, items: Sequence[GetItem]) -> list[Outcome]:
-        """As the contract says."""
+        """Read items, as `StorageBackend.get` does."""
 
         def move(call: _Call[GetItem]) -> list[Outcome]:
             keys, lengths = messages.keys([item.key for item in call.items]), [item.length for item in call.items]
@@ -145,7 +150,7 @@ class SharedPlane:
         return self._batch(items, lambda item: item.length, move, unread, self._stream.get)
 
     def set(self, items: Sequence[SetItem]) -> list[Outcome]:
-        """As the contract says, for distinct keys."""
+        """Store items with distinct keys, as `StorageBackend.set` does."""
 
         full = False
 
@@ -166,7 +171,7 @@ class SharedPlane:
         return self._batch(items, lambda item: item.meta.length, move, unwritten, self._stream.set)
 
     def close(self) -> None:
-        """Let go of the staging memory; nobody waits for what is still under an embargo."""
+        """Release the staging memory, without waiting for places that are still under an embargo."""
         if self._staging is not None:
             staging, self._staging = self._staging, None
             staging.close()
@@ -179,7 +184,7 @@ class SharedPlane:
         unserved: Callable[[CallError], Outcome],
         otherwise: Callable[[Sequence[Item]], list[Outcome]],
     ) -> list[Outcome]:
-        """Answer items call by call; `otherwise` moves those for which there is no place."""
+        """Move items call by call and return their outcomes; `otherwise` moves those that have no place in shared memory."""
         try:
             regions = self._link.connected(self._settings.timeout).regions
         except CallError as error:
@@ -206,9 +211,9 @@ class SharedPlane:
     def _calls(
         self, items: Sequence[Item], length_of: Callable[[Item], int], attached: AbstractSet[int], placeless: list[int]
     ) -> Iterator[_Call[Item]]:
-        """Items with their places, as many at a time as travel together; the numbers of the others in `placeless`.
+        """Yield calls, each with as many items and their places as fit; add the positions of items without a place to `placeless`.
 
-        What a call holds of the staging memory is free again when the next one is asked for.
+        The caller gives back the staging memory of a call before it asks for the next call.
         """
         memories = [known for known in self._memories if id(known.memory) in attached]
         staging = self._staging if id(self._staging) in attached else None
@@ -244,16 +249,16 @@ class SharedPlane:
                 asked = request(connection.regions)
             except KeyError:
                 raise _NotAttachedError(Kind.WRONG, f"{self._settings}: memory that was attached is no more") from None
-            call.abandoned = True  # until there is an answer: so that no place is given back by whoever unwinds this
+            call.abandoned = True  # until there is an answer, so that no exception makes `_return` give a place back
             try:
                 reply = connection.call(name, asked, seconds)
-            except BaseException as error:  # Ctrl-C too: whoever catches it may use the buffers again
+            except BaseException as error:  # KeyboardInterrupt too: its handler may reuse the buffers
                 if isinstance(error, CallError) and error.untouched:
                     call.abandoned = False
                     raise
                 self._abandon(connection, call)
                 if isinstance(error, CallError):
-                    # Not to be repeated: what this call may still do would spoil what the next one did in the same places.
+                    # AWAY, so that the call is not repeated: its late effects could overwrite those of a second one in the same places.
                     raise CallError(Kind.AWAY, error.text) from error
                 raise
             call.abandoned = False
@@ -265,7 +270,7 @@ class SharedPlane:
             raise CallError(Kind.WRONG, str(error)) from error
 
     def _abandon(self, connection: Connection, call: _Call[Item]) -> None:
-        """The daemon may still be at it: keep its places from being used until it is not."""
+        """End the session, and keep the places of a call from being reused until the daemon cannot touch them any more."""
         assert connection.session is not None
         lifts: list[Callable[[], None]] = [partial(call.staging.give, *span) for span in call.leases.values() if call.staging is not None]
         lifts += embargo((extent for extents in call.extents for extent in extents if extent.memory != id(call.staging)), self._memories)
@@ -277,7 +282,7 @@ class SharedPlane:
                 call.staging.give(*span)
 
     def _hand_over(self, connection: Connection, memory: SharedMemory, *, quietly: bool = False) -> None:
-        """Attach a memory in the connection's session; where the daemon will not have it, the log tells once why."""
+        """Attach a memory in the connection's session; if the daemon refuses, log the reason once, or never if `quietly`."""
         if connection.session is None or id(memory) in connection.regions:
             return
         try:
@@ -302,7 +307,7 @@ def _staging(nbytes: int) -> Staging | None:
 
 
 def _copy(targets: Sequence[memoryview], sources: Sequence[memoryview]) -> None:
-    """Copy bytes laid end to end: one side is a single view."""
+    """Copy bytes between views that are taken end to end; one of the two sides is a single view."""
     if len(targets) == 1:
         whole, at = targets[0], 0
         for view in sources:

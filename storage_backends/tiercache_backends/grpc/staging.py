@@ -1,4 +1,4 @@
-"""Shared memory of our own, for payloads whose buffers are not in memory that the daemon has."""
+"""Client's own shared memory, for payloads whose buffers are not in memory that the daemon maps."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _NAME: Final = "tiercache-staging"
 
 
 class Staging:
-    """A memfd and its free ranges, first fit. What was taken stays taken until it is given back, by whoever knows that it is safe.
+    """Memfd and its free ranges, allocated first fit. A taken range stays taken until the caller, knowing that it is safe, gives it back.
 
-    It is a `SharedMemory`, though nobody's buffers lie in it, so that it is attached like the others.
+    It is a `SharedMemory`, so that it is attached like other memories, although no buffers of items lie in it.
 
-    Thread safety: any thread.
+    Thread safety: any thread may call.
     """
 
     def __init__(self, nbytes: int) -> None:
-        """Raises OSError where there is not the memory."""
+        """Create the memfd and fault in all of its pages; raise OSError where there is not enough memory."""
         self.fd: Final = memory.create(nbytes, _NAME)
         try:
             self._region = memory.Region(self.fd, nbytes)
@@ -38,30 +38,30 @@ class Staging:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of it."""
+        """Size in bytes."""
         return self._region.nbytes
 
     @property
     def address(self) -> int:
-        """Where it is mapped."""
+        """Address of its first byte in this process."""
         return self._region.address
 
     @property
     def available(self) -> int:
-        """Free bytes."""
+        """Number of free bytes."""
         with self._lock:
             return sum(size for _, size in self._free)
 
     def embargo(self, ranges: Sequence[tuple[int, int]]) -> Callable[[], None]:
-        """Not for staging: a range is kept by not giving it back."""
+        """Raise NotImplementedError: a staging range is kept from reuse by not giving it back."""
         raise NotImplementedError
 
     def view(self, offset: int, size: int) -> memoryview:
-        """Bytes of it."""
+        """Return a view of `size` bytes at `offset`."""
         return self._region.view[offset : offset + size]
 
     def take(self, size: int) -> int | None:
-        """The offset of `size` bytes, in whole pages; None where there is no such range."""
+        """Take `size` bytes, rounded up to whole pages, and return their offset; None where no free range is long enough."""
         size = whole_pages(size)
         with self._lock:
             for at, (offset, room) in enumerate(self._free):
@@ -71,7 +71,7 @@ class Staging:
         return None
 
     def give(self, offset: int, size: int) -> None:
-        """Give back what was taken, once."""
+        """Give back a range that was taken; the caller does so only once."""
         start, stop = offset, offset + whole_pages(size)
         with self._lock:
             for neighbour in [span for span in self._free if span[0] == stop or sum(span) == start]:
@@ -80,11 +80,11 @@ class Staging:
             insort(self._free, (start, stop - start))
 
     def close(self) -> None:
-        """Let go of it; it is unmapped when the last view of it goes."""
+        """Release the memory; it is unmapped when the last view of it is gone."""
         self._region.close()
         self._close()
 
 
 def whole_pages(size: int) -> int:
-    """`size`, rounded up to what a place in shared memory must be a multiple of."""
+    """Return `size` rounded up to a multiple of BLOCK_ALIGN, as required of places in shared memory."""
     return -(-size // BLOCK_ALIGN) * BLOCK_ALIGN

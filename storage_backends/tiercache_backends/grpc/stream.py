@@ -1,4 +1,4 @@
-"""Payloads in messages: Get and Set."""
+"""Payloads in messages (Get and Set)."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from tiercache_backends.grpc.link import Link
 from tiercache_backends.grpc.parts import cut_off, parts, unread, unwritten
 
 _ASK_FIRST: Final = 256 << 10
-"""Bytes of an object from which on it pays to ask whether the daemon has it. A smaller one is sent at once, which also counts as a use."""
+"""Object size in bytes from which on the daemon is first asked for the object. A smaller one is sent at once, which counts as a use."""
 
 
 class StreamPlane:
-    """Moves the payloads of well-formed items, none larger than the daemon takes.
+    """Payload transfer in messages, for well-formed items, none larger than the daemon accepts.
 
-    Thread safety: any thread.
+    Thread safety: any thread may call.
     """
 
     def __init__(self, link: Link, timeout: float) -> None:
@@ -37,10 +37,10 @@ class StreamPlane:
         self._timeout = timeout
 
     def get(self, items: Sequence[GetItem]) -> list[Outcome]:
-        """As the contract says.
+        """Read items, as `StorageBackend.get` does.
 
-        What arrives damaged is ERROR and not CORRUPT: the object in the store is well, nothing is dropped there, and nobody should count it
-        as a damaged one.
+        An object that arrives damaged is ERROR and not CORRUPT: the stored object is sound, nothing is dropped in the store, and it must
+        not be counted as corrupt.
         """
         outcomes: list[Outcome] = []
         for part in parts([item.length for item in items], self._link.limits.keys):
@@ -55,11 +55,11 @@ class StreamPlane:
         return outcomes
 
     def set(self, items: Sequence[SetItem]) -> list[Outcome]:
-        """As the contract says, for distinct keys."""
+        """Store items with distinct keys, as `StorageBackend.set` does."""
         outcomes: list[Outcome] = []
         for part in parts([item.meta.length for item in items], self._link.limits.keys):
             try:
-                # What comes later in a batch often hangs on what came first, and must not push it out of a store that is full.
+                # Later items of a batch often depend on earlier ones, and must not evict them from a full store.
                 full = Outcome.THROTTLED in outcomes
                 outcomes += self.held_or_throttled(items[part]) if full else self._set_part(items[part])
             except CallError as error:
@@ -69,7 +69,7 @@ class StreamPlane:
         return outcomes
 
     def held_or_throttled(self, items: Sequence[SetItem]) -> list[Outcome]:
-        """The answers to items that come after one for which there was no room; raises CallError."""
+        """Return HIT for items that the daemon has, else THROTTLED, once an earlier item found no room; raise CallError."""
         held = self._held(items)
         return [Outcome.HIT if item.key in held else Outcome.THROTTLED for item in items]
 
@@ -81,7 +81,7 @@ class StreamPlane:
         return [Outcome.HIT if item.key in held else next(answers) for item in items]
 
     def _held(self, items: Sequence[SetItem]) -> AbstractSet[ObjectKey]:
-        """Those that the daemon has."""
+        """Return the keys of those items that the daemon has; raise CallError."""
         if not items:
             return frozenset()
         request = pb.ExistsRequest(keys=messages.keys([item.key for item in items]))
@@ -100,12 +100,12 @@ class StreamPlane:
 
 
 class _Outgoing:
-    """The messages of a set, each made when gRPC asks for it, on a thread of gRPC's.
+    """Messages of a set, each made when gRPC asks for it, on one of gRPC's threads.
 
-    gRPC may ask once more after the call has failed, while the caller already uses his buffers for something else. So `end` waits for a
-    message that is being made, and none is made afterwards, nor are the buffers kept.
+    gRPC may ask once more after the call has failed, while the caller already reuses the buffers. So `end` waits for a message that is
+    being made; afterwards none is made, and the buffers are not kept.
 
-    Thread safety: one thread iterates, another may end it.
+    Thread safety: one thread iterates, another may call `end`.
     """
 
     def __init__(self, items: Sequence[SetItem], sums: Sequence[bytes], chunk: int) -> None:
@@ -124,7 +124,7 @@ class _Outgoing:
             return self._frame(next(self._pieces))
 
     def end(self) -> None:
-        """From now on the buffers are not touched."""
+        """Stop using the buffers, after any message that is being made."""
         with self._lock:
             self._items = ()
 
@@ -140,19 +140,19 @@ class _Outgoing:
 
 
 class _Incoming:
-    """The items of one get as they arrive.
+    """Items of one get, as they arrive.
 
-    Thread safety: the caller's thread.
+    Thread safety: used by the caller's thread only.
     """
 
     def __init__(self, items: Sequence[GetItem]) -> None:
         self._items = items
         self._keys = messages.keys([item.key for item in items])
         self.outcomes: list[Outcome] = []
-        """Of the items that are complete."""
+        """Outcomes of the items that are complete."""
 
     def receive(self, connection: Connection, seconds: float) -> None:
-        """Make the call; raises CallError, also for an answer that does not keep to the protocol."""
+        """Make the call and fill the buffers; raise CallError, also for an answer that violates the protocol."""
         request = pb.GetRequest(keys=self._keys, lengths=[item.length for item in self._items])
         self.outcomes = []
         self._at = 0  # bytes of the current item that have arrived
@@ -166,7 +166,7 @@ class _Incoming:
             raise CallError(Kind.WRONG, f"the daemon answered {len(self.outcomes)} of {len(self._items)} items; is it another version?")
 
     def fill(self, outcome: Outcome) -> None:
-        """What becomes of the items that are not complete."""
+        """Give `outcome` to all items that are not complete."""
         self.outcomes += [outcome] * (len(self._items) - len(self.outcomes))
 
     def _take_in(self, header: pb.GetPieces, payload: memoryview) -> None:

@@ -1,4 +1,7 @@
-"""`lmdb`: values inside LMDB, for small objects and for several processes that share one directory. Read `records.py`, then `store.py`."""
+"""The `lmdb` store: values inside LMDB, for small objects and for several processes that share one directory.
+
+Read `records.py` first, then `store.py`.
+"""
 
 from tiercache_backends.lmdb.store import LmdbBackend
 

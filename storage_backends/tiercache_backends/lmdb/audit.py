@@ -1,4 +1,4 @@
-"""Walks over a whole store: do its databases agree, and which objects have lost their page?"""
+"""Walks over a whole store, which check whether its databases agree and count the objects that have lost their page."""
 
 from __future__ import annotations
 
@@ -10,22 +10,26 @@ from tiercache_backends.lmdb.environment import Environment
 from tiercache_backends.lmdb.records import FACTS, HALF, Facts, Record, count_of, number_of, tick_of
 
 _AT_ONCE: Final = 4096
+"""Entries of `objects` that one transaction looks at."""
 
 
 class Stretch(NamedTuple):
-    """How many objects of a part of the store have lost their page, and where to go on; empty at the end."""
+    """Result for one part of the store.
+
+    `lost`: objects that have lost their page. `following`: the key at which the next part begins; empty at the end.
+    """
 
     lost: int
     following: bytes
 
 
 def check(environment: Environment) -> None:
-    """Raise AssertionError unless all databases agree. Holds one read transaction throughout, so other processes may go on meanwhile."""
+    """Raise AssertionError unless all databases agree; in one read transaction, so that other processes may go on. Raises OSError."""
     environment.read(partial(_check, environment))
 
 
 def orphans(environment: Environment) -> int:
-    """Objects whose page is known and not stored: what a deletion left behind."""
+    """Return the number of objects whose page is known and not stored, because a deletion left them behind. Raises OSError."""
     lost = 0
     position = b"\0"
     while position:
@@ -62,7 +66,7 @@ def _check(environment: Environment, txn: Any) -> None:
 
 
 def _orphans(environment: Environment, position: bytes, txn: Any) -> Stretch:
-    """Look at the next objects from `position` on."""
+    """Count the orphans among the next objects from the key `position` on."""
     lost = 0
     with txn.cursor(environment.objects) as walk, txn.cursor(environment.objects) as look:
         found = walk.set_range(position)
@@ -77,7 +81,7 @@ def _orphans(environment: Environment, position: bytes, txn: Any) -> Stretch:
 
 
 def _is_there(look: Any, page: bytes, beside: bytes) -> bool:
-    """Is any object of a page stored, beside the one at `beside`?"""
+    """Return whether an object of the page is stored other than the one at `beside`."""
     found = look.set_range(page)
     while found and look.key()[:HALF] == page:
         if len(look.key()) > HALF and look.key() != beside:

@@ -1,4 +1,4 @@
-"""What else goes into a write transaction when there is one: recency, names, damaged objects."""
+"""Small writes that ride along in write transactions: recency, namespace records, and removals of damaged objects."""
 
 from __future__ import annotations
 
@@ -18,11 +18,18 @@ from tiercache_backends.lmdb.tally import Tally
 from tiercache_backends.local.failures import DamagedError, is_full
 
 MOST_WAITING: Final = 4096
-"""Objects that were read and wait for their recency to be written, and as many damaged ones that could not be removed."""
+"""Objects whose recency may wait for another write; beyond that it is written at once, and twice as many are kept at most.
+
+Also the bound of damaged objects that wait to be removed, and of those that cannot be removed.
+"""
 
 
 class Done(NamedTuple):
-    """What a transaction wrote down."""
+    """Waiting work that one transaction wrote down.
+
+    `touched`: places whose recency it wrote. `named`: namespace records by namespace. `dropped`: damaged objects by place, with their
+    numbers (None: no readable record).
+    """
 
     touched: Sequence[bytes]
     named: Mapping[bytes, NamespaceRecord]
@@ -30,16 +37,16 @@ class Done(NamedTuple):
 
 
 class Hidden(NamedTuple):
-    """Damaged objects that are still in the store, because they could not be removed."""
+    """Count and payload bytes of damaged objects that are still in the store, because they were not, or could not be, removed."""
 
     objects: int = 0
     payload_bytes: int = 0
 
 
 class Chores:
-    """What this process has yet to write: reads do not write, so that they never wait for anybody.
+    """Small writes that this process has yet to make. Reads write nothing themselves, so that they never wait for a writer.
 
-    All of it is bounded; what falls out costs a little recency, or is found damaged once more.
+    The lists of objects are bounded; what is dropped costs a little recency, or is found damaged once more.
 
     Thread safety: any thread may call.
     """
@@ -52,15 +59,15 @@ class Chores:
         self._touched: dict[bytes, None] = {}
         self._spoiled: dict[bytes, int | None] = {}
         self._stuck: dict[bytes, int | None] = {}
-        """Damaged objects that cannot be removed either; they count as absent as long as this process lives."""
+        """Damaged objects that cannot be removed, by place, with their numbers; they count as absent as long as this process lives."""
         self._unsaved: dict[bytes, NamespaceRecord] = {}
 
     def touch(self, places: Sequence[bytes]) -> None:
-        """A batch was used, in this order."""
+        """Note that the objects of a batch were used, in this order; does nothing once LMDB has met a damaged page."""
         if self._environment.is_damaged():
             return
         with self._mutex:
-            # The deeper pages of a sequence come later in a batch, and are to be evicted earlier.
+            # The deeper pages of a sequence come later in a batch and are to be evicted earlier, so they get older ticks.
             for place in reversed(places):
                 self._touched.pop(place, None)
                 self._touched[place] = None
@@ -71,7 +78,7 @@ class Chores:
             self.settle()
 
     def register(self, record: NamespaceRecord) -> None:
-        """Remember a namespace's identity, with the next batch if not now."""
+        """Store a namespace's identity, now or, where that fails, with a later transaction."""
         with self._mutex:
             self._unsaved[record.namespace] = record.over(self._unsaved.get(record.namespace))
         self.settle()
@@ -85,22 +92,22 @@ class Chores:
         self.settle()
 
     def is_spoiled(self, place: bytes, number: int) -> bool:
-        """Does the object with this number count as absent?"""
+        """Return whether the object with this number counts as absent, because it is damaged."""
         return number in (self._spoiled.get(place), self._stuck.get(place))
 
     def any_spoiled(self) -> bool:
-        """Is there any that does?"""
+        """Return whether any object counts as absent because it is damaged."""
         return bool(self._spoiled or self._stuck)
 
     def hidden(self) -> Hidden:
-        """What the store's own counts include and nobody can have."""
+        """Return the count and the bytes of objects that the store's own counts include and no caller can read."""
         with self._mutex:
             hidden = self._stuck | self._spoiled
         lengths = [length for place, number in hidden.items() if (length := self._length(place, number)) is not None]
         return Hidden(len(lengths), sum(lengths))
 
     def remove(self, places: Sequence[bytes]) -> set[bytes]:
-        """Remove objects, transaction by transaction; says which were there and are gone."""
+        """Remove objects in one transaction after the other; return the places of those that were there and are gone."""
         gone: set[bytes] = set()
         try:
             for start in range(0, len(places), self._budget.changes):
@@ -110,7 +117,7 @@ class Chores:
         return gone
 
     def settle(self) -> None:
-        """Write down everything, if that is possible."""
+        """Write down everything that waits; where the disk is full or fails, count and log that instead."""
         try:
             while self._waits():
                 try:
@@ -121,7 +128,7 @@ class Chores:
             self._tally.failed("noting what was used", error)
 
     def sift(self) -> None:
-        """Write what waits, each thing apart from the others, and drop what cannot be written, and all recency.
+        """Write what waits, each thing in a transaction of its own; drop what cannot be written, and all recency.
 
         Raises OSError where the disk is full or fails.
         """
@@ -134,12 +141,12 @@ class Chores:
             if not self._alone_or_dropped(Done((), {}, {place: number}), *ways):
                 self._keep_out(place, number)
         if waiting:
-            # To move an age is to remove one, and LMDB ends the process where it joins a leaf with a damaged neighbour.
+            # Moving an age removes one, and LMDB ends the process where it then joins a leaf with a damaged neighbour.
             self._tally.count("chores_dropped", len(waiting))
             self.settled(Done(waiting, {}, {}))
 
     def do(self, ledger: Ledger) -> Done:
-        """Write down what is waiting, as far as one transaction may take it."""
+        """Write down what waits, as far as one transaction may take it; return what that was, for `settled` after the commit."""
         with self._mutex:
             waiting, named, spoiled = list(self._touched), dict(self._unsaved), dict(self._spoiled)
         left = self._budget.changes
@@ -157,10 +164,11 @@ class Chores:
         return Done(touched, named, dropped)
 
     def settled(self, done: Done) -> None:
-        """The transaction is through."""
+        """Forget what a transaction wrote down: it was committed."""
         with self._mutex:
             for place in done.touched:
                 self._touched.pop(place, None)
+            # Another thread may have registered or spoiled something new since `do`: only what was written is forgotten.
             for namespace, record in done.named.items():
                 if self._unsaved.get(namespace) is record:
                     del self._unsaved[namespace]
@@ -169,11 +177,11 @@ class Chores:
                     self._spoiled.pop(place, None)
 
     def waiting(self) -> int:
-        """Objects whose recency is not written yet."""
+        """Return the number of objects whose recency is not written yet."""
         return len(self._touched)
 
     def _alone_or_dropped(self, done: Done, *ways: Callable[[Ledger], object]) -> bool:
-        """Do one thing that waits in a transaction of its own, in the first way that works; False where none did, so that it is dropped."""
+        """Do one waiting thing in a transaction of its own, in the first of `ways` that works; drop it and return False where none does."""
         for way in ways:
             try:
                 self._environment.write(partial(self._in_full, way))
@@ -198,7 +206,7 @@ class Chores:
                 del self._stuck[next(iter(self._stuck))]
 
     def _length(self, place: bytes, number: int | None) -> int | None:
-        """The bytes of a damaged object, if it is still there and can be read."""
+        """Return the payload bytes of a damaged object; None where it is gone or its record cannot be read."""
 
         def look(txn: Any) -> int | None:
             value = txn.get(place, db=self._environment.objects)
@@ -210,7 +218,10 @@ class Chores:
         return None
 
     def _remove_apart(self, places: Sequence[bytes], *, silent: bool = False) -> list[bytes]:
-        """Remove objects in one transaction; in smaller ones where it meets damage, or the disk has no room for so much."""
+        """Remove objects in one transaction, or in smaller ones where it meets damage or the disk has no room for so much.
+
+        Return the places removed. `silent`: leave out the log of removals, which takes LMDB pages; tried where the disk is full.
+        """
         try:
             removed, done = self._environment.write(partial(self._remove, places, silent))
         except DamagedError as error:
@@ -231,7 +242,10 @@ class Chores:
         return self._remove_apart(places[:middle], silent=silent) + self._remove_apart(places[middle:], silent=silent)
 
     def _strike(self, place: bytes, error: OSError) -> list[bytes]:
-        """Remove at least the record of an object whose payload, or whose place in the order, lies on a damaged page."""
+        """Remove at least the record of an object whose payload or age lies on a damaged page.
+
+        Return its place in a list; an empty list where it was not there, or where even that fails; `error` is logged then.
+        """
 
         def strike(ledger: Ledger) -> None:
             record = ledger.find(place)
@@ -253,7 +267,7 @@ class Chores:
     def _remove(self, places: Sequence[bytes], silent: bool, txn: Any) -> tuple[list[bytes], Done]:
         ledger = Ledger(self._environment, txn, silent=silent)
         before = ledger.facts
-        # Damaged objects go first: they are not there for anybody, so nobody deletes them.
+        # Damaged objects go first: they count as absent, so no deletion is answered True for them.
         done = self.do(ledger)
         found = [(place, ledger.find(place)) for place in places]
         gone = [(place, record) for place, record in found if record is not None and not self.is_spoiled(place, record.number)]

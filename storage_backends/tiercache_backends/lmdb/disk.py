@@ -1,4 +1,4 @@
-"""How much of the map the disk gives: a disk may be smaller than the capacity, or be filled by others."""
+"""The part of the map for which the disk has room: a disk may be smaller than the capacity, or be filled by other programs."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _log = logging.getLogger(__name__)
 
 _FIRST_PAUSE: Final = 1.0
 _LONGEST_PAUSE: Final = 60.0
-"""Seconds until the file is tried to grow again, where the file system does not say that it has more room now."""
+"""Seconds until the store tries again to let the file grow, unless the file system reports more room earlier; doubled each time in vain."""
 _RESERVE_PAGES: Final = 64
 _RESERVE_SHARE: Final = 64
-"""What is kept ready behind the file's end, at least: LMDB pages, and one in so many of the map."""
+"""LMDB pages allocated on the disk behind the file's last one: one in so many of the map, and at least `_RESERVE_PAGES`."""
 _ROOM_BYTES: Final = 1 << 20
-"""Bytes of new room on the disk that are worth a try at once."""
+"""Bytes of new room on the disk for which the store tries at once."""
 
 
 class Disk:
-    """The room that the disk gives to LMDB's file: all of the map, or what lies on the disk after a write found it full.
+    """The room that the disk gives to LMDB's file: the whole map, or, after a write found the disk full, what the file has on it.
 
     Thread safety: any thread may call.
     """
@@ -41,19 +41,19 @@ class Disk:
         self._again = 0.0
 
     def budget(self) -> Budget:
-        """What may be used now. Where the disk was full it is what the file has, until it is time to try for more."""
+        """Return what may be used now: after the disk was full what the file has on it, until it is time to try for more."""
         with self._mutex:
             if self._short is not None and self._is_due():
                 self._short = None
             return self._short or self.whole
 
     def refused(self) -> Budget:
-        """The disk was full: what may be used now. Raises OSError."""
+        """Note that the disk was full, and return what may be used from now on. Raises OSError."""
         pages = self._environment.pages_on_disk()
         with self._mutex:
             if self._short is None:
                 _log.warning("the disk of %s is full; the store goes on with the %d pages that it has there", self._environment.path, pages)
-            # The first time it may have passed when the next call comes.
+            # At first, and whenever the file has grown, the shortage may have passed when the next call comes.
             self._pause = 0.0 if pages > self._pages_then else min(max(_FIRST_PAUSE, 2 * self._pause), _LONGEST_PAUSE)
             self._pages_then = pages
             self._free_then = self._free()
@@ -62,7 +62,7 @@ class Disk:
             return self._short
 
     def keep_reserve(self) -> None:
-        """Have room for deletions and evictions on a disk that somebody fills; where it has none left, go on with what is there."""
+        """Keep room for deletions and evictions on a disk that other programs fill; where none is left, go on with what the file has."""
         if self._short is None:
             try:
                 pages = max(_RESERVE_PAGES, self.whole.map_pages // _RESERVE_SHARE)
@@ -72,13 +72,13 @@ class Disk:
                     self.refused()
 
     def lift(self) -> Budget:
-        """Try for more in any case: nothing can be stored in what there is."""
+        """Return the whole map's budget, so that the next write tries for more: nothing could be stored in what the file has."""
         with self._mutex:
             self._short = None
             return self.whole
 
     def is_short(self) -> bool:
-        """Does the store go on with less than its map?"""
+        """Return whether the store goes on with less than its map."""
         return self._short is not None
 
     def _is_due(self) -> bool:

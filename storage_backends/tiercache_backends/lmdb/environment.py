@@ -20,22 +20,26 @@ from tiercache_backends.local.failures import DamagedError, FileLength, os_error
 T = TypeVar("T")
 
 _READERS: Final = 1024
-"""Places for read transactions of all processes together; 64 bytes each, in the lock file."""
+"""Slots for read transactions of all processes together; 64 bytes each, in the lock file."""
 _SPARE: Final = 8
+"""Ended read transactions that the LMDB binding keeps to begin the next ones with."""
 _NAMES: Final = ("objects", "parts", "ages", "namespaces", "facts")
 _open: Final[set[tuple[int, int, int]]] = set()
-"""Process, device and inode of what is open here: LMDB's locks do not tell two openers of one process apart."""
+"""Process id, device and inode of each environment open here: LMDB's locks do not tell two openers in one process apart."""
 _open_lock: Final = Lock()
 
 
 class MapFullError(OSError):
-    """LMDB found no free pages, or none that lie together, that nobody reads any more; the transaction is undone."""
+    """LMDB found too few free pages, or too few that lie together, that no reader still needs; the transaction is undone."""
 
 
 class Environment:
-    """An open environment. Every failure is an OSError. With `looks` it is only read, and with `alone` nothing tells others of it.
+    """An open LMDB environment, whose failures are OSErrors; after a fork a transaction in the child raises ClosedError.
 
-    Thread safety: any thread may call; one writes at a time, in this process and in all others. Readers wait for nobody.
+    `map_bytes`: size of the map. `last_sync`: whether each commit also syncs LMDB's head page, so that the last transaction survives a
+    power cut. `looks`: the environment is only read. `alone`: no other process has it open; with `looks` LMDB's lock file is not used then.
+
+    Thread safety: any thread may call; one thread writes at a time, among all processes. Readers never wait.
     """
 
     def __init__(self, env: Env, path: str, map_bytes: int, *, last_sync: bool, looks: bool = False, alone: bool = False) -> None:
@@ -80,7 +84,10 @@ class Environment:
             raise
 
     def read(self, work: Callable[[Any], T]) -> T:
-        """Do `work`, briefly, in a read transaction, whose values are views of the map: none may outlive it. Raises OSError."""
+        """Run `work`, which is brief, in a read transaction. Raises OSError.
+
+        The values that it reads are views of the map, and none may outlive the transaction.
+        """
         self._check_process()
         try:
             self._check_length()
@@ -92,7 +99,7 @@ class Environment:
             raise self._unreadable(error) from error
 
     def write(self, work: Callable[[Any], T]) -> T:
-        """Do `work` in a write transaction: all of it is done on return, or nothing is and an OSError is raised."""
+        """Run `work` in a write transaction: all of it is committed on return, or nothing is and an OSError is raised."""
         self._check_process()
         with self._queue:
             try:
@@ -111,41 +118,45 @@ class Environment:
             return result
 
     def resize(self, map_bytes: int) -> None:
-        """Change the map's size; no transaction of this process may be under way."""
+        """Change the map's size to `map_bytes`; no transaction of this process may be under way. Raises OSError."""
         try:
             self._lmdb.set_mapsize(map_bytes)
         except lmdb.Error as error:
             raise self._os_error(error) from error
 
     def used_pages(self, txn: Any) -> int:
-        """Pages in use as the transaction sees it, but for LMDB's own list of free ones."""
+        """Return the LMDB pages in use as the transaction sees them, without those of LMDB's own list of free pages."""
         stats = [self._lmdb.stat(), *(txn.stat(db) for db in (self.objects, self.parts, self.ages, self.names, self.facts))]
+        # The two head pages are in no tree.
         return 2 + sum(int(s["branch_pages"] + s["leaf_pages"] + s["overflow_pages"]) for s in stats)
 
     def clear_readers(self) -> int:
-        """Forget the read transactions of processes that died: until then no page that they might read is used again."""
+        """Clear the slots of readers that died, and return how many those were; until then no page that they might read is reused."""
         with suppress(lmdb.Error):
             return int(self._lmdb.reader_check())
         return 0
 
     def lagging(self) -> int:
-        """Read transactions of living processes that hold back pages which were given up since they began."""
+        """Return the number of read transactions that began two or more transactions ago: they hold back pages given up since.
+
+        `clear_readers` comes first, so that only those of living processes count.
+        """
         newest = self._lmdb.info()["last_txnid"]
         began = [int(line.split()[2]) for line in self._lmdb.readers().splitlines()[1:] if line.split()[2].isdigit()]
         return sum(1 for txn in began if txn + 1 < newest)
 
     def readers(self) -> int:
-        """Read transactions that are under way now, of all processes."""
+        """Return the number of read transactions now under way in all processes."""
         return sum(line.split()[2].isdigit() for line in self._lmdb.readers().splitlines()[1:])
 
     def map_bytes(self) -> int:
-        """The size of the map."""
+        """Return the size of the map in bytes."""
         return int(self._lmdb.info()["map_size"])
 
     def reserve(self, least: int, pages: int) -> None:
-        """Have the disk keep `pages` LMDB pages behind the file's last one ready, if it keeps fewer than `least`; raises OSError.
+        """Allocate `pages` LMDB pages on the disk behind the file's last one, if fewer than `least` are known to be there; raises OSError.
 
-        Deletions need new pages as well, and on a disk that somebody else has filled there are no others.
+        Deletions need new pages as well, and on a disk that other programs have filled there are no others.
         """
         there = int(self._lmdb.info()["last_pgno"]) + 1
         if self._kept >= min(there + least, self.map_bytes() // self.page_bytes):
@@ -160,13 +171,13 @@ class Environment:
         self._kept = wanted
 
     def pages_on_disk(self) -> int:
-        """Pages of the file that the disk has given already, whether they are in use or not; raises OSError."""
+        """Return the number of the file's pages that are allocated on the disk, whether in use or not; raises OSError."""
         found = self._env.lstat(os.path.join(self.path, "data.mdb"))
         return min(found.st_size, found.st_blocks * 512) // self.page_bytes
 
     def sync(self) -> None:
-        """Return once the file is on the medium; raises OSError."""
-        # The same as LMDB's own sync, through the store's Env: a descriptor of one's own reaches the same pages.
+        """Return once all data of the file is on the medium; raises OSError."""
+        # The same as LMDB's own sync, through the store's Env: any descriptor of the file syncs the same cached pages.
         fd = self._env.open(os.path.join(self.path, "data.mdb"), os.O_RDWR)
         try:
             self._env.fdatasync(fd)
@@ -174,15 +185,15 @@ class Environment:
             let_go(self._env, fd)
 
     def is_damaged(self) -> bool:
-        """Did LMDB meet a damaged page since it was opened?"""
+        """Return whether a damaged page was met since the environment was opened."""
         return self._damaged
 
     def is_ours(self) -> bool:
-        """Was it opened in this process, and not before a fork?"""
+        """Return whether the environment was opened in this process, and not before a fork."""
         return self._env.getpid() == self._pid
 
     def close(self) -> bool:
-        """Close the environment; False where LMDB found it damaged while it was open."""
+        """Close the environment; return False where it was found damaged while it was open."""
         self._length.close()
         self._lmdb.close()
         self._let_go()
@@ -234,7 +245,7 @@ class Environment:
             _open.discard(self._identity)
 
     def _os_error(self, error: lmdb.Error) -> OSError:
-        """LMDB's error as the OSError that it stands for."""
+        """Return the OSError that an error of LMDB's stands for, and note damage."""
         if isinstance(error, lmdb.MapFullError):
             return MapFullError(ENOSPC, str(error))
         found = os_error(error, self._env, self.path)
@@ -242,6 +253,6 @@ class Environment:
         return found
 
     def _unreadable(self, error: struct.error) -> DamagedError:
-        """What lies in a page is not what was written there."""
+        """Return the error for an entry whose length is not the one that was written, and note the damage."""
         self._damaged = True
         return DamagedError(EIO, f"an entry has another length than it was written with: {error}")

@@ -1,4 +1,4 @@
-"""The five databases within one write transaction: what keeps them in step."""
+"""Changes to the five databases within one write transaction, which keep them in step."""
 
 from __future__ import annotations
 
@@ -27,17 +27,20 @@ from tiercache_backends.lmdb.records import (
 from tiercache_backends.local.names import Name, pack_name
 
 _YOUNG: Final = 4
-"""An object whose tick is within the newest quarter is as good as new: the next eviction is far from it."""
+"""Divisor of all ticks: an object whose tick lies in the newest quarter counts as just used, because the next eviction is far from it."""
 _YOUNG_AT_LEAST: Final = 16
+"""Newest ticks that count as just used in any case."""
 _TOLD: Final = 8192
 _TOLD_AT_LEAST: Final = 256
-"""Ticks for which removals are told to other processes: not more than the map has LMDB pages, within these bounds."""
+"""Bounds of the ticks for which removals are told to other processes; between them as many as the map has LMDB pages."""
 
 
 class Ledger:
-    """One write transaction. `save` belongs at its end. A `silent` one tells other processes of no removal, which takes fewer LMDB pages.
+    """The changes of one write transaction. The caller ends with `save`, which a transaction without changes may leave out.
 
-    Thread safety: the thread of the transaction.
+    A `silent` ledger logs no removal for other processes, which takes fewer LMDB pages, and has them read everything again.
+
+    Thread safety: only the thread of the transaction uses it.
     """
 
     def __init__(self, environment: Environment, txn: Any, *, silent: bool = False) -> None:
@@ -50,18 +53,18 @@ class Ledger:
         self._namespaces: dict[bytes, int] = {}
 
     def find(self, place: bytes) -> Record | None:
-        """The record of the object that lies at `place`."""
+        """Return the record of the object at `place`; None where there is none."""
         value = self._txn.get(place, db=self._in.objects)
         return None if value is None else Record.unpack(value)
 
     def tick(self) -> int:
-        """A tick that is newer than all before. Every change takes one, in the order of transactions: a mirror goes by that."""
+        """Return a tick newer than all before. Every change takes one, in the order of transactions; mirrors rely on that."""
         tick = self.facts.next_tick
         self.facts = self.facts._replace(next_tick=tick + 1)
         return tick
 
     def follows(self, place: bytes, above: bytes) -> bool:
-        """Does the page object at a place follow the one at another, somewhere?"""
+        """Return whether the page object at `place` is the one at `above`, or follows it directly or through others."""
         seen: set[bytes] = set()
         while place != above and place not in seen:
             seen.add(place)
@@ -72,7 +75,7 @@ class Ledger:
         return place == above
 
     def add(self, item: SetItem, place: bytes, sealed: Sealed, part_pages: int) -> None:
-        """Store an object that is not there."""
+        """Store an object that is not there yet, in pieces of at most `part_pages` LMDB pages."""
         facts, meta = self.facts, item.meta
         tick = facts.next_tick
         record = Record.of(facts.next_number, tick, item.key, meta, self.namespace_id(meta.namespace), sealed)
@@ -90,7 +93,7 @@ class Ledger:
         )
 
     def remove(self, place: bytes, record: Record) -> None:
-        """Delete an object."""
+        """Delete an object with all that belongs to it, and log its removal."""
         payload.remove(self._txn, self._in.parts, record.number)
         self._txn.delete(place, db=self._in.objects)
         self._forget_age(place, record.tick)
@@ -99,12 +102,12 @@ class Ledger:
             self._release(record.depends_on)
 
     def strike(self, place: bytes, record: Record) -> None:
-        """Delete an object's record and nothing else: what belongs to it lies where nothing can be read, and stays there."""
+        """Delete an object's record and nothing else, and log its removal: the rest lies where it cannot be read, and stays there."""
         self._txn.delete(place, db=self._in.objects)
         self._count_out(place, record)
 
     def touch(self, place: bytes) -> bool:
-        """The object was used just now, if it is there; False where it counts as just used anyway."""
+        """Mark an object as used just now; return False where nothing changes: it is not there, or counts as just used anyway."""
         record = self.find(place)
         if record is None or self._is_young(record.tick):
             return False
@@ -115,12 +118,12 @@ class Ledger:
         return True
 
     def dependents(self, page: bytes) -> int:
-        """How many stored objects name this page as their parent."""
+        """Return the number of stored objects that name this page as their parent."""
         value = self._txn.get(page, db=self._in.objects)
         return 0 if value is None else count_of(value)
 
     def register(self, record: NamespaceRecord) -> None:
-        """Remember a namespace's identity, and whether it has states."""
+        """Store a namespace's identity, and whether it has states, unless they are stored already."""
         known = name_in(self._in, self._txn, record.namespace)
         kept = Name(self.namespace_id(record.namespace), record.over(known.record if known else None))
         if kept != known:
@@ -129,21 +132,24 @@ class Ledger:
                 tell_names(self._txn, self._in.facts, self.tick())
 
     def has_states(self, namespace: bytes) -> bool:
-        """Does a prefix of this namespace need states?"""
+        """Return whether a prefix of this namespace needs states."""
         known = name_in(self._in, self._txn, namespace)
         return known is not None and known.states
 
     def used_pages(self) -> int:
-        """Pages in use now."""
+        """Return the LMDB pages that are in use now, in this transaction."""
         return self._in.used_pages(self._txn)
 
     def oldest(self, tick: int = 0) -> tuple[int, bytes] | None:
-        """The least recently used object with at least this tick, as (tick, place)."""
+        """Return (tick, place) of the least recently used object among those with at least this tick; None where there is none."""
         with self._txn.cursor(self._in.ages) as cursor:
             return (tick_of(cursor.key()), cursor.value()) if cursor.set_range(tick_key(tick)) else None
 
     def drop(self, place: bytes, number: int | None, *, strike: bool = False) -> None:
-        """Delete a damaged object, if it still has this number; None: if its record cannot be read. `strike`: its record alone."""
+        """Delete a damaged object if it still has this number, and count it as corrupt.
+
+        `number` None: delete it if its record cannot be read. `strike`: delete its record alone.
+        """
         value = self._txn.get(place, db=self._in.objects)
         record = None if value is None else Record.unpack(value)
         if value is None or (record.number if record else None) != number:
@@ -157,7 +163,7 @@ class Ledger:
         self.facts = self.facts._replace(corrupt=self.facts.corrupt + 1)
 
     def save(self) -> None:
-        """Write the facts."""
+        """Write the facts, and cut the log of removals if there were any."""
         if self._told and self._silent:
             tell_none(self._txn, self._in.facts, self.facts.next_tick)
         elif self._told:
@@ -177,7 +183,7 @@ class Ledger:
         self.facts = facts._replace(objects=max(0, facts.objects - 1), payload_bytes=max(0, facts.payload_bytes - record.length))
 
     def _forget_age(self, place: bytes, tick: int) -> None:
-        # The value tells that the age is this object's: `delete` compares it only where keys repeat.
+        # Compare the value first, since the age may be another object's: LMDB's `delete` compares values only where keys repeat.
         key = tick_key(tick)
         if self._txn.get(key, db=self._in.ages) == place:
             self._txn.delete(key, db=self._in.ages)
@@ -197,7 +203,7 @@ class Ledger:
         return tick >= self._young_from
 
     def namespace_id(self, namespace: bytes) -> int:
-        """The number by which records name this namespace; it gets one if it has none."""
+        """Return the number by which records name this namespace; give it one if it has none."""
         if namespace not in self._namespaces:
             known = name_in(self._in, self._txn, namespace)
             if known is None:

@@ -1,8 +1,9 @@
-"""What this process knows of an `lmdb` store's objects, in memory, so that it gives up what every store gives up first.
+"""A copy in memory of what an `lmdb` store holds, so that this process evicts in the order that all stores have in common.
 
-The truth is in LMDB, and other processes change it. A mirror is read once, when the store is first full, and then kept up by what has a
-newer tick: `ages` says what was stored or used, the log of removals in `facts` what went. Every change has a tick of its own, and ticks
-rise from transaction to transaction, so nothing is missed. Who is behind the log, which is bounded, reads everything again.
+The truth is in LMDB, and other processes change it. A mirror is read once, when the store must first evict or report its worth, and is then
+kept up to date with what has a newer tick: the database `ages` names what was stored or used, and the log of removals in `facts` names what
+was removed. Every change has a tick of its own, and ticks rise from transaction to transaction, so nothing is missed. The log is bounded; a
+mirror that is behind its beginning reads everything again.
 """
 
 from __future__ import annotations
@@ -26,12 +27,17 @@ from tiercache_backends.lmdb.records import FACTS, HALF, Facts, Record, gone_sin
 from tiercache_backends.local.failures import DAMAGE
 
 _AT_ONCE: Final = 4096
+"""Objects read in one transaction while the mirror is read."""
 _MOST_NOTED: Final = 1 << 16
-"""Uses of objects that are remembered until the next transaction."""
+"""Uses of objects remembered until the next transaction applies them; beyond that the oldest are forgotten."""
 
 
 class Known(NamedTuple):
-    """What a part of a walk over all objects found, and the tick to go on with; 0 at the end."""
+    """Result of one part of a walk over all objects, ordered by tick.
+
+    `objects`: places and records. `following`: the tick at which the next part begins; 0 at the end. `damaged`: whether a damaged page
+    ended this part early.
+    """
 
     objects: list[tuple[bytes, Record]]
     following: int
@@ -39,11 +45,12 @@ class Known(NamedTuple):
 
 
 class Mirror:
-    """The objects of a store as of one transaction, and which of them go first.
+    """The objects of a store as of one transaction, and the order in which they are evicted.
 
-    In a write transaction: `keep_up`, then `evict` and what it needs, then `settled` or `undone`, with the lock held throughout.
+    Around a write transaction the caller holds `lock` and calls `keep_up`, then `evict` or `sweep`, and after its end `settled` or
+    `undone`. A `row` is that of an object in `Residents`.
 
-    Thread safety: any thread, under `lock`; `note` and `is_read` without it.
+    Thread safety: any thread that holds `lock`; `note`, `read`, `is_read` and `unfinished` may be called without it.
     """
 
     def __init__(self, environment: Environment) -> None:
@@ -54,17 +61,17 @@ class Mirror:
         self._start_again()
 
     def note(self, places: Iterable[bytes], *, brought: bool = False) -> None:
-        """Note, without waiting, that objects were read, or `brought` by a writer and found here; the next transaction applies it."""
+        """Note, without waiting, that objects were read, or `brought` by a writer and already stored; the next `keep_up` applies it."""
         if self.is_read:
             self._noted.extend((place, brought) for place in places)
 
     @property
     def is_read(self) -> bool:
-        """Has everything been read?"""
+        """Whether all objects have been read."""
         return self._seen > 0
 
     def read(self) -> None:
-        """Read all objects, outside of any transaction of the caller's. Raises OSError, and nothing is read then."""
+        """Read all objects anew; the caller has no transaction open. Raises OSError, and the mirror counts as not read then."""
         with self.lock:
             self._start_again()
             self._read()
@@ -78,7 +85,7 @@ class Mirror:
             found.update(some.objects)
             tick, damaged = some.following, damaged or some.damaged
         if len(found) < facts.objects and not damaged:
-            # Earlier releases took the age of an object away where others depend on it.
+            # Earlier releases removed the age of an object on which others depend.
             self._in.read(partial(self._without_age, found))
         ordered = sorted(found.items(), key=lambda entry: entry[1].tick)
         records = [record for _, record in ordered]
@@ -99,7 +106,10 @@ class Mirror:
         self._seen = facts.next_tick
 
     def keep_up(self, txn: Any) -> bool:
-        """Take in what changed since; False where everything must be read again. Before anything is changed in a write transaction."""
+        """Apply what has changed since the last call; return False where everything must be read again.
+
+        In a write transaction the caller does this before it changes anything.
+        """
         facts = Facts.unpack(txn.get(FACTS, db=self._in.facts))
         if not self._seen or facts.next_tick < self._seen or gone_since(txn, self._in.facts) > self._seen:
             return False
@@ -111,14 +121,14 @@ class Mirror:
                 self._residents.require_states(space)
         for tick, place, number in sorted([*removals(txn, self._in.facts, self._seen), *self._changes(txn)]):
             row = self._residents.find(place_of(place))
-            if number:
+            if number:  # a removal; a row with a larger number was stored after it
                 if row >= 0 and self._residents.number[row] <= number:
                     self._forget(row)
                 continue
             value = txn.get(place, db=self._in.objects)
             record = None if value is None else Record.unpack(value)
             if record is None or record.tick != tick:
-                continue
+                continue  # the age is stale: the object is gone, or has a newer one
             if row >= 0 and self._residents.number[row] == record.number:
                 self._residents.renew(row)
                 continue
@@ -129,7 +139,10 @@ class Mirror:
         return True
 
     def evict(self, ledger: Ledger, eviction: Eviction, held: Sequence[bytes], *, promising: bool) -> None:
-        """Give up objects in the transaction of `ledger`; the pages in `held`, and all before them, stay."""
+        """Evict objects in the transaction of `ledger`, within the bounds of `eviction`; the pages in `held`, and all before them, stay.
+
+        `promising`: see `EvictionOrder.evict`.
+        """
         nodes = [self._residents.hold(page) for page in held]
         try:
             self._order.evict(_Evicting(self, ledger, eviction), promising=promising)
@@ -139,63 +152,63 @@ class Mirror:
 
     @property
     def unfinished(self) -> bool:
-        """Did an eviction leave a part of what it had to give up?"""
+        """Whether the last eviction stopped before it had removed all that belongs together."""
         return self._order.unfinished
 
     def sweep(self, ledger: Ledger, eviction: Eviction) -> None:
-        """Give up the rest of that, as far as one transaction may."""
+        """Evict what cannot be restored, such as the rest that an eviction left, as far as one transaction may."""
         self._order.sweep(_Evicting(self, ledger, eviction))
 
     def settled(self) -> None:
-        """The transaction is through: what it gave up is gone."""
+        """Drop for good the objects that the transaction evicted: it was committed."""
         for row, _, _ in self._leaving:
             self._residents.drop(row)
         self._leaving = []
 
     def undone(self) -> None:
-        """The transaction is not through: what it gave up is there."""
+        """Take back the objects that the transaction evicted: it was not committed, and they are still stored."""
         for row, digest, parent in reversed(self._leaving):
             self._residents.enter(row, digest, parent)
         self._leaving = []
 
     def require_states(self, space: int) -> None:
-        """Prefixes of the namespace with this id need states."""
+        """Note that prefixes of the namespace with the id `space` need states."""
         self._residents.require_states(space)
 
     def depth(self, page: bytes) -> int:
-        """Pages up to the end of this one; 0 where that is not known."""
+        """Return the number of pages up to the end of this one; 0 where that is not known."""
         node = self._residents.pages.find(page)
         return int(self._residents.pages.depth[node]) if node >= 0 else 0
 
     def is_promising(self, page: bytes, space: int, *, hangs: bool) -> bool:
-        """See `Residents.is_promising`."""
+        """Return whether an object on this page would be of use as soon as it is stored; see `Residents.is_promising`."""
         node = self._residents.hold(page)
         promising = self._residents.is_promising(node, space, hangs=hangs)
         self._residents.release(node)
         return promising
 
     def worth(self) -> Worth:
-        """What the store holds, by what it is good for."""
+        """Return what the store holds, by what it is good for."""
         return self._residents.worth()
 
     def leave(self, row: int) -> None:
-        """Let an object leave; `settled` or `undone` follows."""
+        """Take an object out because this transaction removes it; `settled` or `undone` follows."""
         self._leaving.append((row, *self._residents.leave(row)))
 
     def forget(self, row: int) -> None:
-        """Another process has removed this object."""
+        """Drop an object that another process has removed."""
         self._forget(row)
 
     def spare(self, row: int) -> None:
-        """Never give up this object: it cannot be removed."""
+        """Exclude an object from eviction for good, because it cannot be removed."""
         self._residents.pins[row] += 1
 
     def place(self, row: int) -> bytes:
-        """Where the object lies."""
+        """Return the object's place, its key in the database `objects`."""
         return place_of(self._residents.digest(row))
 
     def number(self, row: int) -> int:
-        """The object's number."""
+        """Return the object's number."""
         return int(self._residents.number[row])
 
     def _start_again(self) -> None:
@@ -214,7 +227,7 @@ class Mirror:
             residents.release(parent)
 
     def _reckon(self) -> None:
-        """Apply what was noted."""
+        """Apply the uses that `note` recorded."""
         for _ in range(len(self._noted)):
             place, brought = self._noted.popleft()
             row = self._residents.find(place_of(place))
@@ -230,7 +243,10 @@ class Mirror:
         return facts, [name.number for name in names_in(self._in, txn).values() if name.states]
 
     def _by_age(self, tick: int, txn: Any) -> Known:
-        """The next objects from a tick on. A walk over `objects` itself would end the process where one of its leaves is damaged."""
+        """Return the next objects from a tick on, found by their ages.
+
+        A walk over the database `objects` itself would end the process where one of its leaves is damaged.
+        """
         objects: list[tuple[bytes, Record]] = []
         with txn.cursor(self._in.ages) as walk:
             found = walk.set_range(tick_key(tick))
@@ -261,18 +277,23 @@ class Mirror:
 
 
 class Eviction:
-    """How much is to be given up in one transaction, and what has been: until `pages` are in use at most, `most` objects at most."""
+    """Bounds and count of the evictions in one transaction.
+
+    It goes on until at most `pages` LMDB pages are in use, and removes at most `most` objects; `objects` counts those removed.
+
+    Thread safety: only the thread of the transaction uses it.
+    """
 
     def __init__(self, pages: int, most: int, damaged: set[bytes]) -> None:
         self.pages = pages
         self.most = most
         self.damaged = damaged
-        """Places of objects that cannot be removed; one that turns out so is added, and its transaction is lost."""
+        """Places of objects that cannot be removed; where a removal fails its place is added, and the transaction is lost."""
         self.objects = 0
 
 
 class _Evicting:
-    """See `eviction.Taker`.
+    """The `eviction.Taker` of one transaction: it removes objects from the database and from the mirror.
 
     Thread safety: that of its mirror.
     """
@@ -283,7 +304,7 @@ class _Evicting:
         self._eviction = eviction
 
     def take(self, rows: list[int]) -> None:
-        """Remove them, as far as they are there."""
+        """Remove these objects, as far as they are still stored and can be removed."""
         for row in rows:
             place = self._mirror.place(row)
             if place in self._eviction.damaged:
@@ -302,9 +323,9 @@ class _Evicting:
             self._eviction.objects += 1
 
     def enough(self) -> bool:
-        """Are there as many free pages as were wanted?"""
+        """Return whether as many LMDB pages are free as were wanted."""
         return self._ledger.used_pages() <= self._eviction.pages
 
     def full(self) -> bool:
-        """May no more go in this transaction?"""
+        """Return whether this transaction may remove no more objects."""
         return self._eviction.objects >= self._eviction.most

@@ -1,4 +1,4 @@
-"""What a transaction sees of the namespaces; a value that cannot be read is passed over, so that it costs its own namespace only."""
+"""Namespaces as a transaction sees them; a value that cannot be read is passed over, so that only its own namespace is lost."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tiercache_backends.local.names import Name, unpack_name
 
 
 def name_in(environment: Environment, txn: Any, namespace: bytes) -> Name | None:
-    """What is known of one namespace."""
+    """Return what is stored of one namespace; None where that is nothing, or cannot be read."""
     value = txn.get(namespace, db=environment.names)
     if value is not None:
         with suppress(ValueError):
@@ -19,7 +19,7 @@ def name_in(environment: Environment, txn: Any, namespace: bytes) -> Name | None
 
 
 def names_in(environment: Environment, txn: Any) -> dict[bytes, Name]:
-    """What is known of all of them."""
+    """Return what is stored of all namespaces, by namespace."""
     names: dict[bytes, Name] = {}
     with txn.cursor(environment.names) as cursor:
         for namespace, value in cursor:
@@ -29,6 +29,6 @@ def names_in(environment: Environment, txn: Any) -> dict[bytes, Name]:
 
 
 def free_number(environment: Environment, txn: Any) -> int:
-    """A number that stands for no namespace, not even for one that cannot be read."""
+    """Return a number that stands for no namespace, not even for one that cannot be read."""
     known = max((name.number for name in names_in(environment, txn).values()), default=0)
     return max(known, int(txn.stat(environment.names)["entries"])) + 1

@@ -1,4 +1,4 @@
-"""Opens the directory of an `lmdb` store: who else is there, whether the data can be trusted, and how large the store may be."""
+"""Opening of an `lmdb` store's directory: its other owners, whether its data can be trusted, and how large the store may be."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ KIND: Final = "tiercache.lmdb"
 VERSION: Final = 1
 _DATABASE: Final = "database"
 _REPAIR: Final = "database.new"
-"""An environment that is being written anew."""
+"""Name of the environment that a repair writes."""
 _ASIDE_SHARE: Final = 16
-"""Damaged data are kept for a look at them if they take no more than this part of the capacity: the rest is for what is stored anew."""
+"""Damaged data are kept for inspection while they take at most one in so many bytes of the capacity: the rest is for new objects."""
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """An open store's parts.
+    """The parts of an open store. `capacity`: bytes that its directory may take.
 
-    Thread safety: `close` once; the rest is immutable.
+    Thread safety: immutable; one thread calls `close`, once.
     """
 
     env: Env
@@ -43,28 +43,30 @@ class Opened:
 
     @property
     def path(self) -> str:
-        """The store's directory."""
+        """Path of the store's directory."""
         return self.directory.path
 
     def disk_bytes(self) -> int:
-        """Bytes that the directory and everything in it take on the disk now; raises OSError."""
+        """Return the bytes that the directory and everything in it take on the disk now; raises OSError."""
         return tree_bytes(self.env, self.path)
 
     def data_bytes(self) -> int:
-        """Bytes on the disk of LMDB's file, which grows up to the map and never shrinks; raises OSError."""
+        """Return the bytes that LMDB's file takes on the disk; it grows up to the map's size and never shrinks. Raises OSError."""
         return tree_bytes(self.env, os.path.join(self.directory.database, "data.mdb"))
 
     def close(self) -> None:
-        """Close the environment and give up the directory. In a forked child both are the parent's and stay as they are."""
+        """Close the environment and release the directory; do nothing in a forked child, where both are the parent's."""
         if self.environment.is_ours():
             sound = self.environment.close()
             self.directory.release(clean=sound, suspect=not sound)
 
 
 def open_environment(env: Env, path: str, capacity: int | None, seal: Seal, *, last_sync: bool, looks: bool) -> Opened:
-    """Open or make the store in `path`; with a capacity of None open the one that is there, as it is, and with `looks` only to read it.
+    """Open the store in `path`, or make it where there is none.
 
-    Raises ConfigError, StorageError or what StoreDirectory raises, and leaves nothing open then.
+    `capacity` None: open the store that is there, as it is. `looks`: open it for reading only. `last_sync`: see `Environment`.
+
+    Raises ConfigError, StorageError or what StoreDirectory raises, and then leaves nothing open.
     """
     directory = StoreDirectory(env, path, kind=KIND, version=VERSION, database=_DATABASE, as_found=capacity is None, looks=looks)
     check_capacity(capacity, capacity or 0)
@@ -92,7 +94,7 @@ def _open(env: Env, directory: StoreDirectory, capacity: int | None, seal: Seal,
         if not sound:
             _repair(env, directory, capacity, seal)
         elif directory.suspect:
-            directory.healed()  # every page was looked at
+            directory.healed()  # `prove` has looked at every page
     for name in ("data.mdb", "lock.mdb"):  # LMDB itself would follow a link
         directory.stat(os.path.join(_DATABASE, name))
     wanted = None if capacity is None else _wanted(env, directory, capacity)
@@ -112,10 +114,10 @@ def _open(env: Env, directory: StoreDirectory, capacity: int | None, seal: Seal,
 
 
 def _repair(env: Env, directory: StoreDirectory, capacity: int | None, seal: Seal) -> None:
-    """Write what can be read of a damaged environment into a new one beside it, which then takes its place at once."""
+    """Write what can be read of a damaged environment into a new one beside it, which then replaces it atomically."""
     beside = directory.at(_REPAIR)
     directory.part(beside, make=True)
-    # Room for all that there may be, in pages that are less full.
+    # Twice the size of all that there may be, because the new pages may be less full.
     environment = Environment(env, beside, 2 * max(directory.database_bytes(), capacity or 0, SMALLEST_CAPACITY), last_sync=True)
     try:
         copied = salvage(env, data_file(directory.database), environment, seal)
@@ -129,7 +131,7 @@ def _repair(env: Env, directory: StoreDirectory, capacity: int | None, seal: Sea
 
 
 def _clear(env: Env, directory: StoreDirectory) -> None:
-    """Remove what is left of a repair, whole or not."""
+    """Remove what a finished or unfinished repair left behind."""
     beside = directory.at(_REPAIR)
     if directory.stat(_REPAIR) is not None:
         for name in env.listdir(beside):
@@ -137,7 +139,10 @@ def _clear(env: Env, directory: StoreDirectory) -> None:
 
 
 def _wanted(env: Env, directory: StoreDirectory, capacity: int) -> Size:
-    """The size that a capacity stands for."""
+    """Return the size that a capacity stands for; raises ConfigError where the store has outgrown it.
+
+    A sole owner first removes what it must of data put aside as damaged.
+    """
     if directory.sole:
         _trim_aside(env, directory, capacity)
     foreign = directory.foreign_bytes()
@@ -151,7 +156,7 @@ def _wanted(env: Env, directory: StoreDirectory, capacity: int) -> Size:
 
 
 def _found(directory: StoreDirectory, environment: Environment) -> Size:
-    """The size that the store has."""
+    """Return the size that the store has, and map that much; raises StorageError where it has none yet."""
     found = environment.read(lambda txn: Size.unpack(txn.get(SIZE, db=environment.facts)))
     if found is None:
         raise StorageError(f"{directory.database} does not say how large it may be, and so holds nothing; open it with a capacity first")
@@ -161,7 +166,10 @@ def _found(directory: StoreDirectory, environment: Environment) -> Size:
 
 
 def _agree(directory: StoreDirectory, environment: Environment, wanted: Size) -> Size:
-    """The size that all who share the store use. Alone we decide it; otherwise it is theirs."""
+    """Return the size that all owners of the store use.
+
+    A sole owner decides it; with others it is the one that they use, and another capacity raises ConfigError.
+    """
     found = environment.read(lambda txn: Size.unpack(txn.get(SIZE, db=environment.facts)))
     if directory.sole or found is None:
         if found != wanted:
@@ -178,7 +186,7 @@ def _agree(directory: StoreDirectory, environment: Environment, wanted: Size) ->
 
 
 def _trim_aside(env: Env, directory: StoreDirectory, capacity: int) -> None:
-    """Remove data that were put aside as damaged, the oldest first, where they would leave too little room."""
+    """Remove data that were put aside as damaged, the oldest first, while they take too large a part of the capacity."""
     asides = directory.asides()
     left = sum(tree_bytes(env, aside) for aside in asides)
     for aside in asides:

@@ -1,8 +1,9 @@
-"""How an object's payload is cut into pieces, and how these move between LMDB's map and the caller's buffers.
+"""Payloads of objects: their pieces, and how these move between LMDB's map and the caller's buffers.
 
 LMDB gives a value of more than half a page a run of pages of its own, with 16 bytes of header. Pieces of 64 KiB less a little fill sixteen
-pages each: long runs are hard to find in a map that was full once, and glibc maps and unmaps every larger block of memory anew, which made
-writing pieces of 256 KiB four times slower (3 against 12 GB/s). What would start a page for a few bytes more lies in the tree's leaf.
+pages of 4 KiB each: long runs are hard to find in a map that was full once, and glibc maps and unmaps every larger block of memory anew,
+which made writing pieces of 256 KiB four times slower (3 against 12 GB/s). A rest of at most 1 KiB that would take one more page is a
+piece of its own, which lies in a leaf of the tree.
 """
 
 from __future__ import annotations
@@ -16,24 +17,26 @@ import numpy as np
 from tiercache_backends.lmdb.records import part_key
 
 PART_PAGES: Final = 16
+"""LMDB pages of a full piece, usually."""
 _HEADER: Final = 16
-"""Bytes at the beginning of a run that are LMDB's."""
+"""Bytes of LMDB's header at the beginning of a run."""
 _MARGIN: Final = 64
-"""Bytes of a run that a long payload leaves empty: the header, and the rest so that its pieces are whole strides of the checksum."""
+"""Bytes of a run that hold no payload: the header, and as many more that a piece is a whole number of the checksum's strides."""
 _PIECES_A_LEAF: Final = 128
+"""Pieces for which `pages_for` reckons one page of the tree."""
 _INLINE: Final = 1024
-"""A piece up to this size lies in a leaf, beside others."""
+"""Bytes of the largest piece that lies in a leaf, beside others."""
 _IN_CACHE: Final = 256 << 10
-"""Bytes that are copied before they are checked: few enough to be in the processor's cache still."""
+"""Bytes that are copied before they are checked, few enough to be still in the processor's cache."""
 _SMALL: Final = 32 << 10
-"""Up to this size, letting other threads run meanwhile costs more than the copy."""
+"""Bytes below which letting other threads run during a copy costs more than the copy."""
 
 
 Add: TypeAlias = Callable[[Sequence[memoryview]], None]
 
 
 def piece_sizes(length: int, page_bytes: int, part_pages: int = PART_PAGES) -> list[int]:
-    """The sizes of the pieces of a payload, in order."""
+    """Return the sizes of a payload's pieces in bytes, in order; the payload has `length` bytes."""
     full = part_pages * page_bytes - _MARGIN
     sizes = [full] * (length // full)
     rest = length % full
@@ -45,7 +48,7 @@ def piece_sizes(length: int, page_bytes: int, part_pages: int = PART_PAGES) -> l
 
 
 def pages_for(length: int, page_bytes: int, part_pages: int = PART_PAGES) -> int:
-    """Pages that a payload takes, and its share of the trees."""
+    """Return the LMDB pages that a payload of `length` bytes takes, its share of the trees included."""
     sizes = piece_sizes(length, page_bytes, part_pages)
     return 1 + len(sizes) // _PIECES_A_LEAF + sum(_run(size, page_bytes) for size in sizes if size > _INLINE)
 
@@ -53,7 +56,7 @@ def pages_for(length: int, page_bytes: int, part_pages: int = PART_PAGES) -> int
 class Strip:
     """The bytes of many buffers as one strip, handed out in order.
 
-    Thread safety: one thread.
+    Thread safety: one thread uses it.
     """
 
     __slots__ = ("_buffers", "_index", "_offset")
@@ -64,7 +67,7 @@ class Strip:
         self._offset = 0
 
     def take(self, size: int) -> list[memoryview]:
-        """Views of the next `size` bytes; the strip must have them."""
+        """Return views of the next `size` bytes; the caller guarantees that the strip has them."""
         views: list[memoryview] = []
         while size:
             buffer = self._buffers[self._index]
@@ -80,7 +83,10 @@ class Strip:
 
 
 def write(txn: Any, db: Any, number: int, buffers: Sequence[memoryview], sizes: Iterable[int]) -> None:
-    """Put a payload's pieces; `number` is larger than all that were written before. A piece inside one buffer is not copied on the way."""
+    """Put a payload's pieces into LMDB. Raises OSError where the store holds a piece of this or a larger number already.
+
+    `number` is larger than all that were written before. A piece that lies inside one buffer is not copied on the way.
+    """
     strip = Strip(buffers)
     for part, size in enumerate(sizes):
         views = strip.take(size)
@@ -89,10 +95,10 @@ def write(txn: Any, db: Any, number: int, buffers: Sequence[memoryview], sizes: 
 
 
 def read(cursor: Any, number: int, length: int, buffers: Sequence[memoryview], add: Add) -> bool:
-    """Copy a payload into the caller's buffers; False where a piece is missing or too long.
+    """Copy a payload into the caller's buffers; return False where a piece is missing or too long.
 
-    `add` gets every view of the buffers right after it was filled, while it is in the processor's cache: what is checked is what the caller
-    will see.
+    `add` gets every view of the buffers soon after it was filled, while it is in the processor's cache, so that what is checked is what the
+    caller will see.
     """
     if not cursor.set_range(part_key(number, 0)):
         return False
@@ -109,7 +115,7 @@ def read(cursor: Any, number: int, length: int, buffers: Sequence[memoryview], a
 
 
 def look(cursor: Any, number: int, length: int, add: Add) -> bool:
-    """Show a payload to `add` where it lies in the map, which no caller can change; False where a piece is missing or too long."""
+    """Show a payload to `add` in the map, which no caller can change; return False where a piece is missing or too long."""
     if not cursor.set_range(part_key(number, 0)):
         return False
     for part, (key, piece) in enumerate(cursor.iternext()):
@@ -123,9 +129,9 @@ def look(cursor: Any, number: int, length: int, add: Add) -> bool:
 
 
 class Whole:
-    """Fills one buffer from its start, and shows what it filled to `add`.
+    """Writer of pieces into one buffer, from its start, which shows what it has filled to `add`.
 
-    Thread safety: one thread.
+    Thread safety: one thread uses it.
     """
 
     __slots__ = ("_add", "_at", "_seen", "_target", "_view")
@@ -149,15 +155,15 @@ class Whole:
             self.end()
 
     def end(self) -> None:
-        """Show the rest."""
+        """Show what was filled and not shown yet."""
         self._add((self._view[self._seen : self._at],))
         self._seen = self._at
 
 
 class Scattered:
-    """Fills many buffers in order, and shows what it filled to `add`.
+    """Writer of pieces into many buffers, in order, which shows what it has filled to `add`.
 
-    Thread safety: one thread.
+    Thread safety: one thread uses it.
     """
 
     __slots__ = ("_add", "_strip")
@@ -176,7 +182,7 @@ class Scattered:
         self._add(views)
 
     def end(self) -> None:
-        """All was shown."""
+        """Do nothing: everything has been shown."""
 
 
 def remove(txn: Any, db: Any, number: int) -> None:
@@ -189,7 +195,7 @@ def remove(txn: Any, db: Any, number: int) -> None:
 
 
 def _run(size: int, page_bytes: int) -> int:
-    """Pages of a run that holds a value of this size."""
+    """Return the pages of a run that holds a value of `size` bytes."""
     return -(-(size + _HEADER) // page_bytes)
 
 

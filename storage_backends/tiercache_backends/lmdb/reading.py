@@ -1,4 +1,4 @@
-"""Gets: one object at a time, from LMDB's map into the caller's buffers, checked on the way."""
+"""Gets of the `lmdb` store: one object at a time, from LMDB's map into the caller's buffers, verified on the way."""
 
 from __future__ import annotations
 
@@ -18,20 +18,23 @@ from tiercache_backends.lmdb.tally import Tally
 from tiercache_backends.local.failures import DamagedError
 
 _AT_ONCE: Final = 1024
-"""Keys that are looked up in one transaction: pages that are given up meanwhile cannot be used again before it ends."""
+"""Keys looked up in one transaction, at most: LMDB pages that are given up meanwhile cannot be reused before it ends."""
 
 
 class Found(NamedTuple):
-    """How a get went, and which object it met: where it was CORRUPT, `number` is the one to remove (None: whatever lies there)."""
+    """Result of a get. `number`: the number of the object that it met.
+
+    Where the outcome is CORRUPT, that object is to be removed; None stands for one without a readable record.
+    """
 
     outcome: Outcome
     number: int | None = None
 
 
 class Reader:
-    """Reads objects.
+    """Reader of objects. Its methods raise no OSError: failures are counted, and become outcomes or False.
 
-    Thread safety: any thread may call; readers wait for nobody.
+    Thread safety: any thread may call; readers never wait.
     """
 
     def __init__(self, environment: Environment, seal: Seal, chores: Chores, tally: Tally) -> None:
@@ -41,7 +44,7 @@ class Reader:
         self._tally = tally
 
     def present(self, places: Sequence[bytes]) -> list[bool]:
-        """Which objects are there and not known to be damaged. Where that cannot be found out, none is."""
+        """Return which objects are there and not known to be damaged; False for all that cannot be looked up."""
         answers: list[bool] = []
         for start in range(0, len(places), _AT_ONCE):
             some = places[start : start + _AT_ONCE]
@@ -53,7 +56,7 @@ class Reader:
         return answers
 
     def fetch(self, item: GetItem) -> Found:
-        """Read and verify one object."""
+        """Read one object into its buffers and verify it."""
         if len(item.key.digest) != DIGEST_BYTES:
             return Found(Outcome.MISS)
         met: list[int] = []
@@ -67,7 +70,7 @@ class Reader:
             return Found(Outcome.ERROR)
 
     def _look_up(self, places: Sequence[bytes]) -> list[bool]:
-        """Which objects are there, part by part where something among them cannot be read."""
+        """Return which objects are there; where damage is met, look up halves, so that only what cannot be read counts as absent."""
         try:
             return self._environment.read(partial(self._present, places))
         except DamagedError as error:
@@ -85,7 +88,7 @@ class Reader:
         return [record is not None and not self._chores.is_spoiled(place, record.number) for place, record in found]
 
     def _fetch(self, item: GetItem, met: list[int], txn: Any) -> Found:
-        """Read and verify one object; its number is in `met` as soon as it is known."""
+        """Read and verify one object; append its number to `met` before its payload is read."""
         key, buffers, length = item
         place = place_of(key.digest)
         value = txn.get(place, db=self._environment.objects)
@@ -105,7 +108,7 @@ class Reader:
             sealed = Sealed(record.checksum, record.mac)
             if whole and proof.holds(sealed):
                 return Found(Outcome.HIT, record.number)
-            # The buffers may be shared with somebody who writes to them: no reason to give up an object that is sound.
+            # Another process may have written to the buffers meanwhile, which is no reason to drop a sound object: look at it in the map.
             again = self._seal.proof(key, length)
             sound = payload.look(cursor, record.number, length, again.add) and again.holds(sealed)
         return Found(Outcome.ERROR, record.number) if sound else Found(Outcome.CORRUPT, record.number)

@@ -1,7 +1,7 @@
-"""What a damaged environment of an `lmdb` store still holds, written into a new one.
+"""Salvage of a damaged `lmdb` store: what its environment still holds is written into a new one.
 
-LMDB is not asked: every page in use is read by itself. An object comes along if its record and all its pieces can be found and its
-checksum holds, so that only what lay on the damaged pages is missing. Where the list of free pages is damaged, or a head page, an object
+The damaged file is read without LMDB, each page in use by itself. An object is copied if its record and all its pieces are found and its
+checksum holds, so that only what lay on the damaged pages is missing. Where the list of free pages or a head page is damaged, an object
 that was deleted lately may come back.
 """
 
@@ -26,15 +26,21 @@ from tiercache_backends.local.names import unpack_name
 
 _PART_KEY_BYTES: Final = len(part_key(0, 0))
 _LONGEST_NAME: Final = 64
+"""Bytes of a namespace, at most."""
 _LONGEST_VALUE: Final = 1 << 16
+"""Bytes of a value that may be a record, a namespace or the size; longer ones are not read."""
 _BATCH_OBJECTS: Final = 64
+"""Objects written in one transaction."""
 
 
 @dataclass(slots=True)
 class Found:
-    """What lies where: records by place, the newest last, and the pieces of payloads by their keys.
+    """Everything that was found in the damaged file.
 
-    Thread safety: one thread.
+    `records`: records by place, in the order of their pages. `pieces`: where the pieces of payloads lie, by their keys. `size`: the stored
+    `Size`, empty where none was found. `names`: namespaces by their numbers. `registered`: namespace records by namespace.
+
+    Thread safety: one thread uses it.
     """
 
     records: dict[bytes, list[Record]] = field(default_factory=dict)
@@ -45,7 +51,7 @@ class Found:
 
 
 def salvage(env: Env, source: str, target: Environment, seal: Seal) -> int:
-    """Copy what can be read of the file `source` into an environment that is empty; says how many objects. Raises OSError."""
+    """Copy what can be read of the file `source` into the empty environment `target`; return the number of objects. Raises OSError."""
     copied = 0
     with closing(LmdbFile(env, source)) as file:
         found = _find(file)
@@ -64,7 +70,7 @@ def _find(file: LmdbFile) -> Found:
     found = Found()
     inside = 0
     for number, page in _pages(file):
-        # What continues a large value is somebody's payload, and could look like anything.
+        # Pages that continue a large value hold payload, which could look like any page.
         if number < inside or not file.is_whole(page, number):
             continue
         inside = number + file.run_of(page)
@@ -96,7 +102,7 @@ def _note(found: Found, key: bytes, value: bytes) -> None:
 
 
 def _objects(file: LmdbFile, found: Found, seal: Seal) -> Iterator[tuple[bytes, SetItem, Record]]:
-    """The objects that are whole, the least recently used first."""
+    """Yield the objects that are whole, the least recently used first; of several records at a place the newest that is whole."""
     ordered = sorted(found.records.items(), key=lambda entry: max(record.tick for record in entry[1]))
     for place, records in ordered:
         for record in sorted(records, key=lambda record: (record.number, record.tick), reverse=True):
@@ -148,5 +154,5 @@ def _finish(target: Environment, txn: Any, found: Found) -> None:
 
 
 def data_file(directory: str) -> str:
-    """LMDB's file in a directory."""
+    """Return the path of LMDB's file in a directory."""
     return os.path.join(directory, "data.mdb")

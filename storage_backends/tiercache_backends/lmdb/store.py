@@ -1,7 +1,8 @@
 """The `lmdb` store: values inside LMDB, shared by the processes of one host without a daemon.
 
-A set: look what is missing -> one write transaction per few megabytes, which first evicts what it needs. A get: one short read transaction
-per object, checked while it is copied. Who reads never waits; who writes waits for the one other writer, of whatever process.
+A set: look up which objects are missing -> one write transaction per few megabytes, which first evicts what it needs. A get: one short
+read transaction per object, which is checked while it is copied. Readers never wait; a writer waits for the other writers of all processes,
+one of which writes at a time.
 """
 
 # ruff: noqa: D102 (the contract documents these methods)
@@ -47,24 +48,29 @@ from tiercache_backends.local.settings import check_capacity, local_settings, lo
 
 _EXAMPLE: Final = "lmdb:///var/lib/tiercache-lmdb?capacity=8GiB"
 _SCAN_PAGE: Final = 1024
+"""Entries of `objects` that one transaction of a scan or a description looks at."""
 
 
 class LmdbBackend(StorageBackend):
-    """Objects inside one LMDB environment, at most `capacity` bytes with everything beside it, for any number of processes of one host.
+    """Objects inside one LMDB environment, shared by any number of processes of one host.
 
-    All of them give the same capacity, or None ("kept" in a URL): a store that is there, with the capacity that it has. They must see each
-    other's process ids: containers that share a directory share their pid namespace.
-    None opens a store to look at it, and then nothing is changed: sets are THROTTLED, deletions False, what is corrupt stays; `access`
-    "write" lets such a store be changed. While somebody looks at a store that nobody has open, those who open it wait.
-    A process that forks opens the store again in the child. One that is stopped within a write has the sets of all others THROTTLED until
-    it goes on or dies; one that is stopped within a get holds up nobody until the map is full. Nothing may cut LMDB's file while it is
-    open: reading a mapped file behind its end ends the process, where it happens in the middle of a transaction.
+    `capacity`: bytes that the directory may take, everything beside the objects included. All processes give the same capacity, or None
+    ("kept" in a URL), which opens a store that exists already, with the capacity that it has. The processes must see each other's process
+    ids: containers that share a directory share their pid namespace.
 
-    `durability`: "process": acknowledged objects survive the death of any process, and after a power cut the store is as it was after some
-    transaction, of which only the last may be missing, and not a deletion; "power": that one survives as well, at the price of a second
-    sync per transaction.
+    `access`: with capacity None the store is opened for reading only, unless this is "write". A store opened for reading is never changed:
+    sets are THROTTLED (HIT where the object is stored), deletions answer False, and corrupt objects stay. While a process reads a store in
+    this way that no other process has open, processes that open it to write wait.
 
-    Thread safety: as the contract says; reads run in parallel, and of all writes of all processes one at a time.
+    `durability`: with "process" acknowledged objects survive the death of any process, and after a power cut the store is as it was after
+    some transaction; only the last transaction may be missing, and never a deletion. With "power" the last one survives as well, at the
+    price of a second sync per transaction.
+
+    A process that forks opens the store again in the child. While a process is stopped within a write, the sets of all others are
+    THROTTLED, until it goes on or dies. A process that is stopped within a get holds up no other until the map is full. Nothing may cut
+    LMDB's file while it is open: if that happens in the middle of a transaction, reading the mapped file behind its end ends the process.
+
+    Thread safety: as the contract says; reads run in parallel, and writes one at a time, among all processes.
     """
 
     capabilities = Capabilities(persistent=True, shared=True, bounded=True)
@@ -190,7 +196,7 @@ class LmdbBackend(StorageBackend):
                 facts, pages = self._environment.read(self._totals)
                 hidden = self._chores.hidden()
                 disk = self._store.disk_bytes()
-                # Pages of the file that nothing uses will be used before it grows.
+                # Pages of the file that are not in use do not count: they are used before the file grows.
                 used = disk - max(0, self._store.data_bytes() - pages * self._environment.page_bytes)
                 figures = {"map_pages_used": pages, "disk_bytes": disk, "readers": self._environment.readers()}
                 figures |= self._worth()
@@ -225,17 +231,20 @@ class LmdbBackend(StorageBackend):
             self._store.close()
 
     def orphans(self) -> int:
-        """Objects whose page is known and not stored: what a deletion left behind. Walks over all objects; raises OSError."""
+        """Return the number of objects that a deletion left behind: their page is known and not stored. Walks over all; raises OSError."""
         with self._gate:
             return audit.orphans(self._environment)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless all databases agree; only when no other thread is inside. Raises OSError where it cannot read."""
+        """Raise AssertionError unless all databases agree, and OSError where they cannot be read.
+
+        The caller guarantees that no other thread is inside the store.
+        """
         with self._gate:
             audit.check(self._environment)
 
     def _worth(self) -> dict[str, int]:
-        """Which bytes are of use; nothing where a damaged page keeps that from being known."""
+        """Return the details of `usage` that say which bytes are of use; none where a damaged page keeps that from being known."""
         try:
             with self._mirror.lock:
                 while not self._mirror.is_read or not self._environment.read(self._mirror.keep_up):
@@ -249,7 +258,7 @@ class LmdbBackend(StorageBackend):
         return StorageError(f"the store in {self._store.path} cannot be read: {error}")
 
     def _make_last(self) -> None:
-        """See to it that the last transaction survives a power cut: what somebody deleted shall not come back."""
+        """Sync, so that the last transaction survives a power cut: an object that was deleted must not come back."""
         try:
             self._environment.sync()
         except OSError as error:
@@ -279,7 +288,7 @@ class LmdbBackend(StorageBackend):
         return [None if value is None else self._entry(place, value, names) for place, value in values]
 
     def _entry(self, place: bytes, value: Any, names: Mapping[int, bytes]) -> ScanEntry | None:
-        """What is said of the object at a place; None where there is none that anybody could have."""
+        """Return the scan entry of the object at a place; None where there is none, or none that a caller could read."""
         record = Record.unpack(value) if len(place) == DIGEST_BYTES else None
         key = record.key(place) if record is not None else None
         if record is None or key is None or self._chores.is_spoiled(place, record.number):

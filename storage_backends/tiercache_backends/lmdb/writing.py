@@ -1,4 +1,4 @@
-"""Sets: a batch goes into the store in small transactions, which make room first."""
+"""Sets of the `lmdb` store: a batch is written in small transactions, each of which first evicts what it needs."""
 
 from __future__ import annotations
 
@@ -21,20 +21,26 @@ from tiercache_backends.lmdb.tally import Tally
 from tiercache_backends.local.failures import DamagedError, is_full
 
 _SHORTER_PART_PAGES: Final = 4
+"""LMDB pages of a payload piece where the file has few long runs of free pages."""
 _SINGLE_PAGES: Final = 1
-"""Pages of a piece where long runs cannot be found: a single one is always found where any is free."""
+"""LMDB pages of a payload piece where no runs are found: a single page is always found where any is free."""
 _MOST_OBJECTS: Final = 256
-"""Objects of one transaction."""
+"""Objects stored in one transaction, at most."""
 _MOST_DAMAGED: Final = 4096
+"""Number of known damaged objects at which a chunk that meets damage is split instead of tried again."""
 _WARY: Final = 32
-"""Transactions that begin with the short pieces that the last one needed, before longer ones are tried again."""
+"""Chunks, at most, that begin with the short pieces that an earlier one needed, before longer pieces are tried again."""
 
 
 T = TypeVar("T")
 
 
 class Wish(NamedTuple):
-    """One object that is to be stored. `page`: the key of the page that it is, or `hangs` on."""
+    """One object to store.
+
+    `place`: its key in the database `objects`. `pages`: the LMDB pages that its payload takes. `page`: the key of the page that the object
+    is, or on which it hangs (`hangs`).
+    """
 
     place: bytes
     item: SetItem
@@ -45,9 +51,10 @@ class Wish(NamedTuple):
 
 
 class Room(NamedTuple):
-    """How a transaction may use the file: pages in use at most, pages of a piece, objects to evict at most.
+    """Limits of one transaction's use of the file.
 
-    `patient`: store only what earlier transactions made room for.
+    `limit`: LMDB pages in use at most. `part_pages`: LMDB pages of a payload piece. `evictions`: objects evicted at most. `patient`: a
+    transaction that has evicted stores nothing, so that objects go only into room that earlier transactions made.
     """
 
     limit: int
@@ -57,7 +64,11 @@ class Room(NamedTuple):
 
 
 class Attempt(NamedTuple):
-    """What a transaction did. `outcomes` None: it only evicted, and another must follow."""
+    """Result of one transaction.
+
+    `done`: the waiting work that it wrote down. `outcomes`: by place; None if it only evicted, so that another transaction must follow.
+    `used`: LMDB pages in use at its end.
+    """
 
     done: Done
     outcomes: Mapping[bytes, Outcome] | None
@@ -65,27 +76,27 @@ class Attempt(NamedTuple):
 
 
 class Batch:
-    """The pages of one call's objects and those that they follow, which stay; and what became of those that were missing.
+    """State of one `set` call: the pages that it must not evict, and the outcomes of the objects that were missing.
 
-    Thread safety: the thread of the call.
+    Thread safety: only the thread of the call uses it.
     """
 
     def __init__(self, places: Sequence[bytes], items: Iterable[SetItem]) -> None:
-        # What comes first in a batch begins a sequence, and what comes last is worth nothing without it: it never evicts its own.
+        # The first objects of a batch begin a sequence, and the last ones are worth nothing without them: a batch never evicts its own.
         self.held: Final = list({*(place[:HALF] for place in places), *(item.meta.parent for item in items if item.meta.parent)})
         self.outcomes: dict[bytes, Outcome] = {}
         self.missing: set[bytes] = set()
-        """Pages that came along and were not stored."""
+        """Keys of pages that this batch brought and that were not stored."""
 
 
 class _BehindError(Exception):
-    """The mirror must be read before this transaction can evict; it is undone."""
+    """The mirror must be read, or read again, before this transaction can go on; the transaction is undone."""
 
 
 class Writer:
-    """Stores batches.
+    """Writer of batches of objects.
 
-    Thread safety: any thread may call; the environment lets one transaction through at a time.
+    Thread safety: any thread may call; the environment runs one write transaction at a time.
     """
 
     def __init__(self, environment: Environment, mirror: Mirror, disk: Disk, seal: Seal, chores: Chores, tally: Tally) -> None:
@@ -98,10 +109,10 @@ class Writer:
         self._used = 0
         self._scarce, self._wary = PART_PAGES, 0
         self._damaged: set[bytes] = set()
-        """Objects that cannot be evicted, because they lie on a damaged page."""
+        """Places of objects that cannot be evicted, because they lie on a damaged page."""
 
     def store(self, items: Mapping[bytes, SetItem], places: Sequence[bytes]) -> dict[bytes, Outcome]:
-        """Store what is missing of a batch that has `places`; says by place how it went."""
+        """Store `items`, the missing objects of a batch whose places are `places`; return their outcomes by place."""
         batch = Batch(places, items.values())
         self._mirror.note((place for place in places if place not in items), brought=True)
         missing = list(items)
@@ -113,7 +124,7 @@ class Writer:
         return batch.outcomes
 
     def _sweep(self) -> bool:
-        """Give up a part of what is left of a conversation that was more than one transaction could take; False where that fails."""
+        """Evict more of a conversation that was too long for one transaction; return False where nothing was evicted."""
 
         def work(txn: Any) -> int:
             if not self._mirror.keep_up(txn):
@@ -132,13 +143,13 @@ class Writer:
 
     def _wish(self, place: bytes, item: SetItem) -> Wish:
         length = item.meta.length
-        # Checksum and MAC are passes over the payload, so they are made before anybody waits for our transaction.
+        # Checksum and MAC are passes over the payload, so they are made before other writers wait for our transaction.
         sealed = Sealed(checksum_of(item), self._seal.stamp(item.key, item.buffers, length))
         page = place[:HALF]
         return Wish(place, item, sealed, pages_for(length, self._environment.page_bytes), page, item.meta.parent == page)
 
     def _chunks(self, wishes: Iterable[Wish], budget: Budget | None = None) -> Iterator[list[Wish]]:
-        """Cut a batch into transactions: long ones where much is free, short ones where the file is nearly full."""
+        """Yield the batch cut into chunks, one per transaction: long ones where much is free, short ones where the file is nearly full."""
         chunk: list[Wish] = []
         room = 0
         for wish in wishes:
@@ -161,7 +172,7 @@ class Writer:
             batch.outcomes.update(dict.fromkeys(left, self._tally.failed("a set", error)))
 
     def _store_around(self, chunk: Sequence[Wish], batch: Batch) -> None:
-        """Store a chunk; where a damaged page is in the way of it, what does not need that page."""
+        """Store a chunk; where it meets a damaged page, try again, then store its halves apart, so that only what needs that page fails."""
         known = -1
         while True:
             try:
@@ -186,7 +197,7 @@ class Writer:
             self._grow(chunk, batch)
 
     def _grow(self, chunk: Sequence[Wish], batch: Batch) -> None:
-        """Store a chunk in all of the map, or, where the disk is full, in what it has of the file."""
+        """Store a chunk within the whole map, or, where the disk is full, within the pages that the file already has on it."""
         try:
             self._climb(chunk, batch, self._disk.whole)
         except OSError as error:
@@ -196,7 +207,7 @@ class Writer:
             self._squeeze(chunk, batch)
 
     def _replace(self, chunk: Sequence[Wish], batch: Batch) -> None:
-        """Store a chunk in what the disk has of the file; where nothing of it fits there, see whether there is more now."""
+        """Store a chunk within the pages that the file has on the disk; if all of it is THROTTLED, try whether the disk has more room."""
         self._squeeze(chunk, batch)
         throttled = [wish for wish in chunk if batch.outcomes[wish.place] is Outcome.THROTTLED]
         if len(throttled) == len(chunk):
@@ -210,12 +221,15 @@ class Writer:
             except OSError as error:
                 if not is_full(error):
                     raise
-                # An eviction changes pages as well: the less at once, the sooner it finds what it needs.
+                # An eviction changes pages as well: the fewer at once, the sooner it finds the free pages that it needs.
                 room = Room(self._disk.refused().limit, _SINGLE_PAGES, evictions=1, patient=True)
                 self._transact(small, batch, room)
 
     def _climb(self, chunk: Sequence[Wish], batch: Batch, budget: Budget) -> None:
-        """Store a chunk, with one room after the other while LMDB finds no free pages."""
+        """Store a chunk, with the next `Room` each time LMDB finds no free pages.
+
+        Where no room is enough the objects are stored one by one, and a single one under lower limits.
+        """
         large = sum(budget.cost(wish.pages) for wish in chunk) > budget.burst(self._used)
         for room in self._rooms(budget, large):
             try:
@@ -225,7 +239,7 @@ class Writer:
             except MapFullError:
                 self._environment.clear_readers()
                 if self._environment.lagging():
-                    # Evicting more helps where the free pages are scattered. Where a reader keeps them from being used it only costs.
+                    # More evictions help where the free pages are scattered. Where a reader holds them back, they only lose objects.
                     self._turn()
                     self._transact(chunk, batch, room._replace(part_pages=_SHORTER_PART_PAGES, patient=True))
                     return
@@ -237,7 +251,7 @@ class Writer:
         self._lower(chunk, batch, budget)
 
     def _lower(self, chunk: Sequence[Wish], batch: Batch, budget: Budget) -> None:
-        """Store a chunk with more pages free than the arithmetic asks for."""
+        """Store a chunk under ever lower limits of pages in use, which leave more pages free than the budget asks for."""
         *limits, last = (Room(limit, _SINGLE_PAGES, budget.changes, patient=True) for limit in budget.lower_limits)
         for room in limits:
             try:
@@ -253,12 +267,12 @@ class Writer:
         self._wary -= 1
         usual = self._scarce if self._wary > 0 else PART_PAGES
         shorter = [pages for pages in (PART_PAGES, _SHORTER_PART_PAGES, _SINGLE_PAGES) if pages <= usual]
-        # Twice with the first: what the last transaction gave up may have been all that was missing.
+        # The same piece size twice: the pages that the last transaction gave up may have been all that was missing.
         first = Room(budget.limit, usual, budget.changes, patient=large)
         return [first, *(first._replace(part_pages=pages, patient=True) for pages in shorter)]
 
     def _went(self, room: Room) -> None:
-        """A room was enough; where it was one of short pieces the next transactions begin with them."""
+        """Note that a room was enough; where its pieces were short the next chunks begin with them."""
         if self._wary <= 0 and room.part_pages < PART_PAGES:
             self._scarce, self._wary = room.part_pages, _WARY
 
@@ -281,7 +295,7 @@ class Writer:
                 self._turn()
 
     def _written(self, work: Callable[[Any], T]) -> T:
-        """Do `work`, which may evict, in a write transaction; the mirror follows it, or stays as it was."""
+        """Run `work`, which may evict, in a write transaction; the mirror takes over its removals on commit, and none on failure."""
         with self._mirror.lock:
             try:
                 result = self._environment.write(work)
@@ -292,11 +306,11 @@ class Writer:
             return result
 
     def _turn(self) -> None:
-        """Let a transaction pass: what one gave up can be used by the next but one."""
+        """Commit a transaction that stores nothing: pages that transaction N gives up can be used by N + 2."""
         self._environment.write(lambda txn: Ledger(self._environment, txn).save())
 
     def _attempt(self, txn: Any, chunk: Sequence[Wish], batch: Batch, room: Room) -> Attempt:
-        """One transaction: evict for a chunk, and store it if there is room then."""
+        """Evict for a chunk in one transaction, and store the chunk in it if there is room then."""
         if self._mirror.is_read and not self._mirror.keep_up(txn):
             raise _BehindError
         ledger = Ledger(self._environment, txn)
@@ -315,8 +329,9 @@ class Writer:
         return Attempt(done, outcomes, ledger.used_pages())
 
     def _add(self, ledger: Ledger, fitting: Sequence[Wish], needs: Mapping[bytes, int], room: Room) -> Iterator[bytes]:
-        """Store what fits, but for what would follow something that does not; yields the places."""
+        """Store the objects that fit, except those whose parent is in `fitting` and was not stored; yield the places stored."""
         used = ledger.used_pages()
+        # Pages not stored (yet): parents come first, so a parent found here was left out.
         left: set[bytes] = {wish.page for wish in fitting if not wish.hangs}
         for wish in fitting:
             if used + needs[wish.place] <= room.limit and wish.item.meta.parent not in left:
@@ -326,7 +341,11 @@ class Writer:
                 yield wish.place
 
     def _refused(self, ledger: Ledger, wishes: Sequence[Wish], batch: Batch) -> dict[bytes, Outcome]:
-        """What can never be read where it would be stored (THROTTLED), or contradicts what is stored (ERROR). Parents come first."""
+        """Return the outcomes of the objects that must not be stored, by place.
+
+        THROTTLED: its page or the page before it is absent, so it could never be read. ERROR: it contradicts what is stored. In `wishes`
+        parents come first.
+        """
         refused: dict[bytes, Outcome] = {}
         coming: dict[bytes, SetItem] = {}
         lost: set[bytes] = set()
@@ -344,7 +363,10 @@ class Writer:
         return refused
 
     def _standing(self, ledger: Ledger, wish: Wish, coming: Mapping[bytes, SetItem]) -> Standing:
-        """See `Residents.standing`: the same, asked of the database, of objects that have the same layout."""
+        """Return what `Residents.standing` would, from the database, among objects of the same layout.
+
+        `coming`: accepted page objects of this transaction, by page key.
+        """
         meta, parent = wish.item.meta, None if wish.hangs else wish.item.meta.parent
         known = self._mirror.depth(wish.page) if self._mirror.is_read else 0
         if meta.depth and known and meta.depth != known:
@@ -371,7 +393,7 @@ class Writer:
         return pages_for(wish.item.meta.length, self._environment.page_bytes, room.part_pages)
 
     def _is_there(self, ledger: Ledger, wish: Wish) -> bool:
-        """Did another process, or another thread, store the object meanwhile? A damaged one makes way."""
+        """Return whether another process or thread has stored the object meanwhile; mark it as used, or remove it if it is damaged."""
         record = ledger.find(wish.place)
         if record is None:
             return False
@@ -382,7 +404,7 @@ class Writer:
         return True
 
     def _make_room(self, ledger: Ledger, fresh: Sequence[Wish], pages: int, batch: Batch, room: Room) -> bool:
-        """Evict for what is to be stored. False where another transaction must evict more, or store it."""
+        """Evict so that `fresh` fits, which takes `pages`; return False where another transaction must evict more, or store it."""
         target = room.limit - pages
         if ledger.used_pages() <= target:
             return True

@@ -1,1 +1,1 @@
-"""What the stores on a local disk share: the directory that they live in, and the check of the LMDB environment inside it."""
+"""Parts that the stores on a local disk share: their directory, the check of the LMDB environment inside it, settings, and threads."""

@@ -1,7 +1,7 @@
-"""Reads a catalog from end to end, in a process of its own: `python check.py DIR`.
+"""Check of a catalog in a process of its own, by reading it from end to end: `python check.py DIR`.
 
-LMDB maps its file into memory, so a truncated or overwritten one ends the reading process with a signal (SIGBUS, SIGSEGV, SIGABRT). The
-store finds that out here, where nobody else is hurt. This file imports nothing of tiercache: it starts in some 50 ms.
+LMDB maps its file into memory, so a truncated or overwritten one ends the reading process with a signal (SIGBUS, SIGSEGV, SIGABRT). In a
+child process that harms nothing else. This file imports nothing of tiercache, so that it starts in some 50 ms.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import lmdb
 
 
 def main(path: str) -> int:
-    """0 if every record can be read, 1 if LMDB says that the file is damaged; a signal says the same."""
+    """Return 0 if every record can be read, 1 if LMDB reports damage. On other damage a signal ends the process."""
     try:
         with (
             lmdb.open(path, readonly=True, lock=False, create=False, max_dbs=8) as env,
@@ -21,7 +21,7 @@ def main(path: str) -> int:
         ):
             for name, _ in names:
                 with txn.cursor(env.open_db(bytes(name), txn, create=False)) as cursor:
-                    # The first and the last byte: a value of many pages may lie behind the end of a file that was cut.
+                    # First and last byte: the end of a value of many pages may lie behind the end of a truncated file.
                     sum(value[0] + value[-1] for _, value in cursor if len(value))
     except lmdb.Error:
         return 1

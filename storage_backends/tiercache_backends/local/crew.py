@@ -1,4 +1,4 @@
-"""Threads that help a call along: one batch uses what the device, or the memory, can do at once."""
+"""Helper threads for a call: with them one batch uses all the parallelism of the disk or of the memory."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Final, TypeVar
 T = TypeVar("T")
 
 SHARE_BYTES: Final = 4 << 20
-"""What is worth a thread's while."""
+"""Bytes at which a share of work is worth a thread."""
 MEMORY_THREADS: Final = 2
-"""For bytes that are in memory: one copies while the other computes checksums. More would take cores from those who compute tokens."""
+"""Threads for bytes in memory: one copies while the other computes checksums. More would take cores from the engine's computation."""
 
 
 class Crew:
-    """Up to `threads` threads for all calls of a store together; they are started when they are first needed.
+    """Up to `threads` threads for all calls of a store together, each started when it is first needed.
 
-    Thread safety: any thread; `close` when nobody is inside.
+    Thread safety: any thread may call `spread`; `close` only when no call is in progress.
     """
 
     def __init__(self, threads: int, name: str) -> None:
@@ -27,7 +27,7 @@ class Crew:
         self.threads: Final = threads
 
     def spread(self, task: Callable[[T], None], shares: Iterable[T], threads: int) -> None:
-        """Do `task` for each share, on this thread and at most `threads` - 1 others. A task deals with its own failures."""
+        """Run `task` on each share, on this thread and at most `threads` - 1 others. A task handles its own failures."""
         waiting = deque(shares)
 
         def work() -> None:
@@ -39,13 +39,13 @@ class Crew:
                 task(share)
 
         helpers: list[Future[None]] = []
-        with suppress(RuntimeError):  # no more threads to be had: those there are do it, and one that comes late finds nothing left
+        with suppress(RuntimeError):  # no thread can be started: the existing ones do the work, and a helper that starts late finds none
             helpers += (self._pool.submit(work) for _ in range(min(threads, len(waiting)) - 1))
         try:
             work()
         finally:
-            # One that never began is not waited for: threads that hang in another call's disk must not hold this one up. All others are,
-            # also when something failed: they work with the caller's buffers.
+            # A helper that never began is cancelled and not waited for: threads that hang in the disk access of another call must not
+            # hold this call up. All others are waited for, also after a failure: they work with the caller's buffers.
             waiting.clear()
             begun = [helper for helper in helpers if not helper.cancel()]
             wait(begun)
@@ -53,5 +53,5 @@ class Crew:
             helper.result()
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads, after the work that was handed to them."""
         self._pool.shutdown()

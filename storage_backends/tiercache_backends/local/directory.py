@@ -1,12 +1,14 @@
-"""The directory of a local store: who owns it, which format it has, and whether the LMDB environment inside can be trusted.
+"""The directory of a local store: its ownership, its format, and whether the LMDB environment inside can be trusted.
 
-DIR/LOCK        held with flock: exclusively by the one owner (its pid in ASCII inside), or shared by several, or by those who only look
-DIR/OPENING     shared stores only: held while one of them opens or closes; by those who look alone, shared, as long as they do
-DIR/format      JSON {"kind": ..., "version": N, ...}: settled when the store is made
-DIR/state       JSON {"boot_id": ..., "database": [size, mtime_ns] of a clean shutdown, or null while open, "capacity": where it is known,
-                "suspect": true if the environment is damaged and was not put right yet}
+DIR/LOCK        locked with flock: exclusively by a single owner, or shared by several owners or by read-only openers (`looks`);
+                a single owner writes its pid into it, in ASCII
+DIR/OPENING     shared stores only, locked with flock: exclusively while an owner opens or closes the store; shared by read-only openers
+                that found no owner, for as long as they are open
+DIR/format      JSON {"kind": ..., "version": N, ...}: written when the store is created
+DIR/state       JSON {"boot_id": ..., "database": [size, mtime_ns] after a clean shutdown, null while open, "capacity": where it is known,
+                "suspect": true if the environment is damaged and has not been repaired yet}
 DIR/<database>/ the LMDB environment
-DIR/<database>.damaged, .damaged.1, ... environments that were put aside
+DIR/<database>.damaged, .damaged.1, ... damaged environments that were put aside
 """
 
 from __future__ import annotations
@@ -32,17 +34,19 @@ from tiercache_backends.local.lmdb_file import LmdbFile, UnsoundError
 _log = logging.getLogger(__name__)
 
 LARGEST_CAPACITY: Final = (1 << 48) - 1
-"""256 TiB less a byte: what the blocks of slabs can be numbered for, and LMDB can map, on every machine."""
+"""Largest capacity of a store in bytes, 256 TiB less one: blocks of slabs can be numbered, and LMDB can map, up to it on every machine."""
 _CHECK_SECONDS: Final = 120.0
+"""Seconds that the check in a child process may take before the environment counts as damaged."""
 _OPENING_SECONDS: Final = _CHECK_SECONDS + 30
+"""Seconds to wait for another process that opens or closes a shared store; it may be running its check."""
 _POLL_SECONDS: Final = 0.01
 _LMDB_MAGIC: Final = 0xBEEFC0DE
 _LMDB_META: Final = struct.Struct("<16xIIQQI92xQQ")
-"""Page header; magic, version, address, map size, page size; the rest of two tree roots; last page, transaction."""
+"""LMDB head page: page header; magic, version, address, map size, page size; rest of two tree roots; last page, transaction."""
 
 
 def sync_directory(env: Env, path: str) -> None:
-    """Return once the names in a directory would survive a power cut; raises OSError."""
+    """Flush the names in a directory to the medium, so that they survive a power cut. Raises OSError."""
     fd = env.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         env.fsync(fd)
@@ -51,7 +55,7 @@ def sync_directory(env: Env, path: str) -> None:
 
 
 def tree_bytes(env: Env, path: str) -> int:
-    """Bytes that a path and everything below it take on the disk; what goes meanwhile counts as nothing. Raises OSError."""
+    """Return the bytes that a path and everything below it take on the disk; what is removed meanwhile counts as 0. Raises OSError."""
     try:
         found = env.lstat(path)
         inner = env.listdir(path) if stat.S_ISDIR(found.st_mode) else []
@@ -61,10 +65,11 @@ def tree_bytes(env: Env, path: str) -> int:
 
 
 class StoreDirectory:
-    """One directory, held by this object from `claim` to `release`.
+    """One store directory, locked by this object from `claim` to `release`.
 
-    In order: `claim`, `settle`, `prove`, open the environment, `opened`; at the end close the environment, then `release`. With `as_found`
-    nothing is made or started anew: what would need that is a StorageError. With `looks` nothing at all is written.
+    Call in this order: `claim`, `settle`, `prove`, open the environment, `opened`; at the end close the environment, then `release`. With
+    `as_found` nothing is created or started anew: where that would be needed, StorageError is raised. With `looks` (read-only, needs
+    `as_found`) nothing at all is written.
 
     Thread safety: one caller at a time, while the store opens and closes; any thread may call `check_there`.
     """
@@ -79,17 +84,17 @@ class StoreDirectory:
         self.path: Final = os.path.abspath(path)
         self.database: Final = self.at(database)
         self.sole = True
-        """Does nobody else have the store open? Always true for an exclusive owner; for a shared one it holds until `opened`."""
+        """Whether no other process has the store open. Always true for an exclusive owner; for a shared one it holds until `opened`."""
         self.suspect = False
-        """Was the environment found to contradict itself, now or by the last owner? Known from `prove` on, until `healed`."""
+        """Whether the environment was found to contradict itself, now or by the last owner. Known from `prove` on, until `healed`."""
         self.capacity: int | None = None
-        """What the last owner's store might take, where that is known; since `prove`."""
+        """Capacity of the last owner's store in bytes, None where it is not known. Set by `prove`."""
         self._shared = False
         self._lock_fd: int | None = None
         self._opening_fd: int | None = None
 
     def check_place(self) -> None:
-        """Raise ConfigError or StoreFormatError where the directory holds what `claim` or `settle` would refuse. Changes nothing."""
+        """Raise ConfigError or StoreFormatError if the directory holds something that `claim` or `settle` would refuse. Changes nothing."""
         try:
             names = self._env.listdir(self.path)
             found = self._read("format") if "format" in names else {}
@@ -103,7 +108,10 @@ class StoreDirectory:
             self._check_format(found)
 
     def claim(self, *, shared: bool = False) -> None:
-        """Make the directory where it is missing and become its owner, or one of its owners; raises StorageError or StoreLockedError."""
+        """Lock the directory, exclusively or (`shared`) as one of several owners; create it where it is missing.
+
+        Raises StorageError or StoreLockedError.
+        """
         self._shared = shared
         try:
             if self._as_found and not self._is_there(self.at("format")):
@@ -131,9 +139,10 @@ class StoreDirectory:
             raise
 
     def settle(self, fresh: Mapping[str, Any]) -> dict[str, Any]:
-        """The store's format: what was settled when it was made, or `fresh` where it is made now or was made by an older version.
+        """Return the store's format: the one written when it was created, or `fresh` if it is created now or has an older version.
 
-        Of an older version the environment is put aside. Raises StoreFormatError for a newer version or another kind of store.
+        The environment of an older version is put aside; with `as_found` such a store raises StoreFormatError instead. Raises
+        StoreFormatError also for a newer version, another kind of store, or a format file that is unreadable or incomplete.
         """
         if self.stat("format") is None:
             self._env.chmod(self.path, 0o700)
@@ -157,15 +166,16 @@ class StoreDirectory:
         return found
 
     def settle_anew(self, fresh: Mapping[str, Any]) -> dict[str, Any]:
-        """Settle the format of a store that holds nothing."""
+        """Write and return the format of a store that holds nothing."""
         settled = {"kind": self._kind, "version": self._version, **fresh}
         self._write("format", settled)
         return settled
 
     def prove(self, *, closely: bool) -> bool:
-        """Make the environment's directory, and say whether what is in it can be opened: LMDB maps its file, and damage ends the process.
+        """Create the environment's directory if it is missing; return whether the environment in it can be opened safely.
 
-        What cannot stays `suspect`, also for the next owner, until it is `healed`. `closely`: look at every page, even after a clean end.
+        LMDB maps its file, so opening a damaged one ends the process. A damaged environment stays `suspect`, also for the next owner, until
+        `healed`. `closely`: check every page, even after a clean shutdown. While another process has the store open, nothing is checked.
         """
         self.part(self.database)
         if not self.sole:
@@ -182,12 +192,12 @@ class StoreDirectory:
         return sound
 
     def healed(self) -> None:
-        """The environment is a new one, or was put right."""
+        """Record that the environment is a new one or was repaired."""
         self.suspect = False
         self._mark_open()
 
     def check_there(self) -> None:
-        """Raise OSError unless the directory is still the one that was opened, under its name."""
+        """Raise OSError if the directory that was opened is no longer found under its name."""
         try:
             found = self._env.lstat(self.at("LOCK"))
         except FileNotFoundError as error:
@@ -196,17 +206,20 @@ class StoreDirectory:
             raise OSError(ESTALE, f"{self.path} was replaced while it was open; close the store and open it again")
 
     def replace(self, path: str) -> None:
-        """Let a new environment's file, which is whole and on the medium, take the old one's place at once."""
+        """Put a new environment's file, which must be complete and on the medium, atomically in the place of the old one."""
         self._env.rename(path, os.path.join(self.database, "data.mdb"))
         sync_directory(self._env, self.database)
 
     def remove(self, path: str) -> None:
-        """Remove a file that somebody who died may have left half made."""
+        """Remove a file that a process may have left incomplete when it died; a missing file is no error."""
         with suppress(FileNotFoundError):
             self._env.unlink(path)
 
     def set_aside(self) -> None:
-        """Keep a useless environment for a look at it, beside earlier ones, and make room for a new one."""
+        """Rename a useless environment, so that it can be examined later, and create an empty one in its place.
+
+        Environments that were put aside earlier are kept. Raises StorageError with `as_found`.
+        """
         if self._as_found:
             raise StorageError(f"{self.database} is damaged and says nothing any more; whoever opens the store to use it starts empty")
         if self._env.listdir(self.database):
@@ -217,20 +230,23 @@ class StoreDirectory:
         sync_directory(self._env, self.path)
 
     def asides(self) -> list[str]:
-        """The paths of what was put aside, oldest first."""
+        """Return the paths of the environments that were put aside, oldest first."""
         found: list[str] = []
         while self.stat(name := self._aside(len(found))) is not None:
             found.append(self.at(name))
         return found
 
     def keep(self, capacity: int) -> None:
-        """Remember the capacity with which the store opens, for who will open it as found."""
+        """Record the capacity in bytes with which the store opens, for a later opener with `as_found`."""
         if capacity != self.capacity:
             self.capacity = capacity
             self._mark_open()
 
     def part(self, path: str, *, make: bool = False) -> None:
-        """Make a directory of the store's, or find it there, closed to others. `make`: also in a store that opens as found."""
+        """Create a directory of the store if it is missing, and set its mode to 0700.
+
+        With `as_found` a missing one is a StorageError, unless `make` is set. With `looks` nothing is created or changed.
+        """
         if self._as_found and not make and not self._is_there(path):
             raise StorageError(f"{path} is missing, so nothing was stored in {self.path} yet, or it was removed; nothing can be shown")
         if self._looks:
@@ -239,15 +255,19 @@ class StoreDirectory:
         self._env.chmod(path, 0o700)
 
     def opened(self) -> None:
-        """The environment is open: others may open it too, if the store is shared. Who looks alone goes on to keep them away."""
+        """Let other processes open a shared store, now that the environment is open.
+
+        A read-only opener that found no owner keeps them out until `release`.
+        """
         if not (self._looks and self.sole):
             self._close(self._opening_fd)
             self._opening_fd = None
 
     def release(self, *, clean: bool, suspect: bool = False) -> None:
-        """Give up the ownership.
+        """Unlock the directory, and record how the environment was left.
 
-        `clean`: the environment was closed in order, and the next owner need not check it; `suspect`: it must, even within this boot.
+        `clean`: the environment was closed in order, and the next owner need not check it; `suspect`: the next owner must check it, even
+        within this boot.
         """
         try:
             if self._looks:
@@ -263,17 +283,20 @@ class StoreDirectory:
             self._let_go()
 
     def database_bytes(self) -> int:
-        """The length of the environment's file."""
+        """Return the length of the environment's file in bytes; 0 if there is none."""
         found = self._data()
         return found.st_size if found else 0
 
     def foreign_bytes(self, own: Iterable[str] = ()) -> int:
-        """Bytes of what else lies in the directory, beside the parts named `own`; they count towards a cap as well."""
+        """Return the disk bytes of foreign names in the directory: neither the files of this class nor the parts named in `own`.
+
+        They count towards a capacity as well.
+        """
         ours = {"LOCK", "OPENING", "format", "state", os.path.basename(self.database), *own}
         return sum(tree_bytes(self._env, self.at(name)) for name in self._env.listdir(self.path) if name not in ours)
 
     def stat(self, name: str) -> os.stat_result | None:
-        """A regular file or a directory of ours; raises StorageError for a link or anything else."""
+        """Return the status of a regular file or directory in the store, None if it is missing; raises StorageError for anything else."""
         try:
             found = self._env.lstat(self.at(name))
         except FileNotFoundError:
@@ -283,14 +306,17 @@ class StoreDirectory:
         return found
 
     def at(self, name: str) -> str:
-        """The path of a name in the directory."""
+        """Return the path of a name in the directory."""
         return os.path.join(self.path, name)
 
     def _look(self) -> None:
-        """Keep writers away without a trace: by a share in the lock of a single owner, or for as long as nobody shares the store."""
+        """Keep writers out without writing anything.
+
+        An exclusive store: share its LOCK. A shared store: share OPENING while it has no owner, or else share LOCK with the owners.
+        """
         if not self._shared:
             if not self._is_there(self.at("LOCK")):
-                return  # a copy of a store, which nobody opened yet
+                return  # a copy of a store that was never opened
             self._lock_fd = self._env.open(self.at("LOCK"), os.O_RDONLY)
             if not self._env.try_share(self._lock_fd):
                 raise self._locked(self._lock_fd)
@@ -301,7 +327,7 @@ class StoreDirectory:
         self._lock_fd = self._env.open(self.at("LOCK"), os.O_RDONLY)
         self.sole = self._env.try_lock(self._lock_fd)
         if self.sole:
-            # Others who look are to find themselves alone as well.
+            # The exclusive lock must not stay: other read-only openers have to find the store without an owner as well.
             self._close(self._lock_fd)
             self._lock_fd = None
         elif not self._env.try_share(self._lock_fd):
@@ -320,12 +346,12 @@ class StoreDirectory:
             if self._env.try_share(fd):
                 raise StoreLockedError(f"{self.path} is being looked at by another process; try again when that is done")
             raise self._locked(fd)
-        with suppress(OSError):  # the pid is for people; a full disk must not keep a store from opening
+        with suppress(OSError):  # the pid is for error messages only; a full disk must not keep a store from opening
             self._env.ftruncate(fd, 0)
             self._env.pwritev(fd, [memoryview(f"{self._env.getpid()}\n".encode())], 0)
 
     def _join(self) -> None:
-        """Become one of the owners. Until `opened` nobody else opens or closes, so that `sole` cannot change under us."""
+        """Become one of the owners. No other process opens or closes the store until `opened`, so `sole` cannot change until then."""
         self._begin()
         fd = self._held()
         self.sole = self._env.try_lock(fd)
@@ -352,7 +378,7 @@ class StoreDirectory:
     def _let_go(self) -> None:
         for fd in (self._lock_fd, self._opening_fd):
             if fd is not None:
-                with suppress(OSError):  # a process that was forked meanwhile has the descriptor too
+                with suppress(OSError):  # closing alone keeps the lock where a forked process has the descriptor too
                     self._env.unlock(fd)
                 self._close(fd)
         self._lock_fd = self._opening_fd = None
@@ -362,7 +388,7 @@ class StoreDirectory:
             let_go(self._env, fd)
 
     def _mark_open(self) -> None:
-        """Say that the environment is in use; where even that does not fit on the disk, say nothing, which is not trusted either."""
+        """Record that the environment is in use. On a full disk, remove the record instead: without one it is not trusted either."""
         try:
             self._write_state(None)
         except OSError as error:
@@ -385,7 +411,7 @@ class StoreDirectory:
         return trusted or not self._damaged()
 
     def _is_whole(self) -> bool:
-        """Has every page of the environment's file, its list of free ones included, the form that LMDB gives it?"""
+        """Return whether every page of the environment's file, including its list of free pages, has the form that LMDB gives it."""
         try:
             with closing(LmdbFile(self._env, os.path.join(self.database, "data.mdb"))) as file:
                 file.check()
@@ -395,17 +421,20 @@ class StoreDirectory:
         return True
 
     def _trusted(self, found: os.stat_result, state: Mapping[str, Any]) -> bool:
-        """Is the environment as LMDB left it?
+        """Return whether the environment is as LMDB left it.
 
-        After a clean shutdown, if the file is as it was then; and after any death of the owner within this boot, because what LMDB has
-        written is in the page cache.
+        After a clean shutdown it is, if the file's size and mtime are unchanged. After a crash of the owner it is within the same boot,
+        because everything that LMDB has written is in the page cache.
         """
         if state.get("database") is not None:
             return bool(state["database"] == [found.st_size, found.st_mtime_ns])
         return bool(state.get("boot_id")) and state["boot_id"] == self._env.boot_id()
 
     def _plausible(self, size: int) -> bool:
-        """Do LMDB's two head pages look right, and is the file as long as the newer one says? It may be shorter where pages are free."""
+        """Return whether LMDB's two head pages look right and the file is as long as the newer one says.
+
+        An intact file may be shorter too, where its last pages are free; False therefore only asks for a closer check.
+        """
         fd = self._env.open(os.path.join(self.database, "data.mdb"), os.O_RDONLY)
         try:
             heads = []
@@ -420,7 +449,7 @@ class StoreDirectory:
             let_go(self._env, fd)
 
     def _damaged(self) -> bool:
-        """Ask a child process, because a damaged environment ends whoever reads it."""
+        """Return whether a child process finds damage; a child, because reading a damaged environment may end the process."""
         status = self._env.run([sys.executable, "-P", check.__file__, self.database], _CHECK_SECONDS)
         if status:
             _log.error("the database in %s is damaged (its check ended with status %d)", self.database, status)
@@ -433,13 +462,13 @@ class StoreDirectory:
         return self.stat(os.path.join(os.path.basename(self.database), "data.mdb"))
 
     def _make(self, path: str, *, parents: bool = False) -> None:
-        """Make a directory of ours, or find one there; raises StorageError where something else is in its place."""
+        """Create a directory of the store unless it exists; raises StorageError if something else is in its place."""
         if parents and not self._is_there(os.path.dirname(path)):
             self._make(os.path.dirname(path), parents=True)
         if not self._is_there(path):
-            with suppress(FileExistsError):  # another opener of a shared store may be a moment ahead
+            with suppress(FileExistsError):  # another opener of a shared store may have made it since the check
                 self._env.mkdir(path)
-        # Where the store lies may be a link of the administrator's; what lies inside may not.
+        # The path of the store itself may be a link made by the administrator; directories inside the store may not be links.
         elif not stat.S_ISDIR(self._env.lstat(os.path.realpath(path) if parents else path).st_mode):
             raise StorageError(f"{path} is not a directory; remove it, or give the store a directory of its own")
 
@@ -461,7 +490,7 @@ class StoreDirectory:
             )
 
     def _read(self, name: str) -> dict[str, Any]:
-        """A small JSON file; empty where it is missing or malformed."""
+        """Return the content of a small JSON file, of which 4096 bytes are read; an empty dict if it is missing or malformed."""
         found = self.stat(name)
         raw = bytearray(min(found.st_size if found else 0, 4096))
         if not raw:

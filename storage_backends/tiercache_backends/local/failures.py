@@ -1,4 +1,4 @@
-"""LMDB's failures as the OSErrors that they stand for."""
+"""Conversion of LMDB's failures to OSErrors, and the watch on the length of LMDB's file."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ import lmdb
 from tiercache.storage.env import Env, let_go
 
 _FULL: Final = (ENOSPC, EDQUOT, EFBIG)
-"""A disk, a quota or a limit of the process that gives no more room."""
+"""Error numbers of a full disk, an exhausted quota, or the process's limit on the size of a file."""
 _FULL_BYTES: Final = 64 << 10
-"""With less than this left, a write that came out short is taken for a full disk."""
+"""Free bytes of the file system below which a short write is attributed to a full disk."""
 DAMAGE: Final = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.PanicError, lmdb.InvalidError, lmdb.BadTxnError)
-"""What LMDB raises where its pages contradict themselves, and in a transaction that met such a page before."""
+"""Exceptions that LMDB raises where its pages contradict themselves, and later in a transaction that met such a page."""
 
 
 class DamagedError(OSError):
-    """LMDB, or what is in it, contradicts itself: the environment must not be trusted any more."""
+    """The LMDB environment, or its content, contradicts itself: it must not be trusted any more."""
 
 
 def is_full(error: OSError) -> bool:
-    """Had the disk, or what this user may have of it, no room left?"""
+    """Return whether an error says that the disk, the quota or the process's limit leaves no room."""
     return error.errno in _FULL
 
 
 def os_error(error: lmdb.Error, env: Env, path: str) -> OSError:
-    """What went wrong in the environment in `path`.
+    """Return the OSError for a failure in the environment in `path`: DamagedError, ENOSPC for a full disk or map, else EIO.
 
-    On a full disk the last write comes out short, which LMDB reports as EIO: so the file system is asked.
+    On a full disk the last write is short, which LMDB reports as EIO, so for EIO the free space of the file system is looked up.
     """
     text = str(error)
     if isinstance(error, DAMAGE):
@@ -45,9 +45,9 @@ def os_error(error: lmdb.Error, env: Env, path: str) -> OSError:
 
 
 class FileLength:
-    """Watches the length of an open environment's file: LMDB maps it, and reading a map behind the end of its file ends the process.
+    """Watch on the length of an open environment's file: LMDB maps it, and reading the map behind the end of the file ends the process.
 
-    What is cut between `check` and the end of the transaction is not seen.
+    A truncation between `check` and the end of the transaction is not seen.
 
     Thread safety: any thread may call `check`.
     """
@@ -61,10 +61,10 @@ class FileLength:
         self._fd = env.open(path, os.O_RDONLY)
 
     def check(self) -> None:
-        """Raise DamagedError where the file has lost what lies in it, and OSError where it cannot be asked."""
+        """Raise DamagedError if the file was truncated below what is needed; raises OSError if its length cannot be read."""
         size = self._env.fstat(self._fd).st_size
         if size < self._longest and size < (least := self._least(size)):
-            # Another thread or process may have made it longer since it was asked.
+            # Another thread or process may have extended the file since its length was read.
             size = self._env.fstat(self._fd).st_size
             if size < least:
                 raise DamagedError(EIO, f"{self._path} was cut to {size} bytes while it was open")
@@ -72,27 +72,27 @@ class FileLength:
             self._longest = size
 
     def needed(self) -> int:
-        """Bytes up to the end of the last page that the newest transaction knows, when the file was last found long enough to say."""
+        """Return the bytes up to the end of the newest transaction's last page, as of the last time the file held both head pages."""
         self._learn(self._env.fstat(self._fd).st_size)
         return self._needed
 
     def _least(self, size: int) -> int:
-        """Bytes that a file of this size must have. It never shrinks by itself, but may have been longer than what is needed."""
+        """Return the bytes that the file, now of `size` bytes, must have. LMDB never shrinks it, but it may have been longer than that."""
         self._learn(size)
         return min(self._longest, self._needed)
 
     def _learn(self, size: int) -> None:
-        # The head pages, which say how long the file is, are mapped themselves.
+        # The head pages, which tell the length that is needed, are mapped too: reading them from a shorter file would end the process.
         if size >= 2 * self._page_bytes:
             self._needed = (int(self._lmdb.info()["last_pgno"]) + 1) * self._page_bytes
 
     def same(self) -> bool:
-        """Is the open file still the one with this name? Raises OSError where that cannot be found out."""
+        """Return whether the open file is still the one with this name. Raises OSError if that cannot be found out."""
         named, held = self._env.lstat(self._path), self._env.fstat(self._fd)
         return (named.st_dev, named.st_ino) == (held.st_dev, held.st_ino)
 
     def close(self) -> None:
-        """Close the descriptor. Twice is harmless."""
+        """Close the descriptor. A second call does nothing."""
         if self._fd >= 0:
             let_go(self._env, self._fd)
             self._fd = -1

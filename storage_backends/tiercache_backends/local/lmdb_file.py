@@ -1,7 +1,8 @@
-"""LMDB's file read page by page with plain calls: nothing is mapped, so no damage ends the process, and nothing is written.
+"""Reader of LMDB's file, page by page, with plain read calls: nothing is mapped, so damage cannot end the process, and nothing is written.
 
-What LMDB cannot find any more, because a page above it is damaged, still lies in its own page. A page that is neither free nor behind the
-end belongs to the newest transaction, so those pages together are all that is stored. Layout: LMDB 0.9, struct MDB_page and MDB_meta.
+A record that LMDB cannot find any more, because a page above it in the tree is damaged, still lies in its own page. A page that is neither
+free nor behind the end belongs to the newest transaction, so those pages together hold everything that is stored. Layout: LMDB 0.9, struct
+MDB_page and MDB_meta.
 """
 
 from __future__ import annotations
@@ -19,30 +20,34 @@ from tiercache.storage.env import Env, let_go
 from tiercache.storage.vectors import read_all
 
 Pages = npt.NDArray[np.uint8]
-"""Whole pages, shape (n, page size)."""
+"""Whole LMDB pages, shape (n, page size)."""
 
 _MAGIC: Final = 0xBEEFC0DE
 _META: Final = struct.Struct("<16xIIQQI36xQ48xQQ")
-"""Page header; magic, version, address, map size, page size; the root of the free list; the last page, the transaction."""
+"""Head page: page header; magic, version, address, map size, page size; the root of the free list; the last page, the transaction."""
 _HEADER: Final = struct.Struct("<QHHHH")
-"""Page number, size of a key in a page of bare keys, flags, end of the offsets, begin of the nodes."""
+"""Page header: page number, size of a key in a page of bare keys, flags, end of the offsets, start of the nodes."""
 _NODE: Final = struct.Struct("<HHHH")
-"""Low and high half of the value's size, flags, size of the key."""
+"""Node header: low and high half of the value's size, flags, size of the key."""
 _NUMBER: Final = struct.Struct("<Q")
 _BRANCH, _LEAF, _OVERFLOW, _BARE, _SUB = 1, 2, 4, 0x20, 0x40
 _KINDS: Final = (_BRANCH, _LEAF, _OVERFLOW, _LEAF | _BARE)
 _LATER: Final = 0x4000 | 0x8000 | 0x10
-"""Flags of pages in memory that may be left in the file."""
+"""Page flags that have a meaning in memory only (P_LOOSE, P_KEEP, P_DIRTY) but may be left in the file."""
 _BIG, _TREE, _SAME = 1, 2, 4
-"""Flags of nodes: the value lies in pages of its own; it is the root of a tree; several values have this key."""
+"""Node flags: the value lies in pages of its own; it is the root of a tree; several values have this key."""
 _NO_PAGE: Final = 2**64 - 1
+"""Page number of the root of an empty tree."""
 _AT_ONCE: Final = 256
+"""Pages that are read at a time."""
 _SIZES: Final = tuple(1 << bits for bits in range(9, 17))
+"""Possible page sizes: 512 bytes to 64 KiB."""
 _DEEPEST: Final = 32
+"""Depth down to which the free list's tree is followed; a deeper tree counts as damaged."""
 
 
 class Head(NamedTuple):
-    """What one of the two head pages says."""
+    """Content of one of the two head pages. `last`: number of the last page."""
 
     page_bytes: int
     free_root: int
@@ -51,7 +56,7 @@ class Head(NamedTuple):
 
 
 class Node(NamedTuple):
-    """A key with its value. `page`: where it lies."""
+    """A key with its value. `page`: number of the page that it lies in."""
 
     key: bytes
     value: bytes
@@ -59,7 +64,7 @@ class Node(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A key, and the offset and size of its value in the file."""
+    """A key, and the offset `at` and size of its value in the file, in bytes."""
 
     key: bytes
     at: int
@@ -67,13 +72,15 @@ class Place(NamedTuple):
 
 
 class UnsoundError(ValueError):
-    """The file's structure is not LMDB's."""
+    """The file does not have the structure that LMDB gives it."""
 
 
 class LmdbFile:
     """An LMDB file, open for reading. Raises OSError where it cannot be read.
 
-    Thread safety: one thread; nobody writes to the file meanwhile.
+    The caller guarantees that nothing writes to the file meanwhile.
+
+    Thread safety: one thread.
     """
 
     def __init__(self, env: Env, path: str) -> None:
@@ -94,11 +101,11 @@ class LmdbFile:
         let_go(self._env, self._fd)
 
     def check(self) -> None:
-        """Raise UnsoundError unless heads, free list and every page that is in use have the form that LMDB gives them."""
+        """Raise UnsoundError unless the head pages, the free list and every page in use have the form that LMDB gives them."""
         if self._newest is None:
             raise UnsoundError("one of its two head pages is no head page")
         free = self._free()
-        # Pages that were taken and given back in one transaction are never written: they may lie behind the end.
+        # A page allocated and freed within one transaction is never written: such pages, all free, may lie behind the end of the file.
         if len(np.unique(free[(free >= self.count) & (free <= self._newest.last)])) < self._newest.last + 1 - self.count:
             raise UnsoundError(f"it has {self.size} bytes, and its head speaks of {self._newest.last + 1} pages of {self.page_bytes}")
         inside = 0
@@ -106,14 +113,20 @@ class LmdbFile:
             inside = self._check_pages(pages, first, inside)
 
     def pages(self) -> Iterator[tuple[int, Pages]]:
-        """All pages that may hold something, in runs, each with the number of its first. Where the free list is damaged, free ones too."""
+        """Yield all pages in use, in runs of neighbours, each run with the number of its first page.
+
+        Where the free list is damaged, free pages are among them.
+        """
         used = np.ones(self.count, np.bool_)
         with suppress(UnsoundError):
             used = self._used(self._free())
         yield from self._stretches(used)
 
     def is_whole(self, page: Pages, number: int) -> bool:
-        """Has this page, of shape (page size,), the form of one of LMDB's? What a damaged one says of itself is not to be believed."""
+        """Return whether a page, of shape (page size,), has the form that LMDB gives to page `number`.
+
+        The header of a page that has not must not be believed.
+        """
         found, _, flags, lower, upper = _HEADER.unpack_from(page.data)
         kind = flags & ~_LATER
         if found != number or kind not in _KINDS:
@@ -127,13 +140,13 @@ class LmdbFile:
         return True
 
     def keys(self, page: Pages, size: int) -> Pages:
-        """The keys of a whole page of bare keys of `size` bytes, shape (n, size); none if it is no such page."""
+        """Return the keys of an undamaged page of bare keys of `size` bytes, shape (n, size); n is 0 for any other kind of page."""
         _, key_bytes, flags, lower, _ = _HEADER.unpack_from(page.data)
         count = (lower - 16) // 2 if flags & ~_LATER == _LEAF | _BARE and key_bytes == size else 0
         return page[16 : 16 + count * size].reshape(count, size)
 
     def nodes(self, page: Pages, number: int) -> Iterator[Node]:
-        """The keys and values of a whole leaf page: one node for each of several values that lie there under one key."""
+        """Yield the keys and values of an undamaged leaf page; a key with several values there yields one node for each of them."""
         raw = page.data
         _, _, flags, lower, _ = _HEADER.unpack_from(raw)
         if flags & ~_LATER != _LEAF:
@@ -142,7 +155,7 @@ class LmdbFile:
             yield from self._values(raw, at, number)
 
     def places(self, page: Pages, number: int) -> Iterator[Place]:
-        """Where the values of a whole leaf page lie in the file, of keys that have one value each. Reads no value."""
+        """Yield the places of the values of an undamaged leaf page, for keys that have one value each. Reads no value."""
         raw = page.data
         _, _, flags, lower, _ = _HEADER.unpack_from(raw)
         if flags & ~_LATER != _LEAF:
@@ -157,12 +170,12 @@ class LmdbFile:
                 yield Place(key, first * self.page_bytes + 16, size)
 
     def run_of(self, page: Pages) -> int:
-        """How many pages a whole page stands for: more than one where a large value begins."""
+        """Return the number of pages that belong together from this undamaged page on: more than 1 where a large value begins."""
         _, _, flags, lower, upper = _HEADER.unpack_from(page.data)
         return max(1, lower | upper << 16) if flags & ~_LATER == _OVERFLOW else 1
 
     def read(self, place: Place) -> bytearray:
-        """A value; zeros where the file ends too early."""
+        """Return a value; zeros stand for bytes behind the end of the file."""
         value = bytearray(place.size)
         read_all(self._env, self._fd, [memoryview(value)], place.at)
         return value
@@ -191,7 +204,7 @@ class LmdbFile:
         return self._far(key, bytes(page[start : start + _NUMBER.size]), size, number)
 
     def _far(self, key: bytes, where: bytes, size: int, number: int) -> Node | None:
-        """A node whose value lies in pages of its own."""
+        """Return a node whose value lies in pages of its own; None if it does not begin at the page that `where` names."""
         if len(where) < _NUMBER.size:
             return None
         [first] = _NUMBER.unpack(where)
@@ -200,14 +213,14 @@ class LmdbFile:
         return Node(key, bytes(self.read(Place(key, first * self.page_bytes + 16, size))), number)
 
     def _is_run(self, first: int, size: int) -> bool:
-        """Does a large value of this size begin on this page?"""
+        """Return whether a large value of `size` bytes begins on page `first` and ends within the file."""
         if first < 2 or first * self.page_bytes + 16 + size > self.size:
             return False
         found, _, flags, *_ = _HEADER.unpack(self._read(first, 16))
         return (found, flags & ~_LATER) == (first, _OVERFLOW)
 
     def _heads(self) -> list[Head]:
-        """What the head pages say, as far as they are head pages."""
+        """Return the contents of those of the two head pages that are head pages."""
         first = self._head(0)
         places = [first.page_bytes] if first else _SIZES
         second = next((head for at in places if (head := self._head(at)) and head.page_bytes == at), None)
@@ -222,7 +235,7 @@ class LmdbFile:
         return Head(page_bytes, root, last, txn)
 
     def _free(self) -> npt.NDArray[np.uint64]:
-        """The pages that the newest transaction left free; raises UnsoundError."""
+        """Return the numbers of the pages that the newest transaction left free; raises UnsoundError."""
         if self._newest is None:
             raise UnsoundError("which head page is the newer one cannot be told")
         found = [np.empty(0, np.uint64)]
@@ -235,7 +248,7 @@ class LmdbFile:
         return np.concatenate(found)
 
     def _leaves(self, page: int, depth: int) -> Iterator[Node]:
-        """All nodes of the tree of the free list."""
+        """Yield all nodes of the free list's tree from `page` downwards; raises UnsoundError."""
         if not 2 <= page < self.count or depth > _DEEPEST:
             raise UnsoundError(f"page {page} is not there")
         raw = memoryview(self._read(page, self.page_bytes))
@@ -255,7 +268,7 @@ class LmdbFile:
                 yield from self._leaves(low | high << 16 | top << 32, depth + 1)
 
     def _used(self, free: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
-        """Which pages of the file are in use; raises UnsoundError."""
+        """Return a mask of the pages of the file that are in use, shape (count,); raises UnsoundError."""
         assert self._newest is not None, "who knows the free pages knows the head"
         if len(free) and int(free.max()) > self._newest.last:
             raise UnsoundError("its free list names pages behind its end")
@@ -276,12 +289,15 @@ class LmdbFile:
                 yield first, np.frombuffer(raw, np.uint8).reshape(len(part), self.page_bytes)
 
     def _check_pages(self, pages: Pages, first: int, inside: int) -> int:
-        """Look at a run of pages, of which the first `inside` continue a large value; says how many of the next run do."""
+        """Check a run of pages, of which the first `inside` continue a large value; raises UnsoundError.
+
+        Returns how many pages of the next run continue the last large value of this one.
+        """
         heads = np.ascontiguousarray(pages[:, :16])
         numbers, words, sizes = heads.view(np.uint64)[:, 0], heads.view(np.uint16).astype(np.int64), heads.view(np.uint32)[:, 3]
         key_bytes, kinds, lower, upper = words[:, 4], words[:, 5] & ~_LATER, words[:, 6], words[:, 7]
         right = numbers == np.arange(first, first + len(pages), dtype=np.uint64)
-        # Leaves of keys of one size are told from their heads alone, all at once: a catalog has little else.
+        # Leaf pages of bare keys are checked by their headers alone, all at once: a catalog has few pages of other kinds.
         full = 16 + (lower - 16) // 2 * key_bytes
         plain = right & (kinds == _LEAF | _BARE) & (lower >= 16) & (lower <= upper) & (upper <= self.page_bytes) & (full <= self.page_bytes)
         others = np.flatnonzero(~plain)
@@ -299,7 +315,7 @@ class LmdbFile:
         return max(0, at - len(pages))
 
     def _check_page(self, page: memoryview, kind: int, number: int, lower: int, upper: int) -> None:
-        """Raise UnsoundError unless everything in a page lies inside it."""
+        """Raise UnsoundError unless everything in a branch or leaf page lies inside it."""
         if not 16 <= lower <= upper <= self.page_bytes:
             raise UnsoundError(f"page {number} is damaged")
         if kind & _BARE:
@@ -317,14 +333,14 @@ class LmdbFile:
                 raise UnsoundError(f"page {number} is damaged")
 
     def _read(self, page: int, size: int) -> bytearray:
-        """Bytes from the begin of a page on; zeros behind the end of the file."""
+        """Return `size` bytes from the start of a page; zeros behind the end of the file."""
         raw = bytearray(size)
         read_all(self._env, self._fd, [memoryview(raw)], page * self.page_bytes)
         return raw
 
 
 def _is_sub_page(inner: memoryview) -> bool:
-    """Are these the values of one key, in the form of a page?"""
+    """Return whether these bytes are several values of one key, in the form of an LMDB sub-page."""
     if len(inner) < 16:
         return False
     _, size, flags, lower, _ = _HEADER.unpack_from(inner)

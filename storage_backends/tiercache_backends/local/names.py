@@ -1,6 +1,6 @@
-"""What a store on a disk keeps of a namespace, as one value of LMDB's: msgpack [id, identity without its salt, or nil, states].
+"""Record of a namespace in a store on a disk, as one LMDB value: msgpack [number, identity without its salt or nil, states].
 
-Values of two members, without `states`, are of earlier releases: theirs have none.
+Values of two members, without `states`, come from earlier releases; they are read as `states` = false.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from tiercache.storage.base import NamespaceRecord
 
 
 class Name(NamedTuple):
-    """A namespace's `number`, which stands for it in records of objects, and its `record`; None until somebody registers it."""
+    """A namespace's `number`, which stands for it in records of objects, and its `record`, None until the namespace is registered."""
 
     number: int
     record: NamespaceRecord | None
 
     @property
     def states(self) -> bool:
-        """Is it known to have states?"""
+        """Whether the namespace is known to have states."""
         return self.record is not None and self.record.states
 
 
 def pack_name(name: Name) -> bytes:
-    """The value."""
+    """Return the LMDB value of a name."""
     identity = None if name.record is None else dict(name.record.identity)
     packed: bytes = msgpack.packb([name.number, identity, name.states])
     return packed
 
 
 def unpack_name(namespace: bytes, value: bytes) -> Name:
-    """Back from that; raises ValueError for a value that is none."""
+    """Return the name that an LMDB value describes; raises ValueError for a malformed value."""
     try:
         number, identity, states = (*msgpack.unpackb(value), False)[:3]
     except (ValueError, TypeError, msgpack.UnpackException) as error:

@@ -1,4 +1,4 @@
-"""The settings that local stores have in common, from text to values. Each parser raises ConfigError."""
+"""Parsers of the settings that local stores have in common. Each raises ConfigError."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ Parser = Callable[[Any], Any]
 
 
 def local_settings(kind: str, section: Mapping[str, Any], context: StoreContext, example: str, **more: Parser) -> dict[str, Any]:
-    """The values of a local store's section: path, capacity, durability, `seal` (from mac_key, where given) and those parsed by `more`."""
+    """Return the values of a local store's section: path, capacity, access, durability, `seal` and those that `more` parses.
+
+    Only settings that are given are in it, and `path` and `capacity` must be; `seal` is made from the file that mac_key names.
+    """
     if "address" in section:
         raise ConfigError(
             f"'{kind}://{section['address']}...' names a host; write three slashes and the whole path, as in {example.partition('?')[0]}"
@@ -37,12 +40,12 @@ def local_settings(kind: str, section: Mapping[str, Any], context: StoreContext,
 
 
 def capacity_of(value: Any) -> int | None:
-    """Bytes; None for "kept": the store must be there, and opens with what it has, whatever that is."""
+    """Return a capacity in bytes; None for "kept": the store must exist already, and keeps the capacity that it has."""
     return None if value == "kept" else parse_size(value)
 
 
 def check_capacity(capacity: int | None, mapped: int, least: int = 0) -> None:
-    """Raise ConfigError for a capacity below `least`, or of which `mapped` bytes are more than this machine can address."""
+    """Raise ConfigError for a capacity in bytes below `least`, or for one whose `mapped` bytes cannot be mapped on this machine."""
     if capacity is None:
         return
     if capacity < least:
@@ -57,27 +60,27 @@ def check_capacity(capacity: int | None, mapped: int, least: int = 0) -> None:
 
 
 def looks(access: str, capacity: int | None) -> bool:
-    """Is the store to be looked at only? That is how one opens whose capacity is "kept", unless `access` is "write"."""
+    """Return whether to open the store read-only: if its capacity is "kept" (None), unless `access` is "write". Raises ConfigError."""
     if access == "read" and capacity is not None:
         raise ConfigError("access=read changes nothing, and so takes no other capacity than kept; give capacity=kept, or leave access away")
     return capacity is None and access != "write"
 
 
 def refused(items: Sequence[SetItem], held: Sequence[bool]) -> list[Outcome]:
-    """The outcomes of a set into a store that is only looked at; see `wrappers.ReadOnly`."""
+    """Return the outcomes of a set into a read-only store that has the items where `held` is true; see `wrappers.ReadOnly`."""
     verdicts = (Outcome.HIT if there else Outcome.THROTTLED for there in held)
     return [verdict if storable(item) else Outcome.ERROR for item, verdict in zip(items, verdicts, strict=True)]
 
 
 def absolute_path(value: Any) -> str:
-    """A path from the root."""
+    """Return `value` if it is an absolute path; raises ConfigError otherwise."""
     if not isinstance(value, str) or not value.startswith("/"):
         raise ConfigError(f"{value!r} is not an absolute path; write it like /var/lib/tiercache")
     return value
 
 
 def one_of(*choices: str) -> Parser:
-    """One of a few words."""
+    """Return a parser that accepts one of these words."""
 
     def parse(value: Any) -> str:
         if value not in choices:
@@ -88,7 +91,7 @@ def one_of(*choices: str) -> Parser:
 
 
 def between(least: int, most: int, what: str) -> Parser:
-    """A whole number of `what`."""
+    """Return a parser of a whole number from `least` to `most`, both included. `what`: the unit, for the error message."""
 
     def parse(value: Any) -> int:
         text = str(value)

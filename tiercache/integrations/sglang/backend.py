@@ -1,4 +1,4 @@
-"""The storage backend itself: SGLang's calls, answered by a tiercache store."""
+"""The storage backend class that SGLang calls; a tiercache store answers."""
 
 from __future__ import annotations
 
@@ -40,11 +40,12 @@ _OF_SGLANG: Final = frozenset({
     "backend_name", "module_path", "class_name", "interface_v1", "tp_lcm_size", "prefetch_threshold", "prefetch_timeout_base",
     "prefetch_timeout_per_ki_token", "hicache_storage_pass_prefix_keys",
 })  # fmt: skip
-"""Keys of the extra config that are SGLang's own."""
+"""Keys of the extra config that SGLang itself reads; all other keys are settings of tiercache."""
 
 _POLICIES: Final = {PoolHitPolicy.ALL_PAGES: HitPolicy.ALL_PAGES, PoolHitPolicy.TRAILING_PAGES: HitPolicy.TRAILING_PAGES}
 _KV: Final = PoolName.KV.value
 _DELETE_AT_ONCE: Final = 1024
+"""Objects that one `delete` call of `clear` removes at most."""
 
 _UNTOLD: Final = (
     "tiercache: SGLang does not say which pages come before those that it writes. What queries tell makes up for a part of that, but a full"
@@ -57,7 +58,10 @@ _Method = Callable[Concatenate["TierCacheStorage", _P], _T]
 
 
 def _never_raises(nothing: Callable[..., _T]) -> Callable[[_Method[_P, _T]], _Method[_P, _T]]:
-    """For calls of SGLang's threads: what goes wrong is logged, and the answer is that nothing was found or kept."""
+    """Decorate a method that SGLang's threads call: log any exception and return `nothing(*args, **kwargs)` instead.
+
+    `nothing` makes the answer that says that nothing was found or kept.
+    """
 
     def wrap(call: _Method[_P, _T]) -> _Method[_P, _T]:
         def guarded(self: TierCacheStorage, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -82,15 +86,16 @@ def _none_of_each(transfers: Sequence[PoolTransfer], *_: Any, **__: Any) -> dict
 
 
 class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no types
-    """A store of tiercache's as SGLang's third tier.
+    """A tiercache store that serves as SGLang's third tier.
 
-    A page is kept under SGLang's hash of its prefix, bound to the identity (model, revision, dtype, page size, quantization, tenant), to
-    the layout that its host pool has, and to the rank: what differs in any of these is another object. Every byte read is verified.
+    The key of a page is SGLang's hash of its prefix, bound to the identity (model, revision, dtype, page size, quantization, tenant), to
+    the layout of its host pool, and to the rank; a difference in any of these gives another object. Every byte that is read is verified.
 
-    Construction and registration raise ConfigError or StorageError, and so end the attach, where a setting is wrong or the store cannot be
-    opened. Nothing else raises: what fails is a miss, or was not kept.
+    Construction and registration raise ConfigError or StorageError if a setting is wrong or the store cannot be opened; that ends the
+    attach. Reads, writes and queries never raise: a read that fails counts as a miss, a write that fails as not kept. `clear` raises
+    StorageError.
 
-    Thread safety: any thread, at once; registration first and alone, `close` last.
+    Thread safety: any number of threads at once; registration comes first and alone, `close` last.
     """
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any] | None = None) -> None:
@@ -121,7 +126,10 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
     # Registration.
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """The anchor pool, whose dtype and page size are part of the identity."""
+        """Register the anchor pool; its dtype and page size become part of the identity.
+
+        Raises ConfigError if the pool shows no pages, or holds plain bytes of an unknown dtype.
+        """
         super().register_mem_pool_host(mem_pool_host)
         self._server = Server(self._config.pp_size)
         if mem_pool_host.dtype is torch.uint8 and not self._server.known and not self._settings.kv_dtype:
@@ -140,7 +148,7 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         self._store.register_namespace(self._record)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        """A sidecar's pool, or the anchor once more; also after the attach."""
+        """Register the pool of a sidecar, or the anchor pool once more; SGLang may also call this after the attach."""
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         name = str(host_pool_name)
         if name in self._pools and self._pools[name].pool is host_pool:
@@ -148,13 +156,17 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         try:
             self._register(name, host_pool)
         except Exception as error:  # noqa: BLE001  whatever a pool of theirs raises
-            # Said at the end of the attach: SGLang cannot take one back from here.
+            # `on_host_pools_registered` reports it: at this point SGLang cannot undo the registration of one pool.
             self._pools.pop(name, None)
             self._unkept[name] = f"{type(host_pool).__name__}: {error}"
             _log.warning("tiercache: pool %s is not kept, and prefixes that need it are never restored: %r", name, error)
 
     def on_host_pools_registered(self) -> None:
-        """The end of the attach. Raises ConfigError where a pool cannot be kept: all that is written would be written for nothing."""
+        """End the attach.
+
+        Raises ConfigError, after closing the store, if a pool cannot be kept: prefixes need all pools, so nothing that is written could
+        be restored.
+        """
         if self._unkept:
             self.close()
             pools = "; ".join(f"{name} ({why})" for name, why in self._unkept.items())
@@ -177,13 +189,16 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         _log.info("tiercache: pool %s, layout %s, %d bytes a page, %s", name, getattr(pool, "layout", "?"), made.nbytes, how)
 
     def _needs_states(self) -> None:
-        """Tell the store, once, that KV alone restores nothing."""
+        """Tell the store, once, that a prefix of this model needs states besides KV."""
         if not self._record.states:
             self._record = replace(self._record, states=True)
             self._store.register_namespace(self._record)
 
     def _shard(self, name: str, pool: Any) -> Shard:
-        """Whose part of a page a pool holds. Latent attention is the same on all tensor-parallel ranks; states and heads are not."""
+        """Return the shard of a page that a pool of this rank holds.
+
+        Latent attention is the same on all tensor-parallel ranks, so the tensor-parallel rank is left out; states and heads differ.
+        """
         c = self._config
         rank, size = c.pp_rank * c.attn_cp_size + c.attn_cp_rank, c.pp_size * c.attn_cp_size
         if c.is_mla_model and kind_of(name) is not PoolName.MAMBA and not isinstance(pool, MHATokenToKVPoolHost):
@@ -194,23 +209,23 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
 
     @_never_raises(lambda *_, **__: 0)
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
-        """The leading run of stored pages of the KV."""
+        """Return the number of leading pages of `keys` whose KV is stored."""
         page_keys = self._keys.of(keys)
         self._note(page_keys, extra_info)
         found = self._store.exists(self._pools[_KV].objects(page_keys))
         return found.index(False) if False in found else len(found)
 
     def exists(self, key: str) -> bool:
-        """Is this page of the KV stored?"""
+        """Return whether the KV of this page is stored."""
         return self.batch_exists([key]) == 1
 
     @_never_raises(lambda *_, **__: PoolTransferResult.empty())
     def batch_exists_v2(
         self, keys: list[str], pool_transfers: list[PoolTransfer] | None = None, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> PoolTransferResult:
-        """The depths, in pages, at which everything is stored that a restore needs. All pools are asked in one call of the store.
+        """Return the depths, in pages, at which everything is stored that a restore needs. One call of the store asks for all pools.
 
-        A pool that is not kept, or comes with a policy that is none of ours, is found nowhere.
+        A pool that is not kept, or that comes with an unknown hit policy, has no pages.
         """
         transfers = pool_transfers or []
         names = [_KV, *(str(t.name) for t in transfers)]
@@ -220,7 +235,7 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         wanted = [key for pool in pools if pool is not None for key in pool.objects(page_keys)]
         found = np.array(self._store.exists(wanted), np.bool_)
         if self._store.outage() is not Reason.NONE:
-            return PoolTransferResult.empty()  # no verdict on any pool but the KV, of which SGLang always makes one
+            return PoolTransferResult.empty()  # during an outage only the KV gets a verdict, which SGLang always makes; no other pool does
         masks = iter(found.reshape(-1, len(keys)))
         presence: dict[Any, PoolPresence] = {}
         for name, pool, transfer in zip(names, pools, [None, *transfers], strict=True):
@@ -239,24 +254,25 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
 
     @_never_raises(_none_of)
     def batch_get_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None) -> list[bool]:
-        """Pages of the KV into the anchor pool."""
+        """Read KV pages into the anchor pool; return for each page whether it arrived."""
         return self._get(self._pools[_KV], keys, host_indices)
 
     @_never_raises(_none_of)
     def batch_set_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None) -> list[bool]:
-        """Pages of the KV out of the anchor pool."""
+        """Store KV pages of the anchor pool; return for each page whether it is stored now."""
         return self._set(self._pools[_KV], keys, host_indices, extra_info)
 
     @_never_raises(_none_of_each)
     def batch_get_v2(self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None) -> dict[str, list[bool]]:
-        """Objects of sidecar pools into these."""
+        """Read objects into sidecar pools; return for each pool and object whether it arrived."""
         return {t.name: self._sidecar(t, self._get) for t in transfers}
 
     @_never_raises(_none_of_each)
     def batch_set_v2(self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None) -> dict[str, list[bool]]:
-        """Objects of sidecar pools out of these.
+        """Store objects of sidecar pools; return for each pool and object whether it is stored now.
 
-        Those of a pool that goes page by page with the KV come first, and all in one call, so their order is worth noting.
+        The objects of a pool that shares its indices with the KV come first, all in one call. That call shows which page follows which,
+        so it is noted.
         """
         for t in transfers:
             if getattr(t, "indices_from_pool", None) == _KV and t.keys:
@@ -265,30 +281,30 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
 
     @_never_raises(lambda keys, *_, **__: [None] * len(keys))
     def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> list[torch.Tensor | None]:
-        """Flat pages of the KV into `target_locations`; None for each that is not there."""
+        """Read flat KV pages into `target_locations`, or into new pages; return None for each page that is not there."""
         pool = self._pools[_KV]
         targets = target_locations or [pool.pool.get_dummy_flat_data_page() for _ in keys]
         arrived = self._read(pool, keys, [[flat_bytes(target)] for target in targets])
         return [target if there else None for target, there in zip(targets, arrived, strict=True)]
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> torch.Tensor | None:
-        """One flat page of the KV; None if it is not there."""
+        """Read one flat KV page; return None if it is not there."""
         [found] = self.batch_get([key], None if target_location is None else [target_location])
         return found  # type: ignore[no-any-return]  # torch is Any here
 
     @_never_raises(lambda *_, **__: False)
     def batch_set(self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None) -> bool:
-        """Flat pages of the KV; are all of them stored now?"""
+        """Store flat KV pages; return whether all of them are stored now."""
         return all(self._write(self._pools[_KV], keys, [[flat_bytes(value.contiguous())] for value in values]))
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
-        """One flat page of the KV."""
+        """Store one flat KV page; return whether it is stored now."""
         return self.batch_set([key], [value])
 
     # The rest.
 
     def clear(self) -> None:
-        """Delete what this identity has stored, of all its pools and ranks. Raises StorageError, as SGLang expects, if some is left."""
+        """Delete all objects of this identity, of all pools and ranks. Raises StorageError, as SGLang expects, if some are left."""
         found = [entry.key for entry in self._store.scan_all(self._namespace)]
         deleted = left = 0
         for start in range(0, len(found), _DELETE_AT_ONCE):
@@ -305,11 +321,11 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
 
     @_never_raises(lambda *_, **__: None)
     def get_stats(self) -> Any:
-        """Pages and GB/s of every read and write since the last call."""
+        """Return the pages and the GB/s of each read and write since the last call, as SGLang's StorageMetrics."""
         return self._traffic.take()
 
     def close(self) -> None:
-        """Close the store; twice is harmless."""
+        """Close the store; a second call does nothing."""
         with self._closing:
             closed, self._closed = self._closed, True
         if not closed:
@@ -317,7 +333,7 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
             self._store.close()
 
     def _sidecar(self, transfer: PoolTransfer, work: Callable[[HostPages, list[str], torch.Tensor], list[bool]]) -> list[bool]:
-        """The work on one pool; a pool that fails, or is not kept, fails alone."""
+        """Run `work` on one pool; if that pool fails, or is not kept, the others are not affected."""
         keys, pool = list(transfer.keys or ()), self._pools.get(str(transfer.name))
         if _POLICIES.get(transfer.hit_policy) is HitPolicy.TRAILING_PAGES:
             self._needs_states()
@@ -345,7 +361,7 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         before = extra.prefix_keys if extra is not None else None
         if pool.zero_copy:
             return self._write(pool, keys, pool.buffers(indices, len(keys)), before)
-        # A flat page is a copy, so what is there already is not made.
+        # A flat page has to be copied out of the pool, so pages that are stored already are left out.
         there = self._store.exists(pool.objects(self._keys.of(keys)))
         missing = [i for i, is_there in enumerate(there) if not is_there]
         flats = [[flat_bytes(pool.pool.get_data_page(pages[i], flat=True).contiguous())] for i in missing]
@@ -370,15 +386,16 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         before: Sequence[str] | None = None,
         chosen: Sequence[int] | None = None,
     ) -> list[bool]:
-        """Store pages: those of all `keys`, or the `chosen` ones among them.
+        """Store the pages of all `keys`, or only those at the indices `chosen`; return for each whether it is stored now.
 
-        `before` are the keys before these from the sequence start, where SGLang tells them. One of the KV hangs on the page before it,
-        everything else on the page on which it ends.
+        `before` holds the keys from the start of the sequence up to these, or None where SGLang does not tell them. A KV page depends on
+        the page before it; an object of any other pool depends on the page on which it ends.
         """
         page_keys = self._keys.of(keys)
         parents: Sequence[bytes | None] = page_keys
         if pool.name == _KV:
             parents = self._parents(page_keys, before)
+        # The depth of the first page, in pages from the start of the sequence; the first page of a sequence has depth 1.
         first = len(before) + 1 if before is not None and pool.name == _KV else None
         objects = pool.objects(page_keys)
         items = [
@@ -393,7 +410,7 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         return kept
 
     def _parents(self, page_keys: Sequence[bytes], before: Sequence[str] | None) -> list[bytes | None]:
-        """On which page each page of a write hangs."""
+        """Return the page that comes before each page of a write; None where it is not known or there is none."""
         if before is None:
             if self._untold.first():
                 _log.warning(_UNTOLD, _PLACE, "" if not self._flat_kv else "interface_v1 to 1 and ")
@@ -403,6 +420,6 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         return [last[0] if last else None, *page_keys[:-1]]
 
     def _note(self, page_keys: Sequence[bytes], extra: HiCacheStorageExtraInfo | None) -> None:
-        """What a query says in passing: its pages are one sequence."""
+        """Note what a query tells about the order of pages: its pages are one sequence, behind the last of `extra.prefix_keys`."""
         before = extra.prefix_keys if extra is not None else None
         self._successions.note([*self._keys.of((before or [])[-1:]), *page_keys])

@@ -1,6 +1,6 @@
-"""SGLang's host pools: what one page is made of, and where its bytes are.
+"""The pages of SGLang's host pools: their parts, and the memory that holds their bytes.
 
-Zero copy where the pool tells addresses (`get_page_buffer_meta`); else through flat pages, which costs a copy.
+Transfers need no copy if the pool tells addresses (`get_page_buffer_meta`); otherwise they use flat pages, which costs a copy.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FACTS: Final = (
     "kv_lora_rank", "qk_rope_head_dim", "kv_cache_dim", "conv_state_shapes", "temporal_state_shape", "storage_format_tag", "start_layer",
     "end_layer", "target_layer_num", "head_group_num", "indexer_dtype", "dcp_size", "dcp_rank",
 )  # fmt: skip
-"""Attributes of host pools that say what their bytes mean; of those a pool has, all count."""
+"""Attributes of host pools that determine what their bytes mean; all that a pool has become part of its layout digest."""
 
 _KINDS: Final = {
     "kv": PoolName.KV,
@@ -37,36 +37,38 @@ _KINDS: Final = {
     "draft_indexer": PoolName.DRAFT,
     "draft_swa": PoolName.DRAFT,
 }
+"""Cache kinds by the names of SGLang's pools."""
 
 
 _TRAILING: Final = frozenset({"mamba", "swa", "auxiliary_swa", "draft_swa"})
-"""Pools of which a prefix needs the last pages only."""
+"""Names of pools of which a prefix needs only the last pages."""
 
 _BUFFERS: Final = (
     "kv_buffer", "k_buffer", "v_buffer", "temporal_buffer", "conv_buffer", "index_k_buffer", "index_k_scale_buffer",
     "index_k_with_scale_buffer",
 )  # fmt: skip
-"""Attributes of host pools that hold a tensor, or several."""
+"""Attributes of host pools that hold a tensor or several tensors."""
 
 
 def kind_of(name: Any) -> PoolName | None:
-    """The cache kind that a pool of SGLang's stands for; None for one that is not kept."""
+    """Return the cache kind of a pool of SGLang's; None for a pool that is not kept."""
     return _KINDS.get(str(getattr(name, "value", name)))
 
 
 def is_trailing(name: Any) -> bool:
-    """Does a prefix need only the last pages of this pool of SGLang's, and at least one of them?"""
+    """Return whether a prefix needs only the last pages, and at least one, of this pool of SGLang's."""
     return str(getattr(name, "value", name)) in _TRAILING
 
 
 class HostPages:
-    """One host pool, by page.
+    """The pages of one host pool.
 
-    The bytes of a page are the parts that `get_page_buffer_meta` names, in its order, or the flat page, whose order differs. `layout` is
-    the digest under which they are kept: another pool, class, layout, dtype, size of a part, release of SGLang, identity (`namespace`) or
-    rank is another object. `flat`: pages come and go as flat tensors of the caller's.
+    The bytes of a page are the parts that `get_page_buffer_meta` names, in its order, or else the flat page, whose order differs. `layout`
+    is the digest under which they are kept: a difference in pool, class, layout, dtype, size of a part, release of SGLang, identity
+    (`namespace`) or rank gives another object. With `flat` the caller passes pages as flat tensors of its own.
+    Construction raises ValueError for a pool that cannot be kept, and whatever the pool itself raises.
 
-    Thread safety: any thread, for pages that nobody else uses.
+    Thread safety: any thread, for pages that no other thread uses.
     """
 
     def __init__(self, name: str, pool: Any, namespace: bytes, server: Server, shard: Shard, *, flat: bool = False) -> None:
@@ -80,7 +82,7 @@ class HostPages:
         sizes = self._part_sizes()
         self.zero_copy = sizes is not None
         if sizes is None:
-            pool.get_data_page(0, flat=True)  # a layout that has no flat pages says so now
+            pool.get_data_page(0, flat=True)  # raises now, at registration, if the layout has no flat pages
             page = pool.get_dummy_flat_data_page()
             sizes = [page.numel() * page.element_size()]
         self._sizes = sizes
@@ -88,18 +90,18 @@ class HostPages:
         if not self.nbytes:
             raise ValueError("a page of it has no bytes")
         facts = {fact: str(getattr(pool, fact)) for fact in _FACTS if hasattr(pool, fact)}
-        # How the device orders what the host keeps row by row; only these pools say so.
+        # The order on the device of what the host keeps row by row; only pools with `_buffer_infos` tell it.
         facts["device layouts"] = str([info.buffers.layout for info in getattr(pool, "_buffer_infos", ())])
         of_server = server.facts(draft=_has_draft(name, pool))
         means = [name, type(pool).__name__, sorted(facts.items()), self.page_size, self.zero_copy, sizes, of_server, namespace]
         self.layout = layout_digest(kind, blake3(msgpack.packb(means)).digest(), shard)
 
     def objects(self, page_keys: Sequence[bytes]) -> list[ObjectKey]:
-        """The keys under which the store has these pages."""
+        """Return the keys of the objects of these pages in the store."""
         return object_keys(self.kind, self.layout, page_keys)
 
     def pages(self, indices: torch.Tensor | None, count: int) -> list[int]:
-        """The first index of each of `count` pages. Raises ValueError unless the indices are that many whole pages of the pool."""
+        """Return the first index of each of `count` pages. Raises ValueError unless the indices are that many whole pages of the pool."""
         size = self.page_size
         if indices is None or indices.numel() != count * size:
             raise ValueError(f"{count} pages of {size} do not fit {0 if indices is None else indices.numel()} indices")
@@ -112,7 +114,10 @@ class HostPages:
         return firsts
 
     def buffers(self, indices: torch.Tensor, count: int) -> list[list[memoryview]]:
-        """The memory of `count` pages, each in parts, of a pool that tells addresses. Raises ValueError for any that is not its own."""
+        """Return the memory of `count` pages, each as a list of parts; the pool must tell addresses (`zero_copy`).
+
+        Raises ValueError for memory that is not the pool's own, and if parts have other sizes than at registration.
+        """
         pointers, sizes = self.pool.get_page_buffer_meta(indices)
         if sizes != self._sizes * count:
             raise ValueError(f"{count} pages are told to have parts of other sizes than at the registration")
@@ -120,6 +125,7 @@ class HostPages:
         return [views[i : i + parts] for i in range(0, len(views), parts)]
 
     def _views(self, pointers: Sequence[int], sizes: Sequence[int]) -> list[memoryview]:
+        """Return views of memory by address and size. Raises ValueError for memory outside of the pool."""
         views = []
         for pointer, size in zip(pointers, sizes, strict=True):
             index = bisect_right(self._starts, pointer) - 1
@@ -131,7 +137,7 @@ class HostPages:
         return views
 
     def _part_sizes(self) -> list[int] | None:
-        """Bytes of each part of a page; None for a pool that does not tell addresses in memory that it shows."""
+        """Return the bytes of each part of a page; None for a pool that does not tell addresses within the memory that it shows."""
         if not self._regions:
             return None
         try:
@@ -144,14 +150,14 @@ class HostPages:
 
 
 def _has_draft(name: str, pool: Any) -> bool:
-    """Does a pool hold layers of a draft model, alone or behind those of the model itself?"""
+    """Return whether a pool holds layers of a draft model, alone or after those of the model itself."""
     layers = getattr(pool, "layer_num", None)
     packed = [getattr(pool, drafts, ()) for drafts in ("mtp_draft_buffer_infos", "mtp_draft_device_pools")]
     return name.startswith("draft") or any(packed) or getattr(pool, "target_layer_num", layers) != layers
 
 
 def _regions_of(pool: Any) -> list[tuple[int, memoryview]]:
-    """The pool's memory as (address, bytes), by address and without overlaps: the tensors that a page's parts can lie in."""
+    """Return the memory of the tensors that can hold parts of a page: (address, bytes), sorted by address, without overlaps."""
     held: list[Any] = []
     for name in _BUFFERS:
         found = getattr(pool, name, None)
@@ -167,7 +173,7 @@ def _regions_of(pool: Any) -> list[tuple[int, memoryview]]:
 
 
 def flat_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, without a copy."""
+    """Return the bytes of a CPU tensor without a copy. Raises ValueError if it is not contiguous."""
     if not tensor.is_contiguous():
         raise ValueError("the tensor is not contiguous")
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data

@@ -1,4 +1,4 @@
-"""What SGLang's server says of itself, of all that changes the bytes of a cache and is on no pool."""
+"""Settings of SGLang's server that change the bytes of a cache and that no pool shows."""
 
 from __future__ import annotations
 
@@ -19,22 +19,28 @@ _log = logging.getLogger(__name__)
 _MODEL: Final = (
     "model_path", "revision", "load_format", "json_model_override_args", "context_length", "dtype", "quantization", "kv_cache_dtype",
 )  # fmt: skip
-"""The served name of a model is an alias; which model it is, and with which rope, is said by these. FP8 of both kinds is plain bytes in a
-pool: `kv_cache_dtype` tells them apart, and "auto" is what the checkpoint says."""
+"""Settings that say which model it is, and with which rope; the served name of a model is only an alias.
+
+FP8 of both kinds is plain bytes in a pool; `kv_cache_dtype` tells them apart, and "auto" is what the checkpoint says.
+"""
 
 _DRAFT: Final = (
     "speculative_draft_model_path", "speculative_draft_model_revision", "speculative_draft_load_format",
     "speculative_draft_model_quantization", "speculative_draft_kv_cache_dtype",
 )  # fmt: skip
+"""Settings that say the same of a draft model."""
 
 _MOST_SCALES: Final = 64 << 20
-"""Bytes of a file of KV scales; those there are have kilobytes."""
+"""Bytes of the largest file of KV scales that is read; real files have kilobytes."""
 
 
 class Server:
-    """The facts. `known`: has a server published its configuration? In a script it has not.
+    """The settings of the server as facts for the layout digest of a pool.
 
-    Raises ConfigError where a file that the configuration names cannot be read. Thread safety: immutable.
+    `known` says whether a server has published its configuration; in a script it has not. Raises ConfigError if a file that the
+    configuration names cannot be read.
+
+    Thread safety: immutable.
     """
 
     def __init__(self, pp_size: int) -> None:
@@ -43,19 +49,20 @@ class Server:
         except ValueError:
             model = spec = None
         self.known = model is not None
-        # AMD cards have an E4M3 of their own, under the name of the other.
+        # AMD cards have an E4M3 format of their own under the same name.
         self._platform = ["sglang", sglang_version, "rocm" if torch.version.hip else "cuda"]
-        # How layers are divided among stages is on no pool of states.
+        # No pool of states shows how layers are divided among pipeline stages.
         self._stages = [pp_size, os.environ.get("SGLANG_PP_LAYER_PARTITION") if pp_size > 1 else None]
         self._model = [*_said(model, _MODEL), ["scales", _scales(model)]]
         self._draft = _said(spec, _DRAFT)
 
     def facts(self, *, draft: bool) -> list[Any]:
-        """Everything that a pool's bytes depend on; `draft`: also those of a draft model."""
+        """Return the settings that a pool's bytes depend on; with `draft` also those of a draft model."""
         return [*self._platform, self._stages, self._model, self._draft if draft else None]
 
 
 def _said(published: Any, names: Sequence[str]) -> list[list[str]]:
+    """Return (name, value) of published settings, None where one is absent; warn of those that this SGLang lacks."""
     absent = [name for name in names if published is not None and not hasattr(published, name)]
     if absent:
         _log.warning("tiercache: this SGLang does not say %s; what you set of that belongs into revision", ", ".join(absent))
@@ -63,7 +70,7 @@ def _said(published: Any, names: Sequence[str]) -> list[list[str]]:
 
 
 def _scales(model: Any) -> str | None:
-    """The digest of the file of KV scales, which become part of keys and values."""
+    """Return the digest of the file of KV scales, which become part of keys and values; None if there is no such file."""
     path = getattr(model, "quantization_param_path", None)
     if not path:
         return None

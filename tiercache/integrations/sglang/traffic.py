@@ -1,4 +1,4 @@
-"""What went through a backend: for SGLang's metrics, and for a line in the log."""
+"""Counts the reads and writes of a backend, for SGLang's metrics and for a log line."""
 
 from __future__ import annotations
 
@@ -7,18 +7,21 @@ from threading import Lock
 from typing import Any, Final, NamedTuple
 
 _KEPT: Final = 1024
-"""Calls between two visits of the collector, at most; older ones are forgotten."""
+"""Reads, and as many writes, that are kept at most between two calls of `take`; older ones are forgotten."""
 
 
 class Call(NamedTuple):
-    """One read or write that moved something: pages, and GB/s."""
+    """One read or write that moved at least one page: its pages, and its speed in GB/s (10^9 bytes)."""
 
     pages: int
     gb_per_s: float
 
 
 class Traffic:
-    """Reads and writes: totals by pool, and with `sampled` each since somebody asked last. Thread safety: any thread."""
+    """Totals of reads and writes by pool and, with `sampled`, each call since the last `take`.
+
+    Thread safety: any thread.
+    """
 
     def __init__(self, *, sampled: bool) -> None:
         self._sampled = sampled
@@ -28,21 +31,21 @@ class Traffic:
         self._writes: deque[Call] = deque(maxlen=_KEPT)
 
     def read(self, pool: str, wanted: int, arrived: int, nbytes: int, seconds: float) -> None:
-        """Of `wanted` pages `arrived` came, which are `nbytes`."""
+        """Count a read of `wanted` pages, of which `arrived` came with `nbytes` bytes in all, in `seconds`."""
         with self._lock:
             self._totals[pool, "wanted"] += wanted
             self._totals[pool, "arrived"] += arrived
             self._note(self._reads, arrived, nbytes, seconds)
 
     def wrote(self, pool: str, given: int, stored: int, nbytes: int, seconds: float) -> None:
-        """Of `given` pages `stored` were new and are kept now, which are `nbytes`."""
+        """Count a write of `given` pages, of which `stored` were new and are kept now, `nbytes` bytes in all, in `seconds`."""
         with self._lock:
             self._totals[pool, "given"] += given
             self._totals[pool, "stored"] += stored
             self._note(self._writes, stored, nbytes, seconds)
 
     def summary(self) -> str:
-        """A phrase for each pool."""
+        """Return a phrase for each pool; empty if nothing was read or written."""
         with self._lock:
             total = self._totals.copy()
         return "; ".join(
@@ -52,7 +55,7 @@ class Traffic:
         )
 
     def take(self) -> Any:
-        """The sampled calls as SGLang's StorageMetrics; the count starts anew."""
+        """Return the sampled calls as SGLang's StorageMetrics and forget them."""
         from sglang.srt.observability.metrics_collector import StorageMetrics  # late: it imports half of SGLang
 
         with self._lock:

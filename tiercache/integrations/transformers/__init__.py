@@ -1,4 +1,4 @@
-"""The Hugging Face reference worker: models from transformers, their cache layout, and how they are run and restored."""
+"""The Hugging Face reference worker: runs models of transformers, and saves and restores their caches."""
 
 from tiercache.integrations.transformers.audit import Audit, Verdict
 from tiercache.integrations.transformers.device import PoolTensors, differences

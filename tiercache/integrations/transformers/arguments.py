@@ -1,4 +1,4 @@
-"""What a worker's callers may pass, and one sentence for what they may not."""
+"""Checks of the arguments of a worker; each raises an error of one sentence for a wrong argument."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from tiercache.integrations.transformers.runner import first_line
 
 
 def size_of(name: str, value: Any) -> int:
-    """Bytes of a size such as 4294967296, "4GiB" or an integer of NumPy's. ConfigError, naming the argument, for anything else."""
+    """Return the bytes of a size such as 4294967296, "4GiB" or a NumPy integer.
+
+    Raises ConfigError, naming the argument, for anything else.
+    """
     try:
         return parse_size(value if isinstance(value, str | bool) else operator.index(value))
     except (ConfigError, TypeError) as error:
@@ -25,13 +28,16 @@ def size_of(name: str, value: Any) -> int:
 
 
 def require(name: str, value: object, kind: type | UnionType, wanted: str) -> None:
-    """InputError if an argument that was given is of another kind."""
+    """Raise InputError, which says what is `wanted`, if `value` is neither None nor of type `kind`."""
     if value is not None and not isinstance(value, kind):
         raise InputError(f"{name} is of type {type(value).__name__}; give {wanted}")
 
 
 def model_of(model: Any) -> PreTrainedModel:
-    """A model, or the one in a local directory. ConfigError for a directory without one, InputError for anything else."""
+    """Return a model as it is, or load the one in a local directory.
+
+    Raises ConfigError for a directory without a model that can be loaded, InputError for anything else.
+    """
     if isinstance(model, PreTrainedModel):
         return model
     if not isinstance(model, str | os.PathLike):
@@ -46,7 +52,7 @@ def model_of(model: Any) -> PreTrainedModel:
 
 
 def count_of(name: str, value: Any) -> int:
-    """A number of tokens: an integer of Python's or NumPy's, at least 1, or InputError."""
+    """Return a number of tokens. Raises InputError unless it is a Python or NumPy integer of at least 1."""
     try:
         count = operator.index(value)
     except TypeError:
@@ -57,7 +63,7 @@ def count_of(name: str, value: Any) -> int:
 
 
 def stops_of(value: Any) -> frozenset[int]:
-    """Stop tokens: one id or several. InputError for anything else."""
+    """Return stop tokens, given as one id or several. Raises InputError for anything else."""
     try:
         return frozenset(map(operator.index, value if isinstance(value, Iterable) else (value,)))
     except TypeError as error:
@@ -65,7 +71,7 @@ def stops_of(value: Any) -> frozenset[int]:
 
 
 def extra_of(value: Any) -> bytes:
-    """What else the cache depends on, as bytes. InputError for anything else."""
+    """Return the extra data that the cache of a request depends on, as bytes. Raises InputError for anything but bytes."""
     if not isinstance(value, bytes | bytearray | memoryview):
         raise InputError(f"extra is {value!r}; give bytes, such as sequence_extra of tiercache.keys makes, or text by .encode()")
     return bytes(value)

@@ -1,9 +1,9 @@
 """Checks a worker's answers by recomputing them, from the tokens alone, with the same cuts.
 
-A cached sequence may be put together from several runs: pages that one request computed, a state that another one took later, behind the
-same tokens but with other cuts. Rounding depends on the cuts, so "the same cuts" means the same cuts *for every part*. The audit
-recomputes each run once, keeps all pages and states that came out of it in plain memory, and builds every later run on those. It never
-reads a byte of the cache, except to compare.
+A cached sequence may be put together from several runs: pages that one request computed, and a state that another request took later,
+after the same tokens but with other cuts. Rounding depends on the cuts, so "the same cuts" means the same cuts *for every part*. The audit
+recomputes each run once, keeps all pages and states of the recomputation in plain memory, and builds every later run on those. It reads
+bytes of the cache only to compare them.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from tiercache.keys import page_keys
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """How one request was computed, in plain numbers.
+    """A record of how one request was computed, in plain numbers.
 
-    From `restored` tokens on in forward passes that end at `bounds`; `parts` says, per restored page and last for the state, which of the
-    runs that computed it gave it (0: the first). The forward pass that ends at `anew`, if any does, began with an empty cache.
+    The forward passes began after `restored` tokens and ended at `bounds`; `states` are the depths at which states were kept. `parts` says,
+    for each restored page and last for the state, which of the runs that computed it gave it (0: the first). The forward pass that ends at
+    `anew` began with an empty cache; 0 if there was none.
     """
 
     tokens: tuple[int, ...]
@@ -40,21 +41,23 @@ class Run:
     anew: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """For `from_json`, in another process."""
+        """Return the run as JSON values, from which `from_json` makes it again in another process."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Run:
-        """The run of `to_json`."""
+        """Make a run from the values of `to_json`."""
         values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in record.items()}
         return cls(**values)
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A generation against its recompute: logit differences are the largest absolute ones at the first new token.
+    """The comparison of a generation with its recomputation.
 
-    `same_bytes`: every restored page and state equals, bit for bit, what the recompute of one of its runs gave.
+    Logit differences are the largest absolute ones at the first new token: `max_logit_diff` to the recomputation with the same cuts,
+    `max_logit_diff_uncut` to an uncut prefill. `same_text` says that the answers are equal, `same_bytes` that every restored page and
+    state equals, bit for bit, one that the recomputation of a run gave.
     """
 
     run: Run
@@ -65,7 +68,10 @@ class Verdict:
 
 
 class Audit:
-    """Recomputed runs of one model. `page_slots` and `state_slots` bound its memory. Thread safety: one owner thread."""
+    """Recomputed runs of one model, to check later generations against; `page_slots` and `state_slots` bound its memory.
+
+    Thread safety: one owner thread.
+    """
 
     def __init__(self, runner: ModelRunner, page_slots: int = 4096, state_slots: int = 512) -> None:
         self._runner = runner
@@ -76,9 +82,11 @@ class Audit:
         self._free_state = 0
 
     def check(self, generation: Generation, uncut: torch.Tensor | None = None) -> Verdict:
-        """Recompute a generation and compare. `uncut`: first logits of an uncut prefill, if there is one already; else it is run here.
+        """Recompute a generation and compare the two.
 
-        Raises InputError for a generation that was served without `audit`, or that restored what no checked one computed.
+        `uncut` are the first logits `[vocab]` of an uncut prefill, if the caller has them already; without them that prefill is run here.
+        Raises InputError for a generation that was served without `audit`, or that restored something that no checked generation
+        computed, and PoolFullError if the audit's memory is full.
         """
         if generation.restored and self._pool.states and not generation.restored_state:
             raise InputError("this generation kept no copy of the state it restored; serve it with audit=True")
@@ -100,7 +108,7 @@ class Audit:
         )
 
     def replay(self, run: Run) -> tuple[torch.Tensor, tuple[int, ...]]:
-        """Recompute a run and keep what it computed. Returns the first new token's logits, and the greedy answer."""
+        """Recompute a run and keep its pages and states; return the first new token's logits and the greedy answer."""
         tokens, page_size = as_tokens(list(run.tokens)), self._runner.page_size
         keys = self._keys(tokens)
         cache = self._build(keys[: run.restored // page_size], run.parts)
@@ -152,7 +160,10 @@ class Audit:
         self._free_state += 1
 
     def _find_parts(self, generation: Generation, keys: Sequence[bytes]) -> tuple[tuple[int, ...], bool]:
-        """Which run each restored object is from, by its bytes; False if one of them equals none."""
+        """Find by its bytes which run each restored object is from; return the runs, and whether every object was found.
+
+        An object that equals none is given as 0.
+        """
         held = [(self._pool.pages(t.layer, t.name), self._by_page(generation, t.layer, t.name)) for t in self._runner.layout.kv_tensors()]
         found = [
             _first_equal(self._pages.get(key, []), lambda slot, n=n: all(torch.equal(pool[slot], pages[n]) for pool, pages in held))
@@ -168,10 +179,11 @@ class Audit:
         return tuple(max(part, 0) for part in found), all(part >= 0 for part in found)
 
     def _by_page(self, generation: Generation, layer: int, name: str) -> torch.Tensor:
-        """The restored KV of one tensor, `[pages, page_size, heads, head_dim]`, read from the live cache, which kept it unchanged."""
+        """Return the restored KV of one tensor, `[pages, page_size, heads, head_dim]`, from the live cache, which kept it unchanged."""
         held = self._runner.layout.tensor_of(generation.cache, layer, name)[0, :, : generation.restored]
         return held.permute(1, 0, 2).reshape(-1, self._runner.page_size, held.shape[0], held.shape[2])
 
 
 def _first_equal(slots: Sequence[int], equal: Any) -> int:
+    """Return the index of the first slot for which `equal` holds; -1 if there is none."""
     return next((part for part, slot in enumerate(slots) if equal(slot)), -1)

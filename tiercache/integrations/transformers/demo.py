@@ -1,7 +1,7 @@
-"""The serving half of `tiercache demo`, run as a process of its own so that it can be killed.
+"""The serving half of `tiercache demo`; it runs in a process of its own so that it can be killed.
 
-Reads a `Plan` as JSON on standard input, writes events as JSON lines on standard output: `start` (steps to come), `row`, `settled`
-(everything committed is on disk; the process may be killed from here on), `summary`.
+It reads a `Plan` as JSON from standard input and writes events as JSON lines to standard output: `start` (how many steps will come),
+`step`, `row`, `settled` (everything committed is on disk; the process may be killed from here on), `summary`.
 """
 
 from __future__ import annotations
@@ -34,19 +34,26 @@ from tiercache.integrations.transformers.worker import Worker
 from tiercache.storage.registry import open_backend
 
 PAGE_SIZE: Final = 64
+"""Tokens in one page."""
 ANSWER_TOKENS: Final = 48
+"""Tokens of one answer."""
 QUESTION_TOKENS: Final = 160
+"""Tokens of one question."""
 SYSTEM_TOKENS: Final = 512
+"""Tokens of the system prompt."""
 REPEATS: Final = 5
+"""Number of times that each measurement is taken; medians are shown."""
 TIER_NAMES: Final = {None: "none", Tier.DEVICE: "device", Tier.HOST: "host"}
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to serve. Byte sizes of 0 are chosen so that every tier is needed. `phase`: `serve`, or `restart` for the second process.
+    """The work of one process of the demonstration.
 
-    `storage`: URL of a store that both processes may have open, such as a daemon's; without it they have one in `directory`, one after the
-    other, and the first must be killed before the second begins. `device`: where the model is, `cpu`, `cuda` or `cuda:N`.
+    `phase` is `serve` for the first process and `restart` for the second. Where `device_bytes` or `host_bytes` is 0, a size is chosen so
+    that every tier is needed. `storage` is the URL of a store that both processes may have open at once, such as a daemon's. Without it
+    each process opens a file store in `directory`, so the first must be killed before the second begins. `device` says where the model
+    is: `cpu`, `cuda` or `cuda:N`.
     """
 
     phase: str
@@ -63,13 +70,14 @@ class Plan:
 
     @property
     def store(self) -> str:
-        """What the lowest tier is called."""
+        """The name of the lowest tier, for rows and figures."""
         return "storage" if self.storage else "disk"
 
 
 class Conversations:
-    """Chats about real text, all behind one system prompt: the documentation topics that come with Python. Thread safety: one owner
-    thread.
+    """Conversations about real text, all behind one system prompt; the text is the documentation topics that come with Python.
+
+    Thread safety: one owner thread.
     """
 
     def __init__(self, encode: Callable[[str], list[int]], count: int) -> None:
@@ -81,17 +89,17 @@ class Conversations:
         self._asked = SYSTEM_TOKENS
 
     def ask(self, conversation: int) -> TokenArray:
-        """Append the next question to a conversation; returns the prompt."""
+        """Append the next question to a conversation; return the prompt."""
         question = self._take(QUESTION_TOKENS)
         self.histories[conversation] += question
         return np.array(self.histories[conversation], np.uint64)
 
     def hear(self, conversation: int, answer: Iterable[int]) -> None:
-        """Append the answer."""
+        """Append an answer to a conversation."""
         self.histories[conversation] += answer
 
     def long_prompt(self, tokens: int) -> TokenArray:
-        """A prompt of its own, with nothing in common with the conversations."""
+        """Return a prompt of `tokens` tokens that has nothing in common with the conversations."""
         return np.array(self._take(tokens), np.uint64)
 
     def _take(self, tokens: int) -> list[int]:
@@ -101,12 +109,15 @@ class Conversations:
 
 
 def emit(event: str, **values: Any) -> None:
-    """One event for the parent process."""
+    """Write one event for the parent process."""
     print(json.dumps({"event": event, **values}), flush=True)  # noqa: T201  standard output is the channel
 
 
 def zigzag(conversations: int, turns: int) -> Iterator[tuple[int, int]]:
-    """(conversation, turn), forwards and backwards in turn: the next visit comes at every distance, so that every tier is needed."""
+    """Yield (conversation, turn): the conversations in order on even turns, in reverse on odd turns.
+
+    The distance between two visits to a conversation then takes many values, so that every tier is needed.
+    """
     for turn in range(turns):
         order = range(conversations)
         for conversation in order if turn % 2 == 0 else reversed(order):
@@ -114,7 +125,10 @@ def zigzag(conversations: int, turns: int) -> Iterator[tuple[int, int]]:
 
 
 class Session:
-    """One process of the demonstration. Thread safety: one owner thread."""
+    """One process of the demonstration.
+
+    Thread safety: one owner thread.
+    """
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -131,7 +145,10 @@ class Session:
         self._audit = Audit(self._worker.runner, *self._audit_slots())
 
     def serve(self) -> None:
-        """The first process: all turns, then on with the next one until it is killed."""
+        """Run the first process: all turns of all conversations, then wait to be killed, or end when the parent process is gone.
+
+        Without a shared store it goes on serving prompts until then.
+        """
         order = list(zigzag(self._plan.conversations, self._plan.turns))
         about = [describe(self._device), self._worker.engine_report, self._worker.sizes]
         emit("start", steps=len(order), about=[line for line in about if line])
@@ -140,16 +157,17 @@ class Session:
         self._worker.controller.flush()
         emit("settled")
         parent = os.getppid()
-        while os.getppid() == parent:  # if nobody is left to kill it, it ends by itself
+        while os.getppid() == parent:  # ends by itself once the parent, which would kill it, is gone
             if self._plan.storage:
-                time.sleep(0.1)  # it stays there, and its session with the store, while the second process works
-            else:  # so that the kill comes in the middle of work
+                time.sleep(0.1)  # this process and its session with the store stay while the second one works
+            else:  # keep working, so that the kill interrupts a request
                 self._worker.serve(self._talk.long_prompt(QUESTION_TOKENS), ANSWER_TOKENS)
 
     def restart(self) -> None:
-        """The second process: the same conversations go on, then the speed of a restore is measured.
+        """Run the second process: recompute the runs of the first, continue its conversations, then measure the speed of a restore.
 
-        The last conversation takes two turns, so that there is a restore from the device also where each is visited once a process.
+        The last conversation takes two turns, so that the table shows a restore from the device even if each process visits every
+        conversation only once.
         """
         runs = [json.loads(line) for line in self._runs.read_text().splitlines()[1:]]
         emit("start", steps=len(runs) + self._plan.conversations + 1 + len(self._timed()), about=[])
@@ -167,7 +185,7 @@ class Session:
 
     def _turn(self, phase: str, conversation: int, turn: int) -> None:
         prompt = self._talk.ask(conversation)
-        timed([lambda: uncut_prefill(self._worker.runner, prompt)], self._worker.stream)  # warm: the first forward of a length allocates
+        timed([lambda: uncut_prefill(self._worker.runner, prompt)], self._worker.stream)  # warm up: the first forward of a length allocates
         generation = self._worker.serve(prompt, ANSWER_TOKENS, audit=True)
         self._talk.hear(conversation, generation.answer.tolist())
         recompute, uncut = timed([lambda: uncut_prefill(self._worker.runner, prompt)] * REPEATS, self._worker.stream)
@@ -185,7 +203,10 @@ class Session:
         )  # fmt: skip
 
     def _measure(self) -> None:
-        """Restore `context` tokens from host and from disk, interleaved with recomputing them. One more token gives the first logits."""
+        """Time restores of `context` tokens from host and from the lowest tier, interleaved with recomputing them; emit the summary.
+
+        The prompt has one token more than `context`; computing that token gives the first logits.
+        """
         prompt = self._talk.long_prompt(self._plan.context + 1)
         self._worker = self._open(*self._ample_pools())
         first = self._worker.serve(prompt, 1, audit=True)
@@ -198,18 +219,22 @@ class Session:
         self._worker.close()
 
     def _timed(self) -> dict[str, list[Tier]]:
-        """The restores to time, each with the tiers that are emptied before. The page cache of a daemon is not ours to drop."""
+        """Return the phases of restores to time, each with the tiers to empty before every restore.
+
+        With a store of another process there is no cold phase: the page cache of its files cannot be dropped from here.
+        """
         both = [Tier.DEVICE, Tier.HOST]
         timed = {"speed-host": [Tier.DEVICE], f"speed-{self._plan.store}": both}
         return timed if self._plan.storage else timed | {"speed-disk-cold": both}
 
     def _speed(self, phase: str, evict: list[Tier], prompt: TokenArray, filled: Verdict) -> dict[str, float]:
+        """Time `REPEATS` restores and recomputes, emit their row, and return the figures for the summary."""
         restores: list[Generation] = []
         recomputes: list[float] = []
         raw: list[float] = []
         uncut = torch.empty(0)
         for _ in range(REPEATS):
-            self._worker.synchronize()  # what the last request still holds cannot be evicted
+            self._worker.synchronize()  # wait for the last request: pages that it still holds cannot be evicted
             for tier in evict:
                 self._worker.controller.evict(tier)
             if phase.endswith("cold"):
@@ -243,7 +268,7 @@ class Session:
     def _emit_row(
         self, phase: str, conversation: int, turn: int, g: Generation, nbytes: int, ttft: float, recompute: float, **checks: Any
     ) -> None:
-        """One row of the table."""
+        """Write one row of the table."""
         emit(
             "row", phase=phase, conversation=conversation, turn=turn, tier=TIER_NAMES.get(g.tier, self._plan.store),
             tokens_prompt=g.prompt_tokens, tokens_restored=g.restored, bytes_restored=nbytes, restore_ms=g.restore_seconds * 1e3,
@@ -263,20 +288,21 @@ class Session:
         )  # fmt: skip
 
     def _longest(self) -> int:
-        """Tokens of the longest conversation: all turns of both processes."""
+        """Return the tokens of the longest conversation, after all turns of both processes."""
         return SYSTEM_TOKENS + (self._plan.turns + 2) * (QUESTION_TOKENS + ANSWER_TOKENS)
 
     def _salt(self) -> bytes:
-        """What sets this demonstration apart in a directory that may hold an earlier one's, whose runs are not known here.
+        """Return the salt that keeps this demonstration's objects apart from those of earlier ones in the same directory.
 
-        The first process draws it and begins the file of runs with it.
+        The runs of earlier demonstrations are not known here, so their objects could not be audited. The first process draws the salt
+        and writes it to the first line of the file of runs; the second process reads it there.
         """
         if self._plan.phase == "serve":
             self._runs.write_text(json.dumps({"demonstration": secrets.token_hex(8)}) + "\n")
         return bytes.fromhex(json.loads(self._runs.read_text().splitlines()[0])["demonstration"])
 
     def _require_positions(self) -> None:
-        """ConfigError if a sequence would be longer than the model's positions reach."""
+        """Raise ConfigError if a sequence would be longer than the model's positions reach."""
         reach = getattr(self._model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         longest = {"--context": self._plan.context + 1, "--turns": self._longest()}
         for option, tokens in longest.items():
@@ -286,13 +312,17 @@ class Session:
                 )
 
     def _small_pools(self) -> tuple[int, int]:
-        """Device: one conversation and a bit. Host: about two. ConfigError for sizes that do not hold one conversation."""
+        """Return the bytes of the device and host pools, those of the plan or, where these are 0, defaults.
+
+        By default the device holds a little more than one conversation (of a model with states, which take half of the bytes) and the
+        host about two. Raises ConfigError for sizes of the plan that do not hold one conversation.
+        """
         geometries = ModelRunner(self._model, PAGE_SIZE).layout.geometries
         page = geometries[PoolName.KV].padded_nbytes
         state = geometries[PoolName.MAMBA].padded_nbytes if PoolName.MAMBA in geometries else 0
         pages = -(-self._longest() // PAGE_SIZE)
         least_device = max(2 * pages * page, pages * page + 8 * state) if state else pages * page
-        # On the host a request needs room for all that it restores, and for what its last commit sends down.
+        # On the host, a request needs room for all that it restores and for what its last commit copies down.
         least_host = pages * page + 4 * state
         device = self._plan.device_bytes or max(2 * pages * page, least_device)
         host = self._plan.host_bytes or 2 * least_host
@@ -313,9 +343,10 @@ class Session:
 
 
 def load_model(path: str, device: torch.device | None = None) -> tuple[PreTrainedModel, Callable[[str], list[int]]]:
-    """The model of a local directory with its tokenizer, or the small one with bytes for tokens; on `device`, or the CPU.
+    """Load the model of a local directory onto `device` (default: the CPU) and return it with the function that encodes text.
 
-    ConfigError where there is none, and where it does not fit.
+    An empty `path` gives the small hybrid model, whose tokens are bytes. Raises ConfigError if the directory holds no model or no
+    tokenizer, and if the model does not fit into the device's memory.
     """
     if not path:
         return _moved(build_small_hybrid(), device), lambda text: list(text.encode())
@@ -323,7 +354,7 @@ def load_model(path: str, device: torch.device | None = None) -> tuple[PreTraine
         raise ConfigError(f"--model {path} holds no config.json; pass a directory that `save_pretrained` or a download made")
     model = _loaded(path, "causal language model", lambda: AutoModelForCausalLM.from_pretrained(path, local_files_only=True))
     tokenizer = _loaded(path, "tokenizer", lambda: AutoTokenizer.from_pretrained(path, local_files_only=True))
-    # Without the marks of a text's begin and end: it is cut into many prompts.
+    # No begin and end tokens: the text is cut into many prompts.
     return _moved(model, device), lambda text: list(tokenizer.encode(text, add_special_tokens=False, verbose=False))
 
 
@@ -344,12 +375,12 @@ def _loaded(path: str, what: str, load: Callable[[], Any]) -> Any:
 
 
 def uncut_prefill(runner: ModelRunner, prompt: TokenArray) -> torch.Tensor:
-    """What a server without a cache does."""
+    """Compute a prompt as a server without a cache would; return the last position's logits."""
     return runner.prefill(runner.new_cache(), prompt)
 
 
 def timed(calls: list[Callable[[], torch.Tensor]], stream: TorchStream) -> tuple[float, torch.Tensor]:
-    """Median seconds of `calls` until their results are there, and the result of the last."""
+    """Return the median seconds that `calls` take until their results are there, and the result of the last call."""
     seconds, result = [], torch.empty(0)
     stream.synchronize()
     for call in calls:
@@ -361,7 +392,7 @@ def timed(calls: list[Callable[[], torch.Tensor]], stream: TorchStream) -> tuple
 
 
 def drop_page_cache(directory: Path) -> None:
-    """Ask the kernel to forget the files of `directory`, so that the next read comes from the device."""
+    """Ask the kernel to forget the files of `directory`, so that the next read comes from the disk."""
     for path in directory.rglob("*"):
         if path.is_file():
             fd = os.open(path, os.O_RDONLY)
@@ -373,7 +404,11 @@ def drop_page_cache(directory: Path) -> None:
 
 
 def raw_read_seconds(directory: Path, nbytes: int) -> float:
-    """The floor of a warm restore: one plain read of `nbytes` of the store's largest file into touched memory, read once before."""
+    """Return the seconds of one plain read of `nbytes`, the least that a warm restore can take.
+
+    It reads the store's largest file into memory that has been touched, after having read it once. If the file is shorter than `nbytes`,
+    the time is scaled up.
+    """
     largest = max((p for p in directory.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
     buffer = memoryview(bytearray(min(nbytes, largest.stat().st_size)))
     fd = os.open(largest, os.O_RDONLY)
@@ -387,7 +422,7 @@ def raw_read_seconds(directory: Path, nbytes: int) -> float:
 
 
 def main() -> None:
-    """Run the phase that standard input asks for."""
+    """Run the phase that the plan on standard input names."""
     session = Session(Plan(**json.load(sys.stdin)))
     session.serve() if session._plan.phase == "serve" else session.restart()
 

@@ -16,16 +16,21 @@ from tiercache.integrations.transformers.layout import CacheLayout, LayerLayout,
 from tiercache.integrations.transformers.stream import to_device
 
 Slots: TypeAlias = npt.NDArray[np.int64] | Iterable[int]
+"""Slot numbers of one pool, from 0."""
 Tensors: TypeAlias = Mapping[tuple[int, str], torch.Tensor]
+"""Tensors by (layer, name)."""
 
 
 @dataclass(frozen=True)
 class PoolTensors:
-    """The slots of one worker, keyed by (layer, name) as the geometries' segments are.
+    """The tensors that hold the slots of one worker, keyed by (layer, name) as the segments of the geometries are.
 
-    `kv`: `[page_slots * page_size, heads, head_dim]`; slot s owns rows `[s * page_size, (s + 1) * page_size)`.
-    `states`: `[state_slots, ...]`; empty for a model without states. Not synchronised: whoever owns a slot may use it. On a device, copies
-    here are queued in torch's current stream; who hands a slot on to another stream says when they are over.
+    Tensors of `kv` are `[page_slots * page_size, heads, head_dim]`; slot s owns rows `[s * page_size, (s + 1) * page_size)`. Tensors of
+    `states` are `[state_slots, ...]`; the mapping is empty for a model without states.
+    On a device, the functions of this module queue their copies in torch's current stream; a caller that hands a slot on to another
+    stream must tell it when they are over, for example by a fence.
+
+    Thread safety: not synchronised; only the owner of a slot may use it.
     """
 
     layout: CacheLayout
@@ -35,13 +40,16 @@ class PoolTensors:
     states: Tensors
 
     def pages(self, layer: int, name: str) -> torch.Tensor:
-        """One KV tensor by slot: a view `[page_slots, page_size, heads, head_dim]`."""
+        """Return one KV tensor by slot: a view `[page_slots, page_size, heads, head_dim]`."""
         tensor = self.kv[layer, name]
         return tensor.view(self.page_slots, self.layout.page_size, *tensor.shape[1:])
 
 
 def allocate_pools(layout: CacheLayout, page_slots: int, state_slots: int) -> PoolTensors:
-    """Zeroed pools, each tensor on the device on which the model keeps that layer's cache. ConfigError if it has no room for them."""
+    """Return zeroed pools, each tensor on the device on which the model keeps that layer's cache.
+
+    Raises ConfigError if a device has no room for them.
+    """
     try:
         kv = {
             (t.layer, t.name): torch.zeros((page_slots * layout.page_size, *t.shape), dtype=t.dtype, device=t.device)
@@ -58,8 +66,8 @@ def allocate_pools(layout: CacheLayout, page_slots: int, state_slots: int) -> Po
 def export_pages(cache: DynamicCache, pool: PoolTensors, first_page: int, slots: Slots) -> None:
     """Copy pages `[first_page, first_page + len(slots))` of the cache into `slots`.
 
-    Raises TokenError if the cache does not hold all of these tokens, SlotError for a slot that the pool does not have.
-    Nothing is copied then.
+    Raises TokenError if the cache does not hold all of these tokens, SlotError for a slot that the pool does not have; nothing is copied
+    in either case.
     """
     index, layout = _slots(slots, pool.page_slots), pool.layout
     start, stop = first_page * layout.page_size, (first_page + len(index)) * layout.page_size
@@ -76,7 +84,7 @@ def export_pages(cache: DynamicCache, pool: PoolTensors, first_page: int, slots:
 
 
 def export_state(cache: DynamicCache, pool: PoolTensors, slot: int) -> None:
-    """Copy the cache's recurrent tensors, which stand at exactly its length, into `slot`. Raises SlotError for an unknown slot."""
+    """Copy the cache's recurrent tensors, which belong to exactly its length, into `slot`. Raises SlotError for an unknown slot."""
     _slots([slot], pool.state_slots)
     with torch.inference_mode():
         for t in pool.layout.state_tensors():
@@ -86,11 +94,12 @@ def export_state(cache: DynamicCache, pool: PoolTensors, slot: int) -> None:
 def fill(
     cache: DynamicCache, pool: PoolTensors, page_slots: Slots, state_slot: int | None, wait_layer: Callable[[int], None]
 ) -> DynamicCache:
-    """Fill a *new* cache from slots, and return it; it shares no memory with the pool, because a forward writes states in place.
+    """Fill a *new* cache from slots and return it; it shares no memory with the pool, because a forward writes states in place.
 
-    `wait_layer(n)` is called before the first read of layer n's slots is made or queued, layers ascending; what it raises is passed on and
-    the cache is void.
-    Raises SlotError for an unknown slot, and for a state slot that is missing or not wanted.
+    `wait_layer(n)` is called before the first read of layer n's slots is made or queued, layers ascending. An exception that it raises is
+    passed on, and the cache must not be used then.
+    Raises SlotError for an unknown slot, for a state slot that is missing or that the model has no use for, and for a state slot without
+    pages.
     """
     index = _slots(page_slots, pool.page_slots)
     if len(index) == 0 and state_slot is None:
@@ -118,7 +127,7 @@ def fill(
 
 
 def _on_devices(index: torch.Tensor, layout: CacheLayout) -> dict[torch.device, torch.Tensor]:
-    """An index on every device that holds KV: one copy for all layers."""
+    """Copy an index to every device that holds KV, once for all layers."""
     return {device: to_device(index, device) for device in {t.device for t in layout.kv_tensors()}}
 
 
@@ -131,10 +140,10 @@ def _fill_attention(held: Any, pool: PoolTensors, layer: LayerLayout, at: Mappin
 
 
 def _gather(pool: PoolTensors, t: TensorLayout, at: torch.Tensor) -> torch.Tensor:
-    """Pages as the cache keeps them: a new contiguous `[1, heads, tokens, head_dim]`."""
+    """Gather pages into the form of the cache: a new contiguous tensor `[1, heads, tokens, head_dim]`."""
     pages, (heads, dim) = pool.pages(t.layer, t.name), t.shape
     gathered = torch.empty((heads, len(at), pool.layout.page_size, dim), dtype=t.dtype, device=t.device)
-    for head in range(heads):  # straight to its place: a gather of whole pages would have to be transposed, a second copy of everything
+    for head in range(heads):  # straight to its place; a gather of whole pages would need a transposition, which is a second copy
         torch.index_select(pages[:, :, head], 0, at, out=gathered[head])
     return gathered.view(1, heads, len(at) * pool.layout.page_size, dim)
 
@@ -143,7 +152,7 @@ def _fill_state(held: Any, pool: PoolTensors, state: StateLayout, slot: int) -> 
     t = state.tensor
     source = pool.states[t.layer, t.name][slot][None]
     template = torch.empty_strided(source.shape, (source.numel(), *t.stride), dtype=t.dtype, device=t.device)
-    # The layer allocates its own zeroed tensor of this form; writing into it keeps the address that graphs were told is static.
+    # The layer allocates its own zeroed tensor of this form; writing into it keeps the address, which graphs take as static.
     if state.conv_kernel_size is not None:
         held.lazy_initialization(conv_states=template, state_idx=state.index, conv_kernel_size=state.conv_kernel_size)
         held.conv_states[state.index].copy_(source)
@@ -153,6 +162,7 @@ def _fill_state(held: Any, pool: PoolTensors, state: StateLayout, slot: int) -> 
 
 
 def _slots(slots: Slots, capacity: int) -> torch.Tensor:
+    """Return slots as an int64 tensor on the CPU. Raises SlotError for one outside `[0, capacity)`."""
     index = torch.as_tensor(np.asarray(slots if isinstance(slots, np.ndarray) else list(slots), np.int64))
     if len(index) and not 0 <= int(index.min()) <= int(index.max()) < capacity:
         raise SlotError(
@@ -162,7 +172,7 @@ def _slots(slots: Slots, capacity: int) -> torch.Tensor:
 
 
 def differences(layout: CacheLayout, a: DynamicCache, b: DynamicCache) -> tuple[str, ...]:
-    """Where two caches differ, by bits and by the flags that the next forward reads; empty if they are interchangeable."""
+    """Return where two caches differ, in bits or in flags that the next forward reads; empty if they are interchangeable."""
     found = []
     for layer in layout.layers:
         left, right = _flags(a.layers[layer.layer]), _flags(b.layers[layer.layer])
@@ -176,6 +186,7 @@ def differences(layout: CacheLayout, a: DynamicCache, b: DynamicCache) -> tuple[
 
 
 def _flags(held: Any) -> dict[str, object]:
+    """Return the attributes of a cache layer that the next forward reads; None for those that its class lacks."""
     names = (
         "is_initialized", "has_previous_state", "is_conv_states_initialized", "is_recurrent_states_initialized", "conv_kernel_size",
         "number_of_states", "record_past", "dtype", "device",
@@ -184,7 +195,7 @@ def _flags(held: Any) -> dict[str, object]:
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal as bytes: NaNs compare equal to themselves, and 0.0 differs from -0.0."""
+    """Return whether two tensors are equal as bytes: NaNs equal themselves, and 0.0 differs from -0.0."""
     if (a.shape, a.dtype, a.is_contiguous()) != (b.shape, b.dtype, b.is_contiguous()):
         return False
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))

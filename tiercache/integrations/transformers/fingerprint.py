@@ -1,8 +1,8 @@
-"""Everything of a model that its forward could read, as named facts: what makes two models compute the same, and what changed in one.
+"""Collects everything that a model's forward could read as named facts, to compare two models or to find what changed in one.
 
 `state_dict()` is not enough: which adapter is active, by how much it is scaled, which attention is called, the frequencies of rotary
-embeddings and the hooks of a layer are all outside it. So the whole object is walked: modules, parameters, buffers of both kinds, plain
-attributes, configurations, functions by their code.
+embeddings and the hooks of a layer are all outside it. Therefore the whole object is walked: modules, parameters, persistent and other
+buffers, plain attributes, configurations, and functions (by their code).
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from tiercache.errors import UnsupportedModelError
 
 UNREAD: Final = 1 << 20
-"""Bytes of the largest tensor whose content is read where the caller vouches for the weights."""
+"""Bytes of the largest tensor whose content is read even where the caller vouches for the weights (`contents=False`)."""
 CHUNK: Final = 4 << 20
-"""Bytes that are hashed at once."""
+"""Bytes of a tensor that are hashed at once."""
 
 _NOT_COMPUTED: Final = frozenset({
-    # what saving, loading and generating note down
+    # notes of saving, loading and generating
     "_name_or_path", "name_or_path", "base_model_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version",
     "_commit_hash", "_auto_class", "auto_mapping", "generation_config", "warnings_issued", "_is_hf_initialized", "_post_init_done",
     "id2label", "label2id", "problem_type", "loss_type", "_loss_function", "_init_kwargs", "inference_mode", "model_type", "_use_kernels",
-    # how weights are loaded, saved, spread and trained
+    # how weights are loaded, saved, distributed and trained
     "_tp_plan", "_ep_plan", "_pp_plan", "_fsdp_plan", "_tp_size", "_ep_size", "_device_mesh", "all_tied_weights_keys", "_tied_weights_keys",
     "_keep_in_fp32_modules", "_keep_in_fp32_modules_strict", "_no_split_modules", "_skip_keys_device_placement",
     "_keys_to_ignore_on_load_unexpected", "_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_save", "_weight_conversions",
@@ -43,44 +43,52 @@ _NOT_COMPUTED: Final = frozenset({
     "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks", "initializer_range",
     "gradient_checkpointing", "_gradient_checkpointing_func", "__weakref__",
 })  # fmt: skip
+"""Names of attributes that do not change what a forward computes; the walk leaves them out."""
 _HOOKS: Final = frozenset({
     "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"
 })  # fmt: skip
+"""Names of the hooks of a module that run in a forward."""
 _REWRITTEN: Final = re.compile(r"(?<!original_)(?<!long_)inv_freq$")
-"""What every forward of a switching rotary embedding writes before it reads it, out of the two that it switches between."""
+"""Names of the frequencies that a switching rotary embedding (longrope) uses.
+
+Every forward writes them, before it reads them, from one of the two tables between which it switches; so they are no facts.
+"""
 _SCALARS: Final = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis))
 _FUNCTIONS: Final = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.MethodWrapperType, functools.partial)
 
 
 class Facts:
-    """The facts of one object, by path, and where each was read: what it takes to see cheaply whether they still hold.
+    """The facts of one object, by path, and the containers they were read from, so that a later check whether they still hold is cheap.
 
-    `values`: path to a short text; contents of tensors are digests. `tensors`: path to tensor. `mappings` and `sequences` hold every
-    container that was walked, with the items that it had. `known` are digests of tensors from an earlier walk. Thread safety: the owner's.
+    `values` maps a path to a short text, which for a tensor holds a digest of its content. `tensors` maps a path to a tensor. `mappings`
+    and `sequences` hold every container that was walked, with the items that it had. `known` holds digests of tensors from an earlier
+    walk, by the `id` of the tensor. `contents=False` leaves tensors of more than `UNREAD` bytes unread.
+
+    Thread safety: one owner thread.
     """
 
     def __init__(self, root: object, *, contents: bool = True, known: Mapping[int, tuple[str, ...]] | None = None) -> None:
         self.values: dict[str, str] = {}
         self.tensors: dict[str, torch.Tensor] = {}
         self.digests: dict[int, tuple[str, ...]] = {}
-        """By `id` of a tensor that `tensors` keeps alive, for each of its `chunks`."""
+        """Digests of a tensor's `chunks`, by the `id` of the tensor, which `tensors` keeps alive."""
         self.mappings: list[tuple[Mapping[Any, Any], tuple[Any, ...], tuple[Any, ...]]] = []
         self.sequences: list[tuple[Sequence[Any] | set[Any] | frozenset[Any], Any]] = []
         self.classes: dict[type, Any] = {}
-        """Classes of modules, and their `forward`."""
+        """Classes of modules, with the `forward` that each had."""
         self.interfaces: list[tuple[Mapping[str, Any], str, Any]] = []
-        """Tables of functions, a name that is looked up there, and what was found."""
+        """Tables of functions, each with a name that is looked up there and the function that was found."""
         self._contents = contents
         self._known = known or {}
         self._seen: dict[int, str] = {}
-        self._kept: list[object] = []  # what was seen stays alive, so that no `id` stands for two objects
+        self._kept: list[object] = []  # keeps every object that was seen alive, so that no `id` is used twice
         self._walk("", root)
         for name in ("_global_forward_pre_hooks", "_global_forward_hooks"):
             self._hooks(f"torch.nn.modules.module.{name}", getattr(torch_module, name))
         self._interfaces()
 
     def digest(self) -> str:
-        """Of all facts: equal where they are, in any process."""
+        """Return the digest of all facts, hexadecimal; equal facts give equal digests, in any process."""
         hasher = blake3()
         for path, value in sorted(self.values.items()):
             hasher.update(f"{len(path)} {path} {len(value)} {value}\n".encode())
@@ -94,9 +102,9 @@ class Facts:
             self.values[path] = f"{type(value).__qualname__} {value!s}"
             return
         if isinstance(value, torch.device):
-            self.values[path] = value.type  # which card of several is not what is computed
+            self.values[path] = value.type  # the ordinal of the card does not change what is computed
             return
-        if not isinstance(value, tuple | frozenset):  # which of these are one object is Python's choice
+        if not isinstance(value, tuple | frozenset):  # Python may share immutable containers or not, so identity says nothing
             if id(value) in self._seen:
                 self.values[path] = f"as {self._seen[id(value)]}"
                 return
@@ -135,7 +143,7 @@ class Facts:
         self._items(path, vars(module), names=False, without=_REWRITTEN if switching else None)
 
     def _class(self, kind: type) -> str:
-        """A class by name and by what its forward does, which a patch may have replaced."""
+        """Return the name of a class and the code of its forward, which a patch may have replaced; note both in `classes`."""
         forward = getattr(kind, "forward", None)
         self.classes[kind] = forward
         return f"{_name(kind)} {_code(forward)}"
@@ -158,13 +166,16 @@ class Facts:
                 self._walk(f"{path}.{name}" if path else name, item)
 
     def _hooks(self, path: str, hooks: Mapping[Any, Any]) -> None:
-        """Hooks in their order; their keys are numbers that count up within a process."""
+        """Walk hooks by their order, because their keys are numbers that count up within a process."""
         self.mappings.append((hooks, tuple(hooks), tuple(hooks.values())))
         for n, hook in enumerate(hooks.values()):
             self._walk(f"{path}[{n}]", hook)
 
     def _interfaces(self) -> None:
-        """The functions that the configurations name: attention and its masks are looked up in tables that anyone may change."""
+        """Walk the attention and mask functions that the configurations name.
+
+        They are looked up in global tables, whose entries may be replaced at any time.
+        """
         chosen = {value.strip("'") for path, value in self.values.items() if path.endswith("._attn_implementation_internal")}
         for table, functions in (("attention", ALL_ATTENTION_FUNCTIONS), ("mask", ALL_MASK_ATTENTION_FUNCTIONS)):
             for name in sorted(chosen):
@@ -223,7 +234,7 @@ class Facts:
 
 
 def content_of(tensor: torch.Tensor, path: str) -> tuple[str, ...]:
-    """The digests of a tensor's elements, chunk by chunk, hexadecimal. UnsupportedModelError for a tensor that cannot be read."""
+    """Return the digests of a tensor's chunks, hexadecimal. Raises UnsupportedModelError for a tensor that cannot be read."""
     try:
         return tuple(digest_of(chunk) for chunk in chunks(tensor))
     except (RuntimeError, TypeError, NotImplementedError) as error:
@@ -235,14 +246,14 @@ def content_of(tensor: torch.Tensor, path: str) -> tuple[str, ...]:
 
 
 def chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """A tensor's elements in order, at most `CHUNK` bytes at a time; views, where it is contiguous."""
+    """Return a tensor's elements in order, at most `CHUNK` bytes at a time; the parts are views if the tensor is contiguous."""
     flat = tensor.detach().reshape(-1)
     step = max(1, CHUNK // max(1, flat.element_size()))
     return (flat[n : n + step] for n in range(0, flat.numel(), step))
 
 
 def digest_of(chunk: torch.Tensor) -> str:
-    """The digest of the bytes of a one-dimensional tensor, hexadecimal."""
+    """Return the digest of the bytes of a one-dimensional tensor, hexadecimal."""
     raw: Any = chunk.cpu().contiguous().view(torch.uint8).numpy()
     return blake3(raw, max_threads=blake3.AUTO).hexdigest()
 
@@ -269,7 +280,7 @@ def _constants(code: types.CodeType) -> Iterator[str]:
 
 
 def _code(value: Any) -> str:
-    """What a function does, by its byte code and constants; empty for one without."""
+    """Return a digest of what a function does: its byte code and constants, and those of what it wraps; empty if it has no code."""
     wrapped = getattr(value, "__wrapped__", None)
     code = getattr(value, "__code__", None)
     own = _code_digest(code) if isinstance(code, types.CodeType) else ""

@@ -1,4 +1,4 @@
-"""Whose bytes a worker's cache holds: the identity of a model as it computes now, on this device and with these settings."""
+"""The identity of the bytes in a worker's cache: a model as it computes now, on this device and with these settings."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from tiercache.keys import Identity
 
 
 def identity_of(model: PreTrainedModel, runner: ModelRunner, page_size: int, watch: Watch | None = None) -> Identity:
-    """An identity that is equal only for models that compute the same bits: see `Watch` for what is in its revision.
+    """Return an identity that is equal only for models that compute the same bits; see `Watch` for what its revision covers.
 
-    A model that was saved and loaded again, from whatever directory, keeps its identity; another attention, adapter, rotary embedding,
-    precision, processor, or version of torch or transformers does not.
+    A model that was saved and loaded again, from any directory, keeps its identity. Another attention, adapter, rotary embedding,
+    precision, processor, or version of torch or transformers gives another identity.
     """
     dtypes = {name: "+".join(sorted({s.dtype for s in g.segments})) for name, g in runner.layout.geometries.items()}
     plain = Identity(

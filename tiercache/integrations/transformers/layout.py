@@ -1,7 +1,7 @@
-"""What a model's cache is made of, read off the cache object itself after a tiny forward; no model is known by its name.
+"""The layout of a model's cache, read from the cache object itself after a tiny forward; no model is recognised by its name.
 
-A layer holds attention KV, any number of recurrent tensors, both, or nothing. What a layer holds is told by its class: only classes whose
-content is exactly the tensors that this module reads are served, because a tensor that is not saved is a wrong answer after a restore.
+A layer holds attention KV, any number of recurrent tensors, both, or nothing. Its class tells which: only classes that hold exactly the
+tensors that this module reads are served, because a tensor that is not saved would give wrong answers after a restore.
 """
 
 from __future__ import annotations
@@ -25,17 +25,22 @@ from tiercache.errors import UnsupportedModelError
 from tiercache.geometry import Geometry, Segment, state_geometry
 
 ATTENTION: Final = (DynamicLayer, LinearAttentionAndFullAttentionLayer)
+"""Classes of layers that hold attention KV."""
 RECURRENT: Final = (LinearAttentionLayer, LinearAttentionAndFullAttentionLayer)
+"""Classes of layers that hold recurrent tensors."""
 SERVED: Final = (DynamicLayer, LinearAttentionLayer, LinearAttentionAndFullAttentionLayer, DummyLayer)
-"""Exact classes: a subclass may hold more than its parent (an indexer's keys, a quantised part) and is refused."""
+"""Classes of layers that are served.
+
+Subclasses are refused, because one may hold more than its parent (an indexer's keys, a quantised part).
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorLayout:
     """One tensor of one sequence's cache in one layer.
 
-    `shape` has no batch dimension. For `k` and `v` it is `[heads, head_dim]`, the share of one token. `stride` (elements) is how the
-    model lays a state out in memory: matrix products may round differently on a transposed operand, so a restore keeps it.
+    `shape` has no batch dimension; for `k` and `v` it is `[heads, head_dim]`, the share of one token. `stride`, in elements, is the layout
+    of a state in memory; a restore keeps it, because matrix products may round differently on a transposed operand.
     """
 
     layer: int
@@ -47,7 +52,7 @@ class TensorLayout:
 
     @property
     def dtype_name(self) -> str:
-        """The dtype as geometries write it, such as `float32`."""
+        """Name of the dtype in geometries, such as `float32`."""
         return str(self.dtype).removeprefix("torch.")
 
 
@@ -58,12 +63,15 @@ class StateLayout:
     tensor: TensorLayout
     index: int
     conv_kernel_size: int | None
-    """Set for conv states only; the number of last inputs that the layer keeps."""
+    """Number of last inputs that the layer keeps; None for recurrent tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerLayout:
-    """What one layer keeps: `k` and `v` are both set or both None; `has_previous` are the layer's own flags, one per state index."""
+    """The tensors that one layer keeps.
+
+    `k` and `v` are both set or both None. `has_previous` holds the layer's own flags, one per state index.
+    """
 
     layer: int
     k: TensorLayout | None = None
@@ -73,20 +81,20 @@ class LayerLayout:
 
     @property
     def empty(self) -> bool:
-        """Nothing to save: a layer of experts only, or one that reads another layer's cache."""
+        """Whether there is nothing to save, as in a layer of experts only or one that reads another layer's cache."""
         return self.k is None and not self.states
 
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """All layers of a cache, and the geometries of its objects. Immutable; safe to share between threads."""
+    """All layers of a cache, and the geometries of the objects that it is stored as."""
 
     page_size: int
     layers: tuple[LayerLayout, ...]
 
     @cached_property
     def kv_geometry(self) -> Geometry:
-        """Pages: per attention layer `k` and `v`, each `[page_size, heads, head_dim]`."""
+        """Geometry of a page: `k` and `v` of each attention layer, each `[page_size, heads, head_dim]`."""
         segments = [
             Segment(t.layer, t.name, (self.page_size, *t.shape), t.dtype_name) for layer in self.layers for t in (layer.k, layer.v) if t
         ]
@@ -94,32 +102,32 @@ class CacheLayout:
 
     @cached_property
     def state_geometry(self) -> Geometry | None:
-        """States: every `conv_i` and `recurrent_i` of every layer; None for a model without any."""
+        """Geometry of a state: every `conv_i` and `recurrent_i` of every layer; None for a model without any."""
         tensors = [(s.layer, s.name, s.shape, s.dtype_name) for s in self.state_tensors()]
         return state_geometry(tensors, self.page_size) if tensors else None
 
     @property
     def geometries(self) -> dict[PoolName, Geometry]:
-        """One geometry per pool that the model needs."""
+        """Geometry of each pool that the model needs."""
         state = self.state_geometry
         return {PoolName.KV: self.kv_geometry} | ({PoolName.MAMBA: state} if state else {})
 
     def kv_tensors(self) -> Iterator[TensorLayout]:
-        """`k` and `v` of every attention layer."""
+        """Iterate over `k` and `v` of every attention layer."""
         return (t for layer in self.layers for t in (layer.k, layer.v) if t is not None)
 
     def state_tensors(self) -> Iterator[TensorLayout]:
-        """Every conv and recurrent tensor."""
+        """Iterate over every conv and recurrent tensor."""
         return (s.tensor for layer in self.layers for s in layer.states)
 
     def length(self, cache: DynamicCache) -> int:
-        """Tokens that `cache` holds; 0 for a new one."""
+        """Return the number of tokens that `cache` holds; 0 for a new one."""
         first = next(layer.layer for layer in self.layers if layer.k)
         held: Any = cache.layers[first]
         return int(held.get_seq_length())
 
     def tensor_of(self, cache: DynamicCache, layer: int, name: str) -> torch.Tensor:
-        """The cache's own tensor, with its batch dimension of 1: k, v `[1, heads, tokens, head_dim]`, states `[1, ...]`."""
+        """Return the cache's own tensor, with its batch dimension of 1: k, v `[1, heads, tokens, head_dim]`, states `[1, ...]`."""
         held: Any = cache.layers[layer]
         if name in ("k", "v"):
             found = held.keys if name == "k" else held.values
@@ -131,9 +139,9 @@ class CacheLayout:
 
 
 def inspect_cache(cache: object, page_size: int, tokens: int) -> CacheLayout:
-    """The layout of `cache`, which has just seen `tokens` tokens of one sequence.
+    """Return the layout of `cache`, which holds exactly `tokens` tokens of one sequence.
 
-    Raises UnsupportedModelError, naming the layer, for whatever could not be restored exactly.
+    Raises UnsupportedModelError, naming the layer, if something could not be restored exactly.
     """
     if type(cache) is not DynamicCache:
         raise UnsupportedModelError(
@@ -148,6 +156,7 @@ def inspect_cache(cache: object, page_size: int, tokens: int) -> CacheLayout:
 
 
 def _layer(n: int, layer: Any, tokens: int) -> LayerLayout:
+    """Return the layout of layer `n`. Raises UnsupportedModelError for a class not in `SERVED` and for tensors of unexpected shape."""
     if type(layer) not in SERVED:
         raise UnsupportedModelError(f"layer {n} keeps its cache in a {type(layer).__name__}, {_why(layer)}")
     k, v = _attention(n, layer, tokens) if isinstance(layer, ATTENTION) and layer.is_initialized else (None, None)
@@ -160,7 +169,7 @@ def _layer(n: int, layer: Any, tokens: int) -> LayerLayout:
 
 
 def _why(layer: Any) -> str:
-    """Why a class cannot be served, from what the object shows."""
+    """Return why a layer of an unserved class cannot be served, judged by its attributes."""
     if getattr(layer, "is_sliding", False):
         return "which forgets what leaves its sliding window, so a prefix cannot be cut out of it; only full attention is served"
     if hasattr(layer, "max_cache_len"):

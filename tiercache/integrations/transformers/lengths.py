@@ -1,4 +1,4 @@
-"""What a configuration says about lengths: where positions end, and from where on a model may compute otherwise than before."""
+"""Lengths in a model's configuration: the number of positions, and lengths beyond which the model may compute differently."""
 
 from __future__ import annotations
 
@@ -9,20 +9,25 @@ from typing import Any, Final
 from tiercache.errors import UnsupportedModelError
 
 _POSITIONS: Final = ("max_position_embeddings", "n_positions", "max_target_positions", "max_seq_len")
-"""Names of the number of positions; the first that is there counts."""
+"""Names of attributes for the number of positions; the first that a configuration has counts."""
 _LENGTH: Final = re.compile(
     r"position|window|length|context|keep|span|distance|stride|seq_len|chunk|block_size|local|bucket|floor_scale|switch|threshold|n_ctx"
 )
+"""Parts of names whose values may be such lengths."""
 _NO_LENGTH: Final = re.compile(
     r"^_|feed_forward|max_length|min_length|vocab|image|vision|audio|video|speech|vq_|patch|encoder|mamba|kernel|dim|num_|layers|pattern|"
     r"source|mask_|blocks"
 )
+"""Parts of names whose values are none, although `_LENGTH` matches; e.g. of other modalities, or numbers of layers."""
 _BLOCKS: Final = 16
-"""Attention over blocks sees every block of a sequence of few; more than this many, no model is known to."""
+"""Blocks of a sequence that block-sparse attention may all see; no known model sees all of a sequence with more blocks."""
 
 
 def positions_of(config: Any) -> int | None:
-    """How many positions a model has; None where its configuration does not say. Linear scaling of rotary embeddings stretches them."""
+    """Return how many positions a model has; None if its configuration does not say.
+
+    Linear scaling of rotary embeddings multiplies the number by its factor.
+    """
     text = config.get_text_config(decoder=True)
     reach = next((value for name in _POSITIONS if _is_length(value := getattr(text, name, None))), None)
     if reach is None:
@@ -32,12 +37,12 @@ def positions_of(config: Any) -> int | None:
 
 
 def ropes_of(config: Any) -> list[Mapping[str, Any]]:
-    """The parameters of every rotary embedding that the configuration describes."""
+    """Return the parameters of every rotary embedding that the configuration describes."""
     return [mapping for _, mapping in _mappings("", config.to_dict()) if "rope_type" in mapping]
 
 
 def refuse_dynamic_rope(model: Any) -> None:
-    """UnsupportedModelError for rotary embeddings that keep what the longest sequence so far made of them."""
+    """Raise UnsupportedModelError for rotary embeddings whose frequencies depend on the longest sequence seen so far."""
     for rope in ropes_of(model.config):
         if "dynamic" in str(rope["rope_type"]):
             raise UnsupportedModelError(
@@ -47,10 +52,10 @@ def refuse_dynamic_rope(model: Any) -> None:
 
 
 def named_lengths(config: Any) -> dict[str, int]:
-    """Lengths in tokens at which the model may begin to compute otherwise, by the names that the configuration gives them.
+    """Return the lengths in tokens from which the model may compute differently, by the names that the configuration gives them.
 
-    Windows, chunks, blocks (`_BLOCKS` of them), and the positions before a stretch; not the number of positions itself, beyond which
-    nothing is served.
+    These are windows, chunks, blocks (`_BLOCKS` of them), and the positions before a stretch. The number of positions itself is left out,
+    because nothing is served beyond it.
     """
     text = config.get_text_config(decoder=True)
     found: dict[str, int] = {}
@@ -67,7 +72,7 @@ def named_lengths(config: Any) -> dict[str, int]:
 
 
 def _mappings(path: str, value: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """A mapping and those in it, with the path to each; not the configurations of other models."""
+    """Yield a mapping and the mappings in it, each with its path; leave out the configurations of other models."""
     if isinstance(value, Mapping):
         yield path, value
         for name, item in value.items():

@@ -1,4 +1,4 @@
-"""What outside a model can change the bits that it computes: torch's version and settings, the processor, libraries with kernels."""
+"""Settings outside a model that can change the bits it computes: torch's version and settings, the processor, kernel libraries."""
 
 from __future__ import annotations
 
@@ -25,24 +25,25 @@ _READ: Final = (
     "backends.mkldnn.matmul.fp32_precision", "backends.mkldnn.conv.fp32_precision", "backends.mkldnn.rnn.fp32_precision",
     "backends.mha.get_fastpath_enabled", "backends.nnpack.enabled", "backends.opt_einsum.enabled", "backends.opt_einsum.strategy",
 )  # fmt: skip
-"""Dotted names under `torch`; functions without arguments are called. What a version of torch lacks is left out."""
+"""Dotted names under `torch`; functions are called without arguments. Names that a version of torch lacks are left out."""
 _VARIABLES: Final = (
     "CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "ONEDNN_DEFAULT_FPMATH_MODE",
     "DNNL_DEFAULT_FPMATH_MODE", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS",
     "USE_HUB_KERNELS",
 )  # fmt: skip
+"""Environment variables that choose kernels or precisions."""
 _KERNELS: Final = (
     "flash-attn", "flash-linear-attention", "fla-core", "mamba-ssm", "causal-conv1d", "kernels", "triton", "xformers", "torchao",
     "bitsandbytes",
 )  # fmt: skip
-"""Packages that transformers calls instead of its own code where they are installed."""
+"""Packages that transformers, where they are installed, calls instead of its own code."""
 
 
 def numerics(device: torch.device) -> dict[str, str]:
-    """Settings by name, as texts, that can change what the thread computes on `device`. A few dozen reads: some 200 microseconds.
+    """Return the settings, as texts by name, that can change what the calling thread computes on `device`.
 
-    The number of threads is not among them: with another number, sums may round differently, and a cache from before is as good as one
-    from after.
+    This takes a few dozen reads, some 200 microseconds. The number of threads is not among the settings: with another number sums may round
+    differently, but a cache from before the change is as good as one from after it.
     """
     found = dict(_installed(device))
     for name in _READ:
@@ -57,9 +58,11 @@ def numerics(device: torch.device) -> dict[str, str]:
 
 
 _DENORMAL: Final = torch.tensor([5e-324], dtype=torch.float64)
+"""The smallest positive float64; multiplied by 1 it becomes 0 where denormals are flushed."""
 
 
 def _read(name: str) -> str | None:
+    """Return a setting of torch as text; None if this version of torch lacks it, an error's type if torch refuses to read it."""
     value: Any = torch
     try:
         for part in name.split("."):
@@ -67,13 +70,13 @@ def _read(name: str) -> str | None:
         return str(value() if callable(value) else value)
     except AttributeError:
         return None
-    except RuntimeError as error:  # two ways to set one thing, used together
+    except RuntimeError as error:  # torch refuses to read a setting that was set in two ways
         return type(error).__name__
 
 
 @functools.cache
 def _installed(device: torch.device) -> tuple[tuple[str, str], ...]:
-    """What does not change in a process."""
+    """Return the versions and the hardware, which do not change within a process."""
     found = {"torch": torch.__version__, "transformers": transformers.__version__, "device": device.type}
     if device.type == "cuda":
         found["card"] = f"{torch.cuda.get_device_name(device)} {torch.cuda.get_device_capability(device)}"

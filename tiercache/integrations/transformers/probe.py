@@ -1,23 +1,23 @@
-"""Checks at load that a model keeps to the rules which make its cache reusable, by running it; about a hundred tokens a few dozen times.
+"""Checks at load that a model follows the rules that make its cache reusable: it runs prompts of some 150 tokens a few dozen times.
 
-0. Over a cache, and with positions that are handed to it, the model gives the logits that it gives by itself.
+0. Given a cache and explicit positions, the model gives the same logits as without either.
 1. A prefill that is cut gives the logits of an uncut one, within a tolerance.
 2. Every tensor of the cache is read: replaced by another prompt's, it changes the logits. (A forward that ignores a state would make
    every hit a wrong answer, without an error.)
-3. A cache that went through the pools is bitwise the one that was exported, and continues so.
+3. A cache that went through the pools is bitwise the one that was exported, and both continue with equal bits.
 
-A model that breaks 1 or 2 only when it is fed several tokens at once is served token by token (`TailMode.TOKEN`); Jamba is one of these.
+A model that breaks rule 1 or 2 only when it is fed several tokens at once is served token by token (`TailMode.TOKEN`); Jamba is one.
 
-All this with prompts of some 150 tokens. Then 1 again with longer ones, past every length that the configuration names; see `reach`.
+After these checks rule 1 is checked again with longer prompts, past every length that the configuration names; see `reach`.
 
 **The tolerance.** A cut changes the order of sums, so cached values differ by rounding. The probe measures what rounding does to this
 model: all cached values get a relative noise of at most half an eps of their dtype, and the logits move by the jitter. The tolerance is
 a multiple of the median jitter of three draws: 16 in float32, where every sum of every operation rounds by as much as a stored value
 does; 4 in narrower types, whose sums are float32 and round once, when stored (16 where cuBLAS may round the parts of a sum). Both are
 empirical: over the 19 served families of `tests/models.py`, on CPUs, cuts err by 0.96 to 3.25 jitters in float32 and by 0 to 1.25 in
-bfloat16, so the least room is a factor of 4.9 and of 3.2.
-A tolerance is only worth something if a wrong cache exceeds it: a model is refused if another prompt's states, or KV where there are no
-states, stay within it.
+bfloat16, so the tolerance exceeds the largest error by a factor of 4.9 and of 3.2.
+The tolerance is useful only if a wrong cache exceeds it: a model is refused if another prompt's states, or its KV where there are no
+states, move the logits by no more than the tolerance.
 """
 
 from __future__ import annotations
@@ -45,16 +45,22 @@ from tiercache.integrations.transformers.runner import ModelRunner, TailMode
 from tiercache.integrations.transformers.stream import rounds_parts
 
 JITTERS: Final = 16
+"""The tolerance in jitters, for float32 and wherever the parts of a sum may be rounded."""
 JITTERS_NARROW: Final = 4
+"""The tolerance in jitters, for narrower dtypes."""
 SHORT: Final = 3
-"""Tokens of a short tail. The logits after each are compared: the shortest convolutions reach no further than the first."""
+"""Tokens of a short tail. The logits after each of them are compared, because the shortest convolutions reach only the first."""
 SEED: Final = 20457
+"""Seed of the random prompts and of the noise."""
 MOST_CHUNK: Final = 512
-"""Tokens of the longest chunk of a scan that is crossed dozens of times; longer ones are looked at as other lengths are."""
+"""Tokens of the longest scan chunk that the usual prompts cross; longer chunks are checked by `reach`, like other lengths."""
 
 
 class CutCheck(NamedTuple):
-    """A prefill cut at `cuts` against an uncut one: `error` is the largest absolute difference of the last position's logits."""
+    """A prefill cut at `cuts`, compared with an uncut one.
+
+    `error` is the largest absolute difference of the last position's logits.
+    """
 
     mode: TailMode
     cuts: tuple[int, ...]
@@ -63,10 +69,12 @@ class CutCheck(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ProbeReport:
-    """What the probe found. Errors, reactions and the tolerance are absolute differences of logits; `scale` is their largest magnitude.
+    """The findings of the probe.
 
-    `reactions` maps `kv` and `state` to how far the logits move when all tensors of the kind are another prompt's. `chunk_fault` says why
-    chunks are not used (empty in CHUNK mode). `reach` is what longer prompts showed.
+    Errors, reactions, the jitter and the tolerance are absolute differences of logits; `scale` is the largest magnitude of a logit.
+    `tokens` is the length of the prompts, `seconds` the time that the probe took.
+    `reactions` maps `kv` and `state` to how far the logits move when all tensors of that kind are another prompt's. `chunk_fault` says
+    why chunks are not used (empty in CHUNK mode). `reach` is what longer prompts showed.
     """
 
     tail_mode: TailMode
@@ -87,16 +95,20 @@ class ProbeReport:
 
 
 def load(model: PreTrainedModel, page_size: int, seconds: float = SECONDS) -> tuple[ModelRunner, ProbeReport]:
-    """A runner in the tail mode that the model needs, and why. Raises UnsupportedModelError if it cannot be served."""
+    """Probe a model and return a runner in the tail mode that it needs, with the report of the probe.
+
+    `seconds` bounds the time for longer prompts. Raises UnsupportedModelError if the model cannot be served.
+    """
     runner = ModelRunner(model, page_size)
     report = probe(runner, seconds)
     return runner.like(report.tail_mode), report
 
 
 def probe(runner: ModelRunner, seconds: float = SECONDS) -> ProbeReport:
-    """Check the model of `runner`, whatever its own tail mode; `seconds` are for longer prompts than usual, see `reach`.
+    """Check the model of `runner` in both tail modes, whichever the runner's own is.
 
-    Raises UnsupportedModelError, in one sentence, if it cannot be served.
+    `seconds` bounds the time for prompts longer than usual; see `reach`. Raises UnsupportedModelError, with a message of one sentence, if
+    the model cannot be served.
     """
     refuse_dynamic_rope(runner.model)
     report = _base(runner)
@@ -119,7 +131,10 @@ def probe(runner: ModelRunner, seconds: float = SECONDS) -> ProbeReport:
 
 
 def _base(runner: ModelRunner) -> ProbeReport:
-    """The checks with prompts of the usual length or, where they fail because of a length that the configuration names, below that."""
+    """Run the checks with prompts of the usual length or, where they fail, of shorter lengths that the configuration names.
+
+    Returns the first report in CHUNK mode, else the first report; raises the first UnsupportedModelError if there is no report.
+    """
     usual = _usual_tokens(runner)
     least = max(40, runner.page_size + 2 * SHORT + 1)
     if usual < least:
@@ -145,7 +160,7 @@ def _base(runner: ModelRunner) -> ProbeReport:
 
 
 class _Trial:
-    """One run of the checks over two random prompts of `tokens` tokens; `first_position` is where they begin."""
+    """One run of the checks over two random prompts of `tokens` tokens; `first_position` is the position of their first token."""
 
     def __init__(self, runner: ModelRunner, tokens: int, *, first_position: int = 0) -> None:
         self.started = time.monotonic()
@@ -158,6 +173,7 @@ class _Trial:
         self.n = tokens
 
     def report(self) -> ProbeReport:
+        """Run all checks; raise UnsupportedModelError if the model fails them even when it is fed token by token."""
         tolerance, jitter = self.tolerance()
         self.compare_without_cache(tolerance)
         token_checks = self.cut_checks(TailMode.TOKEN)
@@ -174,7 +190,10 @@ class _Trial:
 
     @cached_property
     def uncut(self) -> torch.Tensor:
-        """The last position's logits of one forward over the whole prompt; twice, to see that the model repeats itself."""
+        """The last position's logits `[vocab]` of one forward over the whole prompt.
+
+        The forward runs twice: raises UnsupportedModelError if the two differ, or if logits are not finite.
+        """
         first, second = (self.run(self.new(), self.prompt, 0) for _ in range(2))
         if not torch.isfinite(first).all():
             raise UnsupportedModelError(f"{self.name} gives logits that are not finite, so nothing can be checked; look at its weights")
@@ -190,7 +209,7 @@ class _Trial:
 
     @cached_property
     def cache(self) -> DynamicCache:
-        """The prompt's cache at all but `SHORT` tokens; copied by whoever continues it."""
+        """The prompt's cache after all but the last `SHORT` tokens; copy it before continuing it."""
         return self.cache_of(self.prompt)
 
     @cached_property
@@ -213,10 +232,11 @@ class _Trial:
         return self.runners[mode].logits(cache, tokens, start, keep=min(SHORT, len(tokens)))
 
     def tail(self, cache: DynamicCache, mode: TailMode) -> torch.Tensor:
-        """Logits of the last `SHORT` tokens, continued from `cache`."""
+        """Return the logits of the last `SHORT` tokens, continued from `cache`."""
         return self.run(cache, self.prompt[-SHORT:], self.n - SHORT, mode)
 
     def tolerance(self) -> tuple[float, float]:
+        """Measure and return the tolerance and the jitter (see the module); the tolerance is at least 2 eps of the largest logit."""
         base = self.tail(copy.deepcopy(self.cache), TailMode.TOKEN)
         rng = torch.Generator().manual_seed(SEED)
         jitters = [_gap(self.tail(self.noisy(rng), TailMode.TOKEN), base) for _ in range(3)]
@@ -225,7 +245,7 @@ class _Trial:
         return max((JITTERS_NARROW if exact else JITTERS) * jitter, 2 * eps * self.scale), jitter
 
     def compare_without_cache(self, tolerance: float) -> None:
-        """The cache and the positions that the runner hands over must not make another model of it."""
+        """Raise UnsupportedModelError if passing a cache and positions changes the logits by more than the tolerance."""
         off = _gap(self.runners[TailMode.CHUNK].without_cache(self.prompt, SHORT)[-1], self.uncut)
         if not off <= tolerance:
             raise UnsupportedModelError(
@@ -234,7 +254,7 @@ class _Trial:
             )
 
     def crossing(self, mode: TailMode, cuts: tuple[int, ...]) -> str:
-        """Why a prefill that is cut cannot be continued in this mode, or nothing."""
+        """Return why a prefill cut at `cuts` cannot be continued in this mode; empty if it can."""
         tolerance, _ = self.tolerance()
         error = self.cut_error(mode, cuts)
         if error <= tolerance:
@@ -242,9 +262,9 @@ class _Trial:
         return f"cut at {', '.join(map(str, cuts))} of {self.n} tokens, logits are off by {error:.3g}, rounding explains {tolerance:.3g}"
 
     def cut_checks(self, mode: TailMode) -> tuple[CutCheck, ...]:
-        """Cuts on and off the model's own chunk boundaries; tails longer than a chunk, short, and of one token."""
+        """Check cuts on and off the model's own chunk boundaries, with tails longer than a chunk, short tails, and tails of one token."""
         n, c, middle = self.n, self.chunk, self.chunk // 2 + 5
-        # Single steps are slow on a large model; a dozen are enough to leave any convolution behind.
+        # Single steps are slow on a large model; a dozen steps reach past any convolution kernel.
         several = [(c,), (middle,), (n - 7,), (middle, c, n - 7, n - 1)] if mode is TailMode.CHUNK else [(n - 1,), (n - 12,)]
         return tuple(CutCheck(mode, cuts, self.cut_error(mode, cuts)) for cuts in several)
 
@@ -252,7 +272,7 @@ class _Trial:
         return _gap(self.runners[mode].prefill(self.new(), self.prompt, 0, cuts), self.uncut)
 
     def fault(self, mode: TailMode, checks: tuple[CutCheck, ...], tolerance: float) -> str:
-        """Why this tail mode cannot be used, or nothing."""
+        """Return why this tail mode cannot be used; empty if it can."""
         feeding = "one token at a time" if mode is TailMode.TOKEN else "several tokens at a time"
         if (ignored := self.ignored(mode)) is not None:
             return f"fed {feeding}, it ignores {ignored.name} of layer {ignored.layer} ({type(self.cache.layers[ignored.layer]).__name__})"
@@ -265,10 +285,10 @@ class _Trial:
         return ""
 
     def ignored(self, mode: TailMode) -> TensorLayout | None:
-        """The first tensor whose content does not change a single bit of the next logits."""
+        """Return the first tensor whose content does not change a single bit of the next logits; None if all do."""
 
         def following(cache: DynamicCache) -> torch.Tensor:
-            # The very next token reads everything that a model reads at all.
+            # Token by token, one token is enough: it reads everything that the model reads at all.
             return self.run(cache, self.prompt[-SHORT:][: 1 if mode is TailMode.TOKEN else SHORT], self.n - SHORT, mode)
 
         base = following(copy.deepcopy(self.cache))
@@ -278,6 +298,10 @@ class _Trial:
         return None
 
     def reactions(self, tolerance: float) -> dict[str, float]:
+        """Return by how much the logits move when all tensors of a kind (`kv`, `state`) are another prompt's.
+
+        Raises UnsupportedModelError if the states (or the KV, where there are none) move them by no more than the tolerance.
+        """
         base = self.tail(copy.deepcopy(self.cache), TailMode.TOKEN)
         kinds = {"kv": [*self.layout.kv_tensors()], "state": [*self.layout.state_tensors()]}
         found = {kind: _gap(self.tail(self.replaced(ts), TailMode.TOKEN), base) for kind, ts in kinds.items() if ts}
@@ -290,17 +314,17 @@ class _Trial:
         return found
 
     def replaced(self, tensors: list[TensorLayout]) -> DynamicCache:
-        """The prompt's cache with some tensors taken from the other prompt's."""
+        """Return a copy of the prompt's cache with some tensors taken from the other prompt's."""
         cache = copy.deepcopy(self.cache)
         with torch.inference_mode():
             for t in tensors:
                 mine, theirs = (self.layout.tensor_of(c, t.layer, t.name) for c in (cache, self.other_cache))
-                # A tensor that depends on the position alone is the same in both.
+                # A tensor that depends on the position alone is the same in both caches, so change it by 1.
                 mine.copy_(theirs if not torch.equal(mine, theirs) else theirs + 1)
         return cache
 
     def noisy(self, rng: torch.Generator) -> DynamicCache:
-        """The prompt's cache as if every value in it had been rounded once more."""
+        """Return a copy of the prompt's cache as if every value had been rounded once more: relative noise of at most half an eps."""
         cache = copy.deepcopy(self.cache)
         with torch.inference_mode():
             for t in (*self.layout.kv_tensors(), *self.layout.state_tensors()):
@@ -311,7 +335,10 @@ class _Trial:
         return cache
 
     def round_trip(self) -> None:
-        """Export at the deepest page boundary, restore twice, continue the original and both copies: equal bits throughout."""
+        """Export at the deepest page boundary before the last 2 * `SHORT` tokens, restore twice, continue the original and both copies.
+
+        Raises UnsupportedModelError unless caches and logits stay equal bit by bit.
+        """
         runner = self.runners[TailMode.CHUNK]
         pages = (self.n - 2 * SHORT) // self.page_size
         depth, slots = pages * self.page_size, np.arange(pages)[::-1] + 1
@@ -321,7 +348,7 @@ class _Trial:
         state = 1 if pool.states else None
         if state is not None:
             runner.export_state(cache, pool, state)
-        # Twice, because the first continuation must not have written into the pool.
+        # Restore twice: the first continuation must not have written into the pool.
         for attempt in ("restored", "restored again"):
             original, restored = copy.deepcopy(cache), runner.restore(pool, slots, state)
             steps: list[Callable[[DynamicCache], torch.Tensor]] = [
@@ -339,9 +366,10 @@ class _Trial:
 
 
 def _usual_tokens(runner: ModelRunner) -> int:
-    """The length of the prompts: more than twice the chunk of the model's own scan, and of a page; no more than it has positions.
+    """Return the length of the prompts in tokens.
 
-    Configurations name the chunk differently; gated delta nets use 64 without naming it.
+    It is more than twice the chunk of the model's own scan and more than two pages, but no more than the model has positions.
+    Configurations use different names for the chunk; gated delta nets use 64 without naming it.
     """
     config = runner.model.config.get_text_config(decoder=True)
     named = (getattr(config, name, None) for name in ("chunk_size", "mamba_chunk_size", "block_size"))
@@ -350,4 +378,5 @@ def _usual_tokens(runner: ModelRunner) -> int:
 
 
 def _gap(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Return the largest absolute difference."""
     return float((a - b).abs().max())

@@ -1,12 +1,12 @@
-"""Up to which length a model's cache is what a recompute gives: prompts that grow, within a time, past every length that is named.
+"""Finds the length up to which a model's cache equals a recomputation, with growing prompts, past every length that is named.
 
-Some models compute otherwise from some length on: rotary embeddings that switch, windows that begin to forget, attention that becomes
-sparse. A cache from below such a length is wrong above it. So a prefill is cut a few tokens before each named length and continued past
-it, a little and to twice its length, and prompts are doubled up to the greatest. What fails there bounds the cache: sequences up to the
-longest one that is proven are restored and kept, longer ones are computed anew.
+Some models compute differently from some length on: rotary embeddings switch, windows begin to forget, attention becomes sparse. A cache
+from below such a length is wrong above it. Therefore a prefill is cut a few tokens before each length that the configuration names and
+continued past it, a little and to twice its length; prompts are also doubled up to the greatest named length. The first failure bounds the
+cache: sequences up to the longest proven one are restored and kept, longer ones are computed without the cache.
 
-`seconds` bound the time that this takes at load. A length that is not reached in it bounds the cache as well; but where it is one of
-positions, short prompts begin a little before it instead, which shows all that depends on positions.
+`seconds` bounds the time that this takes at load. A length that is not reached in that time bounds the cache as well; but if it is a number
+of positions, short prompts that begin a little before it are run instead, which shows everything that depends on positions.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from tiercache.errors import UnsupportedModelError
 from tiercache.integrations.transformers.runner import TailMode
 
 SECONDS: Final = 20.0
-"""How long longer prompts may take, unless said otherwise."""
+"""Seconds that longer prompts may take by default."""
 BEFORE: Final = 5
 """Tokens before a named length at which a prefill is cut."""
 BEYOND: Final = 7
-"""Tokens after it to which it goes on."""
+"""Tokens after a named length up to which that prefill continues."""
 LEAST: Final = 24
 """Tokens of the shortest prompt that shows anything."""
 
@@ -36,10 +36,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """What prompts longer than the usual ones showed.
+    """The result of prompts longer than the usual ones.
 
-    `limit`: tokens of the longest sequence that is restored and kept; None for any. `why` says what bounds it. `lengths` maps the lengths
-    that the configuration names, such as `sliding_window 4096`, to what was done about each; `tokens` is the longest prompt that was run.
+    `limit` is the number of tokens of the longest sequence that is restored and kept; None for no limit. `why` says what bounds it.
+    `lengths` maps the lengths that the configuration names, such as `sliding_window 4096`, to what was found about each. `tokens` is the
+    length of the longest prompt that was run, `seconds` the time that all took.
     """
 
     limit: int | None = None
@@ -50,18 +51,23 @@ class Reach:
 
 
 UNBOUNDED: Final = Reach()
+"""The reach of a model whose cache is good for any length."""
 
 
 class Prompt(Protocol):
     """A prompt of one length, on which a cut can be tried."""
 
     def crossing(self, mode: TailMode, cuts: tuple[int, ...]) -> str:
-        """Why a prefill cut there differs from an uncut one, or nothing."""
+        """Return why a prefill cut at `cuts` differs from an uncut one; empty if it does not."""
 
 
 class Explorer:
-    """One exploration. `make(tokens, first_position)` gives a prompt; `checked` is the length that all checks were made with, `usual` the
-    one that they are meant for, `lengths` those that are named; it takes about `seconds` at most. Thread safety: one owner thread.
+    """One search for the reach of a model.
+
+    `make(tokens, first_position)` gives a prompt. `checked` is the prompt length that all checks were made with, `usual` the length that
+    they are meant for, and `lengths` are the named lengths, all in tokens. The search takes about `seconds` at most.
+
+    Thread safety: one owner thread.
     """
 
     def __init__(
@@ -81,7 +87,10 @@ class Explorer:
         self._proven = 0
 
     def explore(self, positions: int | None) -> Reach:
-        """Go up, through the named lengths and the doublings between them, to the first that fails or cannot be reached."""
+        """Try the named lengths and the doublings between them, ascending, up to the first that fails or cannot be reached.
+
+        `positions` is the number of positions of the model; None for a model without a limit.
+        """
         end = positions or 1 << 62
         named = set(self._lengths.values())
         steps = sorted({*named, self._checked, self._usual, *self._doublings(min(max(named, default=0), end))})
@@ -95,17 +104,18 @@ class Explorer:
         return Reach(self._proven if why else None, why, self._last[0], self._done, time.monotonic() - self._began)
 
     def _doublings(self, top: int) -> Iterator[int]:
+        """Yield the usual length doubled, and doubled again, while it is below `top`."""
         length = 2 * self._usual
         while length < top:
             yield length
             length *= 2
 
     def _cross(self, length: int, end: int) -> str:
-        """Why sequences that grow past a named length, a little and to twice that, cannot be continued from the cache, or nothing."""
+        """Return why sequences that grow past a named length, a little and to twice it, cannot be continued; empty if they can."""
         names = [f"{name} {at}" for name, at in self._lengths.items() if at == length]
         fault: str | None = ""
         below, above = max(1, length - BEFORE), length + max(1, length // 2)
-        # What a sparse attention leaves out shows at a cut behind the length: a prefix that is fed by itself keeps more.
+        # Sparse attention shows at a cut after the length: a prefix fed by itself keeps more than the same tokens in a whole prompt.
         for tokens, cuts in ((length + BEYOND, (below,)), (2 * length + BEYOND, (below, above)), (2 * length + BEYOND, (above,))):
             if fault == "":
                 fed = min(max(tokens, LEAST), end)
@@ -125,14 +135,14 @@ class Explorer:
         return f"{', '.join(names)}: {fault}"
 
     def _double(self, tokens: int) -> str:
-        """Why a prompt of a length without a name cannot be continued, or nothing."""
+        """Return why a prompt of a length without a name cannot be continued; empty if it can, or if the length cannot be reached."""
         fault = "" if tokens == self._checked else self._try(tokens, (tokens // 2, tokens - BEYOND))
         if fault == "":
             self._proven = max(self._proven, tokens)
-        return fault or ""  # what cannot be reached is told by the length with a name above it
+        return fault or ""  # a length that cannot be reached is reported by the named length above it
 
     def _try(self, tokens: int, cuts: tuple[int, ...]) -> str | None:
-        """Why a cut makes a difference, or nothing; None if there is no time or no memory left to find out."""
+        """Return why a cut makes a difference, empty if it makes none; None if there is not enough time or memory to find out."""
         begun, (last, seconds) = time.monotonic(), self._last
         # At worst, time grows with the square of the length.
         if begun - self._began + seconds * max(1.0, tokens / last) ** 2 > self._seconds:

@@ -1,4 +1,4 @@
-"""One request of the reference worker, from the restore of its prompt to the last commit of its answer."""
+"""Serves one request of the reference worker, from the restore of its prompt to the last commit of its answer."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 DECODE_SNAPSHOTS: Final = 2
-"""State slots that decoding alternates between, so that the newest complete snapshot survives while the next is taken."""
+"""State slots between which decoding alternates, so that the newest complete snapshot survives while the next is taken."""
 COPY_SECONDS: Final = 1.0
-"""How long a request waits at most for slots that the previous one's copies to the host still hold."""
+"""Seconds that a request waits at most for slots that copies of the previous request to the host still hold."""
 CHECKPOINTS: Final = 3
-"""State slots for one prefill: branch point, prompt end, and a prompt that ends with its page. More are taken where rules ask for more."""
+"""State slots for one prefill: branch point, prompt end, and a prompt that ends on a page boundary. Rules may ask for more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What became of one request.
+    """The result of one request.
 
-    `tokens`: prompt and answer; `bounds`: the depth after every forward pass; `states`: depths at which states were committed. `restored`
-    is in tokens, times in seconds: `restore_seconds` until the cache was filled, `ttft_seconds` until the first logits `[vocab]` were there
-    (on a device: by its own clock, and after waiting for it). `anew` is the bound whose forward pass began with an empty cache, because
-    the answer grew beyond what the model's cache is good for; 0 for none.
+    `tokens` are prompt and answer; `bounds` is the depth after every forward pass; `states` are the depths at which states were committed.
+    Depths and `restored` are in tokens. Times are in seconds: `restore_seconds` until the cache was filled, `ttft_seconds` until the first
+    logits `[vocab]` were there (on a device: by its own clock, and after waiting for it). `anew` is the bound whose forward pass began with
+    an empty cache, because the answer grew beyond the worker's limit; 0 if there was none.
     """
 
     prompt_tokens: int
@@ -57,7 +57,7 @@ class Generation:
 
     @property
     def answer(self) -> npt.NDArray[np.int64]:
-        """The tokens that were generated."""
+        """The generated tokens."""
         return self.tokens[self.prompt_tokens :]
 
     @property
@@ -67,7 +67,12 @@ class Generation:
 
 
 class Request:
-    """One `serve`: the live cache and what is committed of it. Without an admission nothing is restored or committed, for `reason`."""
+    """One call of `Worker.serve`: the live cache and what has been committed of it.
+
+    Without an admission nothing is restored or committed; `reason` says why. Times count from `started` (`time.perf_counter` seconds).
+
+    Thread safety: one owner thread.
+    """
 
     def __init__(
         self, worker: Worker, admission: Admission | None, prompt: TokenArray, audit: bool, started: float, reason: Reason = Reason.BUSY
@@ -92,16 +97,16 @@ class Request:
 
     @property
     def admission(self) -> Admission | None:
-        """What the controller gave; None once the request goes on without."""
+        """The admission that the controller gave; None once the request continues without the cache."""
         return self._admission
 
     def run(self, new_tokens: int, stop: frozenset[int]) -> Generation:
-        """Compute the prompt and decode."""
+        """Compute the prompt and decode up to `new_tokens` tokens; end early after a token of `stop`."""
         cuts = self._cuts()
         logits = first = self._runner.prefill(self._cache, self._prompt, self._restored, cuts, self._hand_over)
         self._bounds += [*(c for c in cuts if c < len(self._prompt)), len(self._prompt)]
         computed = self._worker.stream.mark()
-        self._worker.stream.synchronize()  # or the time would be that of queueing the work
+        self._worker.stream.synchronize()  # without this, the time would be that of queueing the work
         ttft = time.perf_counter() - self._started
         self._decode(logits, new_tokens, stop)
         return Generation(
@@ -121,7 +126,7 @@ class Request:
         )
 
     def _cuts(self) -> tuple[int, ...]:
-        """Where to cut the prefill; where rules ask for more states than there are slots for, the deepest."""
+        """Return the depths at which to cut the prefill; only the deepest ones if rules ask for more states than there are slots."""
         if self._admission is None:
             return ()
         cuts = self._admission.checkpoints
@@ -134,7 +139,7 @@ class Request:
         return cuts
 
     def _restore(self) -> tuple[DynamicCache, int]:
-        """The cache to continue from, and how many tokens it holds."""
+        """Return the cache to continue from, and how many tokens it holds."""
         while self._admission is not None and (depth := self._settled_depth()):
             pages = self._admission.pages[PoolName.KV][: depth // self._runner.page_size]
             state = self._admission.restored_states.get(PoolName.MAMBA)
@@ -143,7 +148,7 @@ class Request:
                 cache = self._runner.restore(self._worker.tensors, pages, state, wait_layer=wait_layer)
             except TransferError as error:
                 _log.warning("a layer could not be loaded: %s", error)
-                self._worker.controller.tick(wait=0.01)  # once the load has landed, the next poll names what is still restorable
+                self._worker.controller.tick(wait=0.01)  # once the load has ended, the next poll tells what can still be restored
                 continue
             if self._audit:
                 self._keep_state(cache)
@@ -151,7 +156,10 @@ class Request:
         return self._runner.new_cache(), 0
 
     def _settled_depth(self) -> int:
-        """The depth to restore. After a load that failed there may be too few slots to compute in: without the cache then."""
+        """Wait for the admission and return the depth to restore, in tokens.
+
+        After a failed load there may be too few slots to compute in; then the request continues without the cache, and 0 is returned.
+        """
         assert self._admission is not None
         deadline = time.monotonic() + COPY_SECONDS
         while True:
@@ -164,7 +172,10 @@ class Request:
                     return 0
 
     def _keep_state(self, cache: DynamicCache) -> None:
-        """Copy the restored state for the audit, out of what the forward will read, and before it writes there; off the clock."""
+        """Copy the restored state for the audit from the tensors that the next forward reads, before that forward writes to them.
+
+        The time of the copy is taken off the measured time.
+        """
         self._worker.stream.synchronize()
         began = time.perf_counter()
         layout = self._runner.layout
@@ -173,12 +184,12 @@ class Request:
         self._started += time.perf_counter() - began
 
     def _hand_over(self, depth: int) -> None:
-        """The prefill stands at a checkpoint: commit its pages and its state."""
+        """Commit pages and a state of the prefill, which has reached a checkpoint; nothing if `depth` is not on a page boundary."""
         if self._admission is not None and depth % self._runner.page_size == 0:
             self._commit(depth, self._snapshot())
 
     def _decode(self, logits: torch.Tensor, new_tokens: int, stop: frozenset[int]) -> None:
-        """Greedy decoding. The state at each page boundary goes to one of two slots in turn; the newest is committed at the end."""
+        """Decode greedily; save the state at each page boundary to one of two slots in turn, and commit the newest at the end."""
         slots = [self._take() for _ in range(DECODE_SNAPSHOTS)]
         newest: tuple[int, Mapping[PoolName, int]] | None = None
         for count in range(new_tokens):
@@ -201,11 +212,11 @@ class Request:
 
     @property
     def _beyond(self) -> bool:
-        """Does the live cache hold more than what may be kept?"""
+        """Whether the live cache holds more tokens than may be kept."""
         return self._limit is not None and self._runner.layout.length(self._cache) > self._limit
 
     def _commit_end(self, newest: tuple[int, Mapping[PoolName, int]] | None) -> None:
-        """Commit all that the cache holds, with the newest snapshot."""
+        """Commit everything that the cache holds, with the newest snapshot, if there is one and the rules keep it."""
         if self._admission is None:
             return
         # The last token was never fed, so the cache holds one token less than the sequence.
@@ -215,7 +226,10 @@ class Request:
         self._commit(held, newest[1] if newest else {}, at=newest[0] if newest else 0)
 
     def _compute_anew(self) -> torch.Tensor:
-        """From here on the model computes otherwise, so all tokens go into an empty cache, as a server without a cache would have it."""
+        """Feed all tokens to an empty cache and return the logits after the last one.
+
+        Beyond the limit the model may compute cached values differently, so this gives what a server without a cache would compute.
+        """
         self._restored_cache = self._cache if self._audit else None
         self._cache = self._runner.new_cache()
         self._anew = len(self._tokens)
@@ -227,7 +241,7 @@ class Request:
         return slots
 
     def _take(self) -> Mapping[PoolName, int]:
-        """A slot for a state; none where they are short, and then there is no state at that depth."""
+        """Take a slot per state pool for one state; return none if slots are short, so that there is no state at that depth."""
         try:
             return self._admission.take_states() if self._admission is not None else {}
         except PoolFullError as error:
@@ -239,9 +253,9 @@ class Request:
             self._runner.export_state(self._cache, self._worker.tensors, slot)
 
     def _commit(self, depth: int, slots: Mapping[PoolName, int], at: int | None = None) -> None:
-        """Commit the first `depth` tokens, with a state at `at` (default: at `depth`) where there is one.
+        """Commit the first `depth` tokens and, if there are `slots`, the state in them at depth `at` (default: `depth`).
 
-        ConfigError if the model is no longer the one whose identity this would be stored under.
+        Raises ConfigError if the model is no longer the one under whose identity this would be stored.
         """
         assert self._admission is not None
         self._worker.watch.check()
@@ -251,6 +265,6 @@ class Request:
             self._runner.export_pages(self._cache, self._worker.tensors, first, self._admission.pages[PoolName.KV][first:last])
             self._exported = last * page_size
         states = {depth if at is None else at: slots} if slots else {}
-        # Everything that writes these slots is queued by now; copies to the host begin behind it.
+        # All work that writes these slots is queued by now; the fence makes copies to the host begin after it.
         self._worker.controller.commit(self._admission, as_tokens(self._tokens[:depth]), states, fence=self._worker.stream.fence())
         self._states += states

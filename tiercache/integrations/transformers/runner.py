@@ -1,4 +1,4 @@
-"""Runs a Hugging Face model in chunks, and moves its cache to and from the slots of device pools. Knows nothing of the controller."""
+"""Runs a Hugging Face model in chunks, and moves its cache to and from slots of device pools; does not depend on the controller."""
 
 from __future__ import annotations
 
@@ -25,75 +25,77 @@ from tiercache.integrations.transformers.lengths import positions_of
 from tiercache.integrations.transformers.stream import to_device
 
 TINY: Final = 16
-"""Tokens of the forward that shows the layout: more than any convolution kernel keeps, so that no tensor is shorter than usual."""
+"""Tokens of the forward that shows the layout: more than any convolution kernel keeps, so that all tensors have their usual size."""
 
 
 class TailMode(enum.StrEnum):
-    """How tokens are fed once the cache is not empty."""
+    """The way in which tokens are fed once the cache is not empty."""
 
     CHUNK = "chunk"
-    """Any number per forward."""
+    """Any number of tokens per forward."""
     TOKEN = "token"  # noqa: S105  (a mode of feeding)
-    """One per forward: the model drops its recurrent state when it is given more."""
+    """One token per forward, for models that drop their recurrent state when they are given more."""
 
 
 def nowhere(layer: int) -> None:
-    """A `wait_layer` that has nothing to wait for."""
+    """Return at once: a `wait_layer` for pools that are already filled."""
 
 
 def no_cut(depth: int) -> None:
-    """An `on_cut` that does nothing."""
+    """Do nothing: the default `on_cut`."""
 
 
 class ModelRunner:
-    """One model, sequences of batch 1, from token ids to logits; sampling is its caller's.
+    """Runs one model on sequences of batch size 1, from token ids to logits; sampling is left to the caller.
 
     Two runs that make the same calls on equal caches return equal bits, on one device and with one number of threads (on CUDA: with
-    kernels that repeat themselves, see `stream.compute_repeatably`); where the cuts fall is part of "the same calls" in CHUNK mode. In
+    deterministic kernels, see `stream.compute_repeatably`). In CHUNK mode the positions of all cuts are part of "the same calls"; in
     TOKEN mode only the end of the first chunk is.
-    Raises UnsupportedModelError if the cache could not be saved and restored exactly; `probe.load` also checks that the model keeps to it.
-    Not synchronised: one owner thread; a cache belongs to one sequence.
+    Construction raises UnsupportedModelError if the cache could not be saved and restored exactly; `probe.load` also checks that by
+    running the model. A cache belongs to one sequence.
+
+    Thread safety: one owner thread.
     """
 
     def __init__(self, model: PreTrainedModel, page_size: int, *, tail_mode: TailMode = TailMode.CHUNK) -> None:
         if page_size < 1:
             raise InputError(f"page size {page_size} is not possible; use a positive number of tokens, such as 64")
         self.model: Any = model
-        self.model.train(False)  # dropout would make every run another
+        self.model.train(False)  # with dropout every run would give other bits
         self.page_size = page_size
         self.tail_mode = tail_mode
         self.first_position = 0
-        """The position of a sequence's first token; the probe moves it."""
+        """The position of a sequence's first token: 0, except in the probe."""
         self.positions = positions_of(model.config)
-        """How many tokens a sequence can have; None for a model without such an end."""
+        """Tokens that a sequence can have at most; None for a model without a limit."""
         self._takes = _parameters(model)
         self._vocab_size = _vocabulary(model)
         self._layout = self._inspect()
 
     def like(self, tail_mode: TailMode, first_position: int = 0) -> ModelRunner:
-        """This runner in another tail mode, and with sequences that begin elsewhere."""
+        """Return a copy of this runner with another tail mode and another position of the first token."""
         other = copy.copy(self)
         other.tail_mode, other.first_position = tail_mode, first_position
         return other
 
     @property
     def layout(self) -> CacheLayout:
-        """What the model's cache is made of."""
+        """The layout of the model's cache."""
         return self._layout
 
     @property
     def vocab_size(self) -> int:
-        """Token ids go from 0 to this minus 1."""
+        """Number of token ids, which go from 0 to this minus 1."""
         return self._vocab_size
 
     def new_cache(self) -> DynamicCache:
-        """An empty cache for one sequence."""
+        """Return an empty cache for one sequence."""
         return DynamicCache(config=self.model.config)
 
     def forward(self, cache: DynamicCache, tokens: Any, start: int) -> torch.Tensor:
-        """Feed `tokens`, the sequence's tokens from position `start`, which is what `cache` holds; see `logits`.
+        """Feed the sequence's tokens from position `start` on and return the logits after the last one; see `logits`.
 
-        Returns the logits after the last one, `[vocab]` float32 on the model's device.
+        `start` is the number of tokens that `cache` holds. The logits are `[vocab]` float32 on the model's device.
         """
         return self.logits(cache, tokens, start, keep=1)[0]
 
@@ -116,14 +118,15 @@ class ModelRunner:
     def prefill(
         self, cache: DynamicCache, tokens: Any, start: int = 0, cuts: Sequence[int] = (), on_cut: Callable[[int], None] = no_cut
     ) -> torch.Tensor:
-        """Feed `tokens[start:]` of the *whole* sequence `tokens` in chunks that end at `cuts` (depths in tokens, ascending) and its end.
+        """Feed `tokens[start:]` of the *whole* sequence `tokens` in chunks that end at `cuts` and at the end; return the last logits.
 
-        `on_cut(depth)` is called when the cache stands at exactly that depth; a cut at the end of the tokens calls it too. In TOKEN mode
-        any cuts are allowed: the first chunk of an empty cache goes in at once, everything after it one by one, so that only the first cut
-        matters to the result.
-        Returns the last position's logits `[vocab]` float32. Raises TokenError for cuts outside `(start, len(tokens)]` or out of order.
+        `cuts` are depths in tokens, ascending. `on_cut(depth)` is called when the cache holds exactly `depth` tokens, also for a cut at
+        the end of the tokens. In TOKEN mode any cuts are allowed: the first chunk of an empty cache is fed at once and everything after
+        it token by token, so that only the first cut affects the result.
+        The logits are those of the last position, `[vocab]` float32. Raises TokenError for cuts outside `(start, len(tokens)]` or out of
+        order, and if `start` leaves no token to feed.
         """
-        ids = self.checked(tokens)  # cut where they are: each chunk is sent by itself, and the device is never asked for one
+        ids = self.checked(tokens)  # kept on the host: each chunk is copied to the device by itself, and no id is ever read back
         if not start < len(ids):
             raise TokenError(f"{len(ids)} tokens leave nothing to compute from position {start}; restore at most all but the last token")
         bounds = [start, *cuts]
@@ -139,25 +142,28 @@ class ModelRunner:
         return logits
 
     def allocate_pools(self, page_slots: int, state_slots: int) -> PoolTensors:
-        """Zeroed device pools for this model; see `PoolTensors`."""
+        """Return zeroed device pools for this model; see `PoolTensors`."""
         return device.allocate_pools(self._layout, page_slots, state_slots)
 
     def export_pages(self, cache: DynamicCache, pool: PoolTensors, first_page: int, slots: Slots) -> None:
-        """Copy the cache's pages from `first_page` on into `slots`; see `device.export_pages`."""
+        """Copy `len(slots)` pages of the cache, from page `first_page` on, into `slots`; see `device.export_pages`."""
         device.export_pages(cache, pool, first_page, slots)
 
     def export_state(self, cache: DynamicCache, pool: PoolTensors, slot: int) -> None:
-        """Copy the cache's state, at exactly its present length, into `slot`."""
+        """Copy the cache's state, which belongs to exactly its present length, into `slot`."""
         device.export_state(cache, pool, slot)
 
     def restore(
         self, pool: PoolTensors, page_slots: Slots, state_slot: int | None, *, wait_layer: Callable[[int], None] = nowhere
     ) -> DynamicCache:
-        """A new cache from slots; the next forward is bitwise what it would have been on the cache that was exported. See `device.fill`."""
+        """Return a new cache filled from slots; see `device.fill`.
+
+        The next forward gives bitwise what it would have given on the cache that was exported.
+        """
         return device.fill(self.new_cache(), pool, page_slots, state_slot, wait_layer)
 
     def checked(self, tokens: Any) -> TokenArray:
-        """Token ids (array, tensor or list) as an array; TokenError if one of them is outside the vocabulary."""
+        """Return token ids (array, tensor or list) as an array. Raises TokenError if one of them is outside the vocabulary."""
         ids = as_tokens(tokens.cpu().numpy() if isinstance(tokens, torch.Tensor) else tokens)
         if len(ids) and int(ids.max()) >= self.vocab_size:
             raise TokenError(f"token id {int(ids.max())} is outside the model's vocabulary of {self.vocab_size}; use its own tokenizer")
@@ -181,16 +187,19 @@ class ModelRunner:
         if self.positions is not None and end > self.positions:
             raise TokenError(f"{end} tokens are more than the {self.positions} positions of {self._name}; use a shorter sequence")
         arguments: dict[str, Any] = {"past_key_values": cache, "use_cache": True}
-        # Left to themselves, some models number the positions of every chunk from 0.
+        # Without explicit positions, some models number every chunk from 0.
         arguments["position_ids"] = torch.arange(start, end, device=ids.device)[None] + self.first_position
         return self._run(ids, keep, arguments)
 
     def without_cache(self, tokens: Any, keep: int) -> torch.Tensor:
-        """Logits after each of the last `keep` tokens, `[keep, vocab]` float32, of the model left to itself, without any cache."""
+        """Run the model without a cache or positions; return the logits after each of the last `keep` tokens, `[keep, vocab]` float32."""
         return self._logits(self._run(self._ids(tokens), keep, {"use_cache": False} if "use_cache" in self._takes else {}), keep)
 
     def _run(self, ids: torch.Tensor, keep: int, arguments: dict[str, Any]) -> Any:
-        """The model's own answer. What it raises depends on the model, and is passed on as UnsupportedModelError; but too little memory."""
+        """Call the model and return its output.
+
+        Whatever the model raises becomes UnsupportedModelError, but torch.OutOfMemoryError and errors of tiercache are passed on.
+        """
         if "logits_to_keep" in self._takes:
             arguments["logits_to_keep"] = keep
         if "return_dict" in self._takes:
@@ -219,7 +228,7 @@ class ModelRunner:
             raise UnsupportedModelError(f"{self._name} has {self.positions} positions; at least {TINY} are needed to look at its cache")
         try:
             cache = self.new_cache()
-        except Exception as error:  # what it takes from a configuration that it was not made for may not be there
+        except Exception as error:  # DynamicCache reads attributes that another kind of configuration may lack
             raise UnsupportedModelError(f"{self._name} cannot have a DynamicCache: {first_line(error)}") from error
         ids = torch.arange(TINY, device=self.model.device) % self.vocab_size
         out = self._call(cache, ids, 0, 1)
@@ -233,7 +242,7 @@ class ModelRunner:
 
 
 def first_line(error: Exception) -> str:
-    """What an error of somebody else's says, in one line."""
+    """Return the type and the first line of the message of an error that another library raised."""
     return f"{type(error).__name__}: {error}".strip().partition("\n")[0].rstrip(" :")
 
 
@@ -251,7 +260,7 @@ def _parameters(model: PreTrainedModel) -> frozenset[str]:
 
 @contextmanager
 def _quiet(where: torch.device) -> Iterator[None]:
-    """Drop the advice to install CUDA kernels while the model runs on a CPU, where they do not exist. On a GPU the advice is right."""
+    """Suppress the advice to install CUDA kernels while the model runs on a CPU, where they do not exist; on a GPU the advice is right."""
     logger = logging.getLogger("transformers.integrations.hub_kernels")
     if where.type == "cpu":
         logger.addFilter(_not_a_fallback)

@@ -1,7 +1,7 @@
 """A small hybrid model with random weights, for the demonstration without a download. Its text is noise; its cache is real.
 
-Qwen3-Next's architecture, nine gated delta nets to three full attentions, float32. On two CPU threads, where it was measured, 4,096 tokens
-take about 1.2 s to prefill; their cache is 12.6 MB of KV (3 KiB a token) and one state of 0.7 MB, which takes about 3 ms to copy from slots
+It has Qwen3-Next's architecture with nine gated delta nets and three full attentions, in float32. Measured on two CPU threads, 4,096 tokens
+take about 1.2 s to prefill; their cache is 12.6 MB of KV (3 KiB a token) and one state of 0.7 MB, and takes about 3 ms to copy from slots
 in memory into a cache.
 The vocabulary is the 256 bytes, so that UTF-8 is the tokenizer.
 """
@@ -14,10 +14,14 @@ import torch
 from transformers import PreTrainedModel, Qwen3NextConfig, Qwen3NextForCausalLM
 
 LAYERS = 12
+"""Layers of the model; every fourth has full attention."""
 
 
 def small_hybrid_config() -> Qwen3NextConfig:
-    """The configuration: 12 layers of width 384, every fourth with full attention (2 KV heads of 64), dense MLPs, 20 M weights."""
+    """Return the configuration of the small model.
+
+    It has 12 layers of width 384, every fourth with full attention (2 KV heads of 64), dense MLPs, and 20 M weights.
+    """
     return Qwen3NextConfig(
         vocab_size=256,
         hidden_size=384,
@@ -41,7 +45,7 @@ def small_hybrid_config() -> Qwen3NextConfig:
 
 
 def build_small_hybrid(seed: int = 0) -> PreTrainedModel:
-    """The model in eval mode on the CPU; equal seeds give equal bits. Takes a fraction of a second and 80 MB."""
+    """Build the model in eval mode on the CPU; equal seeds give equal bits. This takes a fraction of a second and 80 MB."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: PreTrainedModel = Qwen3NextForCausalLM(small_hybrid_config())
@@ -50,11 +54,11 @@ def build_small_hybrid(seed: int = 0) -> PreTrainedModel:
 
 
 def strengthen(model: PreTrainedModel, seed: int) -> PreTrainedModel:
-    """Redraw a model's weights, in place, so that its logits depend strongly on all of its cache; returns the model.
+    """Redraw a model's weights, in place, so that its logits depend strongly on all of its cache; return the model.
 
-    With the usual initialisation (a spread of 0.02, states that forget within a few tokens) a random model answers by its last token
-    alone, and a wrong cache would hide within rounding. Here every block moves the residual stream about as much as the embedding does,
-    and recurrent states keep tens to hundreds of tokens.
+    With the usual initialisation (a spread of 0.02, states that forget within a few tokens) the answers of a random model depend on the
+    last token alone, and the effect of a wrong cache would be no larger than rounding. Here every block moves the residual stream about as
+    much as the embedding does, and recurrent states keep tens to hundreds of tokens.
     """
     rng = torch.Generator().manual_seed(seed)
 

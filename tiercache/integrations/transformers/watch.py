@@ -1,11 +1,11 @@
-"""Notices that a model, or what decides how it is computed, is no longer what a cache was bound to.
+"""Detects that a model, or a setting that affects how it is computed, is no longer what a cache was bound to.
 
-Before every request, and before every commit, in some milliseconds for a model of some hundred modules: the same objects in every
-attribute, the same version of every tensor at the same address, the same bytes in a sample of each, and the next few MiB of all weights
-in turn, in full. What differs is looked at again before it counts: a model may write the same values anew.
+The check runs before every request and before every commit; it takes some milliseconds for a model of some hundred modules. It compares
+the objects in every attribute, the version and the address of every tensor, a sample of each tensor's bytes, and, in full, the next few
+MiB of the weights, which are read in turn. A difference is looked at again before it counts, because a model may write equal values anew.
 
-Writes that torch does not count (through `.data` or NumPy) to a few elements of a large tensor are noticed only when its turn comes: to
-read all weights before every request would cost about what generating a token does.
+Writes that torch does not count (through `.data` or NumPy) to a few elements of a large tensor are detected only when its turn comes:
+reading all weights before every request would cost about as much as generating a token.
 """
 
 from __future__ import annotations
@@ -26,16 +26,18 @@ from tiercache.integrations.transformers.numerics import numerics
 from tiercache.keys import Identity
 
 WHOLE: Final = 8 << 10
-"""Bytes up to which a tensor's memory is compared as a whole."""
+"""Bytes of the largest tensor memory that is compared as a whole."""
 SAMPLES: Final = 128
-"""Bytes of a larger one that are compared."""
+"""Number of bytes, about, that are compared of a larger one, evenly spread."""
 
 
 class Watch:
-    """What one model was when this was made, or `settle` was last called.
+    """A record of what one model was at construction or at the last `settle`, to compare the model with.
 
-    `contents=False` leaves large weights unread: their caller vouches for them, and only changes are looked for. Raises
-    UnsupportedModelError for weights that cannot be read. Thread safety: the thread that computes.
+    With `contents=False` large weights are not read: the caller vouches for them, and only changes are looked for. Raises
+    UnsupportedModelError for weights that cannot be read.
+
+    Thread safety: one owner thread, the one that computes.
     """
 
     def __init__(self, model: PreTrainedModel, *, contents: bool = True) -> None:
@@ -48,9 +50,10 @@ class Watch:
         self._accept(Facts(model, contents=contents))
 
     def settle(self) -> None:
-        """Take the model as it is after its first forwards. UnsupportedModelError if they changed what they had only to read.
+        """Accept the model as it is after its first forwards.
 
-        What a forward adds (a table that it makes once) is fine; what it replaces would be another for a sequence of another length.
+        A forward may add facts, such as a table that it makes once. Raises UnsupportedModelError if it changed a fact that was there
+        before, because the new value could depend on the length of the sequence.
         """
         before, now = self._facts.values, self._walk()
         changed = [path for path, value in before.items() if now.values.get(path) != value] or self._rewritten(now)
@@ -62,7 +65,10 @@ class Watch:
         self._accept(now)
 
     def check(self) -> None:
-        """ConfigError, naming what changed, if the model or the numerics are not what they were. What is set back is no change."""
+        """Raise ConfigError, naming what changed, if the model or the numeric settings are not what they were.
+
+        A change that was set back does not count.
+        """
         now = numerics(self._device)
         if now != self._numerics:
             name = next(name for name in now | self._numerics if now.get(name) != self._numerics.get(name))
@@ -73,11 +79,11 @@ class Watch:
         if not (self._same_objects() and self._same_tensors() and self._same_samples()):
             self._look_again(self._walk())
         if self._suspect or not self._same_chunks():
-            self._suspect = True  # until all has been read and is as it was: the turn of what differs has passed
+            self._suspect = True  # until a full read finds no change: the chunk that differs had its turn, so the next check would miss it
             self._look_again(Facts(self._model, contents=self._contents))
 
     def _look_again(self, facts: Facts) -> None:
-        """Something is another object, or was written: ConfigError, unless it is equal to what was there."""
+        """Raise ConfigError unless `facts`, read after something was replaced or written, equal the facts so far; then accept them."""
         before, values = self._facts.values, facts.values
         changed = sorted(path for path in before | values if before.get(path) != values.get(path)) or self._rewritten(facts)
         if not changed and not self._contents and not self._same_samples():
@@ -90,14 +96,14 @@ class Watch:
         self._accept(facts)
 
     def bound(self, identity: Identity) -> Identity:
-        """`identity`, bound to all that is watched: its revision is a digest of that and of the revision that it had."""
+        """Return `identity` bound to everything watched: its new revision is a digest of that and of its former revision."""
         hasher = blake3(f"{identity.revision}\n{self._facts.digest()}".encode())
         for name, value in sorted(self._numerics.items()):
             hasher.update(f"\n{name}={value}".encode())
         return replace(identity, revision=hasher.hexdigest())
 
     def _walk(self) -> Facts:
-        """The facts as they are now; unread, what cannot have changed."""
+        """Collect the facts as they are now, without reading tensors that cannot have changed."""
         known = {}
         if self._same_samples():
             known = {
@@ -117,7 +123,7 @@ class Watch:
         self._suspect = False
 
     def _same_objects(self) -> bool:
-        """Is every attribute and every item the object that it was?"""
+        """Return whether every attribute and every item is still the same object."""
         for mapping, keys, values in self._facts.mappings:
             if len(mapping) != len(values) or not all(map(is_, mapping.values(), values)) or not all(map(is_, keys, mapping)):
                 return False
@@ -129,7 +135,10 @@ class Watch:
         )
 
     def _same_tensors(self) -> bool:
-        """Is every tensor where it was, and unwritten? One that was written anew with what it held is as good as unwritten."""
+        """Return whether every tensor is at its former address with its former content.
+
+        A tensor that was written is read again; equal content is no change.
+        """
         for n, (path, tensor) in enumerate(self._tensors):
             if (now := _version(tensor)) == self._versions[n]:
                 continue
@@ -149,7 +158,7 @@ class Watch:
         return {device: torch.cat(views) for device, views in by_device.items()}
 
     def _same_chunks(self) -> bool:
-        """Do the next chunks, whose turn it is, hold what they held?"""
+        """Return whether the next chunks in turn, `CHUNK` bytes or a little more, have their former content."""
         left = CHUNK
         for _ in self._turns:
             self._turn = (self._turn + 1) % len(self._turns)
@@ -163,18 +172,18 @@ class Watch:
         return True
 
     def _rewritten(self, facts: Facts) -> list[str]:
-        """Large tensors that nobody read, and that were written or replaced."""
+        """Return the paths of tensors whose content was not read and that were written or replaced."""
         versions = {path: version for (path, _), version in zip(self._tensors, self._versions, strict=True)}
         return [p for p, tensor in facts.tensors.items() if id(tensor) not in facts.digests and versions.get(p) != _version(tensor)]
 
 
 def _version(tensor: torch.Tensor) -> tuple[int, int]:
-    """How often torch has seen a tensor written, -1 if it does not count, and where it is."""
+    """Return how often torch has seen a tensor written (-1 for inference tensors, which it does not count), and its address."""
     return (-1 if tensor.is_inference() else tensor._version), tensor.data_ptr()
 
 
 def _views(tensors: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
-    """A few bytes of every tensor's memory, evenly spread and not always the same of an element; views, so that they show what is there."""
+    """Yield views of a few bytes of every tensor's memory, evenly spread; views show later writes."""
     seen: set[int] = set()
     for tensor in tensors.values():
         storage: Any = tensor.untyped_storage()
@@ -182,5 +191,5 @@ def _views(tensors: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
             continue
         seen.add(storage.data_ptr())
         raw = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-        step = storage.nbytes() // SAMPLES | 1
+        step = storage.nbytes() // SAMPLES | 1  # odd, so that the samples are not always the same byte of an element
         yield raw if len(raw) <= WHOLE else raw[::step]

@@ -1,8 +1,8 @@
 """The reference worker: a Hugging Face model behind a `HybridCacheController`, one request at a time.
 
 It shows what an engine has to do and in which order: restore, cut the prefill at the checkpoints, hand pages and states over at each, take
-snapshots at page boundaries while decoding, commit the newest at the end; and, on a device that works behind the thread's back, which
-stream waits for what.
+snapshots at page boundaries while decoding, commit the newest at the end; and, on a device that works asynchronously, which stream waits
+for what.
 """
 
 from __future__ import annotations
@@ -41,14 +41,16 @@ class Worker:
     """Serves a causal language model with attention, recurrent or mixed layers; greedy decoding.
 
     `model` may be a directory that `save_pretrained` made, with weights as safetensors. `device_bytes` and `host_bytes` bound the pools,
-    in bytes or as "4GiB" ("auto" asks the machine for host memory). `storage`, an open store or the URL or section of one, is closed with
-    the worker. The identity defaults to a digest of everything that the model computes with (see `Watch`), so that no two models ever
-    share a byte. Where hashing large weights takes too long, pass one, whose revision stands for the weights; all else, such as active
-    adapters, is bound to it here.
+    in bytes or as "4GiB" ("auto" chooses the host size by the machine's memory). `storage` is an open store, or the URL or section of
+    one; it is closed with the worker. The identity defaults to a digest of everything that the model computes with (see `Watch`), so that
+    no two models ever share a byte. Where hashing large weights takes too long, pass an identity whose revision stands for the weights;
+    everything else, such as active adapters, is bound to it here.
 
     Raises UnsupportedModelError for a model that the probe refuses, GeometryError for one that is spread over several devices, ConfigError
-    for a device that is not served or has no room. `engine` makes what copies between device and host (default: the one for the model's
-    device); `stream` is where torch's work is queued (default: the current stream of that device). Thread safety: one owner thread.
+    for a device that is not served or has no room. `engine` makes the transfer engine that copies between device and host (default: the
+    one for the model's device); `stream` is the stream in which torch's work is queued (default: the current stream of that device).
+
+    Thread safety: one owner thread.
     """
 
     def __init__(
@@ -75,17 +77,17 @@ class Worker:
         require("options", options, ControllerOptions, "ControllerOptions of tiercache.controller")
         model = model_of(model)
         self.watch = Watch(model, contents=identity is None)
-        """Whether the model is still what the cache is bound to; checked before every request and every commit."""
+        """The check whether the model is still the one that the cache is bound to; made before every request and every commit."""
         self.runner, self.report = load(model, page_size)
         self.watch.settle()
         self.limit = self.report.reach.limit
-        """Tokens of the longest sequence that is restored and kept; None for any. Longer ones are computed without the cache."""
+        """Tokens of the longest sequence that is restored and kept; None for no limit. Longer ones are computed without the cache."""
         geometries = self.runner.layout.geometries
         page_slots, state_slots = split_device_bytes(device_size, geometries)
         self.tensors = self.runner.allocate_pools(page_slots, state_slots)
         self.device = next(self.runner.layout.kv_tensors()).device
         self.stream = stream or stream_of(self.device)
-        self.stream.synchronize()  # the first load comes in another stream, and the zeros must not land on top of it
+        self.stream.synchronize()  # the first load runs in another stream; the pools' zeros must not overwrite it
         self._released: Fence | None = None
         pools = {
             name: DevicePool.from_tensors(g, self.tensors.states if name is PoolName.MAMBA else self.tensors.kv)
@@ -96,10 +98,10 @@ class Worker:
         self.sizes = (
             f"device: {page_slots} pages and {state_slots} states, {sum(map(pool_bytes, pools.values())) >> 10} KiB; {arena.report}"
         )
-        """How large the pools are and, for the host arena, why."""
+        """A line for people: the sizes of the pools and, for the host arena, the reason for its size."""
         _log.info("%s", self.sizes)
         self.engine_report = ""
-        """What the transfer engine has to say about its start; empty for one that has nothing."""
+        """The report of the transfer engine about its start; empty if it makes none."""
 
         def reporting(devices: Mapping[PoolName, DevicePool], hosts: Mapping[PoolName, HostPool]) -> TransferEngine:
             made = engine(devices, hosts)
@@ -119,18 +121,19 @@ class Worker:
 
     @property
     def probe(self) -> ProbeReport:
-        """What the checks at load found."""
+        """The report of the checks at load."""
         return self.report
 
     def serve(self, tokens: Any, new_tokens: int, *, stop: int | Iterable[int] = (), extra: bytes = b"", audit: bool = False) -> Generation:
-        """Answer a prompt with up to `new_tokens` greedy tokens; ends early behind a token of `stop`.
+        """Answer a prompt with up to `new_tokens` greedy tokens; end early after a token of `stop`.
 
-        With `audit`, the generation keeps a copy of the restored state, for `Audit`, in time that is not counted. Where the device pools
-        are too small for the request, it is computed without the cache, for reason `busy`; where the prompt is longer than `limit`, for
+        With `audit`, the generation keeps a copy of the restored state for `Audit`; the time of that copy is not counted. Where the device
+        pools are too small, the request is computed without the cache, with reason `busy`; where the prompt is longer than `limit`, with
         reason `disabled`.
 
         Raises TokenError for an empty prompt, for ids outside the vocabulary and for more tokens than the model has positions, InputError
-        for `new_tokens` below 1, ConfigError if the model, or what decides how torch computes, is not what it was when this was made.
+        for `new_tokens` below 1, ConfigError if the model or torch's numeric settings are no longer what they were when the worker was
+        made.
         """
         count, stops, context = count_of("new_tokens", new_tokens), stops_of(stop), extra_of(extra)
         prompt = self.runner.checked(tokens)
@@ -155,21 +158,24 @@ class Worker:
                 self.controller.release(admission, fence=self._released)
 
     def synchronize(self) -> None:
-        """Return once the device is through with the last request, whose slots are free then, and its pages and states evictable."""
+        """Wait until the device has finished the last request; its slots are free then, and its pages and states can be evicted."""
         if self._released is not None:
             self._released.synchronize()
             self._released = None
         self.controller.tick()
 
     def _admit(self, lookup: Lookup, tokens: int, states: int) -> Admission | None:
-        """An admission; None if the device pools have no room for it. Copies of the last request still hold slots, for milliseconds."""
+        """Admit a request; return None if the device pools have no room for it.
+
+        Copies of the last request still hold slots, for milliseconds, so a full pool is tried again for up to `COPY_SECONDS`.
+        """
         deadline = time.monotonic() + COPY_SECONDS
         while True:
             try:
                 return self.controller.admit(lookup, tokens=tokens, states=states)
             except PoolFullError as error:
                 if self._released is not None:
-                    self.synchronize()  # before that, copies of its pages have not even begun
+                    self.synchronize()  # copies of its pages begin only after that
                     deadline = time.monotonic() + COPY_SECONDS
                     continue
                 possible = -(-tokens // self.controller.page_size) <= self.tensors.page_slots
@@ -178,7 +184,7 @@ class Worker:
                     return None
 
     def close(self) -> bool:
-        """Drain and close the controller; see there."""
+        """Drain and close the controller; return whether everything was drained and no call hangs."""
         return self.controller.close()
 
     def __enter__(self) -> Self:
@@ -189,12 +195,12 @@ class Worker:
 
 
 def pool_bytes(pool: DevicePool) -> int:
-    """Payload bytes of all slots."""
+    """Return the payload bytes of all slots of a pool."""
     return pool.capacity * pool.geometry.nbytes
 
 
 def _profile_of(model: PreTrainedModel) -> ModelProfile | None:
-    """The profile that the eviction policy weighs by; None, and the default's, for an architecture that is not known."""
+    """Return the model profile by which the eviction policy weighs; None, which stands for the default, if the architecture is unknown."""
     try:
         return profile_of(model.config.to_dict())
     except ConfigError as error:
@@ -203,13 +209,14 @@ def _profile_of(model: PreTrainedModel) -> ModelProfile | None:
 
 
 def split_device_bytes(device_bytes: int, geometries: Mapping[PoolName, Geometry]) -> tuple[int, int]:
-    """How many page slots and state slots `device_bytes` give: half for states, because without a state no page is restorable.
+    """Return the numbers of page slots and state slots for `device_bytes`.
 
-    ConfigError if that is too little to hold a single request.
+    Half of the bytes go to states, because without a state no page can be restored. Raises ConfigError if the bytes are too few to hold a
+    single request.
     """
     page = geometries[PoolName.KV].nbytes
     state = geometries[PoolName.MAMBA].nbytes if PoolName.MAMBA in geometries else 0
-    # Besides those that a request fills: the one it restores, and the one that its admission reserves to bring that up from below.
+    # Two more than a request fills: the state that it restores, and the slot that its admission reserves to bring that state up.
     least = CHECKPOINTS + DECODE_SNAPSHOTS + 2 if state else 0
     states = max(least, min(device_bytes // 2 // state, 1 << 16)) if state else 0
     pages = (device_bytes - states * state) // page

@@ -1,4 +1,7 @@
-"""What a key of vLLM's offloading becomes: the hash of a block and the index of its group, bound to everything its bytes depend on."""
+"""Keys of objects made from vLLM's offload keys.
+
+An offload key is the hash of a block and the index of its group; the key of the object is bound to everything that its bytes depend on.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +21,17 @@ from tiercache.keys import Shard, layout_digest, namespace_of, object_key
 from tiercache.storage.base import NamespaceRecord
 
 _OF_MODELS: Final = frozenset({"bfloat16", "float16", "float32"})
-"""Dtypes of KV that are the model's own, and so that of its states unless the engine was told otherwise."""
+"""Dtypes of KV that are the model's own dtype; its states then have the same one, unless the engine was told otherwise."""
 _GROUP_BYTES: Final = 4
-"""At the end of an offload key: the index of its KV cache group, big-endian. The hash of the block comes before it."""
+"""Bytes at the end of an offload key that hold the index of its KV cache group, big-endian, after the hash of the block."""
 
 
 class Keys:
-    """The keys of one engine: `namespace` of its `identity`, the `record` of it for a store, and a layout for each of its groups.
+    """The keys of one engine: its `identity`, the `namespace` of that, the `record` for a store, and a layout for each group.
 
-    Whoever runs the same vLLM on the same model in the same way has the same keys, so data-parallel replicas do. `row_bytes`: of a row of
-    the primary tier, which is what is stored: the bytes of all workers for one chunk of one group, and padding.
+    Engines that run the same vLLM on the same model in the same way have the same keys; so do data-parallel replicas. `row_bytes` is the
+    size of a row of the primary tier, and a row is what is stored: the bytes of all workers for one chunk of one group, with padding.
+    Construction raises ConfigError if vLLM does not tell the dtype of the states and the settings do not either.
 
     Thread safety: immutable.
     """
@@ -43,7 +47,7 @@ class Keys:
         self.namespace: Final = namespace_of(self.identity)
         self.record: Final = NamespaceRecord(self.namespace, self.identity.public_record(), states=windows)
         self.row_bytes: Final = row_bytes
-        # By the index in vLLM's own list of groups, which may have more than are offloaded.
+        # Keyed by the index in vLLM's own list of groups, which may have more groups than are offloaded. Values are tokens per chunk.
         per_chunk = config.cache.blocks_per_chunk
         self._chunks: Final = {group.group_id: group.tokens_per_block * per_chunk for group in config.groups}
         paged = {self._chunks[group.group_id] for group in config.groups if group.sliding_window_size_in_chunks is None}
@@ -53,7 +57,7 @@ class Keys:
         }
 
     def of(self, key: bytes) -> ObjectKey | None:
-        """The object of an offload key; None for a key that this engine cannot have made."""
+        """Return the object of an offload key; None for a key that this engine cannot have made."""
         block_hash, found = key[:-_GROUP_BYTES], self._layouts.get(_group_of(key))
         if not block_hash or found is None:
             return None
@@ -61,10 +65,11 @@ class Keys:
         return object_key(pool, layout, self._page_key(key))
 
     def metas(self, keys: Sequence[bytes], objects: Sequence[ObjectKey], ends: Mapping[bytes, int]) -> list[ObjectMeta]:
-        """What a store keeps beside `objects`, those of `keys`. `ends`: the tokens up to the end of keys of the request, as far as known.
+        """Return what a store keeps beside the bytes of `objects`, which are the objects of `keys`.
 
-        A page depends on the page of its group before it; what belongs to a window depends on the page on which it ends, if pages end
-        there. Depths count chunks, so that a page is one deeper than the page that it depends on.
+        `ends` maps keys of the request to the number of tokens up to their end, as far as that is known. A page depends on the page of its
+        group before it; an object of a group with a window depends on the page on which it ends, if pages end there. Depths count chunks,
+        so that a page is one deeper than the page that it depends on.
         """
         places = {(_group_of(key), end): key for key, end in ends.items()}
         metas: list[ObjectMeta] = []
@@ -90,17 +95,20 @@ def _group_of(key: bytes) -> int:
 
 
 def _layout(config: OffloadingConfig, group: OffloadingGroupConfig, row_bytes: int) -> tuple[PoolName, bytes]:
-    """The pool and the layout digest of a group. vLLM does not say whether a group with a window is attention or a state."""
+    """Return the pool and the layout digest of a group.
+
+    vLLM does not say whether a group with a window is attention or a state, so any such group goes to the SWA pool.
+    """
     window = group.sliding_window_size_in_chunks
     pool = PoolName.KV if window is None else PoolName.SWA
     parallel = config.parallel
     facts = [
         "vllm",
-        vllm.__version__,  # what the bytes of a layout mean is vLLM's own affair, and another version may change its mind
+        vllm.__version__,  # only vLLM defines the meaning of a layout's bytes, and another version may change it
         [group.group_id, group.tokens_per_block, list(group.layer_names), window],
         [config.cache.blocks_per_chunk, row_bytes, config.worker_kv_bytes_per_block],
         [config.kv_cache_layout, config.canonical_layout, config.replicated_layout],
-        config.model.max_model_len,  # by which some models choose the factors of their rotary embedding
+        config.model.max_model_len,  # some models choose the factors of their rotary embedding by it
         [parallel.world_size, parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size],
         os.environ.get("VLLM_PP_LAYER_PARTITION") if parallel.pp_size > 1 else None,
     ]

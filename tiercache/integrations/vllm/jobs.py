@@ -1,4 +1,4 @@
-"""Transfers between rows of the primary tier and a store, on threads of ours."""
+"""Transfers between rows of the primary tier and a store, on threads of tiercache."""
 
 from __future__ import annotations
 
@@ -22,12 +22,16 @@ from tiercache.storage.base import GetItem, SetItem, StorageBackend
 _log = logging.getLogger(__name__)
 
 _LOADERS: Final = 2
+"""Threads for loads."""
 _QUIET_S: Final = 60.0
-"""Between two lines of the log about the same trouble."""
+"""Seconds at least between two log lines about the same kind of failure."""
 
 
 class Ended(NamedTuple):
-    """A job that is over: what vLLM is told, and its keys that did not move. `error` is a bug, of ours or the store's."""
+    """A job that has ended: the result for vLLM, and the keys whose rows were not transferred.
+
+    `error` is an exception that the transfer raised: a bug of tiercache or of the store.
+    """
 
     job: TransferJob
     result: JobResult
@@ -36,6 +40,8 @@ class Ended(NamedTuple):
 
 
 class _Part(NamedTuple):
+    """One row of a job, with its key and its object."""
+
     key: OffloadKey
     object: ObjectKey
     row: memoryview
@@ -43,31 +49,34 @@ class _Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
+    """A job whose end has not been fetched yet."""
+
     job: TransferJob
     future: Future[None] | None
-    """None where no thread took it."""
+    """The future of the transfer; None if no thread took the job."""
 
     @property
     def pinned(self) -> int:
-        """Rows of the primary tier that a store keeps from being evicted."""
+        """Number of rows of the primary tier that this job, if it is a store, keeps from being evicted."""
         return 0 if self.job.is_promotion or self.future is None else len(self.job.keys)
 
 
 class Jobs:
-    """Loads and stores, each job one batch of the store; stores have a thread of their own, so that they never hold up loads.
+    """Runs load and store jobs, each job as one batch of the store.
 
-    Rows are read and written where they lie. Every job that comes in ends exactly once, whatever happens, and nothing is raised. A store
-    with which more than `queued_rows` rows would wait or be written fails at once, unless it is alone: vLLM cannot evict these rows until
-    it has the answer, and a slow disk must not take the primary tier away.
+    Store jobs have a thread of their own, so that they never delay loads. Rows are read and written in place. Every job that is given ends
+    exactly once, even if it fails, and nothing is raised. A store job with which more than `queued_rows` rows would wait or be written
+    fails at once, unless no other store job is pending: vLLM cannot evict these rows until it has the result, and a slow disk must not
+    block the primary tier.
 
-    Thread safety: one call at a time, from any thread: the manager's lock sees to that.
+    Thread safety: one call at a time, from any thread; the manager's lock ensures that.
     """
 
     def __init__(self, store: StorageBackend, keys: Keys, rows: memoryview, queued_rows: int) -> None:
         self._store = store
         self._keys = keys
         self._rows: Final = rows.shape[0] if rows.shape else 0
-        self._bytes: Final = rows.cast("B")  # views of two dimensions have no slices
+        self._bytes: Final = rows.cast("B")  # views of two dimensions cannot be sliced
         self._queued_rows: Final = queued_rows
         self._loaders: Final = _started(_LOADERS, "tiercache-load")
         self._storer: Final = _started(1, "tiercache-store")
@@ -79,11 +88,11 @@ class Jobs:
         self._surprises = _Seldom("%d transfers raised so far")
 
     def load(self, job: TransferJob) -> None:
-        """Fill the job's rows."""
+        """Start to fill the job's rows from the store."""
         self._begin(job, self._loaders, self._load)
 
     def store(self, job: TransferJob) -> None:
-        """Keep the job's rows."""
+        """Start to write the job's rows to the store, or fail the job if too many rows are pending."""
         if self._pinned and self._pinned + len(job.keys) > self._queued_rows:
             self._refusals.note()
             self._give_up(job)
@@ -91,7 +100,7 @@ class Jobs:
             self._begin(job, self._storer, self._save)
 
     def finished(self) -> Iterator[Ended]:
-        """What ended since the last call."""
+        """Yield the jobs that ended since the last call."""
         while True:
             try:
                 ended = self._ended.get_nowait()
@@ -106,7 +115,7 @@ class Jobs:
             yield ended
 
     def drain(self) -> None:
-        """Cancel what waits and wait for what runs: no job touches a row after that, and each has ended."""
+        """Cancel the jobs that wait and wait for those that run; after that every job has ended and none touches a row."""
         running = []
         for pending in list(self._pending.values()):
             if pending.future is None or pending.future.cancelled():
@@ -118,7 +127,7 @@ class Jobs:
         wait(running)
 
     def close(self) -> None:
-        """As `drain`, and let go of the rows; later jobs fail. Twice is harmless."""
+        """Drain, then end the threads and release the rows; later jobs fail. A second call does nothing."""
         self.drain()
         self._loaders.shutdown()
         self._storer.shutdown()
@@ -127,7 +136,7 @@ class Jobs:
     def _begin(self, job: TransferJob, pool: ThreadPoolExecutor, work: Callable[[TransferJob], Ended]) -> None:
         try:
             future = pool.submit(self._run, job, work)
-        except RuntimeError:  # closed
+        except RuntimeError:  # the pool is shut down
             self._give_up(job)
             return
         self._pending[job.job_id] = pending = _Pending(job, future)
@@ -142,7 +151,7 @@ class Jobs:
             ended = work(job)
         except Exception as error:  # noqa: BLE001  logged where it is fetched; a result that never comes would pin rows for ever
             ended = _failed(job, error)
-        self._ended.put(ended)  # before the future is done: who waits for that finds the result
+        self._ended.put(ended)  # before the future is done, so that a thread that waited for the future finds the result
 
     def _load(self, job: TransferJob) -> Ended:
         with ExitStack() as views:
@@ -162,7 +171,10 @@ class Jobs:
         return self._over(job, started, kept)
 
     def _parts(self, job: TransferJob, views: ExitStack) -> list[_Part]:
-        """Of a job what is sound: keys that are ours, with a row that exists. Its memory is let go of at the end of `views`."""
+        """Return the valid parts of a job: keys of this engine, with a row that exists. Their memory is released when `views` ends.
+
+        Raises ValueError if the job does not have exactly one row for each key, or names a row twice.
+        """
         size, chunks = self._keys.row_bytes, job.chunk_ids.tolist()
         if len(chunks) != len(job.keys) or len(set(chunks)) != len(chunks):
             raise ValueError(f"job {job.job_id} has {len(job.keys)} keys for rows {chunks}")
@@ -175,6 +187,7 @@ class Jobs:
         return parts
 
     def _over(self, job: TransferJob, started: float, done: Set[OffloadKey]) -> Ended:
+        """Return the end of a job that transferred the rows of the keys `done`; `started` is in `time.monotonic` seconds."""
         missing = tuple(key for key in job.keys if key not in done)
         seconds, nbytes = time.monotonic() - started, len(done) * self._keys.row_bytes
         kept = tuple(done) if missing and job.is_promotion else None
@@ -182,16 +195,19 @@ class Jobs:
 
 
 def _ends(job: TransferJob) -> dict[OffloadKey, int]:
-    """The tokens up to the end of the request's keys, those of earlier jobs included where this vLLM shows them."""
+    """Return the tokens up to the end of each key of the request, including keys of earlier jobs where this vLLM shows them."""
     told = getattr(job.req_context, "_offload_key_positions", None)
     if isinstance(told, dict):
-        return told.copy()  # in one step: the scheduler adds to it
+        return told.copy()  # one atomic step, because the scheduler's thread adds to it
     ends = {key: job.req_context.get_offload_key_position(key) for key in job.keys}
     return {key: end for key, end in ends.items() if end is not None}
 
 
 def _started(threads: int, name: str) -> ThreadPoolExecutor:
-    """A pool with all of its threads: where one cannot be started later, `submit` raises and does the work nevertheless."""
+    """Return a pool whose threads are all started.
+
+    If a thread could not be started later, `submit` would raise and the work would be done nevertheless.
+    """
     pool, go = ThreadPoolExecutor(threads, name), Event()
     for _ in range(threads):
         pool.submit(go.wait)
@@ -204,7 +220,7 @@ def _failed(job: TransferJob, error: Exception | None = None) -> Ended:
 
 
 class _Seldom:
-    """A warning that many events share: it says how many there were, now and then.
+    """A warning for many events: it is logged at most every `_QUIET_S` seconds and gives the number of events so far.
 
     Thread safety: one call at a time.
     """
@@ -213,7 +229,7 @@ class _Seldom:
         self._message, self._count, self._next = message, 0, 0.0
 
     def note(self, error: Exception | None = None) -> None:
-        """Count one more."""
+        """Count one more event, and log the warning if it is due."""
         self._count += 1
         if time.monotonic() >= self._next:
             self._next = time.monotonic() + _QUIET_S

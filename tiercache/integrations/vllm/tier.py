@@ -1,4 +1,4 @@
-"""The tier itself: vLLM's calls, answered by a store of tiercache's."""
+"""The tier class that vLLM calls; a tiercache store answers."""
 
 from __future__ import annotations
 
@@ -32,21 +32,24 @@ from tiercache.storage.base import StorageBackend
 _log = logging.getLogger(__name__)
 
 PLACE: Final = "secondary tier TierCacheTier"
-"""How errors call the settings."""
+"""Name of the settings in error messages."""
 
 PATIENCE_S: Final = 5.0
-"""A store that needs longer to say what it has is taken to have nothing until it does: vLLM holds a request back while it is told RETRY."""
+"""Seconds after which a store that has not answered a lookup is taken to hold nothing, until it answers.
+
+Longer waits would delay requests: vLLM holds a request back while it is told RETRY. `shutdown` waits as long for the lookup thread.
+"""
 
 
 class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM has no types
-    """A store of tiercache's below vLLM's primary tier.
+    """A tiercache store below vLLM's primary tier.
 
-    A lookup answers RETRY until a thread of ours has asked the store, then HIT or MISS; HIT_PENDING is the manager's word for a row that is
-    being filled. What was stored is checked when it is read: a load brings the right bytes or fails, row by row, and what failed is a MISS
-    from then on. Raises ConfigError for settings that are missing or wrong, StorageError for a store that cannot be opened, and nothing
-    after that: trouble is logged.
+    A lookup answers RETRY until a background thread has asked the store, then HIT or MISS; HIT_PENDING comes from the manager, for a row
+    that is being filled. Stored bytes are checked when they are read: each row of a load gets the right bytes or fails, and a key that
+    failed is a MISS from then on. Construction raises ConfigError for settings that are missing or wrong and StorageError for a store that
+    cannot be opened; later failures are logged, and nothing is raised.
 
-    Thread safety: as every tier, all calls under the manager's lock; `shutdown` last.
+    Thread safety: vLLM makes all calls under the manager's lock, as for every tier; `shutdown` comes last.
     """
 
     medium: ClassVar[Medium] = Medium.STORAGE
@@ -80,15 +83,15 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM has no 
         self._closed = False
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """Nothing is special about any request."""
+        """Return the default context: all requests are treated alike."""
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """Forget what it asked."""
+        """Forget the lookups of a request."""
         self._lookups.cleanup(req_context.req_id)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        """What is known of a key by now."""
+        """Return whether a key is stored, as far as is known by now."""
         if self._closed:
             return LookupResult.MISS
         found = self._lookups.lookup(key, req_context)
@@ -97,19 +100,22 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM has no 
         return LookupResult.HIT if found else LookupResult.MISS
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        """Ask the store about the keys of this step."""
+        """Start to ask the store about the keys that were looked up in this step."""
         self._lookups.flush()
 
     def submit_store(self, job_metadata: TransferJob) -> None:
-        """Keep rows, later."""
+        """Start to write rows to the store; `get_finished_jobs` gives the result."""
         self._jobs.store(job_metadata)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
-        """Fill rows, later."""
+        """Start to fill rows from the store; `get_finished_jobs` gives the result."""
         self._jobs.load(job_metadata)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        """The jobs that ended; what a load did not bring is a miss from now on, or vLLM would ask for it again and again."""
+        """Return the results of the jobs that ended.
+
+        Keys that a load did not bring are misses from now on; otherwise vLLM would ask for them again and again.
+        """
         results: list[JobResult] = []
         for ended in self._jobs.finished():
             if ended.job.is_promotion:
@@ -118,48 +124,48 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM has no 
         return results
 
     def drain_jobs(self) -> None:
-        """Cancel what waits, wait for what runs."""
+        """Cancel the jobs that wait and wait for those that run."""
         self._jobs.drain()
 
     def shutdown(self) -> None:
-        """As `drain_jobs`, and close the store. Twice is harmless."""
+        """Drain the jobs and close the store; a second call is harmless."""
         self._closed = True
         answered = self._lookups.end()
         self._jobs.close()
         if answered:
             self._store.close()
         else:
-            # A lookup touches no memory of the engine's, so one that hangs need not hold the engine up; the store waits for it.
+            # A lookup touches no memory of the engine, so a hanging one must not delay the engine; closing the store waits for it.
             _log.warning("the store does not answer a lookup; it is closed when it does")
             Thread(target=self._store.close, name="tiercache-close", daemon=True).start()
 
 
 class _Lookups(AsyncLookupManager):  # type: ignore[misc]  # vLLM has no types
-    """Asks the store which objects it has, on vLLM's thread for that; keys that are not ours are not there.
+    """Asks the store which objects it has, on the lookup thread of vLLM's base class; keys of other engines are never there.
 
-    Thread safety: as its base, which keeps `batch_lookup` on that thread and the rest under the manager's lock.
+    Thread safety: as in the base class, `batch_lookup` runs on that thread and everything else under the manager's lock.
     """
 
     def __init__(self, store: StorageBackend, keys: Keys, tier_type: str) -> None:
         self._store = store
         self._keys = keys
-        self._asked: float | None = None
+        self._asked: float | None = None  # `time.monotonic` when the pending call of the store began
         super().__init__(tier_type)  # starts the thread
 
     def end(self) -> bool:
-        """Ask nothing more. Did the thread end in time?"""
+        """Stop the lookup thread; return whether it ended within `PATIENCE_S`."""
         self._lookup_queue.put(None)
         self._thread.join(PATIENCE_S)
         return not self._thread.is_alive()
 
     @property
     def overdue(self) -> bool:
-        """Does the store take longer to answer than a request should wait?"""
+        """Whether the store takes longer to answer than a request should wait."""
         asked = self._asked
         return asked is not None and time.monotonic() - asked > PATIENCE_S
 
     def batch_lookup(self, keys: list[OffloadKey], req_context: ReqContext) -> list[bool]:
-        """Which of them are stored."""
+        """Return for each key whether it is stored."""
         objects = [self._keys.of(key) for key in keys]
         self._asked = time.monotonic()
         try:

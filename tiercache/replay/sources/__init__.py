@@ -1,7 +1,7 @@
-"""Where replayed requests come from: generators with seeds, and recorded traces.
+"""Sources of replayed requests: generators with seeds, and recorded traces.
 
-Reading order: `base` (workloads, and the source that replays one), `options` (their parameters), `streams` (tokens as a function of what
-they are for), `arrivals`; the workloads `groups`, `conversations`, `chats`, `agents`, `documents`, `mixed`; `trace` and `mooncake` (files);
+Reading order: `base` (workloads, and the source that replays one), `options` (their parameters), `streams` (tokens as a function of their
+purpose), `arrivals`; the workloads `groups`, `conversations`, `chats`, `agents`, `documents`, `mixed`; `trace` and `mooncake` (files);
 `catalogue` (names).
 """
 

@@ -1,4 +1,4 @@
-"""Agents: many turns, each a short action of the model and what the world answers, on top of a prompt that describes the tools."""
+"""Agents: sessions of many turns, each a short action of the model and an observation, after a prompt that describes the tools."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tiercache.replay.sources.options import Span, bounds
 from tiercache.replay.sources.streams import join, key_of, rng_of, tokens
 
 _PLACEHOLDER: Final = 16
-"""Tokens that stand for an observation that was dropped, the same for all."""
+"""Tokens of the placeholder for a dropped observation; the placeholder is the same for all."""
 
 _OBSERVATION: Final = Span(16, 8192)
-"""Tokens at which the log-normal observations are cut off."""
+"""Range in tokens to which the log-normal observations are clipped."""
 
 
 class _Plan(NamedTuple):
-    """A session's lengths in tokens, of as many turns as the context has room for."""
+    """Lengths in tokens of one session, with as many turns as the context has room for."""
 
     kind: int
     task: int
@@ -35,10 +35,10 @@ class _Plan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Agents(Workload):
-    """`sessions` of agents: a prompt that all agents of a kind share, a task, then actions (the outputs) and observations in turn.
+    """Sessions of agents: a prompt that all agents of a kind share, a task, then actions (the outputs) and observations in turn.
 
-    Where `keep` is not 0, observations older than `keep` turns are replaced by a placeholder, so that each prompt leaves its predecessor's
-    that many turns back. A session ends after its turns or before it would outgrow the context.
+    Where `keep` is not 0, observations older than `keep` turns are replaced by a placeholder, so that each prompt differs from the previous
+    prompt from that many turns back. A session ends after its turns or before it would outgrow the context.
     """
 
     sessions: int = field(default=96, metadata=bounds(1, 16_384, "sessions"))
@@ -63,12 +63,12 @@ class Agents(Workload):
             )
 
     def count(self, seed: int) -> int:
-        """All sessions' turns; plans every session."""
+        """Return the number of turns of all sessions; this plans every session."""
         systems = self._systems(seed)
         return sum(len(self._plan(seed, number, systems).actions) for number in range(self.sessions))
 
     def generate(self, seed: int) -> Iterator[Request]:
-        """Who acts next is up to the pauses: tools take their time."""
+        """Yield the requests of all sessions in order of arrival; random pauses, which stand for the tools' time, decide the order."""
         systems = self._systems(seed)
         sessions = (self._session(seed, number, systems) for number in range(self.sessions))
         return take_turns(sessions, self.live, self.pause, rng_of(seed, "agents", "pauses"))
@@ -84,7 +84,8 @@ class Agents(Workload):
         actions = self.action.uniform(rng, turns)
         drawn = rng.lognormal(math.log(self.observation), self.spread, turns)
         observations = np.clip(drawn, _OBSERVATION.low, _OBSERVATION.high).astype(np.int64)
-        # What is in the context when turn t has acted: all actions, the observations before it, and placeholders for the dropped ones.
+        # `held`: tokens in the context when turn t has acted: all actions, the observations before it, and placeholders for the dropped
+        # ones.
         before = np.concatenate([[0], np.cumsum(observations)[:-1]])
         dropped = np.maximum(np.arange(turns) - self.keep, 0) if self.keep else np.zeros(turns, np.int64)
         held = systems[kind] + task + np.cumsum(actions) + before - before[dropped] + dropped * _PLACEHOLDER
@@ -106,7 +107,7 @@ class Agents(Workload):
 
 
 def _collapsed(own: TokenArray, plan: _Plan, upto: int, placeholder: TokenArray) -> Iterator[TokenArray]:
-    """The task and the turns before turn `upto` of a session, whose tokens are `own`, with placeholders for observations."""
+    """Yield the task and the turns before turn `upto` of a session with tokens `own`; a placeholder replaces each observation."""
     yield own[: plan.task]
     begin = plan.task
     for action, observation in zip(plan.actions[:upto], plan.observations, strict=False):

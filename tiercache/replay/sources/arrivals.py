@@ -1,4 +1,4 @@
-"""When requests arrive: a Poisson process, or sessions that take turns with a pause for thought."""
+"""Arrival times of requests: a Poisson process, or sessions that take turns with pauses."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tiercache.replay.base import Request
 
 
 class Turn(NamedTuple):
-    """One request of a session, without its time."""
+    """One request of a session, without its arrival time."""
 
     prompt: TokenArray
     output: TokenArray
 
 
 def poisson(rate: float, rng: np.random.Generator) -> Iterator[float]:
-    """Times in seconds, `rate` per second on average, without end."""
+    """Yield endless arrival times in seconds, `rate` per second on average."""
     now = 0.0
     while True:
         now += rng.exponential(1 / rate)
@@ -28,7 +28,7 @@ def poisson(rate: float, rng: np.random.Generator) -> Iterator[float]:
 
 
 def take_turns(sessions: Iterable[Iterator[Turn]], live: int, pause: float, rng: np.random.Generator) -> Iterator[Request]:
-    """Requests of `live` sessions at once; each pauses `pause` seconds on average, exponentially, before each of its turns.
+    """Yield the requests of `live` sessions at once; each pauses `pause` seconds on average, exponentially, before each of its turns.
 
     When a session has ended, the next one takes its place. The first pauses stagger the sessions. A session has at least one turn.
     """

@@ -1,4 +1,4 @@
-"""What a workload is, and the source that replays one."""
+"""Workloads, and the source that replays one."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from tiercache.replay.base import Request
 from tiercache.replay.sources.options import Option, options_of
 
 MAX_REQUESTS: Final = 2**20
-"""Requests of one source."""
+"""Largest number of requests of one source."""
 
 MAX_TOKENS: Final = 2**22
-"""Tokens of one prompt, and of one output."""
+"""Largest number of tokens of one prompt, and of one output."""
 
 NOTHING: Final[Mapping[str, float]] = MappingProxyType({})
 
 
 class Workload(ABC):
-    """A recipe for requests: a frozen dataclass, whose fields are its parameters.
+    """A recipe for requests: a frozen dataclass whose fields are its parameters.
 
-    `generate` yields them in order of arrival, never falling, as a function of the fields and the seed alone; it makes each prompt when it
-    is asked for and keeps lengths, never tokens. `__post_init__` raises ConfigError for fields that do not go together.
+    `generate` yields requests in order of arrival, with times that never fall, as a function of the fields and the seed alone. It makes
+    each
+    prompt when it is asked for and keeps lengths, never tokens. `__post_init__` raises ConfigError for fields that do not go together.
     Thread safety: immutable; an iterator belongs to one thread.
     """
 
@@ -34,16 +35,19 @@ class Workload(ABC):
 
     @abstractmethod
     def count(self, seed: int) -> int:
-        """How many requests `generate` yields."""
+        """Return the number of requests that `generate` yields."""
 
     @abstractmethod
     def generate(self, seed: int) -> Iterator[Request]:
-        """The requests, from the first, each time anew."""
+        """Yield the requests from the first one; each call starts anew."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The tiers of a published benchmark: states that the device holds, host bytes per device byte, and whether a file store follows."""
+    """Tiers of a published benchmark.
+
+    `device_states`: state slots of the device. `host_ratio`: host bytes per device byte. `file_storage`: whether a file store follows.
+    """
 
     device_states: int
     host_ratio: float
@@ -52,7 +56,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A named workload. `fixed`: it takes no parameters, for it is a published benchmark."""
+    """A named workload. `fixed`: whether it takes no parameters because it repeats a published benchmark."""
 
     summary: str
     workload: Workload
@@ -64,7 +68,7 @@ class Kind:
 
     @property
     def options(self) -> tuple[Option, ...]:
-        """The parameters, with their defaults and bounds."""
+        """The parameters, with their defaults and bounds; none for a fixed workload."""
         return () if self.fixed else options_of(self.workload)
 
 
@@ -72,8 +76,7 @@ class Kind:
 class WorkloadSource:
     """A `Source`: the first `count` requests of a workload.
 
-    `published`: figures published for it, by what they are of; `layout`: the tiers that they were measured with, where that is known.
-    Thread safety: immutable.
+    `published`: figures published for it, by the name of what they measure; `layout`: the tiers they were measured with, where known.
     """
 
     name: str
@@ -93,7 +96,7 @@ class WorkloadSource:
 
 
 def check_size(requests: int, longest: int) -> None:
-    """Raise ConfigError where a workload would have more than `MAX_REQUESTS` requests, or prompts longer than `MAX_TOKENS`."""
+    """Raise ConfigError if a workload would have more than `MAX_REQUESTS` requests, or prompts longer than `MAX_TOKENS`."""
     if requests > MAX_REQUESTS:
         raise ConfigError(f"the parameters make {requests:,} requests, and a source has at most {MAX_REQUESTS:,}; choose smaller ones")
     if longest > MAX_TOKENS:

@@ -1,4 +1,4 @@
-"""The generators by name, and how a source is opened from a text such as "agent?sessions=24" or the path of a trace."""
+"""Generators by name, and the opening of sources from texts such as "agent?sessions=24" or the path of a trace."""
 
 from __future__ import annotations
 
@@ -65,18 +65,18 @@ SOURCES: Final[Mapping[str, Kind]] = MappingProxyType(
         ),
     }
 )
-"""What can be generated. A trace file is opened by its path."""
+"""Workloads that can be generated, by name. Traces are not listed: a trace file is opened by its path."""
 
 _MAX_SEED: Final = 2**63
 
 
 def open_source(spec: str, *, seed: int = 0, limit: int | None = None) -> Source:
-    """The source that `spec` names; `limit` takes its first requests only.
+    """Open the source that `spec` names; `limit` takes its first requests only.
 
-    `spec` is a generator's name, with parameters as in "shared-prefix?groups=32&question=64-128", or the path of a Mooncake trace file (of
-    one that is called like a generator: "./agent"). A trace is the same with every seed. The answer is a `WorkloadSource`.
+    `spec` is a generator's name, with parameters as in "shared-prefix?groups=32&question=64-128", or the path of a Mooncake trace file (for
+    a file named like a generator: "./agent"). A trace is the same with every seed. The returned source is a `WorkloadSource`.
 
-    Raises ConfigError for a name or parameter that there is not and for a value out of bounds, InputError for a file that is not a trace.
+    Raises ConfigError for an unknown name or parameter and for a value out of bounds, InputError for a file that is not a trace.
     """
     if type(seed) is not int or not 0 <= seed < _MAX_SEED:
         raise ConfigError(f"the seed must be a whole number from 0 to 2**63 - 1, not {shown(seed)}")
@@ -85,7 +85,7 @@ def open_source(spec: str, *, seed: int = 0, limit: int | None = None) -> Source
     name, _, query = spec.partition("?")
     if name in SOURCES:
         return _generated(name, query, seed, limit)
-    # Not Path.exists: it raises for names that are too long.
+    # `Path.exists` would raise for names that are too long.
     if not os.path.exists(spec):
         raise ConfigError(
             f"{shown(spec)} is neither a file nor a generator; give the path of a Mooncake trace (.jsonl) or one of {_names()}"
@@ -115,7 +115,7 @@ def _generated(name: str, query: str, seed: int, limit: int | None) -> WorkloadS
 
 
 def _parameters(name: str, query: str) -> dict[str, str]:
-    """What is behind the question mark, by name."""
+    """Return the parameters that follow the question mark, by name."""
     texts: dict[str, str] = {}
     for part in query.split("&") if query else ():
         key, equals, text = part.partition("=")

@@ -1,4 +1,4 @@
-"""Short chats, few of which go on."""
+"""Short chats, of which few are continued."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from tiercache.replay.sources.options import bounds
 from tiercache.replay.sources.streams import key_of, rng_of, tokens
 
 _LONGEST: Final = 8192
-"""Tokens of a question or an answer, at which the log-normal lengths are cut off."""
+"""Tokens to which the log-normal lengths of questions and answers are limited."""
 
 _MOST_ROUNDS: Final = 64
-"""Rounds of a chat, after which it is over."""
+"""Largest number of rounds of a chat."""
 
 
 @dataclass(slots=True)
 class _Chat:
-    """What was said so far: the first `length` tokens of the chat's stream."""
+    """One chat. What was said so far is the first `length` tokens of the chat's stream."""
 
     number: int
     length: int = 0
@@ -32,7 +32,10 @@ class _Chat:
 
 @dataclass(frozen=True, slots=True)
 class Chats(Workload):
-    """Questions with their answers. The fraction `continued` of them continues one of the `recent` newest chats; the others begin one."""
+    """Questions with their answers.
+
+    The fraction `continued` of the requests continues one of the `recent` newest chats; each other request begins a chat.
+    """
 
     chats: int = field(default=4000, metadata=bounds(1, 2**20, "requests"))
     continued: float = field(default=0.03, metadata=bounds(0, 1, "fraction of the requests that continue an older chat"))
@@ -46,11 +49,11 @@ class Chats(Workload):
         check_size(self.chats, _MOST_ROUNDS * 2 * _LONGEST)
 
     def count(self, seed: int) -> int:
-        """As many as there are parameters for."""
+        """Return the number of requests: the parameter `chats`."""
         return self.chats
 
     def generate(self, seed: int) -> Iterator[Request]:
-        """Each chat is a session."""
+        """Yield the requests in order of arrival; each chat is a session."""
         rng = rng_of(seed, "chats")
         recent: deque[_Chat] = deque(maxlen=self.recent)
         begun = 0

@@ -16,10 +16,10 @@ from tiercache.replay.sources.streams import join, key_of, rng_of, tokens
 
 @dataclass(frozen=True, slots=True)
 class MultiTurn(Workload):
-    """`conversations` of `rounds` rounds: each prompt is the history, answers included, and what the user says now.
+    """Conversations of `rounds` rounds: each prompt is the history, answers included, followed by the user's new message.
 
-    Where `thinking` is not 0, an output is thinking and answer, and the history has the answer only: a prompt then continues the prompt
-    before it, but never what was generated after it.
+    Where `thinking` is not 0, an output is thinking and answer, and the history keeps the answer only: a prompt then continues the previous
+    prompt, but never the output that was generated after it.
     """
 
     conversations: int = field(default=200, metadata=bounds(1, 65_536, "conversations"))
@@ -36,11 +36,11 @@ class MultiTurn(Workload):
         check_size(self.conversations * self.rounds, self.rounds * (self.user.high + self.answer.high) + self.thinking.high)
 
     def count(self, seed: int) -> int:
-        """One per conversation and round."""
+        """Return the number of requests: one per conversation and round."""
         return self.conversations * self.rounds
 
     def generate(self, seed: int) -> Iterator[Request]:
-        """Each conversation is a session; who speaks next is up to the pauses."""
+        """Yield the requests in order of arrival; each conversation is a session, and random pauses decide the order."""
         conversations = (self._conversation(seed, number) for number in range(self.conversations))
         return take_turns(conversations, self.live, self.pause, rng_of(seed, "conversations", "pauses"))
 
@@ -60,9 +60,11 @@ class MultiTurn(Workload):
 
 @dataclass(frozen=True, slots=True)
 class RoundRobin(Workload):
-    """`clients` that speak in turn, `rounds` times each: a question of `question` tokens, an answer of `answer`, both kept in the history.
+    """Clients that speak in turn, `rounds` times each.
 
-    Arrivals are a tenth of a second apart; the benchmark that this repeats sends a client's next request when the last has been answered.
+    Each round is a question of `question` tokens and an answer of `answer` tokens, both kept in the history. Arrivals are a tenth of a
+    second
+    apart; the benchmark that this repeats sends a client's next request when the last has been answered.
     """
 
     clients: int
@@ -71,11 +73,11 @@ class RoundRobin(Workload):
     answer: int
 
     def count(self, seed: int) -> int:
-        """One per client and round."""
+        """Return the number of requests: one per client and round."""
         return self.clients * self.rounds
 
     def generate(self, seed: int) -> Iterator[Request]:
-        """Each client is a session."""
+        """Yield the requests in order of arrival; each client is a session."""
         for number in range(self.clients * self.rounds):
             round_, client = divmod(number, self.clients)
             said = tokens(key_of(seed, "clients", client), (round_ + 1) * (self.question + self.answer))

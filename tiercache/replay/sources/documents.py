@@ -1,10 +1,10 @@
 """An imitation of Mooncake's synthetic trace: short chats, long single requests, and runs of questions about long documents.
 
-What is public about the real one (FAST25-release/traces/synthetic_trace.jsonl of kvcache-ai/Mooncake): 3,993 requests in 1,022 seconds,
+Public facts about the real trace (FAST25-release/traces/synthetic_trace.jsonl of kvcache-ai/Mooncake): 3,993 requests in 1,022 seconds,
 made of ShareGPT, L-Eval and LooGLE with Poisson arrivals; prompts of 15 k tokens on average; 43,924 distinct blocks of 512 tokens. Its
 chats and its new documents come early, and its end is questions about documents seen before. The imitation comes near these figures
 (15.4 k tokens and 44,500 blocks, on average over seeds); its lengths are log-normals that look like the real ones. No row of the real trace
-is here, and what is measured on the one does not hold for the other.
+is in this file, and what is measured on the imitation does not hold for the real trace, nor the reverse.
 """
 
 from __future__ import annotations
@@ -25,17 +25,20 @@ from tiercache.replay.sources.streams import key_of, rng_of
 from tiercache.replay.sources.trace import BLOCK, Row, expanded
 
 _NEW_UNTIL: Final = 0.8
-"""Part of the trace in which single requests and first questions come."""
+"""Fraction of the trace, from its start, in which all chats, single requests and first questions come."""
 
 _GAP: Final = 0.06
-"""Part of the trace between two questions about a document, on average."""
+"""Mean gap between two questions about a document, as a fraction of the trace."""
 
 _ASKED_MORE: Final = 2.8
-"""Questions about a document of average length, on average, beyond the least; 0.3 of them whatever its length, 0.7 in proportion to it."""
+"""Mean number of questions beyond the least about a document of average length.
+
+A part of 0.3 of it does not depend on the length of the document; 0.7 is in proportion to the length.
+"""
 
 
 class _Lengths(NamedTuple):
-    """Tokens: a log-normal, cut off at both ends."""
+    """Log-normal distribution of lengths in tokens, clipped at both ends."""
 
     median: float
     sigma: float
@@ -55,8 +58,12 @@ _QUESTION_ANSWER: Final = _Lengths(14, 1.2, 2, 400)
 
 
 class _Plan(NamedTuple):
-    """One entry per request, in order: which document it is about (-1: none), the blocks that it shares with others about it, the tokens
-    behind them, and the tokens of its output."""
+    """Columns with one entry per request, in order of arrival.
+
+    `document`: the document that the request is about (-1: none). `shared`: blocks that it shares with others about that document.
+    `private`:
+    tokens after them. `output`: tokens of its output.
+    """
 
     document: npt.NDArray[np.int64]
     shared: npt.NDArray[np.int64]
@@ -66,7 +73,10 @@ class _Plan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Documents(Workload):
-    """`chats` and `singles` share nothing; prompts about one document share its whole blocks, and nothing else, as in a trace."""
+    """Chats, long single requests, and questions about documents.
+
+    Requests of the first two sorts share nothing; prompts about one document share its whole blocks, and nothing else, as in a trace.
+    """
 
     chats: int = field(default=1293, metadata=bounds(0, 2**18, "short requests"))
     singles: int = field(default=500, metadata=bounds(0, 2**18, "long requests that come once, such as summaries"))
@@ -79,15 +89,15 @@ class Documents(Workload):
         check_size(self.chats + self.singles + self.questions, self.document.high + _QUESTION.high)
 
     def count(self, seed: int) -> int:
-        """Those of the three sorts."""
+        """Return the number of requests: the sum over the three sorts."""
         return self.chats + self.singles + self.questions
 
     def generate(self, seed: int) -> Iterator[Request]:
-        """Each request is a session of its own."""
+        """Yield the requests in order of arrival; each is a session of its own."""
         return expanded(self._rows(seed), key_of(seed, "documents"))
 
     def _rows(self, seed: int) -> Iterator[Row]:
-        """Blocks are numbered as they are first seen."""
+        """Yield the trace's rows; blocks are numbered as they are first seen."""
         plan = self._plan(rng_of(seed, "documents", "plan"))
         times = poisson(self.rate, rng_of(seed, "documents", "times"))
         first_block: dict[int, int] = {}
@@ -112,7 +122,7 @@ class Documents(Workload):
         asked = np.minimum(self.asked.low + more, self.asked.high)
         documents = int(np.searchsorted(np.cumsum(asked), self.questions)) + 1
         document = np.repeat(np.arange(documents), asked[:documents])[: self.questions]
-        # Question k of a document comes at its first one's time and k gaps later.
+        # Question k of a document comes k gaps after the document's first question, as fractions of the trace.
         gaps = rng.exponential(_GAP, self.questions)
         begins = np.flatnonzero(np.diff(document, prepend=-1))
         gaps[begins] = rng.uniform(0, _NEW_UNTIL, len(begins))

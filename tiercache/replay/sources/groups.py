@@ -17,9 +17,10 @@ from tiercache.replay.sources.streams import join, key_of, rng_of, tokens
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefix(Workload):
-    """`groups` x `prompts` requests: a group's system prompt, then a question of its own.
+    """Requests in groups: `groups` x `prompts` requests, each its group's system prompt followed by its own question.
 
-    With `zipf` 0 each group has exactly `prompts` requests, shuffled; else each request draws its group, the n-th most popular with a
+    With `zipf` 0 each group has exactly `prompts` requests, shuffled; else each request draws its group, and the n-th most popular group
+    has a
     weight of n ** -zipf.
     """
 
@@ -35,11 +36,11 @@ class SharedPrefix(Workload):
         check_size(self.groups * self.prompts, self.system.high + self.question.high)
 
     def count(self, seed: int) -> int:
-        """One per group and prompt."""
+        """Return the number of requests: one per group and prompt."""
         return self.groups * self.prompts
 
     def generate(self, seed: int) -> Iterator[Request]:
-        """Each request is a session of its own."""
+        """Yield the requests in order of arrival; each is a session of its own."""
         total = self.groups * self.prompts
         lengths = self.system.uniform(rng_of(seed, "groups", "system"), self.groups)
         rng = rng_of(seed, "groups", "requests")
@@ -55,7 +56,7 @@ class SharedPrefix(Workload):
             yield Request(join(system, question), answer, now, number)
 
     def _order(self, rng: np.random.Generator, total: int) -> npt.NDArray[np.int64]:
-        """The group of each request."""
+        """Return the group of each request."""
         if not self.zipf:
             return rng.permutation(np.repeat(np.arange(self.groups), self.prompts))
         weights = np.arange(1, self.groups + 1) ** -self.zipf

@@ -1,4 +1,4 @@
-"""Several workloads at once."""
+"""A mixture of several workloads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tiercache.replay.sources.groups import SharedPrefix
 from tiercache.replay.sources.options import bounds
 
 _SECONDS: Final = 1200
-"""About how long each part takes."""
+"""Approximate duration of each part in seconds."""
 
 _LIVE: Final = 20
 _AGENTS: Final = 6
@@ -35,11 +35,11 @@ class Mixed(Workload):
         check_size(self.groups * 32 + self.conversations * 12 + self.sessions * 50 + self.chats, 0)
 
     def count(self, seed: int) -> int:
-        """Those of the parts."""
+        """Return the number of requests: the sum over the parts."""
         return sum(part.count(seed) for part in self._parts())
 
     def generate(self, seed: int) -> Iterator[Request]:
-        """No two parts share a session's number."""
+        """Yield the requests of all parts in order of arrival; sessions are renumbered so that no two parts share a number."""
         parts = self._parts()
         renumbered = [_renumber(part.generate(seed), number, len(parts)) for number, part in enumerate(parts)]
         return heapq.merge(*renumbered, key=lambda request: request.arrival)
@@ -49,12 +49,12 @@ class Mixed(Workload):
         return (
             SharedPrefix(groups=self.groups, prompts=32, rate=self.groups * 32 / _SECONDS),
             MultiTurn(conversations=self.conversations, live=live, pause=_SECONDS * live / (self.conversations * 12)),
-            # A session has some 28 turns.
+            # A session has about 28 turns on average.
             Agents(sessions=self.sessions, live=acting, pause=_SECONDS * acting / (self.sessions * 28)),
             Chats(chats=self.chats, rate=self.chats / _SECONDS),
         )
 
 
 def _renumber(requests: Iterator[Request], part: int, parts: int) -> Iterator[Request]:
-    """`requests` with sessions that no other of the `parts` parts has."""
+    """Yield `requests` with session numbers that no other of the `parts` parts uses."""
     return (replace(request, session=request.session * parts + part) for request in requests)

@@ -1,7 +1,8 @@
-"""Mooncake's trace files: one JSON object a line.
+"""Reader of Mooncake's trace files, which have one JSON object a line.
 
-`timestamp` (milliseconds), `input_length` and `output_length` (tokens), `hash_ids` (one integer per block of 512 tokens of the prompt, the
-last of which may be partial; equal ids mean equal prefixes up to there). Other fields are ignored, blank lines skipped.
+The fields of a line: `timestamp` (milliseconds), `input_length` and `output_length` (tokens), `hash_ids` (one integer per block of 512
+tokens of the prompt, the last of which may be partial; equal ids mean equal prefixes up to there). Other fields are ignored, blank lines
+skipped.
 """
 
 from __future__ import annotations
@@ -21,22 +22,22 @@ from tiercache.replay.sources.base import MAX_REQUESTS, MAX_TOKENS
 from tiercache.replay.sources.trace import BLOCK, Recorded
 
 _MAX_LINE: Final = 2**18
-"""Bytes: a prompt of `MAX_TOKENS` has 8,192 ids of at most 20 digits."""
+"""Largest size of a line in bytes: a prompt of `MAX_TOKENS` has 8,192 ids of at most 20 digits."""
 
 _MAX_LINES: Final = 2 * MAX_REQUESTS
-"""Blank ones included."""
+"""Largest number of lines, blank ones included."""
 
 _MAX_IDS: Final = 2**24
-"""Ids of all requests together: 128 MiB of memory, or 8 G tokens."""
+"""Largest number of ids of all requests together: 128 MiB of memory, or 8 G tokens."""
 
 _MAX_TIME: Final = 10**15
-"""Milliseconds."""
+"""Largest timestamp in milliseconds."""
 
 _GZIP: Final = b"\x1f\x8b"
 
 
 class _Fields(NamedTuple):
-    """A line, checked."""
+    """Fields of a line that has been checked."""
 
     timestamp: int | float
     input_length: int
@@ -45,10 +46,11 @@ class _Fields(NamedTuple):
 
 
 def read_trace(path: Path, limit: int | None = None) -> Recorded:
-    """The first `limit` requests of a trace file, arrivals counted from the first.
+    """Read the first `limit` requests of a trace file; arrivals are counted from the first.
 
-    The whole file is checked, up to the limit, before anything is replayed. Raises InputError, with the number of the line, for what is
-    not such a file; for times that fall (never sorted silently: the order of requests decides what is cached); and beyond 2**20 requests,
+    The whole file is checked, up to the limit, before anything is replayed. Raises InputError, with the number of the line, if the file is
+    not
+    a trace; if timestamps fall (they are never sorted silently: the order of requests decides what is cached); and beyond 2**20 requests,
     2**22 tokens of a prompt or 2**24 ids.
     """
     times, inputs, outputs, offsets, ids = array("d"), array("q"), array("q"), array("q", [0]), array("Q")
@@ -85,7 +87,7 @@ def read_trace(path: Path, limit: int | None = None) -> Recorded:
 
 
 def _lines(file: BinaryIO, path: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines that are not blank, with their numbers from 1; never more than `_MAX_LINE` bytes in memory."""
+    """Yield the lines that are not blank, with their numbers from 1; at most `_MAX_LINE` + 1 bytes of a line are read."""
     for number in count(1):
         line = file.readline(_MAX_LINE + 1)
         if not line:
@@ -101,7 +103,7 @@ def _lines(file: BinaryIO, path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _parse(line: bytes) -> _Fields:
-    """One line; raises InputError that does not name it."""
+    """Parse and check one line. Raises InputError without the line's number, which the caller adds."""
     try:
         row = json.loads(line.decode(), parse_constant=_constant)
     except InputError:

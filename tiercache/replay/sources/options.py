@@ -23,7 +23,7 @@ W = TypeVar("W")
 
 
 class Span(NamedTuple):
-    """Lengths from `low` to `high`, both included; written "64-512", or "64" where they are equal."""
+    """Range of lengths from `low` to `high`, both included; written "64-512", or "64" where they are equal."""
 
     low: int
     high: int
@@ -32,18 +32,18 @@ class Span(NamedTuple):
         return str(self.low) if self.low == self.high else f"{self.low}-{self.high}"
 
     def uniform(self, rng: np.random.Generator, size: int) -> npt.NDArray[np.int64]:
-        """`size` lengths, each as likely as any other."""
+        """Draw `size` lengths, all equally likely."""
         return rng.integers(self.low, self.high + 1, size)
 
     def log_uniform(self, rng: np.random.Generator, size: int) -> npt.NDArray[np.int64]:
-        """`size` lengths, each octave as likely as any other; `low` is at least 1."""
+        """Draw `size` lengths with a uniform logarithm, so that every octave is equally likely; `low` must be at least 1."""
         drawn = np.exp(rng.uniform(math.log(self.low), math.log(self.high + 1), size))
         return np.clip(drawn.astype(np.int64), self.low, self.high)
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One parameter of a generator, for help. `low` and `high` bound the value, or both ends of a span."""
+    """One parameter of a generator, for help texts. `low` and `high` bound the value, or both ends of a span."""
 
     name: str
     default: int | float | Span
@@ -59,20 +59,19 @@ class _Bounds(NamedTuple):
 
 
 def bounds(low: int | float, high: int | float, about: str) -> Mapping[str, Any]:
-    """The metadata that make a field of a workload a parameter; its type is that of its default: int, float or Span."""
+    """Return the metadata that make a field of a workload a parameter; its type is that of its default: int, float or Span."""
     return {_METADATA: _Bounds(low, high, about)}
 
 
 def options_of(workload: Any) -> tuple[Option, ...]:
-    """The parameters of a workload in order; its own values are the defaults."""
+    """Return the parameters of a workload in order; the workload's own values are the defaults."""
     return tuple(Option(f.name, getattr(workload, f.name), *f.metadata[_METADATA]) for f in fields(workload) if _METADATA in f.metadata)
 
 
 def with_options(workload: W, name: str, texts: Mapping[str, str]) -> W:
-    """`workload` with the parameters that `texts` gives; `name` is what messages call it.
+    """Return `workload` with the parameters that `texts` gives; `name` names the workload in error messages.
 
-    Raises ConfigError for a parameter that there is not, for a value that is malformed or out of bounds, and for values that do not go
-    together.
+    Raises ConfigError for an unknown parameter, for a value that is malformed or out of bounds, and for values that do not go together.
     """
     known = {o.name: o for o in options_of(workload)}
     values = {}

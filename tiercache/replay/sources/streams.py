@@ -1,4 +1,4 @@
-"""Token ids and random generators as pure functions of what they are for.
+"""Token ids and random generators as pure functions of their purpose.
 
 A token is a hash (splitmix64) of a stream's key and the token's position in it, so that any slice of any stream can be made again without
 keeping it, and two streams have no page in common.
@@ -15,7 +15,7 @@ import numpy.typing as npt
 from tiercache.core import TokenArray
 
 VOCABULARY: Final = 2**17
-"""Token ids are below this."""
+"""Number of token ids: every id is below this."""
 
 _GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
 _FIRST: Final = np.uint64(0xBF58476D1CE4E5B9)
@@ -24,17 +24,17 @@ _MASK: Final = np.uint64(VOCABULARY - 1)
 
 
 def key_of(*parts: int | str) -> int:
-    """The key of the stream that `parts` name; 64 bits."""
+    """Return the 64-bit key of the stream that `parts` name."""
     return int.from_bytes(blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
 
 
 def rng_of(*parts: int | str) -> np.random.Generator:
-    """A fresh random generator of its own for what `parts` name."""
+    """Return a fresh random generator for the purpose that `parts` name."""
     return np.random.default_rng(key_of(*parts))
 
 
 def tokens(key: int, length: int) -> TokenArray:
-    """The first `length` tokens of a stream; read-only, and so are all views of them."""
+    """Return the first `length` tokens of a stream; the array and all views of it are read-only."""
     made = np.arange(1, length + 1, dtype=np.uint64)
     made *= _GOLDEN
     made += np.uint64(key)
@@ -45,7 +45,10 @@ def tokens(key: int, length: int) -> TokenArray:
 
 
 def expand(ids: npt.NDArray[np.uint64], block: int, length: int, salt: int = 0) -> TokenArray:
-    """`block` tokens for each id, one id after the other, cut to `length`; read-only. They depend on the id and on `salt` alone."""
+    """Return `block` tokens for each id, one id after the other, cut to `length`; read-only.
+
+    The tokens depend on the id and on `salt` alone.
+    """
     keys = ids * _GOLDEN + np.uint64(salt)
     _mix(keys)
     made = (keys[:, None] + np.arange(1, block + 1, dtype=np.uint64) * _GOLDEN).reshape(-1)[:length]
@@ -56,14 +59,14 @@ def expand(ids: npt.NDArray[np.uint64], block: int, length: int, salt: int = 0) 
 
 
 def join(*parts: TokenArray) -> TokenArray:
-    """The parts one after the other; read-only."""
+    """Concatenate the parts; the result is read-only."""
     joined = np.concatenate(parts)
     joined.flags.writeable = False
     return joined
 
 
 def _mix(z: npt.NDArray[np.uint64]) -> None:
-    """The output function of splitmix64, in place."""
+    """Apply the output function of splitmix64 in place."""
     z ^= z >> np.uint64(30)
     z *= _FIRST
     z ^= z >> np.uint64(27)

@@ -19,7 +19,7 @@ BLOCK: Final = 512
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Row:
-    """One request: seconds, tokens, and one id per block of its prompt, uint64.
+    """One request: its arrival in seconds, its lengths in tokens, and one uint64 id per block of its prompt.
 
     An id stands for its block and all blocks before it; the last block may be cut off.
     """
@@ -31,7 +31,7 @@ class Row:
 
 
 def expanded(rows: Iterator[Row], salt: int = 0) -> Iterator[Request]:
-    """The requests of a trace, each a session of its own, for a trace does not tell sessions.
+    """Yield the requests of a trace; each is a session of its own, because a trace does not record sessions.
 
     A block's tokens depend on its id and on `salt` alone. Outputs share nothing with anything: where a prompt repeats an older output, it
     does so under block ids of its own.
@@ -44,7 +44,7 @@ def expanded(rows: Iterator[Row], salt: int = 0) -> Iterator[Request]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Recorded(Workload):
-    """A trace that was read from a file, as columns; the same with every seed.
+    """A trace that was read from a file, as columns; it is the same with every seed.
 
     The ids of prompt i are `ids[offsets[i] : offsets[i + 1]]`.
     """
@@ -56,11 +56,11 @@ class Recorded(Workload):
     ids: npt.NDArray[np.uint64]
 
     def count(self, seed: int) -> int:
-        """All that was read."""
+        """Return the number of requests that were read."""
         return len(self.arrivals)
 
     def generate(self, seed: int) -> Iterator[Request]:
-        """The trace as it was recorded."""
+        """Yield the requests as they were recorded."""
         return expanded(self._rows())
 
     def _rows(self) -> Iterator[Row]:

@@ -1,4 +1,4 @@
-"""Stores around stores: what one of them adds to any backend, in one place instead of behind a flag in each.
+"""Wrappers: stores around stores, each of which adds one thing to any backend, in one place instead of behind a flag in each backend.
 
 Read `base` (what a wrapper passes on), then `metered`, `read_only`, `verified`. `tiercache.testing` has `faulty`, `latency` and `outage`.
 """

@@ -1,4 +1,4 @@
-"""What every wrapper does: pass each call on to the store inside, and close only when no call is under way."""
+"""Base class of all wrappers: passes each call on to the store inside, and closes only when no call is under way."""
 
 # ruff: noqa: D102 (the contract documents these methods)
 
@@ -32,8 +32,8 @@ class Wrapper(StorageBackend):
 
     Subclasses override the calls that they change and make them through `_perform`; `capabilities` stay those of `inner`.
 
-    Thread safety: as the contract says, and as good as the inner store's. A wrapper has a gate of its own, because a call of it may be
-    between two calls of the inner store when `close` comes, and must still end as if it had not.
+    Thread safety: as the contract says, and as good as the inner store's. A wrapper has a gate of its own, because a call of the wrapper
+    may be between two calls of the inner store when `close` begins, and must still end as if it had not begun.
     """
 
     def __init__(self, inner: StorageBackend) -> None:
@@ -43,7 +43,7 @@ class Wrapper(StorageBackend):
 
     @classmethod
     def from_config(cls, section: Mapping[str, Any], context: StoreContext) -> Self:
-        """Always raises ConfigError: a wrapper needs a store to wrap, which no section can name."""
+        """Raise ConfigError always: a wrapper needs a store to wrap, which no section can name."""
         raise ConfigError(f"{cls.__name__} is put around a store in code and has no section; construct it with the store that it wraps")
 
     def exists(self, keys: Sequence[ObjectKey]) -> list[bool]:
@@ -87,24 +87,24 @@ class Wrapper(StorageBackend):
         self.inner.attach(memory)
 
     def _perform(self, operation: str, call: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
-        """Make one call of the contract; the place for what concerns all of them. `operation` is its name."""
+        """Make one call of the contract, named `operation`. Subclasses override this for what concerns all calls."""
         with self._gate:
             return call(*arguments, **named)
 
 
 OPERATIONS: Final = ("exists", "get", "set", "delete", "scan", "describe", "register_namespace", "namespaces", "usage", "flush")
-"""The calls that `Wrapper._perform` is told about."""
+"""Names of the calls that go through `Wrapper._perform`."""
 
 
 def unwrap(store: StorageBackend) -> StorageBackend:
-    """The store inside all wrappers."""
+    """Return the store inside all wrappers."""
     while isinstance(store, Wrapper):
         store = store.inner
     return store
 
 
 def decide(items: Sequence[Item], verdict: Callable[[Item], Outcome | None], rest: Callable[[list[Item]], list[Outcome]]) -> list[Outcome]:
-    """Answer each item by `verdict` where it has one, and the others, in order and in one call, by `rest`."""
+    """Answer each item by `verdict` if it gives an outcome, and the others, in order and in one call, by `rest`."""
     verdicts = [verdict(item) for item in items]
     left = [item for item, known in zip(items, verdicts, strict=True) if known is None]
     answers = iter(rest(left) if left else ())

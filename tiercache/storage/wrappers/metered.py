@@ -1,4 +1,4 @@
-"""Counts what a store is asked and what it answers, for Prometheus."""
+"""Wrapper that counts a store's calls and answers for Prometheus."""
 
 # ruff: noqa: D102 (the contract documents these methods)
 
@@ -23,9 +23,10 @@ assert table.OPERATIONS == OPERATIONS, "the table of metrics knows every call"
 
 
 class StoreMetrics(Families):
-    """The families that metered stores share, told apart by the label `store`, in `registry` or one of their own: `metrics.table.STORE`.
+    """The metric families `metrics.table.STORE`, shared by metered stores and told apart by the label `store`.
 
-    A registry takes one `StoreMetrics`; hand it to every `Metered` whose figures belong there.
+    They lie in `registry`, or without one in a registry of their own. A registry takes one `StoreMetrics`; hand it to every `Metered` whose
+    figures belong there.
 
     Thread safety: as `Families`.
     """
@@ -34,12 +35,12 @@ class StoreMetrics(Families):
         super().__init__(table.STORE, registry)
 
     def value(self, name: str, **labels: str) -> float:
-        """The sum over all samples `tiercache_store_<name>` that agree with `labels`, for tests and status pages."""
+        """Return the sum over all samples `tiercache_store_<name>` that agree with `labels`, for tests and status pages."""
         return self.total(f"store_{name}", **labels)
 
 
 class Metered(Wrapper):
-    """`inner`, counted under the name `store` in `metrics` (without: one of its own, see `metrics`). The clock is that of `env`.
+    """Wrapper that counts the calls of `inner` under the name `store` in `metrics` (default: a new one). The clock is that of `env`.
 
     Thread safety: as `Wrapper`.
     """

@@ -1,4 +1,4 @@
-"""A store that is read and never changed: another job's cache, a golden copy, a tier that is about to be taken away."""
+"""Wrapper for a store that is read and never changed: another job's cache, a golden copy, a tier that is about to be taken away."""
 
 # ruff: noqa: D102 (the contract documents these methods)
 
@@ -12,14 +12,15 @@ from tiercache.storage.wrappers.base import Wrapper
 
 
 class ReadOnly(Wrapper):
-    """Gets, scans, descriptions and figures of `inner`; sets, deletions and registrations change nothing.
+    """Wrapper that passes on gets, scans, descriptions and figures of `inner`; sets, deletions and registrations change nothing.
 
     - A set of a key that the store holds is HIT: the object is there, and that is what a controller writes down.
     - Any other well-formed set is THROTTLED, the outcome that says "not taken, nothing lost, nothing broken". A controller does not write
       the object down as stored, holds back the states that hang on it, and counts no fault. It may ask again with the next commit, which
-      costs one `exists` and no bytes. ERROR would count as a broken disk and wake somebody up; it is left for malformed items.
+      costs one `exists` and no bytes. ERROR would count as a broken disk and raise an alarm; it is left for malformed items.
     - A deletion is False: nothing is gone.
-    - Recency is not the caller's, and reading may change it. An object that turns out to be corrupt is dropped by the inner store, as ever.
+    - Reading may change which objects of `inner` were used last. An object that turns out to be corrupt is dropped by the inner store, as
+      without the wrapper.
 
     Thread safety: as `Wrapper`.
     """

@@ -2,8 +2,8 @@
 
 Behind each payload lies a trailer of 32 bytes: the object's checksum, into which the key is mixed, then the MAC of the `Seal`, or zeros
 where that has no key. The trailer is part of the object that the inner store sees, written and read by the same vectored call, so that no
-payload is copied. It has one size in both cases: where a key is given later, or changed, the old objects are found corrupt, dropped and
-taken anew.
+payload is copied. It has one size in both cases: if a key is given later, or changed, the old objects are found corrupt, dropped and stored
+anew.
 """
 
 # ruff: noqa: D102 (the contract documents these methods)
@@ -25,18 +25,18 @@ TRAILER_BYTES: Final = CHECKSUM_BYTES + MAC_BYTES
 
 
 class Verified(Wrapper):
-    """`inner`, each of whose objects is checked again on every get. CORRUPT objects are deleted, and counted in `usage().details`.
+    """Wrapper that checks each object of `inner` again on every get. CORRUPT objects are deleted, and counted in `usage().details`.
 
-    A `seal` with a key makes the check one that only the key's holders can satisfy: whoever writes to the medium can make a reader miss,
-    but not read bytes that no holder stored under that object's key. Without one the check finds accidents.
+    With a `seal` that has a key, only the key's holders can make an object that passes: an attacker who writes to the medium can make a
+    reader miss, but cannot make it read bytes that no holder stored under that object's key. Without a key the check finds accidents.
 
-    The caller guarantees that all objects of `inner` were stored through a `Verified`. What `inner` holds of an object is payload and
-    trailer, and the checksum that it is told covers both. The lengths of `scan`, `describe` and `usage` are the payloads'; the checksum
-    of the first two stays the inner store's, because neither reads an object: whoever stores one elsewhere computes its checksum anew.
-    A set costs one pass over the payload for the inner store's checksum, and one for the MAC where there is a key; also that of an object
-    which is there already, so ask `exists` first.
+    The caller guarantees that all objects of `inner` were stored through a `Verified`. An object of `inner` is payload and trailer, and the
+    checksum that `inner` is given covers both. The lengths of `scan`, `describe` and `usage` are those of the payloads. The checksum of
+    `scan` and `describe` stays the inner store's, because neither reads an object: a caller that stores such an object elsewhere computes
+    its checksum anew. A set costs one pass over the payload for the inner store's checksum, and one for the MAC if there is a key, even for
+    an object that is stored already, so call `exists` first.
 
-    Thread safety: as `Wrapper`; the one lock that is held across I/O serves second looks at objects that failed, and only they need it.
+    Thread safety: as `Wrapper`; the one lock that is held across I/O is for second looks at objects that failed, and only they need it.
     """
 
     def __init__(self, inner: StorageBackend, seal: Seal | None = None) -> None:
@@ -68,7 +68,7 @@ class Verified(Wrapper):
         return replace(usage, payload_bytes=payload, details={**usage.details, "corrupt": corrupt})
 
     def _get(self, items: Sequence[GetItem]) -> list[Outcome]:
-        # Refused here, because the inner store sees a trailer's room more than the caller gave.
+        # Refused here, because the inner store's item has more room than the caller gave: that of a trailer.
         return decide(items, lambda item: None if usable(item.buffers, item.length, writable=True) else Outcome.ERROR, self._read)
 
     def _read(self, items: Sequence[GetItem]) -> list[Outcome]:
@@ -82,7 +82,7 @@ class Verified(Wrapper):
     def _look_again(self, item: GetItem) -> Outcome:
         """Read an object that failed once more, and drop it if it still fails.
 
-        Without the lock, one reader could drop it and somebody store it anew before a second reader drops it: what was acknowledged would
+        Without the lock, one reader could drop it and a writer store it anew before a second reader drops it: an acknowledged object would
         be gone.
         """
         with self._second_look:
@@ -94,14 +94,14 @@ class Verified(Wrapper):
             return Outcome.CORRUPT
 
     def _count_told(self, items: Sequence[GetItem], answers: Sequence[Outcome]) -> None:
-        """Count what the inner store found itself: some say it in a batch's answers only."""
+        """Count the corrupt objects that the inner store found itself: some stores report them in a batch's answers only."""
         told = {item.key.digest for item, answer in zip(items, answers, strict=True) if answer is Outcome.CORRUPT}
         if told:
             with self._counting:
                 self._told_corrupt += len(told)
 
     def _fetch(self, items: Sequence[GetItem]) -> tuple[list[Outcome], list[bool]]:
-        """What the inner store answers, and which of its hits are what was stored."""
+        """Return what the inner store answers, and which of its hits are what was stored."""
         trailers = [bytearray(TRAILER_BYTES) for _ in items]
         wanted = [
             GetItem(item.key, [*take(item.buffers, 0, item.length), memoryview(trailer)], item.length + TRAILER_BYTES)
@@ -117,14 +117,17 @@ class Verified(Wrapper):
         return proof.holds(Sealed(trailer[:CHECKSUM_BYTES], trailer[CHECKSUM_BYTES:]))
 
     def _set(self, items: Sequence[SetItem]) -> list[Outcome]:
-        # Those that are held already are sealed and passed on as well: the inner store must know the whole batch to evict none of it.
+        # Objects that are held already are sealed and passed on as well: the inner store must know the whole batch to evict none of it.
         return decide(items, lambda item: None if storable(item) else Outcome.ERROR, self._seal_and_set)
 
     def _seal_and_set(self, items: Sequence[SetItem]) -> list[Outcome]:
         return self.inner.set([self._sealed(item) for item in items])
 
     def _sealed(self, item: SetItem) -> SetItem:
-        """The item with its trailer. The caller's checksum goes into it unseen: if it is wrong, the next get says so."""
+        """Return the item with its trailer.
+
+        The caller's checksum goes into the trailer unchecked: if it is wrong, the next get answers CORRUPT.
+        """
         length = item.meta.length
         trailer = checksum_of(item) + self._seal.stamp(item.key, item.buffers, length)
         views = [*take(item.buffers, 0, length), memoryview(trailer)]

@@ -1,12 +1,12 @@
-"""What every store must do: `StorageBackend`'s contract, line by line.
+"""Conformance suite for stores: tests of `StorageBackend`'s contract, line by line.
 
     class TestMyBackend(BackendConformance):
         def open_store(self, path, capacity=None): ...
         def corrupt(self, store, key): ...          # behind the store's back
         def swap(self, store, a, b): ...
 
-A test of something that a backend does not declare in its `Capabilities` is skipped. Sizes are small; nothing here waits on a clock.
-`hooks` has all hooks; the other modules are the suite by theme.
+Tests of capabilities that a backend does not declare in its `Capabilities` are skipped. Sizes are small, and no test waits on a clock.
+`hooks` has all hooks; the other modules are the suite, one for each theme.
 """
 
 # ruff: noqa: E402 (pytest explains the assertions of a module only if it is named before its first import)
@@ -40,7 +40,7 @@ __all__ = ["BackendConformance", "BackendHooks"]
 class BackendConformance(
     Objects, Batches, Refusals, Damage, FullDisk, Figures, Describing, Threads, Eviction, Restorable, Persistence, Sharing, Attaching
 ):
-    """Subclass it, supply the hooks (see `BackendHooks`), and pytest runs the contract over your store.
+    """Conformance tests of a store: subclass it and supply the hooks (see `BackendHooks`), and pytest runs the contract over the store.
 
     Thread safety: pytest makes one instance per test.
     """

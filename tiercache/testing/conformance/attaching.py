@@ -1,4 +1,4 @@
-"""Where a store stands beside its callers: memory that it is told of, and outages that it does not have."""
+"""Tests of a store's relation to its callers: memory that is attached, and outages that a healthy store must not report."""
 
 # ruff: noqa: D102 (a test is named for what it checks)
 
@@ -17,7 +17,10 @@ SIZE = 3 * BLOCK - 100
 
 
 class Attaching(BackendHooks):
-    """Thread safety: as `BackendHooks`."""
+    """Tests of attached memory and of `outage`.
+
+    Thread safety: as `BackendHooks`.
+    """
 
     def test_a_store_that_is_well_has_no_outage(self, store: StorageBackend) -> None:
         assert store.outage() is Reason.NONE
@@ -28,7 +31,7 @@ class Attaching(BackendHooks):
 
     @pytest.mark.parametrize("late", [False, True])
     def test_objects_go_through_attached_memory_as_through_any(self, store: StorageBackend, late: bool) -> None:
-        """`late`: a store that knew objects before learns of the memory."""
+        """With `late`, the memory is attached after the store has stored an object."""
         arena = HostArena(16 * BLOCK, BLOCK, huge_pages=False)
         blocks = arena.alloc(12).reshape(4, 3)[:, ::-1]
         views = [[arena.view(int(block)) for block in row] for row in blocks]

@@ -1,4 +1,4 @@
-"""Many objects in one call: answers in input order, duplicates, empty and huge batches, bad items among good ones."""
+"""Tests of many objects in one call: answers in input order, duplicates, empty and huge batches, bad items among good ones."""
 
 # ruff: noqa: D102 (a test is named for what it checks)
 
@@ -17,7 +17,10 @@ MANY = 10_000
 
 
 class Batches(BackendHooks):
-    """Thread safety: as `BackendHooks`."""
+    """Tests of batches.
+
+    Thread safety: as `BackendHooks`.
+    """
 
     def test_a_batch_answers_in_input_order(self, store: StorageBackend) -> None:
         names = ["a", "b", "c", "d", "e"]

@@ -1,4 +1,4 @@
-"""A medium that changes behind the store's back: what comes out is right or is CORRUPT, and CORRUPT heals with the next set."""
+"""Tests of a medium that changes behind the store's back: a get returns the right bytes or CORRUPT, and the next set repairs."""
 
 # ruff: noqa: D102 (a test is named for what it checks)
 
@@ -14,7 +14,10 @@ from tiercache.testing.objects import chain, content, fetch, key, payload, put, 
 
 
 class Damage(BackendHooks):
-    """Thread safety: as `BackendHooks`."""
+    """Tests of damaged objects.
+
+    Thread safety: as `BackendHooks`.
+    """
 
     def test_a_corrupt_object_is_reported_dropped_and_stored_anew(self, store: StorageBackend) -> None:
         data = payload("a", 9000)
@@ -78,7 +81,7 @@ class Damage(BackendHooks):
         assert store.set([item]) == [STORED]
 
     def test_every_single_flipped_bit_is_found(self, store: StorageBackend) -> None:
-        """One object per bit position, so that all of them are read, and dropped, by one call."""
+        """There is one object per bit position, so that one call reads, and drops, all of them."""
         size = 64
         names = range(size * 8)
         store.set([to_set(key(n), payload(n, size)) for n in [*names, "sound", "too"]])

@@ -1,4 +1,4 @@
-"""What a store says of objects by their keys, and that asking changes nothing."""
+"""Tests of `describe`: what it says of objects by their keys, and that asking changes nothing."""
 
 # ruff: noqa: D102 (a test is named for what it checks)
 
@@ -14,11 +14,14 @@ from tiercache.testing.objects import OTHER_NAMESPACE, fetch, key, page_key, pay
 
 SIZE = 60_000
 CLOCKS = 60.0
-"""Seconds by which the store's clock may differ from ours."""
+"""Largest difference in seconds between the store's clock and the test's."""
 
 
 class Describing(BackendHooks):
-    """Thread safety: as `BackendHooks`."""
+    """Tests of `describe`.
+
+    Thread safety: as `BackendHooks`.
+    """
 
     def test_it_says_what_a_scan_says_in_the_order_of_the_keys(self, store: StorageBackend) -> None:
         state = state_of("b")

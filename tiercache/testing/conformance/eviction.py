@@ -1,4 +1,4 @@
-"""Bounded stores: the cap at every instant, suffixes first, and nothing lost for what does not fit."""
+"""Tests of bounded stores: the cap holds at every instant, suffixes go first, and an object that does not fit evicts nothing."""
 
 # ruff: noqa: D102 (a test is named for what it checks)
 
@@ -19,7 +19,10 @@ SIZE = 60_000
 
 
 class Eviction(BackendHooks):
-    """Thread safety: as `BackendHooks`."""
+    """Tests of eviction under a capacity.
+
+    Thread safety: as `BackendHooks`.
+    """
 
     def test_the_cap_is_what_was_asked_for(self, bounded: StorageBackend) -> None:
         assert bounded.usage().capacity_bytes == self.small
@@ -42,7 +45,7 @@ class Eviction(BackendHooks):
             assert fetch(bounded, k, SIZE) == payload(k, SIZE)
 
     def test_pages_and_states_are_evicted_jointly(self, bounded: StorageBackend) -> None:
-        """Sequences with states here and there, read and extended at random: after every call, what is left hangs together."""
+        """Sequences with some states are read and extended at random; after every call, no object that is left lacks its page."""
         random = Random(7)
         stored: set[ObjectKey] = set()
         depths = dict.fromkeys(range(20), 0)
@@ -73,7 +76,7 @@ class Eviction(BackendHooks):
         order: list[ObjectKey] = []
         watched = [k for k, _ in pages] + [state]
         for n in range(300):
-            # Of a namespace without states: there every page is of use.
+            # The namespace has no states, so every page in it is of use.
             assert bounded.set([to_set(key(n), payload(n, SIZE), namespace=OTHER_NAMESPACE)]) == [STORED]
             gone = [k for k, there in zip(watched, bounded.exists(watched), strict=True) if not there and k not in order]
             order += sorted(gone, key=watched.index, reverse=True)
@@ -111,7 +114,7 @@ class Eviction(BackendHooks):
         assert bounded.usage().used_bytes <= self.small
 
     def test_a_sequence_longer_than_the_store_stops_growing(self, bounded: StorageBackend) -> None:
-        """To store its next page, a page that it hangs on would have to go: that would be worth nothing."""
+        """Storing the next page would evict a page that it depends on, which would make it useless."""
         stored: list[ObjectKey] = []
         for k, parent in chain("long", 200):
             answer = put(bounded, k, payload(k, SIZE), parent)
@@ -126,7 +129,7 @@ class Eviction(BackendHooks):
 
     @pytest.mark.parametrize("size", [100, SIZE])
     def test_space_comes_back(self, bounded: StorageBackend, size: int) -> None:
-        """What is deleted makes room: nothing else ever needs to go."""
+        """Deleted objects make room, so that no other object has to be evicted."""
         put(bounded, key("keep"), payload("keep", SIZE))
         batch = min(500, self.small // (6 * size))
         for turn in range(20):
@@ -164,6 +167,6 @@ class Eviction(BackendHooks):
 
 
 def _page(page_key: bytes) -> ObjectKey:
-    """The KV object of the page with this key."""
+    """Return the KV object of the page with this key."""
     k = key("any")
     return k._replace(digest=k.layout + page_key)

@@ -1,4 +1,4 @@
-"""What a store says about itself: scans, usage, namespaces."""
+"""Tests of the information that a store gives about its contents: scans, usage, namespaces."""
 
 # ruff: noqa: D102 (a test is named for what it checks)
 
@@ -13,7 +13,10 @@ from tiercache.testing.objects import NAMESPACE, OTHER_NAMESPACE, fetch, key, pa
 
 
 class Figures(BackendHooks):
-    """Thread safety: as `BackendHooks`."""
+    """Tests of scans, usage and namespaces.
+
+    Thread safety: as `BackendHooks`.
+    """
 
     def test_a_scan_names_everything_once(self, store: StorageBackend) -> None:
         state = key("b", PoolName.MAMBA)

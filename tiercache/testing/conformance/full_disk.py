@@ -1,4 +1,4 @@
-"""A medium that takes no more bytes: new objects are turned away for now, and nothing that is held is lost."""
+"""Tests of a medium that takes no more bytes: new objects are throttled, and no stored object is lost."""
 
 # ruff: noqa: D102 (a test is named for what it checks)
 
@@ -14,11 +14,14 @@ from tiercache.testing.objects import fetch, key, payload, put, to_set
 
 
 class FullDisk(BackendHooks):
-    """Thread safety: as `BackendHooks`."""
+    """Tests of a full medium.
+
+    Thread safety: as `BackendHooks`.
+    """
 
     @pytest.fixture
     def full(self, store: StorageBackend) -> Iterator[StorageBackend]:
-        """A store that holds the objects 0 to 4, of which 0 is damaged, and whose medium is full."""
+        """Provide a store that holds the objects 0 to 4, of which 0 is damaged, and whose medium is full."""
         if not self.has("fill_disk"):
             pytest.skip("the hooks cannot fill the medium")
         for n in range(5):

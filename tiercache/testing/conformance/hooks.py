@@ -1,4 +1,4 @@
-"""What the suite needs to know about a store: how to open it, and how to write behind its back."""
+"""Hooks that the suite needs from a store: how to open it, and how to change its medium behind its back."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SIZES = (1, 4095, 4096, 4097, 10_000, 65_536)
 
 
 class BackendHooks:
-    """The hooks; `open_store`, `corrupt` and `swap` must be supplied. While a hook runs, no call is inside the store.
+    """The hooks of the suite; a subclass must supply `open_store`, `corrupt` and `swap`. While a hook runs, no call is inside the store.
 
     Thread safety: one instance per test, on one thread.
     """
@@ -29,13 +29,13 @@ class BackendHooks:
     """Capacity in bytes that holds everything that a test without `capacity` stores."""
 
     small = 8 << 20
-    """The smallest capacity with which a bounded store works well; not below 4 MiB."""
+    """Smallest capacity in bytes with which a bounded store works well; not below 4 MiB."""
 
     faults: ClassVar[AbstractSet[Outcome]] = frozenset()
-    """What an item may be answered at any time, without a reason that a test could see. Only the state machines know what to do with it."""
+    """Outcomes that any item may get at any time, without a reason that a test could see; only the state machines can handle them."""
 
     def open_store(self, path: Path, capacity: int | None = None) -> StorageBackend:
-        """Open a store that keeps its data in `path`, if anywhere; `capacity` None means plenty (see `large`)."""
+        """Open a store that keeps its data, if it keeps any, in `path`; `capacity` None means enough for everything (see `large`)."""
         raise NotImplementedError
 
     def corrupt(self, store: StorageBackend, k: ObjectKey) -> None:
@@ -43,36 +43,39 @@ class BackendHooks:
         raise NotImplementedError
 
     def swap(self, store: StorageBackend, a: ObjectKey, b: ObjectKey) -> None:
-        """Exchange the stored payloads of two objects of one length behind the store's back."""
+        """Exchange the stored payloads of two objects of equal length behind the store's back."""
         raise NotImplementedError
 
     def check(self, store: StorageBackend) -> None:
-        """Raise AssertionError unless the store's own counts add up; no call is inside."""
+        """Raise AssertionError unless the store's own counts agree with each other; no call is inside the store."""
 
     def flip(self, store: StorageBackend, k: ObjectKey, bit: int) -> None:
-        """Change bit number `bit` of the stored payload behind the store's back. Default: whichever bit `corrupt` changes."""
+        """Change bit number `bit` of the stored payload behind the store's back. Default: the bit that `corrupt` changes."""
         self.corrupt(store, k)
 
     def truncate(self, store: StorageBackend, k: ObjectKey) -> None:
-        """End the medium in the middle of an object's payload; what was stored later may be lost with it. Without it nothing is cut."""
+        """Cut the medium in the middle of an object's payload; objects that were stored later may be lost with it.
+
+        Without this hook, the tests that cut the medium are skipped.
+        """
 
     def kill(self, store: StorageBackend, path: Path, capacity: int | None = None) -> StorageBackend:
-        """Open, in `path`, what a process that is killed now leaves there. Default: close `store` in order, and open it again."""
+        """Open, in `path`, the data that a process leaves if it is killed now. Default: close `store` normally, and open it again."""
         store.close()
         return self.open_store(path, capacity)
 
     def fill_disk(self, store: StorageBackend) -> None:
-        """From now on the medium takes no more bytes. Without it no disk fills."""
+        """Make the medium take no more bytes from now on. Without this hook, no test fills the disk."""
 
     def free_disk(self, store: StorageBackend) -> None:
         """Undo `fill_disk`."""
 
     def scanned(self, meta: ObjectMeta) -> ObjectMeta:
-        """The part of an object's `meta` that a scan gives back: all of it."""
+        """Return the part of an object's `meta` that a scan returns. Default: all of it."""
         return meta
 
     def has(self, hook: str) -> bool:
-        """Is this hook more than its default?"""
+        """Return whether this hook differs from its default."""
         return getattr(type(self), hook) is not getattr(BackendHooks, hook)
 
     def need(self, store: StorageBackend, capability: str) -> None:
@@ -83,14 +86,14 @@ class BackendHooks:
 
     @pytest.fixture
     def store(self, tmp_path: Path) -> Iterator[StorageBackend]:
-        """A store with room; checked at the end, if it is open."""
+        """Provide a store with room; it is checked and closed at the end, if it is still open."""
         opened = self.open_store(tmp_path / "store")
         yield opened
         self._finish(opened)
 
     @pytest.fixture
     def bounded(self, tmp_path: Path) -> Iterator[StorageBackend]:
-        """A store that is soon full."""
+        """Provide a store of the small capacity; it is checked and closed at the end, if it is still open."""
         opened = self.open_store(tmp_path / "store", self.small)
         self.need(opened, "bounded")
         yield opened

@@ -1,4 +1,4 @@
-"""One object at a time: what is stored comes back, under its key alone, and nobody keeps the caller's buffers."""
+"""Tests of one object at a time: it comes back as stored, only its key names it, and no store keeps the caller's buffers."""
 
 # ruff: noqa: D102 (a test is named for what it checks)
 
@@ -17,7 +17,10 @@ from tiercache.testing.objects import content, fetch, key, payload, put, to_get,
 
 
 class Objects(BackendHooks):
-    """Thread safety: as `BackendHooks`."""
+    """Tests of single objects.
+
+    Thread safety: as `BackendHooks`.
+    """
 
     def test_it_says_what_it_can_do(self, store: StorageBackend) -> None:
         assert isinstance(store.capabilities, Capabilities)
@@ -112,7 +115,7 @@ class Objects(BackendHooks):
         for view, owner in ((item.buffers[0], data), (wanted.buffers[0], target)):
             view.release()
             owner[:] = bytes(9000)
-            owner.clear()  # raises BufferError if anybody still looks at it
+            owner.clear()  # raises BufferError while any view of it is left
         assert fetch(store, key("a"), 9000) == payload("a", 9000)
 
     def test_what_is_left_behind_a_payload_is_nobody_s(self, store: StorageBackend) -> None:

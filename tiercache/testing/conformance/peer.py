@@ -1,4 +1,4 @@
-"""A second process on a store: opens it through the hooks of the suite, and does as it is told, one JSON line at a time.
+"""A second process on a store: opens it through the hooks of the suite, and executes commands, one JSON line at a time.
 
 python -m tiercache.testing.conformance.peer MODULE:CLASS PATH
 """
@@ -22,13 +22,13 @@ from tiercache.testing.objects import content, key, payload, to_get, to_set
 
 
 class Peer:
-    """The other process, as its parent sees it. Objects are named by text and have the bytes that `payload` gives for it.
+    """A handle of the other process in its parent. Objects are named by text, and have the bytes that `payload` gives for the name.
 
     Thread safety: one thread at a time.
     """
 
     def __init__(self, hooks: type[BackendHooks], path: Path) -> None:
-        """Start it, and return when it has the store open; raises AssertionError if it could not open it."""
+        """Start the process and wait until it has opened the store; raise AssertionError if it could not."""
         supplier = next(cls for cls in hooks.__mro__ if "open_store" in vars(cls))
         self._process = subprocess.Popen(
             [sys.executable, "-m", __name__, f"{supplier.__module__}:{supplier.__qualname__}", str(path)],
@@ -40,35 +40,35 @@ class Peer:
         assert self._answer() == "ready"
 
     def exists(self, names: Sequence[str]) -> list[bool]:
-        """As the store's."""
+        """Return the answers of the store's `exists`."""
         return [bool(there) for there in self._ask("exists", names)]
 
     def get(self, names: Sequence[str], size: int) -> list[Outcome]:
-        """As the store's; HIT only if the bytes are those of the name."""
+        """Return the answers of the store's `get`; raise AssertionError if a HIT returned other bytes than those of the name."""
         return [Outcome(answer) for answer in self._ask("get", names, size)]
 
     def set(self, names: Sequence[str], size: int) -> list[Outcome]:
-        """As the store's."""
+        """Return the answers of the store's `set`."""
         return [Outcome(answer) for answer in self._ask("set", names, size)]
 
     def begin_set(self, names: Sequence[str], size: int) -> None:
-        """Start a set and do not wait for it; only `kill` may follow."""
+        """Start a set without waiting for its answers; only `kill` may follow."""
         self._tell("set", names, size)
 
     def delete(self, names: Sequence[str]) -> list[bool]:
-        """As the store's."""
+        """Return the answers of the store's `delete`."""
         return [bool(gone) for gone in self._ask("delete", names)]
 
     def objects(self) -> int:
-        """How many objects its store counts."""
+        """Return the number of objects that the process's store counts."""
         return int(self._ask("objects")[0])
 
     def namespaces(self) -> int:
-        """How many namespaces its store remembers."""
+        """Return the number of namespaces that the process's store remembers."""
         return int(self._ask("namespaces")[0])
 
     def kill(self) -> None:
-        """End it without a chance to tidy up."""
+        """Kill the process, without a chance to clean up."""
         self._process.kill()
         self._process.wait(30)
 
@@ -76,7 +76,7 @@ class Peer:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._process.communicate(timeout=60)  # closes its input: it closes the store and ends
+        self._process.communicate(timeout=60)  # closes its input, at which the process closes the store and ends
         killed = self._process.returncode == -9
         assert killed or self._process.returncode == 0, f"the other process ended with {self._process.returncode}"
 
@@ -98,7 +98,7 @@ class Peer:
 
 
 def perform(store: StorageBackend, order: Mapping[str, Any]) -> list[Any]:
-    """Do what one line asks for."""
+    """Execute one command on the store, and return its answers."""
     names, size = order["names"], order["size"]
     if order["do"] == "exists":
         return store.exists([key(n) for n in names])
@@ -119,7 +119,7 @@ def perform(store: StorageBackend, order: Mapping[str, Any]) -> list[Any]:
 
 @contextmanager
 def opened(hooks: str, path: str) -> Iterator[StorageBackend]:
-    """The store in `path`, opened through the hooks that `MODULE:CLASS` names."""
+    """Open the store in `path` through the hooks that `MODULE:CLASS` names, and close it at the end."""
     module, name = hooks.split(":")
     found: Any = import_module(module)
     for part in name.split("."):
@@ -129,7 +129,7 @@ def opened(hooks: str, path: str) -> Iterator[StorageBackend]:
 
 
 def main() -> None:
-    """Serve until the input ends."""
+    """Answer the commands on the standard input until it ends."""
     with opened(*sys.argv[1:]) as store:
         print(json.dumps("ready"), flush=True)  # noqa: T201
         for line in sys.stdin:

@@ -1,4 +1,4 @@
-"""Persistent stores: what was acknowledged is there when the store is opened again, whichever way its process ended."""
+"""Tests of persistent stores: acknowledged objects are there when the store is opened again, whichever way its process ended."""
 
 # ruff: noqa: D102 (a test is named for what it checks)
 
@@ -16,10 +16,13 @@ ENDS = ("closed", "killed")
 
 
 class Persistence(BackendHooks):
-    """Thread safety: as `BackendHooks`."""
+    """Tests of persistence, after a close and after a kill.
+
+    Thread safety: as `BackendHooks`.
+    """
 
     def end(self, store: StorageBackend, path: Path, how: str, capacity: int | None = None) -> StorageBackend:
-        """The store after its process ended."""
+        """End the store's process as `how` says, open the store again, and return it."""
         if how == "killed":
             return self.kill(store, path, capacity)
         store.close()

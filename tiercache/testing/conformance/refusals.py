@@ -1,4 +1,4 @@
-"""What a store must not take: wrong lengths, buffers it cannot write or walk, malformed descriptions. The buffers stay as they were."""
+"""Tests of items that a store must refuse: wrong lengths, unusable buffers, malformed metadata. The caller's buffers stay unchanged."""
 
 # ruff: noqa: D102 (a test is named for what it checks)
 
@@ -17,7 +17,7 @@ SIZE = 5000
 
 
 def odd_view(kind: str, data: bytearray) -> memoryview:
-    """A view of SIZE bytes that is not a C-contiguous, one-dimensional view of bytes; `data` has 2 * SIZE."""
+    """Return a view of SIZE bytes that is not a C-contiguous, one-dimensional view of unsigned bytes; `data` has 2 * SIZE bytes."""
     if kind == "every other byte":
         return memoryview(data)[::2]
     if kind == "backwards":
@@ -33,7 +33,10 @@ ODD = ("every other byte", "backwards", "items of four bytes", "two dimensions",
 
 
 class Refusals(BackendHooks):
-    """Thread safety: as `BackendHooks`."""
+    """Tests of refusals.
+
+    Thread safety: as `BackendHooks`.
+    """
 
     @pytest.mark.parametrize("size", [4999, 5001, 1, 100_000])
     def test_a_get_of_another_length_is_refused(self, store: StorageBackend, size: int) -> None:

@@ -1,4 +1,4 @@
-"""Bounded stores: what is kept can be restored, and what never could be is refused or goes first."""
+"""Tests of bounded stores: objects that are kept can be restored; objects that never could be are refused or evicted first."""
 
 # ruff: noqa: D102 (a test is named for what it checks)
 
@@ -18,11 +18,14 @@ PAGE = 20_000
 HALF = PAGE // 2
 STATE = 30_000
 EVERY = 5
-"""Pages of a turn, which leaves a state behind its last one."""
+"""Pages of a turn, which also leaves a state behind its last page."""
 
 
 class Restorable(BackendHooks):
-    """Thread safety: as `BackendHooks`."""
+    """Tests of restorability in bounded stores.
+
+    Thread safety: as `BackendHooks`.
+    """
 
     def test_a_conversation_larger_than_the_store_keeps_its_beginning(self, bounded: StorageBackend) -> None:
         turns = 2 * self.small // _nbytes(1)
@@ -160,7 +163,7 @@ class Restorable(BackendHooks):
         assert bounded.set([_deep(pages, 4, None)]) == [STORED], "who does not know says nothing"
 
     def test_pages_that_follow_each_other_in_a_circle_are_refused(self, bounded: StorageBackend, tmp_path: Path) -> None:
-        """Whatever a tenant says of its pages, it costs nobody else anything."""
+        """Pages in a circle, whatever their tenant declares, cost no other tenant an object."""
         others = [to_set(key(n), payload(n, PAGE), namespace=OTHER_NAMESPACE) for n in range(30)]
         assert set(bounded.set(others)) == {STORED}
         for size in range(2, 40):
@@ -183,7 +186,7 @@ class Restorable(BackendHooks):
 
 
 def _turn(name: object, turn: int, every: int = EVERY) -> list[SetItem]:
-    """What a turn of a conversation stores: its pages, and the state behind the last one."""
+    """Return the objects that a turn of a conversation stores: its pages, and the state behind the last one."""
     pages = list(enumerate(chain(name, (turn + 1) * every), 1))[turn * every :]
     items = [to_set(k, payload(k, PAGE), parent=parent, depth=depth) for depth, (k, parent) in pages]
     state = state_of((name, pages[-1][0] - 1))
@@ -191,7 +194,7 @@ def _turn(name: object, turn: int, every: int = EVERY) -> list[SetItem]:
 
 
 def _converse(store: StorageBackend, name: object, turns: int) -> list[Outcome]:
-    """Store a conversation turn by turn; the answers to the last one."""
+    """Store a conversation turn by turn, and return the answers to the last turn."""
     for turn in range(turns):
         answers = store.set(_turn(name, turn))
     return answers
@@ -202,7 +205,7 @@ def _nbytes(turns: int) -> int:
 
 
 def _restorable(store: StorageBackend, name: object, turns: int) -> int:
-    """Pages of a conversation that can be restored."""
+    """Return the number of leading pages of a conversation that can be restored, up to the deepest usable state."""
     pages = store.exists([k for k, _ in chain(name, turns * EVERY)])
     run = pages.index(False) if False in pages else len(pages)
     depths = range(EVERY, run + 1, EVERY)
@@ -211,36 +214,39 @@ def _restorable(store: StorageBackend, name: object, turns: int) -> int:
 
 
 def _worth(store: StorageBackend) -> tuple[int, int, int]:
-    """Restorable bytes and dead bytes, rounded down to half a page, for a wrapper may add some to each object; and orphans."""
+    """Return the restorable bytes, the dead bytes and the number of orphans.
+
+    Bytes are rounded down to half a page, because a wrapper may add some to each object.
+    """
     restorable, dead, orphans = (int(store.usage().details[name]) for name in ("restorable_bytes", "dead_bytes", "orphans"))
     return restorable // HALF * HALF, dead // HALF * HALF, orphans
 
 
 def _deep(pages: Sequence[tuple[ObjectKey, bytes | None]], n: int, depth: int | None) -> SetItem:
-    """Page number n, with a depth that is told of it."""
+    """Return the item of page number `n`, with the given depth."""
     k, parent = pages[n]
     return to_set(k, payload(k, PAGE), parent=parent, depth=depth)
 
 
 def _circle(name: object, size: int) -> list[SetItem]:
-    """Pages each of which follows the next one."""
+    """Return pages that form a circle: each names the next one as its parent."""
     keys = [key((name, n)) for n in range(size)]
     return [to_set(k, payload(k, 2000), parent=keys[(n + 1) % size].page_key) for n, k in enumerate(keys)]
 
 
 def _behind(item: SetItem, other: SetItem) -> SetItem:
-    """The same object, told to follow another page."""
+    """Return an item for the same object with another page as its parent."""
     return to_set(item.key, payload(item.key, item.meta.length), parent=other.key.page_key)
 
 
 def _fill(store: StorageBackend, capacity: int) -> None:
-    """Fill the store with pages that nothing follows, until it evicts."""
+    """Store as many bytes of pages without parents as the capacity."""
     for n in range(capacity // PAGE):
         put(store, key(("fill", n)), payload(n, PAGE))
 
 
 def _go_on(store: StorageBackend, items: Sequence[SetItem], capacity: int) -> None:
-    """Fill a store while these objects are in use: all is stored, they stay, and all else can be given up."""
+    """Fill a store while `items` stay in use; check that every other object is stored and that `items` stay."""
     for n in range(2 * capacity // PAGE):
         assert store.set([to_set(key(("on", n)), payload(n, PAGE), namespace=OTHER_NAMESPACE)]) == [STORED]
         if n % 4 == 0:

@@ -1,4 +1,4 @@
-"""Shared stores: two processes on one directory see one store."""
+"""Tests of shared stores: two processes on one directory see the same store."""
 
 # ruff: noqa: D102 (a test is named for what it checks)
 
@@ -18,7 +18,10 @@ SIZE = 9000
 
 
 class Sharing(BackendHooks):
-    """Thread safety: as `BackendHooks`."""
+    """Tests of two processes on one store.
+
+    Thread safety: as `BackendHooks`.
+    """
 
     def test_two_processes_see_one_store(self, store: StorageBackend, tmp_path: Path) -> None:
         self.need(store, "shared")

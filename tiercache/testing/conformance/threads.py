@@ -1,4 +1,4 @@
-"""Several threads at once, and closing under them."""
+"""Tests of several threads at once, and of closing a store during calls."""
 
 # ruff: noqa: D102 (a test is named for what it checks)
 
@@ -21,11 +21,11 @@ from tiercache.testing.conformance.hooks import CORRUPT, HIT, MISS, STORED, Back
 from tiercache.testing.objects import NAMESPACE, content, fetch, key, payload, put, to_get, to_set
 
 LARGE = 1_500_000
-"""Bytes that are copied and hashed without the interpreter's lock: a window for others to come between."""
+"""Bytes of a large object, copied and hashed without the interpreter's lock: a window in which other threads can run."""
 
 
 def run_all(*tasks: Callable[[], Any]) -> list[Any]:
-    """Run each task in a thread of its own, all starting together and taking turns often; raises what one of them raises."""
+    """Run each task in a thread of its own, all starting together and switching often; raise what one of them raises."""
     start = Barrier(len(tasks))
 
     def run(task: Callable[[], Any]) -> Any:
@@ -42,7 +42,10 @@ def run_all(*tasks: Callable[[], Any]) -> list[Any]:
 
 
 class Threads(BackendHooks):
-    """Thread safety: as `BackendHooks`; the tests start threads of their own."""
+    """Tests of concurrent calls.
+
+    Thread safety: as `BackendHooks`; the tests start threads of their own.
+    """
 
     def test_threads_that_set_and_get_the_same_keys(self, store: StorageBackend) -> None:
         names = range(24)
@@ -65,7 +68,7 @@ class Threads(BackendHooks):
         assert (store.usage().objects, store.usage().payload_bytes) == (24, 24 * 20_000)
 
     def test_one_key_from_many_threads_is_stored_once(self, store: StorageBackend) -> None:
-        """Each thread has other bytes for it: those of the thread that was told STORED are the object."""
+        """Each thread sets other bytes under the key; the object has the bytes of the thread whose answer was STORED."""
         for n in range(15):
             size = LARGE if n % 2 else 1000
             items = [to_set(key(n), payload((n, turn), size)) for turn in range(4)]
@@ -75,7 +78,7 @@ class Threads(BackendHooks):
         assert store.usage().payload_bytes == sum(entry.meta.length for entry in store.scan_all())
 
     def test_batches_that_overlap_in_opposite_order(self, store: StorageBackend) -> None:
-        """Two calls that wait for each other's objects would wait for ever."""
+        """Two calls that wait for each other's objects would deadlock."""
         for turn in range(15):
             names = [(turn, n) for n in range(12)]
             orders = [names, names[::-1], names[6:] + names[:6], names + names]
@@ -106,7 +109,7 @@ class Threads(BackendHooks):
         assert (store.usage().objects, store.usage().payload_bytes) == (0, 0)
 
     def test_a_corrupt_object_is_dropped_once_and_what_replaces_it_stays(self, store: StorageBackend) -> None:
-        """Were a second reader's verdict to drop what a first one had stored anew meanwhile, an acknowledged object would be lost."""
+        """A second reader that finds the old object corrupt must not drop the object that another thread stored anew meanwhile."""
         data = payload("a", LARGE)
         item = to_set(key("a"), data)
 
@@ -180,7 +183,7 @@ class Threads(BackendHooks):
             store.usage()
 
     def test_close_while_calls_are_inside(self, store: StorageBackend, tmp_path: Path) -> None:
-        """Calls end as if nothing were, or are turned away whole. What was acknowledged counts."""
+        """Calls either complete normally or raise ClosedError as a whole; acknowledged objects persist."""
         batches = {
             (turn, n): [to_set(key((turn, n, m)), payload((turn, n, m), LARGE)) for m in range(2)] for turn in range(4) for n in range(4)
         }

@@ -1,7 +1,8 @@
 """Copies between a CUDA device and the host arena.
 
-Reading order: `device` (what is asked of CUDA), `copying` (the methods), `ticket`, `lane` (a direction), `proof`, `calibration`, `kept`
-(in a file), `watch` (is it still right?), `locked` (the arena), `engine`; `hardware` is the real device.
+Reading order: `device` (the interface to CUDA), `copying` (the methods), `ticket`, `lane` (one direction), `proof` (the trial of the
+methods), `calibration` (their speeds), `kept` (calibrations in files), `watch` (whether a calibration still holds), `locked` (the
+page-locked arena), `engine`; `hardware` is the real device.
 """
 
 from tiercache.transfer.cuda.calibration import Calibration, Cell, calibrate

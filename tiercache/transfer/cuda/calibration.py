@@ -1,4 +1,4 @@
-"""Which method is fastest on this machine, per direction, size and number of copies."""
+"""Measurement of the fastest copy method on this machine, per direction, size and number of copies."""
 
 from __future__ import annotations
 
@@ -19,20 +19,22 @@ from tiercache.transfer.cuda.locked import LockedArena
 from tiercache.transfer.descriptors import Copies, Descriptors
 
 LENGTHS: Final = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 2 << 20)
-"""Bytes a copy: pages of small models, of 16 and of 64 tokens; convolution and recurrent states."""
+"""Bytes per copy: pages of small models, of 16 and of 64 tokens; convolution and recurrent states."""
 COUNTS: Final = (1, 16, 128, 1024)
-"""Copies at once: a layer of one object, of some, of a long prompt; a whole store."""
+"""Numbers of copies at once: a layer of one object, of some, of a long prompt; a whole store."""
 MOST_BYTES: Final = 64 << 20
-"""Of one measurement, and of the buffers on either side."""
+"""Most bytes of one measurement, and of the buffer on either side."""
 _BLOCK_BYTES: Final = 4096
 _ROUNDS: Final = 5
 _AS_GOOD: Final = 0.97
-"""A method as fast as this share of the fastest is taken for its place in `Method`: the copy engines cost no computing."""
+"""Share of the fastest speed that counts as equally fast.
+
+Of such methods the first in `Method` is chosen: the copy engines take no multiprocessors from the computation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One measurement: `count` copies of `length` bytes each; GB/s by method."""
+    """One measurement: `count` copies of `length` bytes each. `speeds`: GB/s by method."""
 
     direction: Direction
     length: int
@@ -41,13 +43,13 @@ class Cell:
 
     @property
     def best(self) -> Method:
-        """The method of choice."""
+        """Method to use: the first in `Method` that is nearly as fast as the fastest."""
         enough = _AS_GOOD * max(self.speeds.values())
         return next(method for method in Method if self.speeds.get(method, 0.0) >= enough)
 
 
 class Calibration:
-    """What was measured on one device. Thread safety: immutable; any thread."""
+    """Measurements of one device. Thread safety: any thread; the measurements never change."""
 
     def __init__(self, card: Card, cells: Sequence[Cell]) -> None:
         self.card = card
@@ -55,11 +57,14 @@ class Calibration:
         self._known: dict[tuple[Direction, int, int], Cell] = {}
 
     def choose(self, direction: Direction, copies: Copies) -> Method:
-        """The method of the measurement that is nearest to these copies, by factors."""
+        """Return the best method of the measurement that is nearest to these copies; see `nearest`."""
         return self.nearest(direction, copies).best
 
     def nearest(self, direction: Direction, copies: Copies) -> Cell:
-        """The measurement that is nearest to these copies, by factors."""
+        """Return the measurement that is nearest to these copies, by the factors between mean lengths and between numbers.
+
+        Copies whose mean lengths, and whose numbers, lie between the same powers of two get the same answer.
+        """
         count = max(1, len(copies))
         length = max(1, copies.nbytes // count)
         near = (direction, length.bit_length(), count.bit_length())
@@ -70,10 +75,11 @@ class Calibration:
 
 
 def calibrate(device: CudaDevice, *, nbytes: int = MOST_BYTES, progress: Callable[[float], object] = lambda _: None) -> Calibration:
-    """Measure every method that `device` has, in turn. `progress` is told the share that is done.
+    """Measure every method that `device` has, in turn. `progress` is told the share that is done, up to 1.
 
-    The buffers are of `nbytes`, or half of it and so on if the device has no room for them. Thread safety: one thread, with the device
-    current.
+    Each buffer has `nbytes` bytes, or a half, a quarter and so on if the device has no room for it.
+
+    Thread safety: one thread, with the device current.
     """
     methods = device.methods
     cells = []
@@ -99,7 +105,7 @@ def calibrate(device: CudaDevice, *, nbytes: int = MOST_BYTES, progress: Callabl
 
 
 def _most(device: CudaDevice, nbytes: int) -> tuple[int, int]:
-    """The bytes of a buffer on the device, and its address."""
+    """Allocate a buffer of up to `nbytes` on the device; return its size in bytes and its address."""
     while True:
         try:
             return nbytes, device.allocate(nbytes)
@@ -110,13 +116,13 @@ def _most(device: CudaDevice, nbytes: int) -> tuple[int, int]:
 
 
 def _sizes(nbytes: int) -> Iterator[tuple[int, int]]:
-    """(length, count) of every measurement that fits in `nbytes` with as much space between the copies."""
+    """Yield (length, count) of every measurement that fits in `nbytes` with gaps as large as the copies."""
     for length in LENGTHS:
         yield from ((length, count) for count in COUNTS if 2 * length * count <= nbytes or count == 1)
 
 
 def _spread(device: int, host: int, length: int, count: int, nbytes: int) -> Descriptors:
-    """Copies that lie apart and in no order, as slots and blocks do."""
+    """Return copies that lie apart and in random order, as slots and blocks do."""
     places = nbytes // length
     rng = np.random.default_rng(count)
     there, here = ((base + rng.choice(places // 2, count, replace=False) * 2 * length).astype(np.uint64) for base in (device, host))
@@ -124,7 +130,7 @@ def _spread(device: int, host: int, length: int, count: int, nbytes: int) -> Des
 
 
 def _speed(device: CudaDevice, copies: Copies, method: Method, resources: CopySet, stream: int) -> float:
-    """GB/s from the call to the end of the copies, as a transfer meets it; the first round is for free."""
+    """Return the median GB/s from the call to the end of the copies, as in a transfer. The first round is not counted."""
     times = []
     for _ in range(_ROUNDS + 1):
         started = time.perf_counter()

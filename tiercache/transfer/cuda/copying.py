@@ -1,4 +1,4 @@
-"""Queueing copies in a stream by one of the methods, and what stays reserved for them until they are over."""
+"""Queueing of copies in a stream by one of the methods, with the resources that they need until they are over."""
 
 from __future__ import annotations
 
@@ -15,27 +15,30 @@ from tiercache.transfer.cuda.device import MOST_COPIES, CudaDevice, Method
 from tiercache.transfer.descriptors import Copies, Descriptors
 
 _LEAST_ROWS: Final = 4096
-"""A table for some 80 pages of Qwen3-Next at first; it grows with what is asked for."""
+"""Rows of the first table, enough for some 80 pages of Qwen3-Next; a larger transfer makes it grow."""
 GROUP_BYTES: Final = 4 << 20
-"""80 us on the bus: to queue less at a time takes a thread as long, and brings no layer up sooner."""
+"""Bytes of a group, 80 us on the bus: queueing less at a time takes a thread as long as that, so no layer would land sooner."""
 MOST_QUEUED: Final = 768
-"""Calls that wait in one of our streams, events included: eight loads of 48 groups. A driver has room for some 1,024, and holds the caller
-of one more until there is some: behind a fence for as long as that takes."""
+"""Most calls that may wait in one stream of a lane, events included: eight loads of 48 groups.
+
+A driver has room for some 1,024. It blocks the caller of one more until there is room, which behind a fence may take as long as the fence.
+"""
 _STEP: Final = 64
+"""Calls between two marks of a `Pace`."""
 Table: TypeAlias = npt.NDArray[np.uint64]
 _NO_TABLE: Final[Table] = np.empty((0, ROW_BYTES // 8), np.uint64)
 _LEAST_BLOCKS: Final = 4
 _SHARE: Final = 16
-"""One multiprocessor in 16 copies: each keeps 32 KiB on the bus, and a latency of 2 us at 55 GB/s takes 110 KiB."""
+"""Multiprocessors per block that copies: a block keeps 32 KiB on the bus, and a latency of 2 us at 55 GB/s needs 110 KiB."""
 
 
 def bus_blocks(multiprocessors: int) -> int:
-    """Blocks for a kernel that copies across the bus: enough to fill it, too few to starve what computes."""
+    """Return the blocks for a kernel that copies across the bus: enough to fill it, too few to starve the model's computation."""
     return max(_LEAST_BLOCKS, multiprocessors // _SHARE)
 
 
 def layer_groups(descriptors: Descriptors, least: int = GROUP_BYTES) -> list[tuple[Sequence[int], slice]]:
-    """What of a load is queued at once: one layer after the other, small ones together until they have `least` bytes."""
+    """Return the groups of a load (layers, rows) in the order of layers; small layers share a group until it has `least` bytes."""
     ends = np.cumsum(descriptors.length).tolist()
     groups: list[tuple[Sequence[int], slice]] = []
     layers: list[int] = []
@@ -49,27 +52,28 @@ def layer_groups(descriptors: Descriptors, least: int = GROUP_BYTES) -> list[tup
 
 
 class Pace:
-    """Keeps what waits in a stream to `MOST_QUEUED` calls: before the next one, a thread waits until the oldest of them are over.
+    """Limit of `MOST_QUEUED` calls that wait in a stream: before one more, the calling thread blocks until the oldest are over.
 
-    It waits here, without the driver: in a call of the driver for which the stream has no room it would hold up every thread that
-    computes. Thread safety: one thread at a time, with the device current.
+    It blocks on an event and not in a call for which the stream has no room: there it would hold up every thread that computes.
+
+    Thread safety: one thread at a time, with the device current.
     """
 
     def __init__(self, device: CudaDevice) -> None:
         self._device = device
         self._marks: deque[int] = deque()
-        """Events behind each `_STEP` calls, the oldest first."""
+        """Events, one behind each `_STEP` calls, the oldest first."""
         self._calls = 0
 
     def step(self, stream: int) -> None:
-        """Before a call that queues work in `stream`."""
+        """Wait for room for one more call in `stream`. Call it before every call that queues work there."""
         if self._calls == _STEP:
             self._mark(stream)
             self._calls = 0
         self._calls += 1
 
     def destroy(self) -> None:
-        """Give everything back, once nothing is under way; twice is harmless."""
+        """Release all events, once nothing is under way. A second call does nothing."""
         while self._marks:
             self._device.destroy_event(self._marks.pop())
 
@@ -83,13 +87,14 @@ class Pace:
 
 
 class CopySet:
-    """What one transfer needs on the device until it is over: an event for each of its groups, two that tell how long it took, and the
-    kernel's table of copies.
+    """Device resources of one transfer until it is over: an event for each group, two timed events, and the kernel's table of copies.
 
-    All are made at once, and grow if they must: to take or to give back memory may hold up the device and whoever queues work there.
-    `pace`: of its stream, which sets may share.
+    All are made by the constructor, and grow when they must: allocating or releasing memory may hold up the device and every thread that
+    queues work there. `pace`: that of the set's stream, which several sets may share.
 
-    The caller guarantees that nothing which was queued with the set is under way when it is used anew. Thread safety: one thread at a time.
+    The caller guarantees that nothing which was queued with the set is under way when the set is used anew.
+
+    Thread safety: one thread at a time.
     """
 
     def __init__(self, device: CudaDevice, pace: Pace | None = None) -> None:
@@ -98,7 +103,7 @@ class CopySet:
         self._events: list[int] = []
         self._ends: list[int] = []
         self._tables: list[tuple[int, Table]] = []
-        """Device address and host memory of the table in use, the last, and of those that it has outgrown."""
+        """Device address and host memory of each table: the last one is in use, the others were outgrown."""
         try:
             self.event(0)
             self._ends += [device.create_event(timed=True)]
@@ -111,7 +116,7 @@ class CopySet:
 
     @classmethod
     def make(cls, device: CudaDevice, count: int) -> list[Self]:
-        """Make `count` of them with one pace, or none if the driver refuses one."""
+        """Make `count` sets that share one pace, or none if the driver refuses one."""
         made: list[Self] = []
         pace = Pace(device)
         with ExitStack() as undo:
@@ -122,34 +127,34 @@ class CopySet:
         return made
 
     def event(self, number: int) -> int:
-        """The event of this number; made when it is first asked for."""
+        """Return the event of group `number`; it is made at the first call."""
         while len(self._events) <= number:
             self._events.append(self._device.create_event())
         return self._events[number]
 
     def begin(self, stream: int) -> None:
-        """The first copy comes next."""
+        """Record the start of the transfer. Call it just before the first copy is queued."""
         self.pace.step(stream)
         self._device.record(self._ends[0], stream)
 
     def end(self, stream: int) -> None:
-        """The last copy has been queued."""
+        """Record the end of the transfer. Call it just after the last copy was queued."""
         self.pace.step(stream)
         self._device.record(self._ends[1], stream)
 
     def seconds(self) -> float:
-        """From `begin` to `end` on the device, once both are over."""
+        """Return the seconds from `begin` to `end` on the device. Both must be over."""
         return self._device.seconds_between(*self._ends)
 
     def queue(self, copies: Copies, groups: Sequence[tuple[slice, Method]], blocks: int, stream: int) -> Queue:
-        """Make ready to queue `groups` of `copies`; the table of those that a kernel copies is queued now."""
+        """Return a queue for `groups` of `copies`. If a kernel copies any group, the upload of the table is queued now."""
         if any(method is Method.KERNEL for _, method in groups):
             self._upload(copies, stream)
         address, table = self._tables[-1] if self._tables else (0, _NO_TABLE)
         return Queue(self._device, copies, table, address, blocks, stream, self.pace)
 
     def destroy(self) -> None:
-        """Give everything back, that of its pace too: once nothing of it or of others with that pace is under way."""
+        """Release everything, the events of the pace too. Nothing of this set, or of others with its pace, may be under way."""
         self.pace.destroy()
         for events in (self._events, self._ends):
             while events:
@@ -172,14 +177,14 @@ class CopySet:
 
 
 class Queue:
-    """Puts groups of one list of copies into one stream. Thread safety: one thread."""
+    """Queue that puts groups of one list of copies into one stream. Thread safety: one thread."""
 
     def __init__(self, device: CudaDevice, copies: Copies, table: Table, address: int, blocks: int, stream: int, pace: Pace) -> None:
         self._device, self._copies, self._stream, self._pace = device, copies, stream, pace
         self._table, self._address, self._blocks = table, address, blocks
 
     def put(self, rows: slice, method: Method) -> None:
-        """Queue the copies `rows`."""
+        """Queue the copies in `rows` by `method`."""
         copies = self._copies[rows]
         if not len(copies):
             return
@@ -200,5 +205,5 @@ class Queue:
 
 
 def _pieces(copies: Copies) -> Iterator[Copies]:
-    """The same copies, as many at a time as the driver is given in one call."""
+    """Yield the copies in pieces of at most `MOST_COPIES`, the most that the driver is given in one call."""
     return (copies[first : first + MOST_COPIES] for first in range(0, len(copies), MOST_COPIES))

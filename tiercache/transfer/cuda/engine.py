@@ -1,4 +1,4 @@
-"""The CUDA transfer engine: two streams beside the engine's own, and nobody waits who need not."""
+"""The CUDA transfer engine: two streams beside those of the inference engine."""
 
 from __future__ import annotations
 
@@ -35,21 +35,23 @@ from tiercache.transfer.lanes import LaneEngine
 _log = logging.getLogger(__name__)
 
 _IN_FLIGHT: Final = 8
+"""Forks that may be on the device at once."""
 _FORK_BLOCKS: Final = 4
-"""Blocks a multiprocessor for a fork, which is in the way of nothing: what comes next waits for it."""
+"""Kernel blocks per multiprocessor for a fork. It may fill the device, for the work behind it in the stream waits for it anyway."""
 
 
 class CudaEngine(LaneEngine):
-    """Copies between the pools of one CUDA device and the host arena, which it keeps page-locked until it is closed.
+    """Engine that copies between the pools of one CUDA device and the host arena, which it keeps page-locked until it is closed.
 
-    Loads have a stream of high priority, stores one of low. Each direction has a thread that queues and one that follows; a fence that is a
-    `torch.cuda.Event`, and `wait_layer` with a stream, make the device wait and no thread. `device`: the driver to use instead of CuPy's.
-    `calibration`: which method copies what (default: measured at the first start on a machine, see `calibration`); `method` takes one for
-    everything. `piece_bytes`: how much host memory is page-locked in one call;
-    `group_bytes`: layers of a load are queued together until they have as much.
+    Loads have a stream of high priority, stores one of low. Each direction has one thread that queues transfers and one that waits for
+    their end. For a fence that is a `torch.cuda.Event`, and for `wait_layer` with a stream, the device waits and no thread does.
 
-    Raises ConfigError for pools that are not on one CUDA device, for a device, a CuPy or a method that is not there, and for an arena that
-    the driver does not page-lock; GeometryError where the two sides differ; TransferError if the driver fails otherwise.
+    `device`: the device to use instead of CuPy's. `calibration`: which method copies what (default: measured at the first start on a
+    machine, see `calibration`). `method`: one method for everything. `piece_bytes`: bytes of host memory that are page-locked in one call.
+    `group_bytes`: layers of a load are queued together until they have this many bytes.
+
+    Raises ConfigError for pools that are not on one CUDA device, for a missing device or CuPy, a method that cannot be used, and an arena
+    that the driver does not page-lock; GeometryError where the two sides differ; TransferError if the driver fails otherwise.
 
     Thread safety: as `TransferEngine`. Callbacks run on the threads `tiercache-store` and `tiercache-load`.
     """
@@ -86,12 +88,12 @@ class CudaEngine(LaneEngine):
             undo.pop_all()
         missing = "".join(f"; no {name}: {reason}" for name, reason in self.device.unavailable.items())
         self.report = f"cuda:{ordinal}: {self.device.card}; {how}{missing}; {self._locked.report}"
-        """What came of the start, for a log."""
+        """Outcome of the start in words, for a log: device, calibration, unavailable methods, page-locked memory."""
         _log.info("%s", self.report)
 
     def fork(self, units: Sequence[CacheTransferUnits], *, stream: int = 0) -> None:  # noqa: D102
         copies = self._sides.forks(units)
-        with self._submitting:  # or the device's end could come in between
+        with self._submitting:  # else `close` could release the device's resources meanwhile
             self._require_open()
             try:
                 with self.device.current():
@@ -104,7 +106,7 @@ class CudaEngine(LaneEngine):
 
     def order(self, fences: Sequence[Fence], *, stream: int | None = None) -> None:  # noqa: D102
         try:
-            with self.device.current():  # a default stream's handle means that of the current device
+            with self.device.current():  # the handle of a default stream means that of the current device
                 for fence in fences:
                     event = event_of(fence)
                     if event is None or stream is None:
@@ -135,7 +137,7 @@ class CudaEngine(LaneEngine):
         )
 
     def _lane_ended(self) -> None:
-        """On the last thread of each lane: what both used goes back when both are through."""
+        """Release what both lanes share once both have ended; called on the last thread of each lane."""
         with self._submitting:
             self._lanes_left -= 1
             if self._lanes_left:
@@ -145,7 +147,9 @@ class CudaEngine(LaneEngine):
 
 
 class _Forks:
-    """Copies on the device, in streams of others; not where a graph is being captured, which would replay another fork's table.
+    """Queue of copies within the device, in streams of the caller.
+
+    Must not be used while a CUDA graph is being captured in the stream: a replay would read the table of another fork.
 
     Thread safety: one thread at a time, with the device current.
     """
@@ -156,7 +160,7 @@ class _Forks:
         self._used = 0
 
     def queue(self, copies: Copies, stream: int) -> None:
-        """Queue the copies; waits for the fork that was the eighth before this one."""
+        """Queue the copies. Blocks until the eighth fork before this one is over."""
         if not len(copies):
             return
         resources = self._ring[0]
@@ -164,7 +168,7 @@ class _Forks:
             self._device.synchronize_event(resources.event(0))
         self._ring.rotate(-1)
         self._used += 1
-        # Without the kernel, single copies: batches are for the copy engines, which are slow within a device.
+        # Without the kernel, copy one by one: batches are done by the copy engines, which are slow within a device.
         rows, method = slice(0, len(copies)), Method.MEMCPY if Method.KERNEL in self._device.unavailable else Method.KERNEL
         blocks = _FORK_BLOCKS * self._device.card.multiprocessors
         try:
@@ -173,8 +177,8 @@ class _Forks:
             self._device.record(resources.event(0), stream)
 
     def destroy(self) -> None:
-        """Give everything back, once nothing uses it."""
-        with contextlib.suppress(RuntimeError):  # of a device that is lost
+        """Wait until no fork is under way, then release all events and tables."""
+        with contextlib.suppress(RuntimeError):  # the device is lost
             for resources in self._ring:
                 self._device.synchronize_event(resources.event(0))
             for resources in self._ring:
@@ -192,7 +196,7 @@ def _starting(device: CudaDevice) -> Iterator[None]:
 
 
 def _how_to_copy(device: CudaDevice, calibration: Calibration | None, method: Method | None) -> tuple[Calibration | None, str]:
-    """The calibration to go by, if any, and what the report says of it."""
+    """Return the calibration to use, None if `method` copies everything, and its description for the report."""
     if method is None:
         return (calibration, "calibration as given") if calibration else calibrated(device)
     if method in device.unavailable:
@@ -201,12 +205,12 @@ def _how_to_copy(device: CudaDevice, calibration: Calibration | None, method: Me
 
 
 def _watch(device: CudaDevice, calibration: Calibration | None) -> Watch | None:
-    """Lets the next start measure anew if copies are not as fast as in the calibration's file."""
+    """Return a watch that removes the calibration's file if copies prove slower or faster, so that the next start measures anew."""
     return Watch(calibration, partial(forget_calibration, calibration, device.methods)) if calibration else None
 
 
 def _ordinal(pools: Mapping[PoolName, DevicePool]) -> int:
-    """The number of the one CUDA device that all pools are on."""
+    """Return the number of the one CUDA device that all pools are on; ConfigError if there is none."""
     devices = sorted({pool.device for pool in pools.values()})
     if len(devices) != 1 or not re.fullmatch(r"cuda(:\d{1,3})?", devices[0]):
         raise ConfigError(
@@ -216,7 +220,7 @@ def _ordinal(pools: Mapping[PoolName, DevicePool]) -> int:
 
 
 def _arena(pools: Mapping[PoolName, HostPool]) -> BlockArena:
-    """The one arena that all pools draw on."""
+    """Return the one arena that all pools draw on; ConfigError if there are several."""
     first, *others = {id(pool.arena): pool.arena for pool in pools.values()}.values()
     if others:
         raise ConfigError("the host pools draw on several arenas and this transfer engine page-locks one; make them on one arena")

@@ -22,12 +22,12 @@ from tiercache.transfer.cuda.device import Card, CudaDevice, Method
 from tiercache.transfer.descriptors import Copies
 
 _NOT_READY: Final = 600
-"""cudaErrorNotReady: no failure."""
+"""cudaErrorNotReady, which is no failure: the event has not passed yet."""
 _REGISTERED: Final = 1 | 2
-"""cudaHostRegisterPortable | cudaHostRegisterMapped; cudaHostAlloc's flags have the same values."""
+"""Flags cudaHostRegisterPortable | cudaHostRegisterMapped; those of cudaHostAlloc have the same values."""
 _HIGHEST: Final = -100
 _LOWEST: Final = 0
-"""Priorities of streams; CUDA takes the nearest that it has."""
+"""Stream priorities that are asked for; CUDA takes the nearest that it has."""
 
 
 def _cupy(ordinal: int) -> Any:
@@ -39,12 +39,14 @@ def _cupy(ordinal: int) -> Any:
 
 
 class CupyDevice(CudaDevice):
-    """Device `ordinal` of this process, in the context that torch and CuPy share. `cupy`: a module to use in CuPy's place; `library`: the
-    driver's.
+    """Device `ordinal` of this process, in the context that torch and CuPy share.
 
-    A call on a thread that has not entered is refused here: the driver would answer it with a context on device 0.
+    `cupy`: a module to use in CuPy's place. `library`: the file name of the driver's library. A call on a thread that has not entered
+    raises RuntimeError: the driver would answer it with a context on device 0.
 
     Raises ConfigError, saying what to install or to look at, if there is no CuPy, no driver or no such device.
+
+    Thread safety: as `CudaDevice`.
     """
 
     def __init__(self, ordinal: int, *, cupy: Any = None, library: str = "libcuda.so.1") -> None:
@@ -61,7 +63,7 @@ class CupyDevice(CudaDevice):
         if ordinal >= count:
             raise ConfigError(f"there is no device cuda:{ordinal}, this process sees {count}; see CUDA_VISIBLE_DEVICES")
         with self.current():
-            self._runtime.free(0)  # makes CUDA's runtime ready in the context
+            self._runtime.free(0)  # initializes CUDA's runtime in the context
             self.card = self._describe()
             self.unavailable: dict[Method, str] = {}
             self._batch = self._open(Method.BATCH, lambda: BatchCopy.load(library))
@@ -83,7 +85,7 @@ class CupyDevice(CudaDevice):
 
     @property
     def _runtime(self) -> Any:
-        """CUDA's runtime, for a thread that has entered."""
+        """CUDA's runtime; RuntimeError on a thread that has not entered."""
         self._require_entered()
         return self._cupy.cuda.runtime
 
@@ -185,6 +187,6 @@ class CupyDevice(CudaDevice):
             return None
 
     def _free_host(self, address: int) -> None:
-        """On whichever thread let go of it last."""
-        with contextlib.suppress(RuntimeError), self.current():  # of a device that is lost
+        """Free page-locked memory, on the thread that drops the last reference to it."""
+        with contextlib.suppress(RuntimeError), self.current():  # the device is lost
             self._runtime.freeHost(address)

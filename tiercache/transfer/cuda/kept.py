@@ -1,4 +1,4 @@
-"""Calibrations in files: a card is measured once by each set of methods, and again when a file cannot be believed."""
+"""Calibrations in files: a device is measured once for each set of methods, and again when its file is invalid or proved wrong."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from tiercache.transfer.cuda.device import Card, CudaDevice, Direction, Method
 _log = logging.getLogger(__name__)
 
 FORMAT: Final = 2
-"""Of the file; raised as well when a method of ours gets another speed."""
+"""Version of the file's format; also raised when the speed of one of our methods changes."""
 _MOST_FILE_BYTES: Final = 1 << 20
 
 
 def calibrated(device: CudaDevice, directory: Path | None = None, *, nbytes: int = MOST_BYTES) -> tuple[Calibration, str]:
-    """What was measured here before, or what is measured now and then kept in `directory`; and which of the two, in words.
+    """Return the calibration from the file in `directory`, or measure one now and write the file; and in words, which of the two.
 
-    A file that cannot be read, or is of another device, driver or set of methods, is replaced; one that cannot be written costs the next
-    start a calibration. Processes that start together measure each for itself; the last one's file stays, whole.
+    A file that cannot be read, or is of another device, driver or set of methods, is replaced. If the file cannot be written, the next
+    start measures again. Processes that start together each measure; files are replaced atomically, and the last one stays.
     """
     path = calibration_path(device.card, device.methods, directory)
     known = read_calibration(path)
@@ -46,7 +46,7 @@ def calibrated(device: CudaDevice, directory: Path | None = None, *, nbytes: int
 
 
 def forget_calibration(wrong: Calibration, methods: Sequence[Method], directory: Path | None = None) -> None:
-    """Let the next start measure anew, unless another process has done so already."""
+    """Remove the file of a wrong calibration, so that the next start measures anew; another process's newer file stays."""
     path = calibration_path(wrong.card, methods, directory)
     known = read_calibration(path)
     try:
@@ -57,22 +57,22 @@ def forget_calibration(wrong: Calibration, methods: Sequence[Method], directory:
 
 
 def calibration_directory() -> Path:
-    """Where calibrations are kept: TIERCACHE_CACHE_DIR, else tiercache/ in the user's cache directory."""
+    """Return the directory of calibrations: TIERCACHE_CACHE_DIR, else tiercache/ in XDG_CACHE_HOME, else ~/.cache/tiercache."""
     if chosen := os.environ.get("TIERCACHE_CACHE_DIR"):
         return Path(chosen)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tiercache"
 
 
 def calibration_path(card: Card, methods: Sequence[Method], directory: Path | None = None) -> Path:
-    """The file of one card, driver and set of methods. Its name is a digest: names of devices are not ours."""
+    """Return the file of one card, driver and set of methods. Its name is a digest, for device names may hold any characters."""
     digest = blake3(json.dumps(_key(card, methods)).encode()).hexdigest(length=8)
     return (directory or calibration_directory()) / f"calibration-{digest}.json"
 
 
 def read_calibration(path: Path) -> Calibration | None:
-    """A calibration that was kept; None if there is none, or none that can be understood."""
+    """Return the calibration in a file; None if the file is missing, cannot be read or is not a calibration."""
     try:
-        # Not held up by a pipe of that name, whose reading end waits for a writer.
+        # O_NONBLOCK: opening a named pipe for reading would wait for a writer.
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             text = file.read(_MOST_FILE_BYTES + 1) or b""
             document = _Document.model_validate_json(text if len(text) <= _MOST_FILE_BYTES else b"")
@@ -87,18 +87,18 @@ def read_calibration(path: Path) -> Calibration | None:
 def _write(path: Path, calibration: Calibration) -> None:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     document = _Document.of(calibration).model_dump_json(indent=1)
-    with tempfile.TemporaryDirectory(dir=path.parent) as directory:  # on the same file system, and gone whatever happens
+    with tempfile.TemporaryDirectory(dir=path.parent) as directory:  # on the same file system, and removed even after an error
         (Path(directory) / path.name).write_text(document)
         (Path(directory) / path.name).replace(path)
 
 
 def _key(card: Card, methods: Sequence[Method]) -> list[object]:
-    """What a calibration is of. Without a UUID, which old drivers do not tell, by what the device is called and where it is."""
+    """Return what identifies a calibration. A device without a UUID, which old drivers do not tell, goes by its name and bus address."""
     return [card.uuid or f"{card.name} at {card.bus}", card.driver, sorted(methods)]
 
 
 def _covers(calibration: Calibration, methods: Sequence[Method]) -> bool:
-    """Does it say something for both directions, and of just these methods?"""
+    """Return whether a calibration has cells for both directions, each with speeds of exactly these methods."""
     return {c.direction for c in calibration.cells} == set(Direction) and all(c.speeds.keys() == set(methods) for c in calibration.cells)
 
 
@@ -126,7 +126,7 @@ class _CardDocument(_Strict):
 
 
 class _Document(_Strict):
-    """The file."""
+    """Content of a calibration's file."""
 
     format: Annotated[int, Field(ge=FORMAT, le=FORMAT)]
     card: _CardDocument
@@ -138,6 +138,6 @@ class _Document(_Strict):
         return cls(format=FORMAT, card=_CardDocument(**asdict(calibration.card)), cells=cells)
 
     def calibration(self) -> Calibration:
-        """What it says."""
+        """Return the calibration that the file describes."""
         cells = [Cell(c.direction, c.length, c.count, c.gb_s) for c in self.cells]
         return Calibration(Card(**self.card.model_dump()), cells)

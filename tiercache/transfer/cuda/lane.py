@@ -1,4 +1,4 @@
-"""One direction of traffic: a stream, a thread that queues transfers in it, and a thread that sees them through."""
+"""One direction of traffic: a stream, a thread that queues transfers in it, and a thread that waits for their end."""
 
 from __future__ import annotations
 
@@ -25,20 +25,23 @@ from tiercache.transfer.lanes import Waiting
 _log = logging.getLogger(__name__)
 
 Choose: TypeAlias = Callable[[Copies], Method]
-"""The method for a group of copies."""
+"""Function that returns the method for a group of copies."""
 Saw: TypeAlias = Callable[[Queued, float], object]
-"""Is told what a transfer copied, and in how many seconds."""
+"""Callback that is told what a transfer copied, and in how many seconds."""
 
 _PATIENCE_S: Final = 10.0
+"""Seconds that `Lane.end` waits for the threads."""
 STORES_IN_FLIGHT: Final = 3
-"""Transfers in the stream at once: one on the bus, one behind it so that the bus never waits, one being queued."""
+"""Stores in the stream at once: one on the bus, one behind it so that the bus never waits, one being queued."""
 LOADS_IN_FLIGHT: Final = 8
-"""As many as an engine admits at a time: who waits for a layer of one that is not queued yet waits on the host."""
+"""Loads in the stream at once: as many as an engine admits at a time.
+
+A thread that waits for a layer of a load that is not queued yet would block on the host."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Flight:
-    """A transfer that was queued, wholly or, with `error`, up to where it failed. `last`: the event behind its last copy, 0 for none."""
+    """A transfer that was queued, completely or, with `error`, up to its failure. `last`: the event behind its last copy, 0 for none."""
 
     job: Job
     resources: CopySet
@@ -48,10 +51,13 @@ class _Flight:
 
 
 class Lane:
-    """Takes jobs in order. `memory`: the page-locked arena. `group_bytes`: layers of a load are queued together until they have as much.
-    `in_flight`: how many transfers are in the stream at once, at most. `saw`: is told of each transfer that came through.
+    """One direction of a CUDA engine, which takes its jobs in order.
 
-    A job that fails is seen through like any other: its ticket is done when the device is past everything that was queued for it.
+    `choose`: the method for each group of copies. `memory`: the page-locked arena. `urgent`: whether the stream has high priority.
+    `in_flight`: most transfers in the stream at once. `group_bytes`: layers of a load are queued together until they have this many bytes.
+    `saw`: is told of each transfer that succeeded. `ended`: is called once, as the last thing on the lane's last thread.
+
+    The ticket of a job that fails is done, like any other, only when the device is past everything that was queued for it.
 
     Thread safety: as `OneWay`.
     """
@@ -92,22 +98,25 @@ class Lane:
             thread.start()
 
     def submit(self, job: Job) -> None:
-        """Take a job on; returns at once."""
+        """Take on a job; returns at once."""
         self._waiting.put(job)
 
     def stop(self) -> None:
-        """Let the threads end after what is waiting now; the last thing they do is to give the stream back."""
+        """Let the threads end after the jobs that are waiting now. Before they end they release the stream."""
         self._waiting.stop()
 
     def end(self) -> None:
-        """Stop, and wait for the threads: of a lane that nothing was submitted to."""
+        """Stop a lane that got no jobs, and wait for its threads, for at most 10 seconds."""
         self.stop()
         self.join(time.monotonic() + _PATIENCE_S)
 
     def join(self, deadline: float) -> None:
-        """Wait for the threads; at the deadline fail what is waiting, and let the job that is being queued stop at its next layer."""
+        """Wait for the threads until `deadline` (monotonic seconds).
+
+        Then fail the jobs that are waiting, and let the one that is being queued stop at its next layer.
+        """
         for thread in self._threads:
-            if thread is not threading.current_thread():  # closed from a callback: the thread ends when the callback has returned
+            if thread is not threading.current_thread():  # `close` was called in a callback: this thread ends after it
                 thread.join(max(0.0, deadline - time.monotonic()))
         if self._threads[0].is_alive():
             self._waiting.abandon()
@@ -119,7 +128,7 @@ class Lane:
         self._flights.put(None)
 
     def _enter(self) -> None:
-        """Make the device this thread's, once: until then nothing else is asked of the driver here, or another device would hear it."""
+        """Make the device current on this thread, once, before any other call to the driver, which might go to another device."""
         if not getattr(self._here, "entered", False):
             self._device.activate()
             self._here.entered = True
@@ -131,7 +140,10 @@ class Lane:
             _log.error("a device is not to be had: %s", error)
 
     def _queue_one(self) -> bool:
-        """In a function of its own, so that no local variable keeps a finished job's pools and memory while the thread waits."""
+        """Queue the next job; False at the end.
+
+        A function of its own, so that no local variable keeps a finished job's pools and memory alive while the thread waits.
+        """
         job = self._waiting.next()
         if job is None:
             return False
@@ -163,7 +175,7 @@ class Lane:
         return True
 
     def _groups(self, job: Job, descriptors: Descriptors) -> list[tuple[Sequence[int], slice]]:
-        """What is queued at once, and the layers in it. All of a store, for nobody waits for a part of it."""
+        """Return the rows that are queued at once, with the layers in them. A store is one group, for no caller waits for part of it."""
         if not job.to_host:
             return layer_groups(descriptors, self._group_bytes)
         return [((), slice(0, len(descriptors)))] if len(descriptors) else []
@@ -205,18 +217,18 @@ class Lane:
             except Exception as raised:  # noqa: BLE001  as above
                 error = flight.job.failure("on its way", raised)
         if error is not None:
-            # Some of its copies may be under way. If even this fails the device is lost, and nothing moves there any more.
+            # Some of its copies may still be under way. If even this fails the device is lost, and nothing moves there any more.
             with contextlib.suppress(Exception):
                 self._enter()
                 self._device.synchronize_stream(self._stream)
         else:
             self._look_at(flight)
         flight.job.finish(error)
-        self._resources.put(flight.resources)  # not before the ticket is done: until then its waiters use the events
+        self._resources.put(flight.resources)  # only after the ticket is done: until then threads that wait for a layer use the events
         return True
 
     def _look_at(self, flight: _Flight) -> None:
-        """Here, where nobody waits: how long did it take?"""
+        """Tell `saw` how long a transfer took on the device. Runs on the thread that waits for ends, so it delays no queueing."""
         if self._saw is None or not flight.last:
             return
         try:

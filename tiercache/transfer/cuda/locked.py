@@ -1,4 +1,4 @@
-"""Page-locking the host arena, so that the device reads and writes it at the speed of the bus."""
+"""Page-locking of the host arena, so that the device reads and writes it at the speed of the bus."""
 
 from __future__ import annotations
 
@@ -15,15 +15,18 @@ from tiercache.transfer.cuda.device import CudaDevice
 from tiercache.transfer.descriptors import Descriptors
 
 PIECE_BYTES: Final = 1 << 30
-"""What is locked in one call: the driver's lock is free in between for whoever computes already."""
+"""Bytes that are locked in one call. Between calls the driver's lock is free for threads that compute already."""
 
 
 class LockedArena:
-    """An arena's memory, page-locked from the start until `unlock`, and mapped as long, in pieces of whole blocks and about `piece_bytes`.
+    """An arena's memory, kept page-locked and mapped until `unlock`, in pieces of whole blocks and about `piece_bytes` bytes.
 
-    No copy may go from one piece to the next, for to the driver they have nothing in common: `period` is their length in bytes. Most
-    devices know them by the host's addresses; `seen` puts in what this one knows them by.
-    Raises ConfigError if the driver refuses, with nothing locked. Thread safety: one thread at a time, with the device current.
+    No copy may go from one piece into the next, for to the driver they are unrelated memory; `period` is the length of a piece in bytes.
+    Most devices use the host's addresses for the pieces; `seen` puts in the addresses that this device uses.
+
+    Raises ConfigError if the driver refuses; nothing is locked then.
+
+    Thread safety: one thread at a time, with the device current.
     """
 
     def __init__(self, arena: BlockArena, device: CudaDevice, piece_bytes: int = PIECE_BYTES) -> None:
@@ -45,19 +48,19 @@ class LockedArena:
                 f"{arena.nbytes >> 20} MiB of host memory could not be page-locked for the device ({error}); make the host arena smaller"
             ) from error
         self._shifts = np.array(shifts, np.int64)
-        """Of each piece: from the host's address to that by which the device knows it."""
+        """For each piece: the device's address of it minus the host's, in bytes; shape [pieces]."""
         self.report = f"{arena.nbytes >> 20} MiB page-locked in {time.monotonic() - started:.2f} s"
 
     def seen(self, descriptors: Descriptors) -> Descriptors:
-        """The same copies as the device is to be told of them; none of them across two pieces."""
+        """Return the same copies with the device's addresses of host memory. The caller guarantees that none crosses the end of a piece."""
         if not self._shifts.any():
             return descriptors
         host = descriptors.host.astype(np.int64)
         return replace(descriptors, host=(host + self._shifts[(host - self._origin) // self.period]).astype(np.uint64))
 
     def unlock(self) -> None:
-        """Let go of it. Twice is harmless."""
+        """Unlock the memory and release the arena's mapping. A second call does nothing."""
         while self._pieces:
-            with contextlib.suppress(RuntimeError):  # a device that is lost has let go already
+            with contextlib.suppress(RuntimeError):  # a device that is lost has unlocked it already
                 self._device.unlock(self._pieces.pop())
         self._region.release()

@@ -1,4 +1,4 @@
-"""Before the first byte of anybody's cache moves: does every method copy right here?"""
+"""Trial of every copy method on a device, before the first byte of a cache is moved by it."""
 
 from __future__ import annotations
 
@@ -21,21 +21,24 @@ _log = logging.getLogger(__name__)
 
 _PROVEN: Final[WeakSet[CudaDevice]] = WeakSet()
 _BYTES: Final = 2 << 20
+"""Bytes of each buffer of the trial."""
 _PIECE_BYTES: Final = 1 << 20
 _BLOCK_BYTES: Final = 4096
 _LENGTHS: Final = (1, 15, 16, 17, 255, 4096, 4099, 65536, 65543, 1 << 20)
-"""Bytes a copy; the last one goes across the end of a page-locked piece."""
+"""Bytes of each copy; the last one goes across the end of a page-locked piece."""
 _SENT: Final = 33
 _DEVICE: Final = 21
 _BACK: Final = 43
-"""Bytes between two copies, so that both ends have all alignments to a vector, and to each other."""
+"""Bytes between two copies in each buffer, so that both ends have all alignments to a vector, and to each other."""
 
 
 def prove(device: CudaDevice) -> None:
-    """Copy to the device and back by each method, and compare all bytes there and here. One that fails or differs joins
-    `device.unavailable`.
+    """Copy to the device and back by each method, and compare all bytes on the device and on the host.
 
-    Once for a device; ConfigError if none is left. Thread safety: one thread, with the device current.
+    A method that fails or copies wrongly is added to `device.unavailable`. A device that has passed is not tried again. Raises ConfigError
+    if no method is left.
+
+    Thread safety: one thread, with the device current.
     """
     if device in _PROVEN:
         return
@@ -47,17 +50,19 @@ def prove(device: CudaDevice) -> None:
             except Exception as error:  # noqa: BLE001  whatever the driver says, this method is not for us
                 device.unavailable[method] = str(error) or type(error).__name__
                 _log.warning("copies by %s are not used on %s: %s", method, device.card, device.unavailable[method])
-                device.synchronize_stream(trial.stream)  # the next trial uses the same memory
+                device.synchronize_stream(trial.stream)  # the next method's trial uses the same memory
     if len(device.unavailable) == len(Method):
         raise ConfigError(f"no way to copy between {device.card} and the host works: {device.unavailable[Method.MEMCPY]}")
     _PROVEN.add(device)
 
 
 class _Trial:
-    """A stretch of device memory, two of an arena that is page-locked in pieces as a worker's is, and one of the driver's own to look at
-    the device's with.
+    """Buffers and resources of the trials: one buffer on the device, two in an arena that is page-locked in pieces as a worker's is.
 
-    Bytes are drawn anew for each run: what an earlier one left proves nothing.
+    A fourth buffer, in host memory that the driver allocates, receives the device's bytes for the comparison. Random bytes are drawn anew
+    for each run, for bytes that an earlier run left would prove nothing.
+
+    Thread safety: one thread, with the device current.
     """
 
     def __init__(self, device: CudaDevice, stack: ExitStack) -> None:
@@ -76,7 +81,7 @@ class _Trial:
         stack.callback(device.synchronize_stream, self.stream)
 
     def run(self, method: Method) -> None:
-        """RuntimeError if a byte is wrong, on the device or back from it, between the copies too."""
+        """Try one method. Raises RuntimeError if a byte is wrong, on the device or back on the host, between the copies too."""
         for memory in (self._sent, self._there, self._back):
             memory[:] = np.frombuffer(self._rng.bytes(_BYTES), np.uint8)
         expected = [self._there.copy(), self._back.copy()]
@@ -111,7 +116,10 @@ def _page_locked(arena: HostArena, device: CudaDevice) -> LockedArena:
 
 
 def _places(step: int, base: int = 0) -> npt.NDArray[np.uint64]:
-    """Where the copies lie, `step` bytes and more apart, in units that no vector divides."""
+    """Return where the copies start: `step` bytes behind `base`, then each `step` bytes behind the end of the copy before.
+
+    `step` is odd, so that no vector length divides it.
+    """
     ends = np.cumsum(np.array(_LENGTHS) + step)
     starts: npt.NDArray[np.int64] = base + ends - np.array(_LENGTHS)
     return starts.astype(np.uint64)

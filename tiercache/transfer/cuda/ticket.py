@@ -1,4 +1,4 @@
-"""The ticket of a load whose layers are events on a device."""
+"""The ticket of a load whose layers are followed by events on a device."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tiercache.transfer.base import LayerTicket
 from tiercache.transfer.cuda.device import CudaDevice
 
 _LOOK_S: Final = 200e-6
-"""Seconds between two looks at an event, for a thread that waits for one layer: a fraction of what a layer takes."""
+"""Seconds between two queries of an event by a thread that waits for one layer: a fraction of the time that a layer takes."""
 
 
 class CudaLayerTicket(LayerTicket):
-    """As `LayerTicket`; a wait with a stream makes that stream wait, once the copies of the layer are queued.
+    """A `LayerTicket` whose `wait_layer` with a stream makes that stream wait, once the copies of the layer are queued.
 
     Thread safety: as `LayerTicket`; `queued` belongs to the engine.
     """
@@ -27,7 +27,7 @@ class CudaLayerTicket(LayerTicket):
         self._events: dict[int, int] = {}
 
     def queued(self, layers: Iterable[int], event: int) -> None:
-        """For engines: the copies of `layers` are in the stream, and `event` stands for them until the ticket is done."""
+        """Record that the copies of `layers` are in the stream; `event` stands for them until the ticket is done. For engines."""
         with self._changed:
             self._events |= dict.fromkeys(layers, event)
             self._changed.notify_all()
@@ -35,7 +35,7 @@ class CudaLayerTicket(LayerTicket):
     def wait_layer(self, layer: int, timeout: float | None = None, *, stream: int | None = None) -> bool:  # noqa: D102
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._changed:
-            # Before an event is recorded it stands for nothing, and who waits for it waits not at all.
+            # Before an event is recorded it stands for nothing, and a wait for it returns at once.
             if not self._changed.wait_for(lambda: self._done or layer not in self._pending or layer in self._events, timeout):
                 return False
             # The lock is kept from here on: once the ticket is done its events may stand for another load, or be gone.
@@ -56,12 +56,12 @@ class CudaLayerTicket(LayerTicket):
             return self._device.has_passed(self._events[layer])
 
     def _let_wait(self, stream: int, layer: int) -> None:
-        with self._on_device(layer):  # a default stream's handle means that of the current device
+        with self._on_device(layer):  # the handle of a default stream means that of the current device
             self._device.wait_event(stream, self._events[layer])
 
     @contextmanager
     def _on_device(self, layer: int) -> Iterator[None]:
-        """For the caller's thread, which may be one that has never used a device, or uses another."""
+        """Make the device current on the caller's thread, which may use another device or none; turns RuntimeError into TransferError."""
         try:
             with self._device.current():
                 yield

@@ -1,4 +1,4 @@
-"""Are real copies as fast as the calibration says?"""
+"""Comparison of real transfers with the speeds in the calibration."""
 
 from __future__ import annotations
 
@@ -16,24 +16,27 @@ from tiercache.transfer.descriptors import Copies
 _log = logging.getLogger(__name__)
 
 Queued: TypeAlias = Sequence[tuple[Copies, Method]]
-"""The groups of copies of one transfer, in order, each with its method."""
+"""Groups of copies of one transfer, in order, each with its method."""
 
 OFF: Final = 2.0
-"""The factor, either way, by which a transfer is off."""
+"""Factor, either way, from which on a transfer counts as off."""
 LOOKED_AT: Final = 32
-"""Transfers of a direction that are compared at a time."""
+"""Number of the last transfers of a direction that are looked at together."""
 _DOUBTFUL: Final = 24
-"""How many of them must be off the same way: a busy bus or a thread that waits for the GIL makes some slow, a wrong calibration most."""
+"""How many of them, net, must be off the same way.
+
+A busy bus or a thread that waits for the GIL makes some slow, a wrong calibration most."""
 _LEAST_S: Final = 200e-6
 _LEAST_BYTES: Final = 8 << 20
-"""A transfer that is expected to take so long, or is so large that it must, says something about its copies by its time."""
+"""Expected seconds, or bytes, from which on the time of a transfer says something about the speed of its copies; one suffices."""
 _NEAR: Final = (1.0, 2.0)
-"""How far from a measurement copies may be in length and in number, in doublings, for it to say how long they take."""
+"""Largest distance of copies from a measurement that predicts their time, in doublings: of the length, and of the number."""
 
 
 class Watch:
-    """Compares the time of each transfer on the device with what `calibration` expects, and calls `doubt` once when most of the last
-    `LOOKED_AT` of a direction were off by `OFF` the same way.
+    """Watch that compares the time of each transfer on the device with what `calibration` predicts.
+
+    It calls `doubt` once, when most of the last `LOOKED_AT` transfers of a direction were off by the factor `OFF` the same way.
 
     Thread safety: any thread.
     """
@@ -42,11 +45,11 @@ class Watch:
         self._calibration, self._doubt = calibration, doubt
         self._changed = threading.Lock()
         self._found: dict[Direction, deque[int]] = {direction: deque(maxlen=LOOKED_AT) for direction in Direction}
-        """-1 for a transfer that was faster than expected, 1 for one that was slower, 0 for one that was neither."""
+        """By direction: -1 for a transfer that was faster than expected, 1 for one that was slower, 0 for one that was neither."""
         self._doubted = False
 
     def saw(self, direction: Direction, queued: Queued, seconds: float) -> None:
-        """A transfer took `seconds` from its first copy to its last."""
+        """Take note of a transfer that took `seconds` from its first copy to its last."""
         expected = self._expected(direction, queued)
         if expected is None or (expected < _LEAST_S and sum(copies.nbytes for copies, _ in queued) < _LEAST_BYTES):
             return
@@ -62,7 +65,7 @@ class Watch:
         self._doubt()
 
     def _expected(self, direction: Direction, queued: Queued) -> float | None:
-        """Seconds by the calibration; None where it has not measured such copies."""
+        """Return the seconds that the calibration predicts; None where it has not measured such copies."""
         total = 0.0
         for copies, method in queued:
             cell = self._calibration.nearest(direction, copies)
