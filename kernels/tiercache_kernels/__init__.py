@@ -1,1 +1,4 @@
-"""Copying segments between device and host memory: kernels, and their reference twins. Knows addresses only, nothing of tiercache."""
+"""Copying of segments between device and host memory: kernels and their CPU references.
+
+The package handles addresses only and knows nothing of tiercache.
+"""

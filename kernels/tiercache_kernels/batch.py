@@ -1,6 +1,6 @@
 """Many copies in one call of the CUDA driver: `cuMemcpyBatchAsync`, which uses the copy engines and no multiprocessor.
 
-Through ctypes, with the columns as they are: bindings that take Python lists need about 1 ms for 6,000 copies.
+The call is made through ctypes and passes the columns as they are: bindings that take Python lists need about 1 ms for 6,000 copies.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ import numpy.typing as npt
 from tiercache_kernels.errors import CudaError, Unavailable, error_name
 
 MINIMUM_DRIVER: Final = 12080
-"""CUDA 12.8, in the driver's way of writing it, is the first that has the call."""
+"""Oldest driver that has the call: CUDA 12.8, as the driver encodes versions."""
 
 MOST_COPIES: Final = 4096
-"""Copies that one call of the driver is given. NVIDIA names no limit; 51,828 in one call were reported to crash a driver for CUDA 13.0
-(580.159.04, RTX PRO 6000) in vLLM's issue 49276. 4,096 copies of 4 KiB take 300 us on the bus and a call microseconds: the cut costs
-nothing. To be raised only by what a card shows."""
+"""Largest number of copies in one call of the driver.
+
+NVIDIA names no limit; 51,828 copies in one call were reported to crash a driver for CUDA 13.0 (580.159.04, RTX PRO 6000) in vLLM's issue
+49276. 4,096 copies of 4 KiB take 300 us on the bus and a call takes microseconds, so the limit costs nothing. Raise it only on the evidence
+of a measurement on a card.
+"""
 
 _SYMBOL: Final = "cuMemcpyBatchAsync"
 _SUCCESS: Final = 0
@@ -30,7 +33,7 @@ _NOWHERE: Final = ctypes.c_size_t(-1).value  # SIZE_MAX: no copy of the batch is
 
 
 class _Location(ctypes.Structure):
-    """CUmemLocation. All zero is no hint: those are for managed and pageable memory only."""
+    """CUmemLocation. All zero means no hint: hints are for managed and pageable memory only."""
 
     _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
 
@@ -54,26 +57,26 @@ class _Call(Protocol):
 
 
 class BatchCopy:
-    """The driver's batched copy.
+    """Batched copies by the CUDA driver, as a callable.
 
     Thread safety: any thread that has a CUDA context current. The GIL is released while the driver works.
     """
 
     def __init__(self, driver: ctypes.CDLL) -> None:
         self._driver = driver
-        # By its plain name, on purpose. The headers of CUDA 13 call `cuMemcpyBatchAsync_v2` instead, which does not say where it failed and
-        # which drivers before 13.0 lack. What is exported without a suffix keeps its first ABI, that of 12.8, in every later driver.
+        # The plain name is deliberate. The headers of CUDA 13 call `cuMemcpyBatchAsync_v2` instead, which does not say where it failed
+        # and which drivers before 13.0 lack. The symbol without a suffix keeps its first ABI, that of 12.8, in every later driver.
         self._copy: _Call = driver[_SYMBOL]
         pointer, size = ctypes.c_void_p, ctypes.c_size_t
         self._copy.argtypes = (pointer, pointer, pointer, size, pointer, pointer, size, pointer, pointer)
         self._copy.restype = ctypes.c_int
-        # With STREAM order a source is read no earlier than the stream's previous work is over, as the forward pass may still write it.
+        # With STREAM order a source is read only after the stream's previous work is over; the forward pass may still be writing it.
         self._attributes = _Attributes(source_order=_SOURCE_ORDER_STREAM, flags=_PREFER_OVERLAP)
-        self._from_first = ctypes.c_size_t(0)  # attributes hold from this copy on
+        self._from_first = ctypes.c_size_t(0)  # index of the first copy to which the attributes apply
 
     @classmethod
     def load(cls, library: str = "libcuda.so.1") -> BatchCopy:
-        """Find the call in the driver's library; `Unavailable` if there is no driver, or none that has it (CUDA 12.8)."""
+        """Load the driver's library and find the call. Raises `Unavailable` without a driver for CUDA 12.8 or later that exports it."""
         try:
             driver = ctypes.CDLL(library)
         except OSError as error:
@@ -93,8 +96,8 @@ class BatchCopy:
         The driver keeps nothing of the columns; contiguous ones are handed over as they are, `MOST_COPIES` at a time. The copies are made
         in no particular order. The caller guarantees that every length is at least 1, that host memory is pinned, that all of it stays
         mapped until the stream has passed this point, and that no destination overlaps another segment. Raises ValueError for columns that
-        differ in shape, and for a default stream, which the driver does not take here; `CudaError` if the driver refuses, and then some
-        of the copies may have been queued.
+        differ in shape, and for a default stream, which the driver does not accept here. Raises `CudaError` if the driver refuses; then
+        some of the copies may have been queued.
         """
         if stream in _DEFAULT_STREAMS:
             raise ValueError(f"batched copies cannot be queued in {_DEFAULT_STREAMS[stream]} ({stream}); give them a stream of their own")
@@ -102,7 +105,7 @@ class BatchCopy:
             raise ValueError(f"columns of shapes {sources.shape}, {destinations.shape}, {lengths.shape}; they must be [n], all three")
         if not len(lengths):
             return
-        # The names keep what may be copies alive until the driver has read them.
+        # These names keep the arrays alive until the driver has read them; `ascontiguousarray` may have made copies.
         froms, tos = np.ascontiguousarray(sources, np.uint64), np.ascontiguousarray(destinations, np.uint64)
         sizes = np.ascontiguousarray(lengths, np.int64)
         for first in range(0, len(sizes), MOST_COPIES):
@@ -112,7 +115,7 @@ class BatchCopy:
     def _queue(
         self, tos: npt.NDArray[np.uint64], froms: npt.NDArray[np.uint64], sizes: npt.NDArray[np.int64], stream: int, first: int
     ) -> None:
-        """One call. `first`: how many copies earlier calls were given."""
+        """Make one call of the driver. `first`: number of copies given to earlier calls, added to the index in a CudaError."""
         failed = ctypes.c_size_t(_NOWHERE)
         code = self._copy(
             tos.ctypes.data,

@@ -1,4 +1,4 @@
-"""A device's context on any thread: entered without a call that another device would hear, and left as it was found."""
+"""Entering of a device's CUDA context on any thread: no call involves another device, and the thread is left as it was found."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ _SYMBOLS: Final = ("cuInit", "cuDeviceGet", "cuDeviceGetAttribute", "cuDevicePri
 
 
 class DeviceContext:
-    """The primary context of device `ordinal`, which torch, CuPy and CUDA's runtime share; it exists from now on, and no other one does.
+    """The primary context of device `ordinal`, which torch, CuPy and CUDA's runtime share.
 
-    CUDA's runtime uses the context that is current by the driver's stack. A thread that has none gets, at its first call, one on device 0:
-    hundreds of MiB there. So does `cudaSetDevice`, from CUDA 12 on, also where it only puts back what `cudaGetDevice` had said. The stack
-    does neither.
+    Construction makes sure that it exists, and creates no context on another device.
+
+    CUDA's runtime uses the context that is current on the driver's stack. A thread that has none gets, at its first call, one on device 0,
+    which takes hundreds of MiB there. `cudaSetDevice` also creates one, from CUDA 12 on, even where it only restores what `cudaGetDevice`
+    returned. Pushing to the driver's stack does neither.
 
     While a thread captures a graph in CUDA's strictest mode, which is torch's default, a call such as an event query on any thread that is
-    not relaxed fails and spoils the capture with it. So a thread is relaxed before anything else is asked of the driver.
+    not in the relaxed mode fails, and the capture fails with it. So a thread is set to the relaxed mode before any other call of the
+    driver.
 
     Raises CudaError if the driver refuses. Thread safety: any thread.
     """
@@ -41,7 +44,7 @@ class DeviceContext:
 
     @classmethod
     def load(cls, ordinal: int, library: str = "libcuda.so.1") -> DeviceContext:
-        """Find the driver's library; `Unavailable` if there is none, or one that lacks a call."""
+        """Load the driver's library. Raises `Unavailable` if there is none, or if it lacks a required call."""
         try:
             driver = ctypes.CDLL(library)
         except OSError as error:
@@ -52,7 +55,7 @@ class DeviceContext:
         return cls(driver, ordinal)
 
     def enter(self) -> int:
-        """Make the context the calling thread's, on top of the one it has; what `leave` wants to be told."""
+        """Push the context onto the calling thread's stack; return the capture mode that `leave` needs."""
         before = self._relax()
         try:
             self._call("cuCtxPushCurrent_v2", self._context)
@@ -62,12 +65,12 @@ class DeviceContext:
         return before
 
     def leave(self, before: int) -> None:
-        """Undo `enter`, which said `before`, on the same thread."""
-        self._driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))  # it fails only where there is no driver left
+        """Undo `enter` on the same thread; `before` is what `enter` returned."""
+        self._driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))  # it fails only if no driver is left
         self._exchange(before)
 
     def uuid(self) -> str:
-        """What tells the device, or its MIG instance, from all others; empty if the driver does not say."""
+        """Return the UUID of the device, or of its MIG instance; empty if the driver does not report one."""
         raw = (ctypes.c_ubyte * 16)()
         for symbol in ("cuDeviceGetUuid_v2", "cuDeviceGetUuid"):
             if hasattr(self._driver, symbol) and self._driver[symbol](ctypes.byref(raw), self._device) == _SUCCESS:
@@ -75,13 +78,13 @@ class DeviceContext:
         return ""
 
     def reads_host_addresses(self) -> bool:
-        """Does the device know page-locked memory by the address that it has on the host?"""
+        """Return whether the device can use the host address of page-locked memory."""
         value = ctypes.c_int()
         self._call("cuDeviceGetAttribute", ctypes.byref(value), ctypes.c_int(_SAME_ADDRESS), self._device)
         return bool(value.value)
 
     def mapped_address(self, address: int) -> int:
-        """By which address the device knows registered memory that the host has at `address`. On a thread that has entered."""
+        """Return the device's address of registered memory at the host address `address`. The calling thread must have entered."""
         found = ctypes.c_uint64()
         self._call("cuMemHostGetDevicePointer_v2", ctypes.byref(found), ctypes.c_void_p(address), ctypes.c_uint(0))
         return found.value
@@ -95,7 +98,10 @@ class DeviceContext:
         return self._exchange(_RELAXED)
 
     def _exchange(self, mode: int) -> int:
-        """Set the thread's mode; the one before. A driver that lacks the call (CUDA 10.0) knows no modes either."""
+        """Set the thread's capture mode and return the previous one.
+
+        A driver without the call (CUDA 10.0) has no modes: nothing is set, and `mode` is returned.
+        """
         value = ctypes.c_int(mode)
         if hasattr(self._driver, "cuThreadExchangeStreamCaptureMode"):
             self._driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(value))

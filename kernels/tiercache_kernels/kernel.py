@@ -11,9 +11,12 @@ import numpy as np
 from tiercache_kernels.errors import Unavailable
 
 THREADS: Final = 512
-"""Threads of a block. With four vectors of 16 bytes each they have a whole chunk in flight, at 32 registers a thread: a quarter of one
-multiprocessor's threads and registers. Half as many threads with eight vectors each take about as many registers, in twice the code.
-`csrc/copy_segments.cuh` has the same number."""
+"""Threads of a block.
+
+With four vectors of 16 bytes each they have a whole chunk in flight, at 32 registers a thread: a quarter of one multiprocessor's threads
+and registers. Half as many threads with eight vectors each take about as many registers, in twice the code. `csrc/copy_segments.cuh` has
+the same number.
+"""
 NAME: Final = "tiercache_copy_segments"
 OPTIONS: Final = ("--std=c++17",)
 
@@ -22,7 +25,7 @@ _KERNEL: Final = "copy_segments.cu"
 
 
 def source() -> str:
-    """The kernel's source as one text without a file to include: NVRTC sees no folder of ours."""
+    """Return the kernel's source as one text, with its include inlined: NVRTC does not know the package's folder."""
     folder = files("tiercache_kernels") / "csrc"
     body = (folder / _BODY).read_text("utf-8").replace("#pragma once\n", "")
     return (folder / _KERNEL).read_text("utf-8").replace(f'#include "{_BODY}"\n', body)
@@ -30,7 +33,7 @@ def source() -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Stream:
-    """What CuPy reads of a stream when it launches a kernel. Its `ExternalStream` would do too, but warns from CuPy 14 on."""
+    """Stand-in for a CuPy stream: CuPy reads only `ptr` at a launch. Its `ExternalStream` works too, but warns from CuPy 14 on."""
 
     ptr: int
 
@@ -47,7 +50,7 @@ class CopyKernel:
             import cupy
         except ImportError as error:
             raise Unavailable(f"the copy kernel needs CuPy, which cannot be imported ({error}); install tiercache[cuda]") from error
-        # Compiled here already: `get_function` loads the module on the current device.
+        # The kernel is compiled here and not at the first launch: `get_function` loads the module on the current device.
         self._kernel = cupy.RawModule(code=source(), options=OPTIONS).get_function(NAME)
 
     def launch(self, table: int, rows: int, chunks: int, blocks: int, stream: int) -> None:
@@ -62,5 +65,5 @@ class CopyKernel:
             raise ValueError(f"a grid of at most {blocks} blocks copies nothing; give 1 or more")
         if chunks == 0:
             return
-        # As NumPy scalars, for then it is their dtype and not their value that decides how wide an argument is.
+        # The arguments are NumPy scalars, so that their dtype and not their value decides how wide an argument is.
         self._kernel((min(blocks, chunks),), (THREADS,), (np.uint64(table), np.uint64(rows)), stream=_Stream(stream))

@@ -1,11 +1,11 @@
-"""Copying segments with the CPU: the oracle for the CUDA kernels, and the implementation where there is none.
+"""Copying of segments with the CPU: the oracle for the CUDA kernels, and the implementation on machines without them.
 
-Costs, measured with CPython 3.11 on a virtual machine whose memory copies at 6.7 GB/s: 0.3 us a descriptor beside its bytes, that is
-3 % of a 64 KiB segment (10.3 us). The GIL matters more. A thread that releases it gets it back only when the others let go, up to 5 ms
-later beside pure Python; so releasing it around every 64 KiB segment copied at 0.03 GB/s beside such a thread, and at 1.9 GB/s beside one
-that calls into C all the time as torch does. Never releasing it copied at 3.2 GB/s, but stopped the other thread for 5 ms at a time. The
-rule below gave 0.4 to 1.5 GB/s beside pure Python and 5.1 to 5.7 GB/s beside a torch-like thread, which waited about 1 ms at worst;
-offering the GIL costs a lone copy of 64 KiB segments about a tenth of its speed.
+Costs were measured with CPython 3.11 on a virtual machine whose memory copies at 6.7 GB/s. A descriptor costs 0.3 us beside its bytes,
+which is 3 % of a 64 KiB segment (10.3 us). The GIL matters more. A thread that releases it gets it back only when the other threads let go,
+up to 5 ms later beside pure Python; so releasing it around every 64 KiB segment copied at 0.03 GB/s beside such a thread, and at 1.9 GB/s
+beside one that calls into C all the time as torch does. Never releasing it copied at 3.2 GB/s, but stopped the other thread for 5 ms at a
+time. The rule in `copy_segments` gave 0.4 to 1.5 GB/s beside pure Python and 5.1 to 5.7 GB/s beside a torch-like thread, which waited about
+1 ms at worst; offering the GIL costs a lone copy of 64 KiB segments about a tenth of its speed.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 RELEASE_FROM: Final = 1 << 20
-"""Bytes from which on one copy (150 us) is made without the GIL."""
+"""Smallest size in bytes of a single copy that is made without the GIL (150 us)."""
 HOLD_AT_MOST: Final = 4 << 20
 """Bytes of smaller copies (600 us) after which the GIL is offered to other threads once."""
 _OFFER_S: Final = 50e-6
-"""Seconds: long enough for a waiting thread to wake up and take the GIL, which it does not manage while a `sleep(0)` lasts."""
+"""Seconds of sleep that offer the GIL: long enough for a waiting thread to wake up and take it; `sleep(0)` is too short for that."""
 
 _PROTOTYPE: Final = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _releasing = ctypes.CDLL(None).memmove
@@ -51,6 +51,9 @@ def copy_segments(sources: npt.NDArray[np.uint64], destinations: npt.NDArray[np.
 
 
 def copy_table(table: npt.NDArray[np.uint64]) -> None:
-    """Copy what a table of shape [segments + 1, 4] says (see `tiercache_kernels.table`), or any rows of one: the copy kernel's twin."""
+    """Copy the segments of a table of shape [segments + 1, 4] (see `tiercache_kernels.table`), or of any of its rows [a, b].
+
+    This is the CPU reference of the copy kernel; the last row given is not copied.
+    """
     segments = table[:-1]
     copy_segments(segments[:, 0], segments[:, 1], segments[:, 2].astype(np.int64))

@@ -1,13 +1,14 @@
-"""The table that the copy kernel reads: rows of four uint64, 32 bytes, one for each segment and one that ends them.
+"""Table that the copy kernel reads: rows of four uint64, 32 bytes each, one row per segment and one end row.
 
     column 0  source address
     column 1  destination address
     column 2  length in bytes, at least 1
-    column 3  first chunk: how many chunks the segments above have together
+    column 3  first chunk: number of chunks of all segments above
 
 A chunk is `CHUNK_BYTES` of one segment, counted from the segment's start; the last one may be shorter. The end row's first chunk is the
-number of all chunks, its other columns are 0. The kernel counts from the first chunk of the first row that it is given, and of the end row
-reads the first chunk only. So rows [a, b] of a table are the table of segments a to b - 1, and one table serves all layers of a transfer.
+number of all chunks; its other columns are 0. The kernel counts chunks from the first chunk of the first row that it is given, and reads
+only the first chunk of the end row. So rows [a, b] of a table are the table of segments a to b - 1, and one table serves all layers of a
+transfer.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import numpy.typing as npt
 CHUNK_BYTES: Final = 32 << 10
 """Bytes that a block copies at a time: its threads have all of them in flight at once, in four vectors of 16 bytes each.
 
-PCIe 5 x16 needs about 80 KiB in flight (55 GB/s x 1.5 us), so that a handful of blocks fills it. Larger chunks would put no more in
+PCIe 5 x16 needs about 80 KiB in flight (55 GB/s x 1.5 us), so a handful of blocks fills it. Larger chunks would put no more in
 flight and spread the work over fewer blocks: a layer's segment of 64 KiB is two chunks. `csrc/copy_segments.cuh` has the same number.
 """
 COLUMNS: Final = 4

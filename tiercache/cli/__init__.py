@@ -1,4 +1,4 @@
-"""The terminal: `tiercache VERB`."""
+"""Command-line interface: `tiercache VERB`."""
 
 from tiercache.cli.app import main
 

@@ -1,4 +1,4 @@
-"""`python -m tiercache.cli`: the command where its script is not on the path."""
+"""Entry point of `python -m tiercache.cli`, for environments where the `tiercache` script is not on the path."""
 
 from tiercache.cli import main
 

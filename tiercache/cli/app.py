@@ -1,4 +1,4 @@
-"""The command and what all verbs share: how it ends, and errors as one sentence without a traceback."""
+"""The `tiercache` command and what all verbs share: how the process ends, and errors printed as one sentence without a traceback."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def _root(
 
 
 def main() -> None:
-    """The console script."""
+    """Run the command; the entry point of the console script."""
     outputs = _outputs()
-    # As Ctrl-C does: unwind, so that processes that were started are ended and temporary directories removed.
+    # Unwind on SIGTERM as on Ctrl-C, so that child processes are ended and temporary directories removed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(Exit.TERMINATED))
     sys.exit(_run(outputs))
 
@@ -55,7 +55,7 @@ def _run(outputs: list[int]) -> int:
         code = app(standalone_mode=False)
         sys.stdout.flush()
     except SystemExit as left:
-        # What typer and rich make of a pipe whose reader went away.
+        # typer and rich turn a BrokenPipeError, from a pipe whose reader went away, into SystemExit.
         if not isinstance(left.__context__, BrokenPipeError):
             raise
         return _told(left.__context__, outputs) or Exit.FAILED
@@ -67,7 +67,7 @@ def _run(outputs: list[int]) -> int:
 
 
 def _told(error: Exception, outputs: list[int]) -> int | None:
-    """Say what an error of the user's or the world's is; the exit code, or None for an error of ours."""
+    """Report an error caused by the user or the environment and return its exit code; return None for a defect of tiercache."""
     if isinstance(error, OSError) and _forsaken(outputs):
         _silence(sys.stdout, sys.stderr)
         return Exit.UNREAD
@@ -81,17 +81,17 @@ def _told(error: Exception, outputs: list[int]) -> int | None:
     try:
         sys.stdout.flush()
     except OSError:
-        _silence(sys.stdout)  # or the interpreter fails once more when it ends
+        _silence(sys.stdout)  # otherwise the interpreter fails once more when it flushes at its end
     return code
 
 
 def _verdict(error: Exception) -> tuple[Exit, str] | None:
-    """The exit code and the sentence for an error of the user's or the world's; None for one of ours."""
+    """Return the exit code and the sentence for an error caused by the user or the environment; None for a defect of tiercache."""
     if isinstance(error, typer.Abort):
         return Exit.NO, "aborted; nothing was changed"
     if (code := exits.code_of(error)) is not None:
         return code, _sentence(error)
-    message = getattr(error, "format_message", None)  # of the command line's parser, whichever typer brings along
+    message = getattr(error, "format_message", None)  # an error of the command-line parser; its class depends on typer's version
     if message is None:
         return None
     context = getattr(error, "ctx", None)
@@ -110,9 +110,9 @@ def _sentence(error: Exception) -> str:
 
 
 def _outputs() -> list[int]:
-    """Descriptors of what is printed to, which stay what they are whatever becomes of the streams.
+    """Return duplicated descriptors of stdout and stderr, which stay valid whatever happens to the streams.
 
-    What is printed never fails for its characters, nor for a stream that was closed by whoever started this.
+    Also makes printing safe: characters that the encoding lacks are escaped, and a stream that was closed at start becomes /dev/null.
     """
     descriptors = []
     for name in ("stdout", "stderr"):
@@ -127,7 +127,7 @@ def _outputs() -> list[int]:
 
 
 def _forsaken(outputs: list[int]) -> bool:
-    """Did whoever read the output go away?"""
+    """Return whether the reader of one of the outputs has gone away."""
     poll = select.poll()
     for descriptor in outputs:
         poll.register(descriptor, 0)
@@ -135,7 +135,7 @@ def _forsaken(outputs: list[int]) -> bool:
 
 
 def _silence(*streams: Any) -> None:
-    """Nothing more is written to these, at the end of the interpreter neither."""
+    """Redirect the streams to /dev/null, so that later writes are dropped, including the flush when the interpreter ends."""
     devnull = os.open(os.devnull, os.O_WRONLY)
     for stream in streams:
         with suppress(OSError, ValueError):

@@ -1,8 +1,8 @@
-"""Processes that a verb starts end with it, however it ends: the kernel kills them when the verb's process is gone.
+"""Child processes that end with the verb that starts them: the kernel kills them when the verb's process is gone.
 
     subprocess.Popen(children.command("tiercache.cli.bench.bare"))
 
-`python -m tiercache.cli.children PARENT MODULE ARGUMENT...` is what that starts: it binds itself to its parent, then runs the module.
+That starts `python -m tiercache.cli.children PARENT MODULE ARGUMENT...`, which binds itself to its parent and then runs the module.
 """
 
 from __future__ import annotations
@@ -18,13 +18,16 @@ _PR_SET_PDEATHSIG: Final = 1
 
 
 def command(module: str, *arguments: str) -> list[str]:
-    """Run a module as a process that this one takes along. To be started by a thread that lives as long as the process is wanted."""
+    """Return the command line that runs a module as a child process that dies with this process.
+
+    Start it from a thread that lives as long as the child is wanted: the kernel kills the child when that thread ends.
+    """
     return [sys.executable, "-m", __name__, str(os.getpid()), module, *arguments]
 
 
 def _run(parent: int, module: str, *arguments: str) -> None:
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) or os.getppid() != parent:
-        sys.exit(1)  # the parent is gone already, or could go unnoticed
+        sys.exit(1)  # the parent is gone already, or its end would not be noticed
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

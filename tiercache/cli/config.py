@@ -1,4 +1,4 @@
-"""`tiercache config`: what the daemon would make of a configuration, before it does."""
+"""The `tiercache config` commands: check, show and describe the configuration of the daemon without starting it."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ verbs = ["read", "write"]
 [tenants.acme]
 salt_file = "/etc/tiercache/acme.salt"    # 32 random bytes, mode 0600
 """
-"""What `--help` shows; a file that loads."""
+"""Configuration file that `tiercache config --help` shows; it can be loaded as it is."""
 
 _WIDE: Final = 160
-"""Columns of a table that is not printed to a terminal."""
+"""Width, in columns, of a table that is not printed to a terminal."""
 
 
 def _verbatim(text: str) -> str:
-    """Paragraphs that help neither refills nor takes for markup."""
+    """Return `text` marked so that typer's help neither rewraps its paragraphs nor reads markup in them."""
     return "\n\n".join(f"\b\n{escape(paragraph)}" for paragraph in text.strip().split("\n\n"))
 
 
@@ -93,7 +93,7 @@ def check(
     JSON fields: file, serves (what, how), warnings. With jsonl a line for each of serves and of warnings (warning), and a last line with
     summary.
     """
-    # Imported here, so that --help needs none of it.
+    # Imported here to keep --help fast: it needs none of these modules.
     from tiercache.cli.readiness import check as check_readiness
     from tiercache.config.settings import DEFAULT_FILE, find_file, printable, resolve
 

@@ -1,4 +1,4 @@
-"""`tiercache demo`: the main job in one command."""
+"""The `tiercache demo` command: serve, kill and resume conversations, and check every answer against a recompute."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tiercache.storage.registry import open_backend
 
 _COLUMNS: Final = ("chat, turn", "from", "restored", "computed", "1st token", "recompute", "gain", "diff", "uncut", "answer")
 _WIDE: Final = 95
-"""Columns of a terminal that all of these need."""
+"""Terminal width, in columns, from which all of `_COLUMNS` are shown; a narrower table leaves out two of them."""
 _LEGEND: Final = (
     "restored, computed: tokens of the prompt. recompute: one warmed, uncut prefill (median of 5). diff: largest logit difference to a "
     "recompute with the same cuts; uncut: to one without cuts, which rounds differently. cold: page cache dropped."
@@ -41,7 +41,10 @@ TIMED: Final = {"speed-host": "from host", "speed-disk": "from disk", "speed-dis
 
 @dataclass
 class Result:
-    """What the two processes reported. `store` is what the lowest tier is called."""
+    """Reports collected from the two server processes.
+
+    `store` is the name of the lowest tier: "disk", or "storage" when the demo runs on a store given by URL.
+    """
 
     store: str = "disk"
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -49,21 +52,21 @@ class Result:
 
     @property
     def hits(self) -> dict[str, int]:
-        """Restores by the slowest tier that each needed."""
+        """Number of requests by the slowest tier that each of them needed."""
         return {tier: sum(row["tier"] == tier for row in self.rows) for tier in ("device", "host", self.store)}
 
     @property
     def wrong(self) -> int:
-        """Answers that are not bit for bit those of the recompute, in bytes, logits or text."""
+        """Number of answers that differ from their recompute in restored bytes, logits or text; equal means bit for bit."""
         return sum(not (row["same_text"] and row["same_bytes"] and row["max_logit_diff"] == 0.0) for row in self.rows)
 
     @property
     def restart_hits(self) -> int:
-        """Conversations that the second process restored from what the first had stored."""
+        """Number of requests that the second process restored from the store that the first one had filled."""
         return sum(row["phase"] == "restart" and row["tier"] == self.store for row in self.rows)
 
     def faults(self) -> list[str]:
-        """Why the demonstration failed; empty if it did not."""
+        """Return the reasons why the demonstration failed; empty if it passed."""
         faults = [f"{self.wrong} of {len(self.rows)} answers differ from their recompute"] if self.wrong else []
         faults += [f"nothing was restored from {tier}" for tier, n in self.hits.items() if not n]
         if not self.restart_hits:
@@ -71,7 +74,7 @@ class Result:
         return faults
 
     def summary(self) -> dict[str, Any]:
-        """The `summary` of the JSON report."""
+        """Return the `summary` object of the JSON report."""
         return {"wrong_outputs": self.wrong, "hits_by_tier": self.hits, "faults": self.faults(), **self.figures}
 
 
@@ -154,7 +157,10 @@ def demo(
 
 
 def _require_device(name: str) -> None:
-    """ConfigError for a device that cannot be. Whether it is there, the serving process finds: to ask, torch has to be loaded."""
+    """Raise ConfigError for a device name that is not known, or for CUDA without CuPy.
+
+    Only the serving process finds out whether the device exists: asking for it means loading torch.
+    """
     if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", name):
         raise ConfigError(f"--device {name} is not known; use cpu, cuda, or cuda:N for one of several")
     if name != "cpu" and find_spec("cupy") is None:
@@ -162,14 +168,14 @@ def _require_device(name: str) -> None:
 
 
 def _require_room(sizes: dict[str, int], device: str, directory: Path) -> None:
-    """ConfigError for sizes that this machine cannot have, before anything is made."""
+    """Raise ConfigError for sizes that this machine cannot have, before anything is created."""
     pools = [("--device-bytes", sizes["device_bytes"])] if device == "cpu" else []
     list(require_memory(("--host-bytes", sizes["host_bytes"]), *pools))
     list(require_disk(directory, "--disk-bytes", sizes["disk_bytes"]))
 
 
 def _size(text: str) -> int:
-    """Bytes; 0 for auto."""
+    """Return `text` as bytes; 0 stands for "auto"."""
     return 0 if text == "auto" else parse_size(text)
 
 
@@ -192,7 +198,10 @@ def _progress(console: Console) -> Progress:
 
 
 def _require_answer(url: str) -> None:
-    """UnreachableError unless the store can be asked; a worker would go on without it, and restore nothing."""
+    """Raise UnreachableError unless the store answers, and ConfigError unless two processes can share it.
+
+    A worker whose store does not answer would carry on without it and restore nothing.
+    """
     with open_backend(url) as store:
         if not store.capabilities.shared:
             raise ConfigError(f"--storage {url} is no store that two processes can have open; name a daemon's, or an lmdb store")
@@ -203,9 +212,9 @@ def _require_answer(url: str) -> None:
 
 
 def _run(plan: dict[str, Any], title: str, result: Result, progress: Progress, others: ExitStack) -> None:
-    """One server process: feed it the plan, and collect its events.
+    """Run one server process: send it the plan, and collect its events in `result`.
 
-    Where it says that everything is stored it is killed: at once, or, if the store is shared, with `others` at the end.
+    The process is killed once it reports that everything is stored: immediately, or, if the store is shared, when `others` is closed.
     """
     task = progress.add_task(title, total=None, doing="loading the model")
     stderr = others.enter_context(tempfile.TemporaryFile("w+"))  # noqa: SIM115
@@ -228,7 +237,7 @@ def _run(plan: dict[str, Any], title: str, result: Result, progress: Progress, o
 
 
 def _follow(events: Iterable[str], result: Result, progress: Progress, task: TaskID) -> bool:
-    """Take in a server's events until it ends, or asks to be killed by `settled`: True then."""
+    """Process a server's events until they end; return True as soon as the server asks, by `settled`, to be killed."""
     for told in events:
         event = json.loads(told)
         kind = event.pop("event")
@@ -249,7 +258,7 @@ def _follow(events: Iterable[str], result: Result, progress: Progress, task: Tas
 
 
 def _failure(stderr: str, code: int) -> TierCacheError:
-    """The error that a server process ended with, as it was raised there but without its traceback."""
+    """Return the error that ended a server process, with its original type and message where it is a TierCacheError."""
     lines = [line for line in stderr.splitlines() if line.strip()]
     last = lines[-1] if lines else "no message"
     name, _, message = last.partition(": ")

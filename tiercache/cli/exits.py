@@ -1,4 +1,4 @@
-"""Exit codes: one table for all verbs, and which error ends in which."""
+"""Exit codes: one table for all verbs, and the code that each kind of error ends in."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tiercache.errors import InputError, RefusedError, StorageError, TierCacheEr
 
 
 class Exit(enum.IntEnum):
-    """How a verb ends. A code means the same whichever verb it comes from."""
+    """Exit codes of all verbs. A code means the same for every verb."""
 
     DONE = 0
     FAILED = 1
@@ -44,11 +44,11 @@ class UnreachableError(StorageError):
 
 
 class CannotTellError(TierCacheError):
-    """There is an answer, but none that says what was asked."""
+    """An answer came, but it does not say what was asked."""
 
 
 def code_of(error: Exception) -> Exit | None:
-    """What an error of the user's or the world's ends in; None for one of ours."""
+    """Return the exit code for an error caused by the user or the environment; None for a defect of tiercache."""
     if isinstance(error, UnreachableError):
         return Exit.UNREACHABLE
     if isinstance(error, CannotTellError):
@@ -61,11 +61,11 @@ def code_of(error: Exception) -> Exit | None:
 
 
 def table() -> str:
-    """All codes and what they mean, a line each."""
+    """Return all exit codes and their meanings, one per line."""
     return "\n".join(f"{code:>3}  {meaning}" for code, meaning in MEANINGS.items())
 
 
 def line() -> str:
-    """The codes that a verb chooses itself, in a sentence."""
+    """Return one sentence with the codes that a verb itself chooses, which are those below Exit.INTERRUPTED."""
     words = [f"{code} {meaning.partition(':')[0].partition(',')[0]}" for code, meaning in MEANINGS.items() if code < Exit.INTERRUPTED]
     return f"Exit codes: {', '.join(words)}; tiercache --help says more."

@@ -1,4 +1,4 @@
-"""How all verbs print: rows, documents, sizes, ages and progress. Nothing that others wrote reaches a terminal as it came."""
+"""Printing for all verbs: rows, documents, sizes, ages and progress. Text from outside is escaped before it reaches a terminal."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from rich.progress import (
 from rich.table import Table
 
 SHORT: Final = 12
-"""Hex digits of a page key in a table."""
+"""Hex digits of a page key that a table shows."""
 SHORTER: Final = 8
-"""Hex digits of a namespace or a layout."""
+"""Hex digits of a namespace or a layout that a table shows."""
 _WIDTH: Final = 120
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _AGES: Final = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
 
 
 class Output(enum.StrEnum):
-    """How results are printed."""
+    """Formats in which a verb can print its results."""
 
     TABLE = "table"
     JSON = "json"
@@ -47,17 +47,17 @@ OutputOption = Annotated[
 
 
 def clean(text: str) -> str:
-    """`text` with everything that would steer a terminal or hide itself written as an escape."""
+    """Return `text` with every unprintable character, such as a terminal control or an invisible one, written as an escape."""
     return text if text.isprintable() else "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def safe(text: str) -> str:
-    """`text` for rich: cleaned, and without its markup."""
+    """Return `text` for rich: unprintable characters escaped, and markup made literal."""
     return escape(clean(text))
 
 
 def size_text(nbytes: int) -> str:
-    """A size for people: 4.0 KiB."""
+    """Format a size for reading, such as "4.0 KiB"."""
     value, unit = float(nbytes), 0
     while value >= 1024 and unit < len(_UNITS) - 1:
         value, unit = value / 1024, unit + 1
@@ -65,7 +65,7 @@ def size_text(nbytes: int) -> str:
 
 
 def age_text(seconds: float | None) -> str:
-    """An age for people; a dash where it is not known."""
+    """Format an age in seconds for reading, such as "3 min"; "-" if it is not known."""
     if seconds is None:
         return "-"
     for unit, name in _AGES:
@@ -75,18 +75,18 @@ def age_text(seconds: float | None) -> str:
 
 
 def count_text(count: int, noun: str) -> str:
-    """A number of things: 1 object, 2,000 objects."""
+    """Format a count with its noun, such as "1 object" or "2,000 objects"."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def ranges_text(numbers: Sequence[int], most: int = 12) -> str:
-    """Ascending numbers with their runs drawn together: 1..4, 7; at most so many parts."""
+    """Format ascending numbers with runs merged, such as "1..4, 7"; at most `most` runs, then "..." and the last number."""
     parts = [f"{a}..{b}" if b > a else str(a) for a, b in ranges(numbers)]
     return ", ".join(parts) if len(parts) <= most else f"{', '.join(parts[:most])}, ... {numbers[-1]}"
 
 
 def ranges(numbers: Sequence[int]) -> list[tuple[int, int]]:
-    """The runs of ascending numbers, each with its first and last."""
+    """Return the runs of consecutive numbers in an ascending sequence, each as its first and last number."""
     found: list[tuple[int, int]] = []
     for n in numbers:
         if found and found[-1][1] == n - 1:
@@ -97,17 +97,17 @@ def ranges(numbers: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def say(text: str) -> None:
-    """A sentence on stderr."""
+    """Print a sentence on stderr, escaped."""
     sys.stderr.write(clean(text) + "\n")
 
 
 def complain(text: str) -> None:
-    """The sentence in which a verb ends, on stderr."""
+    """Print on stderr the sentence of the error that ends a verb."""
     Console(stderr=True, highlight=False, emoji=False).print(f"[red]tiercache:[/] {safe(text)}", soft_wrap=True)
 
 
 def records(found: Iterable[Mapping[str, Any]], output: Output) -> None:
-    """Rows as JSON: one document with all of them, or each on a line as it comes."""
+    """Print rows as JSON: one document with all of them, or one line each as they arrive."""
     if output is Output.JSON:
         document(list(found))
     else:
@@ -116,30 +116,33 @@ def records(found: Iterable[Mapping[str, Any]], output: Output) -> None:
 
 
 def whole(record: Mapping[str, Any], output: Output) -> None:
-    """What has no rows, as JSON."""
+    """Print one object without rows as JSON: as a document, or on one line."""
     (document if output is Output.JSON else line)(record)
 
 
 def line(record: Mapping[str, Any]) -> None:
-    """One JSON object on a line of its own, in one write: what is interrupted leaves whole lines."""
+    """Print one JSON object on a line of its own, in one write, so that an interruption leaves whole lines only."""
     sys.stdout.write(json.dumps(record) + "\n")
     sys.stdout.flush()
 
 
 def document(value: Any) -> None:
-    """One JSON document."""
+    """Print one JSON document, indented by one space."""
     sys.stdout.write(json.dumps(value, indent=1) + "\n")
     sys.stdout.flush()
 
 
 def console() -> Console:
-    """Where tables go; as wide as a terminal, or wide enough."""
+    """Return the console for tables on stdout; 120 columns wide where it is not a terminal."""
     found = Console(highlight=False, emoji=False)
     return found if found.is_terminal else Console(width=_WIDTH, highlight=False, emoji=False)
 
 
 def table(columns: Sequence[str], left: Sequence[str] = ()) -> Table:
-    """An empty table whose numbers stand to the right. Its cells take markup: `safe` what comes from a store."""
+    """Return an empty table whose columns are right-aligned, except those named in `left`.
+
+    Cells are parsed as rich markup: pass text that comes from a store through `safe`.
+    """
     made = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for name in columns:
         made.add_column(name, justify="left" if name in left else "right", overflow="fold")
@@ -148,7 +151,10 @@ def table(columns: Sequence[str], left: Sequence[str] = ()) -> Table:
 
 @contextmanager
 def progress(doing: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr over `total` bytes, where that is a terminal; the callable says how many more are done."""
+    """Show a progress bar over `total` bytes on stderr if it is a terminal; no bar otherwise.
+
+    Yields a callable that takes the number of bytes done since its last call.
+    """
     shown = Console(stderr=True, emoji=False)
     if not shown.is_terminal:
         yield lambda _: None
@@ -160,7 +166,7 @@ def progress(doing: str, total: int) -> Iterator[Callable[[int], None]]:
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    # Rows must not end up in the bar where both are on a terminal, and must not go to stderr where they are not.
+    # Redirect stdout only where it is a terminal: rows would be drawn into the bar there, and would go to stderr otherwise.
     with Progress(*columns, console=shown, transient=True, redirect_stdout=sys.stdout.isatty()) as bar:
         task = bar.add_task(doing, total=total)
         yield lambda done: bar.update(task, advance=done)

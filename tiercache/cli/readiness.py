@@ -1,6 +1,6 @@
-"""Whether a configuration can be served on this machine now: all that `serve` needs to be true before it opens the store.
+"""Checks that a configuration can be served on this machine now: all that `serve` requires before it opens the store.
 
-`config check` says what is found here, and `serve` goes no further than this where something is: nothing was written then.
+`config check` prints what these checks find; `serve` runs the same checks and stops at an error, before anything is written.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ _BACKLOG: Final = 1
 
 
 def check(settings: Settings, *, files: bool = True, ports: bool = True) -> list[str]:
-    """What works but may not be meant; raises ConfigError for what a setting says, StorageError for what this machine has.
+    """Return warnings about a configuration that can be served; raise an error for one that cannot.
 
-    `files`: look at secrets and certificates; `ports`: try addresses and sockets, which a daemon that runs already has. Leaves nothing.
+    Raises ConfigError for a setting that is wrong, and StorageError for a condition of this machine, such as a port in use. `files`: also
+    check secrets and certificates. `ports`: also try addresses and sockets, which fails while a daemon serves them. Leaves nothing behind.
     """
     if files:
         check_files(settings)
@@ -54,7 +55,10 @@ def check(settings: Settings, *, files: bool = True, ports: bool = True) -> list
 
 
 def require_memory(*wanted: tuple[str, int]) -> Iterator[str]:
-    """Raise ConfigError for names and bytes that this machine cannot have together; a warning where it has not at the moment."""
+    """Raise ConfigError if the named byte counts exceed together what this machine can ever have.
+
+    Yields a warning if they exceed the memory that is free at the moment.
+    """
     wanted = tuple((name, nbytes) for name, nbytes in wanted if nbytes)
     found, total = memory(), sum(nbytes for _, nbytes in wanted)
     if found.most and total > found.most:
@@ -66,7 +70,10 @@ def require_memory(*wanted: tuple[str, int]) -> Iterator[str]:
 
 
 def require_disk(path: Path, name: str, capacity: int) -> Iterator[str]:
-    """Raise ConfigError for a capacity that the disk of a store can never have; a warning where it is not free at the moment."""
+    """Raise ConfigError if a capacity exceeds the size of the store's disk.
+
+    Yields a warning if it exceeds the space that is free at the moment; bytes that the store holds already count as free.
+    """
     place = place_of(path)
     size, free = place.disk_bytes()
     disk = f"the disk of {clean(str(place.there))} has"
@@ -84,7 +91,7 @@ def _memory(settings: Settings) -> Iterator[str]:
 
 
 def _store(settings: Settings) -> Iterator[str]:
-    """The place of a local store: can there be a directory, and can it ever be as large as it may be?"""
+    """Check that the directory of a local store can exist and that its disk has room for the store's capacity; yield warnings."""
     section = section_of(settings.store_url)
     if section["type"] not in _LOCAL or "path" not in section:
         return
@@ -93,12 +100,15 @@ def _store(settings: Settings) -> Iterator[str]:
     try:
         capacity = parse_size(section["capacity"])
     except (KeyError, ConfigError):
-        return  # "kept"; or the store itself says what is wrong
+        return  # no capacity that can be parsed: it is "kept", or the store reports the mistake
     yield from require_disk(path, "storage: capacity" if of_url else "disk_bytes", capacity)
 
 
 def _sockets(directory: Path) -> None:
-    """The directory of the unix sockets: of this user's, or to be made, with nothing else under the names of the sockets."""
+    """Raise ConfigError unless the unix sockets can lie in `directory`.
+
+    It must be possible to create, or be a directory of this user and not a symbolic link, with nothing but sockets under their names.
+    """
     require_place(directory, "sockets")
     if os.path.lexists(directory) and (os.path.islink(directory) or directory.stat().st_uid != os.getuid()):
         raise ConfigError(f"sockets: {clean(str(directory))} is not a directory of this user's; remove it, or name another one")
@@ -109,7 +119,7 @@ def _sockets(directory: Path) -> None:
 
 
 def require_place(path: Path, setting: str) -> None:
-    """Raise ConfigError where this user can have no directory to write to."""
+    """Raise ConfigError if this user cannot have a writable directory at `path`; `setting` names it in the message."""
     place = place_of(path)
     there, shown = clean(str(place.there)), clean(str(path))
     if not place.is_directory:
@@ -120,7 +130,7 @@ def require_place(path: Path, setting: str) -> None:
 
 
 def _ports(settings: Settings) -> None:
-    """Take every address at once, and give them back; see that no daemon answers on the sockets."""
+    """Bind every address at the same time and release them; raise StorageError if one is taken or a daemon answers on the sockets."""
     if settings.unix:
         alive, pid = listener(str(settings.socket_directory))
         if alive:
@@ -129,6 +139,7 @@ def _ports(settings: Settings) -> None:
                 f"sockets: another daemon serves {clean(str(settings.socket_directory))}{who};"
                 " stop it, or give this one a directory of its own"
             )
+    # A check only: another process may still take a port before the daemon binds it.
     with ExitStack() as taken:
         for address in settings.addresses:
             _bind(address, "", taken)
@@ -158,7 +169,7 @@ def _bind(address: Address, setting: str, taken: ExitStack) -> None:
 
 
 def _about(nbytes: int) -> str:
-    """A size that somebody counted, to the nearest tenth of the largest unit."""
+    """Format a byte count that a user did not write, rounded to a tenth of the largest unit that fits."""
     value, unit = float(nbytes), "bytes"
     for larger in ("KiB", "MiB", "GiB", "TiB", "PiB"):
         if value >= 1024:

@@ -1,4 +1,4 @@
-"""`tiercache serve`: the daemon in the foreground."""
+"""The `tiercache serve` command: run the daemon in the foreground."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def serve(
     stop = Event()
 
     def told(number: int, _: FrameType | None) -> None:
-        if stop.is_set():  # asked twice
+        if stop.is_set():  # second signal: do not wait for the calls under way
             sys.exit(128 + number)
         stop.set()
 
@@ -99,7 +99,7 @@ def serve(
 
 
 def _report(node: Node, output: Output) -> None:
-    """Say as JSON where it serves, for who started it."""
+    """Print as JSON where the node serves, for the process that started it; nothing in table format."""
     settings = node.settings
     places = [("unix", str(settings.socket_directory))] if settings.unix else []
     places += [("tcp", address) for address in node.addresses]

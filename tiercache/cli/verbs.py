@@ -1,4 +1,4 @@
-"""The verbs by name, each loaded when it is called: what `tiercache --help` needs is here."""
+"""The verbs by name. Each verb's module is imported when the verb is called: this module holds all that `tiercache --help` needs."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from tiercache.cli import exits
 
 @dataclass(frozen=True, slots=True)
 class Verb:
-    """Where a verb is, and its first line of help. `where`: a function or a typer.Typer, as MODULE:NAME."""
+    """A verb: where it is implemented (`where`: a function or a typer.Typer, as MODULE:NAME), and its first line of help."""
 
     where: str
     summary: str
     command: str = ""
-    """MODULE:NAME of the class of its command, where it has one of its own."""
+    """Class of the verb's typer command, as MODULE:NAME; empty for typer's own."""
 
     def load(self, name: str) -> Any:
-        """The verb's command, whose help ends with the exit codes."""
-        logging.getLogger("tiercache_backends.grpc").addHandler(logging.NullHandler())  # what it logs, the verbs say themselves
+        """Import the verb and return its command, whose help ends with the exit codes."""
+        logging.getLogger("tiercache_backends.grpc").addHandler(logging.NullHandler())  # the verbs report these failures themselves
         found = _named(self.where)
         if not isinstance(found, typer.Typer):
             alone = typer.Typer(add_completion=False)
@@ -69,11 +69,11 @@ VERBS: Final = {
     "bench": Verb("tiercache.cli.bench.command:bench", "Measure this machine, each figure beside the raw limit of the same run."),
     "config": Verb("tiercache.cli.config:config", "Check, show and describe the configuration of the daemon."),
 }
-"""In the order in which the help lists them."""
+"""Verbs in the order in which the help lists them."""
 
 
 class Verbs(TyperGroup):
-    """The group of all verbs. It shows each by name and summary, and imports the one that is called or completed."""
+    """Group of all verbs; lists each by name and summary, and imports only the one that is called or completed."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
@@ -81,7 +81,7 @@ class Verbs(TyperGroup):
             self.add_command(TyperCommand(name, help=verb.summary))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
-        """The verb that the arguments name, loaded."""
+        """Return the verb that the arguments name, imported, with its name and the remaining arguments."""
         name, found, rest = super().resolve_command(ctx, args)
         return name, VERBS[name].load(name) if name in VERBS else found, rest
 

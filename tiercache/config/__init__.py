@@ -1,6 +1,6 @@
-"""How settings are written, and the configuration of the daemon.
+"""Notation of settings, and the configuration of the daemon.
 
-`quantities` is what everything may use, and all that is imported here: `settings`, the daemon's configuration, needs pydantic.
+Importing this package imports `quantities` only, which any module may use; `settings`, the daemon's configuration, needs pydantic.
 """
 
 from tiercache.config.quantities import parse_duration, parse_size

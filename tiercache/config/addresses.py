@@ -1,4 +1,4 @@
-"""TCP addresses as they are configured: 127.0.0.1:7070, [::1]:7070, node-1.example:7070."""
+"""TCP addresses in the form used in settings: 127.0.0.1:7070, [::1]:7070, node-1.example:7070."""
 
 from __future__ import annotations
 
@@ -16,20 +16,23 @@ _LABEL: Final = re.compile(r"[0-9A-Za-z](?:[0-9A-Za-z-]{0,61}[0-9A-Za-z])?")
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """A host and a port to listen on; port 0 is any free one."""
+    """Host and port to listen on; port 0 stands for any free port."""
 
     host: str
-    """Without brackets."""
+    """Name or IP address of the host, without brackets."""
     port: int
     loopback: bool
-    """Whether only this machine can reach it. A name other than `localhost` counts as reachable: nobody knows what it resolves to."""
+    """Whether only this machine can reach the address.
+
+    False for a name other than `localhost`, because it is not known what the name resolves to.
+    """
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 def parse_address(text: object) -> Address:
-    """The address that `text` names; raises ConfigError, with the form, for anything else."""
+    """Return the address that `text` names; raises ConfigError, with the expected form, for anything else."""
     match = _FORM.fullmatch(text) if isinstance(text, str) else None
     if match is None or int(match[3]) > 0xFFFF or not (match[1] or _possible(match[2])):
         raise ConfigError(
@@ -46,10 +49,10 @@ def _possible(host: str) -> bool:
 
 
 def _loopback(v6: str | None, host: str) -> bool:
-    """Whether the host is this machine alone. Raises AddressValueError for a malformed IP address."""
+    """Return whether the host can be reached by this machine alone. Raises AddressValueError for a malformed IP address."""
     if v6:
         return IPv6Address(v6).is_loopback
-    # As in RFC 1123: what ends in a number is an IPv4 address, and not "127.1", which resolvers take for one.
+    # RFC 1123: a host whose last label is a number is an IPv4 address. "127.1", which resolvers accept, is malformed here.
     if host.rpartition(".")[2].isdigit():
         return IPv4Address(host).is_loopback
     return host.lower() == "localhost"

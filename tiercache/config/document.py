@@ -1,4 +1,4 @@
-"""Settings as documents: what each is called and for, the JSON Schema of the file, and what a file with given settings says."""
+"""Settings as documents: names and descriptions, the JSON Schema of the file, and the contents of a file with given settings."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tiercache.config.toml import Key
 
 
 def table_of(annotation: Any) -> type[BaseModel] | None:
-    """The table that a setting is, or a list or a table of."""
+    """Return the table that an annotation is, or is a list or a mapping of; None if it contains no table."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next((table for table in map(table_of, get_args(annotation)) if table), None)
 
 
 def table_at(key: Sequence[str | int]) -> type[BaseModel]:
-    """The table at a key: of the settings themselves, in a list (`principals`, 1), or one that a user named (`tenants`, `acme`)."""
+    """Return the model of the table at a key: the settings themselves, a table, an item of a list, or a table that a user named."""
     found: type[BaseModel] = Settings
     for part in key:
         if isinstance(part, str) and part in found.model_fields:
@@ -30,19 +30,22 @@ def table_at(key: Sequence[str | int]) -> type[BaseModel]:
 
 
 def description(key: Key) -> str:
-    """What the setting at a key is for."""
+    """Return the description of the setting at a key; empty if there is none."""
     *table, name = key
     field = table_at(table).model_fields.get(str(name))
     return (field and field.description) or ""
 
 
 def document(settings: Settings) -> dict[str, Any]:
-    """What a file with these settings says, in strings, numbers, booleans, lists and tables. It can be loaded again."""
+    """Return the contents of a file with these settings, as strings, numbers, booleans, lists and tables.
+
+    Written as TOML, it can be loaded again.
+    """
     return _said(settings, settings.model_dump(mode="json"))
 
 
 def effective(settings: Settings) -> dict[str, Any]:
-    """As `document`, and with the values of settings that follow from others."""
+    """Return the same as `document`, with the values of settings that follow from others filled in."""
     values = settings.model_dump(mode="json")
     values["sockets"] = str(settings.socket_directory)
     for name in ("client_bytes", "principal_bytes", "object_bytes"):
@@ -52,7 +55,7 @@ def effective(settings: Settings) -> dict[str, Any]:
 
 def _said(settings: Settings, values: dict[str, Any]) -> dict[str, Any]:
     if settings.storage:
-        del values["disk_bytes"]  # Of a store that is not used; together they are an error.
+        del values["disk_bytes"]  # belongs to the file store, which is not used; giving both is an error
     said: dict[str, Any] = _without_none(values)
     return said
 
@@ -64,7 +67,7 @@ def _without_none(value: Any) -> Any:
 
 
 def leaves(values: Mapping[str, Any], key: Key = ()) -> Iterator[tuple[Key, Any]]:
-    """Every value that is no table, with its key."""
+    """Yield every value that is not a table, with its key."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield from leaves(value, (*key, name))
@@ -76,7 +79,7 @@ def leaves(values: Mapping[str, Any], key: Key = ()) -> Iterator[tuple[Key, Any]
 
 
 def every_setting(table: type[BaseModel] = Settings, key: str = "") -> Iterator[tuple[str, Any, str]]:
-    """All settings that there are: the name, the default as a file writes it, or None, and what it is for."""
+    """Yield all possible settings: the name, the default as a file writes it (or None), and the description."""
     for name, field in table.model_fields.items():
         inner, listed = table_of(field.annotation), "[]" if get_origin(field.annotation) is tuple else ""
         named = ".NAME" if get_origin(field.annotation) is dict else listed
@@ -87,7 +90,7 @@ def every_setting(table: type[BaseModel] = Settings, key: str = "") -> Iterator[
 
 
 def schema() -> dict[str, Any]:
-    """The JSON Schema of the file, for editors. It knows names, types and ranges, not what `rules` says."""
+    """Return the JSON Schema of the file, for editors. It covers names, types and ranges, but not what `rules` checks."""
     made = Settings.model_json_schema()
     tables: list[type[BaseModel]] = [Settings]
     tables += [table for table in (table_of(field.annotation) for field in Settings.model_fields.values()) if table]
@@ -99,16 +102,16 @@ def schema() -> dict[str, Any]:
 
 
 def _default(table: type[BaseModel], name: str) -> Any:
-    """The default of a setting as a file writes it; None for a table, and for what must be given or follows from other settings."""
+    """Return the default of a setting as a file writes it; None for a table, a required setting, or one that follows from others."""
     value = table.model_fields[name].get_default(call_default_factory=True)
     if value is None or value is PydanticUndefined or table_of(type(value)):
         return None
-    # Nothing else is looked at: a table that is made without validation may lack what must be given.
+    # Dump this setting only: a table built without validation may lack required settings.
     return table.model_construct(**{name: value}).model_dump(mode="json", include={name})[name]
 
 
 def _tidy(setting: dict[str, Any], default: Any) -> None:
-    """TOML has no null, and a default is written as people write it."""
+    """Adapt a setting's schema in place: drop null, which TOML lacks, and the title, and write the default as in a file."""
     for noise in ("title", "default"):
         setting.pop(noise, None)
     if default is not None:

@@ -1,6 +1,6 @@
-"""The types of settings: from what stands in a file, a variable or a flag to a value, with a sentence for what does not fit.
+"""Types of settings: conversion of a value from a file, a variable or a flag, with a sentence for each value that does not fit.
 
-Everything is checked by the functions here, before pydantic sees it, so that a message is ours and a boolean is never a number.
+The functions here check every value before pydantic sees it, so that messages are tiercache's own and a boolean never passes for a number.
 """
 
 from __future__ import annotations
@@ -21,11 +21,14 @@ from tiercache.errors import ConfigError
 _LARGEST_SIZE: Final = 2**60
 _LONGEST: Final = 366 * 86400.0
 _MESSAGE_LIMIT: Final = 2**31 - 1
-"""gRPC counts the bytes of a message in a signed 32-bit number."""
+"""Largest message in bytes: gRPC counts them in a signed 32-bit number."""
 _WORDS: Final = {word: value for value, words in ((True, "true yes on 1"), (False, "false no off 0")) for word in words.split()}
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 _NAMESPACE: Final = re.compile(r"(?:[0-9a-f]{2}){1,64}")
-"""A store's names of namespaces have 1 to 64 bytes: 32 of an identity, and a tenant's mark of 16 as they lie in the store."""
+"""Hex digits of a namespace, which in a store has 1 to 64 bytes.
+
+An identity has 32 of them, and a tenant's mark adds 16 in the form in which the store holds them.
+"""
 
 
 def _size(least: int = 0, most: int = _LARGEST_SIZE) -> Callable[[Any], int]:
@@ -63,7 +66,7 @@ def _flag(value: Any) -> bool:
 
 
 def _text(value: Any) -> str:
-    # What cannot be printed could rewrite the line of a log or of a terminal.
+    # Unprintable characters could rewrite a line of a log or of a terminal.
     if not isinstance(value, str) or not value.isprintable() or len(value) > 4096:
         raise ConfigError(f"{shown(value)} is not a line of text; write printable characters in quotes")
     return value
@@ -71,7 +74,7 @@ def _text(value: Any) -> str:
 
 def _path(value: Any) -> str:
     text = str(value) if isinstance(value, Path) else value
-    # Not repeated: who mistakes token_file for the token has written a secret here.
+    # The message does not repeat the value: it is a secret if the token itself was written into token_file.
     if not isinstance(text, str) or not text.isprintable() or not text.startswith("/"):
         raise ConfigError("this is not an absolute path; write it from the root, like /var/lib/tiercache")
     return text

@@ -1,4 +1,4 @@
-"""The files that settings name: are they there, are they private, and what do they hold? Errors name the file and never its contents."""
+"""Checks of the files that settings name: existence, privacy and contents. Errors name the file and never repeat its contents."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ if TYPE_CHECKING:
 
 _PUBLIC_LIMIT: Final = 2**20
 _SLACK: Final = 64
-"""Bytes of white space that may stand around a token."""
+"""Bytes of white space that may surround a token."""
 
 
 def check_files(settings: Settings) -> None:
-    """Raises ConfigError where a file is missing, readable by others, too small or too large, or holds the secret of another."""
+    """Raise ConfigError if a file is unfit or two files hold the same secret.
+
+    A file is unfit if it is missing, too small or too large, or, where it holds a secret, accessible to users other than its owner.
+    """
     tokens = {
         f"principals[{n}].token_file": read_token(principal.token_file, f"principals[{n}].token_file")
         for n, principal in enumerate(settings.principals)
@@ -42,13 +45,13 @@ def check_files(settings: Settings) -> None:
 
 
 def check_certificates(settings: Settings) -> None:
-    """Raises ConfigError where the TLS files hold something else than what they should, or where the key is another certificate's."""
+    """Raise ConfigError if the TLS files do not hold certificates and a key, or if the key belongs to another certificate."""
     tls = settings.tls
     if tls is None or tls.certificate is None:
         return
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
-        # A password, lest OpenSSL asks for one at the terminal.
+        # An empty password keeps OpenSSL from asking for one at the terminal.
         context.load_cert_chain(tls.certificate, tls.key, password="")
     except (OSError, ValueError) as error:
         raise ConfigError(
@@ -63,7 +66,10 @@ def check_certificates(settings: Settings) -> None:
 
 
 def read_token(path: Path, what: str) -> bytes:
-    """The token in a file, without the white space around it; `what` is the setting that names the file."""
+    """Return the token in a file, without the white space around it.
+
+    `what` is the setting that names the file. Raises ConfigError, also for a token that is not printable ASCII.
+    """
     token = read_secret(path, 16, 4096, what, strip=True)
     if not token.isascii() or not token.decode("ascii").isprintable():
         raise ConfigError(f"{what}: {path} holds other than printable ASCII, which no call can carry; write it anew: openssl rand -hex 32")
@@ -71,14 +77,15 @@ def read_token(path: Path, what: str) -> bytes:
 
 
 def read_salt(path: Path, what: str) -> bytes:
-    """The salt in a file, every byte of it; `what` is the setting that names the file."""
+    """Return the salt in a file, all of its bytes; `what` is the setting that names the file. Raises ConfigError."""
     return read_secret(path, 32, 4096, what)
 
 
 def read_secret(path: Path, least: int, most: int, what: str, *, strip: bool = False) -> bytes:
-    """The `least` to `most` bytes of a regular file that only its owner may read; a symbolic link is not followed.
+    """Return the contents, `least` to `most` bytes, of a regular file that only its owner may access; follows no symbolic link.
 
-    `what` says in errors what the file is for. Raises ConfigError; no message repeats the contents.
+    `what` names the file's purpose in errors, `strip` removes white space around the secret. Raises ConfigError; no message repeats the
+    contents.
     """
     limit = most + _SLACK if strip else most
     data = _read(path, limit, what, private=True)
@@ -90,8 +97,9 @@ def read_secret(path: Path, least: int, most: int, what: str, *, strip: bool = F
 
 
 def _read(path: Path, most: int, what: str, *, private: bool) -> bytes:
-    """The bytes of a file, and one more than `most` where it is larger."""
-    # A certificate may be a link, as those that renew certificates make them; a secret may not. Without O_NONBLOCK a pipe would wait.
+    """Return the bytes of a regular file; one byte more than `most` if the file is larger. Raises ConfigError."""
+    # A certificate may be a symbolic link, as tools that renew certificates make them; a secret may not.
+    # Without O_NONBLOCK, opening a named pipe would block.
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (os.O_NOFOLLOW if private else 0)
     try:
         descriptor = os.open(path, flags)

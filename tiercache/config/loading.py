@@ -1,4 +1,4 @@
-"""From a file, the environment and flags to settings: in layers, so that every error and value can be traced to where it stands."""
+"""Loading of settings from a file, the environment and flags, in layers, so that each error and value can be traced to its source."""
 
 from __future__ import annotations
 
@@ -26,16 +26,19 @@ PREFIX: Final = "TIERCACHE_"
 FILE_VARIABLE: Final = "TIERCACHE_CONFIG"
 DEFAULT_FILE: Final = Path("/etc/tiercache/tiercache.toml")
 NO_SETTINGS: Final = frozenset({FILE_VARIABLE, "TIERCACHE_STORE"})
-"""Variables that name no setting and are of other verbs."""
+"""Variables with the prefix of settings that are not settings: the path of the file, and a variable of other verbs."""
 _SERVICE_LINK: Final = re.compile(r"TIERCACHE_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)")
-"""What Kubernetes puts into every pod near a service that is called tiercache or tiercache-...: no setting, and nobody's mistake."""
+"""Variables that Kubernetes puts into every pod near a service called tiercache or tiercache-...
+
+They are neither settings nor a mistake, so they are ignored.
+"""
 _JSON: Final = re.compile(r'\{|\[\s*(["{\]]|$)')
 _FILE_LIMIT: Final = 2**20
 _NESTED: Final = "__"
 
 
 class Origin(StrEnum):
-    """Where a value comes from."""
+    """Kind of place that a value comes from."""
 
     DEFAULT = "default"
     FILE = "file"
@@ -45,15 +48,15 @@ class Origin(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """The settings that one place gives."""
+    """Settings that one place gives: the file, the environment or the flags."""
 
     origin: Origin
     place: str
-    """The file, or words for another place."""
+    """Path of the file, or words for another place."""
     values: Mapping[str, Any]
 
     def says(self, key: Key) -> bool:
-        """Whether this place gives a value for `key`."""
+        """Return whether this place gives a value for `key`."""
         here: Any = self.values
         for part in key:
             try:
@@ -63,13 +66,13 @@ class Layer:
         return True
 
     def call(self, key: Key) -> str:
-        """What a user calls `key` at this place."""
+        """Return the name that a user knows `key` by at this place: a key of the file, a variable or a flag."""
         if self.origin in (Origin.FILE, Origin.DEFAULT):
             return f"{self.place}: {_clean(dotted(key))}"
         names = [_clean(str(part)) for part in key]
         if self.origin is Origin.FLAG:
             return f"--{'-'.join(names).replace('_', '-')}"
-        # What is inside a list came as JSON in the variable of the list.
+        # An item of a list has no variable of its own: it came as JSON in the variable of the list.
         depth = next((n for n, part in enumerate(key) if isinstance(part, int)), len(key))
         variable = PREFIX + _NESTED.join(names[:depth]).upper()
         return f"{variable}, {_clean(dotted(key))}" if depth < len(key) else variable
@@ -77,34 +80,35 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """Settings, and where they came from."""
+    """Settings together with the places that they came from."""
 
     settings: Settings
     file: Path | None
     layers: tuple[Layer, ...]
-    """Where a key has several values, the last of these that has one counts."""
+    """Layers in rising precedence: the last one that has a value for a key counts."""
 
     def origin(self, key: Key) -> Origin:
-        """Where the value of `key` comes from."""
+        """Return the kind of place that the value of `key` comes from."""
         return next((layer.origin for layer in reversed(self.layers) if layer.says(key)), Origin.DEFAULT)
 
 
 def find_file(given: Path | None) -> Path | None:
-    """The file to read: the one that is `given`, else $TIERCACHE_CONFIG, else the one in /etc if it is there."""
+    """Return the path of the file to read: `given`, else $TIERCACHE_CONFIG, else the file in /etc if it exists, else None."""
     named = given or (Path(os.environ[FILE_VARIABLE]) if os.environ.get(FILE_VARIABLE) else None)
     return named or (DEFAULT_FILE if DEFAULT_FILE.exists() else None)
 
 
 def load(file: Path | None = None, overrides: Mapping[str, Any] | None = None) -> Settings:
-    """The settings of `overrides` (flags; None is a flag that was not given) over the environment over `file` over the defaults.
+    """Return the settings from, in falling precedence, `overrides`, the environment, `file` and the defaults.
 
-    Raises ConfigError, in one sentence that names the file and the key, for whatever cannot be served as it is written.
+    `overrides` are flags; None stands for a flag that was not given. Raises ConfigError, in one sentence that names the file and the key,
+    for anything that cannot be served as written.
     """
     return resolve(file, overrides).settings
 
 
 def resolve(file: Path | None = None, overrides: Mapping[str, Any] | None = None) -> Loaded:
-    """As `load`, and says where each value comes from."""
+    """Return the settings like `load`, together with the place that each value comes from."""
     layers = (
         Layer(Origin.FILE, printable(file), _read(file) if file else {}),
         Layer(Origin.ENVIRONMENT, "the environment", _environment()),
@@ -112,7 +116,7 @@ def resolve(file: Path | None = None, overrides: Mapping[str, Any] | None = None
     )
     merged: dict[str, Any] = {}
     for layer in layers:
-        # Each on its own first: a mistake is one even where something else overrides it. What is missing may stand in another.
+        # Check each layer alone first, so that an overridden mistake is found too. A missing setting may stand in another layer.
         _validated(layer, partial=True)
         merged = _merge(merged, layer.values)
     where = " with ".join(layer.place for layer in layers if layer.values) or "defaults"
@@ -125,7 +129,7 @@ def resolve(file: Path | None = None, overrides: Mapping[str, Any] | None = None
 
 
 def printable(path: Path | None) -> str:
-    """A path as a message shows it."""
+    """Return a path in the form in which messages show it: unprintable characters escaped, at most 4096 characters."""
     return _clean(str(path), most=4096)
 
 
@@ -145,12 +149,12 @@ def _read(file: Path) -> dict[str, Any]:
         raise ConfigError(f"{printable(file)} is nested too deeply; no setting needs more than three levels") from error
     except ConfigError:
         raise
-    except ValueError as error:  # TOMLDecodeError is one; so is a number of more digits than Python is willing to read
+    except ValueError as error:  # TOMLDecodeError, or a number with more digits than Python converts
         raise ConfigError(f"{printable(file)} is not TOML: {_clean(str(error))}; fix it there") from error
 
 
 def _environment() -> dict[str, Any]:
-    """What the variables say, each checked for naming a setting: a misspelt one would otherwise be obeyed by nobody."""
+    """Return the settings that variables give; raises ConfigError for a misspelt name, which would otherwise have no effect."""
     variables: dict[str, str] = {}
     for name, value in os.environ.items():
         if name.startswith(PREFIX) and name not in NO_SETTINGS and not _SERVICE_LINK.fullmatch(name):
@@ -165,11 +169,11 @@ def _environment() -> dict[str, Any]:
 
 
 class _Environment(EnvSettingsSource):
-    """Lists as JSON or with commas: TIERCACHE_LISTEN=127.0.0.1:7070,[::1]:7070."""
+    """Source of settings in variables; accepts lists as JSON or with commas: TIERCACHE_LISTEN=127.0.0.1:7070,[::1]:7070."""
 
     def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
         text = str(value).strip()
-        # "[::1]:7070" begins as a list does.
+        # _JSON tells a JSON list from "[::1]:7070", which begins with a bracket as well.
         if not _JSON.match(text):
             return [part.strip() for part in text.split(",") if part.strip()]
         try:
@@ -187,13 +191,13 @@ def _known_variable(name: str) -> None:
 
 
 def _given(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Without the flags that were not given."""
+    """Return `flags` without those that were not given (None), and without tables that are empty then."""
     values = {name: _given(value) if isinstance(value, Mapping) else value for name, value in flags.items()}
     return {name: value for name, value in values.items() if value is not None and value != {}}
 
 
 def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Tables key by key; whatever else, lists included, as a whole."""
+    """Merge two layers: tables key by key; any other value, lists included, is replaced as a whole by the one in `above`."""
     merged = dict(below)
     for name, value in above.items():
         mine = merged.get(name)
@@ -202,9 +206,12 @@ def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _validated(layer: Layer, *, partial: bool = False) -> Settings | None:
-    """The settings of a layer; None where it is `partial` and something is missing. Raises ConfigError for the first mistake."""
+    """Return the settings of a layer; None if it is `partial` and a required setting is missing.
+
+    Raises ConfigError for the first mistake.
+    """
     for name in layer.values:
-        # Before pydantic-settings sees them: it has arguments of its own, such as _env_file.
+        # Reject unknown names before pydantic-settings sees them: it takes arguments of its own, such as _env_file.
         if name not in Settings.model_fields:
             raise _unknown(layer, (name,))
     try:
@@ -234,7 +241,11 @@ def _unknown(layer: Layer, key: Key) -> ConfigError:
 
 
 def _suggestion(layer: Layer, key: Key) -> str:
-    """The setting that was probably meant: one like it in the same table, or one of that name elsewhere; else all there are."""
+    """Return the end of a message that names the setting that was probably meant.
+
+    Tries the same table, tables and settings that have this exact name, then a similar name in the same table; lists the whole table if
+    nothing fits.
+    """
     *parent, last = key
     wanted = str(last)[:64].lower().replace("-", "_")
     names = list(table_at(parent).model_fields)
@@ -248,6 +259,6 @@ def _suggestion(layer: Layer, key: Key) -> str:
 
 
 def _clean(text: str, most: int = 200) -> str:
-    """Text of others, fit for a line of a message: nothing in it moves a cursor, and it ends somewhere."""
+    """Return foreign text made safe for one line of a message: unprintable characters escaped, cut after `most` characters."""
     line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
     return line if len(line) <= most else f"{line[:most]}..."

@@ -1,4 +1,4 @@
-"""What this machine can give: its memory, and the disk below a directory that may not be there yet."""
+"""Resources of this machine: its memory, and the disk of a directory that may not exist yet."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Final
 
 _NO_LIMIT: Final = 1 << 60
-"""From here on a limit of the first version of cgroups is none."""
+"""Bytes from which a memory limit of cgroups version 1 means that there is no limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of memory: the machine's, those that are free or can be freed, and the tightest limit of a container, with where it is set."""
+    """Memory of the machine in bytes: in total, and available (free, or possible to free).
+
+    `limit` is the tightest limit of a container, or None; `limited_by` says where it is set.
+    """
 
     total: int
     available: int
@@ -22,19 +25,19 @@ class Memory:
 
     @property
     def most(self) -> int:
-        """What a process here can have at the very most; 0 where that is not known."""
+        """Most bytes that a process here can ever have; 0 if unknown."""
         return self.total if self.limit is None else min(self.total or self.limit, self.limit)
 
 
 def memory() -> Memory:
-    """The memory of this machine, as the kernel tells it; 0 where it does not."""
+    """Return the memory of this machine as the kernel reports it; 0 for a figure that it does not report."""
     figures = dict(row.split(":", 1) for row in read("/proc/meminfo").splitlines() if ":" in row)
     limit, where = _cgroup_limit()
     return Memory(_kib(figures.get("MemTotal", "")), _kib(figures.get("MemAvailable", "")), limit, where)
 
 
 def read(path: str) -> str:
-    """A small file of the kernel's, or nothing."""
+    """Return the stripped text of a small kernel file; empty if it cannot be read."""
     try:
         return Path(path).read_text(errors="replace").strip()
     except OSError:
@@ -43,35 +46,35 @@ def read(path: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a directory is or would be made: `there` is it, or the nearest one above it that exists."""
+    """Location of a directory that may not exist; `there` is the directory itself, or the nearest one above it that exists."""
 
     path: Path
     there: Path
 
     @property
     def is_directory(self) -> bool:
-        """False where a file is in the way."""
+        """Whether `there` is a directory; false if a file is in the way."""
         return self.there.is_dir()
 
     @property
     def can_be_written(self) -> bool:
-        """May this user make files, and the directories that are missing?"""
+        """Whether this user may create files there, and the directories that are missing."""
         return os.access(self.there, os.W_OK | os.X_OK, effective_ids=True)
 
     def disk_bytes(self) -> tuple[int, int]:
-        """The size of the file system and what is free of it for this user; zeros where it does not say."""
+        """Return the size of the file system and its free bytes for this user; zeros if it does not report them."""
         found = os.statvfs(self.there)
         return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
 
 
 def place_of(path: Path) -> Place:
-    """The place of a directory; links are followed."""
+    """Return the place of a directory, made absolute; symbolic links are followed when the place is examined."""
     path = Path(os.path.abspath(path))
     return Place(path, next(above for above in (path, *path.parents) if os.path.lexists(above)))
 
 
 def _cgroup_limit() -> tuple[int | None, str]:
-    """The tightest limit on the way up from this process's own group."""
+    """Return the tightest memory limit in bytes of this process's cgroup and those above it, and where it is set."""
     own = next((row[3:] for row in read("/proc/self/cgroup").splitlines() if row.startswith("0::")), "/")
     group = Path("/sys/fs/cgroup", own.lstrip("/"))
     limits: list[tuple[int, str]] = []

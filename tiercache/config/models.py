@@ -1,6 +1,6 @@
-"""The settings of the daemon: names, types, defaults, and what each is for. What they must obey together is in `rules`.
+"""Settings of the daemon: names, types, defaults and descriptions. Rules across settings are in `rules`.
 
-A docstring below a setting is its description in `tiercache config schema`.
+The docstring below a setting is its description in `tiercache config schema`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from tiercache.errors import ConfigError
 
 _MIB: Final = 2**20
 _OBJECT_BYTES: Final = 256 * _MIB
-"""More than a state of any model known in 2026, before it is sharded."""
+"""Default of the largest object, in bytes: more than an unsharded state of any model known in 2026."""
 
 
 class _Table(BaseModel):
@@ -83,7 +83,7 @@ class Principal(_Table):
 
     @property
     def credential(self) -> str:
-        """Which credential this is, and where it is found; never a secret."""
+        """Kind of the credential, and its user id, file or name; never the secret itself."""
         return next(f"{kind} {value}" for kind, value in self._credentials().items() if value is not None)
 
     @model_validator(mode="after")
@@ -142,7 +142,7 @@ class MetricsSettings(_Table):
 
     @property
     def address(self) -> Address | None:
-        """`listen`, parsed; None where it is off."""
+        """Address of `listen`, parsed; None if the endpoint is off."""
         return parse_address(self.listen) if self.listen else None
 
 
@@ -191,48 +191,48 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Nothing but the arguments: `load` brings the environment, and knows afterwards what came from there."""
+        """Use the arguments only: `load` reads the environment itself, to know which values came from there."""
         return (init_settings,)
 
     def check(self) -> Self:
-        """These settings, where they fit together; raises ConfigError where they do not. Opens nothing: see `files.check_files`."""
+        """Return these settings; raises ConfigError if they contradict each other. Opens no file: see `files.check_files`."""
         rules.check(self)
         return self
 
     @property
     def store_url(self) -> str:
-        """The store to open."""
+        """URL of the store to open."""
         return self.storage or storage_url("file", self.directory / "store", capacity=self.disk_bytes)
 
     @property
     def socket_directory(self) -> Path:
-        """Where the unix sockets lie."""
+        """Directory of the unix sockets."""
         return self.sockets or self.directory / "run"
 
     @property
     def addresses(self) -> tuple[Address, ...]:
-        """`listen`, parsed."""
+        """Addresses of `listen`, parsed."""
         return tuple(parse_address(text) for text in self.listen)
 
     @property
     def payload_bytes(self) -> int:
-        """Payload bytes in flight in total."""
+        """Payload bytes that may be in flight in total: half of host_bytes, rounded down to a MiB."""
         return self.host_bytes // 2 // _MIB * _MIB
 
     @property
     def object_bytes(self) -> int:
-        """The largest object."""
+        """Size of the largest object in bytes: the setting, or its default."""
         given = [size for size in (self.limits.client_bytes, self.limits.principal_bytes) if size is not None]
         return self.limits.object_bytes or min(_OBJECT_BYTES, self.payload_bytes // 2, *given)
 
     @property
     def client_bytes(self) -> int:
-        """Payload bytes in flight of one client."""
-        # Never below the largest object, or that could not be moved at all.
+        """Payload bytes of one client that may be in flight: the setting, or its default."""
+        # The default leaves room for the largest object, which could not be moved at all otherwise.
         return self.limits.client_bytes or min(max(self.payload_bytes // 4, self.object_bytes), self.principal_bytes)
 
     @property
     def principal_bytes(self) -> int:
-        """Payload bytes in flight of all clients of one principal."""
+        """Payload bytes that may be in flight for all clients of one principal: the setting, or its default."""
         share = self.payload_bytes // 2 if len(self.principals) > 1 else self.payload_bytes
         return self.limits.principal_bytes or max(share, self.object_bytes)

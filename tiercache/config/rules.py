@@ -1,4 +1,4 @@
-"""What settings must obey together, and what is allowed but risky. Pure: nothing is opened, nothing resolved."""
+"""Rules that settings must obey together, and warnings about risky ones. Pure: opens no file and resolves no name."""
 
 from __future__ import annotations
 
@@ -18,19 +18,22 @@ if TYPE_CHECKING:
 SOCKETS: Final = ("grpc.sock", "attach.sock")
 _NAMESPACE_DIGITS: Final = (64, 96)
 _KEY_BYTES: Final = 256
-"""What a description of one object takes in a message, at most."""
+"""Largest size in bytes of one object's description in a message."""
 _SOCKET_PATH: Final = 107
 """Bytes of `sun_path` (unix(7)) without the terminating zero."""
 
 
 def check(settings: Settings) -> None:
-    """Raises ConfigError where two settings contradict each other or the outside could come in."""
+    """Raise ConfigError if two settings contradict each other or open the daemon to other machines without protection.
+
+    `insecure_bind` and `metrics.public` permit the latter.
+    """
     for rule in (_storage, _sizes, _tls, _principals, _addresses, _exposure, _sockets, _metrics):
         rule(settings)
 
 
 def warnings(settings: Settings) -> Iterator[str]:
-    """What works as it is written, but may not be what was meant."""
+    """Yield warnings about settings that work as written, but may not be what was meant."""
     tcp = settings.addresses
     exposed = [address for address in tcp if not address.loopback]
     if exposed and not _authenticated(settings):
@@ -74,7 +77,7 @@ def _sizes(settings: Settings) -> None:
     ]
     pairs = [(small, large) for n, small in enumerate(sizes) for large in sizes[n + 1 :]]
     for (small, size, given), (large, bound, bounding) in pairs:
-        # What was not given follows from what was; only what somebody wrote can be wrong.
+        # A default follows from the settings that were given, so only a pair that was given can contradict itself.
         if given is not None and bounding is not None and size > bound:
             raise ConfigError(f"{small} ({size_text(size)}) is more than {large} ({size_text(bound)}); lower the one or raise the other")
     if limits.keys_per_batch * _KEY_BYTES > limits.message_bytes:
@@ -104,7 +107,7 @@ def _principals(settings: Settings) -> None:
     principals = settings.principals
     _once("name", (principal.name for principal in principals))
     _once("uid", (str(principal.uid) for principal in principals if principal.uid is not None))
-    # The names of hosts are the same in any case.
+    # Compare in lower case: host names do not depend on case.
     _once("san", (principal.san.lower() for principal in principals if principal.san is not None))
     _once("token_file", (os.path.normpath(principal.token_file) for principal in principals if principal.token_file is not None))
     for n, principal in enumerate(principals):
@@ -176,12 +179,12 @@ def _tokens(settings: Settings) -> bool:
 
 
 def _authenticated(settings: Settings) -> bool:
-    """Whether somebody who calls over TCP is asked who they are."""
+    """Return whether callers over TCP have to authenticate, by a token or a client certificate."""
     return _tokens(settings) or bool(settings.tls and settings.tls.client_ca)
 
 
 def _known_callers(settings: Settings) -> bool:
-    """Whether those who call over TCP are told apart."""
+    """Return whether callers over TCP are told apart: whether a principal has a token or a certificate."""
     return any(principal.uid is None for principal in settings.principals)
 
 

@@ -1,10 +1,10 @@
-"""The configuration of the daemon: one TOML file, variables and flags, as one frozen object.
+"""Configuration of the daemon: one TOML file, variables and flags, loaded into one frozen object.
 
     load(Path("/etc/tiercache/tiercache.toml"), {"listen": ["127.0.0.1:7070"]})
 
-Flags come before variables (`TIERCACHE_LIMITS__IDLE=5s`), these before the file, the file before the defaults. Read `models`
-(the settings), `fields` (their types), `rules` (what they obey together), `loading` (where they come from), `files` (what they name),
-`document` (how they are written).
+Flags come before variables (`TIERCACHE_LIMITS__IDLE=5s`), these before the file, and the file before the defaults. Read `models` (the
+settings), `fields` (their types), `rules` (what they must obey together), `loading` (where they come from), `files` (the files that they
+name), `document` (how they are written).
 """
 
 from tiercache.config.addresses import Address, parse_address

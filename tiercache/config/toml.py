@@ -1,4 +1,4 @@
-"""TOML, written: what tomllib reads back as the same strings, whole numbers, booleans, lists and tables."""
+"""TOML writer; tomllib reads its output back as the same strings, whole numbers, booleans, lists and tables."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 Key = tuple[str | int, ...]
-"""Where a value is: names of tables and places in lists."""
+"""Path of a value: names of tables and positions in lists."""
 
 _BARE: Final = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def lines(table: Mapping[str, Any], note: Callable[[Key], str] = lambda key: "", key: Key = ()) -> Iterator[str]:
-    """The lines of a document; `note` gives a comment for the value at a key, or nothing."""
+    """Yield the lines of a document; `note` returns a comment for the value at a key, or an empty string."""
     inner = {name: value for name, value in table.items() if isinstance(value, Mapping) or _is_tables(value)}
     for name, value in table.items():
         if name not in inner:
@@ -31,7 +31,7 @@ def lines(table: Mapping[str, Any], note: Callable[[Key], str] = lambda key: "",
 
 
 def dotted(key: Sequence[str | int]) -> str:
-    """A key as people write it: principals[1].token_file."""
+    """Return a key as users write it, such as principals[1].token_file."""
     parts = (f"[{part}]" if isinstance(part, int) else f".{_name(part)}" for part in key)
     return "".join(parts).removeprefix(".")
 
@@ -60,5 +60,5 @@ def _value(value: Any) -> str:
 
 
 def _text(text: str) -> str:
-    # JSON escapes what TOML wants escaped, but for DEL. Not to ASCII: TOML has no surrogate pairs.
+    # JSON escapes all that TOML requires except DEL. ensure_ascii would write surrogate pairs, which TOML lacks.
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,9 +1,9 @@
-"""Storage URLs: from a path or an address and settings to a URL, and from a URL to the section of a configuration that it stands for.
+"""Storage URLs: from a path or an address and settings to a URL, and from a URL to the configuration section that it stands for.
 
     storage_url("file", Path("my store #1"), capacity="200GiB")    file:///current/directory/my%20store%20%231?capacity=200GiB
     section_of("grpc://node7:7070?tls=true")                       {"type": "grpc", "address": "node7:7070", "tls": "true"}
 
-A path stands for itself byte for byte: what a URL gives a meaning to (# ? % &) is escaped, what is not UTF-8 as well.
+Paths are kept byte for byte: characters with a meaning in URLs (# ? % &) are escaped, and so are bytes that are not UTF-8.
 """
 
 from __future__ import annotations
@@ -21,15 +21,19 @@ _LOOSE: Final = re.compile(r"%(?![0-9A-Fa-f]{2})")
 
 
 def storage_url(kind: str, path: str | os.PathLike[str] = "", *, address: str = "", **settings: object) -> str:
-    """The URL of a store of type `kind` in the directory `path`, made absolute, or at `address`, host:port. `section_of` undoes it."""
+    """Return the URL of a store of type `kind` in the directory `path`, made absolute, or at `address` (host:port).
+
+    `section_of` is the inverse.
+    """
     where = f"{kind}://{address}{_escaped(os.path.abspath(path)) if path else ''}"
     return where + "?" * bool(settings) + "&".join(f"{name}={_escaped(str(value))}" for name, value in settings.items())
 
 
 def section_of(url: str) -> dict[str, Any]:
-    """The section that a storage URL stands for: `type`, `address` (what follows //) and `path` where present, and the query's settings.
+    """Return the section that a storage URL stands for.
 
-    Raises ConfigError for what is no URL, or could be meant in two ways.
+    It has `type`, `address` (the text that follows //) and `path`, the latter two where present, and the settings of the query. Raises
+    ConfigError for a text that is not a URL or is ambiguous.
     """
     match = _FORM.fullmatch(url)
     if match is None:
@@ -53,14 +57,17 @@ def section_of(url: str) -> dict[str, Any]:
 
 
 def unix_target(path: str | os.PathLike[str]) -> str:
-    """What gRPC calls the unix socket at `path`: it reads a URL there. Raises ConfigError for a comma, at which it parts addresses."""
+    """Return gRPC's name for the unix socket at `path`; gRPC reads it as a URL, so the path is escaped.
+
+    Raises ConfigError for a comma, at which gRPC separates addresses.
+    """
     if "," in os.fspath(path):
         raise ConfigError(f"{shown(os.fspath(path))} has a comma, with which no client finds a unix socket; name another directory")
     return f"unix:{_escaped(os.fspath(path))}"
 
 
 def _named(url: str) -> str:
-    # What follows the question mark may hold a secret.
+    # Messages leave out the query: it may hold a secret.
     return shown(url.partition("?")[0])
 
 

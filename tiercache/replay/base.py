@@ -14,9 +14,8 @@ class Request:
     """One request.
 
     `prompt` and `output`: token ids, uint64, one-dimensional; the prompt has at least one. `arrival`: seconds since the start, never
-    falling
-    from request to request. `session`: number of the session; requests of one session never overlap, each begins when the one before has
-    ended. `round`: ordinal of the request in its session, from 0.
+    falling from request to request. `session`: number of the session; requests of one session never overlap, each begins when the one
+    before has ended. `round`: ordinal of the request in its session, from 0.
     """
 
     prompt: TokenArray

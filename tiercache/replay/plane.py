@@ -1,5 +1,7 @@
-"""The null data plane: pools, arena, engine and threads that keep real accounts and move no bytes. The store is
-`tiercache.replay.store`."""
+"""The null data plane: pools, arena, engine and threads that keep real accounts and move no bytes.
+
+The null store is in `tiercache.replay.store`.
+"""
 
 # ruff: noqa: D102 (the contracts document these methods)
 
@@ -99,8 +101,7 @@ class NullEngine(TransferEngine):
 
 
 class Inline(IoThreads):
-    """Threads that run each job at once in the submitting thread, so that events happen in the order of the calls. Thread safety: one
-    thread."""
+    """I/O threads that run each job at once on the submitting thread: events keep the order of the calls. Thread safety: one thread."""
 
     def __init__(self, name: str, threads: int) -> None:
         pass

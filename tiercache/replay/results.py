@@ -25,7 +25,7 @@ class TierUse:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What a policy had kept at the end of a run, for one kind of checkpoint.
+    """States and pages that a policy had kept at the end of a run, for one kind of checkpoint.
 
     `states`: number of states. `state_bytes` and `page_bytes`: bytes of those states and of the KV of their pages.
     """

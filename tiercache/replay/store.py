@@ -152,5 +152,5 @@ class _Evicting:
         return self._store._residents.payload + self._nbytes <= self._store._capacity
 
     def full(self) -> bool:
-        """Return False: the number of rows taken has no limit."""
+        """Return False: this store does not limit how many objects go at a time."""
         return False

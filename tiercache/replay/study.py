@@ -36,8 +36,7 @@ class Question:
     """Parameters of a study.
 
     `capacities`: fractions of what an infinite cache holds; `tiers`: bytes instead. Without both, a study uses the tiers of the source's
-    own
-    benchmark if there is one, else 5, 10 and 20 %. Raises ConfigError for a combination that is not possible.
+    own benchmark if there is one, else 5, 10 and 20 %. Raises ConfigError for a combination that is not possible.
     """
 
     source: Source

@@ -35,12 +35,17 @@ Ints: TypeAlias = npt.NDArray[np.int64]
 _LEVELS: Final = 48
 """Number of price levels that are first tried with the same price in all gaps."""
 _ROUNDS: Final = 800
+"""Largest number of rounds of the search for one capacity."""
 _LEAST_ROUNDS: Final = 50
+"""Smallest number of rounds, however many choices and gaps there are."""
 _WORK: Final = 20_000_000
 """Limit of (gaps + choices) x rounds of the search for one capacity: about a second."""
 _RATE: Final = 0.3
+"""First step of the search, as a fraction of the mean price; steps fall linearly to 0."""
 _MOMENTUM: Final = 0.9
+"""Decay of Adam's mean of the slopes."""
 _SPREAD: Final = 0.99
+"""Decay of Adam's mean of the squared slopes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +91,7 @@ class _Choices:
     """Tokens that a hit at this depth restores."""
     first: Ints
     last: Ints
-    """First and last of the gaps [first, last) in which the pages of the run, and a state at its end, are needed; gap g follows request
-    g."""
+    """Half-open range [first, last) of gaps in which the pages of the run and a state at its end are needed; gap g follows request g."""
     page_bytes: Ints
     """Bytes of the run's pages."""
     state_bytes: int

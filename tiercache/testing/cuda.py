@@ -42,6 +42,7 @@ from tiercache.transfer.cuda.device import DEFAULT_STREAMS, MOST_COPIES
 from tiercache.transfer.descriptors import Copies
 
 _CHUNK: Final = 32 << 10
+# Above every address: sorts behind all ends of pieces that begin at the same address.
 _BEYOND: Final = 1 << 64
 _ROOM: Final = 1024
 """Largest number of pieces of work that may wait in a stream; a driver would block the caller that queues one more."""
@@ -57,6 +58,7 @@ class SimulatedError(RuntimeError):
 
 @dataclass
 class _Event:
+    # Numbers of recordings: `asked` were queued, and the newest one that a stream has run is `passed`. Equal: the event has passed.
     asked: int = 0
     passed: int = 0
     timed: bool = False
@@ -67,6 +69,7 @@ class _Event:
 @dataclass(frozen=True, slots=True)
 class _Memory:
     nbytes: int
+    # One of "adopted", "device", "page-locked" (allocated here) and "locked" (the caller's).
     kind: str
     keeper: Any = None
 
@@ -151,9 +154,9 @@ class _Stream:
 class SimulatedDevice(CudaDevice):
     """A CUDA device that is simulated on the CPU; see the module.
 
-    `seed` seeds the random pauses, each up to `jitter` seconds, before every copy, and the order within a batch. `seconds` gives the
-    duration of a copy from its method, its bytes and its number of copies. `unavailable` maps each method that the device lacks to the
-    reason. `driver` is shared with other devices. `same_addresses` says whether the device addresses page-locked memory by the host's
+    `seed` seeds the random pauses, each up to `jitter` seconds, before every queued transfer, and the order within a batch. `seconds` gives
+    the duration of a transfer from its method, its bytes and its number of copies. `unavailable` maps each method that the device lacks to
+    the reason. `driver` is shared with other devices. `same_addresses` says whether the device addresses page-locked memory by the host's
     addresses.
 
     Thread safety: as `CudaDevice`, and it is checked.
@@ -184,6 +187,7 @@ class SimulatedDevice(CudaDevice):
         self._dead: deque[tuple[int, str]] = deque()
         self._ends: list[tuple[int, int, int]] | None = None
         """Begin and end of every piece by the device's addresses, sorted, and their offset from the host's; None if out of date."""
+        # Each rule is [call, number of calls until it is refused, error].
         self._rules: list[list[Any]] = []
         self._streams: dict[int, _Stream] = {}
         self._events: dict[int, _Event] = {}

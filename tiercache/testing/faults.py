@@ -44,7 +44,7 @@ Effect: TypeAlias = Callable[[Call, tuple[Any, ...]], Any]
 class Rule:
     """A rule that gives the calls `at` to `at + times - 1` of `call`, counted from its creation, an `effect` instead.
 
-    `seen` counts the calls, and `fired` those that the rule applied to.
+    `seen` counts the calls, and `fired` those for which the rule was due; of several due rules only the first takes effect.
 
     Thread safety: guarded by its FaultEnv.
     """

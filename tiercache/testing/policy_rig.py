@@ -14,6 +14,7 @@ from tiercache.index import Eviction, HybridIndex, Match, Pin, Span
 from tiercache.policy import CheckpointKind, Policy, Reuse
 from tiercache.policy.base import Column, Ranks
 
+# PAGE: tokens of a page. BYTES: bytes of an object. BLOCKS: host blocks of an object.
 PAGE: Final = 2
 KV, STATE = PoolName.KV, PoolName.MAMBA
 BYTES: Final = {KV: 1000, STATE: 7000}

@@ -1,7 +1,7 @@
-"""gRPC servers that do nothing but stream: the limits of `bench rpc`. Run as a process of its own; prints its port.
+"""A gRPC server that only streams messages: the limit of `bench rpc`. It runs as a separate process and prints its port.
 
-`/bare/Get` sends the same message so many times as it is asked to, `/bare/Set` reads messages until there are no more; both as protobuf
-messages through the generated code, as any gRPC program in Python has them. `/bare/GetRaw` and `/bare/SetRaw` do it with plain bytes.
+`/bare/Get` sends the same message as many times as requested, `/bare/Set` reads messages to the end of the stream; both use protobuf
+messages and the generated code, like any gRPC program in Python. `/bare/GetRaw` and `/bare/SetRaw` do the same with plain bytes.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ import grpc
 from tiercache.wire.v1 import storage_pb2 as pb
 
 OPTIONS = (("grpc.max_receive_message_length", 64 << 20), ("grpc.max_send_message_length", 64 << 20))
+"""Options of the server and of the channels to it: messages of at most 64 MiB."""
 
 
 def reply(size: int) -> pb.GetReply:
-    """A message with one object's bytes, as a daemon sends it."""
+    """Return a message with one object of `size` bytes, as a daemon sends it."""
     return pb.GetReply(pieces=pb.GetPieces(items=[1], outcomes=[1], sizes=[size], checksums=bytes(16)), payload=bytes(size))  # type: ignore[list-item]
 
 

@@ -1,4 +1,4 @@
-"""The verbs of `tiercache bench`: options in, rows out."""
+"""The commands of `tiercache bench`: they turn options into a plan, run it and print its rows."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def disk(
 
         tiercache bench disk --size 4KiB --case open --objects 1000000
     """
-    # Imported here, so that --help needs none of it.
+    # Imported here, so that --help does not load it.
     from tempfile import TemporaryDirectory
 
     from tiercache.cli.bench import show
@@ -68,7 +68,7 @@ def disk(
     with TemporaryDirectory(prefix=".benchmark-", dir=made.directory) as temporary:
         root = Path(temporary)
         here = machine(root, direct=direct_possible(root))
-        # Closed in any case: a run that stops between two rows, because nobody reads them, still has its store open.
+        # closing(): a run that stops between two rows, because the reader of the output went away, still has its store open.
         with _progress(output) as say, closing(run(made, root, here, say)) as found:
             rows, notes = show.collect(found, output)
     said = show.footer(made, here, notes)
@@ -163,13 +163,13 @@ def device(
 
 @contextmanager
 def _progress(output: Output) -> Iterator[Callable[[str], None]]:
-    """A line on stderr that says what is being done; nothing where it is no terminal, or would end up between rows."""
+    """Show the current step on a line of stderr; show nothing if stderr is no terminal or the line would appear between rows."""
     console = Console(stderr=True, emoji=False)
     if (output is Output.JSONL and sys.stdout.isatty()) or not console.is_terminal:
         yield lambda _: None
         return
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    # rich would otherwise send stdout through this console as well, and with it the rows.
+    # Without redirect_stdout=False, rich would send stdout, and with it the rows, through this console too.
     with Progress(*columns, console=console, transient=True, redirect_stdout=False, refresh_per_second=2) as progress:
         task = progress.add_task("starting")
         yield lambda doing: progress.update(task, description=doing)

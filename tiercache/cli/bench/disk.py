@@ -1,4 +1,4 @@
-"""The cases of `bench disk`: which calls stand beside each other, and in which state the disk and the page cache are before each."""
+"""The cases of `bench disk`: the calls that are compared, and the state of the disk and the page cache before each of them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ from tiercache.cli.bench.timing import Crew, Side, medians
 from tiercache.core import ObjectKey
 
 STORE: Final = "store"
+"""Name of the side that calls the store."""
 _AROUND: Final = f"O_DIRECT x {DIRECT_THREADS}"
+"""Name of the side that goes around the page cache."""
 
 
 class SizeBench:
-    """All cases of one size.
+    """All cases of one object size.
 
-    Thread safety: one thread; crews of its own call the disk.
+    Thread safety: one thread; its own crews of threads make the calls to the disk.
     """
 
     def __init__(self, plan: Plan, machine: Machine, buffers: Buffers, say: Callable[[str], None], stack: ExitStack) -> None:
@@ -40,7 +42,7 @@ class SizeBench:
         self._cut = pieces(self._buffers.views, PIECE)
 
     def steady(self, root: Path) -> Iterator[Row | Note]:
-        """Sets into a store that has no block left which was not written before."""
+        """Measure sets into a store whose blocks have all been written before."""
         plan, nbytes = self._plan, self._buffers.nbytes
         capacity = plan.steady_capacity(self._buffers.size)
         url = plan.url(root / "store", capacity)
@@ -61,7 +63,7 @@ class SizeBench:
             yield from _told(subject)
 
     def growing(self, root: Path) -> Iterator[Row | Note]:
-        """Sets into blocks that were never written, and gets of what was set."""
+        """Measure sets into blocks that were never written, gets of the stored objects, and lookups."""
         plan, nbytes = self._plan, self._buffers.nbytes
         url = plan.url(root / "store", plan.growing_capacity(self._buffers.size))
         keys = [batch_keys(self._buffers.count) for _ in range(plan.batches)]
@@ -164,7 +166,7 @@ class SizeBench:
             yield Note("the page cache could not be dropped here: get cold is no colder than get warm")
         how = _AROUND if self._machine.direct else f"preadv x {DIRECT_THREADS}"
         sides = [
-            # Before every round anew: reading one batch may have read ahead into the next one's.
+            # Reopened before every round, because reading one batch may have read ahead into the next one's blocks.
             Side(STORE, lambda n: subject.get(keys[n]), lambda _: subject.reopen_cold(keys[0][0])),
             Side(how, lambda n: source.read(self._cut, n * nbytes, self._many), lambda _: source.drop()),
             Side(PEER, lambda n: peer.get(self._pages[n], self._callers)),
@@ -172,7 +174,7 @@ class SizeBench:
         yield from self._rows(Case.GET_COLD, self._compare_gets(sides))
 
     def _buffered_write(self, file: RawFile, base: Callable[[int], int], before: Callable[[int], object] = lambda _: None) -> Side:
-        """The way through the page cache, with as many threads as call the store."""
+        """Return the side that writes through the page cache, with as many threads as call the store."""
 
         def write(n: int) -> None:
             file.write(self._whole, base(n), self._callers)
@@ -182,7 +184,7 @@ class SizeBench:
         return Side("pwritev", write, before, lambda _: file.sync())
 
     def _direct_write(self, file: RawFile, base: Callable[[int], int]) -> list[Side]:
-        """The way around the page cache, where there is one."""
+        """Return the side that writes around the page cache; none if O_DIRECT is not possible."""
 
         def write(n: int) -> None:
             file.write(self._cut, base(n), self._many)
@@ -195,7 +197,7 @@ class SizeBench:
         def ready(side: Side) -> Side:
             def before(n: int) -> None:
                 side.before(n)
-                # Reads the buffers as well: whatever a side's preparation left in the processor's caches, all sides start alike.
+                # Also reads all buffers, so that the processor's caches are alike for all sides, whatever their preparation left there.
                 self._buffers.check()
 
             return replace(side, before=before)
@@ -213,7 +215,7 @@ class SizeBench:
         return medians([looked_at(side) for side in sides], self._plan.repeats)
 
     def _rows(self, case: Case, found: dict[str, float]) -> Iterator[Row]:
-        """The store beside the fastest raw way, and beside one file per page where that was measured."""
+        """Yield a row of the store beside the fastest raw way and, if it was measured, one beside one file per page."""
         plan, buffers = self._plan, self._buffers
         name = f"{plan.backend} {case.words}"
         raw = {way: seconds for way, seconds in found.items() if way not in (STORE, PEER)}
@@ -226,7 +228,7 @@ class SizeBench:
 
 
 def _told(subject: Subject) -> Iterator[Note]:
-    """What the store says about how it reads and writes."""
+    """Yield a note with the store's own details on how it reads and writes, if it reports any."""
     told = {name: value for name, value in subject.usage().details.items() if name.startswith(("io", "direct"))}
     if told:
         yield Note("the store says: " + ", ".join(f"{name} {value}" for name, value in told.items()))

@@ -1,4 +1,4 @@
-"""The cases that move no bytes: `exists`, and `open` up to the first hit."""
+"""The cases that move no payload: `exists`, and `open` up to the first hit."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tiercache.core import ObjectKey
 from tiercache.errors import StorageError
 
 _KEYS: Final = 1600
-"""Of one `exists`: the pages and states of a long prompt."""
+"""Keys of one call to `exists`: about the pages and states of a long prompt."""
 
 
 def lookups(plan: Plan, subject: Subject, known: Sequence[ObjectKey], say: Callable[[str], None]) -> Iterator[Row]:
-    """`exists` and `open` on a store that holds `known`, which are asked for again and again where they are few."""
+    """Measure `exists` and `open` on a store that holds `known`; these keys repeat if they are fewer than one call takes."""
 
     def row(case: Case, objects: int, side: Side) -> Row:
         say(case.words)
@@ -39,7 +39,7 @@ def lookups(plan: Plan, subject: Subject, known: Sequence[ObjectKey], say: Calla
 
 
 def many(plan: Plan, buffers: Buffers, root: Path, say: Callable[[str], None]) -> Iterator[Row | Note]:
-    """The same on a store of its own with as many tiny objects as the plan asks for."""
+    """Measure the lookups on a separate store, filled with as many tiny objects as the plan says."""
     known: list[ObjectKey] = []
     with Crew(plan.threads) as callers, Subject(plan.url(root / "store", plan.many_capacity), root / "store", buffers, callers) as subject:
         for done in range(0, plan.objects, buffers.count):
@@ -52,7 +52,7 @@ def many(plan: Plan, buffers: Buffers, root: Path, say: Callable[[str], None]) -
 
 
 def missing(subject: Subject, stored: int) -> Iterator[Note]:
-    """A note where a store evicted while it was filled, because it was then measured at something else."""
+    """Yield a note if the store evicted objects while it was filled, since the figures are then those of fewer objects."""
     if (kept := subject.usage().objects) < stored:
         yield Note(f"the store kept only {kept:,} of {stored:,} objects of {size_text(subject.size)}")
 

@@ -1,4 +1,4 @@
-"""What the figures depend on: the file system, its page cache, the processor."""
+"""The conditions of a measurement: the file system, its page cache, the processor."""
 
 from __future__ import annotations
 
@@ -11,16 +11,14 @@ from pathlib import Path
 from typing import Final
 
 _STRIDE: Final = 4 << 20
+"""Bytes of one read when files are brought into the page cache."""
 MEMORY: Final = ("tmpfs", "ramfs")
-"""File systems whose files are memory."""
+"""Types of file systems that keep their files in memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The machine in general terms.
-
-    Thread safety: immutable.
-    """
+    """A description of the machine. `direct`: whether O_DIRECT is possible."""
 
     cores: int
     system: str
@@ -29,7 +27,7 @@ class Machine:
 
     @property
     def in_memory(self) -> bool:
-        """Are files here memory?"""
+        """Whether the file system keeps its files in memory."""
         return self.file_system in MEMORY
 
     def __str__(self) -> str:
@@ -38,13 +36,13 @@ class Machine:
 
 
 def machine(directory: Path, *, direct: bool) -> Machine:
-    """This machine, as seen from a directory."""
+    """Return the description of this machine, with the file system of a directory."""
     release = ".".join(platform.release().split("-")[0].split(".")[:2])
     return Machine(len(os.sched_getaffinity(0)), f"{platform.system()} {release}", _file_system(directory), direct)
 
 
 def _file_system(directory: Path) -> str:
-    """The type of the file system that holds a directory: that of the last mount whose mount point is the longest above it."""
+    """Return the type of a directory's file system: of the mounts above it, that with the longest mount point, the last such."""
     longest, kind = -1, "unknown file system"
     path = os.path.join(os.path.realpath(directory), "")
     try:
@@ -60,33 +58,33 @@ def _file_system(directory: Path) -> str:
 
 
 def free_bytes(directory: Path) -> int:
-    """What an ordinary user may still write here."""
+    """Return the bytes that an unprivileged user may still write in a directory's file system."""
     found = os.statvfs(directory)
     return found.f_bavail * found.f_frsize
 
 
 def data_files(directory: Path) -> Iterator[Path]:
-    """Every file below a directory that holds data."""
+    """Yield every file below a directory that holds data: all but lock files."""
     for path in sorted(directory.rglob("*")):
-        # Closing any descriptor of a file drops the process's own record locks on it, and LMDB keeps some on its lock file.
+        # Closing any descriptor of a file drops the process's record locks on it, and LMDB holds such locks on its lock file.
         if path.is_file() and "lock" not in path.name.lower():
             yield path
 
 
 def settle(directory: Path) -> None:
-    """Return once everything below a directory is on the medium, so that no write-back disturbs what is timed next."""
+    """Wait until all files below a directory are on the medium, so that no write-back disturbs the next measurement."""
     for path in data_files(directory):
         _with_file(path, drop=False)
 
 
 def drop(directory: Path) -> None:
-    """Settle, and take everything below a directory out of the page cache. What is mapped at the moment stays there."""
+    """Write all files below a directory to the medium and drop them from the page cache; pages that are mapped stay there."""
     for path in data_files(directory):
         _with_file(path, drop=True)
 
 
 def warm(directory: Path) -> None:
-    """Read everything below a directory through the page cache."""
+    """Read all files below a directory through the page cache."""
     with mmap.mmap(-1, _STRIDE) as scratch, memoryview(scratch) as view:
         for path in data_files(directory):
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

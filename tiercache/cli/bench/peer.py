@@ -1,6 +1,6 @@
-"""The layout that a store competes with: one file per page, written to a temporary name and renamed.
+"""The layout that a store is compared with: one file per page, written under a temporary name and renamed.
 
-It keeps no checksum, so what it reads is not verified, and nothing bounds it.
+It keeps no checksums, so that its reads are not verified, and its size is not limited.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from tiercache.cli.bench.timing import Crew
 from tiercache.errors import StorageError
 
 PEER: Final = "file per page"
+"""Name of the side that uses this layout."""
 
 
 class Page(NamedTuple):
-    """A name and the buffer that holds its bytes, or takes them."""
+    """A file name and the buffer that is written to the file or filled from it."""
 
     name: str
     view: memoryview
@@ -46,7 +47,7 @@ class PageFiles:
         crew.each(self._get, pages)
 
     def remove(self, names: Sequence[str]) -> None:
-        """Take pages away."""
+        """Delete the files of pages; raises OSError."""
         for name in names:
             os.unlink(self._prefix + name)
 

@@ -1,4 +1,4 @@
-"""What a run does: its options, checked before anything is written."""
+"""The plan of a run: its options, checked before anything is written."""
 
 from __future__ import annotations
 
@@ -16,30 +16,31 @@ from tiercache.core import BLOCK_ALIGN
 from tiercache.errors import ConfigError
 
 BACKENDS: Final = ("file", "lmdb")
+"""Values of --backend."""
 DURABILITIES: Final = ("process", "power")
+"""Values of --durability."""
 BATCH: Final = 128
-"""Objects of a batch, where they are small enough for `BATCH_BYTES`."""
+"""Objects of a batch; fewer if they would exceed `BATCH_BYTES`."""
 BATCH_BYTES: Final = 256 * MIB
+"""Bytes of a batch, and of an object, at most."""
 TINY: Final = BLOCK_ALIGN
-"""Bytes of an object where only their number counts."""
+"""Bytes of an object in cases where only the number of objects counts."""
 STEADY_BATCHES: Final = 4
-"""Batches that fit the store whose blocks are used over and over."""
+"""Batches that fit into the store whose blocks are overwritten again and again."""
 _SPARE: Final = 64 * MIB
-"""What a store may need beside the objects; also the least size of one."""
+"""Bytes that a store may need beside its objects; also the least size of a store."""
 _LAYOUTS: Final = 5
-"""Store, two raw files and one file per page hold the same objects at once; the store may need twice their bytes."""
+"""Copies of the objects on disk at once: two for the store, which may need twice their bytes, two raw files, one file per page."""
 _TINY_ROOM: Final = 4
-"""Capacity per tiny object, in its own bytes: the catalog's entry is no smaller for it."""
+"""Capacity per tiny object, as a multiple of its size: its catalog entry is as large as that of any other object."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """One run of `bench disk`.
 
-    `total`: bytes that one size may store, cut into `repeats` batches and one that is not counted. `objects`: how many tiny ones to fill a
-    store of its own with, or 0.
-
-    Thread safety: immutable.
+    `total`: bytes that one size may store, cut into `repeats` batches and one that is not counted. `objects`: number of tiny objects to
+    fill a separate store with, or 0.
     """
 
     backend: str
@@ -54,42 +55,42 @@ class Plan:
 
     @property
     def batches(self) -> int:
-        """Batches of one size: one for each repeat and one that is not counted."""
+        """Number of batches of one size: one for each repeat and one that is not counted."""
         return self.repeats + 1
 
     def count(self, size: int) -> int:
-        """Objects of one batch."""
+        """Return the number of objects in one batch, for objects of `size` bytes."""
         return min(BATCH, min(BATCH_BYTES, self.total // self.batches) // size)
 
     def growing_capacity(self, size: int) -> int:
-        """Of a store that takes every batch of a size and evicts none; twice their bytes, because a store rounds up and keeps a reserve."""
+        """Return the bytes of a store that keeps all batches of a size: twice their bytes, as a store rounds up and keeps a reserve."""
         return 2 * self.batches * self.count(size) * size + _SPARE
 
     def steady_capacity(self, size: int) -> int:
-        """Of a store that a few batches fill, so that every further one goes over blocks that were written before."""
+        """Return the bytes of a store that a few batches fill, so that every further batch overwrites blocks."""
         return STEADY_BATCHES * self.count(size) * size + _SPARE
 
     @property
     def many_capacity(self) -> int:
-        """Of the store that takes the tiny objects."""
+        """Capacity in bytes of the store for the tiny objects."""
         return _TINY_ROOM * (self.objects * TINY + _SPARE)
 
     @property
     def needed(self) -> int:
-        """Bytes of disk that the run needs at most at once."""
+        """Bytes of disk space that the run needs at once at most."""
         largest = max(self.count(size) * size for size in self.sizes)
         steady = 2 * STEADY_BATCHES * largest
         return max(_LAYOUTS * self.batches * largest, steady, 2 * self.objects * TINY) + 2 * _SPARE
 
     def url(self, path: Path, capacity: int) -> str:
-        """The URL of a store at `path`."""
+        """Return the URL of a store at `path`; `capacity` in bytes."""
         return storage_url(self.backend, path, capacity=capacity, durability="power" if self.durable else "process")
 
 
 def plan(
     *, backend: str, sizes: str, path: Path, threads: int, repeats: int, total: str, durability: str, cases: str, objects: int
 ) -> Plan:  # fmt: skip
-    """The plan that the options describe; raises ConfigError for one that cannot be carried out."""
+    """Return the plan that the options describe; raises ConfigError if it cannot be carried out."""
     _one_of("--backend", backend, BACKENDS)
     _one_of("--durability", durability, DURABILITIES)
     for name in cases.split(",") if cases else ():
@@ -109,7 +110,7 @@ def plan(
 
 
 def sizes_of(text: str) -> tuple[int, ...]:
-    """The sizes of objects that `--size` gives; raises ConfigError."""
+    """Return the object sizes in bytes that `--size` gives; raises ConfigError for an impossible one."""
     sizes = tuple(_size("--size", part) for part in text.split(","))
     for size in sizes:
         if size < 1 or size % BLOCK_ALIGN or size > BATCH_BYTES:
@@ -140,7 +141,7 @@ def _one_of(option: str, value: str, known: Iterable[str]) -> None:
 
 
 def directory_of(path: Path) -> Path:
-    """The directory to measure in, absolute; raises ConfigError."""
+    """Return the directory to measure in as an absolute path; raises ConfigError if it is missing or not writable."""
     if not path.is_dir():
         raise ConfigError(f"--directory {path} is not a directory; name one on the disk that is to be measured")
     if not os.access(path, os.W_OK | os.X_OK):

@@ -1,6 +1,6 @@
-"""The raw limits: the same bytes, in the same buffers, through nothing but system calls.
+"""The raw limits: the same bytes in the same buffers, moved by system calls alone.
 
-These call `os` directly: they are what a store is measured against, and must owe it nothing.
+This module calls `os` directly: a store is measured against it, so it must not share code with the store.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from tiercache.core import BLOCK_ALIGN
 from tiercache.errors import StorageError
 
 DIRECT_THREADS: Final = 8
-"""Enough requests at once for a local disk; a single thread leaves it idle between two of them."""
+"""Threads of direct requests: enough for a local disk, which a single thread leaves idle between two requests."""
 PIECE: Final = 1 << 20
-"""Bytes of one direct request at most, so that a batch of few large objects still keeps all threads busy."""
+"""Bytes of one direct request at most, so that even a batch of few large objects keeps all threads busy."""
 
 
 class Piece(NamedTuple):
-    """A part of a buffer and where in the batch it lies."""
+    """A part of a buffer, and its offset in the batch in bytes."""
 
     view: memoryview
     offset: int
 
 
 def pieces(views: Sequence[memoryview], most: int = 0) -> list[Piece]:
-    """The views of a batch laid end to end, cut into pieces of at most `most` bytes (0: one per view)."""
+    """Return the views of a batch, laid end to end, as pieces of at most `most` bytes (0: one piece per view)."""
     found: list[Piece] = []
     offset = 0
     for view in views:
@@ -41,7 +41,7 @@ def pieces(views: Sequence[memoryview], most: int = 0) -> list[Piece]:
 
 
 class RawFile:
-    """One preallocated file, open through the page cache or, with `direct`, around it.
+    """One preallocated file, opened for access through the page cache or, with `direct`, around it.
 
     Thread safety: reads and writes of different places may run at once.
     """
@@ -75,16 +75,16 @@ class RawFile:
         crew.each(fill, batch)
 
     def sync(self) -> None:
-        """Return once what was written is on the medium."""
+        """Wait until everything written is on the medium."""
         os.fdatasync(self._fd)
 
     def drop(self) -> None:
-        """Put everything on the medium and take it out of the page cache."""
+        """Write everything to the medium and drop it from the page cache."""
         os.fdatasync(self._fd)
         os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def cached(self) -> bool:
-        """Is the file's first block in the page cache? True also where the system does not say."""
+        """Return whether the first block of the file is in the page cache; True also if the system cannot tell."""
         with mmap.mmap(-1, BLOCK_ALIGN) as page, memoryview(page) as view:
             try:
                 return os.preadv(self._fd, [view], 0, os.RWF_NOWAIT) > 0
@@ -94,7 +94,7 @@ class RawFile:
                 return True
 
     def map(self, nbytes: int) -> mmap.mmap:
-        """The first bytes of the file as memory, all of its pages present."""
+        """Map the first `nbytes` of the file into memory, with all its pages present."""
         return mmap.mmap(self._fd, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
 
     def __enter__(self) -> Self:
@@ -105,9 +105,9 @@ class RawFile:
 
 
 class Copier:
-    """Copies batches out of a mapped file: what a store that hands out mapped bytes can reach at best.
+    """Copies batches out of a mapped file: the limit of a store that hands out mapped bytes.
 
-    Thread safety: copies to different places may run at once; ctypes lets go of the interpreter lock meanwhile.
+    Thread safety: copies to different places may run at once; ctypes releases the interpreter lock meanwhile.
     """
 
     def __init__(self, source: mmap.mmap) -> None:
@@ -133,7 +133,7 @@ class Copier:
 
 
 def direct_possible(directory: Path) -> bool:
-    """Can files here be written around the page cache? Asked by doing it."""
+    """Return whether files in a directory can be written around the page cache, by writing one."""
     path = directory / "direct"
     try:
         with mmap.mmap(-1, BLOCK_ALIGN) as page, memoryview(page) as view, Crew(1) as crew, RawFile(path, BLOCK_ALIGN, direct=True) as file:

@@ -1,4 +1,4 @@
-"""One row of the report, and the project's targets for it."""
+"""The rows of the report, and the project's targets for them."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ MIB: Final = 1 << 20
 
 
 class Case(enum.StrEnum):
-    """What is measured, in the order in which it runs."""
+    """The cases of `bench disk`, in the order in which they run."""
 
     SET_CACHED = "set-cached"
-    """Into blocks that were written before and are in the page cache: a full store that goes on taking objects."""
+    """Sets into blocks that were written before and are in the page cache: a full store that goes on taking objects."""
     SET_UNCACHED = "set-uncached"
-    """Into blocks that were written before and are not in the page cache."""
+    """Sets into blocks that were written before and are not in the page cache."""
     SET_FRESH = "set-fresh"
-    """Into blocks that were never written: a store that still grows."""
+    """Sets into blocks that were never written: a store that still grows."""
     GET_WARM = "get-warm"
     GET_COLD = "get-cold"
-    """With the page cache dropped; every get reads objects that the opened store has not read before."""
+    """Gets with the page cache dropped; each reads objects that the opened store has not read before."""
     EXISTS = "exists"
     OPEN = "open"
-    """Until the first hit."""
+    """Opening a store, up to the first hit."""
 
     @property
     def words(self) -> str:
-        """As a row names it."""
+        """The name of the case in a row."""
         return self.value.replace("-", " ")
 
 
 class Unit(enum.StrEnum):
-    """What a target bounds: a ratio from below, times and losses from above."""
+    """The unit of a target. A ratio is bounded from below, times and losses from above."""
 
     RATIO = "x"
     MICROSECONDS = "us"
@@ -43,10 +43,7 @@ class Unit(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What the project wants of a row.
-
-    Thread safety: immutable.
-    """
+    """The bound that the project sets for a row."""
 
     bound: float
     unit: Unit
@@ -57,11 +54,9 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Medians of one case: `seconds` of a batch of `objects`, beside those of the fastest way to move the same `payload` bytes.
+    """Medians of one case: `seconds` of a batch of `objects`, beside `limit_seconds` of the way to move the same bytes named `limit`.
 
-    `payload` 0: nothing is moved, and only the time per object counts. `limit` names the way that was fastest.
-
-    Thread safety: immutable.
+    `payload`: bytes moved by a batch; 0 if nothing is moved, and only the time per object counts. `size`: bytes of an object.
     """
 
     name: str
@@ -75,27 +70,27 @@ class Row:
 
     @property
     def gbps(self) -> float | None:
-        """Payload in 10**9 bytes a second; None where nothing is moved."""
+        """Payload in 10**9 bytes per second; None if nothing is moved."""
         return self.payload / self.seconds / 1e9 if self.payload else None
 
     @property
     def limit_gbps(self) -> float | None:
-        """The same of the limit; None where there is none."""
+        """Payload of the limit in 10**9 bytes per second; None if there is no limit."""
         return self.payload / self.limit_seconds / 1e9 if self.limit else None
 
     @property
     def ratio(self) -> float | None:
-        """Of the limit's speed; None where there is none."""
+        """Speed as a multiple of the limit's speed; None if there is no limit."""
         return self.limit_seconds / self.seconds if self.limit else None
 
     @property
     def us_per_object(self) -> float:
-        """Microseconds of a batch, per object in it."""
+        """Microseconds per object of a batch."""
         return self.seconds / self.objects * 1e6
 
     @property
     def met(self) -> bool | None:
-        """Is the target met? None where there is none."""
+        """Whether the target is met; None if there is no target."""
         if self.target is None:
             return None
         if self.target.unit is Unit.RATIO:
@@ -103,7 +98,7 @@ class Row:
         return (self.seconds if self.target.unit is Unit.SECONDS else self.us_per_object) <= self.target.bound
 
     def record(self) -> dict[str, Any]:
-        """The row as JSON has it; null where a figure has no meaning."""
+        """Return the row as a JSON object; null for a figure that has no meaning here."""
         return {
             "name": self.name, "size": self.size, "objects": self.objects, "seconds": digits(self.seconds),
             "gbps": digits(self.gbps), "limit_gbps": digits(self.limit_gbps), "ratio": digits(self.ratio),
@@ -114,16 +109,13 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """A sentence that belongs under the rows.
-
-    Thread safety: immutable.
-    """
+    """A sentence to be shown below the rows."""
 
     text: str
 
 
 def size_text(nbytes: int) -> str:
-    """Bytes with the largest unit that divides them."""
+    """Return bytes as text, in the largest of GiB, MiB, KiB and B that divides them."""
     for unit, factor in (("GiB", 1 << 30), ("MiB", MIB), ("KiB", KIB)):
         if nbytes and nbytes % factor == 0:
             return f"{nbytes // factor} {unit}"
@@ -131,11 +123,11 @@ def size_text(nbytes: int) -> str:
 
 
 def digits(value: float | None) -> float | None:
-    """Four significant digits: more would claim what no run can repeat."""
+    """Round to four significant digits, because no run can repeat more; None stays None."""
     return None if value is None else float(f"{value:.4g}")
 
 
-# Ratios are wanted where bytes decide, from the size on that is given here; below it the time per object does.
+# Case to (least object size in bytes, ratio wanted): below that size, the time per object decides and not the bytes.
 _RATIOS: Final = {
     ("file", Case.SET_CACHED): (MIB, 0.7),
     ("file", Case.SET_UNCACHED): (MIB, 0.7),
@@ -145,16 +137,17 @@ _RATIOS: Final = {
     ("lmdb", Case.GET_WARM): (256 * KIB, 0.65),
 }
 _MICROSECONDS: Final = {("file", Case.SET_CACHED): 20.0, ("file", Case.GET_WARM): 10.0}
-"""Per object of 16 KiB in a batch of 128."""
+"""Microseconds wanted per object, for objects of 16 KiB in a batch of 128."""
 _EXISTS: Final = {"file": 1.0, "lmdb": 4.0}
-"""Microseconds a key, of 1,600."""
+"""Microseconds wanted per key, for a call with 1,600 keys."""
 _MANY: Final = 1_000_000
+"""Objects from which on the time of opening a store has a target."""
 _OPEN_SECONDS: Final = 2.0
-"""From opening a store with a million objects to its first hit."""
+"""Seconds wanted from opening a store with a million objects to its first hit."""
 
 
 def target_of(backend: str, case: Case, size: int, objects: int) -> Target | None:
-    """What is wanted of a store beside its raw limit, with durability `process`; None where nothing is."""
+    """Return the target for a store beside its raw limit, with durability `process`; None if there is none."""
     if case is Case.EXISTS:
         return Target(_EXISTS[backend], Unit.MICROSECONDS) if backend in _EXISTS else None
     if case is Case.OPEN:
@@ -167,7 +160,7 @@ def target_of(backend: str, case: Case, size: int, objects: int) -> Target | Non
 
 
 def peer_target_of(backend: str, case: Case) -> Target | None:
-    """What is wanted of a store beside one file per page."""
+    """Return the target for a store beside one file per page; None if there is none."""
     if backend != "file":
         return None
     return Target(1.2 if case in (Case.GET_WARM, Case.GET_COLD) else 2.0, Unit.RATIO)

@@ -1,4 +1,4 @@
-"""The cases of `bench rpc`: a daemon by TCP beside a bare stream, and by shared memory beside the same store in this process."""
+"""The cases of `bench rpc`: a daemon over TCP beside a bare stream, and over shared memory beside the same store in this process."""
 
 from __future__ import annotations
 
@@ -26,17 +26,21 @@ from tiercache.wire.frames import CHUNK_BYTES
 from tiercache.wire.v1 import storage_pb2 as pb
 
 _MOST_OBJECTS: Final = 128
+"""Objects of a batch at most."""
 _EXISTS_KEYS: Final = 1600
+"""Keys of one call to `exists`."""
 _LAYOUTS: Final = 3
-"""What goes over TCP, through shared memory and into the store of this process is stored at once."""
+"""Sets of objects on disk at once: those set over TCP, through shared memory, and in the store of this process."""
 _SPARE: Final = 128 << 20
+"""Bytes that the stores may need beside their objects."""
 _RATIOS: Final = {"tcp": 0.9, "shared": 0.8}
+"""Least speed wanted, as a multiple of the limit's, by transport."""
 _FROM: Final = 1 << 20
-"""Bytes of an object from which on the ratios are wanted; below it the time per object decides."""
+"""Bytes of an object from which on the ratios are wanted; below it, the time per object decides."""
 
 
 def run(root: Path, sizes: Sequence[int], batch_bytes: int, repeats: int, say: Callable[[str], None]) -> Generator[Row | Note]:
-    """All rows of all sizes, in `root`; raises ConfigError where they do not fit there."""
+    """Measure all sizes in the directory `root` and yield the rows; raises ConfigError if the disk has too little space."""
     needed = max(_LAYOUTS * (repeats + 1) * _count(size, batch_bytes) * size for size in sizes) + _SPARE
     if (free := free_bytes(root)) < needed:
         raise ConfigError(
@@ -54,7 +58,7 @@ def run(root: Path, sizes: Sequence[int], batch_bytes: int, repeats: int, say: C
 
 
 class _SizeBench:
-    """All cases of one size.
+    """All cases of one object size.
 
     Thread safety: one thread.
     """
@@ -68,7 +72,7 @@ class _SizeBench:
         self._buffers = Buffers(size, count)
         capacity = 4 * (repeats + 3) * count * (size + 4096) + _SPARE
         say("starting a daemon")
-        # Not below `root`: the path of a unix socket has some hundred bytes.
+        # Not below `root`: the path of a unix socket is limited to about a hundred bytes.
         sockets = stack.enter_context(TemporaryDirectory(prefix="tiercache-bench-"))
         address = _daemon(root / "daemon", sockets, capacity, stack)
         callers = stack.enter_context(Crew(1))
@@ -90,7 +94,7 @@ class _SizeBench:
         self._bare = [pb.SetRequest(pieces=pb.SetPieces(sizes=[chunk], begins=[True]), payload=part) for part in self._raw]
 
     def rows(self) -> Iterator[Row]:
-        """Sets first, so that what is read lies where sets leave it."""
+        """Yield the rows of all cases; sets run first, so that gets read objects where sets leave them."""
         count, rounds = self._buffers.count, self._repeats + 1
         new = [[batch_keys(count) for _ in range(rounds)] for _ in range(3)]
         self._say("set")
@@ -145,12 +149,12 @@ class _SizeBench:
 
 
 def _count(size: int, batch_bytes: int) -> int:
-    """Objects of one batch."""
+    """Return the number of objects in one batch, for objects of `size` bytes."""
     return max(1, min(_MOST_OBJECTS, batch_bytes // size))
 
 
 def _daemon(directory: Path, sockets: str, capacity: int, stack: ExitStack) -> str:
-    """Start a daemon; its TCP address."""
+    """Start a daemon and return its TCP address; raises StorageError if it does not start."""
     command = children.command("tiercache.cli", "serve", "--directory", str(directory), "--disk-bytes", str(capacity))
     process = _process([*command, "--listen", "127.0.0.1:0", "-o", "jsonl"], stack, TIERCACHE_SOCKETS=sockets)
     assert process.stdout is not None
@@ -168,7 +172,7 @@ def _bare(stack: ExitStack) -> int:
 
 
 def _process(command: Sequence[str], stack: ExitStack, **variables: str) -> subprocess.Popen[str]:
-    """A process that ends with the stack."""
+    """Start a process that is ended when the stack is closed."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TIERCACHE_")} | variables
     process = stack.enter_context(
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)  # noqa: S603  our own module

@@ -1,4 +1,4 @@
-"""A whole run: one size after the other, each in directories that are gone before the next begins."""
+"""A whole run of `bench disk`: one size after another, each in directories that are removed before the next begins."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tiercache.cli.bench.rows import Case, Note, Row, size_text
 from tiercache.cli.bench.subject import Buffers
 
 _FILL: Final = 4096
-"""Tiny objects of one set."""
+"""Tiny objects that one set stores at most."""
 _STEADY: Final = frozenset({Case.SET_CACHED, Case.SET_UNCACHED})
-"""Cases on a store that is full; all others are on one that grows."""
+"""Cases that run on a full store; all others run on a growing one."""
 
 
 def run(plan: Plan, root: Path, machine: Machine, say: Callable[[str], None]) -> Generator[Row | Note]:
-    """Every row and note as soon as it is known. Writes below `root`, which the caller removes."""
+    """Yield every row and note as soon as it is known. Writes below `root`, which the caller removes."""
     for size in plan.sizes:
         for wanted, cases in ((plan.cases & _STEADY, SizeBench.steady), (plan.cases - _STEADY, SizeBench.growing)):
             if wanted:

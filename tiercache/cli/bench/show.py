@@ -1,4 +1,4 @@
-"""How a run looks: rows as a table or as lines of JSON on stdout, progress on stderr."""
+"""The output of a run: rows as a table or as JSON on stdout, notes for readers of JSON on stderr."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ from tiercache.cli.output import Output, document, line
 _COLUMNS: Final = ("case", "size", "GB/s", "limit", "ratio", "us each", "limit is", "target", "met")
 _LEFT: Final = ("case", "limit is")
 _WIDTH: Final = 100
+"""Columns of text where stdout is no terminal."""
 _FEWEST: Final = 5
-"""Repeats whose median says something."""
+"""Repeats below which a footer warns that medians say little."""
 
 
 class Recorded(Protocol):
-    """A row of any bench."""
+    """A row of any benchmark."""
 
     def record(self) -> dict[str, Any]:
-        """The row as a JSON object."""
+        """Return the row as a JSON object."""
 
 
 R = TypeVar("R", bound=Recorded)
 
 
 def collect(found: Iterable[R | Note], output: Output) -> tuple[list[R], list[Note]]:
-    """Wait for everything; rows and notes apart. As JSON rows are printed, with lines each as soon as it is there."""
+    """Collect the rows and the notes of a run; print the rows if the output is JSON (at the end) or JSON lines (each at once)."""
     rows: list[R] = []
     notes: list[Note] = []
     for item in found:
@@ -48,12 +49,12 @@ def collect(found: Iterable[R | Note], output: Output) -> tuple[list[R], list[No
 
 
 def aside(said: Sequence[str]) -> None:
-    """Print on stderr what has to be known to read rows that are JSON."""
+    """Print on stderr the sentences that explain rows printed as JSON."""
     Console(stderr=True, highlight=False, emoji=False).print("\n".join(said), style="dim", markup=False, soft_wrap=True)
 
 
 def table(rows: Sequence[Row], title: str, said: Sequence[str]) -> None:
-    """Print all rows, a section per size, and what was said about them."""
+    """Print all rows, one section per object size, and below them the sentences `said`."""
     console = Console(highlight=False, emoji=False)
     if not console.is_terminal:
         console = Console(width=_WIDTH, highlight=False, emoji=False)
@@ -70,7 +71,7 @@ def table(rows: Sequence[Row], title: str, said: Sequence[str]) -> None:
 
 
 def footer(plan: Plan, machine: Machine, notes: Sequence[Note]) -> list[str]:
-    """What has to be known to read the figures, as sentences."""
+    """Return the sentences that explain the figures."""
     said = [
         f"{machine}. Durability {'power' if plan.durable else 'process'}; calling threads: {plan.threads}; medians of {plan.repeats}"
         " interleaved runs over the same buffers; a store's set includes its checksums, its get their check.",
@@ -81,13 +82,13 @@ def footer(plan: Plan, machine: Machine, notes: Sequence[Note]) -> list[str]:
         said.append(f"The files were on {machine.file_system}: these are figures of memory, not of a disk.")
     if plan.repeats < _FEWEST:
         said.append(f"Medians of fewer than {_FEWEST} runs say little; raise --repeat.")
-    # Several sizes may have the same to say.
+    # Several sizes may give the same note.
     return said + [f"{text[0].upper()}{text[1:]}." for text in dict.fromkeys(note.text for note in notes)]
 
 
 def _cells(row: Row) -> list[str]:
     wanted = [str(row.target or ""), {None: "", True: "[green]yes[/]", False: "[red]no[/]"}[row.met]]
-    # The title names the store already, and columns are scarce.
+    # Without the first word: the title names the store already, and space is scarce.
     start = [row.name.partition(" ")[2], size_text(row.size)]
     if not row.payload:
         return [*start, "", "", "", f"{row.us_per_object:.2f}", f"{row.objects:,} in {_time(row.seconds)}", *wanted]

@@ -1,4 +1,4 @@
-"""The store that is measured, and the buffers that every side of a comparison shares."""
+"""The store that is measured, and the buffers that all sides of a comparison share."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from tiercache.storage.checksum import checksum
 _LAYOUT: Final = layout_digest(PoolName.KV, bytes(32), Shard())
 _NAMESPACE: Final = bytes(32)
 _STRIDE: Final = 1 << 20
+"""Bytes of the pieces in which buffers are filled."""
 
 
 class Buffers:
-    """A batch's objects in an arena of their own, a block each, touched before anything is timed.
+    """The objects of a batch in an arena of their own, one block each, written before anything is timed.
 
-    Thread safety: `views` may be used by any thread; the methods by one.
+    Thread safety: any thread may use `views`; one thread at a time may call the methods.
     """
 
     def __init__(self, size: int, count: int) -> None:
@@ -34,23 +35,23 @@ class Buffers:
         self.arena: Final = HostArena(size * count, size, huge_pages=False)
         self._whole = self.arena.hold()
         for part in self._parts():
-            part[:] = os.urandom(part.nbytes)  # nothing below us shall be able to compress it
+            part[:] = os.urandom(part.nbytes)  # random, so that no layer below can compress it
         self.views: Final = [self._whole[at : at + size] for at in range(0, size * count, size)]
         self._digest = self._sum()
 
     @property
     def nbytes(self) -> int:
-        """Of the whole batch."""
+        """Bytes of the whole batch."""
         return self._whole.nbytes
 
     def wipe(self) -> None:
-        """Overwrite everything with zeros, so that `check` tells what was read from what was there."""
+        """Overwrite the buffers with zeros, so that `check` passes only if everything was read again."""
         zeros = bytes(_STRIDE)
         for part in self._parts():
             part[:] = zeros[: part.nbytes]
 
     def check(self) -> None:
-        """Raise StorageError unless the buffers hold what they held at first."""
+        """Raise StorageError unless the buffers hold the bytes that they were created with."""
         if self._sum() != self._digest:
             raise StorageError("a read came back with other bytes than were written; no figure of this run means anything")
 
@@ -62,11 +63,11 @@ class Buffers:
 
 
 class Subject:
-    """One store, called with whole batches as HybridStorage calls it: the store computes the checksums.
+    """One store, called with whole batches as HybridStorage calls it; the store computes the checksums.
 
-    With a crew of several callers each takes a run of neighbours of the batch.
+    With a crew of several threads, each takes consecutive objects of the batch.
 
-    Thread safety: one thread; the crew's threads call the store inside.
+    Thread safety: one thread; the threads of the crew call the store.
     """
 
     def __init__(self, url: str, path: Path, buffers: Buffers, callers: Crew) -> None:
@@ -86,7 +87,7 @@ class Subject:
         return self._store
 
     def open(self) -> None:
-        """Open the store, again."""
+        """Open the store, also after `close`."""
         self._store = open_backend(self._url)
         self._store.attach(self._buffers.arena)
 
@@ -97,12 +98,12 @@ class Subject:
             store.close()
 
     def reopen_cold(self, used: ObjectKey | None = None) -> None:
-        """The same store with nothing of it in the page cache, but past what a store does only at its first call.
+        """Reopen the store with none of its files in the page cache, and make a first call, so that first-call work is not timed later.
 
-        That call is a get of `used`, an object that nobody will time; without one it is a set, a get and a delete of a new object, which
-        may bring more of the store's own pages into the page cache.
+        That call is a get of `used`, an object that is not timed later; without it, a set, a get and a delete of a new object, which may
+        bring more of the store's own pages into the page cache.
         """
-        # Closed meanwhile, because what a store has mapped cannot be dropped.
+        # Closed meanwhile, because pages that a store has mapped cannot be dropped.
         self.close()
         drop(self.path)
         self.open()
@@ -112,10 +113,10 @@ class Subject:
             self._stir()
 
     def put(self, keys: Sequence[ObjectKey]) -> None:
-        """Set a batch, checksums included."""
+        """Set a batch, checksums included; raises StorageError unless all objects are stored."""
 
         def put_span(span: Sequence[int]) -> None:
-            # Each thread writes a sequence of its own: a page is stored behind its parent only.
+            # Each thread writes a sequence of its own, because a page is stored only after its parent.
             parents = [None, *(keys[i].page_key for i in span)]
             items = [self._set_item(keys[i], self._buffers.views[i], parents[n], n) for n, i in enumerate(span)]
             _expect("set", self.store.set(items), Outcome.STORED)
@@ -123,7 +124,7 @@ class Subject:
         self._callers.each(put_span, self._spans)
 
     def get(self, keys: Sequence[ObjectKey]) -> None:
-        """Get a batch into the buffers."""
+        """Get a batch into the buffers; raises StorageError unless all objects are hits."""
         views, size = self._buffers.views, self._buffers.size
 
         def get_span(span: Sequence[int]) -> None:
@@ -132,26 +133,26 @@ class Subject:
         self._callers.each(get_span, self._spans)
 
     def first_hit(self, key: ObjectKey) -> None:
-        """Get one object."""
+        """Get one object into the first buffer; raises StorageError unless it is a hit."""
         _expect("get", self.store.get([GetItem(key, (self._buffers.views[0],), self._buffers.size)]), Outcome.HIT)
 
     def delete(self, keys: Sequence[ObjectKey]) -> None:
-        """Remove objects; those that were evicted are gone already."""
+        """Delete objects; those that were evicted before are ignored."""
         self.store.delete(keys)
 
     def fill(self, nbytes: int) -> None:
-        """Store and delete so much that every block which the store can have has been written."""
+        """Store about `nbytes` and delete them again, so that every block that the store can have has been written."""
         written: list[ObjectKey] = []
         for _ in range(-(-nbytes // self._buffers.nbytes)):
             keys = batch_keys(self._buffers.count)
-            with suppress(StorageError):  # a store that is full may refuse the rest
+            with suppress(StorageError):  # a full store may refuse the rest
                 self.put(keys)
             written += keys
         self.delete(written)
         self.store.flush()
 
     def usage(self) -> Usage:
-        """What the store says it holds."""
+        """Return the usage that the store reports."""
         return self.store.usage()
 
     def _stir(self) -> None:
@@ -172,7 +173,7 @@ class Subject:
 
 
 def batch_keys(count: int) -> list[ObjectKey]:
-    """Keys that no store has seen; the objects of a batch are the pages of one sequence."""
+    """Return keys of pages, which no store has seen; `Subject.put` chains them to one sequence per thread."""
     return [object_key(PoolName.KV, _LAYOUT, os.urandom(32)) for _ in range(count)]
 
 

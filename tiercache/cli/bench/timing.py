@@ -1,4 +1,4 @@
-"""Interleaved timing, and threads that share one list of work."""
+"""Interleaved timing, and threads that share one list of jobs."""
 
 from __future__ import annotations
 
@@ -19,10 +19,7 @@ def _nothing(_: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One of several ways to do the same, each handed the number of the round. Only `run` is timed.
-
-    Thread safety: immutable; `medians` calls it from one thread.
-    """
+    """One of several ways to do the same work. Its functions receive the number of the round; only `run` is timed."""
 
     name: str
     run: Callable[[int], object]
@@ -31,10 +28,10 @@ class Side:
 
 
 def medians(sides: Sequence[Side], repeats: int) -> dict[str, float]:
-    """Median seconds of each side over `repeats` rounds. Round 0 comes before these and is not counted.
+    """Return the median seconds of each side over `repeats` rounds. Round 0 comes before these and is not counted.
 
-    Every round runs all sides, each time from another one on, so that a slow phase of the machine, or what one side leaves behind for the
-    next, does not always meet the same side.
+    Every round runs all sides, starting with a different one, so that a slow phase of the machine does not always affect the same side. All
+    functions of the sides are called from the calling thread.
     """
     times: dict[str, list[float]] = {side.name: [] for side in sides}
     for n in range(repeats + 1):
@@ -51,9 +48,9 @@ def medians(sides: Sequence[Side], repeats: int) -> dict[str, float]:
 
 
 class Crew:
-    """`threads` threads that take jobs from one shared list; a crew of one is the caller itself.
+    """A group of `threads` threads that take jobs from one shared list; a crew of one uses the calling thread.
 
-    Thread safety: `each` is for one caller at a time.
+    Thread safety: one thread at a time may call `each`.
     """
 
     def __init__(self, threads: int) -> None:
@@ -61,8 +58,8 @@ class Crew:
         self._pool = ThreadPoolExecutor(threads, "bench") if threads > 1 else None
 
     def each(self, call: Callable[[T], object], jobs: Iterable[T]) -> None:
-        """Call `call` with every job; raises what a call raised, after all threads have stopped."""
-        # One iterator for all: a job costs one `next`, not a future of its own, and a thread that is slow simply takes fewer.
+        """Call `call` with every job; if calls raise, raise one of their exceptions after all threads have stopped."""
+        # One iterator for all threads: a job costs one `next` instead of a future, and a slow thread takes fewer jobs.
         shared = iter(list(jobs))
 
         def drain() -> None:
@@ -86,6 +83,6 @@ class Crew:
 
 
 def split(jobs: Sequence[T], parts: int) -> list[Sequence[T]]:
-    """`jobs` in `parts` runs of neighbours, of nearly equal length and none empty."""
+    """Cut `jobs` into at most `parts` consecutive parts of nearly equal length, none of them empty."""
     bounds = [len(jobs) * n // parts for n in range(parts + 1)]
     return [jobs[low:high] for low, high in pairwise(bounds) if low < high]

@@ -1,4 +1,4 @@
-"""The options of `tiercache prove`."""
+"""The options of `tiercache prove`, and the order in which it works."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One prompt, one streamed answer: its text, the time to its first token, and what the server says it had in a cache."""
+"""One prompt and its streamed answer: the text, the time to the first token, and what the server reports as cached."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FIELDS: Final = frozenset(("", "data", "event", "id", "retry"))
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """Cached tokens by where they lay when the prompt came. Only SGLang says it."""
+    """Cached tokens by the place where they lay when the prompt came; reported by SGLang only."""
 
     device: int
     host: int
@@ -28,7 +28,7 @@ class Sources:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came back for one prompt. None where the server did not report it, which is not the same as 0."""
+    """Answer to one prompt; a figure is None if the server did not report it, which is not the same as 0."""
 
     text: str
     first_token_s: float
@@ -37,13 +37,16 @@ class Answer:
     sources: Sources | None = None
 
     def record(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the answer as a dictionary for JSON."""
         return asdict(self)
 
 
 def ask(server: Server, engine: Engine, model: str, prompt: str, max_tokens: int) -> Answer:
-    """Send a prompt and wait for all of its answer; raises CannotTellError."""
-    # Without ignore_eos a model may end at once, and two empty texts are always equal.
+    """Send a prompt and wait for its complete answer.
+
+    Raises CannotTellError for an answer without a text or in a wrong form, and the errors of `Server.lines`.
+    """
+    # Without ignore_eos a model may end at once, and two empty texts would always compare equal.
     request: dict[str, Any] = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
     request |= {"stream": True, "stream_options": {"include_usage": True}}
     if engine is Engine.SGLANG:
@@ -57,7 +60,7 @@ def ask(server: Server, engine: Engine, model: str, prompt: str, max_tokens: int
 
 
 class _Reading:
-    """An answer while it comes.
+    """Collector for the events of one streamed answer.
 
     Thread safety: one thread.
     """
@@ -72,7 +75,7 @@ class _Reading:
         self._details: dict[str, Any] = {}
 
     def take(self, event: dict[str, Any]) -> None:
-        """One event of the stream."""
+        """Add one event of the stream; raises CannotTellError if it reports an error or is malformed."""
         if error := event.get("error"):
             said = self._server.without_keys(_words(error))
             raise CannotTellError(f"{self._url} ends its answer with an error: {said}; look at the server's log")
@@ -87,7 +90,7 @@ class _Reading:
         self._details = _of(extension, "cached_tokens_details", dict, self._url) or self._details
 
     def answer(self) -> Answer:
-        """The whole; raises CannotTellError if there is no text in it."""
+        """Return the complete answer; raises CannotTellError if it contains no text."""
         text = "".join(self._text)
         if self._first is None or not text:
             raise CannotTellError(f"{self._url} answers without a text, so there is nothing to compare; give a higher --max-tokens")
@@ -100,7 +103,10 @@ class _Reading:
 
 
 def _events(lines: Iterator[str], url: str) -> Iterator[dict[str, Any]]:
-    """The data of server-sent events until the last; comments, which keep proxies awake, and other fields are passed over."""
+    """Yield the JSON data of server-sent events up to the [DONE] mark.
+
+    Skips comments, which servers send to keep proxies awake, and other fields; raises CannotTellError for a malformed or truncated stream.
+    """
     for line in lines:
         name, _, value = line.partition(":")
         if name not in _FIELDS:
@@ -124,7 +130,7 @@ def _malformed(url: str) -> CannotTellError:
 
 
 def _of(event: dict[str, Any], name: str, kind: type, url: str) -> Any:
-    """A part of an event; None if it is not there."""
+    """Return the part `name` of an event, or None if it is missing; raises CannotTellError if it is not of type `kind`."""
     found = event.get(name)
     if found is not None and not isinstance(found, kind):
         raise _malformed(url)

@@ -1,4 +1,4 @@
-"""What is where in SGLang (0.5.23) and vLLM (0.33.0): who answers, how its own caches are emptied, what to look at on a miss."""
+"""Differences between SGLang (0.5.23) and vLLM (0.33.0): how to recognise each, empty its own caches, and find the cause of a miss."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from tiercache.errors import ConfigError
 _RESTART: Final = "or prove it over a restart: --save FILE, restart the server, --after FILE"
 _AGAIN_S: Final = 0.5
 _SAFE_CONNECTOR: Final = "OffloadingConnector"
-"""The only one of vLLM's connectors known to keep its storage when it is reset. Mooncake's deletes everything, of all servers."""
+"""Only vLLM connector known to keep its storage when it is reset. Mooncake's deletes everything, of all servers."""
 
 
 class Engine(enum.StrEnum):
-    """The engines that can be asked, by the owner that their models have in /v1/models."""
+    """Engines that can be asked; the values are the owners that they give for their models in /v1/models."""
 
     SGLANG = "sglang"
     VLLM = "vllm"
 
 
 class EngineChoice(enum.StrEnum):
-    """`--engine`."""
+    """Values of the option `--engine`."""
 
     AUTO = "auto"
     SGLANG = "sglang"
@@ -33,7 +33,7 @@ class EngineChoice(enum.StrEnum):
 
 
 REPORT_FLAGS: Final = {Engine.SGLANG: "--enable-cache-report", Engine.VLLM: "--enable-prompt-tokens-details"}
-"""Options of a server without which it does not say how many tokens were cached."""
+"""Options that a server needs to report the number of cached tokens."""
 
 _FIRST: Final = "docs/engines.md: the settings that attach the store, and what the log says when it worked"
 LOOK_AT: Final = {
@@ -57,7 +57,7 @@ LOOK_AT: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model that a server offers. `longest` is 0 where it is not said."""
+    """A model that a server offers; `longest` is its limit in tokens, or 0 if the server does not say."""
 
     name: str
     owner: str = ""
@@ -66,18 +66,18 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """Who answers."""
+    """The engine and the model that answer the requests."""
 
     engine: Engine
     model: Model
 
 
 def find(server: Server, choice: EngineChoice, name: str) -> Subject:
-    """The engine and the model to ask; raises CannotTellError, or ConfigError where an option has to say it."""
+    """Return the engine and the model to ask; raises CannotTellError, or ConfigError if --engine has to name the engine."""
     offered = _models(server)
     model = next((model for model in offered if model.name == name), None) if name else offered[0]
     if model is None:
-        model = Model(name, offered[0].owner)  # a route or an adapter that the list does not show; a wrong name is refused later
+        model = Model(name, offered[0].owner)  # may be a route or an adapter that the list omits; the server refuses a wrong name later
     owner = model.owner if choice is EngineChoice.AUTO else choice.value
     if owner not in list(Engine):
         raise ConfigError(f"{server.url} does not say which engine it is; give --engine sglang or --engine vllm")
@@ -85,12 +85,18 @@ def find(server: Server, choice: EngineChoice, name: str) -> Subject:
 
 
 def empty(server: Server, engine: Engine) -> str:
-    """Empty the engine's own caches and leave the storage alone. What that leaves open, as a note; raises CannotTellError."""
+    """Empty the engine's own caches and leave the storage alone.
+
+    Returns a note about what stays uncertain, or an empty string; raises CannotTellError if the caches cannot be emptied.
+    """
     return _empty_sglang(server) if engine is Engine.SGLANG else _empty_vllm(server)
 
 
 def _empty_sglang(server: Server) -> str:
-    """Device and host go, a storage backend stays. With a timeout it waits for requests, write-through and backup; without it refuses."""
+    """Empty SGLang's caches on device and host; a storage backend keeps its contents.
+
+    With a timeout SGLang waits for requests, write-through and backup to finish; without one it refuses while they run.
+    """
     reply = server.post(f"/flush_cache?timeout={server.timeout_s / 2:g}")
     if reply.status == 400:
         raise CannotTellError(f"{reply.url}: SGLang does not empty its caches while it works; try when nothing else runs, {_RESTART}")
@@ -102,7 +108,10 @@ def _empty_sglang(server: Server) -> str:
 
 
 def _empty_vllm(server: Server) -> str:
-    """Device blocks go; with reset_external the offloading's primary tier in host memory too, and its secondary tiers stay."""
+    """Empty vLLM's device blocks, and its host memory where the connector allows it; retry while the server is busy.
+
+    With `reset_external` the primary tier of the offloading, in host memory, is emptied too; its secondary tiers stay.
+    """
     connector = _connector(server)
     external = connector == _SAFE_CONNECTOR
     deadline = time.monotonic() + server.timeout_s / 2
@@ -112,7 +121,7 @@ def _empty_vllm(server: Server) -> str:
             raise CannotTellError(f"{reply.url} is not there; start vLLM with VLLM_SERVER_DEV_MODE=1, {_RESTART}")
         if reply.status != 200:
             raise server.refusal(reply)
-        if not _refused(reply.body and reply.document()):  # it says {"success": bool}; earlier releases nothing at all
+        if not _refused(reply.body and reply.document()):  # the body is {"success": bool}; earlier releases send none
             break
         if time.monotonic() > deadline:
             raise CannotTellError(f"{reply.url}: vLLM does not empty its cache while it works; try when nothing else runs, {_RESTART}")
@@ -147,7 +156,7 @@ def _model(entry: dict[str, Any]) -> Model:
 
 
 def _connector(server: Server) -> str:
-    """The KV connector of a vLLM in development mode; empty where that is not to be had."""
+    """Return the name of the KV connector of a vLLM server in development mode; empty if the server does not tell."""
     reply = server.get("/server_info?config_format=json")
     if reply.status != 200:
         return ""

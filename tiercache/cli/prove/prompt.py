@@ -1,4 +1,4 @@
-"""Prompts that nobody has sent before, whose continuation needs their beginning."""
+"""Prompts that have never been sent before, and whose continuation depends on their beginning."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ lake lamp land letter light lion market milk mirror moon mother mountain mouth m
 WORDS: Final = tuple(_COMMON.split())
 """Common words, mostly one token each in any tokenizer: 16 of them, the smallest page, can be drawn in 10^33 ways."""
 _FRAME: Final = 20
-"""Tokens of all that is not the list."""
+"""Tokens of the prompt outside the list of words."""
 _SHOWN: Final = 6
-"""Words of the list that its repetition begins with: enough to find the place in it."""
+"""Words with which the repetition of the list begins: enough to find the place in it."""
 
 
 def draw(seed: str, tokens: int) -> str:
-    """A prompt of about so many tokens, the same for the same seed.
+    """Return a prompt of about `tokens` tokens; the same seed gives the same prompt.
 
-    It ends in the middle of a repetition of its first words. A model goes on with what stood there, so its text depends on what was
-    restored for the beginning, and each next word is a clear choice: random text would leave near-ties, which rounding decides.
+    The prompt ends in the middle of a repetition of its first words. A model continues with the words that followed there, so its text
+    depends on what was restored for the beginning, and each next word is a clear choice: random text would leave near-ties, which rounding
+    decides.
     """
     words = random.Random(seed).choices(WORDS, k=tokens - _FRAME)  # noqa: S311  the seed is what nobody must know
     return f"{' '.join(words)}\n\nThe same words once more, from the first one on:\n\n{' '.join(words[:_SHOWN])}"

@@ -1,4 +1,4 @@
-"""The requests to one server, in their order."""
+"""The requests of `tiercache prove` to one server, in their order."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _RESTARTED: Final = "whether the server was restarted cannot be seen from here: 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The requests to one server.
+    """Requests to one server, with the options that they share.
 
     Thread safety: one thread.
     """
@@ -36,7 +36,7 @@ class Run:
     say: Callable[[str], None]
 
     def check_length(self) -> None:
-        """ConfigError for a prompt that the model does not take, where the server says what it takes."""
+        """Raise ConfigError if prompt and answer exceed the model's limit; no check if the server does not report one."""
         longest = self.subject.model.longest
         if longest and self.tokens + self.max_tokens > longest:
             raise ConfigError(
@@ -44,7 +44,7 @@ class Run:
             )
 
     def rounds(self, seeds: range, settle: float) -> Report:
-        """Everything, once for each seed."""
+        """Run one complete round for each seed; `settle` is the time in seconds to wait for the engine to write through."""
         found, notes = [], dict[str, None]()
         for seed in seeds:
             prompt = draw(str(seed), self.tokens)
@@ -57,7 +57,7 @@ class Run:
         return Report(self.server.url, self.subject, found, list(notes))
 
     def save(self, seed: int, path: Path) -> Saved:
-        """The first request, for after a restart."""
+        """Send the first request and write the prompt and its answer to a file, for `after` to use once the server has restarted."""
         prompt, model = draw(str(seed), self.tokens), self.subject.model.name
         first = self._ask("a prompt that nobody has sent", prompt)
         saved = Saved(self.server.url, model, self.subject.engine.value, seed, self.tokens, self.max_tokens, prompt, first)
@@ -65,7 +65,7 @@ class Run:
         return saved
 
     def after(self, before: Saved) -> Report:
-        """The second request and the control; raises ConfigError for a file of another model."""
+        """Send the second request and the control for a saved prompt; raises ConfigError for a file about another model."""
         if before.model != self.subject.model.name:
             raise ConfigError(
                 f"--after is about model {clean(before.model)}, not {clean(self.subject.model.name)}; give --model, or save anew"
@@ -75,7 +75,7 @@ class Run:
 
     def _judge(self, seed: int, prompt: str, first: Answer) -> Round:
         again = self._ask("the same prompt again", prompt)
-        # Never from the seed: with a seed that was used before, this prompt would have been sent before.
+        # Drawn at random, not from the seed: with a seed that was used before, the control would have been sent before too.
         control = self._ask("a prompt that was never sent", draw(secrets.token_hex(16), self.tokens))
         return Round(seed, first, again, control)
 

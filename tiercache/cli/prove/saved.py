@@ -1,4 +1,4 @@
-"""The file between `--save` and `--after`: the first request, kept over a restart of the server."""
+"""The file between `--save` and `--after`: the first request and its answer, kept over a restart of the server."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ FORMAT: Final = 1
 LEAST_TOKENS: Final = 64
 MOST_TOKENS: Final = 1_000_000
 MOST_ANSWER: Final = 1024
-"""What the options of the command allow."""
+"""Largest length of an answer in tokens; this and the limits of the prompt above are those of the command's options."""
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A prompt that was sent, how, and what came back."""
+    """A prompt that was sent, the options it was sent with, and the answer."""
 
     url: str
     model: str
@@ -33,7 +33,7 @@ class Saved:
     first: Answer
 
     def save(self, path: Path) -> None:
-        """Write it; raises ConfigError."""
+        """Write the request to a file as JSON; raises ConfigError if it cannot be written."""
         try:
             path.write_text(json.dumps({"format": FORMAT} | asdict(self), indent=1) + "\n")
         except OSError as error:
@@ -41,13 +41,13 @@ class Saved:
 
 
 def check_place(path: Path) -> None:
-    """ConfigError if a file cannot be made there, before anything is sent."""
+    """Raise ConfigError if no file can be created at `path`; called before anything is sent."""
     if path.is_dir() or not path.parent.is_dir():
         raise ConfigError(f"--save {clean(str(path))} is no file that can be made; name one in a directory that exists")
 
 
 def load(path: Path) -> Saved:
-    """Raises ConfigError for anything but what `save` writes."""
+    """Return the request that `save` wrote to a file; raises ConfigError for any other file."""
     shown = f"--after {clean(str(path))}"
     try:
         if path.stat().st_size > MOST_BYTES:

@@ -1,4 +1,4 @@
-"""An engine's HTTP server: bounded in time and in bytes, and every failure one sentence without the key."""
+"""HTTP client for an engine's server: bounded in time and in bytes; each failure is one sentence that never contains a key."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from tiercache.cli.output import clean
 from tiercache.errors import ConfigError, RefusedError
 
 MOST_BYTES: Final = 64 << 20
-"""Of one response."""
+"""Largest response, in bytes, that is read."""
 _READ: Final = 1 << 16
 _QUOTED: Final = 300
-"""Characters of a server's own words in a sentence."""
+"""Characters of a server's own message that an error quotes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A whole response."""
+    """A complete response."""
 
     url: str
     status: int
     body: bytes = field(repr=False)
 
     def document(self) -> Any:
-        """Its JSON; raises CannotTellError."""
+        """Return the body parsed as JSON; raises CannotTellError if it is not JSON."""
         try:
             return json.loads(self.body)
         except (ValueError, RecursionError) as error:
@@ -40,7 +40,7 @@ class Reply:
 
 
 class Server:
-    """What answers at a URL. Redirects are not followed and proxies not used: the key goes to this address only.
+    """The server at a URL. Redirects and proxies are not followed, so that the key goes to this address only.
 
     Thread safety: one thread.
     """
@@ -53,16 +53,20 @@ class Server:
         self._secure, self._host, self._port, self._prefix = parts.scheme == "https", parts.hostname or "", parts.port, parts.path
 
     def get(self, path: str) -> Reply:
-        """Any status; raises UnreachableError or CannotTellError without one."""
+        """Return the reply to a GET request, whatever its status; raises UnreachableError or CannotTellError if there is none."""
         return self._whole("GET", path, admin=False)
 
     def post(self, path: str) -> Reply:
-        """As `get`, with the administrator's key and an empty body."""
+        """Return the reply to a POST request with an empty body and the administrator's key; otherwise like `get`."""
         return self._whole("POST", path, admin=True)
 
     @contextmanager
     def lines(self, path: str, document: Mapping[str, Any]) -> Iterator[Iterator[str]]:
-        """POST a document; the lines of the answer as they come. Raises CannotTellError, also for a status that is not 200."""
+        """POST a document and yield the lines of the answer as they arrive.
+
+        Raises CannotTellError for an answer that cannot be read or a status other than 200, RefusedError for 401 and 403, and
+        UnreachableError.
+        """
         body = json.dumps(document).encode()
         with self._open("POST", path, body, admin=False) as (response, parts):
             if response.status != 200:
@@ -70,7 +74,7 @@ class Server:
             yield _split(parts, self.url + path)
 
     def refusal(self, reply: Reply) -> CannotTellError | RefusedError:
-        """The sentence for a status that is not 200."""
+        """Return the error for a status other than 200: RefusedError for 401 and 403, else CannotTellError."""
         answers = f"{reply.url} answers {reply.status}"
         if reply.status in (401, 403):
             return RefusedError(f"{answers}: it wants another key; set OPENAI_API_KEY, or give --api-key or --admin-key")
@@ -80,7 +84,7 @@ class Server:
         return CannotTellError(f"{answers}{': ' if said else ''}{said or '; is that the URL of an engine?'}")
 
     def without_keys(self, text: str) -> str:
-        """What a server said, in case it repeats the key that it was given."""
+        """Return a server's message with the keys replaced by ***, in case it repeats them."""
         for header in self._keys.values():
             text = text.replace(header.get("Authorization", "Bearer ").removeprefix("Bearer ") or "\0", "***")
         return text
@@ -97,13 +101,14 @@ class Server:
         connection = kind(self._host, self._port, timeout=self.timeout_s)
         try:
             connection.connect()
-            socket = connection.sock  # the connection forgets it as soon as the response is to be the last
+            socket = connection.sock  # kept here: the connection drops its reference when the response is its last
             connection.request(method, self._prefix + path, body, {"Content-Type": "application/json"} | self._keys[admin])
             response = connection.getresponse()
 
             def parts() -> Iterator[bytes]:
                 total = 0
                 while True:
+                    # One deadline for the whole response: each read may take what is left of it, at least 1 ms.
                     socket.settimeout(max(0.001, deadline - time.monotonic()))
                     if not (part := response.read1(_READ)):
                         return
@@ -122,7 +127,7 @@ class Server:
             raise UnreachableError(f"{url} cannot be reached by TLS: {error.reason}; SSL_CERT_FILE names other certificates") from error
         except ConnectionRefusedError as error:
             raise UnreachableError(f"nothing answers at {url}; start the engine there, or give its URL") from error
-        except (OSError, UnicodeError) as error:  # the latter for a name of a host that cannot be one
+        except (OSError, UnicodeError) as error:  # UnicodeError: a host name that cannot be encoded
             said = getattr(error, "strerror", None) or error
             raise UnreachableError(f"{url} cannot be reached: {said}; look whether the server runs") from error
         except HTTPException as error:
@@ -152,7 +157,7 @@ def _text(line: bytes | bytearray, url: str) -> str:
 
 
 def _base(url: str) -> str:
-    """The URL without what belongs to an endpoint; raises ConfigError."""
+    """Return the URL without a trailing #, ?, slash or /v1; raises ConfigError if it is not that of a server."""
     try:
         parts = urlsplit(url)
         port_is_known = parts.port != 0
@@ -167,7 +172,10 @@ def _base(url: str) -> str:
 
 
 def _header(key: str, option: str) -> dict[str, str]:
-    """The header for a key, or none; raises ConfigError for one that no header can carry, which `http.client` would print."""
+    """Return the Authorization header for a key; empty without a key.
+
+    Raises ConfigError for characters that no header can carry: `http.client` would print the key in its own error.
+    """
     key = key.strip()
     if not (key.isascii() and key.isprintable()):
         raise ConfigError(f"{option} (or its variable) holds characters that no key has; copy it anew")
@@ -175,7 +183,7 @@ def _header(key: str, option: str) -> dict[str, str]:
 
 
 def _said(body: bytes) -> str:
-    """A server's own words about a refusal, in any of the shapes that the engines have; short and on one line."""
+    """Return a server's message about a refusal, from any of the JSON shapes that the engines use: on one line, and cut if it is long."""
     try:
         found = json.loads(body)
     except (ValueError, RecursionError):

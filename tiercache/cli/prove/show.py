@@ -1,4 +1,4 @@
-"""How `tiercache prove` prints: a small table and one line, or everything in one JSON object."""
+"""Output of `tiercache prove`: a small table and a sentence, or all figures as JSON."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tiercache.cli.prove.verdict import EXITS, Round, Verdict, remarks, sentence
 
 _COLOURS: Final = {Verdict.HIT: "green", Verdict.MISS: "yellow", Verdict.UNKNOWN: "yellow", Verdict.WRONG: "red"}
 _SHOWN: Final = 60
-"""Characters of a text in the table."""
+"""Characters of a text that the table shows."""
 _BEFORE: Final = 20
-"""Of them before the first that differs."""
+"""Characters of these that precede the first difference between two texts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All that is known in the end."""
+    """Result of a run: what was asked, its rounds, and notes."""
 
     url: str
     subject: Subject
@@ -32,21 +32,21 @@ class Report:
 
     @property
     def verdict(self) -> Verdict:
-        """Of all rounds."""
+        """Verdict on all rounds."""
         return worst(self.rounds)
 
     @property
     def sentence(self) -> str:
-        """It in words."""
+        """Verdict in words."""
         return sentence(self.rounds, REPORT_FLAGS[self.subject.engine])
 
     @property
     def look_at(self) -> Sequence[str]:
-        """What may be the reason for a miss."""
+        """Possible reasons for a miss; empty for any other verdict."""
         return LOOK_AT[self.subject.engine] if self.verdict is Verdict.MISS else ()
 
     def record(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the report as a dictionary for JSON."""
         return {
             "verdict": self.verdict.value, "exit_code": EXITS[self.verdict], "sentence": self.sentence, **heading(self.url, self.subject),
             "rounds": [item.record() for item in self.rounds], "notes": [*self.notes, *remarks(self.rounds)], "look_at": [*self.look_at],
@@ -54,7 +54,7 @@ class Report:
 
 
 def heading(url: str, subject: Subject) -> dict[str, Any]:
-    """Who was asked, for JSON."""
+    """Return the URL, the engine and the model that were asked, for JSON."""
     return {"url": url, "engine": subject.engine.value, "model": subject.model.name}
 
 
@@ -69,7 +69,7 @@ def write(report: Report, output: Output) -> None:
 
 
 def show(report: Report) -> None:
-    """For people."""
+    """Print the report as a table with its verdict, notes and hints."""
     to = console()
     to.print(f"{safe(report.url)}: {report.subject.engine.value}, model {safe(report.subject.model.name)}", soft_wrap=True)
     to.print(_table(report.rounds))

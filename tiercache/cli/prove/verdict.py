@@ -1,4 +1,4 @@
-"""What three answers mean. No requests here."""
+"""Verdict on a prompt from the answers to three requests. Sends no requests itself."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from tiercache.cli.exits import Exit
 from tiercache.cli.prove.completion import Answer
 
 LEAST: Final = 16
-"""Restored tokens that make a hit: fewer are words that two prompts have in common by chance, or the mark that begins every prompt."""
+"""Restored tokens from which a round counts as a hit.
+
+Fewer may be words that two prompts share by chance, or the mark that begins every prompt.
+"""
 
 
 class Verdict(enum.StrEnum):
-    """Worst first: of several rounds the first of these is the verdict."""
+    """Verdicts from the worst to the best; the worst one of several rounds is the verdict on all of them."""
 
     WRONG = "wrong"
     UNKNOWN = "unknown"
@@ -28,7 +31,7 @@ EXITS: Final = {Verdict.HIT: Exit.DONE, Verdict.MISS: Exit.NO, Verdict.UNKNOWN: 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """A prompt, the same prompt again after the caches were emptied, and another that was never sent."""
+    """Answers to a prompt, to the same prompt after the caches were emptied, and to another one that was never sent (the control)."""
 
     seed: int
     first: Answer
@@ -37,35 +40,35 @@ class Round:
 
     @property
     def restored(self) -> int | None:
-        """Cached tokens of the second request beyond those that a prompt never sent has as well; None if not reported."""
+        """Cached tokens of the second request beyond those that the control has as well; None if not reported."""
         if self.again.cached_tokens is None:
             return None
         return max(0, self.again.cached_tokens - (self.control.cached_tokens or 0))
 
     @property
     def same_text(self) -> bool:
-        """Whether both answers to the one prompt are equal."""
+        """Whether both answers to the same prompt are equal."""
         return self.first.text == self.again.text
 
     @property
     def differs_at(self) -> int:
-        """Characters that the two have in common at their beginning."""
+        """Number of characters that both answers have in common at their beginning."""
         a, b = self.first.text, self.again.text
         return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
     @property
     def from_memory(self) -> bool:
-        """The engine says where the tokens lay, and it was not storage."""
+        """Whether the engine reports where the cached tokens lay, and none of them lay in storage."""
         return self.again.sources is not None and self.again.sources.storage == 0
 
     @property
     def strange(self) -> bool:
-        """A prompt that was never sent is said to be cached."""
+        """Whether the engine reports the control, a prompt that was never sent, as cached."""
         return (self.control.cached_tokens or 0) >= LEAST
 
     @property
     def verdict(self) -> Verdict:
-        """A wrong text is worse than not to know where it came from."""
+        """Verdict on this round: a wrong text counts as worse than not knowing where the tokens came from."""
         if self.restored is None or self.strange:
             return Verdict.UNKNOWN
         if self.restored < LEAST:
@@ -76,11 +79,11 @@ class Round:
 
     @property
     def gain(self) -> float:
-        """How many times sooner the first token came than for a prompt that had to be computed."""
+        """Ratio of the time to the first token of the control, which had to be computed, to that of the second request."""
         return self.control.first_token_s / max(self.again.first_token_s, 1e-9)
 
     def record(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the round as a dictionary for JSON."""
         return {
             "verdict": self.verdict.value, "seed": self.seed, "restored_tokens": self.restored, "same_text": self.same_text,
             "gain": self.gain, "first": self.first.record(), "again": self.again.record(), "control": self.control.record(),
@@ -88,13 +91,13 @@ class Round:
 
 
 def worst(rounds: Sequence[Round]) -> Verdict:
-    """The verdict on all of them."""
+    """Return the worst verdict of the rounds."""
     found = {item.verdict for item in rounds}
     return next(verdict for verdict in Verdict if verdict in found)
 
 
 def sentence(rounds: Sequence[Round], flag: str) -> str:
-    """The verdict in words. `flag` makes a server report cached tokens."""
+    """Return the verdict on all rounds in words. `flag` is the server option that makes it report cached tokens."""
     verdict = worst(rounds)
     such = [item for item in rounds if item.verdict is verdict]
     prefix = f"{len(such)} of {len(rounds)} rounds: " if len(rounds) > 1 else ""
@@ -121,7 +124,7 @@ def _words(verdict: Verdict, found: Round, flag: str) -> str:
 
 
 def remarks(rounds: Sequence[Round]) -> list[str]:
-    """What else stands out."""
+    """Return notes on anything else remarkable in the rounds."""
     said = []
     if any(item.verdict is not Verdict.WRONG and not item.same_text for item in rounds):
         said.append("the text of the two answers differs: if both were computed, this server does not decode greedily the same twice")

@@ -1,4 +1,4 @@
-"""From the texts of the options to a question; each wrong one gets a ConfigError of one sentence that names it."""
+"""Conversion of option texts to a question for a study; a wrong option raises ConfigError with one sentence that names it."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from tiercache.replay.sources import open_source
 from tiercache.replay.study import Question, possible
 
 _CHECKPOINTS: Final = {"branch": "branch", "prompt": "prompt_end", "end": "request_end", "ghost": "ghost"}
-"""What the options call them, and the rules."""
+"""Names of checkpoints in the options, and the fields of CheckpointRules that they set."""
 ALL: Final = "all"
 NONE: Final = "none"
 
 
 def source(spec: str, seed: int, limit: int | None) -> Source:
-    """What to replay."""
+    """Open the source to replay; raises ConfigError if none is named."""
     if not spec:
         raise ConfigError("no source is named; give a trace file or a generator, such as seed-20457, or see tiercache replay --list")
     return open_source(spec, seed=seed, limit=limit)
@@ -44,7 +44,7 @@ def question(
     seed: int,
     bounds: bool,
 ) -> Question:
-    """The question; all policies that the model has a use for, where none is named."""
+    """Return the question; "all" as `policies` stands for every policy that can be used with the model of the profile."""
     model = profile_named(profile or DEFAULT_PROFILE)
     named: Sequence[str] = _parts(policies)
     if policies == ALL:
@@ -53,19 +53,19 @@ def question(
 
 
 def capacities(text: str) -> tuple[float, ...]:
-    """The fractions of `--capacity`."""
+    """Return the fractions that `--capacity` lists."""
     if text and not _parts(text):
         raise ConfigError(f"--capacity {shown(text)} names none; use fractions of the infinite cache, such as 0.05,0.1")
     return tuple(_number("--capacity", part, "a fraction of the infinite cache, such as 0.1") for part in _parts(text))
 
 
 def tiers(device: str, host: str, disk: str, states: int | None, disk_policy: str) -> Tiers | None:
-    """The tiers in bytes; None where none is given."""
+    """Return the sizes of the tiers in bytes; None if no size is given."""
     if states is not None and states < 0:
         raise ConfigError(f"--device-states {states} is not possible; use 0 or more")
     if states is not None and not device:
         raise ConfigError("--device-states divides the bytes of a device; give --device-bytes as well")
-    policy_named(disk_policy)  # or it would be found out after minutes
+    policy_named(disk_policy)  # checked now: the study would find the mistake only after minutes
     if not (device or host or disk):
         return None
     return Tiers(
@@ -78,7 +78,7 @@ def tiers(device: str, host: str, disk: str, states: int | None, disk_policy: st
 
 
 def rules(checkpoints: str, every: int, per_path: int) -> CheckpointRules:
-    """Where states are taken."""
+    """Return the rules for where states are taken."""
     if every < 0:
         raise ConfigError(f"--every {every} is not possible; use 0 or a number of tokens")
     if per_path < 0:
@@ -92,7 +92,7 @@ def rules(checkpoints: str, every: int, per_path: int) -> CheckpointRules:
 
 
 def machine(flops: str, host_bandwidth: str, disk_bandwidth: str) -> Machine:
-    """What times are modelled from."""
+    """Return the rates from which times are modelled: FLOPs per second, and bytes per second from host and disk."""
     rates = [_number("--flops", flops, "FLOPs per second, such as 250e12")]
     if not 0 < rates[0] < math.inf:
         raise ConfigError(f"--flops {flops} is not possible; use a positive number, such as 250e12")
@@ -104,7 +104,7 @@ def machine(flops: str, host_bandwidth: str, disk_bandwidth: str) -> Machine:
 
 
 def check_report(path: Path) -> None:
-    """Raise ConfigError where a report could not be written at the end."""
+    """Raise ConfigError if a report could not be written to `path` at the end."""
     if path.is_dir():
         raise ConfigError(f"--report {path} is a directory; name a file in it")
     if not path.parent.is_dir():
@@ -116,7 +116,7 @@ def check_report(path: Path) -> None:
 
 
 def notes(question: Question) -> list[str]:
-    """How it was made, for the report."""
+    """Return sentences for the report on how its results were made."""
     rules, machine, tiers = question.checkpoints, question.machine, question.tiers
     taken = [name for name, rule in _CHECKPOINTS.items() if getattr(rules, rule)]
     taken += [f"every {rules.every} tokens"] if rules.every else []
@@ -133,7 +133,7 @@ def notes(question: Question) -> list[str]:
 
 
 def _parts(text: str) -> list[str]:
-    """What stands between the commas, each once."""
+    """Return the parts of `text` between commas: stripped, without empty ones and repetitions."""
     return list(dict.fromkeys(part for one in text.split(",") if (part := one.strip())))
 
 

@@ -1,4 +1,4 @@
-"""`tiercache replay`: options in, results out."""
+"""The `tiercache replay` command: from options to results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Refresh(enum.StrEnum):
-    """How far up a hit counts."""
+    """Extent of what a hit makes young: the last node that it needs, or all of its path."""
 
     LAST = "last"
     PATH = "path"
@@ -76,7 +76,7 @@ def replay(
 
         tiercache replay seed-20457
     """
-    # Imported here, so that --help needs none of it.
+    # Imported here to keep --help fast: it needs none of these modules.
     from tiercache.cli.replay import asking, rounds, table
     from tiercache.cli.replay import listing as sources
     from tiercache.cli.replay.lines import record

@@ -1,4 +1,4 @@
-"""A result as JSON has it."""
+"""Conversion of a result to JSON."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tiercache.replay.results import Result
 
 
 def record(result: Result) -> dict[str, Any]:
-    """The row, without the course of the run, which is for the report; what is no number is null."""
+    """Return the row of a result without its course over time, which only the report uses; numbers that are not finite become None."""
     row = result.row()
     del row["over_time"]
     return {name: _finite(value) for name, value in row.items()}

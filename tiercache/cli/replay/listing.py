@@ -1,4 +1,4 @@
-"""What can be replayed, in help and by `--list`. The generators are imported when somebody asks, for they need numpy."""
+"""Sources that can be replayed, in the help and for `--list`. Generators are imported on demand, because they need numpy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tiercache.cli.replay.words import terminal
 
 
 class ReplayCommand(TyperCommand):
-    """A command whose help ends with what its options can name."""
+    """Typer command whose help ends with the sources, policies and profiles that its options can name."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Print the help, then the sources, policies and profiles."""
@@ -53,7 +53,7 @@ def show_sources() -> None:
 
 
 def source_records() -> Iterator[dict[str, Any]]:
-    """The generators as JSON has them."""
+    """Yield the generators with their parameters as dictionaries for JSON."""
     from tiercache.replay.sources import SOURCES
 
     for name, kind in SOURCES.items():

@@ -1,4 +1,4 @@
-"""What was published for a benchmark, beside what was found: figures of the whole run, and hit rates by round."""
+"""Published figures of a benchmark beside the measured ones: figures of the whole run, and hit rates by round."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WITHOUT: Final = f"{_RATE}_without_state_offload"
 
 
 def show(found: Sequence[Result]) -> None:
-    """Print what was published for the source of `found`; nothing where nothing was."""
+    """Print the figures that were published for the source of `found`; nothing if there are none."""
     published = next((one.published for one in found if one.published), None)
     if published is None:
         return
@@ -52,7 +52,7 @@ def _by_round(runs: Sequence[Result]) -> Table:
 
 
 def _alike(runs: Sequence[Result]) -> list[list[Result]]:
-    """Runs of policies that found the same are one column; what has a published figure of its own stands alone."""
+    """Group runs into columns: policies with equal rates in all rounds share one; a bound or a run without offload stands alone."""
     columns: list[list[Result]] = []
     for run in runs:
         same = [one for one in columns if _is_plain(run) and _is_plain(one[0]) and one[0].by_round == run.by_round]
@@ -68,6 +68,6 @@ def _is_plain(run: Result) -> bool:
 
 
 def _published(run: Result) -> str:
-    """The figure that was published for what `run` repeats."""
+    """Return the published figure that corresponds to `run`; empty if there is none."""
     name = _INFINITE if is_infinite(run) else _RATE if _is_plain(run) else _WITHOUT
     return f"{run.published[name]:g}" if name in run.published else ""

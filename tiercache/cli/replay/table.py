@@ -1,4 +1,4 @@
-"""Results on a terminal: a group per capacity, policies first and bounds below; then what each tier did."""
+"""Tables of results on a terminal: a group per capacity, with policies above bounds; then the figures of each tier."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _BEST: Final = "*"
 _GAP: Final = "  "
 _LEFT: Final = ("policy", "tier")
 _SPARED: Final = ("written", "p95", "evicted")
-"""Columns that a narrow terminal goes without, the first one first."""
+"""Columns that are left out on a narrow terminal, in this order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One row: cells by column, and a style."""
+    """One row of a table: its cells by column, and its style."""
 
     cells: dict[str, str]
     style: str = ""
@@ -31,20 +31,23 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Results of one capacity: policies in the order in which they were found, then bounds."""
+    """Results of one capacity: policies in the order in which they were found, and bounds."""
 
     title: str
     policies: tuple[Result, ...]
     bounds: tuple[Result, ...]
 
     def is_best(self, result: Result) -> bool:
-        """Does no policy here save more, and one less?"""
+        """Return whether a policy is among the best of the group: none saves a fraction of FLOPs that is larger by LEVEL or more.
+
+        False for a bound, and for every policy if the best and the worst differ by less than LEVEL.
+        """
         saved = [one.flops_saved for one in self.policies]
         return not result.is_bound and max(saved) - result.flops_saved < LEVEL <= max(saved) - min(saved)
 
 
 def show(found: Sequence[Result]) -> None:
-    """Print everything but the rounds."""
+    """Print all results except those by round."""
     console, made = terminal(), groups(found)
     several = any(len(one.tiers) > 1 for one in found)
     first = found[0]
@@ -59,7 +62,7 @@ def show(found: Sequence[Result]) -> None:
 
 
 def groups(found: Sequence[Result]) -> list[Group]:
-    """The infinite cache, then one per capacity in rising order."""
+    """Return the infinite cache as a group, then one group per capacity in rising order."""
     free = [one for one in found if is_infinite(one)]
     limited = [one for one in found if not is_infinite(one)]
     made = [Group(f"without a limit, {size(one.capacity_bytes)}", (), (one,)) for one in free]
@@ -75,7 +78,7 @@ def groups(found: Sequence[Result]) -> list[Group]:
 
 
 def is_infinite(result: Result) -> bool:
-    """Is it the run that all capacities are fractions of?"""
+    """Return whether this is the run without a limit, which the capacities are fractions of."""
     return result.is_bound and result.policy == "infinite"
 
 
@@ -113,7 +116,7 @@ def _moved(use: TierUse | None) -> dict[str, str]:
 
 
 def _print(console: Console, shown: Sequence[tuple[str, list[Line]]]) -> None:
-    """Groups under one head; columns are as wide as the widest cell of all groups."""
+    """Print groups under one header; each column is as wide as its widest cell in all groups."""
     lines = [line for _, group in shown for line in group]
     widths = {name: max(cell_len(text) for text in (name, *(line.cells[name] for line in lines))) for name in lines[0].cells}
     for spared in _SPARED:

@@ -1,4 +1,4 @@
-"""What is seen of a study while it runs, on stderr."""
+"""Progress of a running study, shown on stderr."""
 
 from __future__ import annotations
 
@@ -15,18 +15,21 @@ from tiercache.replay.study import Stage
 
 
 class Watch:
-    """Is told of stages and of results, and says nothing. Thread safety: one thread."""
+    """Receiver of a study's stages and results; this base class prints nothing.
+
+    Thread safety: one thread.
+    """
 
     def stage(self, stage: Stage) -> Callable[[], object]:
-        """A stage begins; what comes back is called after each request."""
+        """Begin a stage and return a function to call after each of its requests."""
         return lambda: None
 
     def found(self, result: Result) -> None:
-        """A row is finished."""
+        """Take in a finished result."""
 
 
 class _Log(Watch):
-    """A line per finished row, for who collects stderr in a file."""
+    """Watch that prints a line per finished result, for stderr that is not a terminal."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -38,7 +41,7 @@ class _Log(Watch):
 
 
 class _Bars(Watch):
-    """A bar for the stage, and one for all of them."""
+    """Watch that shows a progress bar for the current stage, and one for all stages."""
 
     def __init__(self, progress: Progress, stages: int, requests: int) -> None:
         self._progress = progress
@@ -62,13 +65,16 @@ class _Bars(Watch):
 
 @contextmanager
 def watching(stages: int, requests: int, *, as_json: bool) -> Iterator[Watch]:
-    """Bars on a terminal. Elsewhere a line per row, or nothing where the rows themselves are printed as JSON."""
+    """Yield the Watch that suits the output: bars if stderr is a terminal, else a line per result.
+
+    Yields a silent Watch where there are no bars and the results themselves are printed as JSON.
+    """
     console = Console(stderr=True, highlight=False, emoji=False)
-    # Rows on the same terminal would end up between bars.
+    # No bars where JSON rows go to the same terminal: the rows would appear between them.
     if not console.is_terminal or (as_json and sys.stdout.isatty()):
         yield Watch() if as_json else _Log(console)
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(elapsed_when_finished=True))
-    # rich would otherwise send stdout through this console as well, and with it the rows.
+    # By default rich redirects stdout through this console, which would send the rows to stderr.
     with Progress(*columns, console=console, transient=True, redirect_stdout=False, refresh_per_second=4) as progress:
         yield _Bars(progress, stages, requests)

@@ -1,4 +1,4 @@
-"""The operator's verbs: they look at a store, check it and empty it, through the contract of every store.
+"""The operator's verbs: show, check and empty a store, through the interface that every storage backend has.
 
-A stopped store is opened from its directory alone, as it lies there; a daemon's is asked through the `grpc` backend.
+A stopped store is opened from its directory, without resizing it; the store of a running daemon is reached through the `grpc` backend.
 """

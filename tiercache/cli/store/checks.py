@@ -1,4 +1,4 @@
-"""What `doctor` asks of the machine: versions, limits, memory, GPU. Each check answers in any case, and changes nothing."""
+"""The checks of the machine that `doctor` makes: versions, limits, memory, GPU. Each check gives a result and changes nothing."""
 
 from __future__ import annotations
 
@@ -28,17 +28,22 @@ if TYPE_CHECKING:
 _PACKAGES: Final = ("tiercache", "numpy", "lmdb", "blake3", "xxhash", "grpcio", "protobuf")
 _ENGINES: Final = ("sglang", "vllm", "transformers", "torch")
 _SEAL_FUTURE_WRITE: Final = 0x10
+"""The seal F_SEAL_FUTURE_WRITE, which the fcntl module of Python does not name."""
 _OLDEST_PYTHON: Final = (3, 11)
 _OLDEST_KERNEL: Final = (5, 1)
-"""F_SEAL_FUTURE_WRITE."""
+"""The first Linux kernel with F_SEAL_FUTURE_WRITE: (major, minor)."""
 _CACHESTAT_KERNEL: Final = (6, 5)
+"""The first Linux kernel with the system call cachestat: (major, minor)."""
 _MEMORY_ENOUGH: Final = 1 << 30
+"""Bytes of memory below which a check warns."""
 _FILES_FEW, _FILES_ENOUGH = 256, 4096
+"""Open files: a soft limit below the first fails the check, one below the second gives a warning."""
 _YEAR_2026: Final = 1_767_225_600
+"""The start of 2026 in seconds since 1970; a clock before it is wrong."""
 
 
 class Level(enum.StrEnum):
-    """How a check ended."""
+    """The result of a check."""
 
     OK = "ok"
     WARN = "warn"
@@ -47,7 +52,7 @@ class Level(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One finding; `fix` is what to do about it, empty where all is well."""
+    """The finding of one check; `fix` says what to do about it and is empty if the level is OK."""
 
     name: str
     level: Level
@@ -55,17 +60,17 @@ class Check:
     fix: str = ""
 
     def record(self) -> dict[str, Any]:
-        """Its fields for JSON."""
+        """Return the fields for JSON."""
         return {"name": self.name, "level": str(self.level), "found": self.found, "fix": self.fix}
 
 
 def judged(name: str, found: str, level: Level, fix: str) -> Check:
-    """A check whose fix is only said where something is to be fixed."""
+    """Return a check; its `fix` is left empty if the level is OK."""
     return Check(name, level, found, "" if level is Level.OK else fix)
 
 
 def machine_checks() -> Iterator[Check]:
-    """Everything but the disk."""
+    """Run all checks except those of the disk."""
     yield _python()
     yield _packages()
     yield _kernel()
@@ -82,7 +87,7 @@ def machine_checks() -> Iterator[Check]:
 
 
 def installed(package: str) -> str:
-    """The version of an installed package, without importing it; empty where it is not there."""
+    """Return the version of a package without importing it; empty if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -90,7 +95,7 @@ def installed(package: str) -> str:
 
 
 def kernel_version() -> tuple[int, int]:
-    """Of the running kernel."""
+    """Return (major, minor) of the running kernel; (0, 0) if its release cannot be parsed."""
     major, _, rest = platform.release().partition(".")
     minor = "".join(c if c.isdigit() else " " for c in rest).split()
     return (int(major), int(minor[0])) if major.isdigit() and minor else (0, 0)
@@ -202,7 +207,7 @@ def _clock() -> Check:
 
 
 def _synchronised() -> bool:
-    """Does the kernel say that its clock is kept in step? Its state is TIME_ERROR (5) otherwise."""
+    """Whether the kernel reports a synchronised clock; its state is TIME_ERROR (5) otherwise. True if adjtimex cannot be called."""
     try:
         libc = ctypes.CDLL(None, use_errno=True)
         return 0 <= int(libc.adjtimex(ctypes.create_string_buffer(512))) < 5
@@ -224,7 +229,7 @@ def _gpu() -> Iterator[Check]:
 
 
 def _cuda_text() -> str:
-    """For which CUDA the driver is, as it says itself without being started; nothing where it cannot be asked."""
+    """Return a phrase with the CUDA version of the driver, read without initialising CUDA; empty if the driver cannot be asked."""
     number = ctypes.c_int(0)
     try:
         code = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))
@@ -234,11 +239,11 @@ def _cuda_text() -> str:
 
 
 def _calibrations(*, expected: bool) -> Iterator[Check]:
-    """A check for each card whose copies were measured by this user; one that says how to come by it where there is only a card."""
-    # Imported here, so that other verbs need none of it.
+    """Yield a check per calibration file of this user; without any, if a card is `expected`, one that says how to get a calibration."""
+    # Imported here, so that other verbs do not load it.
     from tiercache.transfer.cuda import calibration_directory, read_calibration
 
-    logging.getLogger("tiercache.transfer.cuda").addHandler(logging.NullHandler())  # what it logs of a broken file is said below
+    logging.getLogger("tiercache.transfer.cuda").addHandler(logging.NullHandler())  # a broken file is reported below instead
     paths = sorted(calibration_directory().glob("calibration-*.json"))
     for path in paths:
         known = read_calibration(path)
@@ -252,11 +257,11 @@ def _calibrations(*, expected: bool) -> Iterator[Check]:
 
 
 def _choices(known: Calibration) -> str:
-    """The method for each length, where many are copied at once: "device_to_host: batch from 64 KiB, kernel below"."""
+    """Return the best method by copy length, at the largest count measured: "device_to_host: batch from 64 KiB, kernel below"."""
     said = []
     for direction in dict.fromkeys(cell.direction for cell in known.cells):
         cells = sorted((cell for cell in known.cells if cell.direction is direction), key=lambda cell: (cell.length, cell.count))
-        best = {cell.length: cell.best for cell in cells}  # of the largest count, which comes last
+        best = {cell.length: cell.best for cell in cells}  # the largest count comes last and overwrites the others
         starts = [(method, next(lengths)[0]) for method, lengths in groupby(best.items(), key=itemgetter(1))]
         below = f"{starts[0][0]} below" if len(starts) > 1 else f"{starts[0][0]}"
         above = [f"{method} from {size_text(length).replace('.0 ', ' ')}" for method, length in reversed(starts[1:])]

@@ -1,4 +1,4 @@
-"""`tiercache doctor`: what this machine gives a cache, each with one line of what to do about it."""
+"""`tiercache doctor`: checks of this machine, each with one line on what to do about a finding."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def doctor(
 
 
 def _directory(store: str, path: Path | None) -> Path:
-    """The directory whose disk matters; raises ConfigError."""
+    """Return the directory whose disk is checked; raises ConfigError if there is none on this machine."""
     if path is None and "://" in store:
         there = Path(section_of(store).get("path", ""))
         if there.is_absolute() and there.is_dir():
             store = str(there)
         elif store == os.environ.get("TIERCACHE_STORE"):
-            store = ""  # it is meant for the other verbs
+            store = ""  # the variable is meant for the other verbs
         else:
             raise ConfigError(
                 f"doctor looks at this machine's disks, not at {clean(store.partition('?')[0])}; give --directory a directory"

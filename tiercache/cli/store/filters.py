@@ -1,4 +1,4 @@
-"""Which objects a verb is about, from the text of its options."""
+"""The selection of objects that the options of a verb describe."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ from tiercache.storage.base import ScanEntry, StorageBackend
 
 _DEPTHS: Final = re.compile(r"(\d{1,10})?(\.\.)?(\d{1,10})?")
 _ENDLESS: Final = 2**32
+"""The upper bound of an open range of depths, in pages."""
 
 
 @dataclass(slots=True)
 class Filter:
-    """What an object must be.
+    """Conditions that an object must meet, all of them.
+
+    Sizes are in bytes, depths in pages (both ends included), times in seconds since 1970.
 
     Thread safety: one thread.
     """
@@ -31,13 +34,14 @@ class Filter:
     least: int = 0
     most: int | None = None
     before: float | None = None
-    """Stored before this time; an object without a time was not."""
+    """Only objects stored before this time; never one without a time."""
     after: float | None = None
+    """Only objects stored after this time; never one without a time."""
     names: Namespaces = field(default_factory=lambda: Namespaces({}))
     _fits: dict[bytes, bool] = field(default_factory=dict)
 
     def admits(self, entry: ScanEntry) -> bool:
-        """Is the object wanted?"""
+        """Whether the object meets all conditions."""
         meta = entry.meta
         if self.pool is not None and entry.key.pool != self.pool:
             return False
@@ -52,7 +56,7 @@ class Filter:
         return not self.namespace or self._meant(meta.namespace)
 
     def scan(self, store: StorageBackend, entries: Iterable[ScanEntry] | None = None) -> Iterator[ScanEntry]:
-        """The wanted objects of a store (of `entries`, where it was scanned already); raises ConfigError where the namespace is none."""
+        """Yield the wanted objects of a store, or of `entries` if it was scanned already; raises ConfigError if no namespace matches."""
         self.names = Namespaces.of(store)
         named = [name for name in self.names.records if self._meant(name)] if self.namespace else []
         yield from (entry for entry in (store.scan_all() if entries is None else entries) if self.admits(entry))
@@ -77,7 +81,7 @@ def make_filter(
     older: str = "",
     newer: str = "",
 ) -> Filter:
-    """A filter from options; raises ConfigError that names the option."""
+    """Return the filter that the options describe; raises ConfigError that names the wrong option. `now`: seconds since 1970."""
     least, most = _size("--min-size", min_size), _size("--max-size", max_size)
     before, after = _seconds("--older", older), _seconds("--newer", newer)
     if least is not None and most is not None and least > most:

@@ -1,4 +1,4 @@
-"""`tiercache flush`: deletes what its options name, and nothing that something else still needs."""
+"""`tiercache flush`: deletes the objects that its options name, except those that other objects still need."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _KEY_DIGITS = 64
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What would go, in the order in which it goes; `kept`: what was meant as well, but something that stays depends on it."""
+    """The objects to delete, in order of removal; `kept`: chosen objects that stay, because a remaining object depends on them."""
 
     going: Sequence[ScanEntry]
     kept: Sequence[ScanEntry]
@@ -103,7 +103,7 @@ def flush(
 
 
 def _plan(store: StorageBackend, wanted: Filter, namespace: str, tenant: str, prefix: str, cascade: bool) -> Plan:
-    """Choose, then bring it into an order and see what cannot go."""
+    """Choose the objects, put them into the order of removal, and set aside those that remaining objects depend on."""
     names = Namespaces.of(store)
     forest = Forest(store.scan_all())
     entries = [entry for key in forest.order for entry in forest.pages[key].entries]

@@ -1,6 +1,6 @@
-"""The stored objects as trees of pages: who is whose parent, which objects have lost theirs, and what may go before what.
+"""The stored objects as trees of pages: parents and children, orphans, and the order in which objects may be removed.
 
-Nothing here recurses: a sequence may be a hundred thousand pages deep.
+No function here recurses, because a sequence may be a hundred thousand pages deep.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tiercache.storage.base import ScanEntry
 
 @dataclass(slots=True)
 class Page:
-    """What is stored under one page key. `parent` is None where it is not known, or where there is none.
+    """The objects stored under one page key. `parent` is None if the page has no parent or the parent is not known.
 
     Thread safety: one thread.
     """
@@ -22,29 +22,30 @@ class Page:
     key: bytes
     parent: bytes | None = None
     pages: list[ScanEntry] = field(default_factory=list)
-    """Objects of the page itself, of all pools and layouts."""
+    """Objects of the page itself, in all pools and layouts."""
     states: list[ScanEntry] = field(default_factory=list)
-    """Objects that hang on it."""
+    """Objects attached to the page, such as states."""
     children: list[bytes] = field(default_factory=list)
+    """Keys of the stored pages whose parent this page is."""
 
     @property
     def entries(self) -> list[ScanEntry]:
-        """All of them; what hangs on the page comes last."""
+        """All objects under the key; those attached to the page come last."""
         return [*self.pages, *self.states]
 
     @property
     def depth(self) -> int | None:
-        """Pages up to its end, as its objects say."""
+        """Depth of the end of the page, counted in pages, as its objects record it; None if none does."""
         return next((entry.meta.depth for entry in self.entries if entry.meta.depth is not None), None)
 
     @property
     def namespace(self) -> bytes:
-        """The namespace of its objects."""
+        """The namespace of the objects, taken from the first of them."""
         return self.entries[0].meta.namespace
 
 
 class Forest:
-    """All pages of a scan.
+    """All pages of a scan, linked to their parents and children.
 
     Thread safety: one thread.
     """
@@ -62,21 +63,21 @@ class Forest:
                 page.pages.append(entry)
                 page.parent = page.parent or entry.meta.parent
         self.roots: list[bytes] = []
-        """Pages at which a walk begins: those whose parent is unknown or not here."""
+        """Keys of the pages at which a walk begins: those whose parent is unknown or not stored."""
         for page in self.pages.values():
             if page.parent in self.pages and page.parent is not None:
                 self.pages[page.parent].children.append(page.key)
             else:
                 self.roots.append(page.key)
         self.order: list[bytes] = self.below(self.roots)
-        """Every page after its parent. Pages whose parents go round in a circle, as no honest writer makes them, come last."""
+        """Every page key after its parent's. Pages whose parents form a cycle, which no correct writer makes, come last."""
         if len(self.order) < len(self.pages):
             self.order += self.pages.keys() - set(self.order)
         self.broken = self._find_broken()
-        """Pages that nothing can reach, and the missing page that cuts them off: they depend on it, directly or through others."""
+        """Unreachable pages, each with the key of the missing page that it depends on, directly or through other pages."""
 
     def below(self, keys: Iterable[bytes]) -> list[bytes]:
-        """These pages and everything under them, each after its parent."""
+        """Return the keys of these pages and of all their descendants, each after its parent."""
         found: dict[bytes, None] = {}
         stack = list(keys)[::-1]
         while stack:
@@ -87,16 +88,16 @@ class Forest:
         return list(found)
 
     def cut_off_by(self, entry: ScanEntry) -> bytes | None:
-        """The page without which nothing can reach an object; None where it can be reached."""
+        """Return the key of the missing page that makes an object unreachable; None if the object is reachable."""
         key = entry.key.page_key
         return self.broken.get(key) or (None if self.pages[key].pages else key)
 
     def orphans(self) -> list[ScanEntry]:
-        """Objects that nothing can reach, deepest last."""
+        """Return the unreachable objects, each page's after those of its parent."""
         return [entry for key in self.order for entry in self.pages[key].entries if self.cut_off_by(entry) is not None]
 
     def chain(self, key: bytes) -> list[bytes]:
-        """The stored pages above this one, nearest first, up to the root or to the first that is missing."""
+        """Return the keys of the stored ancestors of a page, nearest first, up to the root or to the first missing page."""
         found: dict[bytes, None] = {}
         page = self.pages.get(key)
         while page is not None and page.parent is not None and page.parent not in found:
@@ -108,7 +109,7 @@ class Forest:
         return list(found)
 
     def end_of(self, key: bytes) -> tuple[str, bytes | None]:
-        """How the chain above this page ends: "root", "missing" (with the page that is), or "unknown", where nobody noted the parent."""
+        """Return how the chain of ancestors ends: "root", "missing" (with the missing page), or "unknown" if no parent is recorded."""
         top = self.pages[(self.chain(key) or [key])[-1]]
         if not top.pages:
             return "missing", top.key
@@ -117,21 +118,21 @@ class Forest:
         return ("unknown" if (top.depth or 1) > 1 else "root"), None
 
     def removal_order(self, wanted: Iterable[ScanEntry]) -> list[ScanEntry]:
-        """These objects in an order in which nothing goes before what depends on it."""
+        """Return these objects sorted so that every object comes after all objects that depend on it."""
         rank = {key: n for n, key in enumerate(self.order)}
         return sorted(wanted, key=lambda entry: (-rank[entry.key.page_key], not hangs(entry)))
 
     def dependents(self, wanted: Sequence[ScanEntry]) -> list[ScanEntry]:
-        """What depends on these objects, and is not among them."""
+        """Return the objects that depend on these objects and are not among them."""
         have = {entry.key.digest for entry in wanted}
         tops = {entry.key.page_key for entry in wanted if not hangs(entry)}
         found = [entry for key in self.below(tops) if key not in tops for entry in self.pages[key].entries]
         found += [entry for key in tops for entry in self.pages[key].states]
-        # Of a page of several objects, the rest goes along only where what is below it goes anyway.
+        # The other page objects of a page in `tops` are not added.
         return [entry for entry in {e.key.digest: e for e in found}.values() if entry.key.digest not in have]
 
     def needed(self, wanted: Sequence[ScanEntry]) -> list[ScanEntry]:
-        """Those of these objects that something depends on which is not among them."""
+        """Return those of these objects on which an object depends that is not among them."""
         going = {entry.key.digest for entry in wanted}
         held: set[bytes] = set()
         kept: list[ScanEntry] = []
@@ -155,7 +156,7 @@ class Forest:
             if page.parent is None:
                 continue
             above = self.pages.get(page.parent)
-            # A parent that comes later is part of a circle.
+            # A parent that comes later in the order is part of a cycle.
             if above is None or not above.pages or above.key not in seen:
                 broken[key] = page.parent
             elif above.key in broken:

@@ -1,4 +1,4 @@
-"""`tiercache inspect`: one page, the tree of a namespace, or what is there of a prompt."""
+"""`tiercache inspect`: shows one page, the tree of a namespace, or the stored part of a prompt."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ from tiercache.errors import ConfigError, InputError
 from tiercache.storage.base import StorageBackend
 
 _KEY_DIGITS: Final = 64
+"""Hex digits of a page key; an object's whole key, layout and page key, has twice as many."""
 _CHAIN: Final = 3
-"""Ancestors in a table; JSON has all."""
+"""Ancestors of a page that a table shows; JSON has all."""
 
 
 def inspect(
@@ -140,7 +141,7 @@ def _page(target: Target, store: StorageBackend, names: Namespaces, digits: str,
 
 
 def _page_key(forest: Forest, digits: str) -> bytes:
-    """The page that digits name: the start of its key, or the whole key of one of its objects."""
+    """Return the key of the page that `digits` name: the start of its key, or the whole key of one of its objects."""
     if len(digits) <= _KEY_DIGITS:
         return one_key(digits, forest.pages, "KEY")
     if len(digits) < 2 * _KEY_DIGITS:

@@ -1,4 +1,4 @@
-"""`tiercache ls`: the objects of a store, one a line, as the store tells them."""
+"""`tiercache ls`: lists the objects of a store, one per line, in the order of the store unless sorted."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tiercache.storage.base import ScanEntry, StorageBackend
 
 
 class Sort(StrEnum):
-    """What rows are ordered by."""
+    """The field by which rows are sorted."""
 
     KEY = "key"
     SIZE = "size"

@@ -1,4 +1,4 @@
-"""What people call namespaces and keys: labels, and prefixes of hex digests that must mean one thing."""
+"""The names by which users refer to namespaces and keys: labels, and prefixes of hex digests, which must be unambiguous."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from tiercache.errors import ConfigError
 from tiercache.storage.base import StorageBackend
 
 _CANDIDATES: Final = 8
+"""Matches that an error message lists at most."""
 _HEX: Final = frozenset("0123456789abcdef")
 
 
 class Namespaces:
-    """The namespaces that a store remembers, and how they are written.
+    """The namespaces that are registered in a store, with their labels.
 
     Thread safety: one thread.
     """
@@ -24,15 +25,15 @@ class Namespaces:
 
     @classmethod
     def of(cls, store: StorageBackend) -> Namespaces:
-        """Ask the store."""
+        """Return the namespaces that a store knows."""
         return cls({record.namespace: record.identity for record in store.namespaces()})
 
     def identity(self, namespace: bytes) -> Mapping[str, str | int]:
-        """What the namespace stands for; empty where nobody registered it."""
+        """Return the identity of a namespace (model, revision, tenant, page size, ...); empty if it is not registered."""
         return self.records.get(namespace, {})
 
     def label(self, namespace: bytes) -> str:
-        """Model, revision and tenant, cleaned: model@revision, tenant."""
+        """Return the label "model@revision, tenant", safe to print; "unnamed" if the namespace is not registered."""
         found = self.identity(namespace)
         if not found:
             return "unnamed"
@@ -40,15 +41,15 @@ class Namespaces:
         return clean(name + (f", {found['tenant']}" if found.get("tenant") else ""))
 
     def named(self, namespace: bytes) -> str:
-        """The start of its digest, and its label."""
+        """Return the first digits of the namespace's digest and its label."""
         return f"{namespace.hex()[:SHORTER]} {self.label(namespace)}"
 
     def fits(self, namespace: bytes, text: str) -> bool:
-        """Does `text` name it: the start of its digest, or a part of its label?"""
+        """Whether `text` is the start of the namespace's digest or a part of its label; case does not matter."""
         return namespace.hex().startswith(text.lower()) or (namespace in self.records and text.lower() in self.label(namespace).lower())
 
     def matching(self, text: str, present: Iterable[bytes]) -> list[bytes]:
-        """Which of the known and the `present` ones `text` names; raises ConfigError where it names none."""
+        """Return the registered or `present` namespaces that `text` names; raises ConfigError if there is none."""
         everything = sorted({*self.records, *present})
         found = [namespace for namespace in everything if self.fits(namespace, text)]
         if not found:
@@ -56,7 +57,7 @@ class Namespaces:
         return found
 
     def one(self, text: str, present: Iterable[bytes]) -> bytes:
-        """The only one that `text` names; raises ConfigError."""
+        """Return the only namespace that `text` names; raises ConfigError if it names none or several."""
         found = self.matching(text, present)
         exact = [namespace for namespace in found if namespace.hex() == text.lower()]
         if len(exact or found) > 1:
@@ -64,7 +65,7 @@ class Namespaces:
         return (exact or found)[0]
 
     def record(self, namespace: bytes) -> dict[str, Any]:
-        """Its fields for JSON."""
+        """Return the namespace's fields for JSON."""
         return {"namespace": namespace.hex(), "label": self.label(namespace), "identity": dict(self.identity(namespace))}
 
     def _listed(self, namespaces: Sequence[bytes]) -> str:
@@ -76,7 +77,7 @@ class Namespaces:
 
 
 def check_hex(text: str, option: str, most: int) -> str:
-    """`text` as lower-case hex digits, 1 to `most` of them; raises ConfigError."""
+    """Return `text` as lower-case hex digits; raises ConfigError unless it is 1 to `most` hex digits."""
     digits = text.lower()
     if not digits or not set(digits) <= _HEX:
         raise ConfigError(f"{option} {clean(text)!r} is not hex; give the digits of a page key as `tiercache ls` shows them")
@@ -86,7 +87,7 @@ def check_hex(text: str, option: str, most: int) -> str:
 
 
 def one_key(digits: str, keys: Iterable[bytes], option: str) -> bytes:
-    """The only key that begins with these hex digits; raises ConfigError, with the candidates where there are several."""
+    """Return the only key that begins with these hex digits; raises ConfigError if none does, or several, which it lists."""
     found = sorted(key for key in keys if key.hex().startswith(digits))
     if not found:
         raise ConfigError(f"{option} {digits} matches no stored page; see `tiercache ls` for those that are there")

@@ -1,4 +1,4 @@
-"""Options that the operator's verbs share, as typer reads them."""
+"""Options that the operator's verbs share, as annotated types for typer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a namespace holds of one prompt: which pages, which states, how deep it could be restored, and what lies off its path."""
+"""The stored part of one prompt in a namespace: its pages and states, the restorable depths, and branches off its path."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ from tiercache.core import HitPolicy, PoolName, PoolPresence, TokenArray, restor
 from tiercache.keys import page_keys
 
 _COMBINATIONS: Final = 16
-"""A pool with several layouts has ranks, which are needed together, or dtypes, which are not: every choice is shown, up to so many."""
+"""Combinations of one layout per pool that are shown at most; also the branches drawn at most under one node of the tree.
+
+Several layouts of a pool are ranks, which are needed together, or dtypes, which are alternatives; so every combination is shown.
+"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """One pool's objects of one geometry and shard, along the prompt: `presence.present[i]` ends with page i."""
+    """The objects of one pool, geometry and shard along the prompt; `presence.present[i]` says whether that of page i is stored."""
 
     pool: PoolName
     layout: bytes
@@ -32,7 +35,11 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class PromptPath:
-    """A prompt in one namespace. Depths count pages; `branches` are (depth, pages that go on elsewhere from there)."""
+    """The stored part of a prompt in one namespace.
+
+    Depths count pages, from 1. `branches`: (depth, number of stored pages that continue from there off the prompt). `orphans`: depths of
+    stored pages that cannot be reached.
+    """
 
     namespace: bytes
     page_size: int
@@ -44,11 +51,11 @@ class PromptPath:
 
     @property
     def matched(self) -> int:
-        """Pages of the prompt of which anything is stored."""
+        """Number of pages of the prompt under which any object is stored."""
         return int(np.logical_or.reduce([np.zeros(len(self.keys), np.bool_), *(found.presence.present for found in self.layouts)]).sum())
 
     def restorable(self) -> list[tuple[Sequence[Layout], Sequence[int]]]:
-        """For every choice of one layout a pool: the depths, in pages, at which all of them are there and a token is left to compute."""
+        """Return, per combination of one layout per pool, the restorable depths in pages; one token at least is left to compute."""
         limit = reusable_pages(self.tokens, self.page_size)
         by_pool: dict[PoolName, list[Layout]] = {}
         for found in self.layouts:
@@ -62,7 +69,7 @@ class PromptPath:
         return choices
 
     def record(self) -> dict[str, Any]:
-        """Its fields for JSON, but for the namespace's own."""
+        """Return the fields for JSON, without those of the namespace."""
         return {
             "page_size": self.page_size,
             "tokens": self.tokens,
@@ -92,7 +99,7 @@ class PromptPath:
 
 
 def follow(forest: Forest, namespace: bytes, tokens: TokenArray, page_size: int, extra: bytes) -> PromptPath:
-    """Walk a prompt through the pages of one namespace."""
+    """Compare a prompt with the stored pages of one namespace."""
     keys = page_keys(namespace, tokens, page_size, extra=extra)
     layouts: dict[tuple[PoolName, bytes], bool] = {}
     for page in forest.pages.values():
@@ -122,9 +129,9 @@ def follow(forest: Forest, namespace: bytes, tokens: TokenArray, page_size: int,
 
 
 def draw(path: PromptPath, label: str, most: int) -> Tree:
-    """The path as a tree: its pages in runs with the same objects, at most so many, with states, branches and orphans where they are.
+    """Return the path as a tree: at most `most` runs of pages with the same objects, with their states, branches and orphans.
 
-    `label` is markup.
+    `label` is rich markup.
     """
     several = _several(path.layouts)
     whole = f"{count_text(path.tokens, 'token')}, {count_text(len(path.keys), 'page')} of {path.page_size}"
@@ -161,7 +168,7 @@ def draw(path: PromptPath, label: str, most: int) -> Tree:
 
 
 def _stretches(path: PromptPath) -> list[tuple[int, int, list[Layout]]]:
-    """Depths from, to, and the page objects there; what hangs on pages does not divide them."""
+    """Return runs of pages as (first depth, last depth, layouts of the page objects); objects attached to pages do not divide a run."""
     pages = [found for found in path.layouts if found.presence.hit_policy is HitPolicy.ALL_PAGES]
     lost = set(path.orphans)
     made: list[tuple[int, int, list[Layout]]] = []

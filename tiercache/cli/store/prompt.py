@@ -16,11 +16,13 @@ from tiercache.core import TokenArray, as_tokens
 from tiercache.errors import ConfigError, TokenError
 
 _MOST_BYTES: Final = 256 << 20
+"""Bytes that a file with a prompt may have."""
 _NPY: Final = b"\x93NUMPY"
+"""The first bytes of a .npy file."""
 
 
 def tokens_of(tokens: str, text: str | None, text_file: str, tokenizer: str) -> TokenArray:
-    """The prompt that exactly one of `tokens`, `text` and `text_file` names; raises ConfigError."""
+    """Return the prompt that exactly one of `tokens`, `text` and `text_file` gives; raises ConfigError."""
     if tokens:
         if tokenizer:
             raise ConfigError("--tokenizer goes with --text or --text-file; --tokens are numbers already, so leave it away")
@@ -51,7 +53,7 @@ def _of_file(name: str) -> TokenArray:
 def _of_npy(raw: bytes) -> Any:
     from io import BytesIO
 
-    # Not numpy's own load: that one reads archives, and pickles where it is told to.
+    # Not numpy.load, which also reads archives, and pickles if allowed.
     return npy.read_array(BytesIO(raw), allow_pickle=False)
 
 

@@ -1,4 +1,4 @@
-"""Reads and checks objects in batches of so many bytes, in buffers that are used again."""
+"""Reading and checking of objects in batches of limited size, into a buffer that is reused."""
 
 from __future__ import annotations
 
@@ -11,21 +11,24 @@ from tiercache.core import BLOCK_ALIGN, Outcome
 from tiercache.storage.base import GetItem, ScanEntry, StorageBackend
 
 BATCH_BYTES: Final = 64 << 20
+"""Bytes of a batch at most; a larger object is a batch of its own."""
 _BATCH_OBJECTS: Final = 512
+"""Objects of a batch at most."""
 _TRIES: Final = 20
+"""Times that a throttled object is read at most."""
 _PAUSE: Final = 0.1
-"""Seconds between tries of what was throttled: a busy daemon gets on."""
+"""Seconds between two tries of throttled objects, in which a busy daemon can make progress."""
 
 
 class Checked(NamedTuple):
-    """What became of one object that was read: HIT is sound, MISS went meanwhile; ERROR and THROTTLED could not be read."""
+    """The outcome for one object: HIT is sound, CORRUPT is not, MISS is gone meanwhile, ERROR and THROTTLED could not be read."""
 
     entry: ScanEntry
     outcome: Outcome
 
 
 class Reading:
-    """Reads objects of one store, `BATCH_BYTES` at once; a larger object has a buffer of its own size.
+    """Reads objects of one store in batches of at most `BATCH_BYTES`; a larger object gets a buffer of its own size.
 
     Thread safety: one thread.
     """
@@ -35,7 +38,7 @@ class Reading:
         self._buffer = memoryview(mmap(-1, BATCH_BYTES))
 
     def check(self, entries: Iterable[ScanEntry]) -> Iterator[list[Checked]]:
-        """Read and check each object, batch by batch. A store that may change drops what it finds corrupt."""
+        """Read and check each object, batch by batch. A store that is open for change drops objects that it finds corrupt."""
         for batch in _batches(entries):
             found = [Outcome.THROTTLED] * len(batch)
             for tried in range(_TRIES):
@@ -52,7 +55,7 @@ class Reading:
         try:
             buffer = self._buffer if _padded(batch[0]) <= BATCH_BYTES else memoryview(mmap(-1, _padded(batch[0])))
         except (OSError, OverflowError, MemoryError):
-            return [Outcome.ERROR] * len(batch)  # the only one, and its length is beyond this machine
+            return [Outcome.ERROR] * len(batch)  # a batch of one object, whose recorded length exceeds what this machine can map
         items: list[GetItem] = []
         start = 0
         for entry in batch:
@@ -75,5 +78,5 @@ def _batches(entries: Iterable[ScanEntry]) -> Iterator[list[ScanEntry]]:
 
 
 def _padded(entry: ScanEntry) -> int:
-    """Bytes of the object's buffer: whole blocks, which O_DIRECT asks for."""
+    """Return the bytes of the object's buffer: whole blocks, one at least, because O_DIRECT requires them."""
     return max(1, -(-entry.meta.length // BLOCK_ALIGN)) * BLOCK_ALIGN

@@ -1,4 +1,4 @@
-"""Deletes objects in batches, in an order of which any part may be left out."""
+"""Deletion of objects in batches, in an order that may be interrupted at any point."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ from tiercache.cli.store.target import Target, check_allowed, check_reached
 from tiercache.storage.base import ScanEntry, StorageBackend
 
 _BATCH: Final = 256
+"""Objects of one call to delete."""
 
 
 def check_removable(target: Target, store: StorageBackend) -> None:
-    """Raise RefusedError where a daemon would refuse any of the calls that `remove` makes, before anything is changed."""
+    """Raise RefusedError if a daemon would refuse any of the calls that `remove` makes; to be called before anything is changed."""
     check_allowed(target, store, "to delete", ("Exists", "Delete", "Flush"))
 
 
 class Removed(NamedTuple):
-    """A batch that was deleted; `failed`: those of it that are still there."""
+    """A batch of objects that were to be deleted; `failed`: those of them that are still stored."""
 
     entries: Sequence[ScanEntry]
     failed: Sequence[ScanEntry]
 
 
 def remove(target: Target, store: StorageBackend, ordered: Sequence[ScanEntry]) -> Iterator[Removed]:
-    """Delete these in this order, and see to it at the end that they stay away."""
+    """Delete objects in the order given, yield each batch, and flush the store at the end so that the deletion lasts."""
     for start in range(0, len(ordered), _BATCH):
         batch = ordered[start : start + _BATCH]
         answers = store.delete([entry.key for entry in batch])

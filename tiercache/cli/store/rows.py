@@ -1,4 +1,4 @@
-"""One object as JSON and as a row of text."""
+"""One object as a JSON record and as a row of text."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _WIDTHS: Final = (
     ("parent", -SHORT),
     ("layout", -8),
 )
-"""Columns and how wide they are; to the left where negative. Fixed, because rows are printed as they come."""
+"""Columns with their widths in characters, negative if aligned to the left; fixed, because rows are printed as they are scanned."""
 
 
 def hangs(entry: ScanEntry) -> bool:
-    """Does the object hang on a page, as a state does, and is none itself?"""
+    """Whether the object is attached to a page, as a state is, and is not a page itself."""
     return entry.meta.parent == entry.key.page_key
 
 
 def record(entry: ScanEntry) -> dict[str, Any]:
-    """The object's fields for JSON."""
+    """Return the object's fields for JSON."""
     key, meta = entry.key, entry.meta
     return {
         "page_key": key.page_key.hex(),
@@ -42,12 +42,12 @@ def record(entry: ScanEntry) -> dict[str, Any]:
 
 
 def header() -> str:
-    """The line above the rows."""
+    """Return the heading line of the rows."""
     return _joined([name for name, _ in _WIDTHS])
 
 
 def row(entry: ScanEntry, now: float) -> str:
-    """The object on one line."""
+    """Return the object as one line of text; `now`: seconds since 1970."""
     key, meta = entry.key, entry.meta
     return _joined(
         [

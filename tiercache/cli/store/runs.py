@@ -1,4 +1,4 @@
-"""A forest drawn together: pages one after the other with the same objects become one run, and runs become a tree for people."""
+"""A compact view of a forest: consecutive pages with the same objects become one run, and runs are drawn as a tree."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tiercache.cli.store.forest import Forest, Page
 
 @dataclass(slots=True)
 class Run:
-    """Pages that follow each other and hold the same. `parent` is the number of the run in front; None where it begins or is cut off.
+    """Consecutive pages with objects of the same pools and layouts. `parent`: number of the run before it; None at a root or if cut off.
 
     Thread safety: one thread.
     """
@@ -22,20 +22,21 @@ class Run:
     first: Page
     last: Page
     start: int
-    """Depth of the first page; where no object says, counted from where the run begins."""
+    """Depth of the first page in pages; if no object records it, one more than the end of the run before it, or 1 at a root."""
     parent: int | None
     pools: tuple[tuple[str, str], ...]
-    """Pools of the pages, each with its layout."""
+    """Pools of the page objects, each with its layout in hex."""
     pages: int = 0
     nbytes: int = 0
     states: dict[tuple[str, str], list[int]] = field(default_factory=dict)
-    """Depths at which something hangs, by pool and layout."""
+    """Depths at which objects are attached to pages, by pool and layout (hex)."""
     missing: bytes | None = None
-    """The page whose absence cuts the run off."""
+    """Key of the missing page that makes the run unreachable; None if it is reachable."""
     children: list[int] = field(default_factory=list)
+    """Numbers of the runs that follow."""
 
     def take(self, page: Page) -> None:
-        """The next page of the run."""
+        """Append the next page to the run."""
         for entry in page.states:
             self.states.setdefault((str(entry.key.pool), entry.key.layout.hex()), []).append(self.start + self.pages)
         self.last = page
@@ -43,7 +44,7 @@ class Run:
         self.nbytes += sum(entry.meta.length for entry in page.entries)
 
     def record(self, number: int) -> dict[str, Any]:
-        """Its fields for JSON."""
+        """Return the fields for JSON; `number` is that of this run."""
         return {
             "run": number,
             "parent_run": self.parent,
@@ -60,7 +61,7 @@ class Run:
 
 
 def runs_of(forest: Forest, keys: Iterable[bytes]) -> list[Run]:
-    """The runs from these roots on, each after the one in front."""
+    """Return the runs from these roots down, each after its parent."""
     runs: list[Run] = []
     waiting: list[tuple[bytes, int | None]] = [(key, None) for key in reversed(list(keys))]
     while waiting:
@@ -80,7 +81,7 @@ def runs_of(forest: Forest, keys: Iterable[bytes]) -> list[Run]:
 
 
 def plant(tree: Tree, runs: list[Run], most: int) -> None:
-    """Hang the runs into a tree, at most so many. The longest branch goes on where it is, so that depth costs no indentation."""
+    """Add at most `most` runs to a tree. The branch with the most pages stays at the same indentation as the run before it."""
     weights = [run.pages for run in runs]
     for number in range(len(runs) - 1, -1, -1):
         parent = runs[number].parent
@@ -111,7 +112,7 @@ def _label(run: Run, several: set[str], *, aside: bool) -> str:
 
 
 def pool_text(pool: str, layout: str, several: set[str]) -> str:
-    """A pool for people, with its layout where it has more than one."""
+    """Return the name of a pool for display, with its layout if the pool is one of `several`, those with more than one layout."""
     return f"{safe(pool)}:{layout[:SHORTER]}" if pool in several else safe(pool)
 
 
@@ -139,7 +140,7 @@ def _depth(page: Page, before: Run | None) -> int:
 
 
 def summary(forest: Forest, keys: Iterable[bytes]) -> str:
-    """What these pages hold, in a line."""
+    """Return the numbers of pages, states and bytes of these pages as one line."""
     pages = [forest.pages[key] for key in keys]
     stored = sum(bool(page.pages) for page in pages)
     states = sum(len(page.states) for page in pages)

@@ -1,4 +1,4 @@
-"""`tiercache status` and `tiercache ping`: what a store is, and whether a daemon answers."""
+"""`tiercache status` and `tiercache ping`: the description of a store, and the round trips to a daemon."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ from tiercache.errors import ConfigError
 from tiercache.storage.base import ScanEntry, StorageBackend
 
 _PONG: Final = ("version", "instance", "principal", "tenant", "verbs", "transport", "store")
+"""Fields of a daemon's answer to a ping that are shown."""
 _PAUSE: Final = 0.1
+"""Seconds between two pings, where there are at most 100."""
 _WORTH: Final = ("restorable_bytes", "dead_bytes", "orphans")
-"""What a store that knows says in its details of what can be restored."""
+"""Keys of a store's usage details about what can be restored; stores that do not know it leave them out."""
 
 
 def status(
@@ -181,7 +183,7 @@ def _print(record: dict[str, Any]) -> None:
 
 
 def _worth(record: dict[str, Any]) -> str:
-    """What can be restored of the payload, and what cannot; empty where the store does not say."""
+    """Return the restorable and the dead bytes and the orphans as text; empty if the store does not report them."""
     restorable, dead, orphans = (record[name] for name in _WORTH)
     if None in (restorable, dead, orphans):
         return ""

@@ -1,4 +1,4 @@
-"""What `doctor` asks of the directory of a store: space, O_DIRECT, and whether the page cache can be asked. Nothing is left behind."""
+"""The checks of a store's directory that `doctor` makes: space, O_DIRECT, page cache queries. They leave nothing behind."""
 
 from __future__ import annotations
 
@@ -17,14 +17,17 @@ from tiercache.core import BLOCK_ALIGN
 from tiercache.storage.pagecache import cached_bytes
 
 _SPACE_FEW: Final = 64 << 20
+"""Free bytes below which the check fails."""
 _SPACE_ENOUGH: Final = 1 << 30
+"""Free bytes below which the check warns."""
 _FULL: Final = 0.95
+"""Share of used disk space above which the check warns."""
 _IN_MEMORY: Final = ("tmpfs", "ramfs")
 _NETWORK: Final = ("nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "fuse.sshfs", "lustre")
 
 
 def directory_checks(directory: Path) -> Iterator[Check]:
-    """The checks of one directory, which is there."""
+    """Run the checks of one directory, which must exist."""
     yield _file_system(directory)
     yield _space(directory)
     if not os.access(directory, os.W_OK | os.X_OK):
@@ -39,7 +42,7 @@ def directory_checks(directory: Path) -> Iterator[Check]:
 
 
 def file_system_of(directory: Path) -> str:
-    """The type of the file system, as the kernel calls it."""
+    """Return the kernel's name for the type of the file system that holds `directory`; "unknown" if it is not found."""
     device = os.stat(directory).st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
     for row in read("/proc/self/mountinfo").splitlines():
@@ -69,7 +72,7 @@ def _space(directory: Path) -> Check:
 
 @contextmanager
 def _nameless(directory: Path) -> Iterator[int]:
-    """A file of one block without a name; of a file system that knows no such thing, one whose name is gone at once."""
+    """Open a file of one block without a name; where O_TMPFILE is not supported, create a named one and unlink it at once."""
     try:
         fd = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except OSError:

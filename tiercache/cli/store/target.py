@@ -1,4 +1,4 @@
-"""Which store a verb is about: a URL, the directory of a stopped store, or the directory of a daemon, which is asked if it is alive."""
+"""Resolution of a verb's --store option: a URL, the directory of a stopped store, or the directory of a running daemon."""
 
 from __future__ import annotations
 
@@ -28,31 +28,34 @@ DEFAULT_DIRECTORY: Final = "/var/lib/tiercache"
 LIVE: Final = "grpc"
 _LOCAL: Final = ("file", "lmdb")
 _KEPT: Final = "kept"
+"""The capacity with which a store is opened without changing its size."""
 _LOOKED_AT: Final = "is being looked at"
+"""A part of the StoreLockedError of a store that another process has open for reading."""
 _FORMAT_BYTES: Final = 4096
+"""Bytes of a file named format that are read at most."""
 _CREDENTIALS: Final = struct.Struct("3i")
-"""Of SO_PEERCRED: process, user, group."""
+"""The value of SO_PEERCRED: ids of process, user and group."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A store that was found, not opened yet. `directory`: its own, or the one of its sockets; empty where it has none."""
+    """A store that was found but is not open yet. `directory`: that of the store or of the daemon's sockets; empty if there is none."""
 
     name: str
     kind: str
     section: Mapping[str, Any] = field(repr=False)
     directory: str = ""
     owner: int | None = None
-    """The process that serves it, where its sockets tell."""
+    """Id of the process that serves it, if its sockets report it."""
 
     @property
     def live(self) -> bool:
-        """Is it served by a daemon?"""
+        """Whether the store is served by a daemon."""
         return self.kind == LIVE
 
 
 def resolve(text: str, mac_key: str = "") -> Target:
-    """The store that `text` (empty: the default directory) names; raises ConfigError or UnreachableError. Opens and makes nothing."""
+    """Return the store that `text` names (empty: the default directory), unopened; raises ConfigError or StorageError."""
     if not text:
         if not os.path.isdir(DEFAULT_DIRECTORY):
             raise ConfigError(f"no store is named and {DEFAULT_DIRECTORY} does not exist; give --store a directory or a URL")
@@ -62,9 +65,10 @@ def resolve(text: str, mac_key: str = "") -> Target:
 
 @contextmanager
 def opened(target: Target, *, change: bool = False) -> Iterator[StorageBackend]:
-    """The store, open as it lies there: nothing is evicted, shrunk or grown by that, and without `change` not a byte of it is written.
+    """Open the store at its present size, without evicting anything; without `change`, nothing in it is written.
 
-    A daemon writes what it likes. Raises UnreachableError where no daemon answers, RefusedError where it does not serve this caller.
+    This does not bind a daemon, which may write at any time. Raises UnreachableError if no daemon answers, RefusedError if the daemon does
+    not serve this caller.
     """
     with _open(target, {"access": "write"} if change and target.kind in _LOCAL else {}) as store:
         try:
@@ -77,7 +81,7 @@ def opened(target: Target, *, change: bool = False) -> Iterator[StorageBackend]:
 
 
 def check_reached(target: Target, store: StorageBackend, cause: BaseException | None = None) -> None:
-    """Raise UnreachableError where a daemon has not answered, RefusedError where it would not: many then say that there is nothing."""
+    """Raise UnreachableError if a daemon did not answer, RefusedError if it refused; many calls return empty results in these cases."""
     outage = store.outage() if target.live else Reason.NONE
     if outage is Reason.REFUSED:
         raise RefusedError(f"{target.name} refuses this; see which verbs its operator gave this principal: tiercache ping") from cause
@@ -87,7 +91,7 @@ def check_reached(target: Target, store: StorageBackend, cause: BaseException | 
 
 
 def check_allowed(target: Target, store: StorageBackend, what: str, calls: Sequence[str]) -> None:
-    """Raise RefusedError where the caller lacks a verb that one of these calls of the wire needs; to be asked before the first is made."""
+    """Raise RefusedError if the caller lacks a verb that one of these wire calls needs; to be called before the first of them."""
     ask = getattr(store, "ping", None) if target.live else None
     if not callable(ask):
         return
@@ -137,14 +141,14 @@ def _of_url(url: str, mac_key: str) -> Target:
             parse_size(section["capacity"])
         if directory and not os.path.lexists(os.path.join(directory, "format")):
             raise ConfigError(f"{clean(directory)} holds no tiercache store; look for the directory that has a file named format")
-        # Whatever the URL says: a look at a store must not resize it, and only some verbs may change it.
+        # These override the URL: opening a store must not resize it, and only some verbs may change it.
         section["capacity"] = _KEPT
         section.pop("access", None)
         if mac_key:
             section["mac_key"] = os.path.abspath(mac_key)
     elif mac_key:
         raise ConfigError("--mac-key belongs to a stopped store on this disk; a daemon has its own, so leave it away")
-    # What follows the question mark may hold a token.
+    # The part of the URL after the question mark may hold a token, so it is not shown.
     return Target(clean(url.partition("?")[0]), kind, section, directory)
 
 
@@ -170,7 +174,7 @@ def _of_directory(text: str, mac_key: str) -> Target:
 
 
 def _kind(directory: str) -> str:
-    """The storage type whose store lies in a directory; raises ConfigError."""
+    """Return the storage type of the store in a directory; raises ConfigError, or StorageError if access is denied."""
     try:
         with open(os.path.join(directory, "format"), "rb") as file:
             found = json.loads(file.read(_FORMAT_BYTES))
@@ -187,7 +191,10 @@ def _kind(directory: str) -> str:
 
 
 def listener(run: str) -> tuple[bool, int | None]:
-    """Does a daemon listen on the sockets in this directory, and which process is it?"""
+    """Return whether a daemon listens on the sockets in a directory, and its process id if known.
+
+    Raises StorageError if the sockets belong to another user.
+    """
     try:
         fd = os.open(run, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError:
@@ -195,7 +202,7 @@ def listener(run: str) -> tuple[bool, int | None]:
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
             probe.settimeout(2)
-            # Through the descriptor: the path of a socket may have 107 bytes, and directories are deeper than that.
+            # Through the descriptor: the path of a socket may have 107 bytes at most, and a directory may be longer.
             probe.connect(f"/proc/self/fd/{fd}/attach.sock")
             pid, _, _ = _CREDENTIALS.unpack(probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
             return True, pid or None
@@ -204,7 +211,7 @@ def listener(run: str) -> tuple[bool, int | None]:
     except OSError as error:
         if error.errno == EACCES:
             raise StorageError(f"the sockets in {clean(run)} belong to another user; run this as that user, or as root") from error
-        # A queue that is full has somebody behind it, and so has a socket of another type.
+        # EAGAIN: the queue of a listening process is full. EPROTOTYPE: a process listens on a socket of another type.
         return error.errno in (EAGAIN, EPROTOTYPE), None
     finally:
         os.close(fd)

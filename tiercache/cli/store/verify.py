@@ -1,4 +1,4 @@
-"""`tiercache verify`: reads everything and says what is not as it was stored."""
+"""`tiercache verify`: reads every object and reports those that are not as they were stored."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _WORDS: Final = {
     Outcome.THROTTLED: "unreadable",
 }
 _ORPHANS: Final = 20
-"""Lines about orphans in a table: one missing page cuts thousands off."""
+"""Lines about orphans in a table at most; one missing page can make thousands of orphans."""
 _RESULTS: Final = ("ok", "corrupt", "missing", "unreadable", "orphan")
 
 
@@ -94,7 +94,7 @@ def verify(
     found: list[dict[str, Any]] = []
     listed: list[ScanEntry] = []
     if repair and not target.live:
-        # A store that opens to be changed lets go of what has no place any more; here it is still told.
+        # A store that is opened for change drops entries whose place is gone; opened for reading before, it still lists them.
         tally.damaged = True
         with suppress(StoreDamagedError), opened(target) as looked:
             tally.damaged = False
@@ -128,7 +128,7 @@ def verify(
 
 @contextmanager
 def _opened(target: Target, repair: bool) -> Iterator[StorageBackend]:
-    """The store; one that cannot even be looked at is corrupt."""
+    """Open the store; exit with the code for corruption if it is too damaged to be read."""
     try:
         with opened(target, change=repair) as store:
             yield store
@@ -139,7 +139,7 @@ def _opened(target: Target, repair: bool) -> Iterator[StorageBackend]:
 
 @dataclass(slots=True)
 class Tally:
-    """How many objects came out how, and how long reading them took.
+    """Counts of objects by result, and the bytes and seconds of reading them.
 
     Thread safety: one thread.
     """
@@ -148,14 +148,14 @@ class Tally:
     nbytes: int = 0
     seconds: float = 0.0
     damaged: bool = False
-    """Is the catalog damaged, or was it until this run?"""
+    """Whether the catalog is damaged, or was at the start of this run."""
 
     def look(self, store: StorageBackend) -> None:
-        """Note what the store says of its catalog."""
+        """Record whether the store reports a damaged catalog."""
         self.damaged |= bool(store.usage().details.get("catalog_damaged"))
 
     def summary(self) -> dict[str, Any]:
-        """Its fields for JSON."""
+        """Return the fields for JSON."""
         return {
             "objects": sum(self.counts[name] for name in _RESULTS[:-1]),
             "bytes": self.nbytes,
@@ -174,7 +174,7 @@ def _all(
     repair: bool,
     tally: Tally,
 ) -> Iterator[dict[str, Any]]:
-    """What is not as it should be, as it is found."""
+    """Yield a record for each object that is not sound, as it is found; count all in `tally`, and delete orphans with `repair`."""
     gone: set[bytes] = set()
     with progress("checking", sum(entry.meta.length for entry in wanted)) as advance:
         started = time.monotonic()
@@ -205,7 +205,7 @@ def _bad(store: StorageBackend, bad: Sequence[Checked], gone: set[bytes]) -> Ite
 
 
 def _orphans(store: StorageBackend, everything: Sequence[ScanEntry], wanted: set[bytes], gone: set[bytes]) -> list[ScanEntry]:
-    """Objects that nothing can reach now, the deepest first; in a store that is in use, those whose page has not come meanwhile."""
+    """Return the wanted unreachable objects in order of removal, without those whose missing page was stored since the scan."""
     forest = Forest(entry for entry in everything if entry.key.digest not in gone)
     lost = forest.orphans()
     if not lost:
@@ -218,7 +218,7 @@ def _orphans(store: StorageBackend, everything: Sequence[ScanEntry], wanted: set
 
 
 def _kept(target: Target, store: StorageBackend, lost: Sequence[ScanEntry]) -> Iterator[bytes]:
-    """Delete these; the digests of those that are still there."""
+    """Delete these objects; yield the digests of those that are still stored."""
     with progress("deleting", sum(entry.meta.length for entry in lost)) as advance:
         for removed in remove(target, store, lost):
             yield from (entry.key.digest for entry in removed.failed)

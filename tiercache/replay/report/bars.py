@@ -1,4 +1,4 @@
-"""Plots of rows: stacked bars from zero, and spans from a mean to a 95th percentile. Each row carries its name at its left."""
+"""Plots of rows: stacked bars from zero, and spans from a mean to a 95th percentile. Each row has its name at its left."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from tiercache.replay.report.markup import Html, element
 from tiercache.replay.report.scale import Axis
 from tiercache.replay.report.words import shortened
 
+# Measures of a plot, in its own units.
 _TOP: Final = 6.0
 _THICK: Final = 13.0
 _THIN: Final = 7.0
@@ -23,7 +24,7 @@ _TICK_GAP: Final = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A part of a bar. `style`: class of its colour."""
+    """One part of a bar. `style`: CSS class of its colour; `tip`: text of its tooltip."""
 
     value: float
     style: str
@@ -32,7 +33,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """Segments from zero, and what is written behind them."""
+    """Segments that are stacked from zero, and the text after them."""
 
     segments: Sequence[Segment]
     said: str = ""
@@ -40,7 +41,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """From `low`, a marker, to `high`, a stroke."""
+    """A marker at `low` with a stroke to `high`."""
 
     low: float
     high: float
@@ -50,7 +51,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One policy or bound. `style`: class of its colour and id of its marker."""
+    """Row of one policy or bound. `style`: CSS class of its colour and id of its marker."""
 
     name: str
     style: str
@@ -58,7 +59,10 @@ class Row:
 
 
 def plot(title: str, said: str, rows: Sequence[Row], axis: Axis, full: float | None = None) -> Html:
-    """The plot as SVG. `full`: where a line says that more does not fit; then what is written behind bars stands in a column."""
+    """Return the plot as SVG.
+
+    `full`: value of a line that marks a full tier; with it, the texts after bars stand in a column at the right.
+    """
     left = 12 + LETTER * max([min(len(row.name), LONGEST) for row in rows] or [1])
     behind = max([len(one.said) for row in rows for one in row.shown] or [0])
     right = WIDTH - 8 - LETTER * max(behind, 2)
@@ -122,7 +126,7 @@ def _one(one: Bar | Span, style: str, axis: Axis, left: float, right: float, top
             start, end = axis.place(total, left, right), axis.place(total + segment.value, left, right)
             total += segment.value
             if segment.value > 0:
-                # A slit between segments; what is too narrow for one keeps a visible sliver.
+                # Segments are one unit apart; a segment too narrow for the gap keeps a visible sliver.
                 box = element("rect", x=start, y=top, width=max(end - start - 1, 0.6), height=thick, class_=f"segment {segment.style}")
                 yield element("g", element("title", segment.tip), box, class_="spot", tabindex="0", role="img")
     if one.said:

@@ -1,4 +1,4 @@
-"""What capacity brings: rates and modelled times to first token, by policy."""
+"""Section on capacity: rates and modelled times to first token over capacity, by policy."""
 
 from __future__ import annotations
 
@@ -16,22 +16,24 @@ from tiercache.replay.report.verdict import cards
 from tiercache.replay.report.words import counted, finite, milliseconds, percent, short_percent, size
 
 _EDGE: Final = 0.06
-"""Fraction of the width that is left free before the first and behind the last capacity."""
+"""Fraction of the width that is left free before the first and after the last capacity."""
 _CLOSEST: Final = 0.16
-"""Fraction of the width below which capacities are evenly spaced instead."""
+"""Smallest distance of capacities on the logarithmic axis, as a fraction of the width; below it they are evenly spaced."""
 _ROOM: Final = 200.0
+"""Approximate width of a plot's area in units, for deciding which tick texts fit."""
 _BESIDE: Final = 3
+"""Largest number of verdicts that stand beside the plots."""
 _HITS: Final = "Token hit rate"
 _SAVED: Final = "Saved prefill FLOPs"
 
 
 def style_of(one: Series) -> str:
-    """Class of its colour, and id of its marker."""
+    """Return the CSS class of the series' colour, which is also the id of its marker."""
     return f"{'b' if one.is_bound else 'p'}{one.style}"
 
 
 def rates_by_capacity(chapter: Chapter, measure: Measure) -> Html:
-    """The verdicts, and both rates over capacity."""
+    """Return the verdicts, and the plots of both rates over capacity."""
     if len(chapter.series) == len(chapter.sizes) == 1:
         return row(cards(chapter, measure))
     draw = _bars if len(chapter.sizes) == 1 else _lines
@@ -43,7 +45,7 @@ def rates_by_capacity(chapter: Chapter, measure: Measure) -> Html:
 
 
 def times_by_capacity(chapter: Chapter) -> Html | None:
-    """Modelled times to first token, one plot per capacity, all on one scale."""
+    """Return the plots of modelled times to first token, one per capacity, all on one scale; None without figures."""
     known = [
         value
         for one in chapter.sizes

@@ -1,4 +1,4 @@
-"""The end of a report: every run, how it was made, what the words mean."""
+"""End of a report: the table of every run, how the results were made, and what the terms mean."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _WORDS: Final = (
 
 
 def every_run(study: Study) -> Html:
-    """The complete table."""
+    """Return the section with the table of all runs."""
     caption = counted(len(study.results), "run") + ("; a bound is marked with an asterisk" if study.bounds else "")
     return element(
         "section",
@@ -43,7 +43,7 @@ def every_run(study: Study) -> Html:
 
 
 def making(study: Study, notes: Sequence[str]) -> Html:
-    """Seeds, profiles and requests by source, and what was said about the runs."""
+    """Return the section with seeds, profiles and requests by source, the given notes, and the explanation of terms."""
     said = list(notes)
     if study.replaced:
         said.append(

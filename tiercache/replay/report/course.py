@@ -1,4 +1,4 @@
-"""How runs went: rates and bytes held over time."""
+"""Section on the course of runs: rates and bytes held over time."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from tiercache.replay.report.words import DASH, count, counted, finite, percent,
 from tiercache.replay.results import Sample
 
 _POINTS: Final = 60
-"""Points of a line; more would not be seen."""
+"""Largest number of points of a line; more would not be visible."""
 _WARM_UP: Final = 0.2
-"""Fraction of the requests that does not decide where an axis starts."""
+"""Fraction of the requests, from the first, that does not decide where an axis starts."""
 _MARKS: Final = 8
-"""Rows of a table of a line."""
+"""Largest number of rows of a line's table."""
 _Runs = Sequence[tuple[Series, Sequence[Sample]]]
 
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """One plot: a field of the samples, as it is drawn and written."""
+    """One plot: a field of the samples, its title and note, its axis, and the function that writes its figures."""
 
     title: str
     note: str
@@ -44,7 +44,7 @@ _VIEWS: Final = (
 
 
 def over_time(chapter: Chapter, capacity: Size) -> Html | None:
-    """Both rates and the bytes held, over the requests of the runs at one capacity."""
+    """Return the plots of both rates and the bytes held, over the requests of the runs at one capacity; None without samples."""
     runs = [(one, _thinned(run.over_time)) for one, run in chapter.runs(capacity) if run.over_time]
     if not runs:
         return None
@@ -57,13 +57,13 @@ def over_time(chapter: Chapter, capacity: Size) -> Html | None:
 
 
 def _plot(view: _View, runs: _Runs, several: bool) -> Html | None:
-    # The infinite cache holds so much that all others would lie on the axis.
+    # A bound that was run at its own capacity, such as the infinite cache, holds so much that all others would lie on the axis.
     runs = [(one, samples) for one, samples in runs if view.scale is rates or one.flat is None]
     found = [(sample.requests, value) for _, samples in runs for sample in samples if (value := finite(view.field(sample))) is not None]
     if not found:
         return None
     last = _last(runs)
-    # The first requests find an empty cache. With them on the axis the policies would lie on each other.
+    # The first requests find an empty cache. If they decided the axis, the lines of the policies would overlap.
     settled = [value for requests, value in found if requests > last * _WARM_UP]
     axis = view.scale(settled or [value for _, value in found])
     drawn = [_line(view, one, samples, axis, last) for one, samples in runs]
@@ -81,7 +81,7 @@ def _plot(view: _View, runs: _Runs, several: bool) -> Html | None:
 
 def _line(view: _View, one: Series, samples: Sequence[Sample], axis: Axis, last: int) -> lines.Line:
     points = [lines.Point(sample.requests / last, _within(axis, view.field(sample)), "") for sample in samples]
-    # Markers of different lines at different places, so that they tell the lines apart without colour.
+    # Markers of different lines are at different places, so that they tell the lines apart without colour.
     marked = range((5 * one.style + 3 * one.is_bound) % 11, len(samples), 12)
     tip = f"{one.name}: {view.say(view.field(samples[0]))} at first, {view.say(view.field(samples[-1]))} at the end"
     return lines.Line(one.name, style_of(one), points, marked, tip)
@@ -109,7 +109,7 @@ def _last(runs: _Runs) -> int:
 
 
 def _thinned(samples: Sequence[Sample]) -> list[Sample]:
-    """At most `_POINTS` samples: means over neighbours, weighted with their requests; what is not finite counts for nothing."""
+    """Return at most `_POINTS` samples: means over neighbours, weighted by their requests; values that are not finite are ignored."""
     every = -(-len(samples) // _POINTS)
     starts = [0, *(sample.requests for sample in samples[:-1])]
     made: list[Sample] = []

@@ -1,4 +1,4 @@
-"""Where bytes were: what each tier served, moved and held, and what each policy kept."""
+"""Sections on tiers and kept checkpoints: what each tier served, moved and held, and what each policy kept."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from tiercache.replay.report.words import count, counted, finite, percent, size
 from tiercache.replay.results import Kept, Result, TierUse
 
 _COLOURS: Final = 5
+"""Number of colours for tiers, and for kinds of checkpoints; further ones repeat them."""
 _STEPS: Final = 3
+"""Approximate number of steps of an axis."""
 _Runs = Sequence[tuple[Series, Result]]
 
 
 def tiers(chapter: Chapter, capacity: Size) -> Html | None:
-    """Tokens served, bytes moved and peaks by tier, at one capacity."""
+    """Return the plots of tokens served, bytes moved and peaks by tier, at one capacity; None without figures."""
     runs = [(one, run) for one, run in chapter.runs(capacity) if run.tiers]
     if not runs:
         return None
@@ -35,7 +37,7 @@ def tiers(chapter: Chapter, capacity: Size) -> Html | None:
 
 
 def kept(chapter: Chapter, capacity: Size) -> Html | None:
-    """What was in the cache when the run ended, by kind of checkpoint."""
+    """Return the plots of what was in the cache when the run ended, by kind of checkpoint; None without figures."""
     runs = [(one, run) for one, run in chapter.runs(capacity) if run.kept]
     if not runs:
         return None

@@ -1,4 +1,4 @@
-"""Plots of lines: rates over capacity, over time, by round. Each line carries its name at its right end."""
+"""Plots of lines: rates over capacity, over time, by round. Each line has its name at its right end."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from tiercache.replay.report.scale import Axis, spread
 from tiercache.replay.report.words import shortened
 
 WIDTH: Final = 360.0
-"""Units of all plots. They are shown at about their size, on a phone as well, so that text stays legible."""
+"""Width of all plots in units. They are shown at about this size, on a phone as well, so that text stays legible."""
 LETTER: Final = 6.7
-"""Units that a letter takes, in a wide font."""
+"""Units that a letter takes in a wide font."""
 LONGEST: Final = 14
-"""Letters of a name beside a plot."""
+"""Largest number of letters of a name beside a plot."""
 _TOP: Final = 10.0
 _BOTTOM: Final = 212.0
 _HEIGHT: Final = 246.0
@@ -24,7 +24,10 @@ _GAP: Final = 13.0
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """`x`: fraction of the plot's width. `y`: None where there is no figure: the line has a gap. `tip`: what it says when looked at."""
+    """A point of a line.
+
+    `x`: fraction of the plot's width. `y`: None where there is no figure, which leaves a gap in the line. `tip`: text of its tooltip.
+    """
 
     x: float
     y: float | None
@@ -33,9 +36,10 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line. `style`: class of its colour and dashes, id of its marker. `marked`: which points get a marker; all can be focused.
+    """One line.
 
-    Of a line with unmarked points only the whole line can be focused, and says `tip`.
+    `style`: CSS class of its colour and dashes, and id of its marker. `marked`: indexes of the points that get a marker. Without `tip` each
+    marked point can be focused and shows its own tip; with `tip` only the whole line can be focused, and shows `tip`.
     """
 
     name: str
@@ -47,7 +51,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """A place at the horizontal axis, with up to two lines of text."""
+    """A place on the horizontal axis (`x`: fraction of the plot's width), with up to two lines of text."""
 
     x: float
     upper: str
@@ -55,7 +59,7 @@ class Tick:
 
 
 def plot(title: str, said: str, lines: Sequence[Line], axis: Axis, ticks: Sequence[Tick]) -> Html:
-    """The plot as SVG. `title` and `said` are its accessible name and description."""
+    """Return the plot as SVG. `title` and `said` are its accessible name and description."""
     drawn = [line for line in lines if any(point.y is not None for point in line.points)]
     left = 8 + LETTER * max([len(axis.tick(tick)) for tick in axis.ticks] or [1])
     right = WIDTH - 22 - LETTER * max([min(len(line.name), LONGEST) for line in drawn] or [1])

@@ -1,4 +1,4 @@
-"""Markup from parts: whatever is not `Html` is text, and is escaped."""
+"""Markup built from parts: any part that is not `Html` is text, and is escaped."""
 
 from __future__ import annotations
 
@@ -11,26 +11,27 @@ _BIDIRECTIONAL: Final = frozenset({"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RL
 
 
 class Html(str):
-    """Markup that is ready. Made by `element`, `join` and `text` only."""
+    """Finished markup, made only by `element`, `join` and `text`."""
 
     __slots__ = ()
 
 
 Part = str | Html | None
-"""What an element holds: markup, text, or nothing."""
+"""Content of an element: markup, text, or nothing."""
 
 
 def text(value: str) -> Html:
-    """`value` as it is to be read.
+    """Return `value` escaped, to be shown as text.
 
-    Control characters, halves of surrogate pairs and what turns the direction of writing become U+FFFD: a name in a trace may hold them.
+    Control characters, halves of surrogate pairs and characters that change the direction of writing become U+FFFD: a name in a trace may
+    contain them.
     """
     shown = "".join("\ufffd" if _unreadable(character) else character for character in value)
     return Html(html.escape(shown, quote=True))
 
 
 def element(name: str, /, *parts: Part, **attributes: str | float | None) -> Html:
-    """One element. Attributes: `class_` is class, `aria_label` is aria-label; None leaves one out; numbers keep one decimal."""
+    """Return one element. Attributes: `class_` is class, `aria_label` is aria-label; None leaves one out; numbers keep one decimal."""
     said = "".join(f' {key.rstrip("_").replace("_", "-")}="{_value(value)}"' for key, value in attributes.items() if value is not None)
     if name in _LEAVES:
         return Html(f"<{name}{said}/>")
@@ -38,12 +39,12 @@ def element(name: str, /, *parts: Part, **attributes: str | float | None) -> Htm
 
 
 def join(*parts: Part) -> Html:
-    """Parts one after the other."""
+    """Concatenate parts; those that are text are escaped."""
     return Html("".join(part if isinstance(part, Html) else text(part) for part in parts if part is not None))
 
 
 def coordinate(value: float) -> str:
-    """A number of an SVG attribute, in as few characters as one decimal takes."""
+    """Write a number for an SVG attribute in as few characters as one decimal takes."""
     return f"{value:.1f}".removesuffix(".0")
 
 
@@ -52,7 +53,7 @@ def _value(value: str | float) -> str:
 
 
 def _unreadable(character: str) -> bool:
-    # Nearly everything is ASCII, which needs no look into the tables.
+    # Nearly all characters are printable ASCII, which need no lookup in the Unicode tables.
     if " " <= character <= "~":
         return False
     return unicodedata.category(character) in {"Cc", "Cs"} or unicodedata.bidirectional(character) in _BIDIRECTIONAL

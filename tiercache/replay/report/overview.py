@@ -1,4 +1,4 @@
-"""All sources at a glance: who wins on average, and every policy's rate beside the best one's."""
+"""Section over all sources: the policies that are best on average, and every policy's rate beside the best one's."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tiercache.replay.report.verdict import LEVEL, Gap, from_bounds, sentence, v
 from tiercache.replay.report.words import DASH, counted, percent, points
 
 _STEPS: Final = (LEVEL, 0.01, 0.03, 0.10)
-"""Up to how far behind the best policy of a row a tint goes."""
+"""Upper limits of the tints, as differences from the best policy's rate in a row."""
 _TINTS: Final = ("level with the best", "within 1 pp", "within 3 pp", "within 10 pp", "further behind")
 
 
 def overview(study: Study) -> Html | None:
-    """The section; None for a single source, whose chapter says it all."""
+    """Return the section; None if no capacity is shared by several sources, or there is no policy."""
     shared = [one for one in study.sizes if sum(one in chapter.sizes for chapter in study.chapters) > 1]
     if not shared or not study.policies:
         return None
@@ -58,7 +58,7 @@ def _line(study: Study, capacity: Size) -> Iterator[Html]:
 
 
 def _means(chapters: Iterable[Chapter], names: Iterable[str], capacity: Size, measure: Measure) -> Mapping[str, float]:
-    """Of those that have a figure for every source, so that all means are of the same sources."""
+    """Return the mean rates of those of `names` that have a figure for every chapter, so that all means are over the same sources."""
     rates: dict[str, list[float]] = {name: [] for name in names}
     many = 0
     for chapter in chapters:
@@ -100,7 +100,7 @@ def _cells(study: Study, rates: Mapping[str, float], top: float | None, style: s
 
 
 def contents(study: Study) -> Html | None:
-    """Links to the chapters, if there are several."""
+    """Return links to the chapters; None if there is only one."""
     if len(study.chapters) == 1:
         return None
     links = [element("a", chapter.name, href=f"#{chapter.anchor}") for chapter in study.chapters]

@@ -1,4 +1,4 @@
-"""The document: one file that loads nothing, and in which nothing but its own style sheet and script can run."""
+"""The report's document: one file that loads nothing, and in which only its own style sheet and script can run."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from tiercache.replay.report.study import Chapter, Size, Study
 from tiercache.replay.report.words import count, counted
 
 _FEW = 2
-"""Sources up to which a chapter lies open."""
+"""Largest number of sources with which all chapters are open at first."""
 
 
 def document(study: Study, title: str, notes: Sequence[str]) -> str:
-    """The whole file as text."""
+    """Return the whole file as text."""
     style = variables(len(study.policies), len(study.bounds)) + "\n" + _resource("report.css")
     script = _resource("report.js")
     head = element(

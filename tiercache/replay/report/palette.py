@@ -1,4 +1,4 @@
-"""Colours, markers and dashes: told apart with any colour vision, and in print, in light and in dark."""
+"""Colours, markers and dashes that can be told apart with any colour vision, and in print, in light and in dark mode."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GROUNDS: Final = {
     "faint": ("#eceded", "#282b31"),
     "link": ("#1d56a8", "#7db4ff"),
 }
-"""Light and dark: what figures and text stand on, and text."""
+"""Colours of backgrounds, rules and text, as (light, dark) pairs."""
 POLICIES: Final = (
     ("#425db8", "#40b3fa"),
     ("#b72d08", "#f7640a"),
@@ -27,13 +27,16 @@ POLICIES: Final = (
     ("#1b1ba6", "#7d70f7"),
     ("#6f221c", "#e5b0a9"),
 )
-"""Light and dark. Searched for the largest least distance (OKLab) under normal vision and three kinds of colour blindness."""
+"""Colours of policies, as (light, dark) pairs.
+
+They were searched for the largest smallest distance (OKLab) under normal vision and three kinds of colour blindness.
+"""
 BOUNDS: Final = (("#5f646c", "#b4b9c1"), ("#7d828a", "#8b9099"), ("#3c4047", "#dcdfe3"))
 TIERS: Final = (("#083c47", "#d3f1ec"), ("#1d6f7b", "#7fcfc8"), ("#469897", "#3f9a97"), ("#84bdb7", "#2b6f6f"), ("#b5d7d2", "#1f4f50"))
-"""From near to far, in steps of lightness; the first three, which is as many as there are, stand out by themselves."""
+"""Colours of tiers from near to far, in steps of lightness; the first three, one per existing tier, are clearly distinct on their own."""
 KINDS: Final = (("#2b3fb0", "#6a78ea"), ("#8a6717", "#c08a24"), ("#3e9a66", "#8cee91"), ("#861d60", "#d2308f"), ("#7b89bd", "#a2aee4"))
 TINTS: Final = (("#9fc9f5", "#1d5590"), ("#c3dcf7", "#1c4470"), ("#dcebfa", "#1d344f"), ("#edf3fa", "#1e2835"), ("#ffffff", "#1b1d21"))
-"""Behind figures, from the best one on."""
+"""Backgrounds of figures in tables, as (light, dark) pairs, from the best figure on."""
 _DASHES: Final = ("7 4", "2 3", "9 3 2 3")
 _MARKERS: Final = (
     "M-4 0A4 4 0 1 0 4 0A4 4 0 1 0-4 0Z",
@@ -48,10 +51,10 @@ _MARKERS: Final = (
 
 
 def variables(policies: int, bounds: int) -> str:
-    """The style sheet's colours, and classes `p0`, ... of policies and `b0`, ... of bounds."""
+    """Return the style sheet's colours, and the classes `p0`, ... of policies and `b0`, ... of bounds."""
     rules = [f":root{{color-scheme:light;{_block(0)}}}"]
     dark = f"color-scheme:dark;{_block(1)}"
-    # On paper it is always light.
+    # Printed pages always use the light colours.
     rules.append(f"@media screen and (prefers-color-scheme:dark){{:root:not([data-theme=light]){{{dark}}}}}")
     rules.append(f"@media screen{{:root[data-theme=dark]{{{dark}}}}}")
     rules += [f".p{style}{{--c:var(--p{style % len(POLICIES)})}}" for style in range(policies)]
@@ -63,7 +66,7 @@ def variables(policies: int, bounds: int) -> str:
 
 
 def markers(policies: int, bounds: int) -> Html:
-    """One marker per policy and bound, to be used by its id; more policies than colours get other pairs of colour and marker."""
+    """Return one marker per policy and bound, to be used by its id; policies beyond the colours get other pairs of colour and marker."""
     shapes = len(_MARKERS)
     made = [element("path", id=f"p{style}", d=_MARKERS[(style + style // shapes) % shapes]) for style in range(policies)]
     made += [element("path", id=f"b{style}", d=_MARKERS[style % shapes], class_="open") for style in range(bounds)]

@@ -1,4 +1,4 @@
-"""What sections are made of: figures, legends, tables, things to unfold."""
+"""Building blocks of sections: figures, legends, tables, and blocks that unfold."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ from tiercache.replay.report.markup import Html, Part, element, join
 from tiercache.replay.report.words import finite
 
 _LONG: Final = 20
-"""Letters of a heading that may be cut off."""
+"""Letters of a table heading up to which it needs no tooltip; longer ones may be cut off."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A figure in a table. `value`: what the column is sorted by; `style`: a class; `hint`: what it says when looked at;
-    `link`: an id in this document."""
+    """One cell of a table.
+
+    `value`: the number that the column is sorted by; `style`: CSS class; `hint`: text of its tooltip; `link`: id of an element in this
+    document.
+    """
 
     shown: str
     value: float | None = None
@@ -26,28 +29,31 @@ class Cell:
 
 
 def figure(title: str, note: str, drawing: Html) -> Html:
-    """A plot under its title, which says what is drawn, and a note, which says how."""
+    """Return a plot under its title, which says what is drawn, and a note, which says how."""
     caption = element("figcaption", element("b", title), " ", element("span", note, class_="note") if note else None)
     return element("figure", caption, drawing)
 
 
 def row(*figures: Part) -> Html:
-    """Figures side by side, as many as fit."""
+    """Return figures side by side, as many in a line as fit."""
     return element("div", *figures, class_="row")
 
 
 def legend(entries: Iterable[tuple[str, str]]) -> Html:
-    """What the colours stand for: classes and names, in the order of the segments."""
+    """Return a legend of colours, given as CSS classes and names, in the order of the segments."""
     return element("ul", *(element("li", element("i", class_=f"key {style}"), name) for style, name in entries), class_="legend")
 
 
 def unfold(summary: Part, *parts: Part, is_open: bool = False, style: str = "") -> Html:
-    """What is not seen at once. It works without a script."""
+    """Return a block that opens on a click on `summary`; it works without a script."""
     return element("details", element("summary", summary), *parts, class_=style or None, open="" if is_open else None)
 
 
 def table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str | Cell]], texts: int = 1, style: str = "") -> Html:
-    """A table in a box that scrolls sideways by itself. The first column names its row; the first `texts` ones are aligned left."""
+    """Return a table in a box that scrolls sideways by itself.
+
+    The first column names its row; the first `texts` columns are aligned left.
+    """
     heads = [
         element("th", name, scope="col", title=name if len(name) > _LONG else None, class_="text" if index < texts else None)
         for index, name in enumerate(head)
@@ -64,12 +70,12 @@ def table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str | Cell]
 
 
 def figures_as_table(*tables: Html) -> Html:
-    """The table that belongs to the plots above it."""
+    """Return a folded block with the tables of the plots above it."""
     return unfold("The figures as a table", *tables, style="figures")
 
 
 def paragraphs(sentences: Sequence[str]) -> Html:
-    """One paragraph per entry."""
+    """Return one paragraph per entry."""
     return join(*(element("p", one) for one in sentences))
 
 

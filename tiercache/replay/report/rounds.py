@@ -1,4 +1,4 @@
-"""Hit rates by round, and figures that were published for the same traffic."""
+"""Section on rounds: hit rates by round, and figures that were published for the same traffic."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tiercache.replay.results import Result
 
 
 def by_round(chapter: Chapter, capacity: Size) -> Html | None:
-    """Hit rates of the n-th requests of all sessions."""
+    """Return the plot of hit rates of the n-th requests of all sessions, with published figures; None if there is neither."""
     runs = [(one, run.by_round) for one, run in chapter.runs(capacity) if any(finite(rate) is not None for rate in run.by_round)]
     published = _published(chapter)
     if not runs:
@@ -71,7 +71,7 @@ def _beside(chapter: Chapter, capacity: Size, published: Sequence[tuple[str, flo
 
 def _written(value: float, style: str) -> str:
     known = finite(value)
-    # What was published need not be a rate.
+    # A published figure need not be a rate.
     return number(value) if style == "published" and known is not None and not 0 <= known <= 1 else percent(value)
 
 

@@ -1,4 +1,4 @@
-"""From figures to places: axes with round ticks, and labels that do not lie on each other."""
+"""Scales of plots: axes with round ticks, and places for labels that do not overlap."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typing import Final
 from tiercache.replay.report.words import milliseconds, percent, short_count, short_percent, size
 
 _STEPS: Final = 4
+"""Approximate number of steps of an axis."""
 _NARROWEST: Final = 0.04
-"""Span of an axis of rates, so that four points of nothing do not look like a mountain."""
+"""Smallest span of an axis of rates, so that tiny differences do not look large."""
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """From `low` to `high`, with ticks, and how figures at them and beside points are written."""
+    """Range from `low` to `high` with ticks. `tick` writes the figures at the ticks, `exact` those beside points."""
 
     low: float
     high: float
@@ -25,12 +26,12 @@ class Axis:
     exact: Callable[[float | None], str]
 
     def place(self, value: float, start: float, end: float) -> float:
-        """Where a value lies between two coordinates."""
+        """Return the coordinate of a value between the coordinates `start` (for `low`) and `end` (for `high`)."""
         return start + (value - self.low) / (self.high - self.low) * (end - start)
 
 
 def rates(values: Iterable[float], zero: bool = False, steps: int = _STEPS) -> Axis:
-    """An axis for fractions, of about so many steps; from zero if the values come near it, or if told so."""
+    """Return an axis for fractions with about `steps` steps; from zero if `zero` is set or the lowest value is at most half the highest."""
     known = list(values) or [0.0]
     low, high = min(known), max(known)
     if zero or low <= high / 2:
@@ -40,14 +41,14 @@ def rates(values: Iterable[float], zero: bool = False, steps: int = _STEPS) -> A
         low, high = (low, low + _NARROWEST) if low == 0 else (middle - _NARROWEST / 2, middle + _NARROWEST / 2)
     step = _step(high - low, steps)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    # Nothing above 100 % can be reached; a tick there would say otherwise.
+    # Rates above 100 % cannot be reached; a tick there would suggest otherwise.
     if high <= 1 < last * step - 1e-9:
         return _axis(first * step, 1.0, [*_multiples(first, math.floor(1 / step + 1e-9), step)], short_percent, percent)
     return _axis(first * step, last * step, _multiples(first, last, step), short_percent, percent)
 
 
 def amounts(values: Iterable[float], steps: int = _STEPS) -> Axis:
-    """An axis for bytes, from zero."""
+    """Return an axis for bytes, from zero."""
     high = max([*values, 1.0])
     unit = 1024.0 ** min(5, max(0, math.floor(math.log(high * 1.0001, 1024))))
     step = _step(high / unit, steps) * unit
@@ -56,7 +57,7 @@ def amounts(values: Iterable[float], steps: int = _STEPS) -> Axis:
 
 
 def times(values: Iterable[float], steps: int = _STEPS) -> Axis:
-    """An axis for milliseconds, from zero."""
+    """Return an axis for milliseconds, from zero."""
     high = max([*values, 1e-3])
     step = _step(high, steps)
     last = math.ceil(high / step - 1e-9)
@@ -64,20 +65,20 @@ def times(values: Iterable[float], steps: int = _STEPS) -> Axis:
 
 
 def counts(values: Iterable[float], exact: Callable[[float | None], str], steps: int = _STEPS) -> Axis:
-    """An axis for whole numbers, from zero to the highest; ticks lie below it."""
+    """Return an axis for whole numbers, from zero to the highest value; no tick lies above that."""
     high = max([*values, 1.0])
     step = max(1.0, _step(high, steps))
     return _axis(0.0, high, _multiples(0, math.floor(high / step + 1e-9), step), short_count, exact)
 
 
 def spread(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:
-    """Places for labels near the wanted ones, at least `gap` apart if `low` to `high` has room for that, in the given order."""
+    """Return places for labels near the wanted ones, in the given order, at least `gap` apart if `low` to `high` has room for that."""
     gap = min(gap, (high - low) / max(1, len(wanted) - 1))
     order = sorted(range(len(wanted)), key=lambda index: wanted[index])
     clusters: list[list[float]] = []  # [sum of (wanted - offset), members]
     for offset, index in enumerate(order):
         clusters.append([wanted[index] - offset * gap, 1.0])
-        # Neighbours that overlap move as one, about their common middle.
+        # Neighbours that overlap move together, around their common middle.
         while len(clusters) > 1 and clusters[-2][0] / clusters[-2][1] > clusters[-1][0] / clusters[-1][1]:
             total, members = clusters.pop()
             clusters[-1][0] += total

@@ -1,4 +1,4 @@
-"""Results put in order: chapters by source, series by policy, runs by capacity."""
+"""Results in order: chapters by source, series by policy, runs by capacity."""
 
 from __future__ import annotations
 
@@ -24,26 +24,27 @@ class Size:
 
 
 class Measure(Enum):
-    """What decides which policy is best: a field of `Result`, and how it is called in a sentence."""
+    """Field of `Result` that decides which policy is best."""
 
     FLOPS = "flops_saved"
     TOKENS = "token_hit_rate"
 
     def of(self, run: Result | None) -> float | None:
-        """The value of a run; None where there is no run, or it has none."""
+        """Return the value of a run; None where there is no run, or the value is not finite."""
         return None if run is None else finite(run.flops_saved if self is Measure.FLOPS else run.token_hit_rate)
 
     @property
     def words(self) -> str:
-        """As a noun."""
+        """The measure as a noun, for sentences."""
         return "saved prefill FLOPs" if self is Measure.FLOPS else "token hit rate"
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One policy or bound over one source. `style`: its colour, marker and dashes, the same in all chapters.
+    """Runs of one policy or bound over one source.
 
-    `flat`: the run of a bound that holds at every capacity, because it was made at none of the policies'.
+    `style`: index of its colour, marker and dashes, the same in all chapters. `flat`: the run of a bound that holds at every capacity,
+    because it was made at none of the policies' capacities.
     """
 
     name: str
@@ -53,13 +54,16 @@ class Series:
     flat: Result | None = None
 
     def at(self, capacity: Size) -> Result | None:
-        """The run that says something about this capacity."""
+        """Return the run that applies to this capacity: the run made at it, else `flat`."""
         return self.runs.get(capacity, self.flat)
 
 
 @dataclass(frozen=True, slots=True)
 class Chapter:
-    """All that is known of one source. `sizes` rise; `chosen`: the one that is looked at closely; `anchor`: an element's id."""
+    """All series of one source.
+
+    `sizes`: capacities, ascending; `chosen`: the capacity that is shown in detail; `anchor`: id of the chapter's element.
+    """
 
     name: str
     anchor: str
@@ -69,27 +73,31 @@ class Chapter:
 
     @property
     def policies(self) -> tuple[Series, ...]:
-        """What can be chosen."""
+        """Series that are policies."""
         return tuple(one for one in self.series if not one.is_bound)
 
     @property
     def bounds(self) -> tuple[Series, ...]:
-        """What cannot be beaten."""
+        """Series that are bounds."""
         return tuple(one for one in self.series if one.is_bound)
 
     def runs(self, capacity: Size) -> list[tuple[Series, Result]]:
-        """Everything that says something about this capacity."""
+        """Return all series that have a run for this capacity, with the run."""
         found = ((one, one.at(capacity)) for one in self.series)
         return [(one, run) for one, run in found if run is not None]
 
     def capacity_bytes(self, capacity: Size) -> int | None:
-        """How many bytes it was here."""
+        """Return the bytes of a capacity in this chapter; None if no run was made at it."""
         return next((one.runs[capacity].capacity_bytes for one in self.series if capacity in one.runs), None)
 
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """What a report is about. `policies` and `bounds` in the order of their first results; `replaced`: results a later one stands for."""
+    """Contents of a report.
+
+    `policies` and `bounds` are in the order of their first results. `replaced`: number of results that no series holds,
+    usually because a later one has the same source, policy and capacity.
+    """
 
     results: tuple[Result, ...]
     chapters: tuple[Chapter, ...]
@@ -101,7 +109,7 @@ class Study:
 
 
 def arrange(results: Sequence[Result]) -> Study:
-    """Put results in order. Raises InputError if there are none."""
+    """Arrange results into a study. Raises InputError if there are none."""
     if not results:
         raise InputError("a report needs at least one result, and there is none; replay something first")
     names = list(dict.fromkeys((run.policy, run.is_bound) for run in results))
@@ -142,7 +150,7 @@ def _chapter(name: str, anchor: str, runs: Sequence[Result], styles: Mapping[tup
 def _series(key: tuple[str, bool], found: Mapping[Size, Result], style: int, sizes: Sequence[Size]) -> Series:
     policy, bound = key
     shared = {one: run for one, run in found.items() if one in sizes}
-    # The largest of several that fit nowhere: the infinite cache at 100 %.
+    # Of several runs at capacities that no policy has, the largest is taken: the infinite cache at 100 %.
     return Series(policy, style, bound, shared, None if shared else found[max(found)])
 
 

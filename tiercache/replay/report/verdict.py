@@ -1,4 +1,4 @@
-"""What a chapter comes down to: which policy is best at a capacity, by how much, and how far from the bounds."""
+"""Verdict of a chapter: which policy is best at a capacity, by how much, and how far from the bounds."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from tiercache.replay.report.study import Chapter, Measure, Series, Size
 from tiercache.replay.report.words import listed, milliseconds, percent, points, size
 
 LEVEL: Final = 0.0005
-"""Rates that differ by less are written alike."""
+"""Difference of rates, as a fraction, below which policies count as level."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """How far another one is from the best: its rate minus the best one's."""
+    """Difference between another policy or bound and the best policy: its rate minus the best one's."""
 
     name: str
     by: float
@@ -24,7 +24,11 @@ class Gap:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One capacity. `best`: one policy, or several that are level; `others`: the rest, best first; `more`: over the capacity below."""
+    """Verdict at one capacity.
+
+    `best`: the best policy, or several that are level; `others`: the other policies, best first; `more`: name of the next smaller capacity
+    that has a verdict, and how much higher the best rate is than there.
+    """
 
     capacity: Size
     best: tuple[str, ...]
@@ -35,7 +39,7 @@ class Verdict:
 
 
 def verdicts(chapter: Chapter, measure: Measure) -> list[Verdict]:
-    """One per capacity at which a policy has a figure."""
+    """Return one verdict per capacity at which a policy has a figure."""
     found: list[Verdict] = []
     for capacity in chapter.sizes:
         rates = _rates(chapter.policies, capacity, measure)
@@ -57,7 +61,7 @@ def verdicts(chapter: Chapter, measure: Measure) -> list[Verdict]:
 
 
 def cards(chapter: Chapter, measure: Measure) -> Html:
-    """The verdicts in words, to stand beside the plots."""
+    """Return the verdicts in words, to stand beside the plots."""
     shown = [_card(chapter, one, measure) for one in verdicts(chapter, measure)]
     if not shown:
         return element("p", f"No policy has a figure for {measure.words}.", class_="verdicts note")
@@ -104,7 +108,10 @@ def _sentences(chapter: Chapter, one: Verdict, measure: Measure) -> list[str]:
 
 
 def from_bounds(bounds: Iterable[Gap]) -> str:
-    """How far from each bound, the closest one first, as a part of a sentence."""
+    """Return the distances from the bounds as a part of a sentence.
+
+    Bounds that are level come first, then those the best policy is above, then those it is below; each group has the closest first.
+    """
     near = sorted(bounds, key=lambda gap: abs(gap.by))
     level = [f"level with {gap.name}" for gap in near if abs(gap.by) < LEVEL]
     above = [f"{points(gap.by)} above {gap.name}" for gap in near if gap.by <= -LEVEL]
@@ -117,7 +124,7 @@ def _rates(series: Iterable[Series], capacity: Size, measure: Measure) -> dict[s
 
 
 def sentence(names: list[str]) -> Html:
-    """Names in bold, as a part of a sentence."""
+    """Return names in bold, as a part of a sentence."""
     parts: list[str | Html] = []
     for index, name in enumerate(names):
         parts += ["" if not index else " and " if index == len(names) - 1 else ", ", element("b", name)]

@@ -84,8 +84,7 @@ class Agents(Workload):
         actions = self.action.uniform(rng, turns)
         drawn = rng.lognormal(math.log(self.observation), self.spread, turns)
         observations = np.clip(drawn, _OBSERVATION.low, _OBSERVATION.high).astype(np.int64)
-        # `held`: tokens in the context when turn t has acted: all actions, the observations before it, and placeholders for the dropped
-        # ones.
+        # `held`: tokens in the context when turn t has acted: all actions, the observations before it, placeholders for dropped ones.
         before = np.concatenate([[0], np.cumsum(observations)[:-1]])
         dropped = np.maximum(np.arange(turns) - self.keep, 0) if self.keep else np.zeros(turns, np.int64)
         held = systems[kind] + task + np.cumsum(actions) + before - before[dropped] + dropped * _PLACEHOLDER

@@ -26,8 +26,7 @@ class Workload(ABC):
     """A recipe for requests: a frozen dataclass whose fields are its parameters.
 
     `generate` yields requests in order of arrival, with times that never fall, as a function of the fields and the seed alone. It makes
-    each
-    prompt when it is asked for and keeps lengths, never tokens. `__post_init__` raises ConfigError for fields that do not go together.
+    each prompt when it is asked for and keeps lengths, never tokens. `__post_init__` raises ConfigError for fields that do not go together.
     Thread safety: immutable; an iterator belongs to one thread.
     """
 

@@ -63,8 +63,7 @@ class RoundRobin(Workload):
     """Clients that speak in turn, `rounds` times each.
 
     Each round is a question of `question` tokens and an answer of `answer` tokens, both kept in the history. Arrivals are a tenth of a
-    second
-    apart; the benchmark that this repeats sends a client's next request when the last has been answered.
+    second apart; the benchmark that this repeats sends a client's next request when the last has been answered.
     """
 
     clients: int

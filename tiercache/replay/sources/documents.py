@@ -61,8 +61,7 @@ class _Plan(NamedTuple):
     """Columns with one entry per request, in order of arrival.
 
     `document`: the document that the request is about (-1: none). `shared`: blocks that it shares with others about that document.
-    `private`:
-    tokens after them. `output`: tokens of its output.
+    `private`: tokens after them. `output`: tokens of its output.
     """
 
     document: npt.NDArray[np.int64]

@@ -20,8 +20,7 @@ class SharedPrefix(Workload):
     """Requests in groups: `groups` x `prompts` requests, each its group's system prompt followed by its own question.
 
     With `zipf` 0 each group has exactly `prompts` requests, shuffled; else each request draws its group, and the n-th most popular group
-    has a
-    weight of n ** -zipf.
+    has a weight of n ** -zipf.
     """
 
     groups: int = field(default=64, metadata=bounds(1, 65_536, "groups, each with a system prompt"))

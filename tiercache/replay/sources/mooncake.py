@@ -49,9 +49,8 @@ def read_trace(path: Path, limit: int | None = None) -> Recorded:
     """Read the first `limit` requests of a trace file; arrivals are counted from the first.
 
     The whole file is checked, up to the limit, before anything is replayed. Raises InputError, with the number of the line, if the file is
-    not
-    a trace; if timestamps fall (they are never sorted silently: the order of requests decides what is cached); and beyond 2**20 requests,
-    2**22 tokens of a prompt or 2**24 ids.
+    not a trace; if timestamps fall (they are never sorted silently: the order of requests decides what is cached); and beyond 2**20
+    requests, 2**22 tokens of a prompt or 2**24 ids.
     """
     times, inputs, outputs, offsets, ids = array("d"), array("q"), array("q"), array("q", [0]), array("Q")
     try:

@@ -14,6 +14,7 @@ from tiercache.storage.base import NamespaceRecord, SetItem, StorageBackend
 from tiercache.testing.conformance.hooks import ERROR, STORED, THROTTLED, BackendHooks
 from tiercache.testing.objects import NAMESPACE, OTHER_NAMESPACE, chain, key, payload, put, state_of, to_set
 
+# Bytes of a page, of half a page, and of a state.
 PAGE = 20_000
 HALF = PAGE // 2
 STATE = 30_000
@@ -240,7 +241,7 @@ def _behind(item: SetItem, other: SetItem) -> SetItem:
 
 
 def _fill(store: StorageBackend, capacity: int) -> None:
-    """Store as many bytes of pages without parents as the capacity."""
+    """Store pages without parents, about as many bytes as the capacity, so that the store begins to evict."""
     for n in range(capacity // PAGE):
         put(store, key(("fill", n)), payload(n, PAGE))
 

@@ -1,5 +1,5 @@
 """`tiercache bench device`: copies between a CUDA device and page-locked host memory, each beside one contiguous copy of as many bytes.
 
-Read `plan` and `shapes` (what is copied), `run`, `copying`, `matmul`, `overlap` and `start` (the cases); then what these are made of:
-`ground` (memory and streams), `bed` (a model's pools on it), `products` (what computes beside), `rows`, `show`.
+Reading order: `plan` and `shapes` (the objects to copy), `run`, `copying`, `matmul`, `overlap` and `start` (the cases); then their parts:
+`ground` (memory and streams), `bed` (the pools of a model in it), `products` (computing beside copies), `rows`, `show`.
 """

@@ -1,4 +1,4 @@
-"""The pools of one model, device and host, with objects in slots and blocks in no order."""
+"""The device and host pools of one model, with objects in slots and blocks in random order."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ from tiercache.transfer.cuda.copying import layer_groups
 from tiercache.transfer.descriptors import build_descriptors, join_descriptors
 
 _ALIGN: Final = 256
-"""Of tensors, as allocators of device memory have it."""
+"""Alignment of tensors in bytes, as allocators of device memory use it."""
 _PATIENCE_S: Final = 120.0
+"""Seconds to wait for one transfer."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceArray:
-    """A dense tensor in device memory, as far as a pool asks. Thread safety: immutable."""
+    """A dense tensor in device memory, with the attributes that a pool reads."""
 
     address: int
     shape: tuple[int, ...]
@@ -47,12 +48,12 @@ class DeviceArray:
 
 
 class Bed:
-    """`objects` of a model in pools over the memory of `ground`, and the engine that keeps their host side page-locked.
+    """Pools for `objects` of a model over the memory of `ground`, and the engine that keeps their host side page-locked.
 
-    Object i is stored from the i-th of some random slots and loaded to the (i + 1)-th, so that one slot of each pool is not loaded to.
-    Blocks of the arena have the size of a page, as a worker makes them.
+    In a random order of slots, object i is stored from the i-th slot and loaded to the (i + 1)-th, so that one slot of each pool, the
+    first, is not loaded to. Blocks of the arena have the size of a page, as a worker makes them. Closing `stack` releases everything.
 
-    `stack` gives it all back. Thread safety: one thread, with the device current.
+    Thread safety: one thread, with the device current.
     """
 
     def __init__(self, ground: Ground, shapes: Shapes, objects: Objects, stack: ExitStack) -> None:
@@ -67,15 +68,15 @@ class Bed:
         self._hosts = {geometry.pool: HostPool(geometry, self._arena) for geometry in geometries}
         self._slots = {name: rng.permutation(pool.capacity) for name, pool in self._devices.items()}
         self._handles = {name: host.alloc(objects.of(name)) for name, host in self._hosts.items()}
-        # In one piece, so that no copy has to be cut where two pieces meet.
+        # One piece of page-locked memory, so that no copy has to be cut where two pieces meet.
         engine = CudaEngine(
             self._devices, self._hosts, device=ground.device, calibration=ground.calibration, piece_bytes=self._arena.nbytes
         )
         self.engine = stack.enter_context(engine)
-        stack.callback(ground.mover.settle)  # first of all at the end: the engine's end unlocks the arena
+        stack.callback(ground.mover.settle)  # runs first when the stack closes, before the engine unlocks the arena
 
     def work(self, direction: Direction, objects: Objects) -> Work:
-        """The copies of the first so many objects, grouped as the engine does it: a load by layers, small ones together."""
+        """Return the copies of the first `objects` of each pool, grouped as in the engine: a load by layers, small layers together."""
         found = join_descriptors(
             [
                 build_descriptors(
@@ -90,11 +91,11 @@ class Bed:
         return Work(copies, (slice(0, len(copies)),) if to_host else tuple(rows for _, rows in layer_groups(found)))
 
     def choice(self, direction: Direction, work: Work) -> list[Method]:
-        """What the calibration takes for each group."""
+        """Return the method that the calibration chooses for each group of copies."""
         return [self.ground.calibration.choose(direction, work.copies[rows]) for rows in work.groups]
 
     def units(self, direction: Direction, parts: int = 1) -> list[list[CacheTransferUnits]]:
-        """All objects, in up to so many transfers of nearly equal size."""
+        """Return all objects in at most `parts` transfers of nearly equal size."""
         pieces: list[list[CacheTransferUnits]] = [[] for _ in range(parts)]
         for name, handles in self._handles.items():
             ends = self._ends(name, direction)
@@ -105,12 +106,12 @@ class Bed:
         return [piece for piece in pieces if piece]
 
     def transfer(self, direction: Direction, transfers: list[list[CacheTransferUnits]]) -> None:
-        """All of these through the engine, one behind the other, to the end of the last."""
+        """Submit all transfers to the engine and wait for the end of the last."""
         call: Callable[[list[CacheTransferUnits]], Ticket] = self.engine.store if direction is Direction.TO_HOST else self.engine.load
         finish([call(units) for units in transfers])
 
     def check(self, what: str, store: Callable[[], object], load: Callable[[], object]) -> None:
-        """Raise TransferError unless what `store` takes from its slots is what `load` brings to the others, and nothing else is touched."""
+        """Raise TransferError unless `load` brings to its slots what `store` took, and leaves the slot alone that it does not load to."""
         nbytes = max(int((p.segments.base.astype(np.int64) + p.capacity * p.segments.stride).max()) for p in self._devices.values())
         nbytes -= self.ground.address
         stored = self.ground.fill(nbytes)
@@ -126,7 +127,7 @@ class Bed:
             )
 
     def _compare(self, stored: np.ndarray, wiped: np.ndarray, found: np.ndarray) -> Iterator[bool]:
-        """For each segment of each object: is it as it should be?"""
+        """Yield, per segment, whether the slot not loaded to is untouched and whether each object was moved unchanged."""
         for name, pool in self._devices.items():
             sources, targets = (self._ends(name, direction).tolist() for direction in Direction)
             untouched = int(self._slots[name][0])
@@ -143,12 +144,12 @@ class Bed:
 
 
 def _slots(memory: np.ndarray, first: int, stride: int, length: int) -> Callable[[int], np.ndarray]:
-    """The bytes of one tensor in a slot."""
+    """Return a function that gives the bytes of one tensor in a slot; offsets and lengths in bytes."""
     return lambda slot: memory[first + slot * stride :][:length]
 
 
 def finish(tickets: Sequence[Ticket]) -> None:
-    """Wait for all of them; raise what the first failure says."""
+    """Wait for all transfers; raises the error of the first that failed, or TransferError if one is not over in time."""
     for ticket in tickets:
         if not ticket.wait(_PATIENCE_S):
             raise TransferError(f"a transfer was not over after {_PATIENCE_S:g} s; see whether the device still answers")
@@ -158,7 +159,7 @@ def finish(tickets: Sequence[Ticket]) -> None:
 
 
 def _device_pools(geometries: list[Geometry], objects: Objects, address: int, device: str) -> dict[PoolName, DevicePool]:
-    """Pools with one slot more than there are objects, their tensors one behind the other from `address` on."""
+    """Return pools with one slot more than there are objects, their tensors laid end to end from `address` on."""
     pools = {}
     for geometry in geometries:
         slots, tensors = objects.of(geometry.pool) + 1, {}

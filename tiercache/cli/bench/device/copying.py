@@ -1,4 +1,4 @@
-"""The speed of stores and loads: each method, what the calibration takes, and the engine, beside one contiguous copy."""
+"""The speed of stores and loads: by each method, by the calibration's choice and through the engine, beside one contiguous copy."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from tiercache.cli.bench.timing import Side, medians
 from tiercache.transfer.cuda import Direction, Method
 
 TRANSFERS: Final = 4
-"""In the engine at once; it keeps three in its stream and one waits."""
+"""Transfers in the engine at once: it keeps three in its stream, and one waits."""
 _SMALL: Final = 64 * MIB
+"""Bytes of a group below which more runs are made."""
 _MORE: Final = 5
-"""Times as many runs below `_SMALL`, where each takes less than a millisecond or so."""
+"""Factor of the number of runs below `_SMALL`, where a run takes about a millisecond or less."""
 _PLAIN: Final = "contiguous"
 _ENGINE: Final = "engine"
 
 
 def copies(plan: Plan, ground: Ground, methods: Sequence[Method], say: Say) -> Iterator[CopyRow]:
-    """All rows of all models. The bytes are compared before anything is timed."""
+    """Measure the copies of all models and yield the rows. The bytes are compared before anything is timed."""
     for shapes in plan.models:
         for kind, objects in plan.groups(shapes):
             with ExitStack() as stack:
@@ -54,7 +55,10 @@ def _check(plan: Plan, bed: Bed, methods: Sequence[Method], say: Say) -> None:
 
 
 class _Group:
-    """One direction of one group of objects. Thread safety: one thread, with the device current."""
+    """One direction of one group of objects.
+
+    Thread safety: one thread, with the device current.
+    """
 
     def __init__(self, plan: Plan, bed: Bed, kind: Kind, objects: Objects, direction: Direction) -> None:
         self._plan, self._bed, self._kind, self._objects, self._direction = plan, bed, kind, objects, direction

@@ -1,4 +1,4 @@
-"""What all cases stand on: memory on the device, page-locked memory beside it, and streams to copy in."""
+"""The resources of all cases: memory on the device, page-locked host memory, and streams to copy in."""
 
 from __future__ import annotations
 
@@ -15,20 +15,24 @@ from tiercache.transfer.cuda.copying import CopySet, bus_blocks
 from tiercache.transfer.descriptors import Copies
 
 _SHIFT: Final = 4099
-"""Bytes from one filling of the device's memory to the next, within the same noise."""
+"""Bytes by which each filling of the device's memory starts later in the noise than the one before."""
 _SHIFTS: Final = 16
+"""Number of different fillings; then they repeat."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Copies, and which of them are queued at once. Thread safety: immutable."""
+    """Copies, and the groups of them that are queued together."""
 
     copies: Copies
     groups: tuple[slice, ...]
 
 
 class Mover:
-    """A stream, and what copies in it need until they are over. Thread safety: one thread at a time, with the device current."""
+    """A stream, and the resources that copies in it need until they are over.
+
+    Thread safety: one thread at a time, with the device current.
+    """
 
     def __init__(self, device: CudaDevice) -> None:
         self._device = device
@@ -37,7 +41,7 @@ class Mover:
         self._stream = device.create_stream(urgent=False)
 
     def move(self, work: Work, methods: Sequence[Method]) -> None:
-        """Queue each group of copies by its method, and wait for the end."""
+        """Queue each group of copies by its method, and wait until all are over."""
         groups = list(zip(work.groups, methods, strict=True))
         queue = self._resources.queue(work.copies, groups, self._blocks, self._stream)
         for rows, method in groups:
@@ -45,27 +49,29 @@ class Mover:
         self._device.synchronize_stream(self._stream)
 
     def copy(self, source: int, destination: int, nbytes: int) -> None:
-        """One contiguous copy, to its end."""
+        """Make one contiguous copy and wait for its end."""
         self._device.copy(source, destination, nbytes, self._stream)
         self._device.synchronize_stream(self._stream)
 
     def settle(self) -> None:
-        """Wait for what an error or Ctrl-C may have left under way."""
-        with suppress(RuntimeError):  # of a device that is lost, where nothing moves any more
+        """Wait for copies that an error or Ctrl-C may have left under way."""
+        with suppress(RuntimeError):  # a lost device raises, and no copy runs on it any more
             self._device.synchronize_stream(self._stream)
 
     def close(self) -> None:
-        """Give everything back, once nothing is under way."""
+        """Wait until no copy is under way, then release the resources and the stream."""
         self.settle()
-        with suppress(RuntimeError):  # a device that is lost gives nothing back, and its error is on its way already
+        with suppress(RuntimeError):  # a lost device releases nothing, and its error has been raised already
             self._resources.destroy()
             self._device.destroy_stream(self._stream)
 
 
 class Ground:
-    """`nbytes` of device memory from `address`, as much page-locked memory beside it, and noise to fill it with.
+    """Device memory of `nbytes` from `address`, as much page-locked host memory, and noise to fill the device memory with.
 
-    `stack` gives it all back. Raises ConfigError if there is not enough memory. Thread safety: one thread, with the device current.
+    Closing `stack` releases it. Raises ConfigError if there is not enough memory.
+
+    Thread safety: one thread, with the device current.
     """
 
     def __init__(self, device: CudaDevice, calibration: Calibration, nbytes: int, stack: ExitStack) -> None:
@@ -74,7 +80,7 @@ class Ground:
         try:
             self.address = device.allocate(nbytes)
             stack.callback(_release, device, self.address)
-            # By the driver and not in the arena, for this is the fastest memory there is: the limit.
+            # Allocated by the driver and not in an arena, because this is the fastest host memory: the limit uses it.
             self.plain = device.allocate_host(nbytes)
             self._noise = device.allocate_host(nbytes + _SHIFT * _SHIFTS)
         except RuntimeError as error:
@@ -88,28 +94,28 @@ class Ground:
         self._turn = 0
 
     def contiguous(self, direction: Direction, nbytes: int) -> None:
-        """The limit: so many bytes in one copy."""
+        """Copy `nbytes` in one contiguous copy: the limit that other copies are compared with."""
         ends = self.address, self.plain.ctypes.data
         self.mover.copy(*(ends if direction is Direction.TO_HOST else ends[::-1]), nbytes)
 
     def fill(self, nbytes: int) -> np.ndarray:
-        """Fill so much of the device's memory with bytes that were not there before; which ones."""
+        """Fill the first `nbytes` of the device memory with other bytes than the last filling, and return these (uint8)."""
         self._turn += 1
         noise = self._noise[self._turn % _SHIFTS * _SHIFT :][:nbytes]
         self.mover.copy(noise.ctypes.data, self.address, nbytes)
         return noise
 
     def read(self, nbytes: int) -> np.ndarray:
-        """So much of the device's memory, by one contiguous copy."""
+        """Return the first `nbytes` of the device memory, read by one contiguous copy."""
         self.plain[:nbytes] = 0
         self.contiguous(Direction.TO_HOST, nbytes)
         return self.plain[:nbytes]
 
 
 def _release(device: CudaDevice, address: int) -> None:
-    with suppress(RuntimeError):  # as above
+    with suppress(RuntimeError):  # a lost device raises
         device.release(address)
 
 
 Say = Callable[[str], None]
-"""Told what is being done."""
+"""A function that is called with a description of each step, to show progress."""

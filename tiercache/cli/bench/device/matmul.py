@@ -1,4 +1,4 @@
-"""What copies cost a matrix product beside them: the copy engines should cost nothing, a kernel takes multiprocessors."""
+"""The slowdown of matrix products by copies beside them: copy engines should cause none, a kernel occupies multiprocessors."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from tiercache.errors import ConfigError
 from tiercache.transfer.cuda import CudaDevice, Direction, Method
 
 _WIDTH: Final = 8192
-"""Of the matrices: one product is about 1.5 ms on an H100, so that launching them costs nothing beside it."""
+"""Width of the matrices: one product takes about 1.5 ms on an H100, beside which the cost of its launch is negligible."""
 _BYTES: Final = 256 * MIB
-"""Of one turn of the loop, so that the pause between two turns counts for little."""
+"""Bytes of one turn of the copy loop, so many that the pause between two turns counts for little."""
 _SAMPLE: Final = 3
+"""Products that are timed to choose the number of products of a run."""
 _ALONE: Final = "alone"
 
 
 def matmul(plan: Plan, ground: Ground, methods: Sequence[Method], make: MakeProducts, say: Say) -> Iterator[MatmulRow | SkippedRow]:
-    """A row for each method and direction; one that says why where nothing can compute."""
+    """Yield a row for each method and direction; or one row with the reason if no products can be computed."""
     shapes, device = plan.models[0], ground.device
     with ExitStack() as stack:
         try:
@@ -55,9 +56,9 @@ def matmul(plan: Plan, ground: Ground, methods: Sequence[Method], make: MakeProd
 
 
 class CopyLoop:
-    """A thread that does the same copies over and over, between `start` and `stop`.
+    """A thread that repeats the same copies between `start` and `stop`.
 
-    Thread safety: one thread starts and stops it; `stop` raises what the copies raised.
+    Thread safety: one thread may call `start` and `stop`; `stop` raises the error that the copies raised.
     """
 
     def __init__(self, device: CudaDevice, work: Work, method: Method) -> None:
@@ -69,11 +70,11 @@ class CopyLoop:
 
     @property
     def gb_s(self) -> float:
-        """How fast the copies were, over all times that it ran."""
+        """Speed of the copies in 10**9 bytes per second, over all runs of the loop."""
         return self._nbytes / self._seconds / 1e9 if self._seconds else 0.0
 
     def start(self) -> None:
-        """Returns when the first turn is over, so that copies are under way for sure."""
+        """Start the thread and return after its first turn, so that copies are certainly under way."""
         self._stop.clear()
         begun = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(begun,), name="bench-copies", daemon=True)
@@ -81,7 +82,7 @@ class CopyLoop:
         begun.wait()
 
     def stop(self) -> None:
-        """Returns when no copy is under way any more. Twice is harmless."""
+        """Stop the thread and return when no copy is under way; raises the error of the copies. A second call has no effect."""
         self._stop.set()
         thread, self._thread = self._thread, None
         if thread is not None:
@@ -101,7 +102,7 @@ class CopyLoop:
                     mover.move(self._work, self._methods)
                     self._nbytes += self._work.copies.nbytes
                 self._seconds += time.perf_counter() - started
-        except Exception as error:  # noqa: BLE001  it is for the thread that stops this one
+        except Exception as error:  # noqa: BLE001  it is raised by `stop`
             self._error = error
         finally:
             begun.set()

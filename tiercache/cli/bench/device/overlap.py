@@ -1,4 +1,4 @@
-"""A load beneath a model that computes: how much longer the model takes when it waits layer by layer, or for everything first."""
+"""A load during a forward pass: the extra time of the pass if it waits layer by layer, or for the whole load first."""
 
 from __future__ import annotations
 
@@ -18,17 +18,19 @@ from tiercache.transfer.base import LayerTicket
 from tiercache.transfer.cuda import Direction
 
 _WIDTH: Final = 2048
-"""Of the matrices: a product is some 30 us, so that several make a layer."""
+"""Width of the matrices: a product takes about 30 us, so that several make a layer."""
 _SAMPLE: Final = 50
+"""Products that are timed to choose the number of products of a layer."""
 _MORE: Final = 1.2
-"""How long a layer computes, as a multiple of how long the mean layer loads."""
+"""Compute time of a layer, as a multiple of the mean load time of a layer."""
 _PATIENCE_S: Final = 60.0
+"""Seconds to wait until a layer of a load is queued."""
 _ALONE: Final = "alone"
 _LOAD: Final = "load"
 
 
 def overlap(plan: Plan, ground: Ground, make: MakeProducts, say: Say) -> Iterator[OverlapRow | SkippedRow]:
-    """Two rows for each model; one that says why where nothing can compute."""
+    """Yield two rows for each model; or one row with the reason if no products can be computed."""
     with ExitStack() as stack:
         try:
             products = stack.enter_context(closing(make(ground.device, _WIDTH)))
@@ -43,7 +45,10 @@ def overlap(plan: Plan, ground: Ground, make: MakeProducts, say: Say) -> Iterato
 
 
 class _Forward:
-    """A forward pass over all layers, with a load before it or beneath it. Thread safety: one thread, with the device current."""
+    """A forward pass over all layers, with a load before it or during it.
+
+    Thread safety: one thread, with the device current.
+    """
 
     def __init__(self, bed: Bed, shapes: Shapes, products: Products) -> None:
         self._bed, self._shapes, self._products = bed, shapes, products
@@ -53,7 +58,7 @@ class _Forward:
         self._ticket: LayerTicket | None = None
 
     def rows(self, repeats: int) -> Iterator[OverlapRow]:
-        """Compute alone is sized by the load first, and then all take turns."""
+        """Time the load to choose the compute per layer; then time all sides in turns and yield their rows."""
         load = Side(_LOAD, lambda _: finish([self._bed.engine.load(self._units)]))
         seconds = medians([load], repeats)[_LOAD] * _MORE / self._shapes.layers
         self._per_layer = count_for(self._device, self._products, seconds, _SAMPLE)

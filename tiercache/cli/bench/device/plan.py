@@ -1,4 +1,4 @@
-"""What a run does: its options, checked before a device is touched."""
+"""The plan of a run: its options, checked before a device is used."""
 
 from __future__ import annotations
 
@@ -15,27 +15,32 @@ from tiercache.errors import ConfigError
 from tiercache.transfer.cuda import Method
 
 CHOICE: Final = "choice"
+"""The value of --method for the calibration's choice."""
 COUNTS: Final = (1, 4, 16, 64, 256)
+"""Objects of a group."""
 QUICK_COUNTS: Final = (1, 16, 256)
+"""Objects of a group with --quick."""
 _PER_STATE: Final = 32
-"""Objects of a mix for each state among them: one is taken where a prompt may go on, not after every page."""
+"""Objects of a mix per state among them: a state is saved where a prompt may continue, not after every page."""
 _FEWEST: Final = 5
+"""Least value of --repeat."""
 
 
 class Case(enum.StrEnum):
-    """What is measured, in the order in which it runs."""
+    """The cases of `bench device`, in the order in which they run."""
 
     START = "start"
-    """Page-locking and calibrating, and what came of it."""
+    """Page-locking and calibrating: their times, and the results of the calibration."""
     COPY = "copy"
+    """Stores and loads beside one contiguous copy."""
     OVERLAP = "overlap"
-    """A load beneath a model that computes."""
+    """A load during a forward pass."""
     MATMUL = "matmul"
-    """What copies cost a matrix product beside them."""
+    """Matrix products with copies beside them."""
 
 
 class Kind(enum.StrEnum):
-    """Which objects are copied."""
+    """The kind of objects that are copied."""
 
     PAGES = "pages"
     STATES = "states"
@@ -44,26 +49,26 @@ class Kind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Objects:
-    """How many pages and states. Thread safety: immutable."""
+    """Numbers of pages and states."""
 
     pages: int = 0
     states: int = 0
 
     @property
     def count(self) -> int:
-        """Both."""
+        """Number of pages and states together."""
         return self.pages + self.states
 
     def nbytes(self, shapes: Shapes) -> int:
-        """Payload of so many objects of a model."""
+        """Return the payload bytes of these objects for a model."""
         return self.pages * shapes.pages.nbytes + self.states * shapes.states.nbytes
 
     def of(self, pool: PoolName) -> int:
-        """Those of one pool."""
+        """Return the number of objects in one pool, KV or MAMBA."""
         return {PoolName.KV: self.pages, PoolName.MAMBA: self.states}[pool]
 
     def times(self, factor: int) -> Objects:
-        """Each count, multiplied by `factor`."""
+        """Return both numbers multiplied by `factor`."""
         return Objects(self.pages * factor, self.states * factor)
 
 
@@ -71,10 +76,8 @@ class Objects:
 class Plan:
     """One run of `bench device`.
 
-    `counts`: objects of a group. `most`: payload bytes of the largest group. `methods`: those to measure, None for all that there are;
-    `choice`: measure also what the calibration would take. `compute_seconds`: how long the matrix products of one measurement run.
-
-    Thread safety: immutable.
+    `counts`: objects of a group. `most`: payload bytes of the largest group. `methods`: methods to measure, None for all available ones.
+    `choice`: whether the calibration's choice is measured too. `compute_seconds`: duration of the matrix products of one measurement.
     """
 
     models: tuple[Shapes, ...]
@@ -87,7 +90,7 @@ class Plan:
     compute_seconds: float = 0.1
 
     def groups(self, shapes: Shapes) -> Iterator[tuple[Kind, Objects]]:
-        """What is copied of a model: all counts of each kind that fit."""
+        """Yield the groups of a model's objects to copy: for each kind, all counts whose payload fits into `most` bytes."""
         for kind in Kind:
             for count in self.counts:
                 objects = _objects(kind, count)
@@ -95,19 +98,19 @@ class Plan:
                     yield kind, objects
 
     def prompt(self, shapes: Shapes) -> Objects:
-        """A long prompt: its state, if there is room for it, and up to 255 pages."""
+        """Return the objects of a long prompt: up to 255 pages, and one state if it fits together with a page."""
         pages, state = shapes.pages.nbytes, shapes.states.nbytes
         states = 1 if pages + state <= self.most else 0
         return Objects(min(max(COUNTS) - 1, (self.most - states * state) // pages), states)
 
     @property
     def device_bytes(self) -> int:
-        """What the largest group takes on the device: one slot of each kind stays free."""
+        """Bytes that the largest group needs on the device, with one free slot for each kind of object."""
         return self.most + max(s.pages.nbytes + (s.states.nbytes if s.states.nbytes <= self.most else 0) for s in self.models) + MIB
 
 
 def plan(*, models: str, most: str, methods: str, cases: str, repeats: int, quick: bool) -> Plan:
-    """The plan that the options describe; raises ConfigError for one that cannot be carried out."""
+    """Return the plan that the options describe; raises ConfigError if it cannot be carried out."""
     names = _named("--model", models, MODELS) or (MODELS[:1] if quick else MODELS)
     wanted = _named("--method", methods, (*Method, CHOICE))
     chosen = tuple(shapes_of(name) for name in names)
@@ -142,7 +145,7 @@ def _objects(kind: Kind, count: int) -> Objects | None:
 
 
 def _named(option: str, text: str, known: Iterable[str]) -> tuple[str, ...]:
-    """The names between commas, each once; ConfigError for one that is not known."""
+    """Return the comma-separated names in lower case, each once; raises ConfigError for an unknown one."""
     known = list(known)
     names = tuple(dict.fromkeys(name.strip().lower() for name in text.split(","))) if text.strip() else ()
     for name in names:

@@ -1,4 +1,4 @@
-"""What computes while copies are under way: matrix products in a stream of their own."""
+"""The computation that runs beside copies: matrix products in a stream of their own."""
 
 from __future__ import annotations
 
@@ -11,24 +11,30 @@ from tiercache.transfer.cuda import CudaDevice
 
 
 class Products(Protocol):
-    """Products of two matrices on a device. Thread safety: one thread, with the device current."""
+    """Products of two matrices on a device.
+
+    Thread safety: one thread, with the device current.
+    """
 
     stream: int
-    """The device's handle of the stream they run in."""
+    """Handle of the device stream that the products run in."""
 
     def queue(self, count: int) -> None:
-        """Queue so many products, one behind the other, and return at once."""
+        """Queue `count` products, one after another, and return at once."""
 
     def close(self) -> None:
-        """Give back what they use, once nothing is under way."""
+        """Wait for queued products, then release the memory that they use."""
 
 
 MakeProducts: TypeAlias = Callable[[CudaDevice, int], Products]
-"""Products of square matrices of a width; ConfigError, in words for a user, where there can be none."""
+"""A function of device and width that returns products of square matrices; raises ConfigError, worded for users, if it cannot."""
 
 
 class TorchProducts:
-    """By torch, in bfloat16. ConfigError without torch, or where it sees no CUDA. Thread safety: as `Products`."""
+    """Products computed by torch in bfloat16. Raises ConfigError if torch is missing or sees no CUDA device.
+
+    Thread safety: as `Products`.
+    """
 
     def __init__(self, device: CudaDevice, width: int) -> None:
         try:
@@ -60,7 +66,7 @@ class TorchProducts:
 
 
 def run_products(device: CudaDevice, products: Products, count: int) -> float:
-    """Run `count` products to the end of the last: the seconds they took."""
+    """Run `count` products, wait for the last, and return the seconds they took."""
     started = time.perf_counter()
     products.queue(count)
     device.synchronize_stream(products.stream)
@@ -68,6 +74,6 @@ def run_products(device: CudaDevice, products: Products, count: int) -> float:
 
 
 def count_for(device: CudaDevice, products: Products, seconds: float, sample: int) -> int:
-    """How many products take about `seconds`, judged by `sample` of them, after as many to warm up."""
+    """Return the number of products that take about `seconds`, from a run of `sample` products after as many for warm-up."""
     run_products(device, products, sample)
     return max(1, round(seconds / run_products(device, products, sample) * sample))

@@ -1,4 +1,4 @@
-"""The rows of `bench device`: one class a case, each a line of JSON."""
+"""The rows of `bench device`: one class for each kind of row, each row a JSON object."""
 
 from __future__ import annotations
 
@@ -13,23 +13,27 @@ from tiercache.cli.bench.rows import MIB, Target, Unit, digits
 from tiercache.transfer.cuda import Cell, Direction, Method
 
 _RATIO_FROM: Final = 16 * MIB
+"""Bytes of a group from which on the ratio has a target."""
 _RATIO: Final = Target(0.95, Unit.RATIO)
+"""Target of copies by the calibration's choice, beside one contiguous copy."""
 _LONGER: Final = Target(10, Unit.PERCENT)
+"""Target of a forward pass that waits layer by layer, beside compute alone."""
 
 
 class DeviceRow(ABC):
-    """One measurement. Thread safety: immutable."""
+    """One row of the report; immutable."""
 
     @abstractmethod
     def record(self) -> dict[str, Any]:
-        """The row as JSON has it; null where a figure has no meaning."""
+        """Return the row as a JSON object; null for a figure that has no meaning here."""
 
 
 @dataclass(frozen=True, slots=True)
 class CopyRow(DeviceRow):
-    """Copies of `objects`, by one method or by the calibration's choice, beside one contiguous copy of as many bytes; 10**9 bytes a second.
+    """Copies of `objects`, by one method or by the calibration's choice, beside one contiguous copy of as many bytes.
 
-    `chosen`: methods of the choice, with the number of groups of copies that each took. `engine_gb_s`: through the engine, in `transfers`.
+    Speeds are in 10**9 bytes per second. `chosen`: methods of the choice, with the number of groups of copies that each took.
+    `engine_gb_s`: speed through the engine, with `transfers` at once.
     """
 
     model: str
@@ -47,17 +51,17 @@ class CopyRow(DeviceRow):
 
     @property
     def ratio(self) -> float:
-        """Of the contiguous copy's speed."""
+        """Speed as a multiple of the contiguous copy's speed."""
         return self.gb_s / self.contiguous_gb_s
 
     @property
     def target(self) -> Target | None:
-        """What is wanted of the choice, where bytes decide."""
+        """The target of the calibration's choice for groups of at least 16 MiB; None for other rows."""
         return _RATIO if self.method == CHOICE and self.nbytes >= _RATIO_FROM else None
 
     @property
     def met(self) -> bool | None:
-        """Is it met? None where there is no target."""
+        """Whether the target is met; None if there is no target."""
         return self.ratio >= _RATIO.bound if self.target else None
 
     def record(self) -> dict[str, Any]:  # noqa: D102
@@ -72,7 +76,7 @@ class CopyRow(DeviceRow):
 
 @dataclass(frozen=True, slots=True)
 class MatmulRow(DeviceRow):
-    """`products` in `alone` seconds, or in `beside` while copies run; `gb_s` of these."""
+    """Seconds of `products` matrix products `alone` and `beside` copies; `gb_s`: speed of these copies in 10**9 bytes per second."""
 
     method: Method
     direction: Direction
@@ -83,7 +87,7 @@ class MatmulRow(DeviceRow):
 
     @property
     def slower(self) -> float:
-        """Per cent more time."""
+        """Extra time beside copies, in per cent."""
         return (self.beside / self.alone - 1) * 100
 
     def record(self) -> dict[str, Any]:  # noqa: D102
@@ -95,7 +99,7 @@ class MatmulRow(DeviceRow):
 
 
 class Waiting(enum.StrEnum):
-    """What a forward pass waits for."""
+    """The part of a load that a forward pass waits for before it computes a layer."""
 
     LAYERS = "layer by layer"
     WHOLE = "whole load first"
@@ -103,7 +107,7 @@ class Waiting(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class OverlapRow(DeviceRow):
-    """A forward pass of `layers` with a load of `nbytes`: seconds of the load, of compute alone, and of both."""
+    """A forward pass of `layers` layers with a load of `nbytes`: seconds of the load, of compute alone, and of both."""
 
     model: str
     waiting: Waiting
@@ -118,17 +122,17 @@ class OverlapRow(DeviceRow):
 
     @property
     def longer(self) -> float:
-        """Per cent more time than compute alone."""
+        """Extra time beside compute alone, in per cent."""
         return (self.both / self.alone - 1) * 100
 
     @property
     def target(self) -> Target | None:
-        """What is wanted of waiting layer by layer."""
+        """The target of waiting layer by layer; None for waiting for the whole load."""
         return _LONGER if self.waiting is Waiting.LAYERS else None
 
     @property
     def met(self) -> bool | None:
-        """Is it met? None where there is no target."""
+        """Whether the target is met; None if there is no target."""
         return self.longer <= _LONGER.bound if self.target else None
 
     def record(self) -> dict[str, Any]:  # noqa: D102
@@ -142,7 +146,7 @@ class OverlapRow(DeviceRow):
 
 @dataclass(frozen=True, slots=True)
 class StartRow(DeviceRow):
-    """Seconds of one step of a start; `nbytes` where they grow with memory."""
+    """Seconds of one step of a start; `nbytes`: bytes of memory if the time grows with them, else 0."""
 
     what: str
     seconds: float
@@ -150,7 +154,7 @@ class StartRow(DeviceRow):
 
     @property
     def seconds_per_gib(self) -> float | None:
-        """None where memory does not matter."""
+        """Seconds per GiB of memory; None if the time does not depend on memory."""
         return self.seconds / self.nbytes * (1 << 30) if self.nbytes else None
 
     def record(self) -> dict[str, Any]:  # noqa: D102
@@ -162,7 +166,7 @@ class StartRow(DeviceRow):
 
 @dataclass(frozen=True, slots=True)
 class CellRow(DeviceRow):
-    """A measurement that copies are chosen by."""
+    """A cell of the calibration by which methods are chosen."""
 
     cell: Cell
 
@@ -175,7 +179,7 @@ class CellRow(DeviceRow):
 
 @dataclass(frozen=True, slots=True)
 class SkippedRow(DeviceRow):
-    """A case that cannot be measured here."""
+    """A case that cannot be measured on this machine, and the reason."""
 
     case: Case
     reason: str

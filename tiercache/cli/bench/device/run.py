@@ -1,4 +1,4 @@
-"""A whole run, on any device that keeps to the contract."""
+"""A whole run of `bench device`, on any implementation of CudaDevice."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from tiercache.transfer.cuda.proof import prove
 
 
 def run(plan: Plan, device: CudaDevice, make: MakeProducts, say: Say) -> Generator[DeviceRow | Note]:
-    """Every row and note as soon as it is known. Close it, and everything on the device has been given back.
+    """Yield every row and note as soon as it is known; closing the generator releases everything on the device.
 
-    Raises TransferError if bytes are wrong or the driver fails, ConfigError for a plan that this device cannot carry out.
+    Raises TransferError if bytes are wrong or the driver fails, ConfigError if this device cannot carry out the plan.
     """
     try:
         with device.current(), ExitStack() as stack:
@@ -56,7 +56,7 @@ def _run(plan: Plan, device: CudaDevice, make: MakeProducts, say: Say, stack: Ex
 
 
 def _methods(plan: Plan, device: CudaDevice) -> list[Method]:
-    """Those to measure; ConfigError for one that was asked for and is not there."""
+    """Return the methods to measure; raises ConfigError if a requested one is not available on the device."""
     for method in plan.methods or ():
         if method in device.unavailable:
             raise ConfigError(f"--method {method} is not possible here: {device.unavailable[method]}")

@@ -1,4 +1,4 @@
-"""What the pages and states of a model are made of, from the same public configs as its costs."""
+"""The geometry of a model's pages and states, from the same public configs as its costs."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from tiercache.policy.known import CONFIGS
 from tiercache.policy.pattern import Kind, every_nth
 
 MODELS: Final = ("qwen3-next-80b-a3b", "qwen3.5-9b", "qwen3.5-35b-a3b")
-"""Attention in every fourth layer and a gated delta net in the others, by their names in `tiercache.policy.known`."""
+"""Names in `tiercache.policy.known` of models with attention in every fourth layer and a gated delta net in the others."""
 PAGE_SIZE: Final = 64
+"""Tokens of a page."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
-    """One model. Thread safety: immutable."""
+    """The geometries of one model."""
 
     name: str
     pages: Geometry
@@ -25,15 +26,16 @@ class Shapes:
 
     @property
     def layers(self) -> int:
-        """Of the whole model."""
+        """Number of layers of the whole model."""
         return max(self.pages.layers[-1], self.states.layers[-1]) + 1
 
 
 def shapes_of(name: str) -> Shapes:
-    """The pages of 64 tokens and the states of one of `MODELS`.
+    """Return the geometry of pages of 64 tokens and of states, for one of `MODELS`.
 
-    K and V `[64, heads, dim]` in bfloat16. A state has, per recurrent layer, what engines keep for it: the past inputs of the convolution
-    over q, k and v, `[channels, kernel - 1]` in bfloat16, and the recurrence `[value heads, key dim, value dim]` in float32.
+    A page has K and V `[64, heads, dim]` in bfloat16. A state has, per recurrent layer, the tensors that engines keep: the past inputs of
+    the convolution over q, k and v, `[channels, kernel - 1]` in bfloat16, and the recurrence `[value heads, key dim, value dim]` in
+    float32.
     """
     config = CONFIGS[name]
     fields = Fields(config.get("text_config", config), name)

@@ -1,4 +1,4 @@
-"""Rows as tables: one for each model's copies, one for each other case."""
+"""The rows as tables: one for the copies of each model, and one for each other kind of row."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from tiercache.cli.output import safe
 from tiercache.transfer.cuda import CudaDevice, Direction, Method
 
 _WIDTH: Final = 120
+"""Columns of text where stdout is no terminal."""
 _WAYS: Final = {Direction.TO_HOST: "to host", Direction.TO_DEVICE: "to device"}
 _LEFT: Final = ("kind", "direction", "method", "model", "waits", "step", "best")
 R = TypeVar("R", bound=DeviceRow)
@@ -31,7 +32,7 @@ class _Look:
 
 
 def tables(rows: Sequence[DeviceRow], said: Sequence[str]) -> None:
-    """Print all rows, and what was said about them."""
+    """Print all rows, and below them the reasons of skipped cases and the sentences `said`."""
     console = Console(highlight=False, emoji=False)
     if not console.is_terminal:
         console = Console(width=_WIDTH, highlight=False, emoji=False)
@@ -47,7 +48,7 @@ def tables(rows: Sequence[DeviceRow], said: Sequence[str]) -> None:
 
 
 def footer(plan: Plan, device: CudaDevice, notes: Iterable[Note]) -> list[str]:
-    """What has to be known to read the figures, as sentences."""
+    """Return the sentences that explain the figures."""
     return [
         f"{device.card}. Medians of at least {plan.repeats} interleaved runs; objects in slots and blocks in no order.",
         "GB/s: queued in one stream, a load layer by layer, until the stream is through. limit: one contiguous copy of as many bytes,"

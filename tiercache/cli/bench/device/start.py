@@ -1,4 +1,4 @@
-"""What an engine does before its first copy: page-locking the arena and calibrating."""
+"""The time that an engine needs before its first copy: page-locking the arena and calibrating."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _GIB: Final = 1 << 30
 
 
 def start(plan: Plan, device: CudaDevice, known: Calibration, say: Say) -> Iterator[StartRow | CellRow]:
-    """Seconds of both, and every cell of the calibration by which copies are chosen."""
+    """Measure page-locking and calibrating; yield their times, and every cell of the `known` calibration."""
     yield from _memory(plan, device, say)
     say("calibrating")
     started = time.perf_counter()
-    calibrate(device)  # even where a file has one: it is the time that is asked for here
+    calibrate(device)  # even if a file holds one, because its time is measured here
     yield StartRow("calibrate", time.perf_counter() - started)
     for cell in known.cells:
         yield CellRow(cell)
