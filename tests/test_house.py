@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib.metadata import entry_points
+from pathlib import Path
 
 import pytest
+import tiercache_backends
 
 import tiercache
 from tests.__main__ import status_of
@@ -55,3 +60,31 @@ def test_the_public_names_exist_and_the_version_is_the_distribution_s():
 
     assert all(hasattr(tiercache, name) for name in tiercache.__all__)
     assert tiercache.__version__ == version("tiercache")
+
+
+FRAGMENT = re.compile(
+    r"(Of|It|So|As|He|Who|Whom|Whose|What|Where|Which|They|Does|Is|Are|Has|Have|Did|Was|Were|May|Can|Must|That|And|But|Nobody)\b"
+)
+PACKAGES = (Path(tiercache.__file__).parent, Path(tiercache_backends.__file__).parent)
+
+
+def docstrings(path: Path) -> Iterator[tuple[int, str]]:
+    """Lines and texts of all string literals that stand alone."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        body = getattr(node, "body", ())
+        for statement in body if isinstance(body, list) else ():
+            match statement:
+                case ast.Expr(value=ast.Constant(value=str(text))):
+                    yield statement.lineno, text
+
+
+def test_every_docstring_stands_alone():
+    """None begins as the rest of a sentence would, or as a question."""
+    found = [
+        f"{path}:{line}: {text.splitlines()[0]}"
+        for package in PACKAGES
+        for path in sorted(package.rglob("*.py"))
+        for line, text in docstrings(path)
+        if FRAGMENT.match(text)
+    ]
+    assert not found, "\n".join(found)

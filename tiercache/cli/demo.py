@@ -317,7 +317,9 @@ def _of_plain(figures: dict[str, float]) -> str:
 def _say_verdict(console: Console, result: Result) -> None:
     figures = result.figures
     hits = ", ".join(f"{n} from {tier}" for tier, n in result.hits.items())
-    console.print(f"{len(result.rows)} requests: {hits}; {result.restart_hits} conversations went on in the second process.")
+    console.print(
+        f"{len(result.rows)} requests: {hits}; {result.restart_hits} requests of the second process continued what the first had stored."
+    )
     if figures:
         console.print(
             f"First token at {result.rows[-1]['tokens_prompt']} tokens: {figures['speedup_host']:.1f} x faster from host, "

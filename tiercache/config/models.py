@@ -57,14 +57,14 @@ class Tls(_Table):
     key: AbsolutePath | None = None
     """The private key of the certificate; readable by the daemon's user alone."""
     client_ca: AbsolutePath | None = None
-    """Who signs the certificates of clients. Where it is given, a client must show one (mutual TLS)."""
+    """Certificate authority of client certificates. Where it is given, a client must show one (mutual TLS)."""
 
 
 class Principal(_Table):
     """Somebody who may call the daemon, known by one credential: a user id, a token or a certificate."""
 
     name: Name
-    """What the audit log and the metrics call this principal."""
+    """Name of this principal in the audit log and the metrics."""
     uid: UserId | None = None
     """Credential: the user id of the process at the other end of a unix socket."""
     token_file: AbsolutePath | None = None
@@ -74,7 +74,7 @@ class Principal(_Table):
     tenant: Text = ""
     """The tenant whose objects this principal sees; one of [tenants]."""
     verbs: Verbs = frozenset({Verb.READ, Verb.WRITE})
-    """What this principal may do: read, write, admin."""
+    """Verbs that this principal may use: read, write, admin."""
     namespaces: Namespaces = ("*",)
     """Namespaces that this principal may use, in hex digits, all of them, as `tiercache ls -o json` prints them; "*" is all.
 
@@ -106,7 +106,7 @@ class Tenant(_Table):
 
 
 class Limits(_Table):
-    """What one client, and all of them together, may use."""
+    """Limits of one client, and of all of them together."""
 
     clients: Count = 512
     """Connections and sessions in total."""
@@ -154,7 +154,7 @@ class Settings(BaseSettings):
     )
 
     directory: AbsolutePath = Path("/var/lib/tiercache")
-    """Where the store (in DIR/store) and the unix sockets (in DIR/run) lie."""
+    """Directory of the store (DIR/store) and of the unix sockets (DIR/run)."""
     storage: StorageUrl = ""
     """URL of another store than the file store in DIR/store, such as lmdb:///var/lib/tiercache/lmdb?capacity=64GiB."""
     disk_bytes: DiskBytes = 64 * 1024 * _MIB
@@ -174,11 +174,11 @@ class Settings(BaseSettings):
     tls: Tls | None = None
     """Certificates of the TCP addresses."""
     principals: Annotated[tuple[Principal, ...], Listed] = ()
-    """Who may call, and what each may do."""
+    """Principals that may call, and what each may do."""
     tenants: dict[Name, Tenant] = Field(default_factory=dict)
     """Tenants by name."""
     limits: Limits = Limits()
-    """What one client, and all of them together, may use."""
+    """Limits of one client, and of all of them together."""
     metrics: MetricsSettings = MetricsSettings()
     """The metrics endpoint, for Prometheus."""
 

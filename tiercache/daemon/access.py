@@ -77,7 +77,7 @@ class Bounds:
 
 
 class Grants:
-    """What one principal may do, and its view of the store.
+    """Permissions of one principal, and its view of the store.
 
     Thread safety: immutable, except for the budgets, which belong to the event loop's thread.
     """

@@ -1,4 +1,4 @@
-"""What one controller counts."""
+"""Counters of one controller."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def _section(group: _Group) -> str:
 
 
 def _values(rows: Sequence[Metric]) -> str:
-    """Which values the labels take: one line for each label, or for each metric where they differ."""
+    """Values that the labels take: one line for each label, or for each metric where they differ."""
     users: dict[tuple[tuple[str, ...], str], list[str]] = {}
     for row in rows:
         for names, values in row.labels.items():

@@ -1,4 +1,4 @@
-"""Where Prometheus gets the metrics: `GET /metrics`, and nothing else.
+"""HTTP endpoint for Prometheus: `GET /metrics`, and nothing else.
 
 prometheus_client's own server starts a thread for every connection, without a bound, and waits for a silent client for ever. This one is a
 single thread with an event loop, which bounds how many connections there are, how long one lives and how much it may say.
@@ -27,7 +27,7 @@ _SECONDS: Final = 5.0
 """From a connection's first byte to its last."""
 _HEAD_BYTES: Final = 8 << 10
 _FRESH_SECONDS: Final = 0.2
-"""So long the same text is given out again: whoever asks faster costs next to nothing."""
+"""Seconds for which the same text is given out again, so that frequent scrapes cost next to nothing."""
 _BACKLOG: Final = 128
 
 

@@ -72,7 +72,7 @@ ANSWERS: Final = {
     "scan": (Outcome.HIT,),
     "describe": (Outcome.HIT, Outcome.MISS),
 }
-"""What an item can be answered, by operation; of a deletion HIT means that it is gone now, of a scan that it was listed."""
+"""Outcomes of an item, by operation; of a deletion HIT means that it is gone now, of a scan that it was listed."""
 
 REASON_OF: Final = {
     Outcome.HIT: Reason.NONE,
@@ -125,7 +125,7 @@ CONTROLLER: Final = (
     Metric("in_flight_operations", Gauge, "Operations under way.", {"operation": ("query", "fetch", "load", "write", "check")}),
     Metric("tier_last_read_seconds", Gauge, "When a tier last contributed to a restore, by the wall clock; 0 is never.", {"tier": _TIERS}),
 )  # fmt: skip
-"""Of one controller: of one worker."""
+"""Metrics of one controller, which is one worker's."""
 
 STORE: Final = (
     Metric(
@@ -141,7 +141,7 @@ STORE: Final = (
         "store_bytes_total", Counter, "Payload bytes read (get: of hits) or stored (set).", {"store": _STORE, "operation": ("get", "set")}
     ),
 )  # fmt: skip
-"""Of stores inside `Metered`."""
+"""Metrics of stores inside `Metered`."""
 
 NODE: Final = (
     Metric(
@@ -214,6 +214,6 @@ NODE: Final = (
     Metric("node_start_time_seconds", Gauge, "When the node began to serve, by the wall clock."),
     Metric("node_build_info", Gauge, "Always 1.", {"version": _VERSION}),
 )  # fmt: skip
-"""Of one storage node."""
+"""Metrics of one storage node."""
 
 TABLE: Final = (*CONTROLLER, *STORE, *NODE)
