@@ -217,6 +217,15 @@ def test_a_hundred_thousand_pages_take_seconds_and_no_recursion():
     assert time.monotonic() - began < 20
 
 
+def test_what_depends_on_a_page_goes_with_it_in_every_layout():
+    a, b = (bytes([n]) * 32 for n in (1, 2))
+    parent, child = page_entry(a, None), page_entry(b, a)
+    other = ScanEntry(ObjectKey(PoolName.KV, bytes([9]) * 32 + b), child.meta)
+    forest = Forest([parent, child, other])
+    assert forest.dependents([parent, child]) == [other]
+    assert forest.dependents([child]) == []
+
+
 def test_pages_that_go_round_in_a_circle_do_not_hang_anybody():
     a, b, c = (bytes([n]) * 32 for n in (1, 2, 3))
     forest = Forest([page_entry(a, b), page_entry(b, a), page_entry(c, b), state_entry(c)])

@@ -126,9 +126,10 @@ class Forest:
         """Return the objects that depend on these objects and are not among them."""
         have = {entry.key.digest for entry in wanted}
         tops = {entry.key.page_key for entry in wanted if not hangs(entry)}
-        found = [entry for key in self.below(tops) if key not in tops for entry in self.pages[key].entries]
+        below = self.below(child for key in tops for child in self.pages[key].children)
+        # A page of `tops` that is below another one goes in all its layouts; of the topmost, the other layouts stay reachable.
+        found = [entry for key in below for entry in self.pages[key].entries]
         found += [entry for key in tops for entry in self.pages[key].states]
-        # The other page objects of a page in `tops` are not added.
         return [entry for entry in {e.key.digest: e for e in found}.values() if entry.key.digest not in have]
 
     def needed(self, wanted: Sequence[ScanEntry]) -> list[ScanEntry]:
