@@ -436,7 +436,7 @@ class Gate:
                 self._settle(connection)
             elif age > (_PRESSED_SECONDS if pressed else self._settling):
                 self._cut(connection, "idle")
-        for connection in [found for found in self._throttled.values() if now - found.since > self._settling]:
+        for connection in [found for found in self._throttled.values() if not found.known and now - found.since > self._settling]:
             self._cut(connection, "idle")  # no POLLRDHUP comes if the client closed behind more data than the kernel takes in
 
     def _end_abandoned(self) -> None:
