@@ -1,5 +1,7 @@
 """A store with one zeroed page, in a process of its own: `python -m tests.storage.bad_page DIR KIND WHICH`. Prints one JSON line.
 
+With the kind `again` nothing is damaged: the store that an earlier process left is used on.
+
 Damage can make LMDB end the process, so no test does this in its own.
 """
 
@@ -65,6 +67,18 @@ def use(store: LmdbBackend) -> dict[str, object]:
     }  # fmt: skip
 
 
+def again(path: str) -> dict[str, object]:
+    """Open the store that another process left, read all that it held before the damage, and store more."""
+    with LmdbBackend(path, CAPACITY) as store:
+        old = [n for n in range(OLD) if n % 10]
+        found = {n: fetch(store, key(n), SIZE) for n in old}
+        wrong = sum(isinstance(data, bytes) and data != payload(n, SIZE) for n, data in found.items())
+        hits = sum(isinstance(data, bytes) for data in found.values())
+        more = Counter(str(answer.value) for answer in store.set([to_set(key(n), payload(n, SIZE)) for n in range(OLD, OLD + NEW)]))
+    return {"old": len(old), "hits": hits, "wrong": wrong, "more": more}
+
+
 if __name__ == "__main__":
     logging.disable(logging.CRITICAL)
-    os.write(1, json.dumps(run(sys.argv[1], sys.argv[2], float(sys.argv[3]))).encode())
+    path, kind, which = sys.argv[1:]
+    os.write(1, json.dumps(again(path) if kind == "again" else run(path, kind, float(which))).encode())

@@ -250,6 +250,7 @@ def test_one_bad_page_costs_what_lies_on_it(tmp_path: Path, kind: str, lost: int
     found = bad_page(tmp_path / "s", kind, 0.5)
     if found is None:
         assert kind == "ages leaf", "where LMDB joins leaves it does not look at the neighbour"
+        assert bad_page(tmp_path / "s", "again", 0) == {"old": 360, "hits": 360, "wrong": 0, "more": {"stored": 100}}
         return
     assert found["old"] - lost <= found["first"]["hit"] == found["there"]
     assert found["together"].get("stored", 0) > 60
