@@ -31,16 +31,13 @@ demo: $(STAMP)  ## Serve a hybrid model through device, host and disk, and over 
 test: $(STAMP)  ## Run the tests
 	$(BIN)/python -m tests $(ARGS)
 
-SLOW := slow and not gpu and not integration and not stress
-
-test-slow: $(STAMP)  ## Run the tests that take longer; alone, what has deadlines of its own to meet
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "$(SLOW) and not alone" --timeout 900 $(ARGS)
-	$(BIN)/python -m pytest -m "$(SLOW) and alone" --timeout 900 $(ARGS)
+test-slow: $(STAMP)  ## Run the tests that take longer, and those that draw examples with more of them
+	$(BIN)/python -m tests --slow $(ARGS)
 
 $(ENGINES)/%/.installed: pyproject.toml constraints-dev.txt constraints-engines.txt tests/engines/%/requirements.txt tests/engines/%/engine.txt
 	@echo "making $(@D): gigabytes, a few minutes"
 	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-dev.txt -c constraints-engines.txt -r tests/engines/$*/requirements.txt -e .
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-dev.txt -c constraints-engines.txt -r tests/engines/$*/requirements.txt -e '.[all]'
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r tests/engines/$*/engine.txt
 	@touch $@
 
@@ -63,7 +60,7 @@ types: $(STAMP)  ## mypy --strict on all three packages
 check: test lint types  ## Everything that CI runs on the checkout
 
 proto: $(STAMP)  ## Generate tiercache/wire/v1 from proto/ (the tests compare)
-	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=. --pyi_out=. proto/tiercache/wire/v1/*.proto
+	$(BIN)/python proto/generate.py .
 
 docs: $(STAMP)  ## Write docs/metrics.md from the table of metrics (the tests compare)
 	$(BIN)/python -m tiercache.metrics > docs/metrics.md

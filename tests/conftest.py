@@ -1,4 +1,4 @@
-"""Which tests need the machine for themselves, and what every test may rely on."""
+"""The order of the tests, and what every test may rely on."""
 
 from __future__ import annotations
 
@@ -9,43 +9,35 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-ALONE = (
-    "daemon/test_access.py",
-    "daemon/test_attach.py",
-    "daemon/test_floods.py",
-    "daemon/test_fuzz.py",
-    "daemon/test_hostile.py",
-    "daemon/test_metrics.py",
-    "daemon/test_uids.py",
-    "grpc/test_outage.py",
-    "grpc/test_embargo.py",
-    "transfer/test_calibration.py",
-    "transfer/test_cuda",
-    "transfer/test_fences.py",
-    "transfer/test_watch.py",
-    "worker/test_cuda.py",
-    "cli/test_serve.py",
-    "cli/test_store_live.py",
-    "cli/test_demo.py",
-)
-"""Beginnings of the paths of tests with daemons, devices or processes that have deadlines to meet, which others beside them make late."""
+from tests.examples import QUICK, THOROUGH
+from tests.order import ALONE, LONGEST
 
 HERE = Path(__file__).parent
 
-# What a change has broken shows in every run, or in none; `ARGS=--hypothesis-profile=default` draws anew each time.
-settings.register_profile("repeatable", derandomize=True)
-settings.load_profile("repeatable")
+# What a change has broken shows in every run, or in none; `ARGS=--hypothesis-profile=default` draws anew each
+# time.
+settings.register_profile("quick", derandomize=True, max_examples=QUICK)
+settings.register_profile("thorough", derandomize=True, max_examples=THOROUGH)
+settings.load_profile("quick")
 
 # Two processes of tests whose threads of torch spin for each other, on two cores, take twice as long.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# A shell starts what is behind `&` with Ctrl-C ignored, and every process that a test starts would inherit that.
+# A shell starts what is behind `&` with Ctrl-C ignored, and every process that a test starts would inherit
+# that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what runs alone, and put the longest files first."""
+    order = {path: number for number, path in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(_path(item), len(order)))
     for item in items:
-        if item.path.relative_to(HERE).as_posix().startswith(ALONE):
+        if _path(item) in ALONE:
             item.add_marker("alone")
+
+
+def _path(item: pytest.Item) -> str:
+    return item.path.relative_to(HERE).as_posix()

@@ -1,4 +1,4 @@
-"""What holds for the tree as a whole."""
+"""Rules that hold for the tree as a whole."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
-import tiercache_backends
 
 import tiercache
 from tests.__main__ import status_of
+from tests.order import ALONE, LONGEST
 from tiercache import errors
 
 
@@ -23,7 +23,10 @@ def run(code: str) -> str:
 
 
 def test_importing_tiercache_loads_neither_torch_nor_grpc():
-    loaded = run("import tiercache, sys; print(' '.join(m for m in ('torch', 'grpc', 'transformers', 'lmdb') if m in sys.modules))")
+    loaded = run(
+        "import tiercache, sys; print(' '.join(m for m in ('torch', 'grpc', 'transformers', 'lmdb') if m in"
+        " sys.modules))"
+    )
     assert loaded.strip() == ""
 
 
@@ -39,12 +42,18 @@ def test_the_stores_are_found_by_entry_points():
 @pytest.mark.parametrize(
     ("ends", "chosen", "status"),
     [
-        ([0, 0], False, 0), ([0, 1], False, 1), ([1, 0], True, 1), ([0, -11], False, 1), ([-9, 0], True, 1), ([2, 1], False, 2),
-        ([0, 5], True, 0), ([5, 0], True, 0), ([5, 5], True, 5), ([5, 0], False, 5), ([0, 5], False, 5), ([5, 1], True, 1),
+        ([0, 0], False, 0), ([0, 1], False, 1), ([1, 0], True, 1), ([0, -11], False, 1), ([-9, 0], True, 1),
+        ([2, 1], False, 2),
+        ([0, 5], True, 0), ([5, 0], True, 0), ([5, 5], True, 5), ([5, 0], False, 5), ([0, 5], False, 5),
+        ([5, 1], True, 1),
     ],
 )  # fmt: skip
 def test_the_tests_pass_only_if_each_part_of_them_does(ends, chosen, status):
     assert status_of(ends, chosen=chosen) == status
+
+
+def test_the_order_of_the_tests_names_files_that_are_there():
+    assert [path for path in (*ALONE, *LONGEST) if not (Path(__file__).parent / path).is_file()] == []
 
 
 def test_every_error_is_in_the_tree_that_its_module_draws():
@@ -62,10 +71,166 @@ def test_the_public_names_exist_and_the_version_is_the_distribution_s():
     assert tiercache.__version__ == version("tiercache")
 
 
+ROOT = Path(__file__).parents[1]
+TREES = {
+    "tiercache": ROOT / "tiercache",
+    "tiercache_backends": ROOT / "storage_backends" / "tiercache_backends",
+    "tiercache_kernels": ROOT / "kernels" / "tiercache_kernels",
+}
+GENERATED = "tiercache.wire.v1"
+WINGS = {
+    "common ground": (
+        "tiercache.errors", "tiercache.core", "tiercache.text", "tiercache.memory", "tiercache.keys",
+        "tiercache.threads", "tiercache.geometry", "tiercache.models", "tiercache.policy", "tiercache.pools",
+        "tiercache.metrics",
+    ),
+    "store wing": (
+        "tiercache.storage", "tiercache_backends", "tiercache.wire", "tiercache.daemon", "tiercache.config",
+        "tiercache.integrations.parents", "tiercache.integrations.settings",
+        "tiercache.integrations.sglang", "tiercache.integrations.vllm",
+    ),
+    "cache wing": (
+        "tiercache.transfer", "tiercache_kernels", "tiercache.index", "tiercache.controller",
+        "tiercache.integrations.transformers",
+    ),
+    "lab": ("tiercache.lab",),
+    "terminal": ("tiercache.cli",),
+    "testing": ("tiercache.testing",),
+}  # fmt: skip
+"""Parts of the house, as docs/structure.md draws them."""
+
+
+def modules() -> dict[str, Path]:
+    """Every module by its dotted name, without those that `make proto` writes."""
+    found = {}
+    for name, tree in TREES.items():
+        for path in tree.rglob("*.py"):
+            dotted = ".".join((name, *path.relative_to(tree).with_suffix("").parts))
+            found[dotted.removesuffix(".__init__")] = path
+    return {name: path for name, path in found.items() if not inside(name, GENERATED)}
+
+
+def inside(name: str, *packages: str) -> bool:
+    return any(name == package or name.startswith(f"{package}.") for package in packages)
+
+
+MODULES = modules()
+
+
+def test_every_module_has_one_place_in_the_house():
+    rooms = {name: [wing for wing, parts in WINGS.items() if inside(name, *parts)] for name in MODULES}
+    homeless = {name for name, wings in rooms.items() if len(wings) != 1}
+    assert homeless == {"tiercache", "tiercache.integrations"}
+
+
+@pytest.mark.parametrize("wing", WINGS)
+def test_no_two_public_classes_of_a_wing_share_a_name(wing):
+    places: dict[str, list[str]] = {}
+    for name, path in MODULES.items():
+        if inside(name, *WINGS[wing]):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    places.setdefault(node.name, []).append(name)
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
+MAX_FLOORS = 6
+"""Modules of a package, at most, of which each imports the next."""
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Names that a module imports when it runs."""
+    tree = ast.parse(path.read_text())
+    for_types = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+        for inner in ast.walk(node)
+    }
+    for node in (node for node in ast.walk(tree) if id(node) not in for_types):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_no_package_is_deeper_than_six_floors():
+    """A floor is a module that imports the one below; the modules of one folder count."""
+    deep = {}
+    for package in {name.rpartition(".")[0] for name in MODULES}:
+        rooms = {
+            name: path
+            for name, path in MODULES.items()
+            if name.rpartition(".")[0] == package and path.name != "__init__.py"
+        }
+        below = {name: set(imports(path)) & rooms.keys() - {name} for name, path in rooms.items()}
+        floors: dict[str, int] = {}
+
+        def floor(name: str, below=below, floors=floors) -> int:
+            if name not in floors:
+                floors[name] = 0  # a circle, which only imports for types make, counts once
+                floors[name] = 1 + max((floor(other) for other in below[name]), default=0)
+            return floors[name]
+
+        highest = max((floor(name) for name in sorted(rooms)), default=0)
+        if highest > MAX_FLOORS:
+            deep[package] = highest
+    assert deep == {}
+
+
+def test_the_tour_names_every_module():
+    """In docs/structure.md, between a folder's name and the next folder's, all of its modules are named."""
+    named: dict[str, set[str]] = {}
+    folder = ""
+    for word in re.findall(r"`([\w/.]+)`", (ROOT / "docs" / "structure.md").read_text()):
+        if word.endswith("/"):
+            folder = word.rstrip("/")
+        named.setdefault(folder, set()).add(word.removesuffix(".py"))
+    missing = {}
+    for path in MODULES.values():
+        if path.stem not in ("__init__", "__main__"):
+            folder = path.relative_to(ROOT).parent.as_posix()
+            if path.stem not in named.get(folder, set()):
+                missing.setdefault(folder, set()).add(path.stem)
+    assert missing == {}
+
+
+PRAGMA = re.compile(r"  # (noqa: \w+|type: ignore\[[\w-]+\])$")
+
+
+def test_no_line_is_wider_than_110_columns():
+    paths = [*MODULES.values(), *(ROOT / "tests").rglob("*.py")]
+    wide = [
+        f"{path}:{number}"
+        for path in paths
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if len(PRAGMA.sub("", line)) > 110
+    ]
+    assert wide == []
+
+
+@pytest.mark.parametrize("text", ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "docs"])
+def test_no_line_of_a_text_is_wider_than_120_columns(text):
+    """Tables, code, addresses and the two pages that a script writes may be wider."""
+    found = ROOT / text
+    paths = list(found.rglob("*.md")) if found.is_dir() else [found]
+    wide = []
+    for path in paths:
+        if path.name in ("metrics.md", "models.md"):
+            continue
+        code = False
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            code ^= line.lstrip().startswith("```")
+            if len(line) > 120 and not code and not line.lstrip().startswith("|") and "://" not in line:
+                wide.append(f"{path.name}:{number}")
+    assert wide == []
+
+
 FRAGMENT = re.compile(
-    r"(Of|It|So|As|He|Who|Whom|Whose|What|Where|Which|They|Does|Is|Are|Has|Have|Did|Was|Were|May|Can|Must|That|And|But|Nobody)\b"
+    r"(Of|It|So|As|He|Who|Whom|Whose|What|Where|Which|They|Does|Is|Are|Has|Have|Did|Was|Were|May|Can|Must|"
+    r"That|And|But|Nobody)\b"
 )
-PACKAGES = (Path(tiercache.__file__).parent, Path(tiercache_backends.__file__).parent)
 
 
 def docstrings(path: Path) -> Iterator[tuple[int, str]]:
@@ -82,9 +247,57 @@ def test_every_docstring_stands_alone():
     """None begins as the rest of a sentence would, or as a question."""
     found = [
         f"{path}:{line}: {text.splitlines()[0]}"
-        for package in PACKAGES
-        for path in sorted(package.rglob("*.py"))
+        for path in sorted([*MODULES.values(), *(ROOT / "tests").rglob("*.py")])
         for line, text in docstrings(path)
         if FRAGMENT.match(text)
     ]
+    assert not found, "\n".join(found)
+
+
+PRIVATE = re.compile(r"_(?!_|replace$|asdict$|fields$|make$)\w")
+"""A private name; the methods of named tuples begin alike and are public."""
+DEFINED = re.compile(
+    r"(?:\bdef |\bclass |\b(?:self|cls)\.|\bas )(_(?!_)\w+)|(?:^ *|, )(_(?!_)\w+)(?=[\w, ]* ?[:=])",
+    re.MULTILINE,
+)
+"""Definition of a private name in a module: a function, a class, an attribute, a variable."""
+BY_NAME = ("getattr", "setattr", "delattr", "hasattr", "object", "patch")
+"""Functions and methods to which an attribute's name is given as text."""
+
+
+def defined(text: str) -> set[str]:
+    return {named or assigned for named, assigned in DEFINED.findall(text)}
+
+
+def uses_of_private_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Lines and names of attributes of other objects, of imports, and of what is patched by its name."""
+    for node in ast.walk(tree):
+        used: list[tuple[int, str]] = []
+        if isinstance(node, ast.Attribute):
+            if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")):
+                used = [(node.end_lineno or node.lineno, node.attr)]
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            used = [(alias.lineno, part) for alias in node.names for part in alias.name.split(".")]
+            used += [(node.lineno, part) for part in (getattr(node, "module", None) or "").split(".")]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in BY_NAME:
+            texts = [arg for arg in node.args if isinstance(arg, ast.Constant)]
+            used = [(arg.lineno, part) for arg in texts for part in str(arg.value).split(".")]
+        yield from ((line, name) for line, name in used if PRIVATE.match(name))
+
+
+def test_private_names_of_the_product_are_used_with_a_reason_only():
+    """A comment `# private: ...` on the line or just above says why nothing public would do."""
+    private = set().union(*(defined(path.read_text()) for path in MODULES.values()))
+    found = []
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        text = path.read_text()
+        others = private - defined(text)
+        if others.isdisjoint(re.findall(r"\b_\w+", text)):
+            continue
+        lines = ["", *text.splitlines()]
+        for line, name in uses_of_private_names(ast.parse(text)):
+            if name in others and not (
+                re.search(r"# private: \w", lines[line]) or re.match(r" *# private: \w", lines[line - 1])
+            ):
+                found.append(f"{path}:{line}: {name}")
     assert not found, "\n".join(found)

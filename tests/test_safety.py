@@ -1,7 +1,8 @@
-"""No code is made from data, no shell is asked, no certificate goes unread: a walk over every Python file of the three packages.
+"""No code is made from data, no shell is asked, no certificate goes unread: a walk over every Python file of
+the three packages.
 
-Names are followed through imports and aliases, so that `from pickle import loads as x` is found as well; a self-test shows that each of
-them is.
+Names are followed through imports and aliases, so that `from pickle import loads as x` is found as well; a
+self-test shows that each of them is.
 """
 
 from __future__ import annotations
@@ -15,21 +16,41 @@ from typing import Final
 import pytest
 
 ROOT: Final = Path(__file__).parents[1]
-PACKAGES: Final = (ROOT / "tiercache", ROOT / "storage_backends/tiercache_backends", ROOT / "kernels/tiercache_kernels")
+PACKAGES: Final = (
+    ROOT / "tiercache",
+    ROOT / "storage_backends/tiercache_backends",
+    ROOT / "kernels/tiercache_kernels",
+)
 FILES: Final = sorted(path for package in PACKAGES for path in package.rglob("*.py"))
 
-MODULES: Final = {"pickle", "_pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "pty", "telnetlib", "crypt"}
-"""Whose every use is one too many."""
+MODULES: Final = {
+    "pickle",
+    "_pickle",
+    "cPickle",
+    "marshal",
+    "shelve",
+    "dill",
+    "cloudpickle",
+    "joblib",
+    "pty",
+    "telnetlib",
+    "crypt",
+}
+"""Modules that may not be used at all."""
 BUILTINS: Final = {"eval", "exec", "compile", "__import__"}
 CALLS: Final = {
-    "torch.load", "torch.jit.load", "torch.hub.load", "numpy.lib.npyio.NpzFile", "yaml.load", "yaml.load_all", "yaml.unsafe_load",
-    "yaml.full_load", "os.system", "os.popen", "os.execl", "os.execlp", "os.spawnl", "subprocess.getoutput", "subprocess.getstatusoutput",
-    "tempfile.mktemp", "ssl._create_unverified_context", "ssl._create_stdlib_context", "ssl.CERT_NONE", "builtins.eval", "builtins.exec",
-    "builtins.compile", "builtins.__import__", "code.InteractiveInterpreter", "runpy.run_path", "importlib.util.spec_from_file_location",
+    "torch.load", "torch.jit.load", "torch.hub.load", "numpy.lib.npyio.NpzFile", "yaml.load", "yaml.load_all",
+    "yaml.unsafe_load",
+    "yaml.full_load", "os.system", "os.popen", "os.execl", "os.execlp", "os.spawnl", "subprocess.getoutput",
+    "subprocess.getstatusoutput",
+    "tempfile.mktemp", "ssl._create_unverified_context", "ssl._create_stdlib_context", "ssl.CERT_NONE",
+    "builtins.eval", "builtins.exec",
+    "builtins.compile", "builtins.__import__", "code.InteractiveInterpreter", "runpy.run_path",
+    "importlib.util.spec_from_file_location",
     "ctypes.pythonapi", "grpc.experimental.insecure_channel_credentials",
 }  # fmt: skip
 ARRAYS: Final = {"numpy.load", "numpy.lib.format.read_array", "numpy.lib.npyio.load", "numpy.loadtxt"}
-"""Which read pickles where they are told to."""
+"""Array readers of numpy, which may load pickles if told to; at most two arguments go by position."""
 SECRET: Final = re.compile(r"token|secret|salt|nonce|password|instance|session", re.IGNORECASE)
 CHANCE: Final = ("random.", "numpy.random.")
 
@@ -44,7 +65,9 @@ class Walker(ast.NodeVisitor):
     def visit_Import(self, node: ast.Import) -> None:
         for alias in node.names:
             self._module(node, alias.name)
-            self._names[alias.asname or alias.name.partition(".")[0]] = alias.name if alias.asname else alias.name.partition(".")[0]
+            self._names[alias.asname or alias.name.partition(".")[0]] = (
+                alias.name if alias.asname else alias.name.partition(".")[0]
+            )
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
         if node.level == 0 and node.module:
@@ -94,10 +117,18 @@ class Walker(ast.NodeVisitor):
         self.generic_visit(node)
 
     def _assigned(self, node: ast.stmt, target: ast.expr, value: ast.expr) -> None:
-        name = target.attr if isinstance(target, ast.Attribute) else target.id if isinstance(target, ast.Name) else ""
+        name = (
+            target.attr
+            if isinstance(target, ast.Attribute)
+            else target.id
+            if isinstance(target, ast.Name)
+            else ""
+        )
         if name == "check_hostname" and isinstance(value, ast.Constant) and value.value is False:
             self._note(node, "check_hostname = False")
-        if SECRET.search(name) and any((self._dotted(part) or "").startswith(CHANCE) for part in ast.walk(value)):
+        if SECRET.search(name) and any(
+            (self._dotted(part) or "").startswith(CHANCE) for part in ast.walk(value)
+        ):
             self._note(node, f"{name} by chance; use secrets")
 
     def _dotted(self, node: ast.AST) -> str | None:

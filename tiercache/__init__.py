@@ -1,6 +1,7 @@
 """tiercache: hierarchical offload of KV pages and recurrent states for hybrid language models.
 
-The names below are the public surface of the core; each is imported when it is first used. Importing this package imports nothing else.
+The names in `__all__` are the public surface of the core. The module of a name is imported when the name is
+first used; importing this package imports no other module of tiercache.
 """
 
 from importlib import import_module as _import_module
@@ -40,6 +41,7 @@ __all__ = [
     "restorable_prefixes",
 ]
 _ELSEWHERE = {"Geometry": "geometry", "Identity": "keys", "namespace_of": "keys", "page_keys": "keys"}
+"""Modules of the public names that are not in `core`."""
 
 
 def __getattr__(name: str) -> object:

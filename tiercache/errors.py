@@ -5,24 +5,36 @@
     │   ├── TokenError                    token ids out of range, of a wrong type or too few
     │   ├── GeometryError                 sizes, layers or dtypes that do not fit together
     │   └── ConfigError                   a setting is unknown, malformed or contradicts another
+    │       └── MissingExtraError         a package of an extra is not installed
     ├── PoolError(RuntimeError)           a device pool or the host arena cannot do what was asked
-    │   ├── PoolFullError                 not enough free slots or blocks, even after eviction; nothing was taken
+    │   ├── PoolFullError                 not enough free slots or blocks, even after eviction
     │   └── SlotError                     a slot or block is freed twice, or was never handed out
     ├── TransferError(RuntimeError)       a copy between device and host failed
     ├── StorageError(OSError)             a store cannot be opened or operated
     │   ├── StoreLockedError              another process owns the directory
-    │   ├── RefusedError                  the store answers, but refuses the caller, the call, or more than a share
+    │   ├── UnavailableError              the store cannot be reached, or does not answer in time
+    │   ├── RefusedError                  the store answers, and refuses the caller or the call
     │   ├── StoreFormatError              the directory holds a format that this version does not know
     │   └── StoreDamagedError             the store is damaged and cannot be read before it is repaired
-    ├── WireError(ValueError)             a message from the other end of a connection is malformed or beyond a limit
+    ├── WireError(ValueError)             a message from the other end is malformed or beyond a limit
     ├── AdmissionError(RuntimeError)      an admission is used after its release, or out of order
     ├── UnsupportedModelError(ValueError) a model cannot be served; the message names the layer
     └── ClosedError(RuntimeError)         the object was closed
 
-A message says what is wrong, which object it is about, and what to do. A *miss* is never an error: see `core.Outcome` and `core.Reason`.
+A message says what is wrong, which object it is about, and what to do. A *miss* is never an error: see
+`core.Outcome` and `core.Reason`.
 """
 
 from __future__ import annotations
+
+_DISTRIBUTIONS = {
+    "google": "protobuf",
+    "grpc": "grpcio",
+    "grpc_health": "grpcio-health-checking",
+    "grpc_reflection": "grpcio-reflection",
+    "vl_convert": "vl-convert-python",
+}
+"""Names of distributions by the top-level module that they install, if the two names differ."""
 
 
 class TierCacheError(Exception):
@@ -43,6 +55,19 @@ class GeometryError(InputError):
 
 class ConfigError(InputError):
     """A setting is unknown, malformed or contradicts another."""
+
+
+class MissingExtraError(ConfigError):
+    """A package that an optional part of tiercache needs is not installed; the message has the pip line.
+
+    `what` names the optional part, as the subject of the message's sentence. `extra` is the extra of
+    tiercache that installs the missing package. `error` is the failed import.
+    """
+
+    def __init__(self, what: str, extra: str, error: ImportError) -> None:
+        module = (error.name or "").partition(".")[0]
+        missing = _DISTRIBUTIONS.get(module, module.replace("_", "-")) or "another package"
+        super().__init__(f"{what} needs {missing}, which is not installed: pip install 'tiercache[{extra}]'")
 
 
 class PoolError(TierCacheError, RuntimeError):
@@ -69,8 +94,15 @@ class StoreLockedError(StorageError):
     """Another process owns the directory."""
 
 
+class UnavailableError(StorageError):
+    """A store cannot be reached, or does not answer in time."""
+
+
 class RefusedError(StorageError):
-    """A store or a server answers, but does not serve this caller, which is unknown, lacks the permission, or has used up its share."""
+    """A store or a server refuses this caller.
+
+    The caller is unknown, lacks the permission, or has used up its share.
+    """
 
 
 class StoreFormatError(StorageError):
@@ -78,7 +110,7 @@ class StoreFormatError(StorageError):
 
 
 class StoreDamagedError(StorageError):
-    """The store is damaged and cannot be read before it is opened for writing, which repairs it."""
+    """The store is damaged and cannot be read. Opening the store for writing repairs it."""
 
 
 class WireError(TierCacheError, ValueError):

@@ -1,7 +1,7 @@
-"""Geometry of pools: the bytes that make one object. Byte arithmetic only: no torch, no tensors.
+"""Geometry of pools: the bytes that make one object. This is arithmetic on sizes, without torch or tensors.
 
-Every tier below the device sees an object as opaque bytes of a known length. Attention variants, dtypes, quantisation and tensor-parallel
-shards differ in their geometry and nowhere else.
+Every tier below the device sees an object as opaque bytes of a known length. Attention variants, dtypes,
+quantisation and tensor-parallel shards differ in their geometry and nowhere else.
 """
 
 from __future__ import annotations
@@ -25,24 +25,38 @@ DTYPE_BITS = {
     "int64": 64, "int32": 32, "int16": 16, "int8": 8, "uint8": 8, "bool": 8,
     "int4": 4, "uint4": 4, "float4_e2m1fn": 4,
 }  # fmt: skip
-"""Element widths in bits, by the names that torch and safetensors use. 4-bit elements are packed two to a byte."""
+"""Element widths in bits, by the dtype names that torch and safetensors use.
+
+Two 4-bit elements are packed in a byte.
+"""
 
 
 def nbytes_of(shape: Sequence[int], dtype: str) -> int:
-    """Return the bytes of a dense tensor. Raises GeometryError for an unknown dtype, an empty shape or a part of a byte."""
+    """Return the bytes of a dense tensor.
+
+    Raises GeometryError for an unknown dtype, an empty dimension, or a size that is not a whole number of
+    bytes.
+    """
     if dtype not in DTYPE_BITS:
         raise GeometryError(f"dtype {dtype!r} is unknown; use one of {', '.join(sorted(DTYPE_BITS))}")
     if any(n < 1 for n in shape):
-        raise GeometryError(f"shape {tuple(shape)} has an empty dimension; every dimension must be at least 1")
+        raise GeometryError(
+            f"shape {tuple(shape)} has an empty dimension; every dimension must be at least 1"
+        )
     bits = math.prod(shape) * DTYPE_BITS[dtype]
     if bits % 8:
-        raise GeometryError(f"shape {tuple(shape)} of {dtype} does not fill whole bytes; pad the last dimension")
+        raise GeometryError(
+            f"shape {tuple(shape)} of {dtype} does not fill whole bytes; pad the last dimension"
+        )
     return bits // 8
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One tensor's share of an object: `shape` elements of `dtype` of tensor `name` in layer `layer`."""
+    """One tensor's part of an object: `shape` elements of type `dtype`.
+
+    The tensor is called `name` and belongs to layer `layer`.
+    """
 
     layer: int
     name: str
@@ -57,30 +71,42 @@ class Segment:
 
 @dataclass(frozen=True)
 class Geometry:
-    """Ordered segments of one object of `pool`.
+    """Description of the bytes of one object of `pool`: its segments, one after another.
 
-    `page_size` is the number of tokens that an object of a page pool covers; for a state pool it is the unit at which states are taken.
-    `hit_policy` says which objects a prefix needs, with `trailing` as in `HitPolicy`. `layout` names how a segment's elements are ordered,
-    where two layouts would have equal shapes. Immutable; safe to share between threads.
+        | segment 0 | segment 1   | segment 2 | padding |
+        0           offsets[1]    offsets[2]  nbytes    padded_nbytes
+
+    The padding is not part of the payload. It fills up the last block of 4 KiB.
     """
 
     pool: PoolName
     page_size: int
+    """Tokens that an object of a page pool covers. States are taken at multiples of this number."""
     segments: tuple[Segment, ...]
     hit_policy: HitPolicy = HitPolicy.ALL_PAGES
+    """Rule that says which objects a prefix needs."""
     trailing: int = 1
+    """Number of last objects that a prefix needs under `TRAILING_PAGES`."""
     layout: str = "token_head_dim"
+    """Name for the order of the elements in a segment, which the shape alone does not determine."""
 
     def __post_init__(self) -> None:
         if self.page_size < 1:
-            raise GeometryError(f"page size {self.page_size} is not possible; use a positive number of tokens, such as 64")
+            raise GeometryError(
+                f"page size {self.page_size} is not possible; use a positive number of tokens, such as 64"
+            )
         if type(self.trailing) is not int or not 1 <= self.trailing <= MOST_TRAILING:
-            raise GeometryError(f"trailing={self.trailing!r} is not possible; a prefix needs its last page at least, and at most 2**31")
+            raise GeometryError(
+                f"trailing={self.trailing!r} is not possible; a prefix needs its last page at least, and at"
+                " most 2**31"
+            )
         if not self.segments:
             raise GeometryError(f"pool {self.pool} has no segments; give it at least one tensor")
         names = [(s.layer, s.name) for s in self.segments]
         if len(set(names)) != len(names):
-            raise GeometryError(f"pool {self.pool} names a tensor of one layer twice; give each tensor its own name")
+            raise GeometryError(
+                f"pool {self.pool} names a tensor of one layer twice; give each tensor its own name"
+            )
         if any(a.layer > b.layer for a, b in zip(self.segments, self.segments[1:], strict=False)):
             raise GeometryError(f"pool {self.pool} lists its layers out of order; sort the segments by layer")
 
@@ -111,21 +137,33 @@ class Geometry:
 
     @cached_property
     def fingerprint(self) -> bytes:
-        """Digest of 32 bytes that differs whenever the meaning of a single byte of an object differs."""
+        """Digest of 32 bytes.
+
+        Two geometries have the same digest only if every byte of their objects means the same.
+        """
         description = [
-            "tiercache.geometry", 1, str(self.pool), self.page_size, str(self.hit_policy), self.trailing, self.layout,
+            "tiercache.geometry", 1, str(self.pool), self.page_size, str(self.hit_policy), self.trailing,
+            self.layout,
             [[s.layer, s.name, list(s.shape), s.dtype] for s in self.segments],
         ]  # fmt: skip
         return blake3(msgpack.packb(description, use_bin_type=True)).digest()
 
 
 def kv_geometry(
-    layers: Sequence[int], kv_heads: int, head_dim: int, dtype: str, page_size: int, *, value_dim: int | None = None, packed: bool = False
+    layers: Sequence[int],
+    kv_heads: int,
+    head_dim: int,
+    dtype: str,
+    page_size: int,
+    *,
+    value_dim: int | None = None,
+    packed: bool = False,
 ) -> Geometry:
     """Return the geometry of KV pages of multi-head or grouped-query attention.
 
-    Each layer has K and V `[page_size, kv_heads, head_dim]`; the last dimension of V is `value_dim` where that is given. With `packed`, one
-    tensor `[page_size, 2, kv_heads, head_dim]` holds both.
+    Each layer has two tensors, K and V, of shape `[page_size, kv_heads, head_dim]`. If `value_dim` is given,
+    it is the last dimension of V. With `packed`, each layer has one tensor
+    `[page_size, 2, kv_heads, head_dim]`, and `value_dim` is ignored.
     """
     segments: list[Segment] = []
     for layer in layers:
@@ -138,16 +176,26 @@ def kv_geometry(
 
 
 def mla_geometry(layers: Sequence[int], latent_dim: int, dtype: str, page_size: int) -> Geometry:
-    """Return the geometry of KV pages of multi-head latent attention: one `[page_size, latent_dim]` per layer (rank plus rope part)."""
-    return Geometry(PoolName.KV, page_size, tuple(Segment(n, "latent", (page_size, latent_dim), dtype) for n in layers))
+    """Return the geometry of KV pages of multi-head latent attention.
+
+    Each layer has one tensor `[page_size, latent_dim]`. Its width is the rank of the latent plus the width of
+    the rope part, which is the part of a key with the rotary embedding.
+    """
+    return Geometry(
+        PoolName.KV, page_size, tuple(Segment(n, "latent", (page_size, latent_dim), dtype) for n in layers)
+    )
 
 
 def state_geometry(
-    tensors: Sequence[tuple[int, str, tuple[int, ...], str]], page_size: int, *, pool: PoolName = PoolName.MAMBA
+    tensors: Sequence[tuple[int, str, tuple[int, ...], str]],
+    page_size: int,
+    *,
+    pool: PoolName = PoolName.MAMBA,
 ) -> Geometry:
-    """Return the geometry of states made of any `(layer, name, shape, dtype)`: conv, SSM, further convs, side tensors.
+    """Return the geometry of states that consist of `tensors`, each a `(layer, name, shape, dtype)`.
 
-    States are restorable at exactly their own depth.
+    The tensors may be of any kind, for example convolution windows and SSM states. A state restores exactly
+    its own depth.
     """
     segments = tuple(Segment(*t) for t in sorted(tensors, key=lambda t: t[0]))
     return Geometry(pool, page_size, segments, HitPolicy.TRAILING_PAGES, trailing=1, layout="state")

@@ -1,11 +1,12 @@
-"""Identities, namespaces, page keys and object keys: they bind cached bytes to what the bytes mean.
+"""Identities, namespaces, page keys and object keys, which bind cached bytes to their meaning.
 
     namespace     = BLAKE3(canonical msgpack(identity))
     page key d[i] = BLAKE3(key = namespace, d[i-1] || tokens of page i as little-endian u64 || extra)
     layout        = BLAKE3(canonical msgpack([pool, geometry fingerprint, shard]))
     object key    = layout || page key
 
-Page keys are 32 bytes and never truncated. Ranks share the namespace and so the page keys; the shard is part of the layout.
+`||` joins bytes, and d[-1] is 32 zero bytes. Page keys are 32 bytes and never truncated. All ranks have the
+same namespace and therefore the same page keys; a rank's shard is part of the layout.
 """
 
 from __future__ import annotations
@@ -25,18 +26,19 @@ from tiercache.errors import InputError
 
 KEY_BYTES: Final = 32
 KEY_SCHEME: Final = 1
-"""Version of everything in this module; part of every namespace, so that a changed scheme can never read what an older one wrote."""
+"""Version of everything in this module.
+
+Every namespace and every layout contains the version, so that a changed scheme never reads what an older one
+wrote.
+"""
 
 _ROOT: Final = bytes(KEY_BYTES)
-"""Digest before the first page."""
+"""Digest that takes the place of a parent's key for the first page of a sequence."""
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Everything on which a cached byte depends, apart from the tokens and the pool's geometry.
-
-    `salt` separates tenants and never leaves the process; `tenant` is the label that operators see instead. `page_size` is in tokens.
-    """
+    """Everything on which a cached byte depends, apart from the tokens and the pool's geometry."""
 
     model: str
     revision: str
@@ -44,17 +46,24 @@ class Identity:
     kv_dtype: str
     state_dtype: str
     page_size: int
+    """Tokens per page."""
     quantization: str = ""
     tenant: str = ""
+    """Label that operators see for the tenant."""
     salt: bytes = b""
+    """Secret that separates tenants. It never leaves the process."""
 
     def __post_init__(self) -> None:
         if self.page_size < 1:
-            raise InputError(f"page size {self.page_size} is not possible; use a positive number of tokens, such as 64")
+            raise InputError(
+                f"page size {self.page_size} is not possible; use a positive number of tokens, such as 64"
+            )
 
     def public_record(self) -> dict[str, str | int]:
         """Return everything but the salt, for a store's catalog and for `inspect`."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "salt"} | {"key_scheme": KEY_SCHEME}
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "salt"} | {
+            "key_scheme": KEY_SCHEME
+        }
 
 
 def _canonical(value: object) -> bytes:
@@ -63,30 +72,41 @@ def _canonical(value: object) -> bytes:
 
 
 def namespace_of(identity: Identity) -> bytes:
-    """Return the 32-byte namespace of an identity: equal exactly when every field is equal."""
+    """Return the 32-byte namespace of an identity. Only identities with equal fields share a namespace."""
     pairs = sorted((f.name, getattr(identity, f.name)) for f in fields(identity))
     return blake3(_canonical(["tiercache.namespace", KEY_SCHEME, pairs])).digest()
 
 
 def sequence_extra(adapter: str = "", images: tuple[bytes, ...] = ()) -> bytes:
-    """Return what else a sequence's cache depends on: the adapter's name and revision, and the digests of its images in order.
+    """Return the `extra` bytes of a sequence, which stand for its adapter and its images.
 
-    The encoding is length-prefixed, so that no two different inputs collide; it is empty for a plain sequence.
+    `adapter` has the name and revision of the adapter, `images` the digests of the images in order.
+
+    The bytes are empty for a sequence without adapter and images. Each part is encoded with its length, so
+    that different arguments have different bytes.
     """
     if not adapter and not images:
         return b""
     return _canonical([adapter, list(images)])
 
 
-def page_keys(namespace: bytes, tokens: TokenArray, page_size: int, parent: bytes = b"", extra: bytes = b"") -> list[bytes]:
-    """Return the chained keys of all whole pages of `tokens`, which follow the page with key `parent` (empty: the sequence start).
+def page_keys(
+    namespace: bytes, tokens: TokenArray, page_size: int, parent: bytes = b"", extra: bytes = b""
+) -> list[bytes]:
+    """Return the chained keys of all whole pages of `tokens`.
 
-    `extra` comes from `sequence_extra` and must be the same for the whole sequence. Takes about 1 us a page.
+    The tokens follow the page with the key `parent`. If `parent` is empty, the tokens begin the sequence.
+
+    `extra` comes from `sequence_extra` and must be the same for the whole sequence. The call takes about 1 us
+    a page.
     """
+    # Input of one page's hash, keyed with the namespace:
+    #   | parent's digest | tokens of the page | length of extra | extra |       the last two only with extra
+    #   | 32 bytes        | 8 bytes each       | 4 bytes         |       |
     tail = len(extra).to_bytes(4, "little") + extra if extra else b""
     data = tokens.view(np.uint8).data
     step = page_size * 8
-    fresh = blake3(key=namespace).copy
+    fresh = blake3(key=namespace).copy  # a copy takes 0.2 us, a new keyed hasher 0.4 us
     keys: list[bytes] = []
     digest = parent or _ROOT
     for start in range(0, len(tokens) // page_size * step, step):
@@ -102,7 +122,10 @@ def page_keys(namespace: bytes, tokens: TokenArray, page_size: int, parent: byte
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Part of an object that a rank holds. `Shard()` is the whole: a single rank, or bytes that all ranks replicate."""
+    """Part of an object that a rank holds.
+
+    `Shard()` stands for the whole object: there is a single rank, or all ranks hold the same bytes.
+    """
 
     rank: int = 0
     size: int = 1
@@ -116,7 +139,10 @@ class Shard:
 
 
 def layout_digest(pool: PoolName, fingerprint: bytes, shard: Shard) -> bytes:
-    """Return the 32 bytes that stand for (pool, geometry, shard) in every object key."""
+    """Return the 32 bytes that stand for pool, geometry and shard in an object key.
+
+    `fingerprint` is that of the geometry.
+    """
     return blake3(_canonical(["tiercache.layout", KEY_SCHEME, str(pool), fingerprint, str(shard)])).digest()
 
 
@@ -126,8 +152,13 @@ def object_key(pool: PoolName, layout: bytes, page_key: bytes) -> ObjectKey:
 
 
 def object_keys(pool: PoolName, layout: bytes, page_keys: Iterable[bytes]) -> list[ObjectKey]:
-    """Return `object_key` of each page key; a third faster than one by one, for queries whose main cost this is."""
+    """Return `object_key` of each page key.
+
+    This takes a third less time than one call of `object_key` per page. Large queries spend most of their
+    time here.
+    """
     return list(map(_new_key, zip(repeat(pool), [layout + key for key in page_keys], strict=False)))
 
 
 _new_key: Final[Callable[[tuple[PoolName, bytes]], ObjectKey]] = partial(tuple.__new__, ObjectKey)
+"""Makes an ObjectKey of a (pool, digest) pair, without a call of a Python function."""

@@ -1,4 +1,4 @@
-"""Entering of a device's CUDA context on any thread: no call involves another device, and the thread is left as it was found."""
+"""CUDA context of a device, which any thread can enter and leave. No call touches another device."""
 
 from __future__ import annotations
 
@@ -11,21 +11,29 @@ from tiercache_kernels.errors import CudaError, Unavailable, error_name
 _RELAXED: Final = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _SUCCESS: Final = 0
 _SAME_ADDRESS: Final = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
-_SYMBOLS: Final = ("cuInit", "cuDeviceGet", "cuDeviceGetAttribute", "cuDevicePrimaryCtxRetain", "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2")
+_SYMBOLS: Final = (
+    "cuInit",
+    "cuDeviceGet",
+    "cuDeviceGetAttribute",
+    "cuDevicePrimaryCtxRetain",
+    "cuCtxPushCurrent_v2",
+    "cuCtxPopCurrent_v2",
+)
 
 
 class DeviceContext:
     """The primary context of device `ordinal`, which torch, CuPy and CUDA's runtime share.
 
-    Construction makes sure that it exists, and creates no context on another device.
+    The constructor creates this context if it does not exist yet. It creates no context on another device.
 
-    CUDA's runtime uses the context that is current on the driver's stack. A thread that has none gets, at its first call, one on device 0,
-    which takes hundreds of MiB there. `cudaSetDevice` also creates one, from CUDA 12 on, even where it only restores what `cudaGetDevice`
-    returned. Pushing to the driver's stack does neither.
+    `enter` pushes the context onto the driver's stack, because a push creates no context. CUDA's runtime uses
+    the top context of the calling thread's stack. If the stack is empty, the runtime's first call creates a
+    context on device 0, and takes hundreds of MiB there. From CUDA 12 on, `cudaSetDevice` creates a context,
+    too, even if it only restores the device that `cudaGetDevice` returned.
 
-    While a thread captures a graph in CUDA's strictest mode, which is torch's default, a call such as an event query on any thread that is
-    not in the relaxed mode fails, and the capture fails with it. So a thread is set to the relaxed mode before any other call of the
-    driver.
+    `enter` also sets the thread to the relaxed capture mode. Another thread may be capturing a graph in
+    CUDA's strictest mode, which is torch's default. During such a capture, calls such as an event query fail
+    on every thread that is not in the relaxed mode, and the failed call makes the capture fail.
 
     Raises CudaError if the driver refuses. Thread safety: any thread.
     """
@@ -44,18 +52,23 @@ class DeviceContext:
 
     @classmethod
     def load(cls, ordinal: int, library: str = "libcuda.so.1") -> DeviceContext:
-        """Load the driver's library. Raises `Unavailable` if there is none, or if it lacks a required call."""
+        """Load the driver's library, and make the context of device `ordinal`.
+
+        Raises `Unavailable` if there is no such library, or if the library lacks a required call.
+        """
         try:
             driver = ctypes.CDLL(library)
         except OSError as error:
             raise Unavailable(f"the CUDA driver cannot be loaded: {error}") from error
         for symbol in _SYMBOLS:
             if not hasattr(driver, symbol):
-                raise Unavailable(f"{library} is not a CUDA driver that can be used: it does not export {symbol}")
+                raise Unavailable(
+                    f"{library} is not a CUDA driver that can be used: it does not export {symbol}"
+                )
         return cls(driver, ordinal)
 
     def enter(self) -> int:
-        """Push the context onto the calling thread's stack; return the capture mode that `leave` needs."""
+        """Push the context onto the calling thread's stack; return the capture mode that `leave` restores."""
         before = self._relax()
         try:
             self._call("cuCtxPushCurrent_v2", self._context)
@@ -66,14 +79,18 @@ class DeviceContext:
 
     def leave(self, before: int) -> None:
         """Undo `enter` on the same thread; `before` is what `enter` returned."""
-        self._driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))  # it fails only if no driver is left
+        # The result is ignored: this call fails only while the process ends and the driver is unloaded.
+        self._driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
         self._exchange(before)
 
     def uuid(self) -> str:
         """Return the UUID of the device, or of its MIG instance; empty if the driver does not report one."""
         raw = (ctypes.c_ubyte * 16)()
         for symbol in ("cuDeviceGetUuid_v2", "cuDeviceGetUuid"):
-            if hasattr(self._driver, symbol) and self._driver[symbol](ctypes.byref(raw), self._device) == _SUCCESS:
+            if (
+                hasattr(self._driver, symbol)
+                and self._driver[symbol](ctypes.byref(raw), self._device) == _SUCCESS
+            ):
                 return str(UUID(bytes=bytes(raw)))
         return ""
 
@@ -84,9 +101,14 @@ class DeviceContext:
         return bool(value.value)
 
     def mapped_address(self, address: int) -> int:
-        """Return the device's address of registered memory at the host address `address`. The calling thread must have entered."""
+        """Return the address that the device has for page-locked memory at the host address `address`.
+
+        The calling thread must have called `enter`.
+        """
         found = ctypes.c_uint64()
-        self._call("cuMemHostGetDevicePointer_v2", ctypes.byref(found), ctypes.c_void_p(address), ctypes.c_uint(0))
+        self._call(
+            "cuMemHostGetDevicePointer_v2", ctypes.byref(found), ctypes.c_void_p(address), ctypes.c_uint(0)
+        )
         return found.value
 
     def _call(self, symbol: str, *arguments: object) -> None:
@@ -100,7 +122,8 @@ class DeviceContext:
     def _exchange(self, mode: int) -> int:
         """Set the thread's capture mode and return the previous one.
 
-        A driver without the call (CUDA 10.0) has no modes: nothing is set, and `mode` is returned.
+        A driver without `cuThreadExchangeStreamCaptureMode` (CUDA 10.0) has no modes. With such a driver,
+        nothing is set, and `mode` is returned.
         """
         value = ctypes.c_int(mode)
         if hasattr(self._driver, "cuThreadExchangeStreamCaptureMode"):

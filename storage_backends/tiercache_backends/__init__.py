@@ -1,1 +1,4 @@
-"""The stores that come with tiercache: `memory`, `file`, `lmdb` and `grpc`. `tiercache` finds them by entry point only."""
+"""The stores that come with tiercache: `memory`, `file`, `lmdb` and `grpc`.
+
+`tiercache` finds them by entry point only.
+"""

@@ -1,4 +1,7 @@
-"""The `memory` store: objects as bytes in a dict. The reference that other stores are compared with, and a store for tests and demos."""
+"""The `memory` store: objects as bytes in a dict.
+
+This store is the reference for the behaviour of the other stores. It is used in tests and demos.
+"""
 
 # ruff: noqa: D102 (the contract documents these methods)
 
@@ -32,10 +35,12 @@ from tiercache.storage.env import Env
 from tiercache.storage.eviction import EvictionOrder
 from tiercache.storage.gate import CallGate
 from tiercache.storage.registry import settings_of
-from tiercache.storage.residents import Residents, Standing, parents_first
+from tiercache.storage.residents import Residents, parents_first
+from tiercache.storage.restorable import Admissibility
 from tiercache.storage.vectors import take, usable
 
 _SCAN_PAGE: Final = 1024
+"""Maximum number of entries per page of a scan."""
 
 
 @dataclass(slots=True, eq=False)
@@ -47,16 +52,16 @@ class _Object:
     payload: bytes
     stored_at: float
     row: int = -1
-
-    def entry(self) -> ScanEntry:
-        """Return the object's entry in a scan."""
-        return ScanEntry(self.key, self.meta, self.stored_at)
+    """Row of the object in `MemoryBackend._residents`; -1 until the object is added."""
 
 
 class MemoryBackend(StorageBackend):
-    """A dict of bytes with a cap (`capacity`, payload bytes; 0 for none). Everything is lost when the store closes.
+    """A dict of objects with at most `capacity` bytes of payload in all; 0 means no limit.
 
-    Thread safety: as `StorageBackend`; one mutex, never held while bytes are copied or checked.
+    Everything is lost when the store closes.
+
+    Thread safety: as `StorageBackend`. One mutex guards the dict and the counts. It is not held while bytes
+    are copied or checked.
     """
 
     capabilities = Capabilities(bounded=True)
@@ -67,12 +72,13 @@ class MemoryBackend(StorageBackend):
         self._gate = CallGate("the memory store")
         self._mutex = Lock()
         self._objects: dict[bytes, _Object] = {}
-        self._residents = Residents()
+        self._residents = Residents(clock=self._env.monotonic)
         self._order = EvictionOrder(self._residents, Lru())
-        self._spaces: dict[bytes, int] = {}
+        self._namespace_ids: dict[bytes, int] = {}
         self._used = 0
         self._corrupt = 0
         self._evicted = 0
+        self._not_worth = 0
         self._namespaces: dict[bytes, NamespaceRecord] = {}
 
     @classmethod
@@ -91,14 +97,24 @@ class MemoryBackend(StorageBackend):
         with self._gate:
             return [self._get(item) for item in items]
 
+    def peek(self, items: Sequence[GetItem]) -> list[Outcome]:
+        with self._gate:
+            return [self._get(item, is_use=False) for item in items]
+
     def set(self, items: Sequence[SetItem]) -> list[Outcome]:
         with self._gate:
             sound = [i for i, item in enumerate(items) if storable(item)]
             batch = [(items[i].key.page_key, items[i].meta.parent) for i in sound]
             outcomes = [Outcome.ERROR] * len(items)
             with self._mutex:
-                # A batch must not evict its own pages: the first ones begin a sequence, and the last ones are worth nothing without them.
-                held = [self._residents.hold(page) for page in dict.fromkeys(chain.from_iterable(batch)) if page is not None]
+                # Hold the pages of the batch and their parents, so that the batch does not evict them. The
+                # later pages of a sequence are useless without the earlier pages.
+                held = [
+                    self._residents.pages.hold(page)
+                    for page in dict.fromkeys(chain.from_iterable(batch))
+                    if page is not None
+                ]
+            # Keys of pages of this batch that were not stored. Objects that depend on them are useless.
             missing: set[bytes] = set()
             try:
                 for i in parents_first(batch):
@@ -109,7 +125,7 @@ class MemoryBackend(StorageBackend):
             finally:
                 with self._mutex:
                     for node in held:
-                        self._residents.release(node)
+                        self._residents.pages.release(node)
             return outcomes
 
     def delete(self, keys: Sequence[ObjectKey]) -> list[bool]:
@@ -119,21 +135,22 @@ class MemoryBackend(StorageBackend):
 
     def scan(self, namespace: bytes | None = None, cursor: bytes = b"") -> ScanPage:
         with self._gate, self._mutex:
-            behind = (o for o in self._objects.values() if o.key.digest > cursor and namespace in (None, o.meta.namespace))
+            chosen = (o for o in self._objects.values() if namespace in (None, o.meta.namespace))
+            behind = (o for o in chosen if o.key.digest > cursor)
             page: Iterable[_Object] = nsmallest(_SCAN_PAGE, behind, key=lambda o: o.key.digest)
-        entries = [o.entry() for o in page]
+            entries = [self._entry(o) for o in page]
         return ScanPage(entries, entries[-1].key.digest if len(entries) == _SCAN_PAGE else b"")
 
     def describe(self, keys: Sequence[ObjectKey]) -> list[ScanEntry | None]:
         with self._gate, self._mutex:
             found = [self._objects.get(key.digest) for key in keys]
-        return [None if o is None else o.entry() for o in found]
+            return [None if o is None else self._entry(o) for o in found]
 
     def register_namespace(self, record: NamespaceRecord) -> None:
         with self._gate, self._mutex:
             self._namespaces[record.namespace] = kept = record.over(self._namespaces.get(record.namespace))
             if kept.states:
-                self._residents.require_states(self._space(record.namespace))
+                self._residents.pages.require_states(self._namespace_id(record.namespace))
 
     def namespaces(self) -> list[NamespaceRecord]:
         with self._gate, self._mutex:
@@ -141,8 +158,27 @@ class MemoryBackend(StorageBackend):
 
     def usage(self) -> Usage:
         with self._gate, self._mutex:
-            figures = {"corrupt": self._corrupt, "evicted": self._evicted, **self._residents.worth()._asdict()}
+            figures = {
+                "corrupt": self._corrupt,
+                "evicted": self._evicted,
+                "not_worth": self._not_worth,
+                **self._residents.pages.worth()._asdict(),
+            }
             return Usage(len(self._objects), self._used, self._used, self._capacity, figures)
+
+    def coldest(self, nbytes: int) -> Sequence[ScanEntry]:
+        with self._gate:
+            with self._mutex:
+                survey = self._order.survey()
+            found = survey.coldest(nbytes)
+            with self._mutex:
+                residents = self._residents
+                there = [residents.digest(row) for row in residents.still_there(*found).tolist()]
+                return [self._entry(self._objects[digest]) for digest in there]
+
+    def advise(self, keys: Sequence[ObjectKey], values: Sequence[float], worker: int = 0) -> None:
+        with self._gate, self._mutex:
+            self._residents.advise([key.digest for key in keys], values, worker)
 
     def flush(self) -> None:
         with self._gate:
@@ -153,15 +189,25 @@ class MemoryBackend(StorageBackend):
             self._objects = {}
             self._residents = Residents()
 
-    def _get(self, item: GetItem) -> Outcome:
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless all counts add up; call it only while no other call is running."""
+        assert self._used == sum(item.meta.length for item in self._objects.values())
+        self._residents.check_integrity()
+
+    def _entry(self, found: _Object) -> ScanEntry:
+        return ScanEntry(found.key, self._residents.valued(found.row, found.meta), found.stored_at)
+
+    def _get(self, item: GetItem, *, is_use: bool = True) -> Outcome:
         with self._mutex:
             found = self._objects.get(item.key.digest)
             if found is None:
                 return Outcome.MISS
             if found.meta.length != item.length or not usable(item.buffers, item.length, writable=True):
                 return Outcome.ERROR
-            self._residents.touch(found.row)
-            self._residents.hits[found.row] += 1
+            if is_use:
+                self._residents.touch(found.row)
+                self._residents.hits[found.row] += 1
+            # The payload never changes, so check and copy it without the mutex.
             payload = memoryview(found.payload)
         if len(payload) != item.length or checksum(item.key, [payload], item.length) != found.meta.checksum:
             with self._mutex:
@@ -178,46 +224,78 @@ class MemoryBackend(StorageBackend):
         if outcome is not None:
             return outcome
         meta = replace(item.meta, checksum=checksum_of(item))
-        fresh = _Object(item.key, meta, b"".join(take(item.buffers, 0, meta.length)), self._env.time_ns() / 1e9)
+        fresh = _Object(
+            item.key, meta, b"".join(take(item.buffers, 0, meta.length)), self._env.time_ns() / 1e9
+        )
         with self._mutex:
+            # Check again: another call may have stored the object while this call copied the bytes.
             return self._refuse(item, refused=refused) or self._add(fresh)
 
     def _refuse(self, item: SetItem, *, refused: bool) -> Outcome | None:
-        """Return the outcome of a set that ends before it stores anything, else None. `refused`: its page's own set was refused."""
+        """Return the outcome of a set that must not store its object; None if the object may be stored.
+
+        `refused`: the item's page was part of the same batch and could not be stored.
+        """
         found = self._objects.get(item.key.digest)
         if found is not None:
             self._residents.renew(found.row)
+            self._residents.hint(found.row, item.meta.value, item.meta.worker)
             return Outcome.HIT
         residents, parent = self._residents, item.meta.parent
-        node, above = residents.hold(item.key.page_key), None if parent is None else residents.hold(parent)
-        standing = residents.standing(node, above, item.meta.depth or 0, self._space(item.meta.namespace), refused=refused)
+        node, above = (
+            residents.pages.hold(item.key.page_key),
+            None if parent is None else residents.pages.hold(parent),
+        )
+        admissibility = residents.pages.admissibility(
+            node, above, item.meta.depth or 0, self._namespace_id(item.meta.namespace), refused=refused
+        )
         for held in (node, above):
             if held is not None:
-                residents.release(held)
-        return {Standing.FINE: None, Standing.ABSENT_PARENT: Outcome.THROTTLED, Standing.IMPOSSIBLE: Outcome.ERROR}[standing]
+                residents.pages.release(held)
+        return {
+            Admissibility.FINE: None,
+            Admissibility.ABSENT_PARENT: Outcome.THROTTLED,
+            Admissibility.IMPOSSIBLE: Outcome.ERROR,
+        }[admissibility]
 
     def _add(self, fresh: _Object) -> Outcome:
-        """Evict until the object fits, and add it. The caller guarantees that its page and its parent are held by the batch."""
+        """Evict until the object fits, and add it; return THROTTLED if too little can be evicted.
+
+        The caller holds the object's page and parent.
+        """
         if self._capacity and len(fresh.payload) > self._capacity:
             return Outcome.THROTTLED
         residents, meta = self._residents, fresh.meta
-        node, parent = residents.hold(fresh.key.page_key), None if meta.parent is None else residents.hold(meta.parent)
-        space = self._space(meta.namespace)
-        promising = residents.is_promising(node, space, hangs=parent == node)
-        self._order.evict(_Evicting(self, len(fresh.payload)), promising=promising)
+        node, parent = (
+            residents.pages.hold(fresh.key.page_key),
+            None if meta.parent is None else residents.pages.hold(meta.parent),
+        )
+        namespace_id = self._namespace_id(meta.namespace)
+        # Promising: a restore can use the object as soon as it is stored.
+        promising = residents.pages.is_promising(node, namespace_id, attached=parent == node)
+        self._order.evict(
+            _Evicting(self, len(fresh.payload)),
+            () if parent is None else (parent,),
+            promising=promising,
+            rank=None if meta.value is None else residents.rank(meta.value),
+        )
+        self._not_worth += self._order.not_worth
         fits = not self._capacity or self._used + len(fresh.payload) <= self._capacity
         if fits:
             number = residents.newest + 1
-            fresh.row = residents.add(fresh.key.digest, node, parent, number, meta.length, space, meta.depth or 0)
+            fresh.row = residents.add(
+                fresh.key.digest, node, parent, number, meta.length, namespace_id, meta.depth or 0
+            )
+            residents.hint(fresh.row, meta.value, meta.worker)
             self._objects[fresh.key.digest] = fresh
             self._used += meta.length
         for held in (node, parent):
             if held is not None:
-                residents.release(held)
+                residents.pages.release(held)
         return Outcome.STORED if fits else Outcome.THROTTLED
 
-    def _space(self, namespace: bytes) -> int:
-        return self._spaces.setdefault(namespace, len(self._spaces))
+    def _namespace_id(self, namespace: bytes) -> int:
+        return self._namespace_ids.setdefault(namespace, len(self._namespace_ids))
 
     def _drop(self, item: _Object | None) -> bool:
         if item is None or self._objects.get(item.key.digest) is not item:
@@ -230,9 +308,9 @@ class MemoryBackend(StorageBackend):
 
 
 class _Evicting:
-    """One eviction, for `nbytes` bytes of room in a store. See `eviction.Taker`.
+    """One eviction that makes room for `nbytes` bytes in a store. See `eviction.Taker`.
 
-    Thread safety: under the mutex of its store.
+    Thread safety: used only under the mutex of the store.
     """
 
     def __init__(self, store: MemoryBackend, nbytes: int) -> None:

@@ -1,7 +1,8 @@
 """Many clients of one daemon at once: `python -m tests.benchmarks.clients [CLIENTS] [SECONDS]`.
 
-Half of them share memory with it, half talk TCP. Each stores and reads batches of its own and of the others, and checks every byte that it
-reads. One JSON line: how many calls, what went wrong (nothing may), the latencies, and what the daemon's memory did.
+Half of them share memory with it, half talk TCP. Each stores and reads batches of its own and of the others,
+and checks every byte that it reads. One JSON line: how many calls, what went wrong (nothing may), the
+latencies, and what the daemon's memory did.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
 
-from tiercache.core import Outcome, Reason
+from tests.storage_backends.grpc.hooks import answers
+from tiercache.core import Outcome
+from tiercache.errors import StorageError
 from tiercache.pools import HostArena
 from tiercache.storage.base import GetItem, SetItem, StorageBackend
 from tiercache.storage.registry import open_backend
@@ -30,7 +33,9 @@ SIZE = 64 << 10
 SHARED_BATCHES = 200
 
 
-def client(url: str, who: int, seconds: float, started: threading.Barrier) -> tuple[Counter[str], dict[str, list[float]]]:
+def client(
+    url: str, who: int, seconds: float, started: threading.Barrier
+) -> tuple[Counter[str], dict[str, list[float]]]:
     """One client's calls: outcomes, and seconds by kind of call."""
     rng = random.Random(who)
     seen: Counter[str] = Counter()
@@ -39,7 +44,7 @@ def client(url: str, who: int, seconds: float, started: threading.Barrier) -> tu
     with open_backend(url) as store:
         store.attach(arena)
         ready = time.monotonic() + 60
-        while store.exists([]) == [] and store.outage() is not Reason.NONE and time.monotonic() < ready:
+        while not answers(store) and time.monotonic() < ready:
             time.sleep(0.1)
         started.wait()
         end = time.monotonic() + seconds
@@ -50,16 +55,19 @@ def client(url: str, who: int, seconds: float, started: threading.Barrier) -> tu
     return seen, times
 
 
-def batch(store: StorageBackend, arena: HostArena, name: object, seen: Counter[str], times: dict[str, list[float]]) -> None:
+def batch(
+    store: StorageBackend, arena: HostArena, name: object, seen: Counter[str], times: dict[str, list[float]]
+) -> None:
     keys = [key((name, i)) for i in range(OBJECTS)]
     views = [arena.view(i) for i in range(OBJECTS)]
     started = time.perf_counter()
-    there = store.exists(keys)
-    times["exists"].append(time.perf_counter() - started)
-    if not any(there) and store.outage() is not Reason.NONE:
+    try:
+        there = store.exists(keys)
+    except StorageError:
         seen["outage"] += 1
         time.sleep(0.1)
         return
+    times["exists"].append(time.perf_counter() - started)
     seen["exists"] += 1
     if all(there):
         items = [GetItem(k, [v], SIZE) for k, v in zip(keys, views, strict=True)]
@@ -85,7 +93,7 @@ def worker(urls: list[str], first: int, seconds: float) -> None:
     results: list[tuple[Counter[str], dict[str, list[float]]]] = []
     started = threading.Barrier(len(urls))
     threads = [
-        threading.Thread(target=lambda u=url, n=n: results.append(client(u, first + n, seconds, started)))  # type: ignore[misc]
+        threading.Thread(target=lambda u=url, n=n: results.append(client(u, first + n, seconds, started)))
         for n, url in enumerate(urls)
     ]
     for thread in threads:
@@ -100,8 +108,19 @@ def worker(urls: list[str], first: int, seconds: float) -> None:
 def main(clients: int, seconds: float) -> None:
     with tempfile.TemporaryDirectory(prefix=".benchmark-", dir=".") as temporary, ExitStack() as stack:
         directory = Path(temporary).absolute() / "d"
-        command = [sys.executable, "-m", "tiercache.cli", "serve", "--directory", str(directory), "--disk-bytes", "512MiB"]
-        daemon = stack.enter_context(subprocess.Popen([*command, "--listen", "127.0.0.1:0"], stderr=subprocess.PIPE, text=True))
+        command = [
+            sys.executable,
+            "-m",
+            "tiercache.cli",
+            "serve",
+            "--directory",
+            str(directory),
+            "--disk-bytes",
+            "512MiB",
+        ]
+        daemon = stack.enter_context(
+            subprocess.Popen([*command, "--listen", "127.0.0.1:0"], stderr=subprocess.PIPE, text=True)
+        )
         stack.callback(daemon.terminate)
         assert daemon.stderr is not None
         address = next(line.split()[1] for line in daemon.stderr if line.startswith("on 127.0.0.1:"))
@@ -109,9 +128,13 @@ def main(clients: int, seconds: float) -> None:
         urls = [f"grpc://{directory}/run" if n % 2 else f"grpc://{address}" for n in range(clients)]
         shares = [urls[n::PROCESSES] for n in range(min(PROCESSES, clients))]
         before = memory_of(daemon.pid)
-        outputs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in shares]  # a pipe that nobody reads would fill up
+        # a pipe that nobody reads would fill up
+        outputs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in shares]
         workers = [
-            subprocess.Popen([sys.executable, "-m", "tests.benchmarks.clients", json.dumps([share, n * 1000, seconds])], stdout=output)
+            subprocess.Popen(
+                [sys.executable, "-m", "tests.benchmarks.clients", json.dumps([share, n * 1000, seconds])],
+                stdout=output,
+            )
             for n, (share, output) in enumerate(zip(shares, outputs, strict=True))
         ]
         samples = []
@@ -135,10 +158,12 @@ def main(clients: int, seconds: float) -> None:
         print(
             json.dumps(
                 {
-                    "name": "clients", "clients": clients, "ended": ended, "seconds": seconds, "seen": dict(sorted(seen.items())),
+                    "name": "clients", "clients": clients, "ended": ended, "seconds": seconds,
+                    "seen": dict(sorted(seen.items())),
                     "calls_per_second": round(sum(map(len, times.values())) / seconds),
                     "ms": {kind: quantiles(values) for kind, values in times.items() if len(values) > 100},
-                    "daemon_private_mb": {"before": before, "a quarter in": half[0], "at the end": half[-1], "most": max(samples)},
+                    "daemon_private_mb": {"before": before, "a quarter in": half[0], "at the end": half[-1],
+                     "most": max(samples)},
                 }
             )
         )  # fmt: skip
@@ -156,7 +181,9 @@ def quantiles(values: list[float]) -> dict[str, float]:
 
 def memory_of(pid: int) -> float:
     """Private anonymous megabytes of a process."""
-    fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:])
+    fields = dict(
+        line.split(":", 1) for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
+    )
     return int(fields["Anonymous"].split()[0]) / 1000
 
 

@@ -1,4 +1,6 @@
-"""Conversations that fill a store, what of them is worth anything, and what a plain model would keep: the parts of `restorable`."""
+"""Conversations that fill a store, what of them is worth anything, and what a plain model would keep: the
+parts of `restorable`.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,12 @@ from tiercache.testing.objects import page_key
 
 @dataclass(eq=False)
 class Conversation:
-    """A sequence of pages. `every`: a state at each multiple of so many pages. `ends`: one at the end of each turn.
+    """A sequence of pages.
 
-    `hybrid` False: there are no states, and every page is worth something by itself. The first `shared` pages are those of every other
-    conversation of the tenant that shares as many.
+    `every`: a state at each multiple of so many pages. `ends`: one at the end of each turn.
+
+    `hybrid` False: there are no states, and every page is worth something by itself. The first `shared` pages
+    are those of every other conversation of the tenant that shares as many.
     """
 
     name: object
@@ -32,20 +36,26 @@ class Conversation:
     def upto(self, pages: int) -> list[bytes]:
         """The keys of the first pages."""
         self.keys += [
-            page_key((self.tenant, "shared" if depth < self.shared else self.name, depth)) for depth in range(len(self.keys), pages)
+            page_key((self.tenant, "shared" if depth < self.shared else self.name, depth))
+            for depth in range(len(self.keys), pages)
         ]
         return self.keys[:pages]
 
     def states(self, first: int, last: int, *, final: bool = False) -> list[int]:
         """The depths at which computing the pages from `first` to `last` gives a state."""
-        depths = set(range(first - first % self.every + self.every, last + 1, self.every)) if self.every else set()
+        depths = (
+            set(range(first - first % self.every + self.every, last + 1, self.every)) if self.every else set()
+        )
         if final or (self.hybrid and self.ends):
             depths.add(last)
         return sorted(depths)
 
 
 class Turn(NamedTuple):
-    """A request: the conversation up to `last` pages, of which those from `first` on are new. `final`: a state at the end in any case."""
+    """A request: the conversation up to `last` pages, of which those from `first` on are new.
+
+    `final`: a state at the end in any case.
+    """
 
     conversation: Conversation
     first: int
@@ -68,7 +78,9 @@ def in_turn(conversations: Iterable[Conversation], turns: int, pages: int) -> It
 
 
 def clients(count: int, turns: int, seed: int) -> Iterator[Turn]:
-    """Clients who come by Zipf's law, each with a conversation that begins anew after some 10 turns of 4 to 60 pages."""
+    """Clients who come by Zipf's law, each with a conversation that begins anew after some 10 turns of 4 to
+    60 pages.
+    """
     random = Random(seed)
     weights = [1 / rank for rank in range(1, count + 1)]
     running: dict[int, tuple[Conversation, int, int]] = {}
@@ -82,7 +94,7 @@ def clients(count: int, turns: int, seed: int) -> Iterator[Turn]:
 
 
 class Truth:
-    """Which pages follow which, as the conversations have it, whatever a store was told.
+    """Parents and depths of pages as the conversations have them, whatever a store was told.
 
     Thread safety: one thread.
     """
@@ -103,7 +115,7 @@ class Truth:
 
 
 class Held(NamedTuple):
-    """What a store holds: the page keys of its pages, of those that can be restored, and of its states."""
+    """Contents of a store: the keys of its pages, of its restorable pages, and of its states."""
 
     pages: set[bytes]
     restorable: set[bytes]
@@ -127,8 +139,8 @@ class Held(NamedTuple):
 def held(entries: Iterable[ScanEntry], truth: Truth) -> Held:
     """Judge what a scan lists.
 
-    A page can be restored if every page from the start of its sequence to it is stored, and a state is stored on it or on a later page
-    that is reached in the same way; where there are no states, the first alone.
+    A page can be restored if every page from the start of its sequence to it is stored, and a state is stored
+    on it or on a later page that is reached in the same way; where there are no states, the first alone.
     """
     pages: set[bytes] = set()
     states: set[bytes] = set()
@@ -148,9 +160,12 @@ def held(entries: Iterable[ScanEntry], truth: Truth) -> Held:
 
 
 class WholeConversations:
-    """What a cache would keep that gives up whole conversations, the least recently used first. One that does not fit is not kept.
+    """Model of a cache that evicts whole conversations, the least recently used first.
 
-    `rewritten`: a turn writes again what is missing. Otherwise a conversation that was given up is never whole again.
+    A conversation that does not fit is not kept.
+
+    `rewritten`: a turn writes again what is missing. Otherwise an evicted conversation is never complete
+    again.
 
     Thread safety: one thread.
     """

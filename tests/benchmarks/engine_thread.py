@@ -1,11 +1,14 @@
-"""What a request costs on the engine's thread when the cache has all of it. One JSON line per row; every figure is a median.
+"""Cost of a request on the engine's thread when the cache has all of it.
+
+One JSON line per row; every figure is a median.
 
     python -m tests.benchmarks.engine_thread
 
-Pages have 64 tokens. The prompt continues a conversation of twelve turns, each of which left a state, among a hundred others of the same
-length. "hit": the prompt was served before, so that all of it is held when it is committed. "hit, one page new": its last page and its
-state are new, and go on to the host and the store. A row is the time that a call keeps the engine's thread, not the time until its
-background work is over: a host hit's load goes on behind the admit.
+Pages have 64 tokens. The prompt continues a conversation of twelve turns, each of which left a state, among a
+hundred others of the same length. "hit": the prompt was served before, so that all of it is held when it is
+committed. "hit, one page new": its last page and its state are new, and go on to the host and the store. A
+row is the time for which a call keeps the engine's thread, not the time until its background work is over: a
+host hit's load continues after the admit.
 """
 
 from __future__ import annotations
@@ -36,7 +39,10 @@ TARGET_US = 500
 
 
 class Bench:
-    """A controller with a store, and conversations of `tokens` tokens in it. Objects are tiny: bookkeeping is measured, not copying."""
+    """A controller with a store, and conversations of `tokens` tokens in it.
+
+    Objects are tiny: bookkeeping is measured, not copying.
+    """
 
     def __init__(self, tokens: int) -> None:
         self._random = np.random.default_rng(7)
@@ -77,8 +83,11 @@ class Bench:
         assert admission.wait().status is not Status.PENDING
         return admission
 
-    def measure(self, name: str, before: Callable[[], None], target: float | None = None, *, new: bool = True) -> None:
-        """Serve the conversation's next prompt again and again, each time after `before`, with a last page that is `new` each time or not.
+    def measure(
+        self, name: str, before: Callable[[], None], target: float | None = None, *, new: bool = True
+    ) -> None:
+        """Serve the conversation's next prompt again and again, each time after `before`, with a last page
+        that is `new` each time or not.
 
         `target` is for the three calls together.
         """
@@ -113,7 +122,8 @@ class Bench:
 def pool_of(geometry: Geometry, slots: int) -> DevicePool:
     """A pool in slot form."""
     return DevicePool.from_tensors(
-        geometry, {(s.layer, s.name): torch.zeros(slots, *s.shape, dtype=torch.uint8) for s in geometry.segments}
+        geometry,
+        {(s.layer, s.name): torch.zeros(slots, *s.shape, dtype=torch.uint8) for s in geometry.segments},
     )
 
 
@@ -127,7 +137,10 @@ def timed(times: list[float]) -> Iterator[None]:
 
 def report(name: str, seconds: list[float], target: float | None) -> None:
     """One row; the target is None where only the sum has one."""
-    print(json.dumps({"name": name, "us": round(statistics.median(seconds) * 1e6, 1), "target_us": target}), flush=True)
+    print(
+        json.dumps({"name": name, "us": round(statistics.median(seconds) * 1e6, 1), "target_us": target}),
+        flush=True,
+    )
 
 
 def main() -> None:

@@ -1,4 +1,6 @@
-"""How long the index takes on the engine's thread. One JSON line per row; every figure is the median of several runs.
+"""How long the index takes on the engine's thread.
+
+One JSON line per row; every figure is the median of several runs.
 
     python -m tests.benchmarks.index
 
@@ -65,7 +67,9 @@ def report(name: str, target: float, run: Callable[[], int], repeats: int = 9) -
         start = time.perf_counter()
         units = run()
         times.append((time.perf_counter() - start) * 1e6 / units)
-    print(json.dumps({"name": name, "us": round(statistics.median(times), 2), "target_us": target}), flush=True)
+    print(
+        json.dumps({"name": name, "us": round(statistics.median(times), 2), "target_us": target}), flush=True
+    )
 
 
 def prompts() -> None:
@@ -79,19 +83,42 @@ def prompts() -> None:
         fresh = iter([(bench.tokens(PROMPT), bench.slots(PROMPT // PAGE)) for _ in range(9)])
 
         def insert(tokens: TokenArray, slots: Locations, index: HybridIndex = bench.index) -> int:
-            states = {len(slots): dict.fromkeys(index.state_pools, int(slots[0]))} if index.state_pools else {}
+            states = (
+                {len(slots): dict.fromkeys(index.state_pools, int(slots[0]))} if index.state_pools else {}
+            )
             index.insert(tokens, {KV: slots}, states)
             return 1
 
         report(f"{kind}: insert 32k tokens, fresh", 300, lambda f=fresh, run=insert: run(*next(f)))
         again = bench.slots(PROMPT // PAGE)
-        report(f"{kind}: insert 32k tokens, all held by 60 nodes", 300, lambda t=deep, s=again, run=insert: run(t, s))
+        report(
+            f"{kind}: insert 32k tokens, all held by 60 nodes",
+            300,
+            lambda t=deep, s=again, run=insert: run(t, s),
+        )
         tail = bench.tokens(PROMPT)
-        later = iter([(np.concatenate([deep[: PROMPT - 640], tail[n : n + 640]]), bench.slots(PROMPT // PAGE)) for n in range(9)])
-        report(f"{kind}: insert 32k tokens, 10 pages new after 60 nodes", 300, lambda f=later, run=insert: run(*next(f)))
+        later = iter(
+            [
+                (np.concatenate([deep[: PROMPT - 640], tail[n : n + 640]]), bench.slots(PROMPT // PAGE))
+                for n in range(9)
+            ]
+        )
+        report(
+            f"{kind}: insert 32k tokens, 10 pages new after 60 nodes",
+            300,
+            lambda f=later, run=insert: run(*next(f)),
+        )
         match = bench.index.match(deep)
-        report(f"{kind}: pin and release 60 nodes", 300, lambda i=bench.index, m=match: i.pin(m, Tier.DEVICE).release() or 1)
-        report(f"{kind}: locations of 512 pages, 60 nodes", 300, lambda i=bench.index, m=match: bool(i.locations(m, m.depth)))
+        report(
+            f"{kind}: pin and release 60 nodes",
+            300,
+            lambda i=bench.index, m=match: i.pin(m, Tier.DEVICE).release() or 1,
+        )
+        report(
+            f"{kind}: locations of 512 pages, 60 nodes",
+            300,
+            lambda i=bench.index, m=match: bool(i.locations(m, m.depth)),
+        )
 
 
 def eviction() -> None:

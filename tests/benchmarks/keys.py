@@ -13,7 +13,9 @@ PAGES = 512
 
 
 def main() -> None:
-    """Chain 32k tokens of 64-token pages; beside it one BLAKE3 pass over the same bytes, which chaining can never beat."""
+    """Chain 32k tokens of 64-token pages; beside it one BLAKE3 pass over the same bytes, which chaining can
+    never beat.
+    """
     tokens = np.arange(PAGES * 64, dtype=np.uint64)
     chained, plain = [], []
     for _ in range(9):

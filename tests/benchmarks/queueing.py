@@ -1,7 +1,8 @@
-"""What the CUDA engine costs on the CPU: `python -m tests.benchmarks.queueing`, one JSON line a row; needs no GPU.
+"""CPU cost of the CUDA engine: `python -m tests.benchmarks.queueing`.
 
-A device that does nothing takes the place of the card, so that what is left is Python: the engine thread's call, and the time until the
-last copy is queued and the ticket done. Beside it stands the time that the same bytes take on a bus of 50 GB/s.
+Prints one JSON line a row; needs no GPU. A device that does nothing takes the place of the card, so that only
+Python is measured: the engine thread's call, and the time until the last copy is queued and the ticket is
+done. Each row also gives the time that the same bytes take on a bus of 50 GB/s.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from collections.abc import Callable
 import numpy as np
 
 from tests.benchmarks.transfer import BLOCK_BYTES, PAGE_SIZE, page_tensors, state_tensors
+from tests.transfer.simulated_cuda import SimulatedDevice
 from tiercache.core import CacheTransferUnits, PoolName
 from tiercache.pools import DevicePool, HostArena, HostPool, page_geometry_of, state_geometry_of
-from tiercache.testing.cuda import SimulatedDevice
 from tiercache.transfer import Ticket
 from tiercache.transfer.cuda import CudaEngine, Method
 from tiercache.transfer.descriptors import Copies
@@ -26,12 +27,11 @@ BUS = 50e9
 
 
 class Idle(SimulatedDevice):
-    """Copies nothing once `idle` is set, and never waits; before that, the engine's own trial has to succeed."""
+    """Copies nothing once `idle` is set, and never waits; before that, the engine's self-test has to
+    succeed.
+    """
 
     idle = False
-
-    def _check(self, address: int, nbytes: int) -> int:
-        return address if self.idle else super()._check(address, nbytes)
 
     def copy(self, source: int, destination: int, nbytes: int, stream: int) -> None:
         if not self.idle:
@@ -54,7 +54,9 @@ class Idle(SimulatedDevice):
             super().synchronize_event(event)
 
 
-def measure(name: str, method: Method, pages: int, states: int, nbytes: int, submit: Callable[[], Ticket]) -> None:
+def measure(
+    name: str, method: Method, pages: int, states: int, nbytes: int, submit: Callable[[], Ticket]
+) -> None:
     calls, ends = [], []
     for _ in range(ROUNDS):
         started = time.perf_counter()
@@ -63,8 +65,10 @@ def measure(name: str, method: Method, pages: int, states: int, nbytes: int, sub
         ticket.wait()
         ends.append(time.perf_counter() - started)
     row = {
-        "benchmark": f"queueing.{name}", "method": method, "pages": pages, "states": states, "mib": nbytes >> 20,
-        "call_us": round(statistics.median(calls) * 1e6, 1), "done_us": round(statistics.median(ends) * 1e6, 1),
+        "benchmark": f"queueing.{name}", "method": method, "pages": pages, "states": states,
+        "mib": nbytes >> 20,
+        "call_us": round(statistics.median(calls) * 1e6, 1),
+        "done_us": round(statistics.median(ends) * 1e6, 1),
         "bus_us": round(nbytes / BUS * 1e6, 1),
     }  # fmt: skip
     print(json.dumps(row), flush=True)
@@ -81,7 +85,9 @@ def main() -> None:
     }
     devices = {name: DevicePool.from_tensors(g, tensors[name]) for name, g in geometries.items()}
     most = devices[PoolName.KV].capacity
-    arena = HostArena((most + -(-geometries[PoolName.MAMBA].nbytes // BLOCK_BYTES)) * BLOCK_BYTES, BLOCK_BYTES)
+    arena = HostArena(
+        (most + -(-geometries[PoolName.MAMBA].nbytes // BLOCK_BYTES)) * BLOCK_BYTES, BLOCK_BYTES
+    )
     arena.free(np.random.default_rng(1).permutation(arena.alloc(arena.blocks)))
     hosts = {name: HostPool(g, arena) for name, g in geometries.items()}
     handles = {PoolName.KV: hosts[PoolName.KV].alloc(most), PoolName.MAMBA: hosts[PoolName.MAMBA].alloc(1)}
@@ -97,8 +103,8 @@ def main() -> None:
                 up = [CacheTransferUnits(name, host, slot) for name, (host, slot) in ends.items()]
                 down = [CacheTransferUnits(name, slot, host) for name, (host, slot) in ends.items()]
                 nbytes = pages * geometries[PoolName.KV].nbytes + states * geometries[PoolName.MAMBA].nbytes
-                measure("load", method, pages, states, nbytes, lambda units=up: engine.load(units))  # type: ignore[misc]
-                measure("store", method, pages, states, nbytes, lambda units=down: engine.store(units))  # type: ignore[misc]
+                measure("load", method, pages, states, nbytes, lambda units=up: engine.load(units))
+                measure("store", method, pages, states, nbytes, lambda units=down: engine.store(units))
             device.idle = False
     arena.close()
 

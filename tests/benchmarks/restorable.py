@@ -1,16 +1,25 @@
-"""Which share of the KV that a full store holds could be restored: `python -m tests.benchmarks.restorable`, one JSON line a row, no timing.
+"""Restorable share of the KV in a full store: `python -m tests.benchmarks.restorable`.
 
-A page of KV is worth something if all pages before it are stored, and with recurrent states a state on it or behind it. The judge knows the
-conversations themselves, whatever the store was told, and reads the store with a scan. Samples are taken at the ends of turns, late in a
-history that fills the store more than once.
+Prints one JSON line a row; measures no time.
 
-    share        of the stored KV bytes, those that can be restored: the least of all samples, and their mean
-    restorable   MiB of such KV, mean of the samples; whole_lru: what LRU over whole conversations would keep of the same history in 85 % of
-                 the capacity, its objects taking no more than their bytes; before: what there was when a dead conversation began
-    used         least part of the capacity in use at a sample; loses_at: in use before or after the first turn in which something
-                 was evicted or throttled
-    newest       pages of the conversation that was written last which can be restored, of all that it has
-    missed       what is below its target: share, whole_lru, before (a tenth of the capacity must be left of it), loses_at (0.9)
+A page of KV is worth something if all pages before it are stored, and, in a model with recurrent states, a
+state on it or behind it. The benchmark judges by the conversations themselves, whatever the store was told,
+and reads the store with a scan. Samples are taken at the ends of turns, late in a history that fills the
+store more than once.
+
+    share        of the stored KV bytes, those that can be restored: the least of all samples
+    share_mean   the mean of that share over the samples
+    restorable   MiB of such KV, mean of the samples
+    whole_lru    MiB that LRU over whole conversations would keep of the same history in 85 % of
+                 the capacity, its objects taking no more than their bytes
+    before       MiB that could be restored when a dead conversation began
+    used         least part of the capacity in use at a sample
+    loses_at     part of the capacity in use before or after (the larger) the first turn in which
+                 something was evicted or throttled
+    newest       pages of the conversation that was written last which can be restored, of all
+                 that it has
+    missed       names of the targets that the row is below: share, whole_lru, before (restorable
+                 must be a tenth of the capacity), loses_at (0.9)
 
 The last line names the rows that missed a target; the exit status is 1 if there are any.
 """
@@ -35,12 +44,23 @@ from typing import Any, Final
 
 import numpy as np
 
-from tests.benchmarks.conversations import Conversation, Held, Truth, Turn, WholeConversations, clients, growing, held, in_turn, mixed
-from tests.grpc.daemon import Daemon
+from tests.benchmarks.conversations import (
+    Conversation,
+    Held,
+    Truth,
+    Turn,
+    WholeConversations,
+    clients,
+    growing,
+    held,
+    in_turn,
+    mixed,
+)
+from tests.storage_backends.grpc.daemon import Daemon
 from tiercache.config import parse_size
 from tiercache.core import HitPolicy, Outcome, PoolName, PoolTransfer
 from tiercache.geometry import kv_geometry, state_geometry
-from tiercache.integrations.parents import Successions
+from tiercache.integrations.parents import PageOrder
 from tiercache.pools import HostArena, HostPool
 from tiercache.storage.base import NamespaceRecord, StorageBackend
 from tiercache.storage.hybrid import HybridStorage
@@ -63,7 +83,9 @@ SPARED: Final = 0.1
 USED: Final = 0.9
 """A store loses nothing before so much of its capacity is in use."""
 MODEL: Final = 0.85
-"""The part of the capacity that the model fills: it has no overheads, and whether a store uses what it may is told by `loses_at`."""
+"""The part of the capacity that the model fills: it has no overheads, and whether a store uses what it may is
+told by `loses_at`.
+"""
 _ASK_STATES: Final = PoolTransfer(PoolName.MAMBA, hit_policy=HitPolicy.TRAILING_PAGES)
 
 
@@ -71,11 +93,12 @@ _ASK_STATES: Final = PoolTransfer(PoolName.MAMBA, hit_policy=HitPolicy.TRAILING_
 class Plan:
     """One row: a history, given how many pages the capacity holds, and how it is written.
 
-    `tells`: what the writer says of a page's parent: "all", "calls" (of those within one call), "nothing", "inferred" (as plug-ins do it:
-    from queries of the whole prompt, and from the order of a call). `asks`: a turn asks what can be restored, reads that and writes the
-    rest; otherwise it writes its new pages, and believes in what it wrote before.
-    `states_first`: the states of a turn are written before its pages. `share`: the target; 0 where none can be named. `last_is_dead`: until
-    its end the last conversation is worth nothing, and must not displace what was there before it.
+    `tells`: what the writer says of a page's parent: "all", "calls" (of those within one call), "nothing",
+    "inferred" (as plug-ins do it: from queries of the whole prompt, and from the order of a call). `asks`: a
+    turn asks what can be restored, reads that and writes the rest; otherwise it writes its new pages, and
+    believes in what it wrote before. `states_first`: the states of a turn are written before its pages.
+    `share`: the target; 0 where none can be named. `last_is_dead`: until its end the last conversation is
+    worth nothing, and must not displace what was there before it.
     """
 
     name: str
@@ -96,7 +119,9 @@ def one(pages: int, every: int, step: int = BATCH) -> Iterator[Turn]:
 
 
 def one_state(pages: int) -> Iterator[Turn]:
-    """Two conversations of a quarter of the capacity each, then one twice the capacity whose only state comes at its very end."""
+    """Two conversations of a quarter of the capacity each, then one twice the capacity whose only state comes
+    at its very end.
+    """
     for name in ("first", "second"):
         yield from growing(Conversation(name), pages // 4, BATCH)
     late = list(growing(Conversation("late", ends=False), 2 * pages, BATCH))
@@ -111,9 +136,13 @@ def again(pages: int) -> Iterator[Turn]:
 
 
 def rounds(count: int, turns: int, pages: int, **more: Any) -> Iterator[Turn]:
-    """Run `count` conversations of `turns` turns of `pages` pages each at once; then as many new ones, for half as many turns."""
+    """Run `count` conversations of `turns` turns of `pages` pages each at once; then as many new ones, for
+    half as many turns.
+    """
     for generation in range(2):
-        yield from in_turn([Conversation((generation, n), **more) for n in range(count)], turns // (1 + generation), pages)
+        yield from in_turn(
+            [Conversation((generation, n), **more) for n in range(count)], turns // (1 + generation), pages
+        )
 
 
 def tenants() -> Iterator[Turn]:
@@ -149,9 +178,26 @@ PLANS: Final = [
         plan
         for tells in ("nothing", "calls", "inferred")
         for plan in (
-            Plan(f"one.16.{tells}", lambda pages: one(pages, 16), asks=False, tells=tells, share=0.8 if tells == "inferred" else 0),
-            Plan(f"3x10x150.{tells}", lambda _: rounds(3, 10, 150), asks=False, tells=tells, share=0.8 if tells == "inferred" else 0),
-            Plan(f"zipf.{tells}", lambda _: clients(200, 300, 7), tells=tells, share=0.8 if tells == "inferred" else 0),
+            Plan(
+                f"one.16.{tells}",
+                lambda pages: one(pages, 16),
+                asks=False,
+                tells=tells,
+                share=0.8 if tells == "inferred" else 0,
+            ),
+            Plan(
+                f"3x10x150.{tells}",
+                lambda _: rounds(3, 10, 150),
+                asks=False,
+                tells=tells,
+                share=0.8 if tells == "inferred" else 0,
+            ),
+            Plan(
+                f"zipf.{tells}",
+                lambda _: clients(200, 300, 7),
+                tells=tells,
+                share=0.8 if tells == "inferred" else 0,
+            ),
         )
     ),
     Plan("tenants", lambda _: tenants()),
@@ -161,8 +207,16 @@ PLANS: Final = [
         plan
         for policy in ("gdsf", "hvd")
         for plan in (
-            Plan(f"3x10x150.{policy}", lambda _: rounds(3, 10, 150), asks=False, query=f"&policy={policy}", stores=["file"]),
-            Plan(f"zipf.{policy}", lambda _: clients(200, 300, 7), query=f"&policy={policy}", stores=["file"]),
+            Plan(
+                f"3x10x150.{policy}",
+                lambda _: rounds(3, 10, 150),
+                asks=False,
+                query=f"&policy={policy}",
+                stores=["file"],
+            ),
+            Plan(
+                f"zipf.{policy}", lambda _: clients(200, 300, 7), query=f"&policy={policy}", stores=["file"]
+            ),
         )
     ),
 ]
@@ -183,7 +237,7 @@ class Writer:
             HostPool(state_geometry([(0, "ssm", (state_bytes // 4,), "float32")], 16), self._arena),
         ]
         self._pages, self._states = self._pools[0].alloc(BATCH), self._pools[1].alloc(STATES)
-        self._inferred = Successions()
+        self._inferred = PageOrder()
         self._tenants: dict[int, HybridStorage] = {}
         self.outcomes: Counter[Outcome] = Counter()
 
@@ -220,7 +274,9 @@ class Writer:
         found = storage.batch_exists_v2(keys, [_ASK_STATES] if conversation.hybrid else []).kv_hit_pages
         for start in range(0, found, BATCH):
             part = keys[start : min(start + BATCH, found)]
-            answers = storage.batch_get_v2([PoolTransfer(PoolName.KV, part, self._pages[: len(part)])])[PoolName.KV]
+            answers = storage.batch_get_v2([PoolTransfer(PoolName.KV, part, self._pages[: len(part)])])[
+                PoolName.KV
+            ]
             if set(answers) != {Outcome.HIT}:
                 return 0
         if found and conversation.hybrid:
@@ -242,12 +298,16 @@ class Writer:
     def _of_states(self, keys: list[bytes], depths: list[int]) -> PoolTransfer:
         told = depths if self._plan.tells == "all" else ()
         handles = self._states[: len(depths)]
-        return PoolTransfer(PoolName.MAMBA, [keys[d - 1] for d in depths], handles, HitPolicy.TRAILING_PAGES, depths=told)
+        return PoolTransfer(
+            PoolName.MAMBA, [keys[d - 1] for d in depths], handles, HitPolicy.TRAILING_PAGES, depths=told
+        )
 
     def _storage(self, conversation: Conversation) -> HybridStorage:
         if conversation.tenant not in self._tenants:
             record = NamespaceRecord(
-                page_key(("tenant", conversation.tenant)), {"model": f"m{conversation.tenant}"}, states=conversation.hybrid
+                page_key(("tenant", conversation.tenant)),
+                {"model": f"m{conversation.tenant}"},
+                states=conversation.hybrid,
             )
             made = self._tenants[conversation.tenant] = HybridStorage(self._store, namespace=record)
             for pool in self._pools[: 1 + conversation.hybrid]:
@@ -259,12 +319,19 @@ class Writer:
 def opened(store: str, plan: Plan, capacity: int, directory: Path) -> Iterator[StorageBackend]:
     """An empty store; "daemon": of a daemon of its own, which keeps a `file` store, over a unix socket."""
     base = Path(tempfile.mkdtemp(dir=directory))
-    url = f"memory://?capacity={capacity}" if store == "memory" else f"{store}://{base}/store?capacity={capacity}{plan.query}"
+    url = (
+        f"memory://?capacity={capacity}"
+        if store == "memory"
+        else f"{store}://{base}/store?capacity={capacity}{plan.query}"
+    )
     try:
         if store == "daemon":
             sockets = Path(tempfile.mkdtemp(prefix="tc-"))  # a path that is short enough for a socket
             try:
-                with Daemon("unix", sockets, url.replace("daemon:", "file:")) as daemon, open_backend(f"grpc://{daemon.where}") as client:
+                with (
+                    Daemon("unix", sockets, url.replace("daemon:", "file:")) as daemon,
+                    open_backend(f"grpc://{daemon.where}") as client,
+                ):
                     yield client
             finally:
                 shutil.rmtree(sockets)
@@ -275,11 +342,16 @@ def opened(store: str, plan: Plan, capacity: int, directory: Path) -> Iterator[S
         shutil.rmtree(base)
 
 
-def measure(store: str, plan: Plan, capacity: int, page_bytes: int, state_bytes: int, directory: Path) -> dict[str, Any]:
+def measure(
+    store: str, plan: Plan, capacity: int, page_bytes: int, state_bytes: int, directory: Path
+) -> dict[str, Any]:
     """One row."""
     page_bytes = plan.page_bytes or page_bytes
     turns = list(plan.history(capacity // page_bytes))
-    truth, whole = Truth(), WholeConversations(int(capacity * MODEL), page_bytes, state_bytes, rewritten=plan.asks)
+    truth, whole = (
+        Truth(),
+        WholeConversations(int(capacity * MODEL), page_bytes, state_bytes, rewritten=plan.asks),
+    )
     sampled = set(np.linspace(int(len(turns) * SAMPLED_FROM), len(turns) - 1, SAMPLES).astype(int).tolist())
     samples: list[tuple[Held, int, float]] = []
     before, loses_at, used = 0, None, 0.0
@@ -296,17 +368,22 @@ def measure(store: str, plan: Plan, capacity: int, page_bytes: int, state_bytes:
                 loses_at = max(before_turn, used) if lost(writer, backend) else None
             if n in sampled:
                 usage = backend.usage()
-                samples.append((held(backend.scan_all(), truth), whole.restorable(), usage.used_bytes / capacity))
+                samples.append(
+                    (held(backend.scan_all(), truth), whole.restorable(), usage.used_bytes / capacity)
+                )
         gone = writer.outcomes[Outcome.STORED] - usage.objects
     writer.close()
     shares = [found.share for found, _, _ in samples]
     row = {
-        "benchmark": "restorable", "row": plan.name, "store": store, "tells": plan.tells, "target": plan.share,
+        "benchmark": "restorable", "row": plan.name, "store": store, "tells": plan.tells,
+        "target": plan.share,
         "share": round(min(shares), 3), "share_mean": round(sum(shares) / len(shares), 3),
-        "restorable_mib": mib(sum(len(found.restorable) for found, _, _ in samples) / len(samples) * page_bytes),
+        "restorable_mib": mib(sum(len(found.restorable) for found, _,
+          _ in samples) / len(samples) * page_bytes),
         "before_mib": mib(before), "capacity_mib": mib(capacity),
         "whole_lru_mib": mib(sum(model for _, model, _ in samples) / len(samples)),
-        "used": round(min(used for _, _, used in samples), 3), "loses_at": None if loses_at is None else round(loses_at, 3),
+        "used": round(min(used for _, _, used in samples), 3),
+        "loses_at": None if loses_at is None else round(loses_at, 3),
         "objects": usage.objects, "evicted": gone,
         "throttled": writer.outcomes[Outcome.THROTTLED], "errors": writer.outcomes[Outcome.ERROR],
         "newest": f"{samples[-1][0].prefix(turns[-1].conversation)} of {turns[-1].last}",
@@ -334,8 +411,10 @@ def measured(order: Order) -> dict[str, Any]:
 
 
 def lost(writer: Writer, backend: StorageBackend) -> bool:
-    """Was something throttled or evicted yet?"""
-    return bool(writer.outcomes[Outcome.THROTTLED]) or backend.usage().objects < writer.outcomes[Outcome.STORED]
+    """Tell whether the store has throttled or evicted an object yet."""
+    return (
+        bool(writer.outcomes[Outcome.THROTTLED]) or backend.usage().objects < writer.outcomes[Outcome.STORED]
+    )
 
 
 def missed(row: dict[str, Any]) -> list[str]:
@@ -352,19 +431,38 @@ def mib(nbytes: float) -> float:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print what was asked for; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--store", type=lambda text: text.split(","), default=list(STORES), help=f"some of {', '.join(STORES)}")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--store",
+        type=lambda text: text.split(","),
+        default=list(STORES),
+        help=f"some of {', '.join(STORES)}",
+    )
     parser.add_argument("--only", help="rows whose name begins like this")
     parser.add_argument("--capacity", type=parse_size, default=CAPACITY)
-    parser.add_argument("--page", type=parse_size, default=PAGE_BYTES, help="bytes of a page of KV; a multiple of 64")
+    parser.add_argument(
+        "--page", type=parse_size, default=PAGE_BYTES, help="bytes of a page of KV; a multiple of 64"
+    )
     parser.add_argument("--state", type=parse_size, default=STATE_BYTES, help="bytes of a state")
-    parser.add_argument("--directory", type=Path, default=Path.cwd(), help="where the stores are made and removed")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="rows at once; no row depends on the time that it takes")
+    parser.add_argument(
+        "--directory", type=Path, default=Path.cwd(), help="where the stores are made and removed"
+    )
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=os.cpu_count() or 1,
+        help="rows at once; no row depends on the time that it takes",
+    )
     options = parser.parse_args(arguments)
     if unknown := set(options.store) - set(STORES):
         parser.error(f"--store {', '.join(sorted(unknown))}: not among {', '.join(STORES)}")
     chosen = [
-        (store, plan) for store in options.store for plan in PLANS if store in plan.stores and plan.name.startswith(options.only or "")
+        (store, plan)
+        for store in options.store
+        for plan in PLANS
+        if store in plan.stores and plan.name.startswith(options.only or "")
     ]
     below: list[str] = []
     with tempfile.TemporaryDirectory(prefix=".restorable-", dir=options.directory.resolve()) as base:

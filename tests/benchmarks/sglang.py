@@ -1,10 +1,12 @@
-"""SGLang's own file backend and ours under the same work: `make bench-engines [ARGS="--rounds 7"]`, one JSON line a row.
+"""SGLang's own file backend and ours under the same work: `make bench-engines [ARGS="--rounds 7"]`, one JSON
+line a row.
 
-Runs in the environment of `make test-engines`, without a GPU. Both stand behind SGLang's real controller functions and real host pools:
-256 pages of 1 MiB KV (batches of 128, as the controller cuts them) and 16 states of 16.5 MiB. `peer` takes pages by the calls that the
-controller makes, `peer.v2` by those that it makes for sidecars, which suit that backend better. Rounds alternate; a ratio is that to the
-faster of the two, the median of the rounds' own. Every byte that came back is compared. Ours verifies a checksum of every object, the
-peer none.
+Runs in the environment of `make test-engines`, without a GPU. Both stand behind SGLang's real controller
+functions and real host pools: 256 pages of 1 MiB KV (batches of 128, as the controller cuts them) and 16
+states of 16.5 MiB. `peer` takes pages by the calls that the controller makes, `peer.v2` by those that it
+makes for sidecars, which suit that backend better. Rounds alternate; a ratio is that to the faster of the
+two, the median of the rounds' own. Every byte that came back is compared. Ours verifies a checksum of every
+object, the peer none.
 
     set        into files that are not there yet; for ours, blocks that were written before (a store in use)
     set.fresh  into a new directory
@@ -31,13 +33,18 @@ from typing import Any
 
 import tests.engines.sglang.conftest  # noqa: F401  # isort: skip
 import torch
-from sglang.srt.mem_cache.device_pool_info import KVBufferLayout, KVBuffers, MambaStateBufferInfo, MHABufferInfo
+from sglang.srt.mem_cache.device_pool_info import (
+    KVBufferLayout,
+    KVBuffers,
+    MambaStateBufferInfo,
+    MHABufferInfo,
+)
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
 from tests.engines.sglang import rig
-from tiercache.cli.bench.machine import drop
+from tiercache.lab.bench.machine import drop
 
 PAGES, STATES, TOKENS, LAYERS, HEADS, DIM, BATCH = 256, 16, 64, 8, 4, 128, 128
 MIB = 1 << 20
@@ -48,19 +55,36 @@ def kv_pool(layout: str) -> Any:
     """Twice 256 pages of 1 MiB: one half is stored, the other filled."""
     tensors = tuple(torch.zeros(TOKENS, HEADS, DIM, dtype=torch.bfloat16) for _ in range(LAYERS))
     pointers = torch.zeros(LAYERS, dtype=torch.uint64)
-    buffers = KVBuffers(k=tensors, v=tensors, k_data_ptrs=pointers, v_data_ptrs=pointers, layout=KVBufferLayout.NHD)
+    buffers = KVBuffers(
+        k=tensors, v=tensors, k_data_ptrs=pointers, v_data_ptrs=pointers, layout=KVBufferLayout.NHD
+    )
     info = MHABufferInfo(
-        buffers=buffers, page_size=TOKENS, head_num=HEADS, head_dim=DIM, v_head_dim=DIM, dtype=torch.bfloat16, device=torch.device("cpu")
+        buffers=buffers,
+        page_size=TOKENS,
+        head_num=HEADS,
+        head_dim=DIM,
+        v_head_dim=DIM,
+        dtype=torch.bfloat16,
+        device=torch.device("cpu"),
     )
     return MHATokenToKVPoolHost(
-        info, 2.0, 0, TOKENS, layout, pin_memory=False, device_capacity_tokens=TOKENS * PAGES, start_layer=0, end_layer=LAYERS
+        info,
+        2.0,
+        0,
+        TOKENS,
+        layout,
+        pin_memory=False,
+        device_capacity_tokens=TOKENS * PAGES,
+        start_layer=0,
+        end_layer=LAYERS,
     )
 
 
 def mamba_pool() -> Any:
     """Twice 16 states of 16.5 MiB."""
     info = MambaStateBufferInfo(
-        temporal=torch.zeros(LAYERS, 1, 32, 128, 128, dtype=torch.float32), conv=(torch.zeros(LAYERS, 1, 8192, 4, dtype=torch.bfloat16),)
+        temporal=torch.zeros(LAYERS, 1, 32, 128, 128, dtype=torch.float32),
+        conv=(torch.zeros(LAYERS, 1, 8192, 4, dtype=torch.bfloat16),),
     )
     return MambaPoolHost(info, 2.0, 0, device_capacity=STATES, pin_memory=False, layout="page_first")
 
@@ -82,7 +106,9 @@ class Contender:
             extra = rig.extra_config(self.storage.replace("{path}", str(self.files / "store")))
             self.made.attach_storage_backend("dynamic", TOKENS, rig.MODEL, extra, host_pools=entries)
         else:
-            self.made.attach_storage_backend("file", TOKENS, rig.MODEL, {"file_storage_path": str(self.files)}, host_pools=entries)
+            self.made.attach_storage_backend(
+                "file", TOKENS, rig.MODEL, {"file_storage_path": str(self.files)}, host_pools=entries
+            )
 
     def detach(self) -> None:
         self.made.detach_storage_backend()
@@ -92,7 +118,11 @@ class Contender:
         for start in range(0, PAGES, BATCH):
             part, indices = keys[start : start + BATCH], pages_from(start, BATCH)
             if self.name == PEER_V2:
-                assert all(self.made.storage_backend.batch_set_v2([PoolTransfer(PoolName.KV, indices, keys=part)])[PoolName.KV])
+                assert all(
+                    self.made.storage_backend.batch_set_v2([PoolTransfer(PoolName.KV, indices, keys=part)])[
+                        PoolName.KV
+                    ]
+                )
             else:
                 assert self.made.page_set_func(part, indices, None)
 
@@ -101,7 +131,11 @@ class Contender:
         for start in range(0, PAGES, BATCH):
             part, indices = keys[start : start + BATCH], pages_from(PAGES + start, BATCH)
             if self.name == PEER_V2:
-                assert all(self.made.storage_backend.batch_get_v2([PoolTransfer(PoolName.KV, indices, keys=part)])[PoolName.KV])
+                assert all(
+                    self.made.storage_backend.batch_get_v2([PoolTransfer(PoolName.KV, indices, keys=part)])[
+                        PoolName.KV
+                    ]
+                )
             else:
                 assert self.made.page_get_func(running, part, indices, None) == BATCH
 
@@ -171,14 +205,18 @@ def wipe(one: Contender) -> None:
 
 def compare(one: Contender) -> None:
     for tensor, half in _halves(one):
-        assert torch.equal(tensor[:half].view(torch.uint8), tensor[half : 2 * half].view(torch.uint8)), "wrong bytes came back"
+        assert torch.equal(tensor[:half].view(torch.uint8), tensor[half : 2 * half].view(torch.uint8)), (
+            "wrong bytes came back"
+        )
 
 
 def _halves(one: Contender) -> list[tuple[torch.Tensor, int]]:
     tokens = [one.kv.k_buffer, one.kv.v_buffer]
     if one.kv.layout == "layer_first":
         tokens = [layer for buffer in tokens for layer in buffer]
-    return [(t, PAGES * TOKENS) for t in tokens] + [(t, STATES) for t in (one.mamba.temporal_buffer, *one.mamba.conv_buffer)]
+    return [(t, PAGES * TOKENS) for t in tokens] + [
+        (t, STATES) for t in (one.mamba.temporal_buffer, *one.mamba.conv_buffer)
+    ]
 
 
 @contextmanager
@@ -191,11 +229,20 @@ def contenders(root: Path, layout: str, storage: str) -> Iterator[list[Contender
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--layout", default="page_first", choices=["page_first", "layer_first"])
-    parser.add_argument("--directory", type=Path, default=Path.cwd(), help="where the stores are made and removed; needs 2 GiB")
-    parser.add_argument("--storage", default="file://{path}?capacity=8GiB", help="ours; {path} is a directory of its own")
+    parser.add_argument(
+        "--directory",
+        type=Path,
+        default=Path.cwd(),
+        help="where the stores are made and removed; needs 2 GiB",
+    )
+    parser.add_argument(
+        "--storage", default="file://{path}?capacity=8GiB", help="ours; {path} is a directory of its own"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     keys = rig.keys(*range(PAGES))
@@ -212,12 +259,23 @@ def main() -> None:
         shutil.rmtree(root)
     for what, seconds_of in took.items():
         nbytes = {"kv": PAGES * MIB, "mamba": STATES * 16.5 * MIB}.get(what.split()[-1])
-        row: dict[str, Any] = {"benchmark": f"sglang.{what}", "layout": options.layout, "rounds": options.rounds}
+        row: dict[str, Any] = {
+            "benchmark": f"sglang.{what}",
+            "layout": options.layout,
+            "rounds": options.rounds,
+        }
         for name, seconds in seconds_of.items():
             middle = statistics.median(seconds)
             row[name] = f"{nbytes / middle / 1e9:.2f} GB/s" if nbytes else f"{middle * 1e3:.3f} ms"
-        ratios = [min(peers) / ours for *peers, ours in zip(seconds_of[PEER], seconds_of[PEER_V2], seconds_of[OURS], strict=True)]
-        row |= {"ratio": round(statistics.median(ratios), 2), "from": round(min(ratios), 2), "to": round(max(ratios), 2)}
+        ratios = [
+            min(peers) / ours
+            for *peers, ours in zip(seconds_of[PEER], seconds_of[PEER_V2], seconds_of[OURS], strict=True)
+        ]
+        row |= {
+            "ratio": round(statistics.median(ratios), 2),
+            "from": round(min(ratios), 2),
+            "to": round(max(ratios), 2),
+        }
         print(json.dumps(row), flush=True)
 
 

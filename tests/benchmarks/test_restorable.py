@@ -9,18 +9,29 @@ from pathlib import Path
 import pytest
 
 from tests.benchmarks import restorable
-from tests.benchmarks.conversations import Conversation, Truth, Turn, WholeConversations, clients, growing, held
+from tests.benchmarks.conversations import (
+    Conversation,
+    Truth,
+    Turn,
+    WholeConversations,
+    clients,
+    growing,
+    held,
+)
 from tiercache.core import ObjectMeta, PoolName
 from tiercache.storage.base import ScanEntry
 from tiercache.testing.objects import NAMESPACE, key
 
 
 def stored(conversation: Conversation, pages: Iterable[int], states: Iterable[int] = ()) -> list[ScanEntry]:
-    """What a scan says of pages and states at these depths, of which a store was told nothing."""
+    """Return scan entries for pages and states at these depths, without parents or depths."""
     meta = ObjectMeta(NAMESPACE, 1, bytes(16))
     made = []
     for pool, depths in ((PoolName.KV, pages), (PoolName.MAMBA, states)):
-        made += [ScanEntry(key("any", pool)._replace(digest=bytes(32) + conversation.keys[d - 1]), meta) for d in depths]
+        made += [
+            ScanEntry(key("any", pool)._replace(digest=bytes(32) + conversation.keys[d - 1]), meta)
+            for d in depths
+        ]
     return made
 
 
@@ -39,12 +50,18 @@ def stored(conversation: Conversation, pages: Iterable[int], states: Iterable[in
         ([], [3], 0, 0),
     ],
 )
-def test_a_page_counts_with_all_before_it_and_a_state_on_it_or_behind(pages, states, restorable_pages, prefix) -> None:
+def test_a_page_counts_with_all_before_it_and_a_state_on_it_or_behind(
+    pages, states, restorable_pages, prefix
+) -> None:
     conversation, truth = Conversation("c"), Truth()
     truth.learn(conversation, 0, 3)
     truth.learn(conversation, 3, 6)
     found = held(reversed(stored(conversation, pages, states)), truth)
-    assert (len(found.restorable), len(found.pages), found.prefix(conversation)) == (restorable_pages, len(pages), prefix)
+    assert (len(found.restorable), len(found.pages), found.prefix(conversation)) == (
+        restorable_pages,
+        len(pages),
+        prefix,
+    )
 
 
 def test_without_states_a_page_counts_with_all_before_it() -> None:
@@ -112,7 +129,7 @@ def test_histories_go_on_where_they_were() -> None:
 
 def test_parents_are_inferred_from_the_order_of_a_call_and_the_query_before_it() -> None:
     keys = Conversation("c").upto(6)
-    inferred = restorable.Successions()
+    inferred = restorable.PageOrder()
     assert inferred.parents(keys[2:4]) == [None, keys[2]]
     inferred.note(keys)
     assert inferred.parents(keys[4:]) == keys[3:5]
@@ -137,10 +154,25 @@ def test_what_is_below_its_target_is_named() -> None:
         "loses_at": 0.9,
     }
     assert restorable.missed(good) == []
-    assert restorable.missed(good | {"share": 0.89, "whole_lru_mib": 5.1, "capacity_mib": 60.0}) == ["share", "whole_lru", "before"]
-    assert restorable.missed(good | {"loses_at": 0.8}) == restorable.missed(good | {"loses_at": None}) == ["loses_at"]
+    assert restorable.missed(good | {"share": 0.89, "whole_lru_mib": 5.1, "capacity_mib": 60.0}) == [
+        "share",
+        "whole_lru",
+        "before",
+    ]
+    assert (
+        restorable.missed(good | {"loses_at": 0.8})
+        == restorable.missed(good | {"loses_at": None})
+        == ["loses_at"]
+    )
 
 
-def test_the_exit_status_tells_whether_a_row_missed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status = restorable.main(["--store", "memory", "--only", "nothing is called this", "--directory", str(tmp_path)])
-    assert (status, json.loads(capsys.readouterr().out)) == (0, {"benchmark": "restorable.summary", "rows": 0, "below": []})
+def test_the_exit_status_tells_whether_a_row_missed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = restorable.main(
+        ["--store", "memory", "--only", "nothing is called this", "--directory", str(tmp_path)]
+    )
+    assert (status, json.loads(capsys.readouterr().out)) == (
+        0,
+        {"benchmark": "restorable.summary", "rows": 0, "below": []},
+    )

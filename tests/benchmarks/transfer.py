@@ -1,7 +1,9 @@
-"""Speed of the CPU transfer engine and of the arena: `python -m tests.benchmarks.transfer`, one JSON line a row.
+"""Speed of the CPU transfer engine and of the arena: `python -m tests.benchmarks.transfer`, one JSON line a
+row.
 
-The shapes are those of Qwen3-Next: a page of 64 tokens is 24 segments of 64 KiB (12 attention layers), a state 36 layers of 2 MiB SSM and
-48 KiB conv. Beside each row stands one contiguous memcpy of as many bytes, measured in turn with it.
+The shapes are those of Qwen3-Next: a page of 64 tokens is 24 segments of 64 KiB (12 attention layers), a
+state 36 layers of 2 MiB SSM and 48 KiB conv. Beside each row stands one contiguous memcpy of as many bytes,
+measured in turn with it.
 """
 
 from __future__ import annotations
@@ -69,12 +71,19 @@ def transfers(name: str, device: DevicePool, host: HostPool) -> None:
             lambda: ctypes.memmove(target.ctypes.data, source.ctypes.data, nbytes),
             lambda: engine.store(store).wait(),
             lambda: engine.load(load).wait(),
-            lambda: build_descriptors(device.segments, slots, host.blocks(handles), host.arena.block_bytes, host.arena.address),
+            lambda: build_descriptors(
+                device.segments, slots, host.blocks(handles), host.arena.block_bytes, host.arena.address
+            ),
         )
-    copies = len(build_descriptors(device.segments, slots, host.blocks(handles), host.arena.block_bytes, host.arena.address))
+    copies = len(
+        build_descriptors(
+            device.segments, slots, host.blocks(handles), host.arena.block_bytes, host.arena.address
+        )
+    )
     plain, stored, loaded = (round(nbytes / t / 1e9, 2) for t in times[:3])
     row(
-        name, objects=device.capacity, mib=nbytes >> 20, copies=copies, store_gb_s=stored, load_gb_s=loaded, memcpy_gb_s=plain,
+        name, objects=device.capacity, mib=nbytes >> 20, copies=copies, store_gb_s=stored, load_gb_s=loaded,
+        memcpy_gb_s=plain,
         build_ms=round(times[3] * 1e3, 2),
     )  # fmt: skip
     host.free(handles)
@@ -100,8 +109,12 @@ def main() -> None:
     arena = HostArena((PAGES + STATES * per_state) * BLOCK_BYTES, BLOCK_BYTES)
     blocks = arena.alloc(arena.blocks)
     arena.free(np.random.default_rng(1).permutation(blocks))
-    transfers("qwen3_next_pages", DevicePool.from_tensors(page_geometry, pages), HostPool(page_geometry, arena))
-    transfers("qwen3_next_states", DevicePool.from_tensors(state_geometry, states), HostPool(state_geometry, arena))
+    transfers(
+        "qwen3_next_pages", DevicePool.from_tensors(page_geometry, pages), HostPool(page_geometry, arena)
+    )
+    transfers(
+        "qwen3_next_states", DevicePool.from_tensors(state_geometry, states), HostPool(state_geometry, arena)
+    )
     arena.close()
 
 

@@ -1,9 +1,10 @@
-"""What `make campaign` runs: crashes, power cuts and full disks until the counts are convincing, and one table at the end.
+"""Crash campaigns over the local stores, run by `make campaign`.
 
     python -m tests.campaign [--backend file,lmdb] [--only kill,open,...] [--quick] [--seed N] [-o FILE.json]
 
-Exit status: 1 where something was wrong, lost or failed. `power`, `enospc` and a part of `gone` mount, which takes root, and say so where
-they cannot.
+Crashes, power cuts and full disks are repeated until the counts are convincing; one table at the end sums
+them up. Exit status: 1 if something was wrong, lost or failed. `power`, `enospc` and a part of `gone` mount
+file systems, which requires root; without it they report that they were skipped.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ CAMPAIGNS = {
     "enospc": (full_disk.campaign, 10, 1),
     "soak": (soak.campaign, 120, 15),
 }
-"""Each with its trials (`open`: in all; `grow`, `fork`, `clock`, `gone`, `clones`: for each row; soak: seconds), and those of --quick."""
+"""Each with its trials (`open`: in all; `grow`, `fork`, `clock`, `gone`, `clones`: for each row; soak:
+seconds), and those of --quick.
+"""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -56,12 +59,26 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m tests.campaign", description="Crash campaigns over the local stores.")
-    parser.add_argument("--backend", type=_names(available()), default=available(), help=f"some of {', '.join(KINDS)}")
-    parser.add_argument("--only", type=_names(list(CAMPAIGNS)), default=list(CAMPAIGNS), help=f"some of {', '.join(CAMPAIGNS)}")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.campaign", description="Crash campaigns over the local stores."
+    )
+    parser.add_argument(
+        "--backend", type=_names(available()), default=available(), help=f"some of {', '.join(KINDS)}"
+    )
+    parser.add_argument(
+        "--only",
+        type=_names(list(CAMPAIGNS)),
+        default=list(CAMPAIGNS),
+        help=f"some of {', '.join(CAMPAIGNS)}",
+    )
     parser.add_argument("--quick", action="store_true", help="a few trials of each")
     parser.add_argument("--trials", type=int, help="so many of each (for soak: seconds)")
-    parser.add_argument("--seed", type=int, default=0, help="another seed, other histories; the moments of a kill are not repeatable")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="another seed, other histories; the moments of a kill are not repeatable",
+    )
     parser.add_argument("-o", "--output", type=Path, help="write the result as JSON")
     return parser.parse_args(arguments)
 

@@ -22,7 +22,8 @@ CAPACITY, NAMES = 16 << 20, 60
 
 
 class WrongClock(Env):
-    """An Env whose clock says one of a few moments, another one each time; none: any of all, and the right one.
+    """An Env whose clock says one of a few moments, another one each time; none: any of all, and the right
+    one.
 
     Thread safety: any thread may ask.
     """
@@ -42,7 +43,10 @@ def campaign(kind: str, trials: int, seed: int, base: Path, steps: Steps) -> lis
         row = Row("clock", f"{kind}, {name}")
         for n in steps.over(range(trials), f"clock {row.backend}"):
             directory = Path(tempfile.mkdtemp(dir=base))
-            row.take(partial(life, Subject(kind, directory / "store", CAPACITY), seed + n, moments), f"seed {seed + n}")
+            row.take(
+                partial(life, Subject(kind, directory / "store", CAPACITY), seed + n, moments),
+                f"seed {seed + n}",
+            )
             shutil.rmtree(directory)
         rows.append(row)
     return rows
@@ -56,7 +60,9 @@ def life(subject: Subject, seed: int, moments: tuple[int, ...]) -> Verdict:
             for _ in range(20):
                 step(store, model, history.draw(model))
             verdict.add(found := judge(store, model, model.certain(), NAMES))
-            assert all(entry.stored_at is None or math.isfinite(entry.stored_at) for entry in store.scan_all())
+            assert all(
+                entry.stored_at is None or math.isfinite(entry.stored_at) for entry in store.scan_all()
+            )
             check_integrity(store)
         model.settle(found.found)
     return verdict

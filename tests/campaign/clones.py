@@ -1,4 +1,5 @@
-"""Crash clones: a random history, a power cut in the middle of it that loses what was not synced as a seed decides, and a look at the rest.
+"""Crash clones: a random history, a power cut in the middle of it that loses what was not synced as a seed
+decides, and a look at the rest.
 
 clone(Subject("file", directory / "store", 4 << 20, "power"), seed=7, target=directory / "left")
 """
@@ -13,7 +14,8 @@ from random import Random
 
 from tests.campaign.model import History, Model, Op, Verdict, Version, judge, perform
 from tests.campaign.report import Row, Steps
-from tests.campaign.stores import Subject, check_integrity, disk_bytes
+from tests.campaign.stores import Subject, check_integrity
+from tests.storage_backends.local.files import disk_bytes
 from tiercache.core import Outcome
 from tiercache.errors import StorageError
 from tiercache.storage.base import StorageBackend
@@ -68,7 +70,8 @@ def clone(subject: Subject, seed: int, target: Path) -> Verdict:
 
 
 class Cut:
-    """Makes calls against a store and a model until the power goes; `must` is what a cut at that moment may not take.
+    """Makes calls against a store and a model until the power goes; `must` is what a cut at that moment may
+    not take.
 
     Thread safety: one thread.
     """

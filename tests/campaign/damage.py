@@ -1,6 +1,8 @@
-"""Everything that can be wrong with a store's directory when it is opened, made on purpose, and what may be lost by it.
+"""Everything that can be wrong with a store's directory when it is opened, made on purpose, and what may be
+lost by it.
 
-A `Template` is a store with some objects and a record of where each of them lies. A `Damage` spoils a copy of its directory.
+A `Template` is a store with some objects and a record of where each of them lies. A `Damage` spoils a copy of
+its directory.
 """
 
 from __future__ import annotations
@@ -31,8 +33,9 @@ WITH_OBJECTS = {"file": ("objects", "extents"), "lmdb": ("objects", "parts")}
 class Template:
     """Two copies of one store: as a process leaves it that was killed, and as one that closed it.
 
-    `slabs`: of `file`, the names and ends of the objects in each slab file, by its name. `pages`: roles of LMDB's pages, and the names of
-    the objects that lie on them. `records`, in LMDB's file: name, offset and bytes.
+    `slabs`: of `file`, the names and ends of the objects in each slab file, by its name. `pages`: roles of
+    LMDB's pages, and the names of the objects that lie on them. `records`, in LMDB's file: name, offset and
+    bytes.
     """
 
     kind: str
@@ -81,9 +84,15 @@ def template(kind: str, directory: Path) -> Template:
 
 
 def _lies(kind: str, data: bytes) -> tuple[dict[int, tuple[str, frozenset[int]]], list[tuple[int, int, int]]]:
-    """What each page in use is, with the objects on it, and where the records lie."""
+    """Return the contents of the pages in use, and the positions of the records.
+
+    By page number: the role of the page and the names of the objects on it. Of each record: the object's
+    name, the offset in the file and the size in bytes.
+    """
     digests = {name: key(name).digest for name in range(NAMES)}
-    places = {name: digest if kind == "file" else digest[32:] + digest[:32] for name, digest in digests.items()}
+    places = {
+        name: digest if kind == "file" else digest[32:] + digest[:32] for name, digest in digests.items()
+    }
     numbers: dict[bytes, int] = {}
     records: list[tuple[int, int, int]] = []
     on: dict[int, set[int]] = defaultdict(set)
@@ -96,27 +105,42 @@ def _lies(kind: str, data: bytes) -> tuple[dict[int, tuple[str, frozenset[int]]]
             at = content.find(place)
             if at < 0:
                 continue
-            # In `lmdb` a record is the value behind its key, and the node's head in front of that begins with its size.
-            start, size = (at - 8, 192) if kind == "file" else (at + 64, int.from_bytes(content[at - 8 : at - 6], "little"))
+            # In `lmdb` a record is the value behind its key, and the node's head in front of that begins with
+            # its size.
+            start, size = (
+                (at - 8, 192)
+                if kind == "file"
+                else (at + 64, int.from_bytes(content[at - 8 : at - 6], "little"))
+            )
             number = content[start : start + 8]
             numbers[number if kind == "file" else number[::-1]] = name
             records.append((name, page.number * PAGE + start, size))
             on[page.number].add(name)
     for page in whole:
         if page.tree in ("parts", "extents"):
-            keys = [page.key] if page.kind == "run" else [node.key for node in nodes(page.content)] if page.kind == "leaf" else []
+            keys = (
+                [page.key]
+                if page.kind == "run"
+                else [node.key for node in nodes(page.content)]
+                if page.kind == "leaf"
+                else []
+            )
             on[page.number] |= {numbers[k[:8]] for k in keys if k[:8] in numbers}
     return {page.number: (page.role, frozenset(on[page.number])) for page in whole}, records
 
 
 @dataclass(frozen=True)
 class Spoiled:
-    """What a damage did: the names that may be lost by it (None: as many as an opening that nobody disturbs loses), and how to undo it."""
+    """Consequences of a damage.
+
+    `loses`: the names that may be lost by it (None: as many as an uninterrupted opening loses). `undo`: takes
+    it back.
+    """
 
     loses: frozenset[int] | None = frozenset()
     undo: Callable[[], None] = lambda: None
     kept: Callable[[], bool] = lambda: True
-    """Is what the store puts aside still there?"""
+    """Tells whether what the store puts aside is still there."""
 
 
 Damage = Callable[[Template, Path, Random], Spoiled]
@@ -136,13 +160,22 @@ def record(template: Template, path: Path, random: Random) -> Spoiled:
 
 def object_page(template: Template, path: Path, random: Random) -> Spoiled:
     """A page of zeros in the place of one that says something of objects, or holds a part of one."""
-    return _zero(template, path, random, lambda role: role.partition(".")[0] in WITH_OBJECTS[template.kind] and "branch" not in role)
+    return _zero(
+        template,
+        path,
+        random,
+        lambda role: role.partition(".")[0] in WITH_OBJECTS[template.kind] and "branch" not in role,
+    )
 
 
 def other_page(template: Template, path: Path, random: Random) -> Spoiled:
-    """A page of zeros in the place of any other that is in use: branches, the main tree, the list of free pages, a meta page."""
+    """A page of zeros in the place of any other that is in use: branches, the main tree, the list of free
+    pages, a meta page.
+    """
     objects = WITH_OBJECTS[template.kind]
-    spoiled = _zero(template, path, random, lambda role: role.partition(".")[0] not in objects or "branch" in role)
+    spoiled = _zero(
+        template, path, random, lambda role: role.partition(".")[0] not in objects or "branch" in role
+    )
     return Spoiled(None, spoiled.undo)
 
 
@@ -160,7 +193,9 @@ def useless_state(_template: Template, path: Path, random: Random) -> Spoiled:
 
 
 def missing_format(_template: Template, path: Path, _random: Random) -> Spoiled:
-    """The file that says what kind of store it is is gone: what it was made with must not be taken for nothing."""
+    """The file that says what kind of store it is is gone: what it was made with must not be taken for
+    nothing.
+    """
     (path / "format").unlink()
     return Spoiled()
 
@@ -245,7 +280,7 @@ DAMAGES: dict[str, tuple[Damage, tuple[str, ...]]] = {
 """Each with the kinds of store that know it."""
 
 UNMENDED = (record, object_page, other_page)
-"""Where `lmdb` goes on with what it has, so that its databases may disagree about the rest."""
+"""Damages that `lmdb` survives without a repair, so that its databases may disagree about the rest."""
 
 
 def _zero(template: Template, path: Path, random: Random, which: Callable[[str], bool]) -> Spoiled:

@@ -44,7 +44,15 @@ def campaign(kind: str, trials: int, seed: int, base: Path, steps: Steps) -> lis
             for n in steps.over(range(trials), f"fork {row.backend}"):
                 directory = Path(tempfile.mkdtemp(dir=base))
                 row.take(
-                    partial(family, nursery, Subject(kind, directory / "store", CAPACITY), seed * 1009 + n, end, row), f"seed {seed + n}"
+                    partial(
+                        family,
+                        nursery,
+                        Subject(kind, directory / "store", CAPACITY),
+                        seed * 1009 + n,
+                        end,
+                        row,
+                    ),
+                    f"seed {seed + n}",
                 )
                 shutil.rmtree(directory)
             rows.append(row)
@@ -55,7 +63,9 @@ def family(nursery: Nursery, subject: Subject, seed: int, end: str, row: Row) ->
     """A parent, some children, and a look at what they left."""
     acts = Random(seed).sample(ACTS, 4)
     ledger = str(subject.path.parent / "ledger")
-    part = Part("parent", subject.fields, NAMES, Model().to_json(), ledger=ledger, seed=seed, how=[*acts, end])
+    part = Part(
+        "parent", subject.fields, NAMES, Model().to_json(), ledger=ledger, seed=seed, how=[*acts, end]
+    )
     status = played(nursery, part)
     model, verdict = Model(), Verdict()
     complaints = Ledger.replay(ledger, model)
@@ -63,14 +73,16 @@ def family(nursery: Nursery, subject: Subject, seed: int, end: str, row: Row) ->
         complaints.append(f"the parent ended with status {status} after {acts}: {died(nursery)}")
     for line in Path(ledger + ".children").read_text().splitlines():
         _tell(json.loads(line), model, row, complaints)
-    verdict.add(looked(nursery, Part("look", subject.fields, NAMES, model.to_json(), must=sorted(model.certain()))))
+    verdict.add(
+        looked(nursery, Part("look", subject.fields, NAMES, model.to_json(), must=sorted(model.certain())))
+    )
     verdict.failed += len(complaints)
     verdict.notes += [f"{acts}: {complaint}" for complaint in complaints]
     return verdict
 
 
 def _tell(told: dict[str, str], model: Model, row: Row, complaints: list[str]) -> None:
-    """What a child said of what it did."""
+    """Enter a child's report into the figures, the complaints and the model."""
     row.figures["children"] += 1
     row.figures["refused"] += told["answer"] == "refused"
     row.figures["answered"] += told["answer"] == "answered"
@@ -85,7 +97,11 @@ def _tell(told: dict[str, str], model: Model, row: Row, complaints: list[str]) -
 def parent(part: Part, env: Killer) -> None:
     """Work, and have a child now and then, which does one thing."""
     store = part.subject.open(env)
-    model, ledger, history = Model.from_json(part.model), Ledger(part.ledger), History(part.seed, part.names - OWN)
+    model, ledger, history = (
+        Model.from_json(part.model),
+        Ledger(part.ledger),
+        History(part.seed, part.names - OWN),
+    )
     *acts, end = part.how
     work(store, model, ledger, history, range(10), evicts=False)
     with open(part.ledger + ".children", "a", buffering=1, encoding="ascii") as out:
@@ -124,11 +140,15 @@ def _child(store: StorageBackend, act: str, part: Part, name: int) -> dict[str, 
     _, status = os.waitpid(pid, 0)
     code = os.waitstatus_to_exitcode(status)
     fine = code == (-signal.SIGKILL if act == "kill" else 0)
-    return {"act": act} | (json.loads(said) if said and fine else {"answer": "a hang" if code == -signal.SIGALRM else f"status {code}"})
+    return {"act": act} | (
+        json.loads(said)
+        if said and fine
+        else {"answer": "a hang" if code == -signal.SIGALRM else f"status {code}"}
+    )
 
 
 def _do(store: StorageBackend, act: str, part: Part, version: Version) -> dict[str, object]:
-    """What the child does; "stored": names whose sets it was told are done."""
+    """Perform a child's act and return its report; "stored": names whose sets were acknowledged."""
     answers: list[object] = []
     if act in ("set", "kill", "exit"):
         answers += perform(store, Op("set", [version]))

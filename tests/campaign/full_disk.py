@@ -1,6 +1,8 @@
-"""A store that may grow larger than its file system, and a stranger who fills the rest: a tmpfs of 16 MiB, in a process of its own.
+"""A store that may grow larger than its file system, and a stranger who fills the rest: a tmpfs of 16 MiB, in
+a process of its own.
 
-`python -m tests.campaign.full_disk KIND DIR SEED`: a page that cannot be had on a full disk may end a process that maps it.
+`python -m tests.campaign.full_disk KIND DIR SEED`: a page that cannot be had on a full disk may end a process
+that maps it.
 """
 
 from __future__ import annotations
@@ -40,7 +42,11 @@ def campaign(kind: str, trials: int, seed: int, base: Path, steps: Steps) -> lis
     with tempfile.TemporaryDirectory(dir=base) as directory:
         for n in steps.over(range(trials), f"enospc {kind}"):
             try:
-                subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", directory], check=True, capture_output=True)
+                subprocess.run(
+                    ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", directory],
+                    check=True,
+                    capture_output=True,
+                )
                 row.take(partial(_child, kind, directory, seed + n, row), f"seed {seed + n}")
             except (OSError, subprocess.CalledProcessError) as error:
                 return [Row("enospc", kind, skipped=f"skipped: no tmpfs can be mounted ({error})")]
@@ -71,7 +77,14 @@ class FullDisk:
         self.history = History(seed, NAMES)
         self.stranger = subject.path.parent / "stranger"
         self.model, self.verdict = Model(), Verdict()
-        self.figures = {"stored": 0, "throttled": 0, "refused deletes": 0, "refused flushes": 0, "evicted": 0, "reopened full": 0}
+        self.figures = {
+            "stored": 0,
+            "throttled": 0,
+            "refused deletes": 0,
+            "refused flushes": 0,
+            "evicted": 0,
+            "reopened full": 0,
+        }
         self.evicted_before = 0
 
     def run(self) -> None:
@@ -121,9 +134,11 @@ class FullDisk:
         return answers
 
     def _judge(self, store: StorageBackend) -> None:
-        """What is missing must have been evicted."""
+        """Judge the store: no more objects may be missing than were evicted."""
         found = judge(store, self.model, set(), NAMES)
-        missing = len(self.model.certain()) - sum(1 for v in self.model.certain() if found.found.get(v.name) == v.turn)
+        missing = len(self.model.certain()) - sum(
+            1 for v in self.model.certain() if found.found.get(v.name) == v.turn
+        )
         evicted = int(store.usage().details.get("evicted", 0))
         found.lost = max(0, missing - (evicted - self.evicted_before)) + found.torn
         self.figures["evicted"] += evicted - self.evicted_before

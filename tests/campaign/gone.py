@@ -1,7 +1,9 @@
-"""What a store stands on goes away under it: its directory, the right to it, its file system, or the end of LMDB's file.
+"""Campaign that takes away what a store needs while it works.
 
-No call may raise then but those that may say so (StorageError from `flush` and the listing calls), no bytes may be wrong, and what is
-answered with STORED must be there when things come back. Mounting and becoming another user take root.
+Its directory disappears, the right to it, its file system, or the end of LMDB's file. Meanwhile no call may
+raise except those that are allowed to (StorageError from `flush` and the listing calls), no bytes may be
+wrong, and what is answered with STORED must be there once everything is back. Mounting and becoming another
+user require root.
 """
 
 from __future__ import annotations
@@ -117,10 +119,18 @@ def campaign(kind: str, trials: int, seed: int, base: Path, steps: Steps) -> lis
             row.skipped = _unfit(name, base, why)
             if row.skipped:
                 continue
-            row.figures = {"stored while gone": 0, "flushed while gone": 0, "works again": 0, "evicted": 0, "SIGBUS": 0}
+            row.figures = {
+                "stored while gone": 0,
+                "flushed while gone": 0,
+                "works again": 0,
+                "evicted": 0,
+                "SIGBUS": 0,
+            }
             for n in steps.over(range(trials), f"gone {row.backend}"):
                 directory = Path(tempfile.mkdtemp(dir=base))
-                row.take(partial(trial, nursery, kind, name, directory, seed * 1009 + n, row), f"seed {seed + n}")
+                row.take(
+                    partial(trial, nursery, kind, name, directory, seed * 1009 + n, row), f"seed {seed + n}"
+                )
                 shutil.rmtree(directory)
     return rows
 
@@ -132,7 +142,12 @@ def _unfit(name: str, base: Path, no_image: str) -> str:
         if os.geteuid() != 0:
             return "skipped: becoming another user takes root"
         base.chmod(0o711)
-        able = subprocess.run(["ls", str(base / "..")], user=NOBODY, group=NOBODY, capture_output=True, check=False).returncode == 0
+        able = (
+            subprocess.run(
+                ["ls", str(base / "..")], user=NOBODY, group=NOBODY, capture_output=True, check=False
+            ).returncode
+            == 0
+        )
         return "" if able else f"skipped: another user cannot enter {base.parent}"
     return ""
 
@@ -142,10 +157,14 @@ def trial(nursery: Nursery, kind: str, name: str, directory: Path, seed: int, ro
     with ExitStack() as stack:
         ledger = str(directory / "ledger")
         place = Place(directory, stack, on_an_image=name in ON_AN_IMAGE)
-        subject = Subject(kind, place.enter() / "store", CAPACITY, "power" if name in ON_AN_IMAGE else "process")
+        subject = Subject(
+            kind, place.enter() / "store", CAPACITY, "power" if name in ON_AN_IMAGE else "process"
+        )
         if name == "chmod 000":
             os.chown(directory, NOBODY, NOBODY)
-        part = Part("bereaved", subject.fields, NAMES, Model().to_json(), ledger=ledger, seed=seed, how=[name])
+        part = Part(
+            "bereaved", subject.fields, NAMES, Model().to_json(), ledger=ledger, seed=seed, how=[name]
+        )
         status = _race(nursery, part, seed) if name == RACE else played(nursery, part)
         model = Model()
         complaints = Ledger.replay(ledger, model)
@@ -160,7 +179,9 @@ def trial(nursery: Nursery, kind: str, name: str, directory: Path, seed: int, ro
             lasting = {version for version in lasting if figures["flushed while gone"] or version in after}
         must = sorted(set() if "cut" in name else lasting)
         subject = subject.at(place.again() / "store")
-        verdict = looked(nursery, Part("look", subject.fields, NAMES, model.to_json(), must=must, checks="cut" not in name))
+        verdict = looked(
+            nursery, Part("look", subject.fields, NAMES, model.to_json(), must=must, checks="cut" not in name)
+        )
         # Where no slab can be made, a new object may take the place of an old one, which the store counts.
         verdict.lost = max(0, verdict.lost - figures["evicted"])
         verdict.failed += len(complaints)
@@ -169,7 +190,9 @@ def trial(nursery: Nursery, kind: str, name: str, directory: Path, seed: int, ro
 
 
 class Place:
-    """Where the store lies: a directory, or a file system in an image that is mounted anew for the look.
+    """Location of the store: a directory, or a file system in an image.
+
+    The image is mounted anew before the store is judged.
 
     Thread safety: one thread.
     """
@@ -193,7 +216,7 @@ class Place:
 
 
 def since(ledger: str) -> tuple[set[Version], dict[str, int]]:
-    """What a ledger says of the time while something was gone: what was stored, and how often what else was said."""
+    """Return the versions stored while something was gone, and counts, all read from a ledger."""
     stored: set[Version] = set()
     figures = {"stored while gone": 0, "flushed while gone": 0, "works again": 0, "evicted": 0}
     gone, op = False, Op("flush")
@@ -207,7 +230,11 @@ def since(ledger: str) -> tuple[set[Version], dict[str, int]]:
             figures["evicted"] = rest[0]
         elif kind == "done" and gone:
             figures["flushed while gone"] += op.kind == "flush"
-            stored |= {v for v, answer in zip(op.versions, rest[0], strict=False) if answer == Outcome.STORED and op.kind == "set"}
+            stored |= {
+                v
+                for v, answer in zip(op.versions, rest[0], strict=False)
+                if answer == Outcome.STORED and op.kind == "set"
+            }
         elif kind in KINDS:
             op = Op(kind, [Version(*pair) for pair in rest[0]])
     figures["stored while gone"] = len(stored)

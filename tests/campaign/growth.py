@@ -1,4 +1,6 @@
-"""kill -9 at any call while a store grows, evicts, opens with a smaller capacity, or gets damaged objects anew."""
+"""kill -9 at any call while a store grows, evicts, opens with a smaller capacity, or gets damaged objects
+anew.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ MANY = 400
 class Scene:
     """A store at work: where it begins, the part that is played and killed, and who looks afterwards.
 
-    `model`: what is known before. `must`: what has to be there in the end, given what is known after the kill.
+    `model`: what is known before. `must`: what has to be there in the end, given what is known after the
+    kill.
     """
 
     start: Path | None
@@ -43,7 +46,12 @@ def campaign(kind: str, trials: int, seed: int, base: Path, steps: Steps) -> lis
     made = template(kind, directory)
     rows = []
     with Nursery("tests.campaign.actors") as nursery:
-        for name, scene_of in (("growing", growing), ("evicting", evicting), ("shrinking", shrinking), ("mending", mending)):
+        for name, scene_of in (
+            ("growing", growing),
+            ("evicting", evicting),
+            ("shrinking", shrinking),
+            ("mending", mending),
+        ):
             row = Row("grow", f"{kind}, {name}")
             scene = scene_of(nursery, made, directory, seed)
             runs = Runs(nursery, scene, directory, seed)
@@ -82,7 +90,9 @@ class Runs:
             complaints = Ledger.replay(part.ledger, model)
             self.figures["unanswered"] += bool(model.unsure)
             must = sorted(self._scene.must(model))
-            look = replace(self._scene.look, store=_at(self._scene.look, directory), model=model.to_json(), must=must)
+            look = replace(
+                self._scene.look, store=_at(self._scene.look, directory), model=model.to_json(), must=must
+            )
             verdict = looked(self._nursery, look)
             verdict.wrong += len(complaints)
             verdict.notes += complaints
@@ -94,7 +104,12 @@ class Runs:
         directory = Path(tempfile.mkdtemp(dir=self._base))
         if self._scene.start is not None:
             shutil.copytree(self._scene.start, directory / "store")
-        part = replace(self._scene.part, store=_at(self._scene.part, directory), kill_at=call, ledger=str(directory / "ledger"))
+        part = replace(
+            self._scene.part,
+            store=_at(self._scene.part, directory),
+            kill_at=call,
+            ledger=str(directory / "ledger"),
+        )
         return directory, part
 
 
@@ -113,7 +128,12 @@ def evicting(nursery: Nursery, made: Template, directory: Path, seed: int) -> Sc
     """A store that was full before."""
     subject = Subject(made.kind, directory / "full", TIGHT)
     model, ledger = Model(), str(directory / "ledger.full")
-    status = played(nursery, Part("churn", subject.fields, MANY, model.to_json(), ledger=ledger, seed=seed, calls=300, evicts=True))
+    status = played(
+        nursery,
+        Part(
+            "churn", subject.fields, MANY, model.to_json(), ledger=ledger, seed=seed, calls=300, evicts=True
+        ),
+    )
     assert status == 0, died(nursery)
     Ledger.replay(ledger, model)
     model.recent = set()
@@ -122,7 +142,9 @@ def evicting(nursery: Nursery, made: Template, directory: Path, seed: int) -> Sc
 
 
 def shrinking(nursery: Nursery, made: Template, directory: Path, _seed: int) -> Scene:
-    """An opening with a quarter of the capacity: what one keeps that nobody kills must be kept; all, where that is refused."""
+    """An opening with a quarter of the capacity: what one keeps that nobody kills must be kept; all, where
+    that is refused.
+    """
     small = replace(made.subject, capacity=SMALLER)
     trial = replace(small, path=made.copy(directory / "small", closed=False).path)
     refused = played(nursery, Part("open_and_close", trial.fields)) != 0
@@ -147,7 +169,13 @@ def mending(_nursery: Nursery, made: Template, directory: Path, seed: int) -> Sc
     before = Model.from_json(made.model.to_json())
     for version in bad:
         before.unsure[version.name] = {before.stored.pop(version.name)}
-    return Scene(spoiled, part, before, Part("look", replace(made.subject, capacity=CAPACITY).fields, NAMES), Model.certain)
+    return Scene(
+        spoiled,
+        part,
+        before,
+        Part("look", replace(made.subject, capacity=CAPACITY).fields, NAMES),
+        Model.certain,
+    )
 
 
 def spoil(path: Path, versions: list[Version]) -> list[Version]:

@@ -28,7 +28,14 @@ def churn(part: Part, env: Killer) -> None:
     """Make so many calls of a random history."""
     with part.subject.open(env) as store:
         model = Model.from_json(part.model)
-        work(store, model, Ledger(part.ledger), History(part.seed, part.names), range(part.calls), evicts=part.evicts)
+        work(
+            store,
+            model,
+            Ledger(part.ledger),
+            History(part.seed, part.names),
+            range(part.calls),
+            evicts=part.evicts,
+        )
 
 
 @job

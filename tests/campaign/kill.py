@@ -1,4 +1,6 @@
-"""kill -9 of a process that writes, again and again over the same store: half of the cycles without evictions, half with."""
+"""kill -9 of a process that writes, again and again over the same store: half of the cycles without
+evictions, half with.
+"""
 
 from __future__ import annotations
 
@@ -70,11 +72,12 @@ class Cycles:
     def _order(self, n: int, seed: int) -> Order:
         subject = replace(self._subject, durability="power" if n % 4 > 1 else "process")
         ledger, model = str(subject.path.parent / f"ledger{n}"), self._model.to_json()
-        # After an even cycle the store is read here, so only the writers of even cycles find one that nobody has looked at.
+        # After an even cycle the store is read here, so only the writers of even cycles find one that nobody
+        # has looked at.
         return Order(subject.fields, self._names, seed, ledger, model, evicts=self._evicts, judges=n % 2 == 0)
 
     def _take_over(self, order: Order, verdict: Verdict) -> None:
-        """What the writer found, and what it did after that."""
+        """Take over a killed writer's reports: its verdict or opening time, and its ledger."""
         words = self._nursery.words
         if "verdict" in words:
             told = Verdict(**json.loads(words["verdict"]))

@@ -1,7 +1,8 @@
-"""What a store must hold, as far as an observer knows who saw its acknowledgements and then saw its process or its power die.
+"""Model of what a store must hold after its process or its power died.
 
-Objects have small numbers as names, and every set of a name has a turn of its own, so that the bytes of an older version are told apart
-from the newest. A name whose set or delete was never answered may be found in either state.
+It knows what an observer knows that saw the acknowledgements. Objects have small numbers as names, and every
+set of a name has a turn of its own, so that the bytes of an older version can be told from the newest. A name
+whose set or delete was never answered may be found in either state.
 """
 
 from __future__ import annotations
@@ -50,9 +51,10 @@ class Op(NamedTuple):
 
 @dataclass
 class Verdict:
-    """What was found in a store that was opened again. `wrong`, `lost` and `failed` must be 0.
+    """Findings in a store that was opened again; `wrong`, `lost` and `failed` must be 0.
 
-    `torn`: objects that were found out, and not served. `failed`: calls that were answered as they may not be, and trials that raised.
+    `torn`: damaged objects that the store detected and did not serve. `failed`: calls with an answer that is
+    not allowed, and trials that raised.
     """
 
     wrong: int = 0
@@ -76,7 +78,10 @@ class Verdict:
 
 
 class Model:
-    """`stored`: acknowledged and not deleted since, the newest last. `unsure`: the call that would tell was never answered."""
+    """`stored`: acknowledged and not deleted since, the newest last.
+
+    `unsure`: the call that would tell was never answered.
+    """
 
     def __init__(self) -> None:
         self.stored: dict[int, int] = {}
@@ -93,7 +98,7 @@ class Model:
                 self.turn = max(self.turn, turn)
 
     def end(self, op: Op, answers: Sequence[Outcome | bool]) -> None:
-        """It was answered; refuse what cannot be with ValueError."""
+        """Record the answers to a call; raise ValueError for one that is impossible."""
         for version, answer in zip(op.versions, answers, strict=op.kind != "flush"):
             name, turn = version
             known = self.stored.get(name)
@@ -101,7 +106,12 @@ class Model:
                 self.stored.pop(name, None)
                 self.stored[name] = turn
                 self.recent.add(name)
-            elif op.kind == "set" and answer is Outcome.HIT and known is None and self.unsure.get(name) == {turn}:
+            elif (
+                op.kind == "set"
+                and answer is Outcome.HIT
+                and known is None
+                and self.unsure.get(name) == {turn}
+            ):
                 raise ValueError(f"{name} is deleted, or was never stored, and yet a set of it is a hit")
             elif op.kind == "delete" and answer:
                 self.stored.pop(name, None)
@@ -126,20 +136,30 @@ class Model:
         return self.certain() & self.flushed
 
     def newest(self, count: int = 3) -> set[Version]:
-        """Those of them that were stored last, which an eviction takes last; after a reading of everything there are none for a while."""
-        return {Version(*pair) for pair in list(self.stored.items())[-count:] if pair[0] in self.recent - self.unsure.keys()}
+        """Those of them that were stored last, which an eviction takes last; after a reading of everything
+        there are none for a while.
+        """
+        return {
+            Version(*pair)
+            for pair in list(self.stored.items())[-count:]
+            if pair[0] in self.recent - self.unsure.keys()
+        }
 
     def settle(self, found: dict[int, int]) -> None:
         """The store was read from end to end."""
-        order = [name for name in self.stored if name in found] + [name for name in found if name not in self.stored]
+        order = [name for name in self.stored if name in found] + [
+            name for name in found if name not in self.stored
+        ]
         self.stored = {name: found[name] for name in order}
         self.unsure = {}
         self.recent = set()
 
     def to_json(self) -> str:
-        """As text for another process."""
+        """Return the model as text for another process."""
         unsure = [(name, sorted(turns)) for name, turns in self.unsure.items()]
-        return json.dumps([list(self.stored.items()), unsure, sorted(self.flushed), sorted(self.recent), self.turn])
+        return json.dumps(
+            [list(self.stored.items()), unsure, sorted(self.flushed), sorted(self.recent), self.turn]
+        )
 
     @classmethod
     def from_json(cls, text: str) -> Self:
@@ -188,8 +208,13 @@ def perform(store: StorageBackend, op: Op) -> list[Outcome | bool]:
     return [Outcome.ERROR if o is Outcome.HIT and content(item) != v.data else o for v, item, o in answers]
 
 
-def judge(store: StorageBackend, model: Model, must: Iterable[Version], names: int, *, damaged: bool = False) -> Verdict:
-    """Read everything, and compare. `must`: what has to be there; of a `damaged` store the rest may be unreadable, and counts as torn."""
+def judge(
+    store: StorageBackend, model: Model, must: Iterable[Version], names: int, *, damaged: bool = False
+) -> Verdict:
+    """Read everything, and compare.
+
+    `must`: what has to be there; of a `damaged` store the rest may be unreadable, and counts as torn.
+    """
     verdict = Verdict()
     known = {key(n).digest: n for n in range(names)}
     entries = list(store.scan_all())
@@ -206,7 +231,9 @@ def judge(store: StorageBackend, model: Model, must: Iterable[Version], names: i
                 verdict.found[name] = same[-1].turn
             else:
                 verdict.wrong += 1
-                verdict.notes.append(f"{name} has bytes that nobody stored last; {model.allowed(name)} were allowed")
+                verdict.notes.append(
+                    f"{name} has bytes that nobody stored last; {model.allowed(name)} were allowed"
+                )
         elif outcome is not Outcome.MISS:
             verdict.wrong += 1
             verdict.notes.append(f"{name} was listed and its get said {outcome}")
@@ -223,7 +250,9 @@ def judge(store: StorageBackend, model: Model, must: Iterable[Version], names: i
 
 
 class Ledger:
-    """A file with a line before and a line after every call, each by one os.write, which outlives the process that made them."""
+    """A file with a line before and a line after every call, each by one os.write, which outlives the process
+    that made them.
+    """
 
     def __init__(self, path: str) -> None:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -234,7 +263,10 @@ class Ledger:
 
     @staticmethod
     def replay(path: str, model: Model) -> list[str]:
-        """Bring a model up to date; returns what the writer itself complained about. Other lines than those of calls are not for this."""
+        """Bring a model up to date; returns what the writer itself complained about.
+
+        Other lines than those of calls are not for this.
+        """
         complaints: list[str] = []
         op = Op("flush")
         with open(path, "a+", encoding="ascii") as file:

@@ -1,7 +1,8 @@
-"""kill -9 while a store is opened that is damaged in one of many ways: at every call that it makes, and at random moments.
+"""kill -9 while a store is opened that is damaged in one of many ways: at every call that it makes, and at
+random moments.
 
-After that it is opened whole, twice. What lay outside the damaged part must be there; where the damage is to a part that says nothing of
-objects, as much as an opening saves that nobody disturbs.
+After that it is opened whole, twice. What lay outside the damaged part must be there; where the damage is to
+a part that says nothing of objects, as much as an opening saves that nobody disturbs.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ SMALL = 20
 
 @dataclass(frozen=True)
 class Kill:
-    """When the opener dies: before a call, or after so much of the time that an opening takes; `again`: and so does the next one."""
+    """When the opener dies: before a call, or after so much of the time that an opening takes; `again`: and
+    so does the next one.
+    """
 
     call: int = 0
     moment: float = 0.0
@@ -41,7 +44,10 @@ class Kill:
 
 @dataclass(frozen=True)
 class Undisturbed:
-    """What an opening did that nobody killed: its calls and seconds, and what was found afterwards; None where it did not even open."""
+    """Result of an opening that was not killed: its calls and seconds, and what was found afterwards.
+
+    `found` is None if the store could not be read afterwards.
+    """
 
     calls: int
     seconds: float
@@ -73,9 +79,22 @@ class Openings:
     """
 
     def __init__(self, nursery: Nursery, made: Template, damage: Damage, seed: int, base: Path) -> None:
-        self._nursery, self._template, self._damage, self._seed, self._base = nursery, made, damage, seed, base
+        self._nursery, self._template, self._damage, self._seed, self._base = (
+            nursery,
+            made,
+            damage,
+            seed,
+            base,
+        )
         self._known: dict[int, Undisturbed] = {}
-        self.figures = {"killed": 0, "twice": 0, "ended before": 0, "crashed": 0, "calls": 0, "saved undisturbed, least": NAMES}
+        self.figures = {
+            "killed": 0,
+            "twice": 0,
+            "ended before": 0,
+            "crashed": 0,
+            "calls": 0,
+            "saved undisturbed, least": NAMES,
+        }
 
     def plan(self, budget: int) -> Iterator[Kill]:
         """Every call of an opening, or of a small budget half; then random moments."""
@@ -86,7 +105,11 @@ class Openings:
         for n, call in enumerate(spread(calls, chosen, random)):
             yield Kill(call=call, again=random.randint(1, calls) if n % 3 == 2 else 0)
         for n in range(max(budget // 3, budget - chosen)):
-            yield Kill(moment=random.uniform(0.01, 1.05), case=n % CASES, again=random.randint(1, calls) if n % 3 == 2 else 0)
+            yield Kill(
+                moment=random.uniform(0.01, 1.05),
+                case=n % CASES,
+                again=random.randint(1, calls) if n % 3 == 2 else 0,
+            )
 
     def run(self, kill: Kill) -> Verdict:
         """Spoil a copy, kill who opens it, look at it."""
@@ -116,7 +139,11 @@ class Openings:
     def _spoil(self, case: int) -> tuple[Path, Subject, Spoiled]:
         directory = Path(tempfile.mkdtemp(dir=self._base))
         subject = self._template.copy(directory / "store", closed=case % 2 == 1)
-        return directory, subject, self._damage(self._template, subject.path, Random(self._seed * 1009 + case))
+        return (
+            directory,
+            subject,
+            self._damage(self._template, subject.path, Random(self._seed * 1009 + case)),
+        )
 
     def _undisturbed(self, case: int) -> Undisturbed:
         """Open a spoiled copy whole, and look at it."""
@@ -125,7 +152,8 @@ class Openings:
             status = self._open(subject, 0)
             words = self._nursery.words
             spoiled.undo()
-            calls, seconds = int(words.get("calls", 1)), float(words.get("seconds", 0.02))  # who crashes says nothing
+            # who crashes says nothing
+            calls, seconds = (int(words.get("calls", 1)), float(words.get("seconds", 0.02)))
             self._crashed(status)
             try:
                 found: dict[int, int] | None = self._look(subject, set()).found
@@ -133,7 +161,9 @@ class Openings:
                 found = None
             shutil.rmtree(directory)
             self._known[case] = Undisturbed(calls, seconds, found)
-            self.figures["saved undisturbed, least"] = min(self.figures["saved undisturbed, least"], len(found or ()))
+            self.figures["saved undisturbed, least"] = min(
+                self.figures["saved undisturbed, least"], len(found or ())
+            )
         return self._known[case]
 
     def _kill(self, subject: Subject, kill: Kill, undisturbed: Undisturbed) -> None:
@@ -156,4 +186,6 @@ class Openings:
     def _look(self, subject: Subject, must: set[Version]) -> Verdict:
         checks = not (subject.kind == "lmdb" and self._damage in UNMENDED)
         model = self._template.model.to_json()
-        return looked(self._nursery, Part("look", subject.fields, NAMES, model, must=sorted(must), checks=checks))
+        return looked(
+            self._nursery, Part("look", subject.fields, NAMES, model, must=sorted(must), checks=checks)
+        )

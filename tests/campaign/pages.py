@@ -1,8 +1,8 @@
-"""Which page of an LMDB file is what, and what lies on it: read from the bytes of the file alone.
+"""Reader of the pages of an LMDB file, from the bytes of the file alone.
 
-From LMDB's own description of its format: a page of 16 bytes of header (number, pad, flags, lower, upper), then 2-byte offsets of nodes; of
-fixed-size duplicates the values themselves. Two meta pages name the roots of the list of free pages and of the main tree, in which the
-roots of the named trees lie.
+The format follows LMDB's own description: a page has 16 bytes of header (number, pad, flags, lower, upper),
+then 2-byte offsets of nodes, or, for fixed-size duplicates, the values themselves. Two meta pages name the
+roots of the list of free pages and of the main tree, in which the roots of the named trees lie.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ _NONE: Final = 2**64 - 1
 
 
 class Page(NamedTuple):
-    """A page that is in use: its tree, "branch", "leaf" or "run" (what a large value takes), its bytes, and of a run the value's key."""
+    """A page that is in use: its tree, "branch", "leaf" or "run" (what a large value takes), its bytes, and
+    of a run the value's key.
+    """
 
     number: int
     tree: str
@@ -37,7 +39,10 @@ class Page(NamedTuple):
 
 
 class Node(NamedTuple):
-    """A key and its value in a leaf page. `at`: the offset in it; a large value's is the number of its first page."""
+    """A key and its value in a leaf page.
+
+    `at`: the offset in it; a large value's is the number of its first page.
+    """
 
     key: bytes
     flags: int
@@ -64,7 +69,9 @@ def nodes(content: bytes) -> list[Node]:
         low, high, flags, size = _NODE.unpack_from(content, at)
         start = at + _NODE.size
         length = 8 if flags & _BIG else low | high << 16
-        found.append(Node(content[start : start + size], flags, content[start + size : start + size + length], at))
+        found.append(
+            Node(content[start : start + size], flags, content[start + size : start + size + length], at)
+        )
     return found
 
 

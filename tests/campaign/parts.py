@@ -1,4 +1,4 @@
-"""What the processes of `actors` are ordered to do, and the world in which they can kill themselves."""
+"""Orders to the processes of `actors`, and an Env in which a process kills itself."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from tiercache.testing.faults import Call, FaultEnv
 
 @dataclass(frozen=True)
 class Part:
-    """What one process is to do: a job, with a store (a Subject's fields), names and a model as in an `Order`.
+    """Order to one process: a job, with a store (a Subject's fields), names and a model as in an `Order`.
 
-    `kill_at`: it kills itself before so many calls of its Env; 0 never. `must`: (name, turn) of what has to be there, for who looks.
-    `checks`: the store's own check must pass, and all that is listed can be read. `how`: what else the job is told.
+    `kill_at`: number of the call of its Env before which the process kills itself; 0: never. `must`: the
+    (name, turn) pairs that a job which reads the store has to find. `checks`: the store's own check must
+    pass, and everything listed must be readable. `how`: further arguments of the job.
     """
 
     job: str
@@ -95,7 +96,7 @@ def played(nursery: Nursery, part: Part) -> int:
 
 
 def looked(nursery: Nursery, part: Part) -> Verdict:
-    """What a process found that looked; raises RuntimeError where it could not."""
+    """Let a process read the store, and return its verdict; raise RuntimeError if it reports none."""
     status = played(nursery, part)
     if "verdict" not in nursery.words:
         raise RuntimeError(died(nursery) or f"who looked ended with status {status}")

@@ -1,8 +1,10 @@
-"""Power cuts of a real file system: ext4 in an image, mounted through a loop device, copied while its writer is stopped.
+"""Power cuts of a real file system: ext4 in an image, mounted through a loop device, copied while its writer
+is stopped.
 
-What the kernel has not written back yet is in the page cache of the mounted file system and not in the image: that is what the cut loses.
-The copy is taken between two looks at the loop device's counters; where a write came in between (the journal, the write-back), it is
-taken again. ext4 then replays the copy's journal. A drive that reorders what it has in its own cache is not seen here; `clones` does that.
+What the kernel has not written back yet is in the page cache of the mounted file system and not in the image:
+that is what the cut loses. The copy is taken between two looks at the loop device's counters; where a write
+came in between (the journal, the write-back), it is taken again. ext4 then replays the copy's journal. A
+drive that reorders what it has in its own cache is not seen here; `clones` does that.
 """
 
 from __future__ import annotations
@@ -50,11 +52,16 @@ def unfit() -> str:
 def campaign(kind: str, trials: int, seed: int, base: Path, steps: Steps) -> list[Row]:
     """Half of the cuts with everything kept that was acknowledged, half with only what was flushed.
 
-    A third kind, in which nothing is ever flushed, shows that the cuts do cut: what they take is under "torn found", or just absent.
+    A third kind, in which nothing is ever flushed, shows that the cuts do cut: what they take is under "torn
+    found", or just absent.
     """
     if why := unfit():
         return [Row("power", kind, skipped=f"skipped: {why}")]
-    plans = [("power", True, trials - trials // 2), ("process", True, trials // 2), ("process", False, max(1, trials // 5))]
+    plans = [
+        ("power", True, trials - trials // 2),
+        ("process", True, trials // 2),
+        ("process", False, max(1, trials // 5)),
+    ]
     rows = []
     with Nursery() as nursery:
         for durability, flushes, count in plans:
@@ -75,7 +82,13 @@ class Cut:
     """
 
     def __init__(self, nursery: Nursery, kind: str, durability: str, flushes: bool, random: Random) -> None:
-        self._nursery, self._kind, self._durability, self._flushes, self._random = nursery, kind, durability, flushes, random
+        self._nursery, self._kind, self._durability, self._flushes, self._random = (
+            nursery,
+            kind,
+            durability,
+            flushes,
+            random,
+        )
         self._names = random.choice((ROOMY, EVICTING))
         self.figures = {"copied again": 0}
 
@@ -94,7 +107,13 @@ class Cut:
             model, ledger = Model(), str(directory / "ledger")
             subject = Subject(self._kind, mount / "store", CAPACITY, self._durability)
             order = Order(
-                subject.fields, self._names, self._random.getrandbits(32), ledger, model.to_json(), evicts=True, flushes=self._flushes
+                subject.fields,
+                self._names,
+                self._random.getrandbits(32),
+                ledger,
+                model.to_json(),
+                evicts=True,
+                flushes=self._flushes,
             )
             self._nursery.judges = False
             self._nursery.start(order)
@@ -124,7 +143,11 @@ class Cut:
                 verdict.add(found := judge(store, model, must, self._names))
                 check_integrity(store)
             gone = sum(found.found.get(v.name) != v.turn for v in model.certain())
-            self.figures |= {"acknowledged": len(model.certain()), "demanded": len(must), "acknowledged and gone": gone}
+            self.figures |= {
+                "acknowledged": len(model.certain()),
+                "demanded": len(must),
+                "acknowledged and gone": gone,
+            }
         return verdict
 
 
@@ -132,13 +155,24 @@ def new_image(path: Path) -> Path:
     """An empty ext4 file system in a file; nothing of it is made later in the background."""
     with path.open("wb") as file:
         file.truncate(IMAGE_BYTES)
-    _call("mkfs.ext4", "-q", "-F", "-b", "4096", "-E", "lazy_itable_init=0,lazy_journal_init=0,nodiscard", str(path))
+    _call(
+        "mkfs.ext4",
+        "-q",
+        "-F",
+        "-b",
+        "4096",
+        "-E",
+        "lazy_itable_init=0,lazy_journal_init=0,nodiscard",
+        str(path),
+    )
     return path
 
 
 @contextmanager
 def mounted(image: Path, mount: Path) -> Iterator[tuple[Path, str]]:
-    """Mount an image for the length of the block: where, and the name of its loop device, which goes with the mount."""
+    """Mount an image for the length of the block: where, and the name of its loop device, which goes with the
+    mount.
+    """
     mount.mkdir()
     try:
         _call("mount", "-o", "loop", str(image), str(mount))
@@ -158,7 +192,11 @@ def unmount(mount: Path) -> None:
 
 
 def _device(mount: Path) -> str:
-    [source] = [line.split()[0] for line in Path("/proc/mounts").read_text().splitlines() if line.split()[1] == str(mount)]
+    [source] = [
+        line.split()[0]
+        for line in Path("/proc/mounts").read_text().splitlines()
+        if line.split()[1] == str(mount)
+    ]
     return os.path.basename(source)
 
 

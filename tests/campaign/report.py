@@ -1,4 +1,4 @@
-"""What campaigns report: rows of counts, progress on stderr while they run, one table at the end."""
+"""Reports of campaigns: rows of counts, progress on stderr while they run, one table at the end."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ class Row:
         return not (self.verdict.wrong or self.verdict.lost or self.verdict.failed)
 
     def take(self, trial: Callable[[], Verdict], name: str) -> None:
-        """Run one trial; what it raises is a failure of the store or of the campaign, and either must be looked at."""
+        """Run one trial; what it raises is a failure of the store or of the campaign, and either must be
+        looked at.
+        """
         start = time.perf_counter()
         self.trials += 1
         try:
@@ -86,7 +88,12 @@ def steps() -> Iterator[Steps]:
 
 def table(rows: Iterable[Row]) -> Table:
     """The result."""
-    made = Table(title="Campaign", caption="wrong, lost and failed must be 0; torn objects were found out by their checksum and not served")
+    made = Table(
+        title="Campaign",
+        caption=(
+            "wrong, lost and failed must be 0; torn objects were found out by their checksum and not served"
+        ),
+    )
     for name in (
         "campaign",
         "store",

@@ -1,7 +1,8 @@
-"""A mixed load on one store for a while, in a process of its own: first with reopenings, then in one long session, whose memory is sampled
-and its slope fitted.
+"""A mixed load on one store for a while, in a process of its own: first with reopenings, then in one long
+session, whose memory is sampled and its slope fitted.
 
-`python -m tests.campaign.soak KIND DIR SECONDS SEED`. Every object always has the same bytes, so that any thread can tell a wrong one.
+`python -m tests.campaign.soak KIND DIR SECONDS SEED`. Every object always has the same bytes, so that any
+thread can tell a wrong one.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ import numpy as np
 
 from tests.campaign.model import Verdict, Version
 from tests.campaign.report import Row, Steps
-from tests.campaign.stores import Subject, check_integrity, descriptors, disk_bytes
+from tests.campaign.stores import Subject, check_integrity, descriptors
 from tests.campaign.victims import ROOT
+from tests.storage_backends.local.files import disk_bytes
 from tiercache.core import Outcome
 from tiercache.storage.base import StorageBackend
 from tiercache.testing.objects import content, fetch, key, to_get, to_set
@@ -60,7 +62,10 @@ def _child(kind: str, directory: str, seconds: int, seed: int, row: Row) -> Verd
 
 
 class Sample(NamedTuple):
-    """What the process takes at a moment. Bytes: `anonymous` memory is its own; the rest of the resident set is files, LMDB's map first."""
+    """Resources of the process at one moment.
+
+    Bytes: `anonymous` memory is its own; the rest of `resident` is files, above all LMDB's map.
+    """
 
     seconds: float
     anonymous: int
@@ -70,7 +75,9 @@ class Sample(NamedTuple):
 
 
 class Soak:
-    """Threads that set, get and delete; each deletes and misses only its own names. Between sessions the store is closed and opened.
+    """Threads that set, get and delete; each deletes and misses only its own names.
+
+    Between sessions the store is closed and opened.
 
     Thread safety: `work` runs in several threads; the rest in one.
     """
@@ -87,9 +94,13 @@ class Soak:
         """Sessions until the time is over."""
         start = time.monotonic()
         while (now := time.monotonic() - start) < seconds:
-            until = start + (min(now + SESSION_SECONDS, SHORT * seconds) if now < SHORT * seconds else seconds)
+            until = start + (
+                min(now + SESSION_SECONDS, SHORT * seconds) if now < SHORT * seconds else seconds
+            )
             store = self._subject.recover(NAMES, self.verdict)
-            threads = [threading.Thread(target=self.work, args=(store, turn, until)) for turn in range(THREADS)]
+            threads = [
+                threading.Thread(target=self.work, args=(store, turn, until)) for turn in range(THREADS)
+            ]
             for thread in threads:
                 thread.start()
             while any(thread.is_alive() for thread in threads):
@@ -122,7 +133,9 @@ class Soak:
         items = [to_get(key(name), len(self._data[name])) for name in names]
         outcomes = store.get(items)
         for name, item, outcome in zip(names, items, outcomes, strict=True):
-            if outcome not in (Outcome.HIT, Outcome.MISS) or (outcome is Outcome.HIT and content(item) != self._data[name]):
+            if outcome not in (Outcome.HIT, Outcome.MISS) or (
+                outcome is Outcome.HIT and content(item) != self._data[name]
+            ):
                 self._note("wrong", f"a get of {name} was answered with {outcome}")
         # One that was a hit may have been the next to be evicted, and may be gone by now.
         if outcomes[0] is Outcome.MISS and answers[0] is Outcome.STORED:
@@ -168,13 +181,22 @@ def slope(samples: list[Sample], field: str) -> tuple[float, float]:
 
 
 def figures(soak: Soak, seconds: float) -> dict[str, str | int]:
-    """What the samples after the warm-up say. The error takes samples for independent, which they are not: it is a lower bound."""
+    """Return the figures of the samples after the warm-up.
+
+    The stated error treats samples as independent, which they are not: it is a lower bound.
+    """
     kept = [s for s in soak.samples if s.seconds >= WARM_UP * seconds]
-    found: dict[str, str | int] = {"calls": soak.calls, "sessions": soak.sessions, "window s": round(kept[-1].seconds - kept[0].seconds)}
+    found: dict[str, str | int] = {
+        "calls": soak.calls,
+        "sessions": soak.sessions,
+        "window s": round(kept[-1].seconds - kept[0].seconds),
+    }
     for field in ("anonymous", "resident"):
         per_hour, error = slope(kept, field)
         found[f"{field} MB/h"] = f"{per_hour / 1e6:.2f} +- {error / 1e6:.2f}"
-        found[f"{field} MB"] = f"{kept[0]._asdict()[field] / 1e6:.1f} to {kept[-1]._asdict()[field] / 1e6:.1f}"
+        found[f"{field} MB"] = (
+            f"{kept[0]._asdict()[field] / 1e6:.1f} to {kept[-1]._asdict()[field] / 1e6:.1f}"
+        )
     for field in ("descriptors", "threads"):
         counts = [getattr(s, field) for s in kept]
         found[field] = f"{min(counts)} to {max(counts)}"

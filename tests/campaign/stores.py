@@ -1,4 +1,4 @@
-"""Which store a campaign is about, and how it is opened."""
+"""Stores of the campaigns, and how they are opened."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Subject:
 
     @property
     def keeps_all(self) -> bool:
-        """Does everything acknowledged survive a power cut, without a flush?"""
+        """True if everything acknowledged survives a power cut without a flush."""
         return self.durability == "power"
 
     def at(self, path: Path) -> Subject:
@@ -71,7 +71,9 @@ class Subject:
         return load(section.pop("type")).from_config(section, StoreContext(env or Env()))
 
     def recover(self, names: int, verdict: Verdict, env: Env | None = None) -> StorageBackend:
-        """Open it, and note the seconds from there to the first hit (or until it is known that there is none)."""
+        """Open it, and note the seconds from there to the first hit (or until it is known that there is
+        none).
+        """
         start = time.perf_counter()
         store = self.open(env)
         try:
@@ -88,11 +90,6 @@ class Subject:
 def check_integrity(store: StorageBackend) -> None:
     """The store's own check, where it has one."""
     getattr(store, "check_integrity", lambda: None)()
-
-
-def disk_bytes(path: Path) -> int:
-    """What a directory takes on its disk; sparse parts do not count."""
-    return sum(p.lstat().st_blocks * 512 for p in [path, *path.rglob("*")])
 
 
 def descriptors() -> int:

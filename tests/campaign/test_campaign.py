@@ -51,19 +51,25 @@ def test_every_page_of_a_database_is_known_and_every_object_lies_on_one(made: Te
     numbers = [page.number for page in found]
     assert len(set(numbers)) == len(numbers) <= len(data) // PAGE
     assert {"meta.leaf", "main.leaf", "objects.leaf", "objects.branch"} <= {page.role for page in found}
-    on_records = Counter(name for role, names in made.pages.values() if role == "objects.leaf" for name in names)
+    on_records = Counter(
+        name for role, names in made.pages.values() if role == "objects.leaf" for name in names
+    )
     assert on_records == Counter(range(NAMES)), "each object has one record"
     assert {name for name, _, _ in made.records} == set(range(NAMES))
     if made.kind == "lmdb":
         [parts] = [set().union(*(names for role, names in made.pages.values() if role.startswith("parts")))]
         assert parts == set(range(NAMES)), "and a payload"
     else:
-        assert set().union(*({name for name, _ in objects} for objects in made.slabs.values())) == set(range(NAMES))
+        assert set().union(*({name for name, _ in objects} for objects in made.slabs.values())) == set(
+            range(NAMES)
+        )
     assert nodes(next(page.content for page in found if page.role == "main.leaf"))
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_a_damage_changes_its_copy_alone_and_can_be_repeated(made: Template, name: str, tmp_path: Path) -> None:
+def test_a_damage_changes_its_copy_alone_and_can_be_repeated(
+    made: Template, name: str, tmp_path: Path
+) -> None:
     damage, kinds = DAMAGES[name]
     if made.kind not in kinds:
         pytest.skip("another kind's")
@@ -89,8 +95,20 @@ def test_a_process_kills_itself_at_the_call_that_it_was_told(made: Template, tmp
         assert played(nursery, Part("open_and_close", subject.fields)) == 0
         calls = int(nursery.words["calls"])
         assert calls > 10
-        assert played(nursery, Part("open_and_close", made.copy(tmp_path / "last", closed=True).fields, kill_at=calls)) == -signal.SIGKILL
-        assert played(nursery, Part("open_and_close", made.copy(tmp_path / "none", closed=True).fields, kill_at=calls + 1)) == 0
+        assert (
+            played(
+                nursery,
+                Part("open_and_close", made.copy(tmp_path / "last", closed=True).fields, kill_at=calls),
+            )
+            == -signal.SIGKILL
+        )
+        assert (
+            played(
+                nursery,
+                Part("open_and_close", made.copy(tmp_path / "none", closed=True).fields, kill_at=calls + 1),
+            )
+            == 0
+        )
         assert played(nursery, Part("open_and_close", ("file", "/dev/null/there", 1 << 24, "process"))) == 1
         assert "Error" in died(nursery)
 
@@ -135,8 +153,10 @@ def test_a_ledger_tells_what_was_said_while_something_was_gone(tmp_path: Path) -
     path = str(tmp_path / "ledger")
     ledger = Ledger(path)
     for lines in (
-        ["set", [[1, 1]]], ["done", [Outcome.STORED]], ["gone", True], ["set", [[2, 2], [3, 2]]], ["done", [Outcome.STORED, Outcome.ERROR]],
-        ["flush", []], ["done", [True]], ["flush", []], ["gone", False], ["set", [[4, 3]]], ["done", [Outcome.STORED]], ["again", True],
+        ["set", [[1, 1]]], ["done", [Outcome.STORED]], ["gone", True], ["set", [[2, 2], [3, 2]]],
+        ["done", [Outcome.STORED, Outcome.ERROR]],
+        ["flush", []], ["done", [True]], ["flush", []], ["gone", False], ["set", [[4, 3]]],
+        ["done", [Outcome.STORED]], ["again", True],
         ["evicted", 5], ["bad", "a complaint"],
     ):  # fmt: skip
         ledger.note(*lines)
@@ -155,7 +175,9 @@ def test_what_goes_away_comes_back(made: Template, name: str, tmp_path: Path) ->
     before = contents(path)
     back = gone.AWAY[name](path, Random(0))
     mode = path.stat().st_mode & 0o777 if path.exists() else None
-    assert mode == 0 if name == "chmod 000" else mode is None if name == "removed" else contents(path) != before
+    assert (
+        mode == 0 if name == "chmod 000" else mode is None if name == "removed" else contents(path) != before
+    )
     back()
     if name in ("replaced", "chmod 000"):
         assert contents(path) == before

@@ -1,4 +1,6 @@
-"""The campaign's side of the nursery: order a process, wait, stop it or kill it, and read what it acknowledged."""
+"""The campaign's side of the nursery: order a process, wait, stop it or kill it, and read what it
+acknowledged.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ class Nursery:
         self.words: dict[str, str] = {}
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._pid_fd >= 0:
             self.end()
         self._process.communicate()
@@ -74,7 +78,9 @@ class Nursery:
         return True
 
     def live(self, random: Random, seconds: float) -> None:
-        """Let the writer live for a random while: now and then it does not get as far as a store that is open."""
+        """Let the writer live for a random while: now and then it does not get as far as a store that is
+        open.
+        """
         if random.random() < 0.2:
             time.sleep(random.uniform(0, 0.012))
         elif self.hear("verdict" if self.judges else "open"):

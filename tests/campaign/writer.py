@@ -1,8 +1,9 @@
 """The process that is killed: it writes to a store and keeps a ledger, until it is no more.
 
-`python -m tests.campaign.writer` is a nursery: it imports everything once, and forks one writer for each line of JSON on its stdin, before
-any of them opens a store. So a cycle costs milliseconds where a start of Python costs a good part of a second. On its stdout it and its
-writers say: "pid N", then "open SECONDS", with `judge` then "verdict JSON", and when the writer has ended "ended STATUS".
+`python -m tests.campaign.writer` is a nursery: it imports everything once, and forks one writer for each line
+of JSON on its stdin, before any of them opens a store. So a cycle costs milliseconds where a start of Python
+costs a good part of a second. On its stdout it and its writers say: "pid N", then "open SECONDS", with
+`judge` then "verdict JSON", and when the writer has ended "ended STATUS".
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ LIFE_SECONDS = 60
 
 @dataclass(frozen=True)
 class Order:
-    """What one writer is to do. `store`: a Subject's fields. `model`: what it may hold.
+    """Order to one writer. `store`: a Subject's fields. `model`: what the store may hold.
 
-    `evicts`: objects may go by themselves. `judges`: read everything first.
+    `evicts`: the store may evict objects. `judges`: read everything first.
     """
 
     store: tuple[str, str, int, str]
@@ -50,7 +51,7 @@ class Order:
         return Subject(kind, Path(path), capacity, durability)
 
     def must(self, model: Model) -> set[Any]:
-        """What has to be there after a kill."""
+        """Return the versions that have to be there after a kill."""
         return model.newest() if self.evicts else model.certain()
 
 
@@ -67,10 +68,25 @@ def write(order: Order) -> None:
         check_integrity(store)
         model.settle(verdict.found)
         say("verdict", json.dumps(asdict(verdict)))
-    work(store, model, ledger, History(order.seed, order.names, flushes=order.flushes), count(), evicts=order.evicts)
+    work(
+        store,
+        model,
+        ledger,
+        History(order.seed, order.names, flushes=order.flushes),
+        count(),
+        evicts=order.evicts,
+    )
 
 
-def work(store: StorageBackend, model: Model, ledger: Ledger, history: History, calls: Iterable[object], *, evicts: bool) -> None:
+def work(
+    store: StorageBackend,
+    model: Model,
+    ledger: Ledger,
+    history: History,
+    calls: Iterable[object],
+    *,
+    evicts: bool,
+) -> None:
     """Make one call after the other, each with a line in the ledger before and after it."""
     for _ in calls:
         op = history.draw(model)
@@ -81,7 +97,12 @@ def work(store: StorageBackend, model: Model, ledger: Ledger, history: History, 
             ledger.note("done", answers)
         if set(answers) & {Outcome.ERROR, Outcome.CORRUPT}:
             ledger.note("bad", f"{op} was answered with {answers}")
-        elif op.kind == "get" and Outcome.MISS in answers and not evicts and {v.name for v in op.versions} - model.unsure.keys():
+        elif (
+            op.kind == "get"
+            and Outcome.MISS in answers
+            and not evicts
+            and {v.name for v in op.versions} - model.unsure.keys()
+        ):
             ledger.note("bad", f"{op} was answered with {answers}, and nothing is evicted here")
         model.end(op, answers)
 
@@ -102,7 +123,8 @@ def nursery(live: Callable[[dict[str, Any]], None]) -> None:
             signal.alarm(LIFE_SECONDS)
             try:
                 live(json.loads(line))
-            except BaseException:  # noqa: BLE001 (the reader of this process's stdout is to know, and nothing of the nursery's may run here)
+            except BaseException:  # noqa: BLE001
+                # the reader of this process's stdout is to know, and nothing of the nursery's may run here
                 say("died", json.dumps(traceback.format_exc(limit=-4)))
             os._exit(1)
         # The first words are the nursery's, so that nobody kills a process that is not known yet.

@@ -9,9 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.store.test_samples import call
+
+GUARD = 120
+
 
 def tiercache(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "tiercache.cli", *arguments], capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        [sys.executable, "-m", "tiercache.cli", *arguments], capture_output=True, text=True, timeout=GUARD
+    )
 
 
 @pytest.mark.parametrize(
@@ -26,15 +32,30 @@ def tiercache(*arguments: str) -> subprocess.CompletedProcess[str]:
         (["bench", "rpc", "--repeat", "x"], "invalid value for '--repeat'"),
         (["bench", "rpc", "--size", "5000"], "--size 5000 is not possible"),
         (["bench", "rpc", "--directory", "/nowhere"], "--directory /nowhere is not a directory"),
-        (["demo", "--storage", "memory://"], "is no store that two processes can have open"),
+        (["demo", "--storage", "memory://"], "two processes cannot have the store --storage memory:// open"),
+        (
+            ["demo", "--storage", "lmdb:///nowhere", "--storage", "memory://"],
+            "two processes cannot have the store --storage memory:// open",
+        ),
+        (
+            ["demo", "--storage", "lmdb:///nowhere", "--storage", "lmdb:///nowhere"],
+            "are both at /nowhere; a directory or daemon can be one tier only",
+        ),
     ],
 )
 def test_a_wrong_use_gets_one_sentence(arguments: list[str], sentence: str) -> None:
-    done = tiercache(*arguments)
+    done = call(*arguments, ok=2)
+    assert done.out == ""
+    assert done.err.startswith("tiercache: ")
+    assert done.err.count("\n") == 1
+    assert sentence in done.err
+
+
+def test_a_process_ends_with_the_sentence_and_the_code() -> None:
+    done = tiercache("serve", "--bogus")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("tiercache: ")
+    assert done.stderr.startswith("tiercache: no such option: --bogus")
     assert done.stderr.count("\n") == 1
-    assert sentence in done.stderr
 
 
 def test_a_demo_without_its_daemon_says_so() -> None:
@@ -42,6 +63,40 @@ def test_a_demo_without_its_daemon_says_so() -> None:
     assert (done.returncode, done.stdout) == (3, "")
     assert done.stderr.count("\n") == 1
     assert "start the daemon there" in done.stderr
+
+
+def test_a_demo_over_a_chain_without_any_tier_says_so() -> None:
+    done = tiercache("demo", "--storage", "lmdb:///proc/x?capacity=8MiB", "--storage", "grpc://127.0.0.1:9")
+    assert (done.returncode, done.stdout) == (3, "")
+    reason = done.stderr.splitlines()[-1]
+    assert "--storage grpc://127.0.0.1:9 does not answer: no tier can be opened: lmdb: the store in" in reason
+    assert "start the daemon there" in reason
+
+
+@pytest.mark.parametrize(
+    ("arguments", "module", "package"),
+    [
+        ("bench rpc --size 4KiB", "grpc", "grpcio"),
+        ("config show", "pydantic_settings", "pydantic-settings"),
+        ("serve", "pydantic_settings", "pydantic-settings"),
+        ("serve", "grpc_health", "grpcio-health-checking"),
+        ("prove http://127.0.0.1:1", "httpx", "httpx"),
+        ("replay --list", "rich", "rich"),
+    ],
+)
+def test_a_package_of_an_extra_that_is_missing_gets_one_sentence(
+    arguments: str, module: str, package: str, tmp_path: Path
+) -> None:
+    code = (
+        f"import sys; sys.modules[{module!r}] = None; sys.argv = ['tiercache', *{arguments.split()!r}];"
+        " from tiercache.cli import main; main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=GUARD, cwd=tmp_path
+    )
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert f" needs {package}, which is not installed: pip install 'tiercache[" in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 def test_no_arguments_at_all_get_help() -> None:
@@ -55,7 +110,11 @@ def test_no_arguments_at_all_get_help() -> None:
 def test_completion_scripts_are_there(shell: str) -> None:
     command = str(Path(sys.executable).parent / "tiercache")
     done = subprocess.run(
-        [command], capture_output=True, text=True, timeout=60, env=os.environ | {"_TIERCACHE_COMPLETE": f"source_{shell}"}
+        [command],
+        capture_output=True,
+        text=True,
+        timeout=GUARD,
+        env=os.environ | {"_TIERCACHE_COMPLETE": f"source_{shell}"},
     )
     assert "_TIERCACHE_COMPLETE" in done.stdout
     assert done.returncode == 0
@@ -63,6 +122,4 @@ def test_completion_scripts_are_there(shell: str) -> None:
 
 def test_what_users_write_is_not_read_as_emoji(tmp_path: Path) -> None:
     (tmp_path / "trace.jsonl").write_text("root:x:0\n")
-    found = subprocess.run([sys.executable, "-m", "tiercache.cli", "replay", str(tmp_path / "trace.jsonl")], capture_output=True, text=True)
-    assert found.returncode == 2
-    assert "root:x:0" in found.stderr
+    assert "root:x:0" in call("replay", tmp_path / "trace.jsonl", ok=2).err

@@ -1,4 +1,6 @@
-"""Every verb with its defaults and in each format, in a relative directory whose name is hard on URLs, shells and terminals."""
+"""Every verb with its defaults and in each format, in a relative directory whose name is hard on URLs, shells
+and terminals.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from tests.cli.stand_in import Engine, serve
-from tests.cli.test_store_samples import call, make_store, store_sequence
+from tests.cli.store.test_samples import call, make_store, store_sequence
 from tests.cli.test_streams import GUARD
-from tiercache.cli.exits import Exit
+from tests.lab.prove.stand_in import Engine, serve
+from tiercache.cli.terminal import Exit
 from tiercache.cli.verbs import VERBS
 from tiercache.config.urls import storage_url
 from tiercache.storage import open_backend
@@ -25,10 +27,11 @@ NAME = "é #1 50%?"
 COMMAND = [sys.executable, "-m", "tiercache.cli"]
 FORMATS = ("table", "json", "jsonl")
 LOOKS = (
-    ["status"], ["ls"], ["ls", "--namespaces"], ["verify"], ["flush", "--all", "--dry-run"], ["inspect", "--namespace", "NAMESPACE"],
+    ["status"], ["ls"], ["ls", "--namespaces"], ["verify"], ["flush", "--all", "--dry-run"],
+    ["inspect", "--namespace", "NAMESPACE"],
     ["inspect", "KEY"], ["inspect", "--tokens", "prompt.json"],
 )  # fmt: skip
-"""What can be asked of a stopped store and of a daemon alike."""
+"""Arguments of commands that work on a stopped store and on a daemon alike."""
 
 
 @pytest.fixture
@@ -47,7 +50,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def read(out: str, output: str) -> list[Any]:
-    """What was printed, in the form that was asked for: one document, or lines."""
+    """Parse output in the requested format: one JSON document, or one a line; a table must not be empty."""
     if output == "table":
         assert out.strip()
         return []
@@ -109,7 +112,10 @@ def daemon(*arguments: str) -> Iterator[dict[str, Any]]:
 @pytest.mark.slow
 def test_a_daemon(here: Path) -> None:
     with daemon("-d", "node", "--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0") as said:
-        assert (said["unix"], said["store"]) == (f"{here}/node/run", storage_url("file", "node/store", capacity=16 << 20))
+        assert (said["unix"], said["store"]) == (
+            f"{here}/node/run",
+            storage_url("file", "node/store", capacity=16 << 20),
+        )
         assert (here / "node/store/format").is_file()
         with open_backend(storage_url("grpc", "node/run")) as store:
             store_sequence(store, list(range(40)))
@@ -118,15 +124,24 @@ def test_a_daemon(here: Path) -> None:
                 for verb in (*looks_at(target), ["ping"]):
                     read(call(*verb, "-s", target, "-o", output).out, output)
         assert f"grpc://{said['tcp']}" in call("status", "-s", storage_url("grpc", address=said["tcp"])).out
+    assert "replace" in call("tier", "--help").out
     assert json.loads(call("ls", "-s", "node", "-o", "json").out)
 
 
 @pytest.mark.parametrize("output", FORMATS)
 def test_no_store(here: Path, output: str) -> None:
     assert call("doctor", "-o", output, ok=None).code in (Exit.DONE, Exit.NO)
-    for verb in (["replay", "--list"], ["config", "check", "node.toml"], ["config", "show", "node.toml"], ["config", "schema"]):
+    for verb in (
+        ["replay", "--list"],
+        ["config", "check", "node.toml"],
+        ["config", "show", "node.toml"],
+        ["config", "schema"],
+    ):
         read(call(*verb, "-o", output).out, output)
-    read(call("replay", "agent?sessions=3&live=2", "--limit", "12", "--policy", "lru", "-o", output).out, output)
+    read(
+        call("replay", "agent?sessions=3&live=2", "--limit", "12", "--policy", "lru", "-o", output).out,
+        output,
+    )
     assert sorted(os.listdir(here)) == ["file store", "lmdb store", "node.toml", "prompt.json"]
 
 
@@ -148,7 +163,10 @@ def test_prove(here: Path, engine: Engine, output: str) -> None:
     [
         ("disk", "table"),
         ("rpc", "jsonl"),
-        *(pytest.param(*pair, marks=pytest.mark.slow) for pair in [("disk", "json"), ("rpc", "json"), ("disk", "jsonl"), ("rpc", "table")]),
+        *(
+            pytest.param(*pair, marks=pytest.mark.slow)
+            for pair in [("disk", "json"), ("rpc", "json"), ("disk", "jsonl"), ("rpc", "table")]
+        ),
     ],
 )
 def test_benches(here: Path, bench: str, output: str) -> None:
@@ -161,7 +179,10 @@ def test_benches(here: Path, bench: str, output: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("output", ["json", "jsonl"])
 def test_the_demo(here: Path, output: str) -> None:
-    quick = ("--turns", "1", "--conversations", "3", "--context", "256")
+    from tests.lab.demo.saved_models import save  # it imports torch, which no other test here needs
+
+    save(here / "model", "llama")
+    quick = ("--model", "model", "--turns", "1", "--conversations", "1", "--context", "256")
     rows = read(run("demo", "-d", "demo", *quick, "-o", output, "--json", "report #1.json"), output)
     report = json.loads(Path("report #1.json").read_text())
     assert report["summary"]["wrong_outputs"] == 0

@@ -1,4 +1,7 @@
-"""What cannot be served: `config check` and `serve` say it in the same words, with the same exit code, and write nothing."""
+"""Refusal of configurations that cannot be served.
+
+`config check` and `serve` refuse them in the same words, with the same exit code, and write nothing.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,18 @@ import socket
 import subprocess
 import sys
 import threading
+from errno import EIO
 from pathlib import Path
 
 import pytest
 
+from tests.cli.store.test_samples import call
 from tests.cli.test_serve import serving
-from tests.cli.test_store_samples import call
-from tiercache.cli.readiness import check
-from tiercache.config.machine import memory, place_of
+from tiercache.cli import readiness
+from tiercache.cli.readiness import check, place_of
 from tiercache.config.settings import load
 from tiercache.errors import ConfigError, StorageError
+from tiercache.memory import read_memory
 from tiercache.storage import open_backend
 from tiercache.testing.objects import key, payload, to_set
 
@@ -34,11 +39,9 @@ def both(file: Path, code: int) -> str:
     assert checked.out == ""
     assert checked.err.count("\n") == 1
     sentence = checked.err.removeprefix("tiercache: ").removeprefix(f"{file}: ")
-    served = subprocess.run(
-        [sys.executable, "-m", "tiercache.cli", "serve", "--config", str(file)], capture_output=True, text=True, timeout=600
-    )
-    assert (served.returncode, served.stdout) == (code, "")
-    assert served.stderr.removeprefix("tiercache: ").removeprefix(f"{file}: ") == sentence
+    served = call("serve", "--config", file, ok=code)
+    assert served.out == ""
+    assert served.err.removeprefix("tiercache: ").removeprefix(f"{file}: ") == sentence
     assert tree(file.parent) == before
     return sentence
 
@@ -57,21 +60,47 @@ def both(file: Path, code: int) -> str:
         ('storage = "file://{}/s?capacity=64MiB&access=read"', "access=read changes nothing"),
         ('storage = "file://{}/s?capacity=64MiB&mac_key={}/none"', "none"),
         ('storage = "memory://?size=1GiB"', "type 'memory' has no setting 'size'"),
-        ('storage = "memory://?capacity=900TiB"', "cannot be had: the memory of this machine"),
+        ('storage = "memory://?capacity=900TiB"', "cannot be allocated: the memory of this machine"),
         ('storage = "grpc://?timeout=2s"', "needs an address or a directory of sockets"),
         ('storage = "grpc://localhost:1?patience=2s"', "has no setting 'patience'"),
         ('storage = "lmbd://{}/s"', "storage: type 'lmbd' is unknown"),
-        ('directory = "{}/file/x"\n' + DISK, "file is none; name another path"),
-        ('directory = "{}/file"\n' + DISK, "file is none; name another path"),
+        (
+            'storage = ["memory://?tier_name=a", "file://{}/s?capacity=64MiB&tier_name=a"]',
+            "storage: two tiers are named 'a'; give each a tier_name of its own",
+        ),
+        (
+            'storage = ["file://{}/s?capacity=64MiB", "lmdb://{}/x/../s?capacity=64MiB"]',
+            "storage: tiers 'file' and 'lmdb' are both at ",
+        ),
+        (
+            'storage = ["memory://", "file://{}/s?capacity=64MiB&tier_write=write_behind"]',
+            "storage: tier 'file', setting 'tier_write': 'write_behind' is not possible; use write_through",
+        ),
+        (
+            'storage = ["memory://?tier_write=write_back", "file://{}/s?capacity=64MiB"]',
+            "storage: tier 'memory' is the first, so nothing can be written back to it",
+        ),
+        (
+            'storage = ["memory://", "file://{}/s?capacity=64MiB&colour=red&tier_name=disk"]',
+            "storage: tier 'disk': storage type 'file' has no setting 'colour'",
+        ),
+        ('storage = ["memory://", "lmbd://{}/s"]', "storage: tier 'lmbd': storage type 'lmbd' is unknown"),
+        (
+            'storage = ["memory://?capacity=600TiB", "memory://?capacity=600TiB"]',
+            "storage: capacity 600TiB and storage: capacity 600TiB cannot be allocated",
+        ),
+        ('storage = ["memory://", "lmdb://{}/s?capacity=200TiB"]', "storage: capacity 200TiB does not fit"),
+        ('directory = "{}/file/x"\n' + DISK, "file is not one; name another path"),
+        ('directory = "{}/file"\n' + DISK, "file is not one; name another path"),
         ('directory = "{}/d"\nsockets = "{}/file/run"\n' + DISK, "sockets: "),
         ('directory = "{}/taken"\n' + DISK, "taken/store is not empty and holds no tiercache store"),
-        ('directory = "{}/d"\ndisk_bytes = "900PiB"', "disk_bytes 900PiB cannot be had: the disk of "),
-        ('directory = "{}/d"\ndisk_bytes = "200TiB"', "disk_bytes 200TiB cannot be had: the disk of "),
-        ('storage = "lmdb://{}/s?capacity=200TiB"', "storage: capacity 200TiB cannot be had: the disk of "),
-        ('directory = "{}/d"\nhost_bytes = "800TiB"\n' + DISK, "host_bytes 800TiB cannot be had: "),
+        ('directory = "{}/d"\ndisk_bytes = "900PiB"', "disk_bytes 900PiB does not fit: the disk of "),
+        ('directory = "{}/d"\ndisk_bytes = "200TiB"', "disk_bytes 200TiB does not fit: the disk of "),
+        ('storage = "lmdb://{}/s?capacity=200TiB"', "storage: capacity 200TiB does not fit: the disk of "),
+        ('directory = "{}/d"\nhost_bytes = "800TiB"\n' + DISK, "host_bytes 800TiB cannot be allocated: "),
         (
             'directory = "{}/d"\nlisten = ["localhost:0"]\n[tls]\ncertificate = "{}/file"\nkey = "{}/secret"',
-            "are not a certificate and its key",
+            "are not a certificate and its unencrypted key",
         ),
     ],
 )
@@ -84,6 +113,17 @@ def test_what_a_setting_says_is_exit_code_2(tmp_path: Path, text: str, sentence:
     file = tmp_path / "node.toml"
     file.write_text(text.replace("{}", str(tmp_path)))
     assert sentence in both(file, 2)
+
+
+def test_a_store_whose_package_is_missing_is_one_sentence(tmp_path: Path) -> None:
+    file = tmp_path / "node.toml"
+    file.write_text('storage = "grpc://localhost:1"')
+    code = "import sys; sys.modules['grpc'] = None; from tiercache.cli.app import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "config", "check", str(file)], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert f"{file}: storage: type 'grpc' needs grpcio" in done.stderr
 
 
 @pytest.mark.parametrize("where", ["listen", "metrics"])
@@ -102,14 +142,43 @@ def test_addresses_that_are_in_each_other_s_way(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as found:
         port = found.getsockname()[1]
     with pytest.raises(StorageError, match="Address already in use"):
-        check(load(None, {"directory": f"{tmp_path}/d", "disk_bytes": "16MiB", "listen": [f"127.0.0.1:{port}", f"localhost:{port}"]}))
+        check(
+            load(
+                None,
+                {
+                    "directory": f"{tmp_path}/d",
+                    "disk_bytes": "16MiB",
+                    "listen": [f"127.0.0.1:{port}", f"localhost:{port}"],
+                },
+            )
+        )
 
 
 def test_an_address_of_another_machine(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match="is the port in use, or not of this machine"):
-        check(load(None, {"directory": f"{tmp_path}/d", "disk_bytes": "16MiB", "listen": ["192.0.2.1:7070"], "insecure_bind": True}))
-    with pytest.raises(StorageError, match=r"nobody knows nowhere\.invalid"):
-        check(load(None, {"directory": f"{tmp_path}/d", "disk_bytes": "16MiB", "listen": ["nowhere.invalid:7070"], "insecure_bind": True}))
+    with pytest.raises(StorageError, match="is the port in use, or the address not of this machine"):
+        check(
+            load(
+                None,
+                {
+                    "directory": f"{tmp_path}/d",
+                    "disk_bytes": "16MiB",
+                    "listen": ["192.0.2.1:7070"],
+                    "insecure_bind": True,
+                },
+            )
+        )
+    with pytest.raises(StorageError, match=r"the host nowhere\.invalid is unknown"):
+        check(
+            load(
+                None,
+                {
+                    "directory": f"{tmp_path}/d",
+                    "disk_bytes": "16MiB",
+                    "listen": ["nowhere.invalid:7070"],
+                    "insecure_bind": True,
+                },
+            )
+        )
 
 
 def test_what_a_daemon_serves_already(tmp_path: Path) -> None:
@@ -144,7 +213,7 @@ def test_more_than_is_free_is_a_warning(tmp_path: Path) -> None:
     size, free = place_of(tmp_path).disk_bytes()
     said = check(load(None, {"directory": f"{tmp_path}/d", "disk_bytes": (size + free) // 2}))
     assert [line for line in said if "disk_bytes is" in line]
-    assert memory().available < memory().most
+    assert read_memory().available < read_memory().ceiling
 
 
 @pytest.mark.parametrize("kind", ["file", "lmdb"])
@@ -168,9 +237,38 @@ def test_a_directory_opens_after_somebody_wanted_too_much(tmp_path: Path, kind: 
 def test_nothing_is_held_after_a_check(tmp_path: Path) -> None:
     threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
     settings = load(
-        None, {"directory": f"{tmp_path}/d", "disk_bytes": "16MiB", "listen": ["127.0.0.1:0"], "metrics": {"listen": "127.0.0.1:0"}}
+        None,
+        {
+            "directory": f"{tmp_path}/d",
+            "disk_bytes": "16MiB",
+            "listen": ["127.0.0.1:0"],
+            "metrics": {"listen": "127.0.0.1:0"},
+        },
     )
     for _ in range(3):
         check(settings)
     assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == (threads, descriptors)
     assert tree(tmp_path) == []
+
+
+@pytest.mark.parametrize("sickness", ["hangs", "fails"])
+def test_a_disk_that_is_sick_costs_a_chain_its_tier_and_not_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sickness: str
+) -> None:
+    over, statvfs = threading.Event(), os.statvfs
+
+    def sick(path: str) -> os.statvfs_result:
+        if not str(path).startswith(f"{tmp_path}/sick"):
+            return statvfs(path)
+        if sickness == "hangs":
+            over.wait(60)
+        raise OSError(EIO, "the disk is gone")
+
+    monkeypatch.setattr(os, "statvfs", sick)
+    # private: nobody has to wait for the ten seconds that a real disk gets
+    monkeypatch.setattr(readiness, "_TIER_S", 0.2)
+    (tmp_path / "sick").mkdir()
+    urls = [f"file://{tmp_path}/{name}?capacity=16MiB&tier_name={name}" for name in ("sick", "well")]
+    said = check(load(None, {"storage": urls}), ports=False)
+    assert [line for line in said if f"{tmp_path}/sick is left out until it answers" in line]
+    over.set()

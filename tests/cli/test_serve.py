@@ -1,4 +1,6 @@
-"""`tiercache serve` as a process: ready, serving, drained, killed, started again; and what it says where it cannot start."""
+"""`tiercache serve` as a process: ready, serving, drained, killed, started again; and what it says where it
+cannot start.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from pathlib import Path
 import grpc
 import pytest
 
-from tiercache.wire import memory
+from tests.cli.store.test_samples import call
+from tiercache.wire import attachment
 from tiercache.wire.methods import METHODS, SESSION_METADATA
 from tiercache.wire.v1 import attach_pb2, storage_pb2
 
@@ -28,10 +31,14 @@ def directory(tmp_path: Path) -> Path:
 
 
 @contextmanager
-def serving(directory: Path, *arguments: str, environment: dict[str, str] | None = None) -> Iterator[subprocess.Popen[str]]:
+def serving(
+    directory: Path, *arguments: str, environment: dict[str, str] | None = None
+) -> Iterator[subprocess.Popen[str]]:
     """A daemon that answers; killed at the end if it still lives."""
     command = [*COMMAND, "--directory", str(directory), "--disk-bytes", "64MiB", *arguments]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | (environment or {}))
+    process = subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, env=os.environ | (environment or {})
+    )
     try:
         until(lambda: process.poll() is not None or _answers(directory))
         yield process
@@ -46,7 +53,7 @@ def _answers(directory: Path) -> bool:
         return sock.connect_ex(str(directory / "run/attach.sock")) == 0
 
 
-def until(condition: Callable[[], bool], seconds: float = 30) -> None:
+def until(condition: Callable[[], bool], seconds: float = 120) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not come to pass in time"
@@ -57,13 +64,18 @@ def until(condition: Callable[[], bool], seconds: float = 30) -> None:
 def connected(directory: Path) -> Iterator[Callable[..., storage_pb2.HelloReply]]:
     """The Hello of a session on the unix sockets."""
     hello = METHODS["Hello"]
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock, grpc.insecure_channel(f"unix:{directory}/run/grpc.sock") as channel:
-        sock.settimeout(10)
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock,
+        grpc.insecure_channel(f"unix:{directory}/run/grpc.sock") as channel,
+    ):
+        sock.settimeout(30)
         sock.connect(str(directory / "run/attach.sock"))
-        session, _ = memory.receive(sock, attach_pb2.Session)
+        session, _ = attachment.receive(sock, attach_pb2.Session)
         assert session is not None
         call = channel.unary_unary(hello.path, hello.request.SerializeToString, hello.reply.FromString)
-        yield lambda: call(storage_pb2.HelloRequest(), timeout=10, metadata=[(SESSION_METADATA, session.token)])
+        yield lambda: call(
+            storage_pb2.HelloRequest(), timeout=30, metadata=[(SESSION_METADATA, session.token)]
+        )
 
 
 def test_a_daemon_serves_and_ends_in_order(directory: Path) -> None:
@@ -75,7 +87,7 @@ def test_a_daemon_serves_and_ends_in_order(directory: Path) -> None:
         assert (directory / "run/grpc.sock").stat().st_mode & 0o777 == 0o600
         assert (directory / "run/attach.sock").stat().st_mode & 0o777 == 0o600
         process.send_signal(signal.SIGTERM)
-        _, said = process.communicate(timeout=30)
+        _, said = process.communicate(timeout=120)
         assert process.returncode == 0, said
         assert "on 127.0.0.1:" in said
         assert f"grpc://{directory}/run" in said
@@ -90,9 +102,9 @@ def test_sighup_does_no_harm(directory: Path) -> None:
             process.send_signal(signal.SIGHUP)
         assert hello().principal == "owner"
         process.send_signal(signal.SIGTERM)
-        _, log = process.communicate(timeout=30)
+        _, log = process.communicate(timeout=120)
         assert process.returncode == 0
-        assert "reloading is not there yet" in log
+        assert "does not reload the settings" in log
 
 
 def test_clients_that_go_by_themselves_are_not_told_of(directory: Path) -> None:
@@ -104,7 +116,7 @@ def test_clients_that_go_by_themselves_are_not_told_of(directory: Path) -> None:
             hello()
         subprocess.run([*COMMAND[:-1], "ping", "-s", str(directory)], check=True, capture_output=True)
         process.send_signal(signal.SIGTERM)
-        _, log = process.communicate(timeout=30)
+        _, log = process.communicate(timeout=120)
         assert "Broken pipe" not in log
         assert "cut off" not in log
 
@@ -121,7 +133,9 @@ def test_one_that_was_killed_is_followed_by_another(directory: Path) -> None:
 
 def test_a_second_daemon_on_the_same_directory_says_who_is_there(directory: Path) -> None:
     with serving(directory) as process:
-        second = subprocess.run([*COMMAND, "--directory", str(directory)], capture_output=True, text=True, timeout=60)
+        second = subprocess.run(
+            [*COMMAND, "--directory", str(directory)], capture_output=True, text=True, timeout=120
+        )
         assert second.returncode == 1
         assert str(process.pid) in second.stderr
         assert "Traceback" not in second.stderr
@@ -132,7 +146,7 @@ def test_a_second_daemon_on_the_same_directory_says_who_is_there(directory: Path
 def test_two_stores_do_not_share_sockets(directory: Path, tmp_path: Path) -> None:
     with serving(directory):
         command = [*COMMAND, "--directory", str(directory), "--storage", "memory://?capacity=1MiB"]
-        second = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        second = subprocess.run(command, capture_output=True, text=True, timeout=120)
         assert second.returncode == 1
         assert "another daemon serves" in second.stderr
         with connected(directory) as hello:
@@ -156,7 +170,9 @@ def test_systemd_hears_of_it(directory: Path, tmp_path: Path) -> None:
 def test_a_watchdog_is_not_fed_by_a_daemon_that_hangs(directory: Path, tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(str(tmp_path / "notify"))
-        with serving(directory, environment={"NOTIFY_SOCKET": str(tmp_path / "notify"), "WATCHDOG_USEC": "300000"}) as process:
+        with serving(
+            directory, environment={"NOTIFY_SOCKET": str(tmp_path / "notify"), "WATCHDOG_USEC": "300000"}
+        ) as process:
             manager.settimeout(30)
             manager.recv(1000)
             process.send_signal(signal.SIGSTOP)
@@ -174,22 +190,27 @@ def test_a_watchdog_is_not_fed_by_a_daemon_that_hangs(directory: Path, tmp_path:
         (["--disk-bytes", "lots"], 2, "not a size"),
         (["--config", "nowhere.toml"], 2, "nowhere.toml"),
         (["--storage", "nothing://x"], 2, "unknown"),
-        (["--storage", "file:///tmp?capacity=1MiB"], None, ""),
+        (["--storage", "file://{}?capacity=64MiB"], 2, "holds no tiercache store"),
         (["--host-bytes", "1"], 2, "--host-bytes"),
     ],
 )
-def test_wrong_uses_get_one_sentence(directory: Path, arguments: list[str], code: int | None, sentence: str) -> None:
-    done = subprocess.run([*COMMAND, "--directory", str(directory), *arguments], capture_output=True, text=True, timeout=60)
-    assert done.returncode in ((1, 2) if code is None else (code,)), done.stderr
-    assert sentence in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
-    assert "Traceback" not in done.stderr
+def test_wrong_uses_get_one_sentence(tmp_path: Path, arguments: list[str], code: int, sentence: str) -> None:
+    (tmp_path / "photo.jpg").write_text("x")
+    arguments = [argument.replace("{}", str(tmp_path)) for argument in arguments]
+    done = call("serve", "--directory", tmp_path / "d", *arguments, ok=code)
+    assert sentence in done.err
+    assert done.err.count("\n") == 1
 
 
 def test_a_port_in_use_is_named(directory: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        done = subprocess.run([*COMMAND, "--directory", str(directory), "--listen", address], capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            [*COMMAND, "--directory", str(directory), "--listen", address],
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
     assert done.returncode == 1
     assert address in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
@@ -198,5 +219,5 @@ def test_a_port_in_use_is_named(directory: Path) -> None:
 def test_ctrl_c_twice_does_not_wait(directory: Path) -> None:
     with serving(directory) as process:
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=30)
+        process.communicate(timeout=120)
         assert process.returncode in (0, 130)

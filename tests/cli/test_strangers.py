@@ -1,4 +1,6 @@
-"""Mistakes of people who are new here: one sentence each, the exit code of the table, and never a traceback."""
+"""Mistakes of people who are new here: one sentence each, the exit code of the table, and never a
+traceback.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.test_store_samples import call, make_store
-from tiercache.cli.exits import Exit
+from tests.cli.store.test_samples import call, make_store
+from tiercache.cli.terminal import Exit
 
 
 @pytest.fixture
@@ -54,8 +56,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("bench rpc -d nowhere", "--directory nowhere is not a directory"),
         ("bench rpc --batch=-1", "'-1' is not a size"),
         ("bench rpc --batch 900PiB --repeat 1000", "MiB free and the run needs"),
-        ("serve -d file", "file is none; name another path"),
-        ("serve -d file/x", "file is none; name another path"),
+        ("serve -d file", "file is not one; name another path"),
+        ("serve -d file/x", "file is not one; name another path"),
         ("serve -d d,e --disk-bytes 16MiB", "sockets: "),
         ("serve -d d --disk-bytes 10XB", "--disk-bytes: '10XB' is not a size"),
         ("serve -d d --disk-bytes=-5GiB", "--disk-bytes: '-5GiB' is not a size"),
@@ -76,7 +78,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("replay agent --capacity 2", "use a fraction"),
         ("inspect --tokens directory.toml -s store", "Is a directory"),
         ("inspect zz -s store", "is not hex"),
-        ("prove nowhere", "is not one of an engine"),
+        ("prove nowhere", "is not the URL of an engine"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_exit_code_2(here: Path, arguments: str, sentence: str) -> None:

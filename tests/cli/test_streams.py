@@ -1,4 +1,6 @@
-"""The command among other processes: readers that go away, streams that are closed or full, parents that are killed; what it imports."""
+"""The command among other processes: readers that go away, streams that are closed or full, parents that are
+killed; what it imports.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,29 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.test_store_samples import call
-from tiercache.cli import exits
+from tests.cli.store.test_samples import call
+from tiercache.cli.terminal import MEANINGS, Exit, exit_sentence
 from tiercache.cli.verbs import VERBS
 
 COMMAND = [sys.executable, "-m", "tiercache.cli"]
-HEAVY = ("numpy", "grpc", "google", "lmdb", "torch", "transformers", "pydantic", "pydantic_settings", "blake3", "xxhash", "msgpack")
+HEAVY = (
+    "numpy",
+    "grpc",
+    "google",
+    "lmdb",
+    "torch",
+    "transformers",
+    "pydantic",
+    "pydantic_settings",
+    "blake3",
+    "xxhash",
+    "msgpack",
+    "rich",
+    "pygments",
+    "asyncio",
+)
+MODULES = 250
+"""Modules that `tiercache --help` may import, those of Python among them; it takes about 160."""
 LONG = ["replay", "--list", "-o", "jsonl"]
 GUARD = 300
 
@@ -36,7 +55,12 @@ def imported_by(*arguments: str) -> set[str]:
 def test_the_command_itself_imports_no_verb_and_nothing_heavy(arguments: list[str]) -> None:
     found = imported_by(*arguments)
     assert not found & set(HEAVY)
-    assert not {name for name in found if name.startswith("tiercache.cli.") and name.split(".")[2] in {*VERBS, "store"}}
+    assert len(found) < MODULES
+    assert not {
+        name
+        for name in found
+        if name.startswith("tiercache.cli.") and name.split(".")[2] in {*VERBS, "store"}
+    }
 
 
 def test_the_configuration_is_described_without_a_store() -> None:
@@ -50,22 +74,28 @@ def test_each_verb_is_listed_as_it_presents_itself_and_says_its_exit_codes(name:
     if callable(getattr(found, "registered_callback", found)):
         assert VERBS[name].summary == " ".join((found.__doc__ or "").split("\n\n")[0].split())
     said = " ".join(call(name, "--help").out.split())
-    assert exits.line() in said
-    assert VERBS[name].summary.split(".")[0] in " ".join(said.replace("│", " ").split())
+    assert exit_sentence() in said
+    assert VERBS[name].summary.split(".")[0] in said
     assert f"{name} " in call("--help").out
 
 
 def test_help_prints_the_table_of_exit_codes() -> None:
     said = " ".join(call("--help").out.split())
-    for code, meaning in exits.MEANINGS.items():
+    for code, meaning in MEANINGS.items():
         assert f"{code:d} {meaning}" in said
 
 
 def test_completion_knows_verbs_and_their_options() -> None:
     def completed(words: str) -> list[str]:
-        variables = {"_TIERCACHE_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(len(words.split(" ")) - 1)}
+        variables = {
+            "_TIERCACHE_COMPLETE": "complete_bash",
+            "COMP_WORDS": words,
+            "COMP_CWORD": str(len(words.split(" ")) - 1),
+        }
         command = str(Path(sys.executable).parent / "tiercache")
-        return subprocess.run([command], capture_output=True, text=True, timeout=GUARD, env=os.environ | variables).stdout.split()
+        return subprocess.run(
+            [command], capture_output=True, text=True, timeout=GUARD, env=os.environ | variables
+        ).stdout.split()
 
     assert completed("tiercache be") == ["bench"]
     assert completed("tiercache bench d") == ["disk", "device"]
@@ -74,53 +104,75 @@ def test_completion_knows_verbs_and_their_options() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [LONG, ["replay", "--list"], ["--help"], ["replay", "--help"], ["config", "schema"], ["doctor", "-o", "json"]]
+    "arguments",
+    [
+        LONG,
+        ["replay", "--list"],
+        ["--help"],
+        ["replay", "--help"],
+        ["config", "schema"],
+        ["doctor", "-o", "json"],
+    ],
 )
 def test_a_reader_that_goes_away_ends_it_quietly(arguments: list[str]) -> None:
     read, write = os.pipe()
     os.close(read)  # so that there is no reader from the first byte on
     try:
-        done = subprocess.run([*COMMAND, *arguments], stdout=write, stderr=subprocess.PIPE, text=True, timeout=GUARD)
+        done = subprocess.run(
+            [*COMMAND, *arguments], stdout=write, stderr=subprocess.PIPE, text=True, timeout=GUARD
+        )
     finally:
         os.close(write)
-    assert (done.returncode, done.stderr) == (exits.Exit.UNREAD, "")
+    assert (done.returncode, done.stderr) == (Exit.UNREAD, "")
 
 
 def test_one_line_is_enough_for_a_reader() -> None:
-    with subprocess.Popen([*COMMAND, *LONG], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+    with subprocess.Popen(
+        [*COMMAND, *LONG], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as run:
         assert run.stdout is not None
         assert run.stderr is not None
         assert run.stdout.readline().startswith('{"name": ')
         run.stdout.close()
         said = run.stderr.read()
-        assert run.wait(GUARD) in (exits.Exit.DONE, exits.Exit.UNREAD)  # all of it may be in the pipe already
+        assert run.wait(GUARD) in (Exit.DONE, Exit.UNREAD)  # all of it may be in the pipe already
     assert said == ""
 
 
 @pytest.mark.parametrize("arguments", [LONG, ["replay", "--list"], ["--version"]])
 def test_output_that_cannot_be_written_is_a_failure(arguments: list[str]) -> None:
     with open("/dev/full", "w") as full:
-        done = subprocess.run([*COMMAND, *arguments], stdout=full, stderr=subprocess.PIPE, text=True, timeout=GUARD)
-    assert (done.returncode, done.stderr) == (exits.Exit.FAILED, "tiercache: No space left on device\n")
+        done = subprocess.run(
+            [*COMMAND, *arguments], stdout=full, stderr=subprocess.PIPE, text=True, timeout=GUARD
+        )
+    assert (done.returncode, done.stderr) == (Exit.FAILED, "tiercache: No space left on device\n")
 
 
 def test_closed_streams_are_no_accident() -> None:
     for closed in (1, 2):
         command = f'exec {closed}>&-; exec "$@"'
-        done = subprocess.run(["sh", "-c", command, "sh", *COMMAND, *LONG], capture_output=True, text=True, timeout=GUARD)
+        done = subprocess.run(
+            ["sh", "-c", command, "sh", *COMMAND, *LONG], capture_output=True, text=True, timeout=GUARD
+        )
         assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_characters_that_the_terminal_does_not_know_are_escaped() -> None:
     variables = {"PYTHONIOENCODING": "ascii", "COLUMNS": "200"}
-    done = subprocess.run([*COMMAND, "ls", "-s", "/nowhere/é"], capture_output=True, timeout=GUARD, env=os.environ | variables)
-    assert done.returncode == exits.Exit.MISUSED
+    done = subprocess.run(
+        [*COMMAND, "ls", "-s", "/nowhere/é"], capture_output=True, timeout=GUARD, env=os.environ | variables
+    )
+    assert done.returncode == Exit.MISUSED
     assert b"/nowhere/\\xe9" in done.stderr
 
 
 def children_of(pid: int) -> set[int]:
     """All processes below one."""
-    direct = {int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()}
+    direct = {
+        int(child)
+        for task in Path(f"/proc/{pid}/task").iterdir()
+        for child in (task / "children").read_text().split()
+    }
     return direct.union(*map(children_of, direct))
 
 
@@ -140,13 +192,12 @@ def is_running(pid: int) -> bool:
 
 @pytest.mark.parametrize(
     ("arguments", "count"),
-    [
-        (["demo"], 1),
-        (["bench", "rpc", "--size", "64KiB", "--batch", "8MiB", "--repeat", "500"], 2),
-    ],
+    [(["demo"], 1), (["bench", "rpc", "--size", "64KiB", "--batch", "8MiB", "--repeat", "500"], 2)],
 )
 def test_what_was_started_ends_with_who_is_killed(tmp_path: Path, arguments: list[str], count: int) -> None:
-    with subprocess.Popen([*COMMAND, *arguments, "-d", str(tmp_path)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as run:
+    with subprocess.Popen(
+        [*COMMAND, *arguments, "-d", str(tmp_path)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as run:
         until(lambda: len(children_of(run.pid)) >= count or run.poll() is not None)
         children = children_of(run.pid)
         assert len(children) >= count

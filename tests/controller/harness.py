@@ -1,4 +1,5 @@
-"""A small engine on real pools whose "model" is a hash: every page and every state is a pure function of the tokens up to its end.
+"""A small engine on real pools whose "model" is a hash: every page and every state is a pure function of the
+tokens up to its end.
 
 So whatever the cache restores can be checked byte for byte, however it came there.
 """
@@ -24,17 +25,22 @@ P = 4
 KV, MAMBA = PoolName.KV, PoolName.MAMBA
 IDENTITY = Identity("test", "1", "float32", "float32", "float32", P)
 PAGES = kv_geometry([0, 2], kv_heads=2, head_dim=8, dtype="float32", page_size=P)
-STATES = state_geometry([(1, "conv", (7, 3), "bfloat16"), (1, "ssm", (40, 32), "float32"), (3, "ssm", (40, 32), "float32")], P)
+STATES = state_geometry(
+    [(1, "conv", (7, 3), "bfloat16"), (1, "ssm", (40, 32), "float32"), (3, "ssm", (40, 32), "float32")], P
+)
 
 
 def content(tokens, segment) -> torch.Tensor:
-    """What a segment of the object that ends with `tokens` holds."""
+    """Make the bytes of one segment of the object that ends with `tokens`."""
     seed = np.asarray(tokens, "<u8").tobytes() + f"{segment.layer}/{segment.name}".encode()
     return torch.frombuffer(bytearray(blake3(seed).digest(length=segment.nbytes)), dtype=torch.uint8)
 
 
 class Engine:
-    """Serves prompts through a controller. `hybrid` False leaves the states out. Thread safety: one owner thread."""
+    """Serves prompts through a controller.
+
+    `hybrid` False leaves the states out. Thread safety: one owner thread.
+    """
 
     opened: ClassVar[list[HybridCacheController]] = []
     """Controllers to close behind a test, or their threads pile up."""
@@ -58,21 +64,37 @@ class Engine:
         geometries = {KV: PAGES}
         if hybrid:
             geometries[MAMBA] = STATES
-            self.tensors[MAMBA] = {(s.layer, s.name): torch.zeros(states, *s.shape, dtype=getattr(torch, s.dtype)) for s in STATES.segments}
+            self.tensors[MAMBA] = {
+                (s.layer, s.name): torch.zeros(states, *s.shape, dtype=getattr(torch, s.dtype))
+                for s in STATES.segments
+            }
         self.pools = {name: DevicePool.from_tensors(g, self.tensors[name]) for name, g in geometries.items()}
         self.arena = HostArena(blocks * 4096, 4096)
         extra = {"clock": clock} if clock else {}
         extra |= {"engine": engine} if engine else {}
         self.controller = HybridCacheController(
-            identity, self.pools, self.arena, storage, shard=shard, options=options or ControllerOptions(restore_deadline=10.0), **extra
+            identity,
+            self.pools,
+            self.arena,
+            storage,
+            shard=shard,
+            options=options or ControllerOptions(restore_deadline=10.0),
+            **extra,
         )
         self.opened.append(self.controller)
         self.metrics = self.controller.metrics
 
     def serve(self, prompt, answer=(), *, check=True, extra=b""):
-        """Restore, compute the rest, commit at every checkpoint and at the end, release. Returns the restored depth in tokens."""
+        """Restore, compute the rest, commit at every checkpoint and at the end, release.
+
+        Returns the restored depth in tokens.
+        """
         tokens = as_tokens(list(prompt) + list(answer))
-        admission = self.admit(self.controller.lookup(tokens[: len(prompt)], extra), tokens=len(tokens), states=5 if self.hybrid else 0)
+        admission = self.admit(
+            self.controller.lookup(tokens[: len(prompt)], extra),
+            tokens=len(tokens),
+            states=5 if self.hybrid else 0,
+        )
         try:
             depth = self.restore(admission, tokens)
             restored = depth
@@ -105,7 +127,9 @@ class Engine:
             poll = admission.wait()
             assert poll.status is not Status.PENDING
             try:
-                for layer in sorted({s.layer for pool in self.pools.values() for s in pool.geometry.segments}):
+                for layer in sorted(
+                    {s.layer for pool in self.pools.values() for s in pool.geometry.segments}
+                ):
                     admission.wait_layer(layer)
             except TransferError:
                 continue  # pending until the load has landed
@@ -142,12 +166,20 @@ class Engine:
     def verify_state(self, slot, tokens):
         for segment in STATES.segments:
             held = self.tensors[MAMBA][segment.layer, segment.name][slot]
-            assert torch.equal(as_bytes(held), content(tokens, segment)), f"state at {len(tokens)} {segment.layer}/{segment.name}"
+            assert torch.equal(as_bytes(held), content(tokens, segment)), (
+                f"state at {len(tokens)} {segment.layer}/{segment.name}"
+            )
+
+    @property
+    def context(self):
+        """The controller's `ControllerContext`."""
+        # private: no public call tells that a step of a race has been taken, or that nothing is left over
+        return self.controller._context
 
     def settle(self):
         """Wait until nothing is on its way; returns whether everything is in storage."""
         stored = self.controller.flush(20)
-        assert not self.controller._state.operations
+        assert not self.context.in_flight.operations
         return stored
 
     def check(self):
@@ -157,6 +189,13 @@ class Engine:
         """Another process, as far as the cache can tell."""
         self.controller.close()
         return Engine(open_backend(url), hybrid=self.hybrid, **kwargs)
+
+
+def evict_checked(engine, *tiers):
+    """Empty tiers, and check that every slot and block is accounted for."""
+    for tier in tiers:
+        engine.controller.evict(tier)
+    engine.check()
 
 
 def as_bytes(tensor):

@@ -1,4 +1,6 @@
-"""Wrong arguments and broken surroundings: every one has a defined answer, and the cache works on afterwards as if it had not happened."""
+"""Wrong arguments and broken surroundings: every one has a defined answer, and the cache works on afterwards
+as if it had not happened.
+"""
 
 import errno
 import subprocess
@@ -32,14 +34,24 @@ from tiercache.testing.faults import FaultEnv
 FIRST = [*prompt(1, 2, 3), 5]
 
 
+def is_closed(engine):
+    try:
+        engine.controller.tick()
+    except ClosedError:
+        return True
+    return False
+
+
 @pytest.fixture
 def engine():
-    """An engine that holds one conversation; whatever a test does, it still does afterwards, and nothing has leaked."""
+    """An engine that holds one conversation; whatever a test does, it still does afterwards, and nothing has
+    leaked.
+    """
     engine = Engine(open_backend("memory://"), pages=24, states=12)
     engine.serve(FIRST)
     engine.settle()
     yield engine
-    if not engine.controller._closed:
+    if not is_closed(engine):
         engine.settle()
         engine.check()
         assert engine.serve(FIRST) == 3 * P
@@ -59,19 +71,23 @@ def running(engine):
     assert engine.restore(admission, tokens) == 3 * P
     engine.compute(admission, tokens, 3 * P, len(tokens))
     yield admission, tokens
-    if not admission.released and not engine.controller._closed:
+    if not admission.released and not is_closed(engine):
         engine.controller.release(admission)
 
 
 def parts(geometries):
     pools = {}
     for name, geometry in geometries.items():
-        tensors = {(s.layer, s.name): torch.zeros(4, *s.shape, dtype=getattr(torch, s.dtype)) for s in geometry.segments}
+        tensors = {
+            (s.layer, s.name): torch.zeros(4, *s.shape, dtype=getattr(torch, s.dtype))
+            for s in geometry.segments
+        }
         pools[name] = DevicePool.from_tensors(geometry, tensors)
     return pools, HostArena(8 * 4096, 4096)
 
 
-# -- making a controller -----------------------------------------------------------------------------------------------
+# -- making a controller
+# -----------------------------------------------------------------------------------------------
 
 
 def test_a_page_size_of_zero():
@@ -118,7 +134,8 @@ def test_no_threads_for_storage(option):
         ControllerOptions(**{option: 0})
 
 
-# -- prompts -----------------------------------------------------------------------------------------------------------
+# -- prompts
+# -----------------------------------------------------------------------------------------------------------
 
 
 def test_an_empty_prompt(engine):
@@ -132,7 +149,9 @@ def test_a_token_that_is_none(engine, token):
         engine.controller.lookup([1, 2, token])
 
 
-@pytest.mark.parametrize("tokens", [np.array([1, -1]), np.array([1.0]), np.array([[1]])], ids=["negative", "float", "matrix"])
+@pytest.mark.parametrize(
+    "tokens", [np.array([1, -1]), np.array([1.0]), np.array([[1]])], ids=["negative", "float", "matrix"]
+)
 def test_an_array_that_is_no_prompt(engine, tokens):
     with pytest.raises(TokenError):
         engine.controller.lookup(tokens)
@@ -152,7 +171,8 @@ def test_a_token_buffer_that_is_used_again(engine):
     engine.controller.release(admission)
 
 
-# -- admissions --------------------------------------------------------------------------------------------------------
+# -- admissions
+# --------------------------------------------------------------------------------------------------------
 
 
 def test_fewer_tokens_than_the_prompt_has(engine):
@@ -206,7 +226,11 @@ def test_using_what_is_not_ready_yet(tmp_path):
     hang = env.hang("preadv", times=100)
     admission = engine.controller.admit(engine.controller.lookup(FIRST), states=1)
     assert admission.poll().status is Status.PENDING
-    for call in (lambda: engine.controller.commit(admission, FIRST), lambda: admission.wait_layer(0), admission.take_states):
+    for call in (
+        lambda: engine.controller.commit(admission, FIRST),
+        lambda: admission.wait_layer(0),
+        admission.take_states,
+    ):
         with pytest.raises(AdmissionError, match="pending"):
             call()
     with pytest.raises(AdmissionError, match="pending"):
@@ -218,7 +242,8 @@ def test_using_what_is_not_ready_yet(tmp_path):
     engine.check()
 
 
-# -- commits -----------------------------------------------------------------------------------------------------------
+# -- commits
+# -----------------------------------------------------------------------------------------------------------
 
 
 def test_state_slots_that_were_never_taken(engine, running):
@@ -275,7 +300,9 @@ def test_tokens_that_do_not_start_with_the_prompt(engine, running):
 
 
 def test_tokens_that_do_not_start_with_what_was_committed_before(engine):
-    """The slots of the first commit are the index's, under its tokens; other tokens must not get them as well."""
+    """The slots of the first commit are the index's, under its tokens; other tokens must not get them as
+    well.
+    """
     tokens = np.array(prompt(8, 9, 10), np.uint64)
     admission = engine.controller.admit(engine.controller.lookup(tokens[:P]), tokens=3 * P)
     engine.restore(admission, tokens[:P])
@@ -299,7 +326,8 @@ def test_more_tokens_than_were_reserved(engine, running):
     engine.verify(admission, longer, 6)
 
 
-# -- the end -----------------------------------------------------------------------------------------------------------
+# -- the end
+# -----------------------------------------------------------------------------------------------------------
 
 
 def test_closing_twice_and_using_it_afterwards(engine, running):
@@ -329,7 +357,9 @@ def test_a_directory_that_another_process_owns(tmp_path):
         print("open", flush=True)
         input()
     """
-    owner = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    owner = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     try:
         assert owner.stdout.readline() == "open\n"
         with pytest.raises(StoreLockedError, match=str(owner.pid)):
@@ -341,12 +371,15 @@ def test_a_directory_that_another_process_owns(tmp_path):
     assert engine.controller.close()
 
 
-# -- a bad medium ------------------------------------------------------------------------------------------------------
+# -- a bad medium
+# ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("call", ["pwritev", "fallocate", "commit"])
 def test_a_full_disk(tmp_path, call):
-    """Sets fail and are counted, what was stored stays, and when there is space again the next commit of the path stores the rest."""
+    """Sets fail and are counted, what was stored stays, and when there is space again the next commit of the
+    path stores the rest.
+    """
     env = FaultEnv()
     engine = Engine(open_backend(f"file://{tmp_path}/store?capacity=16MiB", env=env))
     if call != "fallocate":
@@ -357,7 +390,11 @@ def test_a_full_disk(tmp_path, call):
     engine.serve(second)
     engine.controller.flush(20)
     assert full.fired
-    assert engine.metrics.total("storage_sets_total", outcome="throttled") + engine.metrics.total("storage_sets_total", outcome="error") > 0
+    assert (
+        engine.metrics.total("storage_sets_total", outcome="throttled")
+        + engine.metrics.total("storage_sets_total", outcome="error")
+        > 0
+    )
     env.clear()
     engine.controller.evict(Tier.DEVICE)
     assert engine.serve(second) == 5 * P

@@ -8,6 +8,7 @@ import pytest
 from tiercache_kernels.reference import copy_segments
 
 from tests.controller.harness import KV, Engine, P, prompt
+from tests.examples import slow_after
 from tiercache.core import Tier, as_tokens
 from tiercache.errors import ClosedError, InputError, PoolFullError, SlotError, TransferError
 from tiercache.storage.registry import open_backend
@@ -30,7 +31,9 @@ class Refusing(CopyEngine):
 
     def perhaps_refuse(self):
         if self.dice.random() < self.share:
-            raise self.dice.choice([SlotError, ClosedError, TransferError, RuntimeError, MemoryError])("not this time")
+            raise self.dice.choice([SlotError, ClosedError, TransferError, RuntimeError, MemoryError])(
+                "not this time"
+            )
 
 
 def refusing(dice, made):
@@ -80,10 +83,16 @@ def test_a_load_that_cannot_begin_is_computed_instead():
     assert engine.serve([*prompt(1, 2, 3), 1]) == 3 * P
 
 
-@pytest.mark.parametrize("turns", [400, pytest.param(20_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("turns", slow_after(1, [150, 4_000]))
 def test_after_random_requests_over_an_engine_that_fails_everything_is_free(turns, tmp_path):
     dice, made = Random(turns), []
-    engine = Engine(open_backend(f"file://{tmp_path}/s?capacity=4MiB"), pages=20, states=12, blocks=40, engine=refusing(dice, made))
+    engine = Engine(
+        open_backend(f"file://{tmp_path}/s?capacity=4MiB"),
+        pages=20,
+        states=12,
+        blocks=40,
+        engine=refusing(dice, made),
+    )
     restored = refused = 0
     for turn in range(turns):
         made[0].share = dice.choice([0.0, 0.1, 0.5])
@@ -121,7 +130,7 @@ def test_a_layer_that_no_pool_has():
 def test_a_second_close_says_what_the_first_said():
     made = []
     engine = Engine(engine=refusing(Random(1), made))
-    engine.controller._state.begin(Stuck())
+    engine.context.in_flight.begin(Stuck())
     assert not engine.controller.close(0.1)
     assert not engine.controller.close()
 

@@ -23,7 +23,7 @@ class Gated(Flaky):
         super().__init__(MemoryBackend())
         self.gates = {}
         self.lost = set()
-        """What is gone by the time that it is read."""
+        """Keys that `exists` reports as present although their objects are deleted."""
 
     def exists(self, keys):
         return [key in self.lost or there for key, there in zip(keys, super().exists(keys), strict=True)]
@@ -36,7 +36,7 @@ class Gated(Flaky):
         depths = {entry.key: entry.meta.depth for entry in self.scan_all()}
         outcomes = super().get(items)
         for gate in {self.gates.get(depths.get(item.key)) for item in items} | {self.gates.get(None)}:
-            assert gate is None or gate.wait(20)
+            assert gate is None or gate.wait(30)
         return outcomes
 
     def page(self, depth):
@@ -89,12 +89,25 @@ def ask(engine, prompt, **kwargs):
     return engine.controller.admit(engine.controller.lookup(np.array(prompt)), **kwargs)
 
 
+def fetching(admission):
+    """Whether the admission waits for a fetch."""
+    # private: PENDING also means that the query is under way
+    return bool(admission._prefetch._fetching)
+
+
 def test_a_fetch_that_ends_does_not_take_the_claims_of_the_next_one(monkeypatch):
-    """Handles of the part that missed are free, and filled by another fetch, before the rest of the first one lands."""
+    """Handles of the part that missed are free, and filled by another fetch, before the rest of the first one
+    lands.
+    """
     monkeypatch.setattr(Fetch, "part", 1)
     store = Gated()
     first, second = [*prompt(1, 2, 3), 5], [*prompt(8), 5]
-    engine = Engine(store, hybrid=False, blocks=4, options=ControllerOptions(restore_deadline=20.0, read_threads=4, in_flight_share=1.0))
+    engine = Engine(
+        store,
+        hybrid=False,
+        blocks=4,
+        options=ControllerOptions(restore_deadline=20.0, read_threads=4, in_flight_share=1.0),
+    )
     stored(engine, first)
     missing = store.page(1)
     stored(engine, second)
@@ -105,7 +118,7 @@ def test_a_fetch_that_ends_does_not_take_the_claims_of_the_next_one(monkeypatch)
     until(engine, lambda: one.poll() and engine.metrics.value("storage_gets_total", "kv", "miss") == 1)
     page = shut(store, 1)
     two = ask(engine, second)
-    until(engine, lambda: two.poll() and two._prefetch._fetching)
+    until(engine, lambda: two.poll() and fetching(two))
     for gate in deep:
         gate.set()
     until(engine, lambda: one.poll().status is not Status.PENDING)
@@ -119,7 +132,9 @@ def test_a_fetch_that_ends_does_not_take_the_claims_of_the_next_one(monkeypatch)
 
 
 def test_a_shared_fetch_that_fails_for_another_path_leaves_this_one_whole():
-    """The third page is missing for one prompt; the other shares the first two, and has a third page of its own."""
+    """The third page is missing for one prompt; the other shares the first two, and has a third page of its
+    own.
+    """
     store = Gated()
     first, second = [*prompt(1, 2, 3), 5], [*prompt(1, 2, 9), 5]
     engine = Engine(store, hybrid=False)
@@ -130,9 +145,9 @@ def test_a_shared_fetch_that_fails_for_another_path_leaves_this_one_whole():
     store.lose(missing)
     gate = shut(store)
     one = ask(engine, first)
-    until(engine, lambda: one.poll() and one._prefetch._fetching)
+    until(engine, lambda: one.poll() and fetching(one))
     two = ask(engine, second)
-    until(engine, lambda: two.poll() and two._prefetch._fetching)
+    until(engine, lambda: two.poll() and fetching(two))
     gate.set()
     assert (one.wait().depth, one.reason) == (2 * P, Reason.ABSENT)
     assert (two.wait().depth, two.reason) == (3 * P, Reason.NONE)
@@ -148,7 +163,7 @@ def test_the_slots_of_a_failed_load_stay_with_their_request():
     armed[:] = [True]
     tokens = np.array(prompt(1, 2, 3, 4))
     admission = ask(engine, tokens, tokens=8 * P, states=1)
-    until(engine, lambda: not engine.controller._state.operations)
+    until(engine, lambda: not engine.context.in_flight.operations)
     with pytest.raises(PoolFullError):
         ask(engine, prompt(6, 7))
     assert admission.wait() == admission.poll()
@@ -160,7 +175,9 @@ def test_the_slots_of_a_failed_load_stay_with_their_request():
 
 
 def test_nothing_is_committed_on_a_load_that_failed():
-    """The loaded slots are no longer the index's: a commit of the old table would put slots into it that are free."""
+    """The loaded slots are no longer the index's: a commit of the old table would put slots into it that are
+    free.
+    """
     armed = []
     engine = Engine(Gated(), engine=failing(armed))
     stored(engine, [*prompt(1, 2, 3), 5])
@@ -170,7 +187,7 @@ def test_nothing_is_committed_on_a_load_that_failed():
     admission = ask(engine, tokens, states=1)
     with pytest.raises(TransferError):
         admission.wait_layer(3)
-    until(engine, lambda: not engine.controller._state.operations)
+    until(engine, lambda: not engine.context.in_flight.operations)
     with pytest.raises(AdmissionError, match="lost a layer"):
         engine.controller.commit(admission, tokens)
     assert admission.wait().depth == 0
@@ -184,7 +201,7 @@ def test_a_fall_back_for_want_of_slots_is_tried_again():
 
     def copier(*columns):
         if armed:
-            assert gate.wait(20)
+            assert gate.wait(30)
             raise OSError("a bad layer")
         copy_segments(*columns)
 
@@ -273,7 +290,10 @@ def test_a_release_behind_a_fence_keeps_slots_and_pages_until_then():
 
 
 def test_slots_that_a_fallback_does_not_need_go_with_the_request():
-    """A layer fails; before its request looks, another has brought the pages. What was computed from the layer may still be under way."""
+    """A layer fails; before its request looks, another has brought the pages.
+
+    What was computed from the layer may still be under way.
+    """
     armed = []
     engine = Engine(MemoryBackend(), engine=failing(armed))
     tokens = [*prompt(1, 2, 3), 5]
@@ -282,7 +302,8 @@ def test_slots_that_a_fallback_does_not_need_go_with_the_request():
     armed.append(True)
     one = ask(engine, tokens, states=1)
     assert one.depth == 3 * P
-    until(engine, lambda: all(load.done for load in one._loads))
+    # private: a poll would react to the failed load, and another request is to come before that
+    until(engine, lambda: one._restore.has_landed)
     assert engine.serve(tokens) == 3 * P
     engine.settle()
     before = engine.pools[KV].available
@@ -295,7 +316,9 @@ def test_slots_that_a_fallback_does_not_need_go_with_the_request():
 
 
 def test_what_waits_for_room_is_decided_when_a_fence_has_passed():
-    """No operation lands then; a commit that found the host full while the device was busy would wait for ever."""
+    """No operation lands then; a commit that found the host full while the device was busy would wait for
+    ever.
+    """
     engine = Engine(MemoryBackend(), pages=20, states=14, blocks=3)
     controller, tokens = engine.controller, as_tokens(prompt(1, 2, 2, 2, 1, 2))
     fence = Fence()
@@ -303,17 +326,21 @@ def test_what_waits_for_room_is_decided_when_a_fence_has_passed():
     assert not admission.wait().depth
     engine.compute(admission, tokens, 0, len(tokens))
     for end in (5 * P, 6 * P):
-        controller.commit(admission, tokens[:end], {end: engine.take_state(admission, tokens[:end])}, fence=fence)
+        controller.commit(
+            admission, tokens[:end], {end: engine.take_state(admission, tokens[:end])}, fence=fence
+        )
     controller.release(admission, fence=fence)
     controller.tick()
     fence.open()
     controller.flush(3)
-    assert controller._write_through.is_idle
+    assert not controller.unstored, "the flush ended in time, and nothing waits any more"
     assert controller.close()
 
 
 def test_a_host_that_holds_one_state_and_nothing_beside_it_lets_everything_through():
-    """Less is tried where a wave finds no room, down to one object; what cannot go down keeps nobody else waiting."""
+    """Less is tried where a wave finds no room, down to one object; what cannot go down keeps nobody else
+    waiting.
+    """
     engine = Engine(MemoryBackend(), blocks=3)
     for turn in range(4):
         engine.serve([*prompt(turn), 7])

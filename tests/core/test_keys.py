@@ -12,7 +12,9 @@ from tiercache.keys import Identity, Shard, layout_digest, namespace_of, object_
 
 IDENTITY = Identity("org/model", "abc123", "bfloat16", "bfloat16", "float32", 64)
 KV = kv_geometry([3, 7], kv_heads=2, head_dim=256, dtype="bfloat16", page_size=64)
-STATE = state_geometry([(0, "conv", (8192, 4), "bfloat16"), (0, "ssm", (32, 128, 128), "float32")], page_size=64)
+STATE = state_geometry(
+    [(0, "conv", (8192, 4), "bfloat16"), (0, "ssm", (32, 128, 128), "float32")], page_size=64
+)
 
 
 def test_golden_namespace():
@@ -26,7 +28,9 @@ def test_golden_page_keys():
 
 def test_golden_page_keys_at_the_ends_of_the_range_and_with_extra():
     tokens = as_tokens([0, 2**64 - 1])
-    assert page_keys(bytes(32), tokens, 2, extra=sequence_extra("lora@1", (b"img",)))[0].hex() == GOLDEN["extra"]
+    assert (
+        page_keys(bytes(32), tokens, 2, extra=sequence_extra("lora@1", (b"img",)))[0].hex() == GOLDEN["extra"]
+    )
 
 
 def test_golden_object_key():
@@ -60,11 +64,15 @@ def test_every_field_of_the_identity_changes_the_keys(change):
     tokens = as_tokens(range(256))
     other = replace(IDENTITY, **change)
     assert namespace_of(other) != namespace_of(IDENTITY)
-    assert not set(page_keys(namespace_of(other), tokens, 64)) & set(page_keys(namespace_of(IDENTITY), tokens, 64))
+    assert not set(page_keys(namespace_of(other), tokens, 64)) & set(
+        page_keys(namespace_of(IDENTITY), tokens, 64)
+    )
 
 
 def test_moving_a_boundary_between_two_fields_changes_the_namespace():
-    assert namespace_of(replace(IDENTITY, model="ab", revision="c")) != namespace_of(replace(IDENTITY, model="a", revision="bc"))
+    assert namespace_of(replace(IDENTITY, model="ab", revision="c")) != namespace_of(
+        replace(IDENTITY, model="a", revision="bc")
+    )
 
 
 @pytest.mark.parametrize(
@@ -83,12 +91,16 @@ def test_moving_a_boundary_between_two_fields_changes_the_namespace():
     ids=["dtype", "heads", "page_size", "layers", "layer_count", "packed", "value_dim", "mla", "layout"],
 )
 def test_every_part_of_the_geometry_changes_the_layout(geometry):
-    assert layout_digest(PoolName.KV, geometry.fingerprint, Shard()) != layout_digest(PoolName.KV, KV.fingerprint, Shard())
+    assert layout_digest(PoolName.KV, geometry.fingerprint, Shard()) != layout_digest(
+        PoolName.KV, KV.fingerprint, Shard()
+    )
 
 
 def test_rank_size_and_pool_change_the_layout():
     shards = [Shard(), Shard(0, 2), Shard(1, 2), Shard(0, 4)]
-    layouts = {layout_digest(pool, KV.fingerprint, shard) for pool in (PoolName.KV, PoolName.SWA) for shard in shards}
+    layouts = {
+        layout_digest(pool, KV.fingerprint, shard) for pool in (PoolName.KV, PoolName.SWA) for shard in shards
+    }
     assert len(layouts) == 8
 
 
@@ -98,7 +110,15 @@ def test_adapters_and_images_change_the_page_keys_and_do_not_collide():
         b"",
         *(
             sequence_extra(*e)
-            for e in [("a",), ("b",), ("", (b"a",)), ("a", (b"b",)), ("a", (b"b", b"c")), ("a", (b"bc",)), ("ab", (b"",))]
+            for e in [
+                ("a",),
+                ("b",),
+                ("", (b"a",)),
+                ("a", (b"b",)),
+                ("a", (b"b", b"c")),
+                ("a", (b"bc",)),
+                ("ab", (b"",)),
+            ]
         ),
     ]
     assert len({page_keys(namespace, tokens, 64, extra=e)[0] for e in extras}) == len(extras)

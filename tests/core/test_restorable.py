@@ -20,7 +20,11 @@ def brute_force(presence):
         return all(pool.present[i] for i in range(first, p))
 
     everyone = [p for p in range(1, run + 1) if all(allows(pool, p) for pool in presence.values())]
-    alone = {n: max((p for p in range(1, run + 1) if allows(pool, p)), default=0) for n, pool in presence.items() if n is not PoolName.KV}
+    alone = {
+        n: max((p for p in range(1, run + 1) if allows(pool, p)), default=0)
+        for n, pool in presence.items()
+        if n is not PoolName.KV
+    }
     return run, everyone, alone
 
 
@@ -31,7 +35,9 @@ def presences(draw):
     bits = st.lists(st.booleans(), min_size=pages, max_size=pages)
     drawn = {PoolName.KV: PoolPresence(HitPolicy.ALL_PAGES, np.array(draw(bits), bool))}
     for name in names:
-        drawn[name] = PoolPresence(draw(st.sampled_from(HitPolicy)), np.array(draw(bits), bool), draw(st.integers(1, 14)))
+        drawn[name] = PoolPresence(
+            draw(st.sampled_from(HitPolicy)), np.array(draw(bits), bool), draw(st.integers(1, 14))
+        )
     return drawn
 
 
@@ -50,9 +56,16 @@ def test_worked_example():
     states = np.zeros(6, bool)
     states[[1, 3]] = True
     result = restorable_prefixes(
-        {PoolName.KV: PoolPresence(HitPolicy.ALL_PAGES, np.ones(6, bool)), PoolName.MAMBA: PoolPresence(HitPolicy.TRAILING_PAGES, states)}
+        {
+            PoolName.KV: PoolPresence(HitPolicy.ALL_PAGES, np.ones(6, bool)),
+            PoolName.MAMBA: PoolPresence(HitPolicy.TRAILING_PAGES, states),
+        }
     )
-    assert (result.kv_hit_pages, result.restorable_prefix_pages, result.extra_pool_hit_pages) == (4, (2, 4), {PoolName.MAMBA: 4})
+    assert (result.kv_hit_pages, result.restorable_prefix_pages, result.extra_pool_hit_pages) == (
+        4,
+        (2, 4),
+        {PoolName.MAMBA: 4},
+    )
 
 
 def test_nothing_is_stored():
@@ -71,6 +84,8 @@ def test_a_prefix_needs_some_last_pages(trailing):
 def test_pools_cover_the_same_pages_and_the_anchor_is_one_of_them():
     kv = PoolPresence(HitPolicy.ALL_PAGES, np.ones(3, bool))
     with pytest.raises(InputError, match="covers 2 pages"):
-        restorable_prefixes({PoolName.KV: kv, PoolName.SWA: PoolPresence(HitPolicy.ALL_PAGES, np.ones(2, bool))})
+        restorable_prefixes(
+            {PoolName.KV: kv, PoolName.SWA: PoolPresence(HitPolicy.ALL_PAGES, np.ones(2, bool))}
+        )
     with pytest.raises(InputError, match="missing"):
         restorable_prefixes({PoolName.SWA: kv})

@@ -5,7 +5,10 @@ from tiercache.core import ABSENT, as_tokens, full_pages, pending, reusable_page
 from tiercache.errors import TokenError
 
 
-@pytest.mark.parametrize("tokens", [[0, 2**64 - 1], (5,), range(3), np.array([1, 2], np.int32), np.array([2**64 - 1], np.uint64), []])
+@pytest.mark.parametrize(
+    "tokens",
+    [[0, 2**64 - 1], (5,), range(3), np.array([1, 2], np.int32), np.array([2**64 - 1], np.uint64), []],
+)
 def test_every_id_from_0_to_2_64_minus_1_is_kept(tokens):
     array = as_tokens(tokens)
     assert array.dtype == np.dtype("<u8")
@@ -14,7 +17,20 @@ def test_every_id_from_0_to_2_64_minus_1_is_kept(tokens):
 
 @pytest.mark.parametrize(
     "tokens",
-    [[-1], [2**64], [2**63, -1], [1.0], [True], ["a"], "abc", [None], np.array([-5]), np.array([1.5]), np.array([[1]]), np.array([True])],
+    [
+        [-1],
+        [2**64],
+        [2**63, -1],
+        [1.0],
+        [True],
+        ["a"],
+        "abc",
+        [None],
+        np.array([-5]),
+        np.array([1.5]),
+        np.array([[1]]),
+        np.array([True]),
+    ],
 )
 def test_anything_else_is_refused(tokens):
     with pytest.raises(TokenError):

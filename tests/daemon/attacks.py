@@ -18,17 +18,29 @@ from tests.daemon.hosts import HOST_BYTES, MIB, Daemon, Good, Watch, Worker, unt
 from tiercache.wire.methods import METHODS
 
 THREADS = 24
-"""More than there may be at any time: the store's and the event loop's, which are made when they are first needed, and stay."""
+"""More than there may be at any time: the store's and the event loop's, which are made when they are first
+needed, and stay.
+"""
 _CONNECTIONS = 40
 P99 = 5.0
-"""Seconds; a good client may have to wait until what a bad one holds is cut after `limits.idle`, and the machine may be busy."""
+"""Seconds; a good client may have to wait until what a bad one holds is cut after `limits.idle`, and the
+machine may be busy.
+"""
 
 
 @contextmanager
 def attack(
-    daemon: Daemon, request: pytest.FixtureRequest, *, crowded: bool = False, most: float = 1.1 * HOST_BYTES, seconds: float = 15
+    daemon: Daemon,
+    request: pytest.FixtureRequest,
+    *,
+    crowded: bool = False,
+    most: float = 1.1 * HOST_BYTES,
+    seconds: float = 15,
 ) -> Iterator[Good]:
-    """Measure what happens inside: the daemon may grow by `most` bytes. Afterwards, within `seconds`, everything is as before."""
+    """Measure what happens inside: the daemon may grow by `most` bytes.
+
+    Afterwards, within `seconds`, everything is as before.
+    """
     before, first = daemon.figures(), daemon.first
     with Watch(daemon.pid) as watch, Good(lambda: Worker(daemon), crowded=crowded) as good:
         yield good
@@ -43,10 +55,11 @@ def attack(
         until(settled, seconds, 0.1)
     after = daemon.figures()
     print(
-        f"\n{request.node.name}: idle {before.memory / MIB:.0f} MiB, peak +{(watch.peak - before.memory) / MIB:.1f},"
-        f" after {(after.memory - before.memory) / MIB:+.1f}; descriptors {before.descriptors} -> {after.descriptors},"
-        f" threads {before.threads} -> {after.threads};"
-        f" good client {len(good.seconds)} rounds, {good.lost} lost, p99 {good.p99 * 1e3:.0f} ms"
+        f"\n{request.node.name}: idle {before.memory / MIB:.0f} MiB, peak"
+        f" +{(watch.peak - before.memory) / MIB:.1f}, after {(after.memory - before.memory) / MIB:+.1f};"
+        f" descriptors {before.descriptors} -> {after.descriptors}, threads {before.threads} ->"
+        f" {after.threads}; good client {len(good.seconds)} rounds, {good.lost} lost, p99"
+        f" {good.p99 * 1e3:.0f} ms"
     )
     assert watch.peak <= first.memory + most
     assert good.p99 < P99
@@ -64,7 +77,13 @@ def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0)
 _FIELD = b"\x10\x01a\x7f\x00" + b"b" * 127
-_KNOWN = {":method": "POST", ":scheme": "http", ":authority": "x", "te": "trailers", "content-type": "application/grpc"}
+_KNOWN = {
+    ":method": "POST",
+    ":scheme": "http",
+    ":authority": "x",
+    "te": "trailers",
+    "content-type": "application/grpc",
+}
 _FIELDS = [
     bytes([len(name)]) + name.encode() + bytes([len(value)]) + value.encode()
     for name, value in {**_KNOWN, ":path": METHODS["Hello"].path, "grpc-timeout": "30S"}.items()
@@ -77,11 +96,14 @@ _INDEXED = bytes(0x80 | 62 + at for at in reversed(range(len(_FIELDS))))
 
 @dataclass(frozen=True)
 class Flood:
-    """What comes once on a connection, and what then comes again and again."""
+    """Bytes that are sent once on each connection, and bytes that are then sent repeatedly."""
 
     first: bytes
     more: Callable[[int], bytes] | None
-    """The bytes to repeat, some 100 KB, made from the number of the stream, which grows. None: it goes, and comes again."""
+    """Function that makes the bytes to repeat, some 100 KB, from a number that grows by one each time.
+
+    None: the connection is closed after `first`, and another one is opened.
+    """
 
 
 def _always(data: bytes) -> Callable[[int], bytes]:
@@ -93,20 +115,34 @@ def _streams(make: Callable[[int], bytes], count: int) -> Callable[[int], bytes]
 
 
 FLOODS = {
-    "continuation of tiny fields": Flood(frame(1, 0, 1, _FIELD), _always(frame(9, 0, 1, b"\x10\x01a\x01b" * 3200) * 6)),
-    "continuation of fields": Flood(frame(1, 0, 1, _FIELD), _always(frame(9, 0, 1, _FIELD) * 700)),
-    "continuation of indexed fields": Flood(frame(1, 0, 1, _FIELD), _always(frame(9, 0, 1, b"\x8f" * 16_000) * 6)),
-    "continuation of remembered fields": Flood(
-        frame(1, 0, 1, b"\x40\x01a\x7f\x80\x18" + b"b" * (127 + 24 * 128)), _always(frame(9, 0, 1, b"\xbe" * 16_000) * 6)
+    "continuation of tiny fields": Flood(
+        frame(1, 0, 1, _FIELD), _always(frame(9, 0, 1, b"\x10\x01a\x01b" * 3200) * 6)
     ),
-    "continuation of one field": Flood(frame(1, 0, 1, b"\x10\x01a\x7f\x80\x80\x80\x80\x04"), _always(frame(9, 0, 1, b"x" * 16_000) * 6)),
+    "continuation of fields": Flood(frame(1, 0, 1, _FIELD), _always(frame(9, 0, 1, _FIELD) * 700)),
+    "continuation of indexed fields": Flood(
+        frame(1, 0, 1, _FIELD), _always(frame(9, 0, 1, b"\x8f" * 16_000) * 6)
+    ),
+    "continuation of remembered fields": Flood(
+        frame(1, 0, 1, b"\x40\x01a\x7f\x80\x18" + b"b" * (127 + 24 * 128)),
+        _always(frame(9, 0, 1, b"\xbe" * 16_000) * 6),
+    ),
+    "continuation of one field": Flood(
+        frame(1, 0, 1, b"\x10\x01a\x7f\x80\x80\x80\x80\x04"), _always(frame(9, 0, 1, b"x" * 16_000) * 6)
+    ),
     "empty continuation": Flood(frame(1, 0, 1, _FIELD), _always(frame(9, 0, 1) * 10_000)),
     "header lists": Flood(
-        b"", _streams(lambda n: frame(1, 0, n, _FIELD * 120) + frame(9, 0, n, _FIELD * 120) + frame(9, 4, n, _FIELD * 120), 3)
+        b"",
+        _streams(
+            lambda n: (
+                frame(1, 0, n, _FIELD * 120) + frame(9, 0, n, _FIELD * 120) + frame(9, 4, n, _FIELD * 120)
+            ),
+            3,
+        ),
     ),
     "calls without end": Flood(b"", _streams(lambda n: frame(1, 4, n, _CALL), 500)),
     "short calls without end": Flood(
-        frame(1, 4, 1, _REMEMBERED), _streams(lambda n: frame(1, 4, n + 2, _INDEXED) + frame(3, 0, n + 2, b"\0\0\0\x08"), 2000)
+        frame(1, 4, 1, _REMEMBERED),
+        _streams(lambda n: frame(1, 4, n + 2, _INDEXED) + frame(3, 0, n + 2, b"\0\0\0\x08"), 2000),
     ),
     "calls of who goes at once": Flood(b"".join(frame(1, 4, 2 * n + 1, _CALL) for n in range(32)), None),
     "rapid reset": Flood(b"", _streams(lambda n: frame(1, 4, n, _CALL) + frame(3, 0, n, b"\0\0\0\x08"), 500)),
@@ -121,8 +157,18 @@ FLOODS = {
 }
 
 
-def flood(connect: Callable[[], socket.socket], kind: str, seconds: float, *, acknowledge: bool, over: Event | None = None) -> None:
-    """Many connections of one kind, until `over`; one that is cut comes again. None reads more than it must, nor has credentials."""
+def flood(
+    connect: Callable[[], socket.socket],
+    kind: str,
+    seconds: float,
+    *,
+    acknowledge: bool,
+    over: Event | None = None,
+) -> None:
+    """Many connections of one kind, until `over`; one that is cut comes again.
+
+    None reads more than it must, nor has credentials.
+    """
     end = time.monotonic() + seconds
     meant = FLOODS[kind]
 
@@ -150,7 +196,9 @@ def flood(connect: Callable[[], socket.socket], kind: str, seconds: float, *, ac
     at_once(_CONNECTIONS, keep_on)
 
 
-def stalled(connect: Callable[[], socket.socket], seconds: float, *, first: bytes = b"", connections: int = 1000) -> None:
+def stalled(
+    connect: Callable[[], socket.socket], seconds: float, *, first: bytes = b"", connections: int = 1000
+) -> None:
     """Connections that say so much and no more."""
     with ExitStack() as stack:
         for _ in range(connections):

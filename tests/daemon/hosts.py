@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import grpc
 
 from tiercache.core import ObjectKey, ObjectMeta, PoolName
-from tiercache.wire import memory, messages
+from tiercache.wire import attachment, messages
 from tiercache.wire.frames import cut, decode, encode
 from tiercache.wire.methods import ATTACH_SOCKET, GRPC_SOCKET, METHODS, SESSION_METADATA
 from tiercache.wire.v1 import attach_pb2
@@ -29,10 +29,16 @@ from tiercache.wire.v1 import storage_pb2 as pb
 
 MIB = 1 << 20
 HOST_BYTES = 48 * MIB
+GUARD = 120
+"""Seconds after which a daemon that does not start or end is taken to hang; a quiet machine needs two."""
 STORE_BYTES = 8 * MIB
 TOKENS = {"mallory": "mallory-" + "m" * 24, "trent": "trent-" + "t" * 24}
 NAMESPACE = b"n" * 32
-OPTIONS = (("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
+OPTIONS = (
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+)
 REFUSALS = {
     grpc.StatusCode.UNAUTHENTICATED,
     grpc.StatusCode.PERMISSION_DENIED,
@@ -52,7 +58,7 @@ def key(number: int, name: str = "") -> ObjectKey:
     return ObjectKey(PoolName.KV, b"." * 32 + f"{name}{number}".encode().ljust(32, b"."))
 
 
-def until(condition: Callable[[], bool], seconds: float = 20, every: float = 0.02) -> None:
+def until(condition: Callable[[], bool], seconds: float = 60, every: float = 0.02) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not come to pass in time"
@@ -60,7 +66,11 @@ def until(condition: Callable[[], bool], seconds: float = 20, every: float = 0.0
 
 
 class Figures(NamedTuple):
-    """What a process holds. `memory`: its anonymous pages (heap, stacks) and its own arena, not what clients attached (theirs)."""
+    """Resources that a process holds.
+
+    `memory` is the bytes of its anonymous pages (heap, stacks) and of its own arena, without the memory
+    that clients attached.
+    """
 
     memory: int
     descriptors: int
@@ -68,7 +78,12 @@ class Figures(NamedTuple):
 
 
 def figures(pid: int) -> Figures:
-    """Of every mapping the anonymous pages, and of the memfds that the daemon made itself (tiercache-...) the resident ones."""
+    """Read the resources of a process from /proc.
+
+    The memory is the anonymous pages of every mapping, and the resident pages of the memfds that the
+    daemon made itself. Memfds with "hostile" in their names belong to the tests' clients and are not
+    counted.
+    """
     held, name = 0, ""
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
         if mapping := re.match(r"[0-9a-f]+-[0-9a-f]+ \S+ \S+ \S+ \S+ *(.*)", line):
@@ -78,7 +93,7 @@ def figures(pid: int) -> Figures:
                 held += int(line.split()[1]) << 10
         elif line.startswith("Anonymous:"):
             held += int(line.split()[1]) << 10
-    threads = int(re.search(r"Threads:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[1])  # type: ignore[index]
+    threads = int(re.search(r"Threads:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[1])
     return Figures(held, len(os.listdir(f"/proc/{pid}/fd")), threads)
 
 
@@ -114,7 +129,7 @@ class Daemon:
     ports: list[int]
     log: Path
     first: Figures = field(init=False)
-    """What it held when it was idle for the first time."""
+    """Resources that the daemon held when it was idle for the first time."""
 
     @property
     def pid(self) -> int:
@@ -149,7 +164,9 @@ def secret(path: Path, text: str) -> Path:
 
 @contextmanager
 def serving(directory: Path, body: str) -> Iterator[Daemon]:
-    """A daemon with this configuration, killed at the end if need be; its log is shown if it says that something broke."""
+    """A daemon with this configuration, killed at the end if need be; its log is shown if it says that
+    something broke.
+    """
     log = directory / "log"
     with log.open("w") as out:
         process = subprocess.Popen(
@@ -157,13 +174,20 @@ def serving(directory: Path, body: str) -> Iterator[Daemon]:
             stderr=out, stdout=out, text=True,
         )  # fmt: skip
     try:
-        until(lambda: process.poll() is not None or "workers of this host" in log.read_text() or "on 127" in log.read_text())
+        until(
+            lambda: (
+                process.poll() is not None
+                or "workers of this host" in log.read_text()
+                or "on 127" in log.read_text()
+            ),
+            GUARD,
+        )
         assert process.poll() is None, log.read_text()
         time.sleep(0.1)
         ports = [int(port) for port in re.findall(r"on 127\.0\.0\.1:(\d+)", log.read_text())]
         yield Daemon(process, directory, ports, log)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0, log.read_text()[-4000:]
+        assert process.wait(GUARD) == 0, log.read_text()[-4000:]
         assert "Traceback" not in log.read_text(), log.read_text()[-6000:]
     finally:
         if process.poll() is None:
@@ -175,39 +199,52 @@ class Client:
     """Calls over one channel, with what one says of oneself in the metadata."""
 
     def __init__(
-        self, target: str, metadata: Sequence[tuple[str, str | bytes]] = (), credentials: grpc.ChannelCredentials | None = None
+        self,
+        target: str,
+        metadata: Sequence[tuple[str, str | bytes]] = (),
+        credentials: grpc.ChannelCredentials | None = None,
     ) -> None:
         self.metadata = list(metadata)
         self.channel = (
             grpc.insecure_channel(target, OPTIONS)
             if credentials is None
-            else grpc.secure_channel(target, credentials, (*OPTIONS, ("grpc.ssl_target_name_override", "localhost")))
+            else grpc.secure_channel(
+                target, credentials, (*OPTIONS, ("grpc.ssl_target_name_override", "localhost"))
+            )
         )
 
-    def stream(self, path: str, requests: Iterator[bytes], timeout: float | None = 20, metadata: Any = None) -> Any:
+    def stream(
+        self, path: str, requests: Iterator[bytes], timeout: float | None = 30, metadata: Any = None
+    ) -> Any:
         """A raw call of any shape: bytes in, bytes out."""
         call = self.channel.stream_stream(path if path.startswith("/") else METHODS[path].path)
         return call(requests, timeout=timeout, metadata=self.metadata if metadata is None else metadata)
 
-    def call(self, name: str, request: Any, timeout: float | None = 20, metadata: Any = None) -> Any:
+    def call(self, name: str, request: Any, timeout: float | None = 30, metadata: Any = None) -> Any:
         """One reply to one request."""
         data = request if isinstance(request, bytes) else request.SerializeToString()
         [reply] = self.stream(name, iter([data]), timeout, metadata)
         return METHODS[name].reply.FromString(reply)
 
-    def refused(self, name: str, request: Any = b"", timeout: float | None = 20, metadata: Any = None) -> grpc.StatusCode:
+    def refused(
+        self, name: str, request: Any = b"", timeout: float | None = 30, metadata: Any = None
+    ) -> grpc.StatusCode:
         """The status of a call that must come back with nothing."""
         data = request if isinstance(request, bytes) else request.SerializeToString()
         return status(self.stream(name, iter([data]), timeout, metadata))
 
     def exists(self, keys: Sequence[ObjectKey]) -> list[bool]:
-        return messages.read_bits(self.call("Exists", pb.ExistsRequest(keys=messages.keys(keys))).bits, len(keys))
+        return messages.read_bits(
+            self.call("Exists", pb.ExistsRequest(keys=messages.keys(keys))).bits, len(keys)
+        )
 
-    def set(self, items: Mapping[ObjectKey, bytes], namespace: bytes = NAMESPACE, timeout: float = 20) -> list[int]:
+    def set(
+        self, items: Mapping[ObjectKey, bytes], namespace: bytes = NAMESPACE, timeout: float = 30
+    ) -> list[int]:
         [reply] = self.stream("Set", set_messages(items, namespace), timeout)
         return list(pb.OutcomesReply.FromString(reply).outcomes)
 
-    def get(self, lengths: Mapping[ObjectKey, int], timeout: float = 20) -> list[bytes | None]:
+    def get(self, lengths: Mapping[ObjectKey, int], timeout: float = 30) -> list[bytes | None]:
         request = get_request(lengths)
         found: dict[int, bytes] = {}
         hits: set[int] = set()
@@ -234,7 +271,9 @@ class Client:
 
 
 def get_request(lengths: Mapping[ObjectKey, int]) -> bytes:
-    return pb.GetRequest(keys=messages.keys(list(lengths)), lengths=list(lengths.values())).SerializeToString()
+    return pb.GetRequest(
+        keys=messages.keys(list(lengths)), lengths=list(lengths.values())
+    ).SerializeToString()
 
 
 def set_messages(items: Mapping[ObjectKey, bytes], namespace: bytes = NAMESPACE) -> Iterator[bytes]:
@@ -242,7 +281,8 @@ def set_messages(items: Mapping[ObjectKey, bytes], namespace: bytes = NAMESPACE)
     for pieces in cut([len(value) for value in values], MIB):
         begun = [piece.item for piece in pieces if not piece.start]
         header = pb.SetPieces(
-            sizes=[piece.stop - piece.start for piece in pieces], begins=[not piece.start for piece in pieces],
+            sizes=[piece.stop - piece.start for piece in pieces],
+            begins=[not piece.start for piece in pieces],
             keys=messages.keys([keys[n] for n in begun]),
             metas=[messages.meta(ObjectMeta(namespace, len(values[n]), b"", None, None)) for n in begun],
         )  # fmt: skip
@@ -266,7 +306,7 @@ class Worker(Client):
 
     def __init__(self, daemon: Daemon) -> None:
         self.sock = attach_socket(daemon)
-        session, _ = memory.receive(self.sock, attach_pb2.Session)
+        session, _ = attachment.receive(self.sock, attach_pb2.Session)
         if session is None or not session.token:
             self.sock.close()
             raise AssertionError(session.refusal if session else "no session")
@@ -274,11 +314,11 @@ class Worker(Client):
         super().__init__(daemon.grpc, [(SESSION_METADATA, session.token)])
 
     def attach(self, fd: int, nbytes: int) -> attach_pb2.Answer:
-        memory.send(self.sock, attach_pb2.Request(attach=attach_pb2.Attach(bytes=nbytes)), fd)
+        attachment.send(self.sock, attach_pb2.Request(attach=attach_pb2.Attach(bytes=nbytes)), fd)
         return self.answer()
 
     def answer(self) -> attach_pb2.Answer:
-        answer, _ = memory.receive(self.sock, attach_pb2.Answer)
+        answer, _ = attachment.receive(self.sock, attach_pb2.Answer)
         assert answer is not None, "the session is over"
         return answer
 
@@ -290,18 +330,20 @@ class Worker(Client):
 def attach_socket(daemon: Daemon) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     sock.connect(daemon.attach)  # waits while the daemon's backlog is full
-    sock.settimeout(10)
+    sock.settimeout(30)
     return sock
 
 
 class Good:
     """A client that keeps to the protocol, round after round, in a thread; what each round took is kept.
 
-    It must always find what it has just stored, unless the store is `crowded`: others store more than fits meanwhile, and what it lost to
-    them is counted. It never reads anything else.
+    It must always find what it has just stored, unless the store is `crowded`: others store more than fits
+    meanwhile, and what it lost to them is counted. It never reads anything else.
     """
 
-    def __init__(self, make: Callable[[], Client], nbytes: int = 64 << 10, *, crowded: bool = False, name: str = "good") -> None:
+    def __init__(
+        self, make: Callable[[], Client], nbytes: int = 64 << 10, *, crowded: bool = False, name: str = "good"
+    ) -> None:
         self._make = make
         self._name = name
         self._crowded = crowded
@@ -320,7 +362,8 @@ class Good:
 
     def __exit__(self, kind: object, *_: object) -> None:
         if not kind:
-            until(lambda: len(self.seconds) >= 20 or self.error is not None, 60)  # during or right after, but it goes on
+            # during or right after, but it goes on
+            until(lambda: len(self.seconds) >= 20 or self.error is not None, 60)
         self._stop.set()
         self._thread.join(30)
         if not kind:
@@ -353,12 +396,12 @@ class Good:
 
 
 class Http2:
-    """As much HTTP/2 as it takes to misbehave: no flow control, nothing read that is not asked for."""
+    """Part of an HTTP/2 client, enough to misbehave: without flow control, and without reading replies."""
 
     def __init__(self, sock: socket.socket, *, window: int = 65_535, acknowledge: bool = True) -> None:
         """`acknowledge`: the other end's SETTINGS, once they are there."""
         self.sock = sock
-        sock.settimeout(10)
+        sock.settimeout(30)
         sock.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
         self.frame(4, 0, 0, b"\x00\x04" + window.to_bytes(4))
         if acknowledge:
@@ -369,7 +412,9 @@ class Http2:
     def frame(self, kind: int, flags: int, stream: int, payload: bytes = b"") -> None:
         self.sock.sendall(len(payload).to_bytes(3) + bytes([kind, flags]) + stream.to_bytes(4) + payload)
 
-    def open(self, stream: int, path: str, metadata: Mapping[str, str] | None = None, timeout: str = "30S") -> None:
+    def open(
+        self, stream: int, path: str, metadata: Mapping[str, str] | None = None, timeout: str = "30S"
+    ) -> None:
         headers = {
             ":method": "POST",
             ":scheme": "http",
@@ -379,7 +424,9 @@ class Http2:
             "content-type": "application/grpc",
         }
         headers |= {"grpc-timeout": timeout} | dict(metadata or {})
-        self.frame(1, 4, stream, b"".join(b"\x10" + _text(name) + _text(value) for name, value in headers.items()))
+        self.frame(
+            1, 4, stream, b"".join(b"\x10" + _text(name) + _text(value) for name, value in headers.items())
+        )
 
     def data(self, stream: int, payload: bytes, *, end: bool = False) -> None:
         self.frame(0, int(end), stream, payload)

@@ -1,4 +1,7 @@
-"""Who gets what, over real sockets: principals, verbs, namespaces, tenants, tokens, certificates. What is foreign answers like a miss."""
+"""Access control over real sockets: principals, verbs, namespaces, tenants, tokens, certificates.
+
+An object that the caller may not see is answered like a miss.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,20 @@ from typing import Any, NamedTuple
 import grpc
 import pytest
 
-from tests.daemon.hosts import NAMESPACE, Client, Daemon, Worker, get_request, key, secret, serving, set_messages
+from tests.daemon.hosts import (
+    NAMESPACE,
+    Client,
+    Daemon,
+    Worker,
+    get_request,
+    key,
+    secret,
+    serving,
+    set_messages,
+)
 from tiercache.core import ObjectKey
-from tiercache.daemon.views import Veil
-from tiercache.wire import memory, messages
+from tiercache.daemon.views import NameCipher
+from tiercache.wire import attachment, messages
 from tiercache.wire.frames import decode
 from tiercache.wire.methods import METHODS
 from tiercache.wire.v1 import attach_pb2
@@ -45,10 +58,13 @@ PRINCIPALS = {
     "red": Principal("read write", "red"),
     "redder": Principal("read write admin", "red"),
     "blue": Principal("read write admin", "blue"),
+    "warden": Principal("read write admin", namespaces=(NAMESPACE,)),
     "narrow": Principal("read write", "red", (OTHER,)),
-    "shown": Principal("read write", "red", (Veil(b"red" * 20).mark(OTHER),)),
+    "shown": Principal("read write", "red", (NameCipher(b"red" * 20).mark(OTHER),)),
 }
 VERBS = {name: method.verb for name, method in METHODS.items()}
+TIERS = {"ChangeTiers", "FollowTierChange"}
+"""For operators of the whole daemon; whose request is empty has asked for nothing."""
 OPEN = {"GetInto", "SetFrom"}
 """Only on the unix sockets; over TCP they are refused whoever calls, after the verb was looked at."""
 
@@ -56,7 +72,9 @@ OPEN = {"GetInto", "SetFrom"}
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     directory = tmp_path_factory.mktemp("x")
-    body = f'directory = "{directory}"\ndisk_bytes = "512MiB"\nhost_bytes = "48MiB"\nlisten = ["127.0.0.1:0"]\n'
+    body = (
+        f'directory = "{directory}"\ndisk_bytes = "512MiB"\nhost_bytes = "48MiB"\nlisten = ["127.0.0.1:0"]\n'
+    )
     for tenant in ("red", "blue"):
         body += f'[tenants.{tenant}]\nsalt_file = "{secret(directory / f"{tenant}.salt", tenant * 20)}"\n'
     for name, principal in PRINCIPALS.items():
@@ -89,13 +107,18 @@ def ask(client: Client, method: str, k: ObjectKey, namespace: bytes = NAMESPACE)
     requests = {
         "Get": get_request({k: LENGTH}),
         "Set": next(set_messages({k: bytes(LENGTH)}, namespace)),
-        "Register": pb.RegisterRequest(
-            namespace=pb.Namespace(namespace=namespace, texts={"model": "m", "tenant": "mine"})
-        ).SerializeToString(),
+        "Register": (
+            pb.RegisterRequest(
+                namespace=pb.Namespace(namespace=namespace, texts={"model": "m", "tenant": "mine"})
+            ).SerializeToString()
+        ),
         "Scan": pb.ScanRequest(namespace=namespace).SerializeToString(),
+        "Advise": pb.AdviseRequest(keys=messages.keys([k]), values=[1.0]).SerializeToString(),
     }
     keyed = {"Exists": pb.ExistsRequest, "Delete": pb.DeleteRequest, "Describe": pb.DescribeRequest}
-    data = requests.get(method) or (keyed[method](keys=messages.keys([k])).SerializeToString() if method in keyed else b"")
+    data = requests.get(method) or (
+        keyed[method](keys=messages.keys([k])).SerializeToString() if method in keyed else b""
+    )
     return list(client.stream(method, iter([data])))
 
 
@@ -104,14 +127,30 @@ def test_every_verb_is_asked_for(client: Any, name: str) -> None:
     principal = PRINCIPALS[name]
     caller = client(name)
     hello = caller.call("Hello", b"")
-    assert (hello.principal, hello.tenant, sorted(hello.verbs)) == (name, principal.tenant, sorted(principal.verbs.split()))
+    assert (hello.principal, hello.tenant, sorted(hello.verbs)) == (
+        name,
+        principal.tenant,
+        sorted(principal.verbs.split()),
+    )
     for method, verb in VERBS.items():
-        if method == "Usage" and "admin" not in principal.verbs and (principal.tenant or principal.namespaces or "read" in principal.verbs):
+        if (
+            method == "Usage"
+            and "admin" not in principal.verbs
+            and (principal.tenant or principal.namespaces or "read" in principal.verbs)
+        ):
             assert caller.refused(method) is grpc.StatusCode.PERMISSION_DENIED  # the totals of all
         elif verb is not None and verb not in principal.verbs.split():
             assert caller.refused(method) is grpc.StatusCode.PERMISSION_DENIED
+        elif method in TIERS:
+            if principal.tenant or principal.namespaces:
+                assert caller.refused(method) is grpc.StatusCode.PERMISSION_DENIED
+            elif method == "ChangeTiers":
+                assert caller.refused(method) is grpc.StatusCode.INVALID_ARGUMENT  # no change is named
         elif method in OPEN:
-            assert caller.refused(method) in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT)
+            assert caller.refused(method) in (
+                grpc.StatusCode.FAILED_PRECONDITION,
+                grpc.StatusCode.INVALID_ARGUMENT,
+            )
         elif method == "Register" and principal.namespaces and NAMESPACE not in principal.namespaces:
             with pytest.raises(grpc.RpcError) as info:
                 ask(caller, method, key(1))
@@ -128,7 +167,15 @@ def answers(caller: Client, k: ObjectKey, *, admin: bool) -> list[list[bytes]]:
 
 
 @pytest.mark.parametrize(
-    ("owner", "stranger"), [("red", "blue"), ("blue", "red"), ("red", "both"), ("both", "red"), ("both", "outside"), ("red", "narrow")]
+    ("owner", "stranger"),
+    [
+        ("red", "blue"),
+        ("blue", "red"),
+        ("red", "both"),
+        ("both", "red"),
+        ("both", "outside"),
+        ("red", "narrow"),
+    ],
 )
 def test_what_is_foreign_answers_like_a_miss_to_the_byte(client: Any, owner: str, stranger: str) -> None:
     mine, other = client(owner), client(stranger)
@@ -141,7 +188,9 @@ def test_what_is_foreign_answers_like_a_miss_to_the_byte(client: Any, owner: str
     assert other.get({k: LENGTH}) == [None]
     assert mine.exists([k]) == [True]
     # A wrong length is no way to ask either.
-    assert list(other.stream("Get", iter([get_request({k: 7})]))) == list(other.stream("Get", iter([get_request({absent: 7})])))
+    assert list(other.stream("Get", iter([get_request({k: 7})]))) == list(
+        other.stream("Get", iter([get_request({absent: 7})]))
+    )
 
 
 def scanned(caller: Client, namespace: bytes | None = None) -> set[ObjectKey]:
@@ -156,16 +205,24 @@ def scanned(caller: Client, namespace: bytes | None = None) -> set[ObjectKey]:
 
 
 def test_a_scan_tells_nothing_of_others(client: Any) -> None:
-    """Neither by its entries nor by how many empty pages there are, nor by its cursor, which in the store is a key."""
+    """Neither by its entries nor by how many empty pages there are, nor by its cursor, which in the store is
+    a key.
+    """
     red, blue, both, outside, chief = (client(name) for name in ("red", "blue", "both", "outside", "chief"))
     before = ask(outside, "Scan", key(1), OTHER)
     mine = {key(n, "scan-red"): b"r" * 64 for n in range(2100)}
-    assert set(red.set(dict(list(mine.items())[:1050]))) | set(red.set(dict(list(mine.items())[1050:]))) == {pb.OUTCOME_STORED}
+    assert set(red.set(dict(list(mine.items())[:1050]))) | set(red.set(dict(list(mine.items())[1050:]))) == {
+        pb.OUTCOME_STORED
+    }
     own = {key(n, "scan-blue"): b"b" * 64 for n in range(3)}
     blue.set(own)
     shared = {key(n, "scan-all"): b"a" * 64 for n in range(3)}
     both.set(shared)
-    assert len(set(mine) - scanned(red)) == 0, (len(scanned(red)), len(scanned(chief)), sum(red.exists(list(mine))))
+    assert len(set(mine) - scanned(red)) == 0, (
+        len(scanned(red)),
+        len(scanned(chief)),
+        sum(red.exists(list(mine))),
+    )
     assert set(own) <= scanned(blue)
     assert not (scanned(blue) | scanned(both) | scanned(outside)) & set(mine)
     assert set(shared) <= scanned(both)
@@ -211,7 +268,9 @@ def test_the_operators_label_wins_and_names_on_disk_are_not_the_tenants(client: 
     assert mine.texts["tenant"] == "red"
     assert not any(record.texts.get("tenant") == "red" for record in both.call("Namespaces", b"").namespaces)
     assert "red" in {record.texts.get("tenant") for record in chief.call("Namespaces", b"").namespaces}
-    marked = next(r.namespace for r in chief.call("Namespaces", b"").namespaces if r.texts.get("tenant") == "red")
+    marked = next(
+        r.namespace for r in chief.call("Namespaces", b"").namespaces if r.texts.get("tenant") == "red"
+    )
     ask(both, "Register", marker, marked)  # somebody who knew the name could not take it over
     assert marked not in {record.namespace for record in both.call("Namespaces", b"").namespaces}
     assert "red" in {record.texts.get("tenant") for record in chief.call("Namespaces", b"").namespaces}
@@ -263,9 +322,11 @@ def test_another_user_gets_no_session(daemon: Daemon) -> None:
 def test_a_token_is_no_session_and_a_session_no_token(daemon: Daemon) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
         sock.connect(daemon.attach)
-        session, _ = memory.receive(sock, attach_pb2.Session)
+        session, _ = attachment.receive(sock, attach_pb2.Session)
         assert session is not None
-        with Client(f"127.0.0.1:{daemon.ports[0]}", [("authorization", f"Bearer {session.token.hex()}")]) as caller:
+        with Client(
+            f"127.0.0.1:{daemon.ports[0]}", [("authorization", f"Bearer {session.token.hex()}")]
+        ) as caller:
             assert caller.refused("Hello") is grpc.StatusCode.UNAUTHENTICATED
 
 
@@ -278,14 +339,17 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two authorities, and what they signed: the daemon's, workers', one that has expired."""
     directory = tmp_path_factory.mktemp("tls")
     for ca in ("ca", "evil"):
-        openssl(directory, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-subj", f"/CN={ca}",
+        openssl(directory, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes",
+         "-subj", f"/CN={ca}",
                 "-days", "30", "-keyout", f"{ca}.key", "-out", f"{ca}.pem")  # fmt: skip
 
     def issue(name: str, san: str, ca: str = "ca", *dates: str) -> None:
-        openssl(directory, "req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-subj", f"/CN={name}",
+        openssl(directory, "req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-subj",
+         f"/CN={name}",
                 "-keyout", f"{name}.key", "-out", f"{name}.csr")  # fmt: skip
         (directory / f"{name}.ext").write_text(f"subjectAltName={san}\n")
-        openssl(directory, "x509", "-req", "-in", f"{name}.csr", "-CA", f"{ca}.pem", "-CAkey", f"{ca}.key", "-CAcreateserial",
+        openssl(directory, "x509", "-req", "-in", f"{name}.csr", "-CA", f"{ca}.pem", "-CAkey", f"{ca}.key",
+         "-CAcreateserial",
                 "-extfile", f"{name}.ext", "-out", f"{name}.pem", *(dates or ("-days", "10")))  # fmt: skip
         (directory / f"{name}.key").chmod(0o600)
 
@@ -293,7 +357,8 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     issue("worker", "DNS:worker.example")
     issue("unknown", "DNS:unknown.example")
     issue("impostor", "DNS:worker.example", "evil")
-    # Signed for a moment that is over: openssl x509 has no -not_after before 3.4, so by a negative number of days.
+    # Signed for a moment that is over: openssl x509 has no -not_after before 3.4, so by a negative number of
+    # days.
     issue("expired", "DNS:worker.example", "ca", "-days", "-1")
     return directory
 
@@ -326,7 +391,9 @@ def credentials(certificates: Path, name: str | None) -> grpc.ChannelCredentials
     ca = (certificates / "ca.pem").read_bytes()
     if name is None:
         return grpc.ssl_channel_credentials(ca)
-    return grpc.ssl_channel_credentials(ca, (certificates / f"{name}.key").read_bytes(), (certificates / f"{name}.pem").read_bytes())
+    return grpc.ssl_channel_credentials(
+        ca, (certificates / f"{name}.key").read_bytes(), (certificates / f"{name}.pem").read_bytes()
+    )
 
 
 @pytest.mark.parametrize("name", [None, "impostor", "expired", "unknown"])
@@ -334,7 +401,7 @@ def test_certificates_that_are_none(tls: Daemon, certificates: Path, name: str |
     with Client(f"127.0.0.1:{tls.ports[0]}", credentials=credentials(certificates, name)) as caller:
         for method in ("Hello", "Exists", "Get", "Usage"):
             expected = grpc.StatusCode.UNAUTHENTICATED if name == "unknown" else grpc.StatusCode.UNAVAILABLE
-            assert caller.refused(method, timeout=5) is expected
+            assert caller.refused(method, timeout=30) is expected
 
 
 def test_certificates_tell_who_calls(tls: Daemon, certificates: Path) -> None:
@@ -342,14 +409,19 @@ def test_certificates_tell_who_calls(tls: Daemon, certificates: Path) -> None:
         assert caller.call("Hello", b"").principal == "worker"
         assert caller.refused("Delete") is grpc.StatusCode.PERMISSION_DENIED
     with Client(
-        f"127.0.0.1:{tls.ports[0]}", [("authorization", f"Bearer {token('bearer')}")], credentials(certificates, "unknown")
+        f"127.0.0.1:{tls.ports[0]}",
+        [("authorization", f"Bearer {token('bearer')}")],
+        credentials(certificates, "unknown"),
     ) as caller:
         assert caller.call("Hello", b"").principal == "bearer"
 
 
 def test_without_tls_nobody_is_heard(tls: Daemon) -> None:
     with Client(f"127.0.0.1:{tls.ports[0]}", [("authorization", f"Bearer {token('bearer')}")]) as caller:
-        assert caller.refused("Hello", timeout=3) in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+        assert caller.refused("Hello", timeout=3) in (
+            grpc.StatusCode.UNAVAILABLE,
+            grpc.StatusCode.DEADLINE_EXCEEDED,
+        )
 
 
 def test_get_into_answers_like_a_miss_too(daemon: Daemon, client: Any) -> None:
@@ -360,7 +432,9 @@ def test_get_into_answers_like_a_miss_too(daemon: Daemon, client: Any) -> None:
     client("red").set({k: bytes(1 << 20)})
     with Worker(daemon) as worker, Region(1 << 20) as region:
         assert worker.attach(region.fd, region.nbytes).region == 1
-        assert into(worker, region, 1, {k: b""}) == into(worker, region, 1, {absent: b""}) == [pb.OUTCOME_MISS]
+        assert (
+            into(worker, region, 1, {k: b""}) == into(worker, region, 1, {absent: b""}) == [pb.OUTCOME_MISS]
+        )
     [reply] = ask(client("red"), "Get", absent)
     assert not decode(reply, pb.GetPieces)[1]
 
@@ -374,7 +448,9 @@ def test_a_namespace_may_be_named_as_the_operator_is_shown_it(client: Any) -> No
 
 
 def test_who_calls_without_a_name_sees_no_tenants_objects(tmp_path: Path) -> None:
-    """A loopback address without tokens serves every user of the machine; tenants known by their uid are not among what it shows."""
+    """A loopback address without tokens serves every user of the machine; tenants known by their uid are not
+    among what it shows.
+    """
     body = f"""
 directory = "{tmp_path}"
 storage = "memory://?capacity=8MiB"
@@ -386,7 +462,11 @@ name = "red"
 uid = {os.getuid()}
 tenant = "red"
 """
-    with serving(tmp_path, body) as daemon, Worker(daemon) as red, Client(f"127.0.0.1:{daemon.ports[0]}") as anybody:
+    with (
+        serving(tmp_path, body) as daemon,
+        Worker(daemon) as red,
+        Client(f"127.0.0.1:{daemon.ports[0]}") as anybody,
+    ):
         red.set({key(n): b"r" * 64 for n in range(5)})
         ask(red, "Register", key(1))
         assert anybody.call("Hello", b"").principal == "anonymous"

@@ -1,15 +1,29 @@
-"""What a thread uses is given back once, whenever the call that wanted it is cancelled."""
+"""Calls end with a status, and what a thread uses is given back once, whenever its call is cancelled."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from threading import Event
+from typing import Any
 
+import grpc
 import pytest
+from tiercache_backends.memory import MemoryBackend
 
+from tests.daemon.hosts import key
+from tiercache.config.settings import load
+from tiercache.core import Outcome
+from tiercache.daemon import StorageServer
+from tiercache.daemon.access import Budgets, Caller, Refusal
 from tiercache.daemon.budget import Budget
-from tiercache.daemon.call import Threads
+from tiercache.daemon.call import Call, Threads
+from tiercache.storage.base import GetItem
+from tiercache.wire import messages
+from tiercache.wire.methods import METHODS
+from tiercache.wire.v1 import storage_pb2 as pb
 
 
 def run(scenario: Callable[[Threads, Budget, list[str]], Awaitable[None]]) -> list[str]:
@@ -37,7 +51,10 @@ def test_work_that_is_done_lands_once() -> None:
 def test_work_that_was_cancelled_before_its_first_step_lands_once_and_is_undone() -> None:
     async def scenario(threads: Threads, workers: Budget, said: list[str]) -> None:
         task = threads.start(
-            workers, lambda: said.append("worked"), landed=lambda: said.append("landed"), undo=lambda: said.append("undone")
+            workers,
+            lambda: said.append("worked"),
+            landed=lambda: said.append("landed"),
+            undo=lambda: said.append("undone"),
         )
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -50,7 +67,10 @@ def test_work_that_was_cancelled_as_it_waited_for_a_thread() -> None:
     async def scenario(threads: Threads, workers: Budget, said: list[str]) -> None:
         await workers.take(1)
         task = threads.start(
-            workers, lambda: said.append("worked"), landed=lambda: said.append("landed"), undo=lambda: said.append("undone")
+            workers,
+            lambda: said.append("worked"),
+            landed=lambda: said.append("landed"),
+            undo=lambda: said.append("undone"),
         )
         await asyncio.sleep(0)
         task.cancel()
@@ -67,11 +87,13 @@ def test_work_that_is_under_way_lands_when_it_has_ended() -> None:
 
         def work() -> None:
             began.set()
-            end.wait(10)
+            end.wait(30)
             said.append("worked")
 
-        task = threads.start(workers, work, landed=lambda: said.append("landed"), undo=lambda: said.append("undone"))
-        await asyncio.to_thread(began.wait, 10)
+        task = threads.start(
+            workers, work, landed=lambda: said.append("landed"), undo=lambda: said.append("undone")
+        )
+        await asyncio.to_thread(began.wait, 30)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -84,7 +106,91 @@ def test_work_that_is_under_way_lands_when_it_has_ended() -> None:
 
 def test_a_failure_that_nobody_fetches_is_not_complained_about() -> None:
     async def scenario(threads: Threads, workers: Budget, said: list[str]) -> None:
-        task = threads.start(workers, lambda: 1 // 0, landed=lambda: said.append("landed"), undo=lambda: said.append("undone"))
+        task = threads.start(
+            workers, lambda: 1 // 0, landed=lambda: said.append("landed"), undo=lambda: said.append("undone")
+        )
         await asyncio.wait([task])
 
     assert run(scenario) == ["landed", "undone"]
+
+
+def status_of(serve: Callable[[Call], Awaitable[None]], *, pause: float = 0.0) -> str:
+    """Return the details that a client gets which reads nothing for `pause` seconds from a call.
+
+    `serve` handles the call; a Refusal that it raises ends the call with a status.
+    """
+    budgets = Budgets(Budget(1), Budget(1), Budget(1), Budget(1), Budget(1))
+    caller = Caller(Any, None, budgets)  # type: ignore[arg-type]
+
+    async def handle(_: Any, context: Any) -> None:
+        call = Call(caller, context, idle=0.5, message_bytes=1 << 24, request_bytes=1 << 10)
+        try:
+            await serve(call)
+        except Refusal as refusal:
+            await call.end()
+            await context.abort(refusal.code, refusal.message)
+
+    def read(port: int) -> str:
+        options = [("grpc.max_receive_message_length", -1)]
+        with grpc.insecure_channel(f"127.0.0.1:{port}", options=options) as channel:
+            replies = channel.stream_stream("/service/call")(iter([b""]), timeout=60)
+            time.sleep(pause)
+            with pytest.raises(grpc.RpcError) as info:
+                list(replies)
+            return str(info.value.details())
+
+    async def main() -> str:
+        server = grpc.aio.server()
+        handlers = {"call": grpc.stream_stream_rpc_method_handler(handle)}
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("service", handlers),))
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        try:
+            return await asyncio.to_thread(read, port)
+        finally:
+            await server.stop(0)
+
+    return asyncio.run(main())
+
+
+def test_a_call_whose_first_messages_nobody_reads_ends_with_a_status() -> None:
+    """The status comes as soon as the client reads, not at the client's own deadline.
+
+    `Call.send` sends the initial metadata first; otherwise gRPC would refuse to send a status.
+    """
+
+    async def serve(call: Call) -> None:
+        for _ in range(5):
+            await call.send(bytes(8 << 20))
+
+    assert "limits.idle" in status_of(serve, pause=2)  # four times `idle`
+
+
+def test_a_call_that_is_cancelled_while_it_begins_ends_with_a_status() -> None:
+    async def serve(call: Call) -> None:
+        beginning = asyncio.create_task(call.begin())
+        for _ in range(2):  # two tasks begin; gRPC has the metadata then, and has not said that it is sent
+            await asyncio.sleep(0)
+        beginning.cancel()
+        raise Refusal(grpc.StatusCode.ABORTED, "over")
+
+    assert status_of(serve) == "over"
+
+
+def test_a_get_sends_the_initial_metadata_while_the_store_reads(tmp_path: Path) -> None:
+    go_on = Event()
+
+    class Held(MemoryBackend):
+        def get(self, items: Sequence[GetItem]) -> list[Outcome]:
+            assert go_on.wait(60)
+            return super().get(items)
+
+    settings = load(None, {"directory": str(tmp_path), "listen": ["127.0.0.1:0"]})
+    with StorageServer(settings, Held()) as server, grpc.insecure_channel(server.addresses[0]) as channel:
+        request = pb.GetRequest(keys=messages.keys([key(0)]), lengths=[4096]).SerializeToString()
+        replies = channel.stream_stream(METHODS["Get"].path)(iter([request]), timeout=60)
+        try:
+            assert replies.initial_metadata() is not None
+        finally:
+            go_on.set()
+        assert len(list(replies)) == 1

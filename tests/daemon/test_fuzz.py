@@ -1,4 +1,6 @@
-"""Everything that takes bytes from outside, with bytes that nobody meant: a documented answer, never INTERNAL, never a hang."""
+"""Everything that takes bytes from outside, with bytes that nobody meant: a documented answer, never
+INTERNAL, never a hang.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,13 @@ from hypothesis import strategies as st
 
 from tests.daemon.hosts import MIB, Daemon, Worker, attach_socket, get_request, key, set_messages
 from tests.daemon.test_attach import Region, places
+from tests.examples import example_count
 from tiercache.config.settings import load
 from tiercache.core import ObjectMeta
-from tiercache.daemon import Node
+from tiercache.daemon import StorageServer
 from tiercache.errors import WireError
 from tiercache.storage.registry import open_backend
-from tiercache.wire import memory, messages
+from tiercache.wire import attachment, messages
 from tiercache.wire.frames import decode, read_message
 from tiercache.wire.methods import METHODS
 from tiercache.wire.v1 import attach_pb2
@@ -36,7 +39,11 @@ DOCUMENTED = {
     grpc.StatusCode.FAILED_PRECONDITION,
     grpc.StatusCode.DEADLINE_EXCEEDED,
 }
-FUZZ = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FUZZ = settings(
+    max_examples=example_count(150),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 
 KEYS = messages.keys([key(n) for n in range(3)])
 METAS = [messages.meta(ObjectMeta(b"n", 4096, b"", b"p" * 32, n)) for n in range(3)]
@@ -51,7 +58,12 @@ SOUND: dict[str, bytes] = {
     "Delete": pb.DeleteRequest(keys=KEYS).SerializeToString(),
     "Describe": pb.DescribeRequest(keys=KEYS).SerializeToString(),
     "Scan": pb.ScanRequest(namespace=b"n", cursor=bytes(8)).SerializeToString(),
-    "Register": pb.RegisterRequest(namespace=pb.Namespace(namespace=b"n", texts={"a": "b"}, numbers={"c": 1})).SerializeToString(),
+    "Advise": pb.AdviseRequest(keys=KEYS, values=[1.0, 0.0, 1e300], worker=3).SerializeToString(),
+    "Register": (
+        pb.RegisterRequest(
+            namespace=pb.Namespace(namespace=b"n", texts={"a": "b"}, numbers={"c": 1})
+        ).SerializeToString()
+    ),
     "Namespaces": b"",
     "Usage": b"",
     "Flush": b"",
@@ -62,14 +74,18 @@ SOUND: dict[str, bytes] = {
 def worker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
     """A client of a live node of this process, with memory attached."""
     directory = tmp_path_factory.mktemp("f")
-    given = {"directory": str(directory), "host_bytes": "48MiB", "limits": {"idle": "1s", "attached_bytes": "1MiB"}}
+    given = {
+        "directory": str(directory),
+        "host_bytes": "48MiB",
+        "limits": {"idle": "1s", "attached_bytes": "1MiB"},
+    }
     if request.param == "memory":
         given["storage"] = "memory://?capacity=1MiB"
     elif request.param == "lmdb":
         given["storage"] = f"lmdb://{directory}/lmdb?capacity=64MiB"
     else:
         given["disk_bytes"] = "64MiB"
-    with Node(load(None, given)), Region(64 << 10) as region:
+    with StorageServer(load(None, given)), Region(64 << 10) as region:
         daemon = Daemon(None, directory, [], directory)  # type: ignore[arg-type]
         with Worker(daemon) as client:
             assert client.attach(region.fd, region.nbytes).region == 1
@@ -77,7 +93,7 @@ def worker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def check(client: Worker, method: str, requests: list[bytes]) -> None:
-    """It answers, or refuses as documented, in time."""
+    """Check that a call is answered, or ends with a documented status, before its deadline."""
     try:
         for reply in client.stream(method, iter(requests), 10):
             METHODS[method].reply.FromString(reply)
@@ -112,7 +128,7 @@ def test_sound_requests_with_errors(worker: Worker, case: tuple[str, list[bytes]
     check(worker, *case)
 
 
-@settings(FUZZ, max_examples=60)
+@settings(FUZZ, max_examples=example_count(60))
 @given(st.sampled_from(sorted(SOUND)), st.lists(st.binary(max_size=400), max_size=3))
 def test_any_bytes(worker: Worker, method: str, requests: list[bytes]) -> None:
     check(worker, method, requests)
@@ -128,23 +144,33 @@ BATCH = st.builds(
     pool_of=st.binary(max_size=4),
 )
 SPOTS = st.builds(
-    pb.Places, counts=st.lists(U32, max_size=4), regions=st.lists(st.integers(0, 3), max_size=5), offsets=COLUMN, sizes=COLUMN
+    pb.Places,
+    counts=st.lists(U32, max_size=4),
+    regions=st.lists(st.integers(0, 3), max_size=5),
+    offsets=COLUMN,
+    sizes=COLUMN,
 )
 DESCRIPTION = st.builds(
-    pb.ObjectMeta, namespace=st.binary(max_size=70), length=st.one_of(st.integers(0, 9000), U64), checksum=st.binary(max_size=20),
+    pb.ObjectMeta, namespace=st.binary(max_size=70), length=st.one_of(st.integers(0, 9000), U64),
+    checksum=st.binary(max_size=20),
     parent=st.one_of(st.none(), st.binary(max_size=40)), depth=st.one_of(st.none(), U32),
 )  # fmt: skip
 MESSAGES = {
     "Get": st.builds(pb.GetRequest, keys=BATCH, lengths=COLUMN),
     "GetInto": st.builds(pb.GetIntoRequest, keys=BATCH, lengths=COLUMN, places=SPOTS),
-    "SetFrom": st.builds(pb.SetFromRequest, keys=BATCH, metas=st.lists(DESCRIPTION, max_size=4), places=SPOTS),
-    "Scan": st.builds(pb.ScanRequest, namespace=st.one_of(st.none(), st.binary(max_size=70)), cursor=st.binary(max_size=130)),
+    "SetFrom": st.builds(pb.SetFromRequest, keys=BATCH, metas=st.lists(DESCRIPTION, max_size=4),
+     places=SPOTS),
+    "Scan": st.builds(pb.ScanRequest, namespace=st.one_of(st.none(), st.binary(max_size=70)),
+     cursor=st.binary(max_size=130)),
     "Describe": st.builds(pb.DescribeRequest, keys=BATCH),
     "Delete": st.builds(pb.DeleteRequest, keys=BATCH),
+    "Advise": st.builds(pb.AdviseRequest, keys=BATCH, values=st.lists(st.floats(), max_size=4),
+     worker=st.integers(0, 2**64 - 1)),
     "Register": st.builds(
         pb.RegisterRequest,
         namespace=st.builds(
-            pb.Namespace, namespace=st.binary(max_size=70), texts=st.dictionaries(st.text(max_size=5), st.text(max_size=5), max_size=3),
+            pb.Namespace, namespace=st.binary(max_size=70),
+            texts=st.dictionaries(st.text(max_size=5), st.text(max_size=5), max_size=3),
             numbers=st.dictionaries(st.text(max_size=5), st.integers(-(2**63), 2**63 - 1), max_size=3),
         ),
     ),
@@ -158,23 +184,28 @@ def test_messages_that_make_no_sense(worker: Worker, case: tuple[str, Any]) -> N
 
 
 PIECES = st.builds(
-    pb.SetPieces, sizes=st.lists(st.integers(0, 300), max_size=4), begins=st.lists(st.booleans(), max_size=4), keys=BATCH,
+    pb.SetPieces, sizes=st.lists(st.integers(0, 300), max_size=4), begins=st.lists(st.booleans(), max_size=4),
+    keys=BATCH,
     metas=st.lists(DESCRIPTION, max_size=4),
 )  # fmt: skip
 
 
-@settings(FUZZ, max_examples=80)
+@settings(FUZZ, max_examples=example_count(80))
 @given(st.lists(st.tuples(PIECES, st.binary(max_size=600)), max_size=4))
 def test_pieces_in_any_order(worker: Worker, stream: list[tuple[pb.SetPieces, bytes]]) -> None:
-    check(worker, "Set", [pb.SetRequest(pieces=pieces, payload=payload).SerializeToString() for pieces, payload in stream])
+    check(
+        worker,
+        "Set",
+        [pb.SetRequest(pieces=pieces, payload=payload).SerializeToString() for pieces, payload in stream],
+    )
 
 
-@settings(FUZZ, max_examples=60)
+@settings(FUZZ, max_examples=example_count(60))
 @given(st.lists(st.binary(max_size=300), max_size=3), st.integers(0, 3))
 def test_packets_of_the_attach_socket(worker: Worker, packets: list[bytes], fds: int) -> None:
     directory = Path(worker.sock.getpeername()).parents[1]
-    with attach_socket(Daemon(None, directory, [], directory)) as sock, suppress(OSError):  # type: ignore[arg-type]
-        memory.receive(sock, attach_pb2.Session)
+    with attach_socket(Daemon(None, directory, [], directory)) as sock, suppress(OSError):
+        attachment.receive(sock, attach_pb2.Session)
         for packet in packets:
             socket.send_fds(sock, [packet], [worker.sock.fileno()] * fds)
             if packet:
@@ -188,7 +219,7 @@ def test_a_packet_is_read_or_refused_and_its_descriptors_are_accounted_for(data:
     with left, right:
         socket.send_fds(left, [data], [0] * fds)
         with suppress(WireError):
-            _, found = memory.receive(right, attach_pb2.Request, most_fds=1)
+            _, found = attachment.receive(right, attach_pb2.Request, max_fds=1)
             for fd in found:
                 os.close(fd)
     assert len(os.listdir("/proc/self/fd")) == before
@@ -213,13 +244,16 @@ def test_a_message_of_nothing_but_fields_is_refused_before_it_is_built(field: by
         decode(field * (MIB // len(field)), pb.SetPieces)
 
 
-@pytest.mark.parametrize("kind", ["memory", "file", "lmdb"])
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.parametrize("kind", ["memory", "file", "lmdb", "chain"])
+@settings(
+    max_examples=example_count(50), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(st.one_of(st.none(), st.binary(max_size=70)), st.binary(max_size=200))
 def test_any_cursor_is_a_cursor(tmp_path: Path, kind: str, namespace: bytes | None, cursor: bytes) -> None:
     """Callers hand cursors in; a store makes nothing of those that it did not give out."""
     if not hasattr(test_any_cursor_is_a_cursor, kind):
-        url = "memory://" if kind == "memory" else f"{kind}://{tmp_path}/s?capacity=64MiB"
-        setattr(test_any_cursor_is_a_cursor, kind, open_backend(url))
+        url = "memory://" if kind in ("memory", "chain") else f"{kind}://{tmp_path}/s?capacity=64MiB"
+        spec = [url, f"file://{tmp_path}/s?capacity=64MiB"] if kind == "chain" else url
+        setattr(test_any_cursor_is_a_cursor, kind, open_backend(spec))
     store = getattr(test_any_cursor_is_a_cursor, kind)
     assert not store.scan(namespace, cursor).entries

@@ -54,7 +54,9 @@ def server(tmp_path: Path) -> Iterator[Server]:
 
 @contextmanager
 def gated(settling: float) -> Iterator[Gate]:
-    gate = Gate(most=8, most_opening=4, most_streams=32, settling=settling, refused=lambda _: None)
+    gate = Gate(
+        max_connections=8, max_opening=4, max_streams=32, settling=settling, count_refusal=lambda _: None
+    )
     try:
         yield gate
     finally:
@@ -78,7 +80,7 @@ def say_much(gate: Gate, server: Server, port: int, *, expected: bool, recognise
         until(lambda: server.heard >= len(PREFACE) + 9)
         started = time.monotonic()
         if recognised:
-            gate.recognised(server.peer)
+            gate.mark_known(server.peer)
         Thread(target=client.sendall, args=(bytes(SAID),), daemon=True).start()
         if expected or recognised:
             until(lambda: server.heard >= SAID)
@@ -87,11 +89,13 @@ def say_much(gate: Gate, server: Server, port: int, *, expected: bool, recognise
         time.sleep(1)
         assert server.heard < SAID
         assert server.heard <= ONCE + PER_SECOND * (time.monotonic() - started + 1)
-        gate.recognised(server.peer)
+        gate.mark_known(server.peer)
         until(lambda: server.heard >= SAID)
 
 
-@pytest.mark.parametrize(("settling", "more"), [(20, 48 << 10), (2, 4 * ONCE)], ids=["it is seen", "it is not seen"])
+@pytest.mark.parametrize(
+    ("settling", "more"), [(20, 48 << 10), (2, 4 * ONCE)], ids=["it is seen", "it is not seen"]
+)
 def test_who_has_gone_is_forgotten_while_nobody_is_heard(server: Server, settling: float, more: int) -> None:
     """Although what it said has not been read, or not even been taken by the kernel."""
     with gated(settling) as gate:
@@ -103,4 +107,4 @@ def test_who_has_gone_is_forgotten_while_nobody_is_heard(server: Server, settlin
             client.sendall(frame(4, 1, 0))
             Thread(target=client.sendall, args=(bytes(ONCE + more),), daemon=True).start()
             until(lambda: server.heard >= ONCE)
-        until(lambda: gate.passed(server.peer) is None, 2 if settling == 20 else 5)
+        until(lambda: gate.is_local(server.peer) is None, 2 if settling == 20 else 5)

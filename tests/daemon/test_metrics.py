@@ -1,4 +1,4 @@
-"""What a node says of itself, from calls over real sockets: figures that add up, and a scrape that nobody can hold up."""
+"""The daemon's metrics after calls over real sockets: right figures, and scrapes that nothing delays."""
 
 from __future__ import annotations
 
@@ -14,22 +14,25 @@ from typing import Any
 import grpc
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from tiercache_backends.chain.health import Health
 from tiercache_backends.memory import MemoryBackend
 
-from tests.core.test_metrics import ask
 from tests.daemon.hosts import until
+from tests.metrics.test_metrics import ask
 from tiercache.config.settings import Settings
 from tiercache.core import ObjectKey, Outcome, PoolName
-from tiercache.daemon import Node
-from tiercache.daemon.meters import Figures, Meters, exposed
+from tiercache.daemon import StorageServer
+from tiercache.daemon.node_metrics import NodeMetrics, UsageFigures, exposed
 from tiercache.errors import StorageError
+from tiercache.memory import Region, create_memfd
 from tiercache.metrics import NODE, TABLE, endpoint
 from tiercache.metrics.families import label_sets
-from tiercache.storage.base import SetItem, StorageBackend, Usage
+from tiercache.metrics.table import HEALTHS
+from tiercache.storage.base import SetItem, StorageBackend, TierReport, Usage
 from tiercache.storage.wrappers import Wrapper
 from tiercache.testing.latency import Latency
 from tiercache.testing.objects import key, payload, put, to_set
-from tiercache.wire import memory, messages
+from tiercache.wire import attachment, messages
 from tiercache.wire.frames import cut, decode, encode
 from tiercache.wire.methods import ATTACH_SOCKET, GRPC_SOCKET, METHODS, SESSION_METADATA
 from tiercache.wire.v1 import attach_pb2
@@ -41,7 +44,7 @@ TOKENS = {"reader": "reader-" + "r" * 24, "writer": "writer-" + "w" * 24}
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint, "_FRESH_SECONDS", 0.0)
+    monkeypatch.setattr(endpoint, "FRESH_SECONDS", 0.0)
 
 
 class Scrape:
@@ -56,7 +59,11 @@ class Scrape:
         }  # fmt: skip
 
     def __call__(self, name: str, **where: str) -> float:
-        found = [value for (shown, *labels), value in self.samples.items() if shown == name and where.items() <= dict(labels).items()]
+        found = [
+            value
+            for (shown, *labels), value in self.samples.items()
+            if shown == name and where.items() <= dict(labels).items()
+        ]
         assert found, (name, where)
         return sum(found)
 
@@ -74,23 +81,37 @@ def settings_of(path: Path, **more: Any) -> Settings:
 
 
 @contextmanager
-def serving(path: Path, store: StorageBackend | None = None, **more: Any) -> Iterator[tuple[Node, grpc.Channel]]:
-    with Node(settings_of(path, **more), store or MemoryBackend()) as node:
+def serving(
+    path: Path, store: StorageBackend | None = None, **more: Any
+) -> Iterator[tuple[StorageServer, grpc.Channel]]:
+    with StorageServer(settings_of(path, **more), store or MemoryBackend()) as node:
         target = f"unix:{path}/run/{GRPC_SOCKET}" if more.get("unix") else node.addresses[0]
         with grpc.insecure_channel(target, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
             yield node, channel
 
 
-def call(channel: grpc.Channel, name: str, request: Any, *, token: str = "", session: bytes = b"", timeout: float | None = 20) -> Any:
+def call(
+    channel: grpc.Channel,
+    name: str,
+    request: Any,
+    *,
+    token: str = "",
+    session: bytes = b"",
+    timeout: float | None = 20,
+) -> Any:
     """One call; streams of bytes where the method has some."""
     method = METHODS[name]
     metadata: list[tuple[str, str | bytes]] = [("authorization", f"Bearer {token}")] if token else []
     if session:
         metadata.append((SESSION_METADATA, session))
     if method.streams == "reply":
-        return list(channel.unary_stream(method.path, request.__class__.SerializeToString)(request, timeout, metadata))
+        return list(
+            channel.unary_stream(method.path, request.__class__.SerializeToString)(request, timeout, metadata)
+        )
     if method.streams == "request":
-        return channel.stream_unary(method.path, None, method.reply.FromString)(iter(request), timeout, metadata)
+        return channel.stream_unary(method.path, None, method.reply.FromString)(
+            iter(request), timeout, metadata
+        )
     serialize = bytes if isinstance(request, bytes) else request.__class__.SerializeToString
     return channel.unary_unary(method.path, serialize, method.reply.FromString)(request, timeout, metadata)
 
@@ -105,7 +126,9 @@ def pieces(items: list[SetItem]) -> list[bytes]:
             begins=[not piece.start for piece in message],
             sizes=[piece.stop - piece.start for piece in message],
         )
-        frames.append(encode(header, [memoryview(b"".join(items[p.item].buffers))[p.start : p.stop] for p in message]))
+        frames.append(
+            encode(header, [memoryview(b"".join(items[p.item].buffers))[p.start : p.stop] for p in message])
+        )
     return frames
 
 
@@ -123,13 +146,17 @@ def refused(code: grpc.StatusCode, *arguments: Any, **named: Any) -> None:
     assert told.value.code() is code, told.value
 
 
-def ended(node: Node, calls: int) -> Scrape:
-    """A scrape after so many calls have ended at the node's side, which is a moment after the client was told."""
+def ended(node: StorageServer, calls: int) -> Scrape:
+    """A scrape after so many calls have ended at the node's side, which is a moment after the client was
+    told.
+    """
     until(lambda: Scrape(node.metrics_address)("node_calls_total") >= calls)
     return Scrape(node.metrics_address)
 
 
-NOT_OF_EVERY_STORE = {f"node_store_{name}" for name in ("evicted_objects_total", "restorable_bytes", "dead_bytes", "orphans")}
+NOT_OF_EVERY_STORE = {
+    f"node_store_{name}" for name in ("evicted_objects_total", "restorable_bytes", "dead_bytes", "orphans")
+} | {row.name for row in NODE if row.name.startswith("node_tier_")}
 
 
 def test_every_label_set_is_at_0_from_the_start(tmp_path: Path) -> None:
@@ -141,10 +168,17 @@ def test_every_label_set_is_at_0_from_the_start(tmp_path: Path) -> None:
             if row.name.startswith(("node_", "store_")) and row.kind.__name__ == "Counter":
                 for labels in label_sets(row, known):
                     if row.name not in {"node_disk_written_bytes_total", *NOT_OF_EVERY_STORE}:
-                        assert scrape(row.name, **dict(zip(row.label_names, labels, strict=True))) == 0, (row.name, labels)
+                        assert scrape(row.name, **dict(zip(row.label_names, labels, strict=True))) == 0, (
+                            row.name,
+                            labels,
+                        )
         assert scrape("node_call_seconds_count", method="Get") == 0
         assert (
-            scrape("node_held_bytes") == scrape("node_calls_under_way") == scrape("node_last_read_seconds") == scrape("node_sessions") == 0
+            scrape("node_held_bytes")
+            == scrape("node_calls_under_way")
+            == scrape("node_last_read_seconds")
+            == scrape("node_sessions")
+            == 0
         )
         assert scrape("node_held_limit_bytes", budget="payload") > 1 << 20
         assert scrape("node_calls_limit") == 256
@@ -158,28 +192,49 @@ def test_every_label_set_is_at_0_from_the_start(tmp_path: Path) -> None:
 
 
 def test_figures_add_up_after_known_calls(tmp_path: Path) -> None:
-    items = [to_set(key(n), payload(n, SIZE)) for n in range(3)] + [to_set(key(9, PoolName.MAMBA), payload(9, SIZE))]
+    items = [to_set(key(n), payload(n, SIZE)) for n in range(3)] + [
+        to_set(key(9, PoolName.MAMBA), payload(9, SIZE))
+    ]
     damaged = to_set(key("bad"), payload("bad", SIZE))
     damaged.buffers[0][0] ^= 1
     with serving(tmp_path) as (node, channel):
         call(channel, "Hello", pb.HelloRequest())
         assert len(call(channel, "Set", pieces([*items, damaged])).outcomes) == 5
-        call(channel, "Exists", exists([key(0), key(1), key("x"), key(9, PoolName.MAMBA), key("y", PoolName.MAMBA)]))
+        call(
+            channel,
+            "Exists",
+            exists([key(0), key(1), key("x"), key(9, PoolName.MAMBA), key("y", PoolName.MAMBA)]),
+        )
         frames = call(channel, "Get", get([key(0), key(2), key("x")]))
         assert sum(decode(frame, pb.GetPieces)[1].nbytes for frame in frames) == 2 * SIZE
         refused(grpc.StatusCode.INVALID_ARGUMENT, channel, "Exists", exists([key(0)]), timeout=None)
         refused(grpc.StatusCode.INVALID_ARGUMENT, channel, "Exists", b"\xff\xff\xff")
         refused(grpc.StatusCode.INVALID_ARGUMENT, channel, "Exists", exists([key(n) for n in range(4097)]))
         refused(grpc.StatusCode.INVALID_ARGUMENT, channel, "Get", get([key(0)], 1 << 40))
-        refused(grpc.StatusCode.PERMISSION_DENIED, channel, "Delete", pb.DeleteRequest(keys=messages.keys([key(0)])))
-        refused(grpc.StatusCode.FAILED_PRECONDITION, channel, "GetInto", pb.GetIntoRequest(keys=messages.keys([key(0)]), lengths=[SIZE]))
+        refused(
+            grpc.StatusCode.PERMISSION_DENIED,
+            channel,
+            "Delete",
+            pb.DeleteRequest(keys=messages.keys([key(0)])),
+        )
+        refused(
+            grpc.StatusCode.FAILED_PRECONDITION,
+            channel,
+            "GetInto",
+            pb.GetIntoRequest(keys=messages.keys([key(0)]), lengths=[SIZE]),
+        )
         scrape = ended(node, 10)
-    assert {method: scrape("node_calls_total", method=method) for method in METHODS if scrape("node_calls_total", method=method)} == {
+    assert {method: scrape("node_calls_total",
+      method=method) for method in METHODS if scrape("node_calls_total", method=method)} == {
         "Hello": 1, "Set": 1, "Exists": 4, "Get": 2, "Delete": 1, "GetInto": 1,
     }  # fmt: skip
     assert scrape("node_calls_total", code="OK") == 4
     assert scrape("node_calls_total", method="Exists", code="INVALID_ARGUMENT") == 3
-    assert scrape("node_calls_total", code="PERMISSION_DENIED") == scrape("node_calls_total", code="FAILED_PRECONDITION") == 1
+    assert (
+        scrape("node_calls_total", code="PERMISSION_DENIED")
+        == scrape("node_calls_total", code="FAILED_PRECONDITION")
+        == 1
+    )
     assert scrape("node_call_seconds_count") == 10
     assert scrape("node_call_seconds_count", method="Exists") == 4
     assert scrape("node_refused_total", reason="deadline") == 1
@@ -187,7 +242,11 @@ def test_figures_add_up_after_known_calls(tmp_path: Path) -> None:
     assert scrape("node_refused_total", reason="malformed") == 2
     assert scrape("node_refused_total", reason="permission") == 1
     assert scrape("node_refused_total") == 6
-    assert scrape("node_principal_calls_total", principal="anonymous") == scrape("node_principal_calls_total") == 10
+    assert (
+        scrape("node_principal_calls_total", principal="anonymous")
+        == scrape("node_principal_calls_total")
+        == 10
+    )
     assert scrape("node_payload_bytes_total", plane="stream", direction="in") == 5 * SIZE
     assert scrape("node_payload_bytes_total", plane="stream", direction="out") == 2 * SIZE
     assert scrape("node_payload_bytes_total", plane="shared") == 0
@@ -206,7 +265,11 @@ def test_figures_add_up_after_known_calls(tmp_path: Path) -> None:
     assert scrape("store_bytes_total", operation="set") == 4 * SIZE
     assert scrape("store_calls_total", operation="get") == 1
     assert (
-        scrape("store_calls_under_way") == scrape("node_calls_under_way") == scrape("node_held_bytes") == scrape("node_workers_busy") == 0
+        scrape("store_calls_under_way")
+        == scrape("node_calls_under_way")
+        == scrape("node_held_bytes")
+        == scrape("node_workers_busy")
+        == 0
     )
 
 
@@ -224,9 +287,13 @@ def test_callers_are_told_apart_and_no_label_is_theirs_to_choose(tmp_path: Path)
         refused(grpc.StatusCode.UNAUTHENTICATED, channel, "Exists", exists([key(0)]), token="guessed-" * 4)
         refused(grpc.StatusCode.UNAUTHENTICATED, channel, "Hello", pb.HelloRequest())
         with pytest.raises(grpc.RpcError, match="UNAUTHENTICATED"):
-            list(channel.stream_stream("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")(iter([b""]), 10))
+            list(
+                channel.stream_stream("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")(
+                    iter([b""]), 10
+                )
+            )
         with pytest.raises(grpc.RpcError, match="UNIMPLEMENTED"):
-            channel.unary_unary("/tiercache.wire.v1.Storage/Nonsense")(b"", timeout=10)
+            channel.unary_unary("/tiercache.wire.v1.Storage/Nonsense")(b"", timeout=30)
         scrape = ended(node, 7)
     assert scrape.samples.keys() == before
     assert scrape("node_principal_calls_total", principal="reader") == 4
@@ -240,20 +307,23 @@ def test_callers_are_told_apart_and_no_label_is_theirs_to_choose(tmp_path: Path)
 def test_sessions_and_shared_memory(tmp_path: Path) -> None:
     store = MemoryBackend()
     put(store, key(0), payload(0, SIZE))
-    with serving(tmp_path, store, unix=True, listen=[]) as (node, channel), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as attach:
-        attach.settimeout(10)
+    with (
+        serving(tmp_path, store, unix=True, listen=[]) as (node, channel),
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as attach,
+    ):
+        attach.settimeout(30)
         attach.connect(str(tmp_path / "run" / ATTACH_SOCKET))
-        session = memory.receive(attach, attach_pb2.Session)[0]
+        session = attachment.receive(attach, attach_pb2.Session)[0]
         assert session is not None
-        fd = memory.create(1 << 20, "test")
-        mine = memory.Region(fd, 1 << 20)
+        fd = create_memfd("test", 1 << 20)
+        mine = Region(fd, 1 << 20)
         mine.populate()
-        memory.send(attach, attach_pb2.Request(attach=attach_pb2.Attach(bytes=1 << 20)), fd)
-        answer = memory.receive(attach, attach_pb2.Answer)[0]
+        attachment.send(attach, attach_pb2.Request(attach=attach_pb2.Attach(bytes=1 << 20)), fd)
+        answer = attachment.receive(attach, attach_pb2.Answer)[0]
         assert answer is not None
         assert answer.region, answer
-        memory.send(attach, attach_pb2.Request(detach=attach_pb2.Detach(region=77)))
-        memory.receive(attach, attach_pb2.Answer)
+        attachment.send(attach, attach_pb2.Request(detach=attach_pb2.Detach(region=77)))
+        attachment.receive(attach, attach_pb2.Answer)
         scrape = Scrape(node.metrics_address)
         assert scrape("node_sessions") == 1
         assert scrape("node_attached_bytes") == 1 << 20
@@ -263,7 +333,9 @@ def test_sessions_and_shared_memory(tmp_path: Path) -> None:
             return pb.Places(counts=[1], regions=[answer.region], offsets=[at], sizes=[8192])
 
         into = pb.GetIntoRequest(keys=messages.keys([key(0)]), lengths=[SIZE], places=places(0))
-        assert call(channel, "GetInto", into, session=session.token).outcomes == [messages.NUMBER_OF[Outcome.HIT]]
+        assert call(channel, "GetInto", into, session=session.token).outcomes == [
+            messages.NUMBER_OF[Outcome.HIT]
+        ]
         assert bytes(mine.view[:SIZE]) == payload(0, SIZE)
         meta = messages.meta(to_set(key(1), payload(1, SIZE)).meta)
         mine.view[8192 : 8192 + SIZE] = payload(1, SIZE)
@@ -285,19 +357,26 @@ def test_sessions_and_shared_memory(tmp_path: Path) -> None:
 def test_a_client_that_leaves_and_one_that_stands_still(tmp_path: Path) -> None:
     go_on = threading.Event()
     store = Latency(MemoryBackend(), {"exists": 1}, lambda _: waits(go_on))
-    with serving(tmp_path, store, limits={"idle": 0.3, "streams": 4, "streams_per_client": 4}) as (node, channel):
+    with serving(tmp_path, store, limits={"idle": 0.3, "streams": 4, "streams_per_client": 4}) as (
+        node,
+        channel,
+    ):
         method = METHODS["Exists"]
-        ask_exists = channel.unary_unary(method.path, method.request.SerializeToString, method.reply.FromString)
-        waiting = [ask_exists.future(exists([key(0)]), 20) for _ in range(3)]
+        ask_exists = channel.unary_unary(
+            method.path, method.request.SerializeToString, method.reply.FromString
+        )
+        waiting = [ask_exists.future(exists([key(0)]), 30) for _ in range(3)]
         until(lambda: Scrape(node.metrics_address)("store_calls_under_way") == 3)
         scrape = Scrape(node.metrics_address)
         assert scrape("node_calls_under_way", method="Exists") == scrape("node_calls_under_way") == 3
         assert scrape("node_workers_busy") == 3
         waiting[0].cancel()
-        until(lambda: Scrape(node.metrics_address)("node_calls_total", method="Exists", code="CANCELLED") == 1)
+        until(
+            lambda: Scrape(node.metrics_address)("node_calls_total", method="Exists", code="CANCELLED") == 1
+        )
         go_on.set()
         for late in waiting[1:]:
-            late.result(20)
+            late.result(30)
 
         def nothing() -> Iterator[bytes]:
             go_on.wait(30)
@@ -317,12 +396,12 @@ def test_too_many_calls_are_busy(tmp_path: Path) -> None:
     with serving(tmp_path, store, limits={"streams": 2, "streams_per_client": 8}) as (node, channel):
         method = METHODS["Flush"]
         flush = channel.unary_unary(method.path, method.request.SerializeToString, method.reply.FromString)
-        waiting = [flush.future(pb.FlushRequest(), 20) for _ in range(2)]
+        waiting = [flush.future(pb.FlushRequest(), 30) for _ in range(2)]
         until(lambda: Scrape(node.metrics_address)("store_calls_under_way") == 2)
         refused(grpc.StatusCode.RESOURCE_EXHAUSTED, channel, "Hello", pb.HelloRequest())
         go_on.set()
         for late in waiting:
-            late.result(20)
+            late.result(30)
         assert ended(node, 3)("node_refused_total", reason="busy") == 1
 
 
@@ -341,7 +420,9 @@ WORTH = {"restorable_bytes": 20, "dead_bytes": 10, "orphans": 1}
 
 
 def test_the_store_s_figures(tmp_path: Path) -> None:
-    store = Told(MemoryBackend(), lambda: Usage(3, 30, 40, 50, {"evicted": 7, "corrupt": 2, "io": "direct"} | WORTH))
+    store = Told(
+        MemoryBackend(), lambda: Usage(3, 30, 40, 50, {"evicted": 7, "corrupt": 2, "io": "direct"} | WORTH)
+    )
     with serving(tmp_path, store) as (node, _):
         until(lambda: Scrape(node.metrics_address)("node_store_objects") == 3)
         scrape = Scrape(node.metrics_address)
@@ -357,9 +438,56 @@ def test_the_store_s_figures(tmp_path: Path) -> None:
     assert scrape("store_calls_total", operation="usage") == 0, "our own questions are not counted as calls"
 
 
+def test_the_figures_of_tiers(tmp_path: Path) -> None:
+    assert tuple(map(str, Health)) == HEALTHS
+    tiers = [
+        TierReport(
+            name="fast", kind="memory", health="serving", objects=3, used_bytes=40, capacity_bytes=50,
+            read_objects=5, read_bytes=6, written_objects=7, written_bytes=8, waiting=9, dropped=10,
+            last_read=11.5,
+        ),
+        TierReport(name="disk", kind="file", health="out", why="it does not answer", lost_calls=12),
+    ]  # fmt: skip
+    store = Told(MemoryBackend(), lambda: Usage(3, 30, 40, 0, {}, tiers))
+    with serving(tmp_path, store) as (node, _):
+        until(lambda: Scrape(node.metrics_address)("node_store_objects") == 3)
+        scrape = Scrape(node.metrics_address)
+        shown = {
+            (name, *(value for label, value in labels if label in ("tier", "health"))): number
+            for (name, *labels), number in scrape.samples.items()
+            if name.startswith("node_tier_")
+        }
+        assert shown == {
+            ("node_tier_health", "serving", "fast"): 1,
+            ("node_tier_health", "read-only", "fast"): 0,
+            ("node_tier_health", "out", "fast"): 0,
+            ("node_tier_health", "serving", "disk"): 0,
+            ("node_tier_health", "read-only", "disk"): 0,
+            ("node_tier_health", "out", "disk"): 1,
+            ("node_tier_objects", "fast"): 3,
+            ("node_tier_used_bytes", "fast"): 40,
+            ("node_tier_capacity_bytes", "fast"): 50,
+            ("node_tier_read_objects_total", "fast"): 5,
+            ("node_tier_read_bytes_total", "fast"): 6,
+            ("node_tier_written_objects_total", "fast"): 7,
+            ("node_tier_written_bytes_total", "fast"): 8,
+            ("node_tier_waiting_objects", "fast"): 9,
+            ("node_tier_dropped_objects_total", "fast"): 10,
+            ("node_tier_lost_calls_total", "fast"): 0,
+            ("node_tier_last_read_seconds", "fast"): 11.5,
+            ("node_tier_read_objects_total", "disk"): 0,
+            ("node_tier_read_bytes_total", "disk"): 0,
+            ("node_tier_written_objects_total", "disk"): 0,
+            ("node_tier_written_bytes_total", "disk"): 0,
+            ("node_tier_waiting_objects", "disk"): 0,
+            ("node_tier_dropped_objects_total", "disk"): 0,
+            ("node_tier_lost_calls_total", "disk"): 12,
+            ("node_tier_last_read_seconds", "disk"): 0,
+        }
+
+
 def test_a_store_that_hangs_holds_up_no_scrape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tiercache.daemon.meters._EVERY", 0.1)
-    monkeypatch.setattr(Figures.__init__, "__defaults__", (0.1, 0.25))
+    monkeypatch.setattr(UsageFigures.__init__, "__defaults__", (0.1, 0.25))
     hangs, go_on, asked = threading.Event(), threading.Event(), []
 
     def tell() -> Usage:
@@ -417,10 +545,11 @@ def test_figures_of_a_store_that_fails_stay(caplog: pytest.LogCaptureFixture) ->
             raise StorageError("no")
         return usage
 
-    figures = Figures(Told(MemoryBackend(), tell), every=0.0, patience=10)
+    figures = UsageFigures(Told(MemoryBackend(), tell), every=0.0, patience=10)
+    # private: every question would start the next answer
     until(lambda: not figures._under_way)
     assert figures.latest().objects == 1, "the second answer failed"
-    assert "does not say what it holds: no" in caplog.text
+    assert "usage figures of the store could not be read: no" in caplog.text
     assert figures.latest().objects == 5
     assert figures.detail("evicted") is None
     assert figures.close(1)
@@ -429,21 +558,23 @@ def test_figures_of_a_store_that_fails_stay(caplog: pytest.LogCaptureFixture) ->
 
 def test_a_port_in_use_stops_the_node_before_it_serves(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        settings = settings_of(tmp_path, unix=True, listen=[], metrics={"listen": f"127.0.0.1:{taken.getsockname()[1]}"})
+        settings = settings_of(
+            tmp_path, unix=True, listen=[], metrics={"listen": f"127.0.0.1:{taken.getsockname()[1]}"}
+        )
         with pytest.raises(StorageError, match=r"^metrics.listen: .* cannot be served"):
-            Node(settings, MemoryBackend()).start()
+            StorageServer(settings, MemoryBackend()).start()
         assert not (tmp_path / "run" / GRPC_SOCKET).exists()
 
 
 def test_where_metrics_are_served(tmp_path: Path) -> None:
-    with Node(settings_of(tmp_path), MemoryBackend()) as node:
+    with StorageServer(settings_of(tmp_path), MemoryBackend()) as node:
         assert node.metrics_address.startswith("127.0.0.1:")
         assert not node.metrics_address.endswith(":0")
         assert f"metrics on http://{node.metrics_address}/metrics" in node.describe()
         address = node.metrics_address
     with pytest.raises(OSError):
         Scrape(address)
-    with Node(settings_of(tmp_path, metrics={}), MemoryBackend()) as node:
+    with StorageServer(settings_of(tmp_path, metrics={}), MemoryBackend()) as node:
         assert node.metrics_address == ""
         assert not any("metrics" in line for line in node.describe())
 
@@ -453,13 +584,15 @@ def test_who_can_call_without_saying_who_it_is(tmp_path: Path) -> None:
     exposed_to = {"listen": ["0.0.0.0:0"], "insecure_bind": True}
     assert not exposed(settings_of(tmp_path))
     assert exposed(settings_of(tmp_path, **exposed_to))
-    assert not exposed(settings_of(tmp_path, **exposed_to, principals=[{"name": "reader", "token_file": token}]))
+    assert not exposed(
+        settings_of(tmp_path, **exposed_to, principals=[{"name": "reader", "token_file": token}])
+    )
     with serving(tmp_path, **exposed_to) as (node, _):
         assert Scrape(node.metrics_address)("node_insecure_bind") == 1
 
 
 def test_a_call_costs_little() -> None:
-    meters = Meters(["ann"])
+    meters = NodeMetrics(["ann"])
 
     class Context:
         pass
@@ -468,9 +601,9 @@ def test_a_call_costs_little() -> None:
     answers = [True] * 8
 
     def one() -> None:
-        with meters.call("Exists", Context()):
-            meters.called("ann")
-            meters.existed(keys, answers)
+        with meters.measure_call("Exists", Context()):
+            meters.count_call("ann")
+            meters.count_exists(keys, answers)
 
     best = min(timed(one) for _ in range(5))
     assert best < 200e-6, f"{best * 1e6:.1f} us"

@@ -1,4 +1,6 @@
-"""Principals known by their user id: others reach the sockets of a directory that the daemon made, if they are principals."""
+"""Principals known by their user id: others reach the sockets of a directory that the daemon made, if they
+are principals.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from tiercache_backends.memory import MemoryBackend
 
 from tests.daemon.hosts import Daemon, config, serving
 from tiercache.config.settings import load
-from tiercache.daemon import Node
+from tiercache.daemon import StorageServer
 from tiercache.errors import ConfigError
 
 GUEST, STRANGER = 54_321, 54_322
@@ -32,13 +34,13 @@ uid = {uid}
 """
 AS_USER = """
 import os, sys
-from tests.grpc.test_refusals import get_one, set_one
+from tests.storage_backends.grpc.test_refusals import get_one, set_one
 from tiercache_backends.grpc.backend import GrpcBackend
 from tiercache_backends.grpc.settings import read_settings
 import grpc, lmdb, numpy
 os.setgroups([]); os.setgid({uid}); os.setuid({uid})
 with GrpcBackend(read_settings(dict(path={path!r}, plane={plane!r}))) as store:
-    print(set_one(store), get_one(store), store.outage())
+    print(set_one(store), get_one(store))
     try:
         print(store.ping().principal)
     except OSError as error:
@@ -48,7 +50,7 @@ RAW = """
 import os, socket
 os.setgroups([]); os.setgid({uid}); os.setuid({uid})
 sock = socket.socket(socket.AF_UNIX)
-sock.settimeout(10)
+sock.settimeout(30)
 sock.connect({path!r} + "/grpc.sock")
 try:
     print(sock.recv(100))
@@ -80,7 +82,13 @@ def sockets(daemon: Daemon) -> Path:
 
 
 def run(script: str, **values: object) -> list[str]:
-    done = subprocess.run([sys.executable, "-c", script.format(**values)], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script.format(**values)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
@@ -88,7 +96,7 @@ def run(script: str, **values: object) -> list[str]:
 @pytest.mark.parametrize("plane", ["auto", "stream"])
 def test_a_user_who_is_a_principal_is_served(daemon: Daemon, plane: str) -> None:
     [outcomes, principal] = run(AS_USER, uid=GUEST, path=str(sockets(daemon)), plane=plane)
-    assert outcomes.split() in (["stored", "hit", "none"], ["hit", "hit", "none"])
+    assert outcomes.split() in (["stored", "hit"], ["hit", "hit"])
     assert principal == "guest"
 
 
@@ -98,7 +106,7 @@ def test_the_daemons_own_user_is_served_as_before(daemon: Daemon) -> None:
 
 def test_a_user_who_is_none_is_refused(daemon: Daemon) -> None:
     [outcomes, said] = run(AS_USER, uid=STRANGER, path=str(sockets(daemon)), plane="auto")
-    assert outcomes.split() == ["error", "miss", "refused"]
+    assert outcomes.split() == ["refused", "refused"]
     assert said.startswith("RefusedError")
     assert f"uid = {STRANGER}" in said
 
@@ -108,7 +116,7 @@ def test_a_user_who_is_none_gets_no_byte_of_the_sockets(daemon: Daemon) -> None:
 
 
 def test_a_principal_reaches_no_other_socket(daemon: Daemon) -> None:
-    """What gRPC itself listens on is the gate's alone."""
+    """Another user reaches only the gate's socket: not gRPC's own socket, and no file of the store."""
     assert run(RAW, uid=GUEST, path=str(sockets(daemon)))[1:] == ["PermissionError", "PermissionError"]
 
 
@@ -128,8 +136,8 @@ def test_a_directory_with_other_things_in_it_is_not_opened(tmp_path: Path) -> No
     made.mkdir(0o700)
     (made / "diary").touch()
     settings = load(config(tmp_path, BODY.format(directory=tmp_path, uid=GUEST)), {})
-    with pytest.raises(ConfigError, match=r"cannot pass .*chmod o\+x"):
-        Node(settings, MemoryBackend(1 << 20)).start()
+    with pytest.raises(ConfigError, match=r"cannot pass through .*chmod o\+x"):
+        StorageServer(settings, MemoryBackend(1 << 20)).start()
     assert stat.S_IMODE(made.stat().st_mode) == 0o700
 
 

@@ -1,4 +1,7 @@
-"""What a tenant and a fence do to a store: the whole contract holds through them, and what is behind them is not there."""
+"""Views of a store: one tenant's, and one limited to some namespaces.
+
+The whole contract holds through both. Objects outside a view appear absent.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +16,20 @@ from tiercache_backends.memory import MemoryBackend
 
 from tests.storage.backends import MemoryHooks, without_checksum
 from tiercache.core import ObjectKey, Outcome
-from tiercache.daemon.views import Fenced, Veil, Veiled
+from tiercache.daemon.views import NameCipher, NamespaceView, TenantView
 from tiercache.storage.base import NamespaceRecord, StorageBackend
 from tiercache.testing.conformance import BackendConformance
 from tiercache.testing.objects import NAMESPACE, OTHER_NAMESPACE, fetch, key, payload, put, to_get, to_set
 
-VEIL = Veil(b"a salt of the operator's, 32 bytes")
-OTHER_VEIL = Veil(b"another salt of the operator's, 32")
+VEIL = NameCipher(b"a salt of the operator's, 32 bytes")
+OTHER_VEIL = NameCipher(b"another salt of the operator's, 32")
 
 
 class TestVeiled(MemoryHooks):
     """The suite of the contract, as one tenant."""
 
     def open_store(self, path: Path, capacity: int | None = None) -> StorageBackend:
-        return Veiled(MemoryBackend(capacity or 0), VEIL, "acme")
+        return TenantView(MemoryBackend(capacity or 0), VEIL, "acme")
 
     def object_of(self, store: StorageBackend, k: ObjectKey) -> Any:
         return super().object_of(store, ObjectKey(k.pool, k.layout + VEIL.hide(k.page_key)))
@@ -34,7 +37,10 @@ class TestVeiled(MemoryHooks):
     scanned = without_checksum
 
     def test_metadata_come_back_to_their_limits(self, store: StorageBackend) -> None:
-        items = [to_set(key(n), b"abc", namespace=namespace) for n, namespace in enumerate((b"n", bytes(48), bytes(49), bytes(64)))]
+        items = [
+            to_set(key(n), b"abc", namespace=namespace)
+            for n, namespace in enumerate((b"n", bytes(48), bytes(49), bytes(64)))
+        ]
         assert store.set(items) == [Outcome.STORED, Outcome.STORED, Outcome.ERROR, Outcome.ERROR]
         assert {entry.meta.namespace for entry in store.scan_all()} == {b"n", bytes(48)}
 
@@ -49,7 +55,7 @@ class TestFenced(MemoryHooks):
     """The suite of the contract, inside the fence."""
 
     def open_store(self, path: Path, capacity: int | None = None) -> StorageBackend:
-        return Fenced(MemoryBackend(capacity or 0), {NAMESPACE, OTHER_NAMESPACE, b"n", bytes(64)})
+        return NamespaceView(MemoryBackend(capacity or 0), {NAMESPACE, OTHER_NAMESPACE, b"n", bytes(64)})
 
 
 @given(st.binary(max_size=64))
@@ -66,14 +72,17 @@ def test_a_veil_hides_every_bit() -> None:
     names = [bytes([i]) + bytes(31) for i in range(64)]
     seen = {VEIL.hide(name) for name in names} | {OTHER_VEIL.hide(name) for name in names}
     assert len(seen) == 128
-    flips = [(int.from_bytes(VEIL.hide(name)) ^ int.from_bytes(VEIL.hide(names[0]))).bit_count() for name in names[1:]]
+    flips = [
+        (int.from_bytes(VEIL.hide(name)) ^ int.from_bytes(VEIL.hide(names[0]))).bit_count()
+        for name in names[1:]
+    ]
     assert min(flips) > 90
     assert max(flips) < 166, "some half of 256 bits change"
 
 
 def test_tenants_never_meet() -> None:
     store = MemoryBackend()
-    one, other = Veiled(store, VEIL, "one"), Veiled(store, OTHER_VEIL, "other")
+    one, other = TenantView(store, VEIL, "one"), TenantView(store, OTHER_VEIL, "other")
     for view in (one, other, store):
         view.register_namespace(NamespaceRecord(NAMESPACE, {"model": "m", "tenant": "what the caller says"}))
     assert put(one, key(1), payload(1, 100)) is Outcome.STORED
@@ -96,14 +105,14 @@ def test_tenants_never_meet() -> None:
 
 def test_a_tenant_cannot_pass_for_another_by_what_it_registers() -> None:
     store = MemoryBackend()
-    one, other = Veiled(store, VEIL, "one"), Veiled(store, OTHER_VEIL, "other")
+    one, other = TenantView(store, VEIL, "one"), TenantView(store, OTHER_VEIL, "other")
     one.register_namespace(NamespaceRecord(NAMESPACE, {"tenant": "other"}))
     assert other.namespaces() == []
     assert [r.identity["tenant"] for r in one.namespaces()] == ["one"]
 
 
 def test_a_false_checksum_is_found_before_it_is_stored() -> None:
-    store = Veiled(MemoryBackend(), VEIL, "one")
+    store = TenantView(MemoryBackend(), VEIL, "one")
     item = to_set(key(1), b"abc")
     assert store.set([item._replace(meta=replace(item.meta, checksum=bytes(16)))]) == [Outcome.ERROR]
     assert store.set([item]) == [Outcome.STORED]
@@ -111,14 +120,18 @@ def test_a_false_checksum_is_found_before_it_is_stored() -> None:
 
 def test_what_is_beyond_the_fence_is_not_there() -> None:
     store = MemoryBackend()
-    view = Fenced(store, {NAMESPACE})
+    view = NamespaceView(store, {NAMESPACE})
     for namespace in (NAMESPACE, OTHER_NAMESPACE):
         store.register_namespace(NamespaceRecord(namespace, {}))
         view.register_namespace(NamespaceRecord(bytes(32), {}))
     mine, foreign = key("mine"), key("foreign")
     store.set([to_set(mine, b"abc"), to_set(foreign, b"abc", namespace=OTHER_NAMESPACE)])
     assert view.exists([mine, foreign, key("none")]) == [True, False, False]
-    assert view.get([to_get(mine, 3), to_get(foreign, 3), to_get(key("none"), 3)]) == [Outcome.HIT, Outcome.MISS, Outcome.MISS]
+    assert view.get([to_get(mine, 3), to_get(foreign, 3), to_get(key("none"), 3)]) == [
+        Outcome.HIT,
+        Outcome.MISS,
+        Outcome.MISS,
+    ]
     assert [entry is not None for entry in view.describe([mine, foreign])] == [True, False]
     assert view.delete([foreign, mine]) == [False, True]
     assert store.exists([foreign]) == [True]
@@ -126,22 +139,28 @@ def test_what_is_beyond_the_fence_is_not_there() -> None:
     assert [e.key for e in store.scan_all()] == [foreign]
     assert list(view.scan_all(OTHER_NAMESPACE)) == []
     assert [r.namespace for r in view.namespaces()] == [NAMESPACE]
-    assert {r.namespace for r in store.namespaces()} == {NAMESPACE, OTHER_NAMESPACE}, "bytes(32) was not let in"
+    assert {r.namespace for r in store.namespaces()} == {NAMESPACE, OTHER_NAMESPACE}, (
+        "bytes(32) was not let in"
+    )
 
 
 @pytest.mark.parametrize("length", [1, 3, 5000])
 def test_a_malformed_get_beyond_the_fence_answers_as_one_of_nothing(length: int) -> None:
     store = MemoryBackend()
-    view = Fenced(store, {NAMESPACE})
+    view = NamespaceView(store, {NAMESPACE})
     store.set([to_set(key("foreign"), b"abc", namespace=OTHER_NAMESPACE)])
     assert view.get([to_get(key("foreign"), length)]) == view.get([to_get(key("none"), length)])
 
 
 def test_nothing_can_be_stored_beyond_the_fence_or_over_it() -> None:
     store = MemoryBackend()
-    view = Fenced(store, {NAMESPACE})
+    view = NamespaceView(store, {NAMESPACE})
     store.set([to_set(key("foreign"), b"abc", namespace=OTHER_NAMESPACE)])
-    items = [to_set(key("foreign"), b"xyz"), to_set(key(1), b"1", namespace=OTHER_NAMESPACE), to_set(key(2), b"2")]
+    items = [
+        to_set(key("foreign"), b"xyz"),
+        to_set(key(1), b"1", namespace=OTHER_NAMESPACE),
+        to_set(key(2), b"2"),
+    ]
     assert view.set(items) == [Outcome.ERROR, Outcome.ERROR, Outcome.STORED]
     assert fetch(store, key("foreign"), 3) == b"abc"
     assert store.exists([key(1)]) == [False]
@@ -150,3 +169,16 @@ def test_nothing_can_be_stored_beyond_the_fence_or_over_it() -> None:
 def test_the_suites_above_are_the_whole_contract() -> None:
     assert issubclass(TestVeiled, BackendConformance)
     assert issubclass(TestFenced, BackendConformance)
+
+
+@pytest.mark.parametrize(
+    "view_of",
+    [lambda store: NamespaceView(store, {NAMESPACE}), lambda store: TenantView(store, VEIL, "acme")],
+)
+def test_a_view_shows_no_more_to_a_peek_than_to_a_get(view_of):
+    store = MemoryBackend(1 << 20)
+    store.set([to_set(key("other"), payload("other", 5000), namespace=OTHER_NAMESPACE)])
+    view = view_of(store)
+    assert view.peek([to_get(key("other"), 5000)]) == view.get([to_get(key("other"), 5000)]) == [Outcome.MISS]
+    assert view.coldest(1 << 20) is None
+    assert store.coldest(1 << 20), "the store itself can say it"

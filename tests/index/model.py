@@ -1,4 +1,7 @@
-"""The plainest index there can be: one dictionary entry per page prefix. Slow, without a tree, and the measure of the real one."""
+"""The plainest index there can be: one dictionary entry per page prefix.
+
+Slow, without a tree, and the measure of the real one.
+"""
 
 from __future__ import annotations
 
@@ -78,5 +81,10 @@ class Model:
         """Pages that no surviving state can use."""
         if not self.state_pools:
             return set()
-        useful = {(extra, path[:cut]) for extra, path in list(self.states) if self.complete((extra, path)) for cut in range(len(path) + 1)}
+        useful = {
+            (extra, path[:cut])
+            for extra, path in list(self.states)
+            if self.complete((extra, path))
+            for cut in range(len(path) + 1)
+        }
         return set(self.pages) - useful

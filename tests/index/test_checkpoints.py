@@ -1,18 +1,20 @@
-"""Which states the index asks for, why, and which of a path's states are too many."""
+"""States that the index asks for as checkpoints, its reasons, and the cap on the states of a path."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
+from tests.index.harness import COST, KV, MAMBA, Harness
 from tests.index.model import PAGE, tokens_of
-from tests.index.test_index import COST, KV, MAMBA, Harness
 from tiercache.core import PoolName
 from tiercache.errors import ConfigError, InputError, PoolFullError
 from tiercache.index import CheckpointRules, HybridIndex, Origin, Shadow, checkpoint_depths
 from tiercache.policy import CheckpointKind, Lru
 
-BRANCH, GHOST, PROMPT, INTERVAL, END = (CheckpointKind[name] for name in ("BRANCH", "GHOST", "PROMPT", "INTERVAL", "END"))
+BRANCH, GHOST, PROMPT, INTERVAL, END = (
+    CheckpointKind[name] for name in ("BRANCH", "GHOST", "PROMPT", "INTERVAL", "END")
+)
 
 
 def plan(harness: Harness, path: tuple[int, ...], tail: int = 1, depth: int = 0) -> dict[int, CheckpointKind]:
@@ -26,8 +28,14 @@ def plan(harness: Harness, path: tuple[int, ...], tail: int = 1, depth: int = 0)
         (CheckpointRules(branch=False), {5: GHOST, 8: PROMPT}),
         (CheckpointRules(ghost=False), {3: BRANCH, 8: PROMPT}),
         (CheckpointRules(prompt_end=False), {3: BRANCH, 5: GHOST}),
-        (CheckpointRules(every=8, ghost=False), {2: INTERVAL, 3: BRANCH, 4: INTERVAL, 6: INTERVAL, 8: PROMPT}),
-        (CheckpointRules(every=1, branch=False, ghost=False, prompt_end=False), dict.fromkeys(range(1, 9), INTERVAL)),
+        (
+            CheckpointRules(every=8, ghost=False),
+            {2: INTERVAL, 3: BRANCH, 4: INTERVAL, 6: INTERVAL, 8: PROMPT},
+        ),
+        (
+            CheckpointRules(every=1, branch=False, ghost=False, prompt_end=False),
+            dict.fromkeys(range(1, 9), INTERVAL),
+        ),
         (CheckpointRules(branch=False, ghost=False, prompt_end=False, request_end=False), {}),
     ],
 )
@@ -37,7 +45,9 @@ def test_each_rule_can_be_switched(rules: CheckpointRules, expected: dict[int, C
 
 def test_depths_are_in_order_beyond_what_is_restored_and_a_hit_leaves_a_token():
     assert list(checkpoint_depths(4, 3, 33, page_size=4, ghost_depth=5)) == [5, 8]
-    assert checkpoint_depths(0, 0, 32, page_size=4) == {7: PROMPT, 8: PROMPT}, "a repeat may restore 7 pages, a continuation 8"
+    assert checkpoint_depths(0, 0, 32, page_size=4) == {7: PROMPT, 8: PROMPT}, (
+        "a repeat may restore 7 pages, a continuation 8"
+    )
     assert checkpoint_depths(0, 0, 3, page_size=4) == {}
 
 
@@ -122,7 +132,9 @@ def test_a_session_knows_its_length_even_when_its_states_were_lost():
         origin = h.index.touch(match, tokens_of(path, 1))
         h.inserts += 1
         slots = np.arange(len(path)) + 100 * h.inserts
-        h.index.insert(tokens_of(path), {KV: slots}, {len(path): {MAMBA: 10_000 * h.inserts + len(path)}}, origin=origin)
+        h.index.insert(
+            tokens_of(path), {KV: slots}, {len(path): {MAMBA: 10_000 * h.inserts + len(path)}}, origin=origin
+        )
         return origin
 
     assert turn((1, 2)) == Origin(0, 0)
@@ -135,7 +147,8 @@ def test_a_session_knows_its_length_even_when_its_states_were_lost():
 
 def shadow(capacity: int, **rules: bool) -> Shadow:
     return Shadow(
-        Lru(), page_size=PAGE, page_pools=[KV], state_pools=[MAMBA], cost=COST, capacity=capacity, checkpoints=CheckpointRules(**rules)
+        Lru(), page_size=PAGE, page_pools=[KV], state_pools=[MAMBA], cost=COST, capacity=capacity,
+        checkpoints=CheckpointRules(**rules)
     )  # fmt: skip
 
 
@@ -157,7 +170,9 @@ def test_one_budget_for_a_device_takes_what_is_worth_least_of_all_pools():
     h.insert((1, 2), 1, 2)
     h.insert((3,), 1)
     freed = h.index.evict_device_bytes(1, COST).freed
-    assert {pool: at.tolist() for pool, at in freed.items()} == {MAMBA: [10_001]}, "the inner state is the oldest and alone enough"
+    assert {pool: at.tolist() for pool, at in freed.items()} == {MAMBA: [10_001]}, (
+        "the inner state is the oldest and alone enough"
+    )
     freed = h.index.evict_device_bytes(6, COST).freed
     assert {pool: at.tolist() for pool, at in freed.items()} == {KV: [100, 101], MAMBA: [10_002]}
     with pytest.raises(PoolFullError):
@@ -165,3 +180,30 @@ def test_one_budget_for_a_device_takes_what_is_worth_least_of_all_pools():
     h.index.check_integrity()
     with pytest.raises(InputError, match="one_budget"):
         HybridIndex(page_size=PAGE, namespace=bytes(32), page_pools=[PoolName.KV]).evict_device_bytes(1, COST)
+
+
+@pytest.mark.parametrize(
+    ("depth", "path_depth", "tokens", "expected"),
+    [
+        (0, 0, 25, (6,)),
+        (0, 3, 25, (3, 6)),
+        (3, 3, 25, (6,)),
+        (0, 3, 24, (3, 5, 6)),
+        (5, 6, 24, (6,)),
+        (6, 6, 25, ()),
+        (0, 6, 25, (6,)),
+        (0, 6, 24, (5, 6)),
+        (0, 0, 3, ()),
+        (0, 0, 4, (1,)),
+        (0, 0, 0, ()),
+    ],
+)
+def test_checkpoints(depth: int, path_depth: int, tokens: int, expected: tuple[int, ...]):
+    assert tuple(checkpoint_depths(depth, path_depth, tokens, page_size=4)) == expected
+
+
+def test_the_branch_point_is_where_a_prompt_leaves_kv_that_has_no_state():
+    h = Harness(MAMBA)
+    h.insert((1, 2, 3, 4), 4)
+    match = h.match((1, 2, 9, 9))
+    assert tuple(checkpoint_depths(match.depth, match.path_depth, 4 * PAGE + 1, PAGE)) == (2, 4)

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.examples import example_count
 from tests.index.model import PAGE, Model, Path, Prefix, path_of, tokens_of
 from tiercache.core import ABSENT, Locations, Mask, PoolName, Tier, pending
 from tiercache.errors import PoolFullError
@@ -56,7 +57,11 @@ class IndexMachine(RuleBasedStateMachine):
     @initialize(refresh=st.sampled_from(["last", "path"]))
     def start(self, refresh: str) -> None:
         self.index = HybridIndex(
-            page_size=PAGE, namespace=NAMESPACE, page_pools=self.page_pools, state_pools=self.state_pools, refresh=refresh
+            page_size=PAGE,
+            namespace=NAMESPACE,
+            page_pools=self.page_pools,
+            state_pools=self.state_pools,
+            refresh=refresh,
         )
         self.model = Model(self.page_pools, self.state_pools)
         self.holds: list[Hold] = []
@@ -74,14 +79,22 @@ class IndexMachine(RuleBasedStateMachine):
 
     def is_pinned(self, at: Prefix, tier: Tier, pool: PoolName) -> bool:
         """A pin holds all pages of its path, and the state at its end."""
-        holds = [hold for hold in self.holds + [flight.hold for flight in self.flights] if tier in hold.pin.tiers]
+        holds = [
+            hold for hold in self.holds + [flight.hold for flight in self.flights] if tier in hold.pin.tiers
+        ]
         if pool in self.state_pools:
             return any(at == (hold.extra, hold.path) for hold in holds)
         return any(hold.covers(at) for hold in holds)
 
     # -- inserting and matching ----------------------------------------------------------------
 
-    @rule(path=paths, extra=extras, own=st.booleans(), depths=st.sets(st.integers(1, 6), max_size=3), partial=st.booleans())
+    @rule(
+        path=paths,
+        extra=extras,
+        own=st.booleans(),
+        depths=st.sets(st.integers(1, 6), max_size=3),
+        partial=st.booleans(),
+    )
     def insert(self, path: Path, extra: bytes, own: bool, depths: set[int], partial: bool) -> None:
         prefixes = [(extra, path[: page + 1]) for page in range(len(path))]
         given = {pool: self.fresh(len(path)) for pool in self.page_pools}
@@ -90,12 +103,16 @@ class IndexMachine(RuleBasedStateMachine):
                 held = np.array([self.model.page(at, pool)[Tier.DEVICE] for at in prefixes])
                 slots[held >= 0] = held[held >= 0]
         pools = self.state_pools[: 1 if partial else None]
-        states = {depth: {pool: int(self.fresh(1)[0]) for pool in pools} for depth in depths if depth <= len(path)}
+        states = {
+            depth: {pool: int(self.fresh(1)[0]) for pool in pools} for depth in depths if depth <= len(path)
+        }
         answer = self.index.insert(tokens_of(path, tail=1), given, states, extra)
         assert answer.depth == len(path)
         assert path_of(answer.node)[: len(path)] == path
         for pool in self.page_pools:
-            self._check_inserted(answer.pages[pool], given[pool], [self.model.page(at, pool) for at in prefixes])
+            self._check_inserted(
+                answer.pages[pool], given[pool], [self.model.page(at, pool) for at in prefixes]
+            )
         adopted, rejected = set(), set()
         whole = 0
         while whole < len(path) and self.model.whole(prefixes[whole]):
@@ -119,7 +136,13 @@ class IndexMachine(RuleBasedStateMachine):
             if held == ABSENT:
                 tiers[Tier.DEVICE] = int(slot)
 
-    @rule(path=paths, extra=extras, tail=st.integers(0, 1), limit=st.none() | st.integers(0, 7), touch=st.booleans())
+    @rule(
+        path=paths,
+        extra=extras,
+        tail=st.integers(0, 1),
+        limit=st.none() | st.integers(0, 7),
+        touch=st.booleans(),
+    )
     def match(self, path: Path, extra: bytes, tail: int, limit: int | None, touch: bool) -> None:
         match = self.index.match(tokens_of(path, tail), extra, limit=limit)
         bound = (len(path) * PAGE + tail - 1) // PAGE if limit is None else limit
@@ -140,14 +163,21 @@ class IndexMachine(RuleBasedStateMachine):
         depth = match.path_depth
         pages, states = self.index.locations(match, depth)
         for pool in self.page_pools:
-            expected = np.array([self.model.page((extra, path[: page + 1]), pool) for page in range(depth)]).reshape(depth, 3)
+            expected = np.array(
+                [self.model.page((extra, path[: page + 1]), pool) for page in range(depth)]
+            ).reshape(depth, 3)
             np.testing.assert_array_equal(pages[pool].device, expected[:, Tier.DEVICE])
             np.testing.assert_array_equal(pages[pool].host, expected[:, Tier.HOST])
             np.testing.assert_array_equal(pages[pool].stored, expected[:, Tier.STORAGE] >= 0)
         for pool in self.state_pools:
             tiers = self.model.state((extra, path[:depth]), pool)
-            assert (states[pool].device, states[pool].host, states[pool].stored) == (*tiers[:2], tiers[Tier.STORAGE] >= 0)
-        assert self.index.page_keys(match, depth) == page_keys(NAMESPACE, tokens_of(path[:depth]), PAGE, extra=extra)
+            assert (states[pool].device, states[pool].host, states[pool].stored) == (
+                *tiers[:2],
+                tiers[Tier.STORAGE] >= 0,
+            )
+        assert self.index.page_keys(match, depth) == page_keys(
+            NAMESPACE, tokens_of(path[:depth]), PAGE, extra=extra
+        )
 
     # -- pins ----------------------------------------------------------------------------------
 
@@ -170,7 +200,9 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(path=paths, extra=extras, tier=near_tiers, start=st.integers(0, 5), skip=draws)
     def begin(self, path: Path, extra: bytes, tier: Tier, start: int, skip: int) -> None:
-        """Write-through when the objects are there, a load from below when they are not: to the index it is the same."""
+        """Write-through when the objects are there, a load from below when they are not: to the index it is
+        the same.
+        """
         if len(self.flights) >= 3:
             return
         node = self.index.extend_path(tokens_of(path), len(path), extra)
@@ -207,7 +239,9 @@ class IndexMachine(RuleBasedStateMachine):
         for pool, (offered, entered) in flight.pages.items():
             done = settle_pages(span, pool, tier, offered)
             np.testing.assert_array_equal(done, entered)
-            for at, location in zip(self._prefixes(span, hold.extra, hold.path), np.where(entered, offered, ABSENT), strict=True):
+            for at, location in zip(
+                self._prefixes(span, hold.extra, hold.path), np.where(entered, offered, ABSENT), strict=True
+            ):
                 if location >= 0:
                     self.model.page(at, pool)[tier] = int(location) if publish else ABSENT
         for pool, (slot, entered) in flight.states.items():
@@ -259,7 +293,11 @@ class IndexMachine(RuleBasedStateMachine):
         """By pool, what may be evicted: location -> prefix."""
         pools = self.page_pools + self.state_pools
         return {
-            pool: {e[tier]: at for at, e in self.model.entries(pool) if e[tier] >= 0 and not self.is_pinned(at, tier, pool)}
+            pool: {
+                e[tier]: at
+                for at, e in self.model.entries(pool)
+                if e[tier] >= 0 and not self.is_pinned(at, tier, pool)
+            }
             for pool in pools
         }
 
@@ -293,7 +331,9 @@ class IndexMachine(RuleBasedStateMachine):
         assert sum(COST[pool] * len(at) for pool, at in eviction.freed.items()) >= blocks
         self._check_eviction(eviction, Tier.HOST, free)
 
-    def _check_eviction(self, eviction: Eviction, tier: Tier, free: dict[PoolName, dict[int, Prefix]]) -> None:
+    def _check_eviction(
+        self, eviction: Eviction, tier: Tier, free: dict[PoolName, dict[int, Prefix]]
+    ) -> None:
         dead = self.model.dead()
         taken: set[Prefix] = set()
         demoted = lost = 0
@@ -321,7 +361,11 @@ class IndexMachine(RuleBasedStateMachine):
                 match = self.index.match(tokens_of(path), extra)
                 before = self.matches.get((extra, path), match)
                 # Where nothing is known the node is a root, which may be made anew.
-                assert before == match or (not match.path_depth and not before.path_depth) or not self.index.is_current(before)
+                assert (
+                    before == match
+                    or (not match.path_depth and not before.path_depth)
+                    or not self.index.is_current(before)
+                )
                 self.matches[extra, path] = match
 
     @invariant()
@@ -329,7 +373,9 @@ class IndexMachine(RuleBasedStateMachine):
         if hasattr(self, "index"):
             self.index.check_integrity()
             for tier in (Tier.DEVICE, Tier.HOST):
-                assert self.index.evictable(tier) == {pool: len(free) for pool, free in self.free_now(tier).items()}
+                assert self.index.evictable(tier) == {
+                    pool: len(free) for pool, free in self.free_now(tier).items()
+                }
 
     def teardown(self) -> None:
         """Whatever happened, everything can be taken back, and then nothing is left."""
@@ -340,11 +386,15 @@ class IndexMachine(RuleBasedStateMachine):
         while self.holds:
             self.unpin(0)
         self.index.evict_device(self.index.evictable(Tier.DEVICE))
-        self.index.evict_host(sum(COST[pool] * count for pool, count in self.index.evictable(Tier.HOST).items()), COST)
+        self.index.evict_host(
+            sum(COST[pool] * count for pool, count in self.index.evictable(Tier.HOST).items()), COST
+        )
         while leaves := [node for node in self.index.nodes() if not node.children]:
             with self.index.pinned(leaves[0]):
                 for pool in self.page_pools:
-                    self.index.forget_stored(Span(leaves[0], 0, leaves[0].end), pool, np.ones(leaves[0].end, np.bool_))
+                    self.index.forget_stored(
+                        Span(leaves[0], 0, leaves[0].end), pool, np.ones(leaves[0].end, np.bool_)
+                    )
                 for pool in self.state_pools:
                     self.index.forget_state_stored(leaves[0], pool)
             self.index.check_integrity()
@@ -361,7 +411,12 @@ class OneStateMachine(IndexMachine):
     state_pools = (MAMBA,)
 
 
-limits = settings(max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
+limits = settings(
+    max_examples=example_count(40),
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
 TestTwoStates = IndexMachine.TestCase
 TestTwoStates.settings = limits
 TestStateless = StatelessMachine.TestCase

@@ -1,4 +1,6 @@
-"""The prefill planner: one test for each rule, vLLM's published cases, and properties against a walk that goes token by token."""
+"""The prefill planner: one test for each rule, vLLM's published cases, and properties against a walk that
+goes token by token.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import example_count
 from tiercache.errors import InputError
 from tiercache.index import checkpoint_depths
 from tiercache.index.planner import (
@@ -31,13 +34,16 @@ Case: TypeAlias = tuple[int, int, int, PrefillRules, tuple[int, ...]]
 """The arguments of `next_chunk`."""
 
 
-def ends(prompt: int, restored: int, limit: int, rules: PrefillRules = RULES, checkpoints: Sequence[int] = ()) -> list[int]:
+def ends(
+    prompt: int, restored: int, limit: int, rules: PrefillRules = RULES, checkpoints: Sequence[int] = ()
+) -> list[int]:
     chunks = plan_prefill(prompt, restored, limit, rules, checkpoints)
     assert [c.start for c in chunks] == [restored, *(c.end for c in chunks)][:-1]
     return [c.end for c in chunks]
 
 
-# --- the rules, one by one ------------------------------------------------------------------------------------------------------------
+# --- the rules, one by one
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_chunk_that_does_not_reach_the_end_ends_at_a_multiple_of_the_block():
@@ -64,7 +70,14 @@ def test_a_prompt_of_whole_blocks_is_split_one_block_before_its_end():
 
 
 def test_lookahead_moves_the_last_boundary_back():
-    assert [PrefillRules(16, lookahead=n).last_boundary(50) for n in (0, 1, 2, 3, 18, 19)] == [48, 48, 48, 32, 32, 16]
+    assert [PrefillRules(16, lookahead=n).last_boundary(50) for n in (0, 1, 2, 3, 18, 19)] == [
+        48,
+        48,
+        48,
+        32,
+        32,
+        16,
+    ]
     assert ends(50, 0, 100, PrefillRules(16, lookahead=3)) == [32, 50]
 
 
@@ -99,7 +112,10 @@ def test_each_checkpoint_cuts():
 
 
 def test_a_checkpoint_at_the_prompts_end_needs_no_cut_and_is_handed_over():
-    assert plan_prefill(48, 0, 100, RULES, (32, 48)) == (Chunk(0, 32, checkpoint=True), Chunk(32, 48, checkpoint=True))
+    assert plan_prefill(48, 0, 100, RULES, (32, 48)) == (
+        Chunk(0, 32, checkpoint=True),
+        Chunk(32, 48, checkpoint=True),
+    )
 
 
 def test_checkpoints_that_are_computed_already_are_ignored():
@@ -107,7 +123,12 @@ def test_checkpoints_that_are_computed_already_are_ignored():
 
 
 def test_a_checkpoint_inside_a_block_cuts_too_and_the_chunk_after_it_stops_at_the_next_boundary():
-    assert plan_prefill(70, 0, 100, RULES, (40,)) == (Chunk(0, 40, checkpoint=True), Chunk(40, 48), Chunk(48, 64), Chunk(64, 70))
+    assert plan_prefill(70, 0, 100, RULES, (40,)) == (
+        Chunk(0, 40, checkpoint=True),
+        Chunk(40, 48),
+        Chunk(48, 64),
+        Chunk(64, 70),
+    )
 
 
 def test_the_checkpoints_of_the_index_are_cuts_of_the_plan():
@@ -171,7 +192,8 @@ def test_published_plans(block: int, limit: int, drops_block: bool, prompt: int,
     assert ends(prompt, 0, limit, PrefillRules(block, drops_block=drops_block)) == plan
 
 
-# --- state blocks and memory ----------------------------------------------------------------------------------------------------------
+# --- state blocks and memory
+# ----------------------------------------------------------------------------------------------------------
 
 
 def test_the_state_blocks_of_a_request():
@@ -190,7 +212,8 @@ def test_the_memory_estimate_counts_every_block(page: int, speculative: int, cac
     assert state_memory(page, speculative, caching=False) == sum(page for _ in run)
 
 
-# --- after a speculative step ---------------------------------------------------------------------------------------------------------
+# --- after a speculative step
+# ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -203,17 +226,23 @@ def test_the_memory_estimate_counts_every_block(page: int, speculative: int, cac
     ],
 )
 def test_the_worked_table(accepted: int, after: Speculated):
-    """Blocks of 16 tokens, 29 computed, 3 speculative blocks; the state was in block 1 before, for 28 tokens as for 29."""
+    """Blocks of 16 tokens, 29 computed, 3 speculative blocks; the state was in block 1 before, for 28 tokens
+    as for 29.
+    """
     assert 28 // 16 == 1
     assert after_speculation(29, accepted, speculative=3, block=16) == after
 
 
 def test_a_boundary_crossed_on_the_way_is_cached_from_the_state_that_stood_there():
-    assert after_speculation(31, 3, 3, 16) == Speculated(computed=34, source=3, running=2, cached=1, cached_source=1)
+    assert after_speculation(31, 3, 3, 16) == Speculated(
+        computed=34, source=3, running=2, cached=1, cached_source=1
+    )
 
 
 def test_a_boundary_reached_without_a_draft_is_cached():
-    assert after_speculation(32, 0, 3, 16) == Speculated(computed=32, source=0, running=2, cached=1, cached_source=0)
+    assert after_speculation(32, 0, 3, 16) == Speculated(
+        computed=32, source=0, running=2, cached=1, cached_source=0
+    )
     assert after_speculation(33, 0, 3, 16) == Speculated(computed=33, source=0, running=2)
 
 
@@ -235,18 +264,26 @@ def test_a_boundary_reached_without_a_draft_is_cached():
     ],
 )
 def test_the_copies_that_vllms_test_expects(before: int, sampled: int, copy: tuple[int, int] | None):
-    """Blocks of 560, 3 drafts a step, `before` tokens at its start; its count of accepted tokens has the one without a draft.
+    """Blocks of 560, 3 drafts a step, `before` tokens at its start; its count of accepted tokens has the one
+    without a draft.
 
-    vLLM keeps the running states in consecutive columns of its block table, from the one into which the step's last token falls.
+    vLLM keeps the running states in consecutive columns of its block table, from the one into which the
+    step's last token falls.
     """
     after = after_speculation(before + 1, sampled - 1, speculative=3, block=560)
     first_column = (before + 3) // 560
     assert after.computed == before + sampled
-    assert copy == (None if after.cached is None or after.cached_source is None else (first_column + after.cached_source, after.cached))
+    assert copy == (
+        None
+        if after.cached is None or after.cached_source is None
+        else (first_column + after.cached_source, after.cached)
+    )
 
 
 @given(computed=st.integers(1, 300), speculative=st.integers(0, 8), block=st.integers(1, 40), data=st.data())
-def test_states_after_speculation_stand_where_they_should(computed: int, speculative: int, block: int, data: st.DataObject):
+def test_states_after_speculation_stand_where_they_should(
+    computed: int, speculative: int, block: int, data: st.DataObject
+):
     accepted = data.draw(st.integers(0, speculative))
     standing = [computed + n for n in range(1 + speculative)]
     after = after_speculation(computed, accepted, speculative, block)
@@ -261,11 +298,12 @@ def test_states_after_speculation_stand_where_they_should(computed: int, specula
         assert after.cached is after.cached_source is None
 
 
-# --- properties -----------------------------------------------------------------------------------------------------------------------
+# --- properties
+# ------------------------------------------------------------------------------------------------------------
 
 
 def walk(prompt: int, start: int, limit: int, rules: PrefillRules, checkpoints: Sequence[int]) -> int:
-    """Where a step ends, found one token at a time."""
+    """Find the end of one prefill step by trying one token at a time."""
     at, boundary = start, start
     while at < prompt and at - start < limit:
         at += 1
@@ -277,7 +315,8 @@ def walk(prompt: int, start: int, limit: int, rules: PrefillRules, checkpoints: 
         elif not rules.advance_inside:
             return start
     for stop in range(start + 1, at):
-        hit = min(prompt - 1, prompt - rules.lookahead)  # the deepest depth that a repeat may restore, before alignment
+        # the deepest depth that a repeat may restore, before alignment
+        hit = min(prompt - 1, prompt - rules.lookahead)
         usable = stop + (rules.block if rules.drops_block else 0)
         last = stop % rules.block == 0 and usable <= hit < usable + rules.block
         if stop in checkpoints or last or (start % rules.block and stop % rules.block == 0):
@@ -304,7 +343,7 @@ def prefills(draw: st.DrawFn, aligned: bool = False) -> Case:
     return prompt, start, draw(st.integers(0, 60)), rules, tuple(sorted(d for d in depths if d <= prompt))
 
 
-@settings(max_examples=500)
+@settings(max_examples=example_count(500))
 @given(prefills())
 def test_a_step_ends_where_a_walk_token_by_token_ends(case: Case):
     prompt, start, _, rules, checkpoints = case
@@ -312,10 +351,12 @@ def test_a_step_ends_where_a_walk_token_by_token_ends(case: Case):
     assert chunk.start == start
     assert chunk.end == walk(*case)
     assert chunk.checkpoint == (chunk.end in checkpoints and chunk.tokens > 0)
-    assert chunk.private == (chunk.tokens > 0 and chunk.end != prompt and chunk.end % rules.block != 0 and not chunk.checkpoint)
+    assert chunk.private == (
+        chunk.tokens > 0 and chunk.end != prompt and chunk.end % rules.block != 0 and not chunk.checkpoint
+    )
 
 
-@settings(max_examples=300)
+@settings(max_examples=example_count(300))
 @given(prefills())
 def test_a_step_is_empty_exactly_when_the_rules_say_so(case: Case):
     prompt, start, limit, rules, _ = case
@@ -324,7 +365,7 @@ def test_a_step_is_empty_exactly_when_the_rules_say_so(case: Case):
     assert (next_chunk(*case).tokens == 0) == (not reach or waits)
 
 
-@settings(max_examples=500)
+@settings(max_examples=example_count(500))
 @given(prefills(aligned=True))
 def test_a_plan_of_aligned_depths(case: Case):
     prompt, start, limit, rules, checkpoints = case
@@ -338,7 +379,11 @@ def test_a_plan_of_aligned_depths(case: Case):
     assert [token for chunk in plan for token in range(chunk.start, chunk.end)] == list(range(start, prompt))
     assert all(0 < chunk.tokens <= limit for chunk in plan)
     cuts = {chunk.end for chunk in plan}
-    assert {depth for depth in checkpoints if depth > start} == {chunk.end for chunk in plan if chunk.checkpoint} <= cuts
+    assert (
+        {depth for depth in checkpoints if depth > start}
+        == {chunk.end for chunk in plan if chunk.checkpoint}
+        <= cuts
+    )
     assert rules.last_boundary(prompt) in cuts or rules.last_boundary(prompt) <= start
     for chunk in plan[:-1]:
         assert chunk.private == (chunk.end % rules.block != 0)
@@ -346,10 +391,13 @@ def test_a_plan_of_aligned_depths(case: Case):
         assert not any(chunk.private for chunk in plan)
         for earlier, later in pairwise(plan):
             needed = earlier.checkpoint or earlier.end == rules.last_boundary(prompt)
-            assert needed or earlier.tokens + min(rules.block, later.tokens) > limit, "no cut without a reason"
+            assert needed or earlier.tokens + min(rules.block, later.tokens) > limit, (
+                "no cut without a reason"
+            )
 
 
-# --- bad input ------------------------------------------------------------------------------------------------------------------------
+# --- bad input
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -358,21 +406,42 @@ def test_a_plan_of_aligned_depths(case: Case):
         (lambda: PrefillRules(0), "the block size is 0; pass at least 1"),
         (lambda: PrefillRules(16, lookahead=-1), "the lookahead is -1; pass at least 0"),
         (lambda: next_chunk(-1, 0, 8, RULES), "the prompt's length is -1; pass at least 0"),
-        (lambda: next_chunk(10, 11, 8, RULES), "depth 11 is outside a prompt of 10 tokens; pass one from 0 to 10"),
-        (lambda: next_chunk(10, -1, 8, RULES), "depth -1 is outside a prompt of 10 tokens; pass one from 0 to 10"),
-        (lambda: plan_prefill(10, 11, 8, RULES), "depth 11 is outside a prompt of 10 tokens; pass one from 0 to 10"),
+        (
+            lambda: next_chunk(10, 11, 8, RULES),
+            "depth 11 is outside a prompt of 10 tokens; pass one from 0 to 10",
+        ),
+        (
+            lambda: next_chunk(10, -1, 8, RULES),
+            "depth -1 is outside a prompt of 10 tokens; pass one from 0 to 10",
+        ),
+        (
+            lambda: plan_prefill(10, 11, 8, RULES),
+            "depth 11 is outside a prompt of 10 tokens; pass one from 0 to 10",
+        ),
         (lambda: next_chunk(10, 0, -1, RULES), "the chunk limit is -1; pass at least 0"),
         (lambda: plan_prefill(10, 0, 0, RULES), "the chunk limit is 0; pass at least 1"),
-        (lambda: next_chunk(99, 0, 8, RULES, (32, 16)), "checkpoint 16 is not deeper than 32; pass depths above 0, strictly ascending"),
-        (lambda: plan_prefill(99, 0, 8, RULES, (16, 16)), "checkpoint 16 is not deeper than 16; pass depths above 0, strictly ascending"),
-        (lambda: next_chunk(99, 0, 8, RULES, (0, 16)), "checkpoint 0 is not deeper than 0; pass depths above 0, strictly ascending"),
+        (
+            lambda: next_chunk(99, 0, 8, RULES, (32, 16)),
+            "checkpoint 16 is not deeper than 32; pass depths above 0, strictly ascending",
+        ),
+        (
+            lambda: plan_prefill(99, 0, 8, RULES, (16, 16)),
+            "checkpoint 16 is not deeper than 16; pass depths above 0, strictly ascending",
+        ),
+        (
+            lambda: next_chunk(99, 0, 8, RULES, (0, 16)),
+            "checkpoint 0 is not deeper than 0; pass depths above 0, strictly ascending",
+        ),
         (
             lambda: plan_prefill(99, 0, 8, RULES, (16, 112)),
             "checkpoint 112 is beyond a prompt of 99 tokens; leave out depths beyond its end",
         ),
         (
             lambda: plan_prefill(99, 0, 8, PrefillRules(16, advance_inside=False)),
-            "no boundary of blocks of 16 tokens is within 8 of depth 0; raise the chunk limit to the block size, or set advance_inside",
+            (
+                "no boundary of blocks of 16 tokens is within 8 of depth 0; raise the chunk limit to the"
+                " block size, or set advance_inside"
+            ),
         ),
         (lambda: state_blocks(-1), "the count of speculative blocks is -1; pass at least 0"),
         (lambda: state_blocks(0, -1), "the count of cached states is -1; pass at least 0"),
@@ -384,8 +453,14 @@ def test_a_plan_of_aligned_depths(case: Case):
         (lambda: after_speculation(0, 0, 3, 16), "the count of computed tokens is 0; pass at least 1"),
         (lambda: after_speculation(29, 0, 3, 0), "the block size is 0; pass at least 1"),
         (lambda: after_speculation(29, 0, -1, 16), "the count of speculative blocks is -1; pass at least 0"),
-        (lambda: after_speculation(29, 4, 3, 16), "4 accepted tokens do not fit 3 speculative ones; pass a count from 0 to 3"),
-        (lambda: after_speculation(29, -1, 3, 16), "-1 accepted tokens do not fit 3 speculative ones; pass a count from 0 to 3"),
+        (
+            lambda: after_speculation(29, 4, 3, 16),
+            "4 accepted tokens do not fit 3 speculative ones; pass a count from 0 to 3",
+        ),
+        (
+            lambda: after_speculation(29, -1, 3, 16),
+            "-1 accepted tokens do not fit 3 speculative ones; pass a count from 0 to 3",
+        ),
     ],
 )
 def test_bad_input_is_named(call: Callable[[], object], message: str):

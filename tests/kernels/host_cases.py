@@ -11,9 +11,8 @@ import sys
 from itertools import product
 
 import numpy as np
-from tiercache_kernels.kernel import THREADS
+from tiercache_kernels.kernel import CHUNK_BYTES, COLUMNS, ROW_BYTES, THREADS, fill_table
 from tiercache_kernels.reference import copy_table
-from tiercache_kernels.table import CHUNK_BYTES, COLUMNS, ROW_BYTES, fill_table
 
 PAGE = mmap.PAGESIZE
 MAP_NORESERVE = 0x4000
@@ -37,7 +36,9 @@ class Grid:
         """Copy all of a table; how many stores that took."""
         self._library.run_grid(table.ctypes.data, len(table) - 1, blocks)
         nbytes = int(table[:-1, 2].sum())
-        assert self._library.bytes_loaded() == self._library.bytes_stored() == nbytes, "each byte is moved exactly once"
+        assert self._library.bytes_loaded() == self._library.bytes_stored() == nbytes, (
+            "each byte is moved exactly once"
+        )
         return int(self._library.stores_made())
 
     def run_block(self, table: np.ndarray, block: int, blocks: int) -> None:
@@ -69,9 +70,12 @@ def scattered(grid: Grid) -> None:
         rng = np.random.default_rng(seed)
         n = int(rng.integers(1, 12))
         lengths = np.where(
-            rng.random(n) < 0.5, rng.integers(1, 80, n), rng.integers(1, 4, n) * CHUNK_BYTES + rng.integers(-40, 40, n)
+            rng.random(n) < 0.5,
+            rng.integers(1, 80, n),
+            rng.integers(1, 4, n) * CHUNK_BYTES + rng.integers(-40, 40, n),
         ).astype(np.int64)
-        # What the two addresses have in common decides the width of the vectors, so all widths are drawn equally often.
+        # What the two addresses have in common decides the width of the vectors, so all widths are drawn
+        # equally often.
         width = 1 << rng.integers(0, 5, n)
         skew = rng.integers(0, 16, n) * width
         order = rng.permutation(n)
@@ -95,12 +99,22 @@ def guarded(grid: Grid) -> None:
     longest = 3 * CHUNK_BYTES + 33
     source, target = Guarded(longest), Guarded(longest)
     source.view[:] = np.random.default_rng(0).integers(0, 256, source.nbytes, np.uint8)
-    lengths = [*range(1, 68), *(chunks * CHUNK_BYTES + sign * edge for chunks, sign, edge in product((1, 3), (-1, 1), EDGES))]
-    for length, from_end, to_end in product([*lengths, CHUNK_BYTES, 3 * CHUNK_BYTES], (False, True), (False, True)):
+    lengths = [
+        *range(1, 68),
+        *(chunks * CHUNK_BYTES + sign * edge for chunks, sign, edge in product((1, 3), (-1, 1), EDGES)),
+    ]
+    for length, from_end, to_end in product(
+        [*lengths, CHUNK_BYTES, 3 * CHUNK_BYTES], (False, True), (False, True)
+    ):
         start = source.nbytes - length if from_end else 0
         place = target.nbytes - length if to_end else 0
         target.view[:] = 0xA5
-        grid.run(table_of(np.array([source.address + start]), np.array([target.address + place]), np.array([length])), 3)
+        grid.run(
+            table_of(
+                np.array([source.address + start]), np.array([target.address + place]), np.array([length])
+            ),
+            3,
+        )
         assert (target.view[place : place + length] == source.view[start : start + length]).all(), length
         assert (target.view[:place] == 0xA5).all(), length
         assert (target.view[place + length :] == 0xA5).all(), length
@@ -110,7 +124,9 @@ def widest(grid: Grid) -> None:
     """No copy is made in smaller pieces than the two addresses allow."""
     source, target = Guarded(2 * CHUNK_BYTES), Guarded(2 * CHUNK_BYTES)
     for at, apart in product(range(16), range(32)):
-        table = table_of(np.array([source.address + at + apart]), np.array([target.address + at]), np.array([4096]))
+        table = table_of(
+            np.array([source.address + at + apart]), np.array([target.address + at]), np.array([4096])
+        )
         width = next(w for w in (16, 8, 4, 2, 1) if apart % w == 0)
         head = -at % width
         count, tail = divmod(4096 - head, width)

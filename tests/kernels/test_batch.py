@@ -1,4 +1,6 @@
-"""Batched copies through a stand-in driver, compiled against NVIDIA's header: what is handed over, and what comes of errors."""
+"""Batched copies through a stand-in driver, compiled against NVIDIA's header: what is handed over, and what
+comes of errors.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiercache_kernels.batch import MOST_COPIES, BatchCopy, _Attributes
+from tiercache_kernels.batch import MAX_COPIES, BatchCopy
 from tiercache_kernels.errors import CudaError, Unavailable
 
 from tests.kernels.toolkit import build, needs_nvcc
@@ -60,7 +62,7 @@ def test_columns_attributes_and_stream_arrive(library: Path, driver: ctypes.CDLL
 @pytest.mark.parametrize("field", ["srcAccessOrder", "srcLocHint", "dstLocHint", "flags"])
 def test_the_stand_in_sees_each_field(field: str, library: Path, driver: ctypes.CDLL) -> None:
     batch, copies = BatchCopy.load(str(library)), Copies()
-    wrong: _Attributes = batch._attributes
+    wrong = batch._attributes  # private: no argument of a copy can make a field wrong
     if field == "srcAccessOrder":
         wrong.source_order = 3
     elif field == "flags":
@@ -77,7 +79,9 @@ def test_columns_that_are_not_contiguous_or_of_other_types_are_converted(library
     copies = Copies()
     doubled = np.repeat(copies.sources, 2)[::2]
     assert not doubled.flags.c_contiguous
-    BatchCopy.load(str(library))(doubled, copies.destinations.astype(np.int64), copies.lengths.astype(np.int32), STREAM)
+    BatchCopy.load(str(library))(
+        doubled, copies.destinations.astype(np.int64), copies.lengths.astype(np.int32), STREAM
+    )
     assert copies.made()
 
 
@@ -89,19 +93,19 @@ def test_no_copies_make_no_call(library: Path, driver: ctypes.CDLL) -> None:
 
 
 @needs_nvcc
-@pytest.mark.parametrize("count", [MOST_COPIES, MOST_COPIES + 1, 3 * MOST_COPIES - 1])
+@pytest.mark.parametrize("count", [MAX_COPIES, MAX_COPIES + 1, 3 * MAX_COPIES - 1])
 def test_no_call_has_more_copies_than_a_driver_bears(count: int, library: Path, driver: ctypes.CDLL) -> None:
     copies, calls = Copies(count), driver.stand_in_calls()
     BatchCopy.load(str(library))(copies.sources, copies.destinations, copies.lengths, STREAM)
     assert copies.made()
-    assert driver.stand_in_calls() - calls == -(-count // MOST_COPIES)
-    assert driver.stand_in_largest() <= MOST_COPIES
+    assert driver.stand_in_calls() - calls == -(-count // MAX_COPIES)
+    assert driver.stand_in_largest() <= MAX_COPIES
 
 
 @needs_nvcc
 def test_an_error_of_a_later_call_names_the_segment_of_all(library: Path, driver: ctypes.CDLL) -> None:
-    copies, batch, calls = Copies(2 * MOST_COPIES), BatchCopy.load(str(library)), driver.stand_in_calls()
-    copies.lengths[MOST_COPIES + 7] = driver.stand_in_poison()
+    copies, batch, calls = Copies(2 * MAX_COPIES), BatchCopy.load(str(library)), driver.stand_in_calls()
+    copies.lengths[MAX_COPIES + 7] = driver.stand_in_poison()
     with pytest.raises(CudaError, match=r"CUDA_ERROR_INVALID_VALUE \(1\) at segment 4103$"):
         batch(copies.sources, copies.destinations, copies.lengths, STREAM)
     assert driver.stand_in_calls() == calls + 2
@@ -111,9 +115,15 @@ def test_an_error_of_a_later_call_names_the_segment_of_all(library: Path, driver
 def test_an_error_names_the_segment(library: Path, driver: ctypes.CDLL) -> None:
     driver.stand_in_fail(INVALID_VALUE, 7)
     copies = Copies()
-    with pytest.raises(CudaError, match=r"cuMemcpyBatchAsync failed with CUDA_ERROR_INVALID_VALUE \(1\) at segment 7$") as caught:
+    with pytest.raises(
+        CudaError, match=r"cuMemcpyBatchAsync failed with CUDA_ERROR_INVALID_VALUE \(1\) at segment 7$"
+    ) as caught:
         BatchCopy.load(str(library))(copies.sources, copies.destinations, copies.lengths, STREAM)
-    assert (caught.value.code, caught.value.name, caught.value.index) == (INVALID_VALUE, "CUDA_ERROR_INVALID_VALUE", 7)
+    assert (caught.value.code, caught.value.name, caught.value.index) == (
+        INVALID_VALUE,
+        "CUDA_ERROR_INVALID_VALUE",
+        7,
+    )
 
 
 @needs_nvcc

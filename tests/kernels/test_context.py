@@ -63,7 +63,9 @@ def test_the_stand_in_counts_what_a_driver_would_make(driver: ctypes.CDLL) -> No
 @needs_nvcc
 def test_a_thread_is_relaxed_before_its_first_call_and_others_are_not(driver: ctypes.CDLL) -> None:
     context = on_a_thread(lambda: DeviceContext(driver, 0))
-    assert on_a_thread(lambda: (context.enter(), driver.stand_in_runtime_call(), driver.stand_in_relaxed())[2])
+    assert on_a_thread(
+        lambda: (context.enter(), driver.stand_in_runtime_call(), driver.stand_in_relaxed())[2]
+    )
     assert not driver.stand_in_relaxed()
     assert driver.stand_in_strict_calls() == 0
 

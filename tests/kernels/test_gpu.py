@@ -1,6 +1,9 @@
-"""The copy kernel and batched copies on a real device, against the CPU twin. Needs CuPy and a device: `pytest -m gpu tests/kernels`.
+"""The copy kernel and batched copies on a real device, against the CPU twin.
 
-CuPy is used for memory, streams and plain copies only: its own element-wise kernels need headers that may not be installed.
+Needs CuPy and a device: `pytest -m gpu tests/kernels`.
+
+CuPy is used for memory, streams and plain copies only: its own element-wise kernels need headers that may not
+be installed.
 """
 
 from __future__ import annotations
@@ -15,9 +18,8 @@ import numpy as np
 import pytest
 from tiercache_kernels.batch import BatchCopy
 from tiercache_kernels.errors import Unavailable
-from tiercache_kernels.kernel import CopyKernel
+from tiercache_kernels.kernel import CHUNK_BYTES, COLUMNS, ROW_BYTES, CopyKernel, fill_table
 from tiercache_kernels.reference import copy_segments
-from tiercache_kernels.table import CHUNK_BYTES, COLUMNS, ROW_BYTES, fill_table
 
 # What CuPy and its dependencies deprecate is not ours to fail on.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default"), pytest.mark.timeout(600)]
@@ -102,7 +104,9 @@ class Registered(Host):
 Columns = tuple[np.ndarray, np.ndarray, np.ndarray]
 """Offsets in the source, offsets in the target, lengths."""
 Copy = Callable[[np.ndarray, np.ndarray, np.ndarray, int], None]
-"""Sources, destinations, lengths, stream; what it queues may need what it holds until the stream has been synchronised."""
+"""Sources, destinations, lengths, stream; what it queues may need what it holds until the stream has been
+synchronised.
+"""
 
 
 class ByKernel:
@@ -112,16 +116,21 @@ class ByKernel:
         self._cupy, self._blocks, self._kernel = cupy, blocks, CopyKernel()
         self._tables: list[Device] = []
 
-    def table(self, sources: np.ndarray, destinations: np.ndarray, lengths: np.ndarray) -> tuple[int, np.ndarray]:
+    def table(
+        self, sources: np.ndarray, destinations: np.ndarray, lengths: np.ndarray
+    ) -> tuple[int, np.ndarray]:
         """The table's address on the device, and its first chunks."""
         table = np.empty((len(lengths) + 1, COLUMNS), np.uint64)
         fill_table(table, sources, destinations, lengths)
         self._tables.append(Device(self._cupy, table.nbytes))
         self._tables[-1].put(table)
-        self._cupy.cuda.runtime.deviceSynchronize()  # the call may return before its bytes are there, and other streams do not wait
+        # the call may return before its bytes are there, and other streams do not wait
+        self._cupy.cuda.runtime.deviceSynchronize()
         return self._tables[-1].address, table[:, 3].astype(np.int64)
 
-    def __call__(self, sources: np.ndarray, destinations: np.ndarray, lengths: np.ndarray, stream: int) -> None:
+    def __call__(
+        self, sources: np.ndarray, destinations: np.ndarray, lengths: np.ndarray, stream: int
+    ) -> None:
         address, first = self.table(sources, destinations, lengths)
         self._kernel.launch(address, len(lengths), int(first[-1]), self._blocks, stream)
 
@@ -130,7 +139,9 @@ class ByKernel:
         address, first = self.table(*columns)
         for i, (start, stop) in enumerate(pairwise(cuts)):
             chunks = int(first[stop] - first[start])
-            self._kernel.launch(address + start * ROW_BYTES, stop - start, chunks, self._blocks, streams[i % len(streams)])
+            self._kernel.launch(
+                address + start * ROW_BYTES, stop - start, chunks, self._blocks, streams[i % len(streams)]
+            )
 
 
 @pytest.fixture(params=["kernel", "batch"])
@@ -155,23 +166,36 @@ def drawn(seed: int, n: int, longest: int, slot: int) -> Columns:
     rng = np.random.default_rng(seed)
     short = rng.random(n) < 0.4
     chunky = np.clip(rng.integers(1, 4, n) * CHUNK_BYTES + rng.integers(-40, 40, n), 1, longest)
-    lengths = np.where(short, rng.integers(1, 80, n), np.where(rng.random(n) < 0.5, chunky, rng.integers(1, longest, n))).astype(np.int64)
+    lengths = np.where(
+        short, rng.integers(1, 80, n), np.where(rng.random(n) < 0.5, chunky, rng.integers(1, longest, n))
+    ).astype(np.int64)
     offset = rng.integers(0, 64, n)
     skew = rng.integers(0, 16, n) * (1 << rng.integers(0, 5, n))
     assert longest + 512 <= slot
     return np.arange(n) * slot + offset, rng.permutation(n) * slot + offset + skew, lengths
 
 
-def check(copy: Copy, source: Memory, target: Memory, columns: Columns, stream: Any, synchronize: Callable[[], None]) -> None:
+def check(
+    copy: Copy, source: Memory, target: Memory, columns: Columns, stream: Any, synchronize: Callable[[], None]
+) -> None:
     """Copy, and compare the whole target with what the twin makes of it."""
     starts, places, lengths = columns
     data = np.random.default_rng(1).integers(0, 256, source.nbytes, np.uint8)
     expected = np.full(target.nbytes, FILLER, np.uint8)
     source.put(data)
     target.put(expected)
-    copy_segments((starts + data.ctypes.data).astype(np.uint64), (places + expected.ctypes.data).astype(np.uint64), lengths)
+    copy_segments(
+        (starts + data.ctypes.data).astype(np.uint64),
+        (places + expected.ctypes.data).astype(np.uint64),
+        lengths,
+    )
     synchronize()  # `put` went through another stream
-    copy((starts + source.address).astype(np.uint64), (places + target.address).astype(np.uint64), lengths, stream.ptr)
+    copy(
+        (starts + source.address).astype(np.uint64),
+        (places + target.address).astype(np.uint64),
+        lengths,
+        stream.ptr,
+    )
     stream.synchronize()
     assert np.array_equal(target.get(), expected)
 
@@ -185,10 +209,21 @@ def check(copy: Copy, source: Memory, target: Memory, columns: Columns, stream: 
 def test_any_alignment(cupy: Any, copy: Copy, stream: Any, source: type, target: type, seed: int) -> None:
     slot = 256 << 10
     columns = drawn(seed, 200, slot - 512, slot)
-    check(copy, source(cupy, 200 * slot), target(cupy, 200 * slot), columns, stream, cupy.cuda.runtime.deviceSynchronize)
+    check(
+        copy,
+        source(cupy, 200 * slot),
+        target(cupy, 200 * slot),
+        columns,
+        stream,
+        cupy.cuda.runtime.deviceSynchronize,
+    )
 
 
-@pytest.mark.parametrize(("source", "target"), [(Device, Host), (Host, Device), (Device, Device)], ids=["gather", "scatter", "fork"])
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [(Device, Host), (Host, Device), (Device, Device)],
+    ids=["gather", "scatter", "fork"],
+)
 def test_states(cupy: Any, copy: Copy, stream: Any, source: type, target: type) -> None:
     """From convolution states of 48 KiB to recurrent states of 80 MiB, aligned and not."""
     lengths = np.array([48 << 10, 2 * MIB, 80 * MIB, 80 * MIB - 3, 5 * MIB + 1], np.int64)
@@ -196,7 +231,14 @@ def test_states(cupy: Any, copy: Copy, stream: Any, source: type, target: type) 
     starts += -starts % 16 + np.array([0, 0, 0, 1, 2])
     places = starts + np.array([0, 0, 0, 2, 5])
     nbytes = int(lengths.sum()) + MIB
-    check(copy, source(cupy, nbytes), target(cupy, nbytes), (starts, places, lengths), stream, cupy.cuda.runtime.deviceSynchronize)
+    check(
+        copy,
+        source(cupy, nbytes),
+        target(cupy, nbytes),
+        (starts, places, lengths),
+        stream,
+        cupy.cuda.runtime.deviceSynchronize,
+    )
 
 
 def test_many_small_segments(cupy: Any, copy: Copy, stream: Any) -> None:
@@ -223,7 +265,14 @@ def test_layers_of_one_table_in_two_streams(cupy: Any, stream: Any) -> None:
         other.synchronize()
 
     columns = drawn(5, 100, slot - 512, slot)
-    check(copy, Host(cupy, 100 * slot), Device(cupy, 100 * slot), columns, stream, cupy.cuda.runtime.deviceSynchronize)
+    check(
+        copy,
+        Host(cupy, 100 * slot),
+        Device(cupy, 100 * slot),
+        columns,
+        stream,
+        cupy.cuda.runtime.deviceSynchronize,
+    )
 
 
 def test_from_another_thread(cupy: Any, copy: Copy, stream: Any) -> None:
@@ -240,7 +289,14 @@ def test_from_another_thread(cupy: Any, copy: Copy, stream: Any) -> None:
 
     slot = 128 << 10
     columns = drawn(6, 50, slot - 512, slot)
-    check(elsewhere, Device(cupy, 50 * slot), Host(cupy, 50 * slot), columns, stream, cupy.cuda.runtime.deviceSynchronize)
+    check(
+        elsewhere,
+        Device(cupy, 50 * slot),
+        Host(cupy, 50 * slot),
+        columns,
+        stream,
+        cupy.cuda.runtime.deviceSynchronize,
+    )
 
 
 def test_the_stream_s_order_is_kept(cupy: Any, copy: Copy, stream: Any) -> None:
@@ -248,7 +304,11 @@ def test_the_stream_s_order_is_kept(cupy: Any, copy: Copy, stream: Any) -> None:
     nbytes = 64 * MIB
     device, host = Device(cupy, nbytes), Host(cupy, nbytes)
     rows = np.arange(0, nbytes, MIB)
-    columns = (rows + device.address).astype(np.uint64), (rows + host.address).astype(np.uint64), np.full(len(rows), MIB)
+    columns = (
+        (rows + device.address).astype(np.uint64),
+        (rows + host.address).astype(np.uint64),
+        np.full(len(rows), MIB),
+    )
     for value in (1, 2, 3):
         cupy.cuda.runtime.memsetAsync(device.address, 0, nbytes, stream.ptr)
         cupy.cuda.runtime.memsetAsync(device.address, value, nbytes, stream.ptr)
@@ -272,7 +332,12 @@ def test_pools_above_4_gib(cupy: Any, copy: Copy, stream: Any, to_host: bool, ap
     for row, start in zip(data, starts.tolist(), strict=True):
         source.put(row, start)
     cupy.cuda.runtime.deviceSynchronize()
-    copy((starts + source.address).astype(np.uint64), (ends + target.address).astype(np.uint64), np.full(4, piece), stream.ptr)
+    copy(
+        (starts + source.address).astype(np.uint64),
+        (ends + target.address).astype(np.uint64),
+        np.full(4, piece),
+        stream.ptr,
+    )
     stream.synchronize()
     for row, end in zip(data, ends.tolist(), strict=True):
         assert np.array_equal(target.get(end, piece), row), end
@@ -290,7 +355,12 @@ def test_one_segment_above_4_gib(cupy: Any, copy: Copy, stream: Any) -> None:
     for row, start in zip(data, starts, strict=True):
         source.put(row, start)
     cupy.cuda.runtime.deviceSynchronize()
-    copy(np.array([source.address], np.uint64), np.array([target.address], np.uint64), np.array([size]), stream.ptr)
+    copy(
+        np.array([source.address], np.uint64),
+        np.array([target.address], np.uint64),
+        np.array([size]),
+        stream.ptr,
+    )
     stream.synchronize()
     for row, start in zip(data, starts, strict=True):
         assert np.array_equal(target.get(start, window), row), start

@@ -1,4 +1,6 @@
-"""The copy kernel's body, built by a host compiler, moves the same bytes as its twin and touches no others."""
+"""The copy kernel's body, built by a host compiler, moves the same bytes as its twin and touches no
+others.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,17 @@ from tests.kernels.host_cases import CASES
 from tests.kernels.toolkit import GXX, HERE, SOURCES, compiled, needs_gxx
 
 # A wrongly aligned vector is a fault on a GPU, but not on every CPU: the sanitizer makes it one.
-FLAGS = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-fno-strict-aliasing", "-shared", "-fPIC"]
+FLAGS = [
+    "-std=c++17",
+    "-O1",
+    "-Wall",
+    "-Wextra",
+    "-Werror",
+    "-Wno-unknown-pragmas",
+    "-fno-strict-aliasing",
+    "-shared",
+    "-fPIC",
+]
 SANITIZE = ["-fsanitize=alignment,bounds,shift", "-fsanitize-undefined-trap-on-error"]
 
 

@@ -1,4 +1,4 @@
-"""What `CopyKernel` asks of CuPy, which is not here: a stand-in with the few names that it uses."""
+"""`CopyKernel`'s calls of CuPy, with a stand-in that has the few names that it uses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ STREAM = 0x5500_0000_0010
 @dataclass
 class CuPy:
     compiled: list[tuple[str, tuple[str, ...], str]] = field(default_factory=list)
-    launched: list[tuple[tuple[int, ...], tuple[int, ...], tuple[Any, ...], int]] = field(default_factory=list)
+    launched: list[tuple[tuple[int, ...], tuple[int, ...], tuple[Any, ...], int]] = field(
+        default_factory=list
+    )
 
     def raw_module(self, *, code: str, options: tuple[str, ...]) -> Any:
         def get_function(name: str) -> Any:

@@ -22,7 +22,16 @@ REGISTERS = 65_536 // 2 // THREADS
 @pytest.mark.parametrize("path", sorted(SOURCES.glob("*.cu")), ids=lambda p: p.name)
 def test_no_warning_and_no_spill(path: Path, architecture: str, tmp_path: Path) -> None:
     assert NVCC
-    command = [NVCC, "-cubin", f"-arch=sm_{architecture}", "-std=c++17", "-Werror", "all-warnings", "-Xptxas", "-v,-warn-spills"]
+    command = [
+        NVCC,
+        "-cubin",
+        f"-arch=sm_{architecture}",
+        "-std=c++17",
+        "-Werror",
+        "all-warnings",
+        "-Xptxas",
+        "-v,-warn-spills",
+    ]
     said = compiled([*command, "-o", str(tmp_path / "out.cubin"), str(path)])
     assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in said
     used = re.search(r"Used (\d+) registers", said)
@@ -42,7 +51,12 @@ def nvrtc() -> ctypes.CDLL:
 @pytest.mark.parametrize("architecture", ["80", "90"])
 def test_the_one_text_compiles_without_any_header(architecture: str) -> None:
     library, program = nvrtc(), ctypes.c_void_p()
-    assert library.nvrtcCreateProgram(ctypes.byref(program), source().encode(), b"copy_segments.cu", 0, None, None) == 0
+    assert (
+        library.nvrtcCreateProgram(
+            ctypes.byref(program), source().encode(), b"copy_segments.cu", 0, None, None
+        )
+        == 0
+    )
     options = [option.encode() for option in (*OPTIONS, f"--gpu-architecture=compute_{architecture}")]
     code = library.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
     size = ctypes.c_size_t()

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiercache_kernels.kernel import THREADS, source
+from tiercache_kernels.kernel import CHUNK_BYTES, COLUMNS, ROW_BYTES, THREADS, fill_table, source
 from tiercache_kernels.reference import copy_table
-from tiercache_kernels.table import CHUNK_BYTES, COLUMNS, ROW_BYTES, fill_table
 
 from tests.kernels.toolkit import SOURCES
 
@@ -28,12 +27,16 @@ def filled(lengths: list[int]) -> tuple[np.ndarray, int]:
 
 
 def sizes(table: np.ndarray) -> dict[int, list[int]]:
-    """The chunks of each segment as the kernel finds them: by the first chunks, counted from the first row's."""
+    """The chunks of each segment as the kernel finds them: by the first chunks, counted from the first
+    row's.
+    """
     first = table[:, 3].astype(np.int64)
     found: dict[int, list[int]] = {}
     for chunk in range(int(first[0]), int(first[-1])):
         row = int(np.searchsorted(first[:-1], chunk, side="right")) - 1
-        found.setdefault(row, []).append(min(CHUNK_BYTES, int(table[row, 2]) - (chunk - int(first[row])) * CHUNK_BYTES))
+        found.setdefault(row, []).append(
+            min(CHUNK_BYTES, int(table[row, 2]) - (chunk - int(first[row])) * CHUNK_BYTES)
+        )
     return found
 
 
@@ -69,7 +72,12 @@ def test_no_segments_make_an_end_row_only() -> None:
 def test_shapes_that_do_not_match_are_refused(shapes: tuple[int, int, int]) -> None:
     rows, sources, lengths = shapes
     with pytest.raises(ValueError, match="cannot take columns"):
-        fill_table(np.zeros((rows, 4), np.uint64), np.zeros(sources, np.uint64), np.zeros(4, np.uint64), np.ones(lengths, np.int64))
+        fill_table(
+            np.zeros((rows, 4), np.uint64),
+            np.zeros(sources, np.uint64),
+            np.zeros(4, np.uint64),
+            np.ones(lengths, np.int64),
+        )
 
 
 def test_a_row_is_as_long_as_it_says() -> None:
@@ -81,7 +89,12 @@ def test_the_twin_copies_any_rows_of_a_table() -> None:
     target = np.zeros(60, np.uint8)
     starts = np.array([0, 20, 40], np.uint64)
     table = np.empty((4, COLUMNS), np.uint64)
-    fill_table(table, starts + np.uint64(memory.ctypes.data), starts + np.uint64(target.ctypes.data + 5), np.array([3, 9, 7]))
+    fill_table(
+        table,
+        starts + np.uint64(memory.ctypes.data),
+        starts + np.uint64(target.ctypes.data + 5),
+        np.array([3, 9, 7]),
+    )
     copy_table(table[1:3])
     assert (target[25:34] == memory[20:29]).all()
     assert not target[:25].any()

@@ -30,6 +30,14 @@ def build(folder: Path, *defines: str) -> Path:
     # nvcc knows where its headers are, hands C to the host's compiler, and needs no runtime for it.
     library = folder / f"driver{'_'.join(defines)}.so"
     assert NVCC
-    command = [NVCC, "-shared", "-cudart", "none", "-Xcompiler", "-fPIC,-Wall,-Wextra,-Werror", *(f"-D{d}" for d in defines)]
+    command = [
+        NVCC,
+        "-shared",
+        "-cudart",
+        "none",
+        "-Xcompiler",
+        "-fPIC,-Wall,-Wextra,-Werror",
+        *(f"-D{d}" for d in defines),
+    ]
     compiled([*command, "-o", str(library), str(HERE / "driver.c")])
     return library

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from tests.policy.conformance import PolicyConformance
 from tiercache.policy import POLICIES, Policy, policy_named
-from tiercache.testing.policies import PolicyConformance
 
 for _name in (*POLICIES, "seglen:additive"):
 

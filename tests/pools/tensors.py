@@ -1,4 +1,6 @@
-"""NumPy arrays that answer what a pool asks of a torch tensor: the pools need no torch, and neither do most of their tests."""
+"""NumPy arrays that answer what a pool asks of a torch tensor: the pools need no torch, and neither do most
+of their tests.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ class ArrayTensor:
         return len(self.array)
 
 
-def random_tensor(rng: np.random.Generator, shape: tuple[int, ...], dtype: str, *, gap: int = 0) -> ArrayTensor:
+def random_tensor(
+    rng: np.random.Generator, shape: tuple[int, ...], dtype: str, *, gap: int = 0
+) -> ArrayTensor:
     """Random bytes; with `gap`, as many more elements lie between two entries of the first dimension."""
     storage = np.dtype(STORAGE[dtype])
     inner = np.empty(shape[1:], storage)
@@ -48,7 +52,9 @@ def random_tensor(rng: np.random.Generator, shape: tuple[int, ...], dtype: str, 
 
 @dataclass
 class Twin:
-    """A copy of all the memory under some tensors, gaps and neighbours included, and each tensor's view over the copy."""
+    """A copy of all the memory under some tensors, gaps and neighbours included, and each tensor's view over
+    the copy.
+    """
 
     owners: list[tuple[npt.NDArray[np.generic], bytearray]]
     views: list[npt.NDArray[np.generic]]
@@ -79,7 +85,7 @@ class Twin:
 
 
 def slot_bytes(tensors: Tensors, slots: int, slot: int) -> bytes:
-    """What an object of `slot` holds, segment by segment in the mapping's order, by plain indexing."""
+    """Read the object of `slot`, segment by segment in the mapping's order, by plain indexing."""
     parts = []
     for tensor in tensors.values():
         assert isinstance(tensor, ArrayTensor)

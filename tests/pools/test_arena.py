@@ -15,6 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from tests.examples import example_count
+from tiercache import memory
 from tiercache.errors import ClosedError, ConfigError, PoolFullError, SlotError
 from tiercache.pools import HostArena, MemoryReadings, arena, plan_auto_size, read_memory
 
@@ -68,7 +70,8 @@ def test_it_is_sealed_against_resizing() -> None:
 def test_who_maps_it_may_seal_it_further() -> None:
     one = HostArena(2 * 4096, 4096, huge_pages=False)
     other = mmap.mmap(one.fd, 2 * 4096)
-    fcntl.fcntl(one.fd, fcntl.F_ADD_SEALS, 0x10 | fcntl.F_SEAL_SEAL)  # F_SEAL_FUTURE_WRITE, which the module does not name
+    # F_SEAL_FUTURE_WRITE, which the module does not name
+    fcntl.fcntl(one.fd, fcntl.F_ADD_SEALS, 0x10 | fcntl.F_SEAL_SEAL)
     one.view(1)[:4] = b"ours"
     other[:6] = b"theirs"
     assert (bytes(one.view(0)[:6]), other[4096:4100]) == (b"theirs", b"ours")
@@ -106,7 +109,8 @@ def test_every_page_is_faulted_in(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "with 2 threads" in one.report
     assert os.fstat(one.fd).st_blocks * 512 == one.nbytes
     one.close()
-    monkeypatch.setattr(arena, "_MADV_POPULATE_WRITE", 12345)  # an older kernel: EINVAL
+    # private: the kernel answers a number that it does not know as an older one would, with EINVAL
+    monkeypatch.setattr(memory, "_MADV_POPULATE_WRITE", 12345)
     one = HostArena(80 * MIB + 4096, 4096)
     assert "touched page by page" in one.report
     assert os.fstat(one.fd).st_blocks * 512 == one.nbytes
@@ -115,8 +119,11 @@ def test_every_page_is_faulted_in(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_memory_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     before = len(os.listdir("/proc/self/fd"))
-    monkeypatch.setattr(arena._libc, "madvise", lambda *_: -1)
-    monkeypatch.setattr(arena.ctypes, "get_errno", lambda: errno.ENOMEM)
+
+    def refuse(address: int, nbytes: int) -> None:
+        raise OSError(errno.ENOMEM, "no memory")
+
+    monkeypatch.setattr(arena, "populate", refuse)
     with pytest.raises(ConfigError, match="could not be faulted in"):
         HostArena(4096, 4096)
     assert len(os.listdir("/proc/self/fd")) <= before
@@ -141,11 +148,15 @@ def test_blocks_that_are_not_possible(block_bytes: int) -> None:
 
 def test_sizes_that_are_not_possible() -> None:
     tight = MemoryReadings(available=10 * GIB, limit=4 * GIB, usage=GIB)
-    with pytest.raises(ConfigError, match=rf"5.0 GiB \({5 * GIB} bytes\) is wanted and only 3.0 GiB \({3 * GIB} bytes\) is available"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"5.0 GiB \({5 * GIB} bytes\) is wanted and only 3.0 GiB \({3 * GIB} bytes\) is available",
+    ):
         HostArena(5 * GIB, 4096, readings=tight)
     with pytest.raises(ConfigError, match="does not hold one block"):
         HostArena(4096, 8192)
-    with pytest.raises(ConfigError, match=r"only 3\.0 GiB"):  # huge pages would have room, but are switched off
+    # huge pages would have room, but are switched off
+    with pytest.raises(ConfigError, match=r"only 3\.0 GiB"):
         HostArena(5 * GIB, 4096, readings=MemoryReadings(3 * GIB, huge_free=8 * GIB), huge_pages=False)
 
 
@@ -163,7 +174,9 @@ def test_auto_takes_a_fraction() -> None:
     fraction=st.floats(0.05, 1.0),
     reserve=st.integers(0, 1 << 36),
 )
-def test_auto_never_exceeds_what_there_is(available: int | None, limit: int | None, usage: int, fraction: float, reserve: int) -> None:
+def test_auto_never_exceeds_what_there_is(
+    available: int | None, limit: int | None, usage: int, fraction: float, reserve: int
+) -> None:
     readings = MemoryReadings(available, limit, usage)
     if readings.usable is None or min(int(readings.usable * fraction), readings.usable - reserve) <= 0:
         with pytest.raises(ConfigError):
@@ -188,7 +201,9 @@ def _write(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
-MEMINFO = "MemTotal: 99 kB\nMemAvailable:   1000 kB\nHugePages_Free:  5\nHugePages_Rsvd: 1\nHugepagesize: 2048 kB\n"
+MEMINFO = (
+    "MemTotal: 99 kB\nMemAvailable:   1000 kB\nHugePages_Free:  5\nHugePages_Rsvd: 1\nHugepagesize: 2048 kB\n"
+)
 
 
 def test_reading_cgroup_v2_takes_the_tightest_ancestor(tmp_path: Path) -> None:
@@ -207,8 +222,28 @@ def test_reading_cgroup_v2_takes_the_tightest_ancestor(tmp_path: Path) -> None:
         },
     )
     readings = read_memory(root)
-    assert readings == MemoryReadings(available=1024000, limit=800000, usage=400000, huge_free=8 * MIB)
+    assert readings == MemoryReadings(
+        available=1024000, limit=800000, usage=400000, huge_free=8 * MIB,
+        total=99 * 1024, tightest=800000, tightest_group=str(root / "sys/fs/cgroup/pod"),
+    )  # fmt: skip
     assert readings.usable == 400000
+    assert readings.ceiling == 99 * 1024
+
+
+def test_the_group_with_the_least_room_need_not_be_the_one_with_the_lowest_limit(tmp_path: Path) -> None:
+    root = _write(
+        tmp_path,
+        {
+            "proc/meminfo": "MemTotal: 9000 kB\n",
+            "proc/self/cgroup": "0::/pod\n",
+            "sys/fs/cgroup/pod/memory.max": "800000\n",
+            "sys/fs/cgroup/pod/memory.current": "100000\n",
+            "sys/fs/cgroup/memory.max": "900000\n",
+            "sys/fs/cgroup/memory.current": "850000\n",
+        },
+    )
+    readings = read_memory(root)
+    assert (readings.usable, readings.ceiling) == (50000, 800000)
 
 
 def test_reading_cgroup_v1(tmp_path: Path) -> None:
@@ -232,7 +267,8 @@ def test_reading_where_nothing_can_be_read(tmp_path: Path) -> None:
     HostArena(4096, 4096, readings=readings).close()
 
 
-# --- embargoes -------------------------------------------------------------------------------------------------------------------------
+# --- quarantine
+# ------------------------------------------------------------------------------------------------------------
 
 BLOCK = 4096
 BLOCKS = 12
@@ -250,10 +286,12 @@ BLOCKS = 12
         ([(0, BLOCKS * BLOCK)], set(range(BLOCKS))),
     ],
 )
-def test_an_embargo_is_on_every_block_that_a_range_touches(ranges: list[tuple[int, int]], touched: set[int]) -> None:
+def test_quarantine_is_on_every_block_that_a_range_touches(
+    ranges: list[tuple[int, int]], touched: set[int]
+) -> None:
     one = HostArena(BLOCKS * BLOCK, BLOCK)
     blocks = one.alloc(BLOCKS)
-    lift = one.embargo(ranges)
+    lift = one.quarantine(ranges)
     one.free(blocks)
     assert (one.available, one.withheld) == (BLOCKS - len(touched), len(touched))
     assert set(one.alloc(one.available).tolist()) == set(range(BLOCKS)) - touched
@@ -265,20 +303,27 @@ def test_an_embargo_is_on_every_block_that_a_range_touches(ranges: list[tuple[in
     one.close()
 
 
-@pytest.mark.parametrize("bad", [(-1, 5), (0, -1), (BLOCKS * BLOCK, 1), (5, BLOCKS * BLOCK), (1 << 62, 1 << 62)])
-def test_an_embargo_outside_the_arena_is_refused(bad: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    "bad", [(-1, 5), (0, -1), (BLOCKS * BLOCK, 1), (5, BLOCKS * BLOCK), (1 << 62, 1 << 62)]
+)
+def test_quarantine_outside_the_arena_is_refused(bad: tuple[int, int]) -> None:
     one = HostArena(BLOCKS * BLOCK, BLOCK)
     with pytest.raises(SlotError, match="not inside"):
-        one.embargo([(0, BLOCK), bad])
+        one.quarantine([(0, BLOCK), bad])
     assert one.available == BLOCKS
     one.close()
 
 
-def test_a_block_under_embargo_is_freed_once() -> None:
+def test_a_block_in_quarantine_is_freed_once() -> None:
     one = HostArena(BLOCKS * BLOCK, BLOCK)
     blocks = one.alloc(4)
-    lift = one.embargo([(int(b) * BLOCK, BLOCK) for b in blocks[:3]])
-    for wrong in ([blocks[0], blocks[0]], [blocks[3], blocks[0], blocks[0]], [blocks[0], BLOCKS], [blocks[0], blocks[3], blocks[3]]):
+    lift = one.quarantine([(int(b) * BLOCK, BLOCK) for b in blocks[:3]])
+    for wrong in (
+        [blocks[0], blocks[0]],
+        [blocks[3], blocks[0], blocks[0]],
+        [blocks[0], BLOCKS],
+        [blocks[0], blocks[3], blocks[3]],
+    ):
         with pytest.raises(SlotError):
             one.free(wrong)
         assert (one.available, one.withheld) == (BLOCKS - 4, 0), "all or nothing"
@@ -296,9 +341,9 @@ def test_a_block_under_embargo_is_freed_once() -> None:
     one.close()
 
 
-def test_the_last_of_several_embargoes_counts_and_each_is_lifted_once() -> None:
+def test_the_last_of_several_quarantines_counts_and_each_is_lifted_once() -> None:
     one = HostArena(BLOCKS * BLOCK, BLOCK)
-    first, second = one.embargo([(0, 3 * BLOCK)]), one.embargo([(2 * BLOCK, 3 * BLOCK), (2 * BLOCK, 1)])
+    first, second = one.quarantine([(0, 3 * BLOCK)]), one.quarantine([(2 * BLOCK, 3 * BLOCK), (2 * BLOCK, 1)])
     assert one.available == BLOCKS - 5, "what was free is withheld as well"
     first()
     first()
@@ -306,29 +351,30 @@ def test_the_last_of_several_embargoes_counts_and_each_is_lifted_once() -> None:
     second()
     assert (one.available, one.withheld) == (BLOCKS, 0)
     second()
-    assert not one._embargoes.active, "the allocator is used directly again"
+    # private: callers cannot see whether the allocator is used directly again
+    assert not one._quarantine.active
     one.check_integrity()
     one.close()
 
 
-def test_an_embargo_may_outlive_the_arena() -> None:
+def test_quarantine_may_outlive_the_arena() -> None:
     one = HostArena(BLOCKS * BLOCK, BLOCK)
     blocks = one.alloc(2)
-    lift = one.embargo([(0, BLOCKS * BLOCK)])
+    lift = one.quarantine([(0, BLOCKS * BLOCK)])
     one.close()
     lift()
-    one.embargo([(0, 1)])()
+    one.quarantine([(0, 1)])()
     one.free(blocks)
     one.check_integrity()
 
 
-def test_embargoes_come_and_go_on_other_threads() -> None:
+def test_quarantines_come_and_go_on_other_threads() -> None:
     one = HostArena(64 * BLOCK, BLOCK)
 
     def watch(seed: int) -> None:
         random = np.random.default_rng(seed)
         for _ in range(200):
-            lifts = [one.embargo([(int(random.integers(64)) * BLOCK, 1)]) for _ in range(3)]
+            lifts = [one.quarantine([(int(random.integers(64)) * BLOCK, 1)]) for _ in range(3)]
             for lift in lifts:
                 lift()
 
@@ -350,14 +396,14 @@ def test_embargoes_come_and_go_on_other_threads() -> None:
     one.close()
 
 
-class EmbargoMachine(RuleBasedStateMachine):
-    """{alloc, free, embargo, lift} against sets: who has a block, and who bars it."""
+class QuarantineMachine(RuleBasedStateMachine):
+    """Machine of {alloc, free, quarantine, lift} against plain sets of block numbers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.arena = HostArena(BLOCKS * BLOCK, BLOCK, huge_pages=False)
         self.held: set[int] = set()
-        self.barred: list[tuple[set[int], Callable[[], None]]] = []
+        self.isolated: list[tuple[set[int], Callable[[], None]]] = []
         self.lifted: list[Callable[[], None]] = []
 
     @property
@@ -366,7 +412,7 @@ class EmbargoMachine(RuleBasedStateMachine):
 
     @property
     def under(self) -> set[int]:
-        return set().union(*(blocks for blocks, _ in self.barred))
+        return set().union(*(blocks for blocks, _ in self.isolated))
 
     @rule(n=st.integers(0, BLOCKS))
     def alloc(self, n: int) -> None:
@@ -387,7 +433,11 @@ class EmbargoMachine(RuleBasedStateMachine):
         self.arena.free(blocks)
         self.held -= set(blocks)
 
-    @rule(blocks=st.lists(st.integers(0, BLOCKS - 1), min_size=1, unique=True), again=st.booleans(), data=st.data())
+    @rule(
+        blocks=st.lists(st.integers(0, BLOCKS - 1), min_size=1, unique=True),
+        again=st.booleans(),
+        data=st.data(),
+    )
     def free_wrongly(self, blocks: list[int], again: bool, data: st.DataObject) -> None:
         if again:
             blocks = [*blocks, data.draw(st.sampled_from(blocks))]
@@ -396,15 +446,20 @@ class EmbargoMachine(RuleBasedStateMachine):
                 self.arena.free(blocks)
 
     @rule(ranges=st.lists(st.tuples(st.integers(0, BLOCKS * BLOCK), st.integers(0, 3 * BLOCK)), max_size=3))
-    def embargo(self, ranges: list[tuple[int, int]]) -> None:
+    def quarantine(self, ranges: list[tuple[int, int]]) -> None:
         ranges = [(at, min(length, BLOCKS * BLOCK - at)) for at, length in ranges]
-        touched = {byte // BLOCK for at, length in ranges for byte in (*range(at, at + length, BLOCK), at + length - 1) if length}
-        self.barred.append((touched, self.arena.embargo(ranges)))
+        touched = {
+            byte // BLOCK
+            for at, length in ranges
+            for byte in (*range(at, at + length, BLOCK), at + length - 1)
+            if length
+        }
+        self.isolated.append((touched, self.arena.quarantine(ranges)))
 
-    @precondition(lambda self: self.barred)
+    @precondition(lambda self: self.isolated)
     @rule(data=st.data())
     def lift(self, data: st.DataObject) -> None:
-        _, lift = self.barred.pop(data.draw(st.integers(0, len(self.barred) - 1)))
+        _, lift = self.isolated.pop(data.draw(st.integers(0, len(self.isolated) - 1)))
         lift()
         self.lifted.append(lift)
 
@@ -418,7 +473,8 @@ class EmbargoMachine(RuleBasedStateMachine):
         """Not an invariant: what comes and goes between two looks must come out right, too."""
         assert self.arena.available == len(self.free_blocks)
         assert self.arena.withheld == BLOCKS - len(self.held) - len(self.free_blocks)
-        assert self.arena._embargoes.active == bool(self.barred)
+        # private: callers cannot see whether the quarantine is looked at
+        assert self.arena._quarantine.active == bool(self.isolated)
         self.arena.check_integrity()
 
     @invariant()
@@ -427,12 +483,14 @@ class EmbargoMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self.look()
-        for _, lift in self.barred:
+        for _, lift in self.isolated:
             lift()
         self.arena.free(sorted(self.held))
         assert self.arena.available == BLOCKS
         self.arena.close()
 
 
-EmbargoMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
-TestEmbargoes = EmbargoMachine.TestCase
+QuarantineMachine.TestCase.settings = settings(
+    max_examples=example_count(150), stateful_step_count=30, deadline=None
+)
+TestQuarantine = QuarantineMachine.TestCase

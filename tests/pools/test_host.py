@@ -7,13 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import example_count
 from tiercache.core import PoolName
 from tiercache.errors import PoolFullError, SlotError
 from tiercache.geometry import kv_geometry, state_geometry
 from tiercache.pools import HostArena, HostPool
 
 PAGES = kv_geometry([0, 1], 2, 64, "bfloat16", 8)  # 8 KiB: two blocks
-STATES = state_geometry([(0, "ssm", (5, 1000), "float32"), (1, "flags", (3,), "uint8")], 8)  # 20,003 bytes: five blocks
+# 20,003 bytes: five blocks
+STATES = state_geometry([(0, "ssm", (5, 1000), "float32"), (1, "flags", (3,), "uint8")], 8)
 BLOCK = 4096
 
 
@@ -56,7 +58,7 @@ def test_pools_free_only_their_own(arena: HostArena) -> None:
         pages.free(mine)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=example_count(60), deadline=None)
 @given(data=st.data(), blocks=st.integers(1, 40))
 def test_any_mix_fills_the_arena_to_the_last_block(data: st.DataObject, blocks: int) -> None:
     """Pages of two blocks, states of five, side objects of one: one budget, whatever the order."""

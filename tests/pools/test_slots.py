@@ -6,6 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.examples import example_count
 from tiercache.errors import ConfigError, PoolFullError, SlotError
 from tiercache.pools import SlotAllocator
 
@@ -42,7 +43,11 @@ class Slots(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def refuse(self, data: st.DataObject) -> None:
-        good = data.draw(st.lists(st.sampled_from(sorted(self.held)), unique=True, min_size=1)) if self.held else []
+        good = (
+            data.draw(st.lists(st.sampled_from(sorted(self.held)), unique=True, min_size=1))
+            if self.held
+            else []
+        )
         free = [s for s in range(self.allocator.capacity) if s not in self.held]
         bad = data.draw(st.sampled_from([-1, self.allocator.capacity, *free, *good]))
         with pytest.raises(SlotError):
@@ -58,7 +63,7 @@ class Slots(RuleBasedStateMachine):
 
 
 TestSlots = Slots.TestCase
-TestSlots.settings = settings(max_examples=60, stateful_step_count=20, deadline=None)
+TestSlots.settings = settings(max_examples=example_count(60), stateful_step_count=20, deadline=None)
 
 
 def test_what_is_freed_together_comes_back_in_order() -> None:
@@ -92,6 +97,6 @@ def test_errors_say_which_slot() -> None:
 def test_a_broken_allocator_is_found() -> None:
     allocator = SlotAllocator(4)
     allocator.alloc(2)
-    allocator._used[3] = True
+    allocator._used[3] = True  # private: no call can break it
     with pytest.raises(AssertionError):
         allocator.check_integrity()

@@ -1,4 +1,6 @@
-"""The conformance hooks of the stores in this repository: how to open them, and how to write behind their backs."""
+"""The conformance hooks of the stores in this repository: how to open them, and how to write behind their
+backs.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +15,32 @@ from typing import Any
 from tiercache_backends.file import FileBackend
 from tiercache_backends.memory import MemoryBackend
 
-from tiercache.core import ObjectKey, ObjectMeta, Outcome
-from tiercache.storage.base import GetItem, StorageBackend
-from tiercache.storage.vectors import take, usable
+from tiercache.core import ObjectKey, ObjectMeta
+from tiercache.storage.base import StorageBackend
 from tiercache.storage.wrappers import unwrap
 from tiercache.testing.conformance import BackendConformance
 from tiercache.testing.faults import FaultEnv
 
 
+class AgingEnv(FaultEnv):
+    """A clock that is `later` seconds ahead."""
+
+    later = 0.0
+
+    def monotonic(self) -> float:
+        return super().monotonic() + self.later
+
+
 class MemoryHooks(BackendConformance):
     small = 2 << 20
+    obeys_values = True
 
     def open_store(self, path: Path, capacity: int | None = None) -> StorageBackend:
-        return MemoryBackend(capacity or 0)
+        self.memory_env = AgingEnv()
+        return MemoryBackend(capacity or 0, self.memory_env)
+
+    def pass_time(self, store: StorageBackend, seconds: float) -> None:
+        self.memory_env.later += seconds
 
     def corrupt(self, store: StorageBackend, k: ObjectKey) -> None:
         self.flip(store, k, 0)
@@ -47,44 +62,24 @@ class MemoryHooks(BackendConformance):
     def check(self, store: StorageBackend) -> None:
         memory = unwrap(store)
         assert isinstance(memory, MemoryBackend)
-        assert memory._used == sum(o.meta.length for o in memory._objects.values())
-        memory._residents.check_integrity()
+        memory.check_integrity()
 
     def object_of(self, store: StorageBackend, k: ObjectKey) -> Any:
         memory = unwrap(store)
         assert isinstance(memory, MemoryBackend)
-        found = memory._objects.get(k.digest)
+        found = memory._objects.get(k.digest)  # private: no call damages an object
         assert found is not None
         return found
 
 
-class TrustingStore(MemoryBackend):
-    """Gives back what it has, whatever that is by now: the kind of store that `Verified` is for."""
-
-    def _get(self, item: GetItem) -> Outcome:
-        with self._mutex:
-            found = self._objects.get(item.key.digest)
-            if found is None:
-                return Outcome.MISS
-            if found.meta.length != item.length or not usable(item.buffers, item.length, writable=True):
-                return Outcome.ERROR
-            self._residents.touch(found.row)
-            left = memoryview(found.payload)
-        for view in take(item.buffers, 0, len(left)):
-            view[:] = left[: view.nbytes]
-            left = left[view.nbytes :]
-        return Outcome.HIT
-
-
-class TrustingHooks(MemoryHooks):
-    def open_store(self, path: Path, capacity: int | None = None) -> StorageBackend:
-        return TrustingStore(capacity or 0)
-
-
 class LocalHooks(BackendConformance):
-    """Of a store in a directory, opened with the faults in `env`."""
+    """Conformance hooks of a store in a directory, opened with the faults in `env`."""
 
-    env: FaultEnv
+    env: AgingEnv
+    obeys_values = True
+
+    def pass_time(self, store: StorageBackend, seconds: float) -> None:
+        self.env.later += seconds
 
     def kill(self, store: StorageBackend, path: Path, capacity: int | None = None) -> StorageBackend:
         left = path.with_name(path.name + ".left")
@@ -97,7 +92,7 @@ class LocalHooks(BackendConformance):
 
 class FileHooks(LocalHooks):
     def open_store(self, path: Path, capacity: int | None = None) -> StorageBackend:
-        self.env = FaultEnv()
+        self.env = AgingEnv()
         return FileBackend(str(path), capacity or self.large, env=self.env)
 
     def corrupt(self, store: StorageBackend, k: ObjectKey) -> None:
@@ -150,7 +145,9 @@ def file_of(store: StorageBackend) -> FileBackend:
     return inner
 
 
-def wrapped(hooks: type[BackendConformance], wrap: Callable[[StorageBackend], StorageBackend], **more: Any) -> type[BackendConformance]:
+def wrapped(
+    hooks: type[BackendConformance], wrap: Callable[[StorageBackend], StorageBackend], **more: Any
+) -> type[BackendConformance]:
     """The hooks of a store inside a wrapper: what lies behind the store's back is the same."""
 
     def open_store(self: BackendConformance, path: Path, capacity: int | None = None) -> StorageBackend:
@@ -160,7 +157,7 @@ def wrapped(hooks: type[BackendConformance], wrap: Callable[[StorageBackend], St
 
 
 def without_checksum(_self: BackendConformance, meta: ObjectMeta) -> ObjectMeta:
-    """What a scan through `Verified` says: the checksum is the inner store's."""
+    """Return what a scan says where the checksum is that of an inner object: all but the checksum."""
     return replace(meta, checksum=b"")
 
 

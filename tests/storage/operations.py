@@ -1,4 +1,6 @@
-"""The operations of a store whose every step is made to fail, each with what must hold after it, whatever it answered."""
+"""The operations of a store whose every step is made to fail, each with what must hold after it, whatever it
+answered.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,10 @@ Look = Callable[[StorageBackend], None]
 
 
 class QuickEnv(FaultEnv):
-    """Another boot at every opening. Syncs, and the check of the catalog in a child process, may fail, and else succeed at no cost."""
+    """Another boot at every opening.
+
+    Syncs, and the check of the catalog in a child process, may fail, and else succeed at no cost.
+    """
 
     boots = 0
 
@@ -56,7 +61,10 @@ def do_set(store: StorageBackend) -> Look:
     def look(store: StorageBackend) -> None:
         for (name, data), answer in zip(NEW.items(), answers, strict=True):
             assert answer in (STORED, HIT, THROTTLED, ERROR)
-            assert fetch(store, key(name), len(data)) == (data if answer in (STORED, HIT) else MISS), (name, answer)
+            assert fetch(store, key(name), len(data)) == (data if answer in (STORED, HIT) else MISS), (
+                name,
+                answer,
+            )
 
     return look
 
@@ -87,7 +95,9 @@ def do_delete(store: StorageBackend) -> Look:
     gone = store.delete([key(name) for name in names])
 
     def look(store: StorageBackend) -> None:
-        assert store.exists([key(name) for name in names]) == [was and not now for was, now in zip(there, gone, strict=True)]
+        assert store.exists([key(name) for name in names]) == [
+            was and not now for was, now in zip(there, gone, strict=True)
+        ]
 
     return look
 

@@ -1,4 +1,7 @@
-"""A process that owns a store: `python -m tests.storage.owner DIR put` until it is killed, or `... DIR read` to look at what was left."""
+"""A process that owns a store: `python -m tests.storage.owner DIR put` until it is killed, or `...
+
+DIR read` to look at what was left.
+"""
 
 from __future__ import annotations
 

@@ -8,14 +8,19 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tiercache.storage.breaker import MOST_PAUSE, Breaker, Verdict
+from tests.examples import example_count
+from tiercache.storage.breaker import MAX_PAUSE, Breaker, Verdict
 
 PAUSE = 1.0
 FAILURES = 3
 
 
 class BreakerMachine(RuleBasedStateMachine):
-    """What the model knows: how many failures in a row, since when it is open and for how long at most, and whether a probe is out."""
+    """Random calls of a breaker, compared with a model.
+
+    The model knows the number of failures in a row, since when the breaker is open and for how long at
+    most, and whether a probe is under way.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +39,7 @@ class BreakerMachine(RuleBasedStateMachine):
 
     def opens_anew(self) -> None:
         again = self.now - self.closed_at < self.pause
-        self.opens(min(MOST_PAUSE, 2 * self.pause) if again else PAUSE)
+        self.opens(min(MAX_PAUSE, 2 * self.pause) if again else PAUSE)
 
     @rule(luck=st.floats(0, 0.999))
     def luck_changes(self, luck: float) -> None:
@@ -82,7 +87,7 @@ class BreakerMachine(RuleBasedStateMachine):
         if well:
             self.open_since, self.row, self.closed_at = None, 0, self.now
         else:
-            self.opens(min(MOST_PAUSE, 2 * self.pause))
+            self.opens(min(MAX_PAUSE, 2 * self.pause))
 
     @precondition(lambda self: not self.probing)
     @rule(well=st.booleans())
@@ -92,11 +97,11 @@ class BreakerMachine(RuleBasedStateMachine):
     @invariant()
     def it_is_closed_when_the_model_is(self) -> None:
         assert self.breaker.closed == (self.open_since is None)
-        assert self.least <= self.pause <= MOST_PAUSE
+        assert self.least <= self.pause <= MAX_PAUSE
 
 
 TestBreaker = BreakerMachine.TestCase
-TestBreaker.settings = settings(deadline=None, max_examples=60, stateful_step_count=40)
+TestBreaker.settings = settings(deadline=None, max_examples=example_count(60), stateful_step_count=40)
 
 
 def test_of_many_at_once_one_probes() -> None:

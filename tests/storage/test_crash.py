@@ -48,7 +48,10 @@ class Disk:
         self.cuts += 1
         target = self.path / f"left{self.cuts}"
         self.env.clone(self.root, target, seed)
-        return {str(p.relative_to(target)): None if p.is_dir() else p.read_bytes() for p in sorted(target.rglob("*"))}
+        return {
+            str(p.relative_to(target)): None if p.is_dir() else p.read_bytes()
+            for p in sorted(target.rglob("*"))
+        }
 
     def ways(self) -> list[dict[str, bytes | None]]:
         """Every different result of many seeds."""
@@ -144,7 +147,9 @@ def test_names_come_and_go_in_order(disk: Disk) -> None:
     assert all(way in stages for way in ways)
     assert all(stage in ways for stage in stages)
     disk.sync_names("d")
-    assert {str(w) for w in disk.ways()} == {str(s) for s in stages[3:]}, "a synced name takes every earlier one with it"
+    assert {str(w) for w in disk.ways()} == {str(s) for s in stages[3:]}, (
+        "a synced name takes every earlier one with it"
+    )
     disk.sync_names()
     assert disk.ways() == stages[4:]
 
@@ -154,7 +159,10 @@ def test_a_renamed_directory_takes_its_files_along(disk: Disk) -> None:
     (disk.root / "d" / "foreign").write_bytes(OLD)
     disk.sync_names()
     disk.env.rename(str(disk.root / "d"), str(disk.root / "e"))
-    assert {str(w) for w in disk.ways()} == {str({"d": None, "d/foreign": OLD}), str({"e": None, "e/foreign": OLD})}
+    assert {str(w) for w in disk.ways()} == {
+        str({"d": None, "d/foreign": OLD}),
+        str({"e": None, "e/foreign": OLD}),
+    }
 
 
 def test_the_sync_of_a_file_is_not_that_of_its_name(disk: Disk) -> None:

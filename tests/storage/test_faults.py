@@ -1,7 +1,8 @@
-"""Every call of every operation fails once, with every error; reads and writes come short, tear and flip; and the power goes.
+"""Every call of every operation fails once, with every error; reads and writes come short, tear and flip; and
+the power goes.
 
-For each operation and each Env call that it makes, the n-th such call fails, for n = 1, 2, 3, ... until the operation is over before the
-fault. So nothing is left out when a store makes another call tomorrow.
+For each operation and each Env call that it makes, the n-th such call fails, for n = 1, 2, 3, ... until the
+operation is over before the fault. So nothing is left out when a store makes another call tomorrow.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from typing import Any
 import pytest
 
 from tests.campaign.clones import SMALL, clone
-from tests.campaign.stores import KINDS, Subject, available, check_integrity, descriptors, disk_bytes
+from tests.campaign.stores import KINDS, Subject, available, check_integrity, descriptors
+from tests.examples import slow_after
 from tests.storage.operations import (
     OLD,
     OPERATIONS,
@@ -31,6 +33,7 @@ from tests.storage.operations import (
     do_set_torn,
     nothing_more,
 )
+from tests.storage_backends.local.files import disk_bytes
 from tiercache.core import Outcome
 from tiercache.errors import StorageError
 from tiercache.storage.base import StorageBackend
@@ -115,7 +118,9 @@ class Trials:
         return fired
 
     def _attempt(self, arm: Callable[[FaultEnv], Rule | None]) -> bool:
-        """The operation under the fault; whatever it says, the store is then closed, or kept for a look at it."""
+        """The operation under the fault; whatever it says, the store is then closed, or kept for a look at
+        it.
+        """
         self.store = self.subject.open(self.env) if self.operation.act else None
         self.env.clear()
         rule = arm(self.env)
@@ -156,26 +161,41 @@ class Trials:
 
 @pytest.fixture
 def memory() -> Iterator[Path]:
-    """A directory in memory, where there is one: nothing here depends on what a real sync does, and waiting for it is most of the time."""
+    """A directory in memory, where there is one: nothing here depends on what a real sync does, and waiting
+    for it is most of the time.
+    """
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as directory:
         yield Path(directory)
 
 
 @pytest.fixture
-def trials(templates: dict[tuple[str, str, str], Path], memory: Path, request: pytest.FixtureRequest) -> Trials:
+def trials(
+    templates: dict[tuple[str, str, str], Path], memory: Path, request: pytest.FixtureRequest
+) -> Trials:
     variant, name = request.param
     kind, durability = variant
     if kind not in available():
         pytest.skip(f"{kind} is not installed")
     operation = OPERATIONS[name]
-    return Trials(Subject(kind, memory / "s", SMALL, durability), templates.get((kind, durability, operation.template)), operation)
+    return Trials(
+        Subject(kind, memory / "s", SMALL, durability),
+        templates.get((kind, durability, operation.template)),
+        operation,
+    )
 
 
 def over(*names: str) -> pytest.MarkDecorator:
     """Each of these operations on each store."""
     # The other operations are the same for both durabilities.
-    cases = [(v, name) for v in VARIANTS for name in names if v[1] == "process" or name in ("set", "evict", "flush")]
-    return pytest.mark.parametrize("trials", cases, ids=[f"{v[0]}-{v[1]}-{name}" for v, name in cases], indirect=True)
+    cases = [
+        (v, name)
+        for v in VARIANTS
+        for name in names
+        if v[1] == "process" or name in ("set", "evict", "flush")
+    ]
+    return pytest.mark.parametrize(
+        "trials", cases, ids=[f"{v[0]}-{v[1]}-{name}" for v, name in cases], indirect=True
+    )
 
 
 def failing(error: int) -> Break:
@@ -185,25 +205,32 @@ def failing(error: int) -> Break:
         real(*arguments)
         raise OSError(error, os.strerror(error))
 
-    return lambda env, name, at: env.add(name, closes, at=at) if name == "close" else env.fail(name, at=at, error=error)
+    return lambda env, name, at: (
+        env.add(name, closes, at=at) if name == "close" else env.fail(name, at=at, error=error)
+    )
 
 
 @over(*(name for name, operation in OPERATIONS.items() if operation.act))
-@pytest.mark.parametrize("error", ERRORS, ids=errno.errorcode.get)
+@pytest.mark.parametrize("error", slow_after(2, ERRORS), ids=errno.errorcode.get)
 def test_every_call_fails_once(trials: Trials, error: int) -> None:
     trials.exhaust(failing(error))
 
 
-# An opening makes some forty calls; what it does about the two errors left out here is what it does about EIO.
+# An opening makes some forty calls; what it does about the two errors left out here is what it does about
+# EIO.
 @over(*(name for name, operation in OPERATIONS.items() if not operation.act))
-@pytest.mark.parametrize("error", [*ERRORS[:2], *(pytest.param(e, marks=pytest.mark.slow) for e in ERRORS[2:])], ids=errno.errorcode.get)
+@pytest.mark.parametrize("error", slow_after(2, ERRORS), ids=errno.errorcode.get)
 def test_every_call_of_an_opening_fails_once(trials: Trials, error: int) -> None:
     trials.exhaust(failing(error))
 
 
 @over(*OPERATIONS)
 def test_every_read_and_write_comes_short_once(trials: Trials) -> None:
-    trials.operation = Operation(trials.operation.template, trials.operation.act, 0 if trials.operation.act in (do_get, None) else 10**9)
+    trials.operation = Operation(
+        trials.operation.template,
+        trials.operation.act,
+        0 if trials.operation.act in (do_get, None) else 10**9,
+    )
     trials.exhaust(lambda env, name, at: env.shorten(name, at=at), ("preadv", "pwritev"))
 
 
@@ -214,10 +241,13 @@ def test_what_tears_or_flips_is_never_served(trials: Trials, how: str) -> None:
     act = trials.operation.act
     if act is do_set:
         trials.operation = Operation(trials.operation.template, do_set_torn, 10**9)
-    trials.exhaust(lambda env, name, at: getattr(env, how)(name, at=at), ("pwritev",) if how == "tear" else ("pwritev", "preadv"))
+    trials.exhaust(
+        lambda env, name, at: getattr(env, how)(name, at=at),
+        ("pwritev",) if how == "tear" else ("pwritev", "preadv"),
+    )
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", slow_after(4, range(12)))
 @pytest.mark.parametrize(("kind", "durability"), VARIANTS)
 def test_a_power_cut_takes_only_what_it_may(memory: Path, kind: str, durability: str, seed: int) -> None:
     if kind not in available():

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiercache_backends.memory import MemoryBackend
 
+from tests.examples import example_count
 from tiercache.core import HitPolicy, ObjectKey, Outcome, PoolName, PoolTransfer, Reason, StorageExtra
 from tiercache.errors import InputError, SlotError
 from tiercache.geometry import Geometry, kv_geometry, state_geometry
@@ -30,7 +31,9 @@ RECORD = NamespaceRecord(NAMESPACE, {"model": "m"})
 
 @dataclass
 class ByteArrayPool:
-    """Host objects on a bytearray: object h in blocks h * n .. of 4 KiB, in reverse order to show that blocks need not be adjacent."""
+    """Host objects on a bytearray: object h in blocks h * n .. of 4 KiB, in reverse order to show that blocks
+    need not be adjacent.
+    """
 
     geometry: Geometry
     objects: int = 16
@@ -70,7 +73,10 @@ class Spy(MemoryBackend):
 
     def set(self, items: Sequence[SetItem]) -> list[Outcome]:
         self.sets += items
-        return [Outcome.ERROR if (i.key.pool, i.key.page_key) in self.failing else super(Spy, self).set([i])[0] for i in items]
+        return [
+            Outcome.ERROR if (i.key.pool, i.key.page_key) in self.failing else super(Spy, self).set([i])[0]
+            for i in items
+        ]
 
 
 def kv_pool() -> ByteArrayPool:
@@ -78,7 +84,9 @@ def kv_pool() -> ByteArrayPool:
 
 
 def state_pool() -> ByteArrayPool:
-    return ByteArrayPool(state_geometry([(0, "conv", (8, 100), "float32"), (1, "ssm", (9, 300), "float32")], 16))
+    return ByteArrayPool(
+        state_geometry([(0, "conv", (8, 100), "float32"), (1, "ssm", (9, 300), "float32")], 16)
+    )
 
 
 def storage(*pools: ByteArrayPool) -> tuple[HybridStorage, Spy]:
@@ -109,9 +117,15 @@ def test_the_worked_example() -> None:
     hybrid.batch_set_v2([kv(*range(6)), states(1, 3)])
     backend.exists_calls = 0
     result = hybrid.batch_exists_v2(pages(*range(8)), [PoolTransfer(KV), ASK_STATES])
-    assert (result.restorable_prefix_pages, result.kv_hit_pages, result.extra_pool_hit_pages) == ((2, 4), 4, {MAMBA: 4})
+    assert (result.restorable_prefix_pages, result.kv_hit_pages, result.extra_pool_hit_pages) == (
+        (2, 4),
+        4,
+        {MAMBA: 4},
+    )
     assert backend.exists_calls == 1
-    assert hybrid.batch_exists_v2(pages(*range(8)), [ASK_STATES]) == result, "the anchor is asked for in any case"
+    assert hybrid.batch_exists_v2(pages(*range(8)), [ASK_STATES]) == result, (
+        "the anchor is asked for in any case"
+    )
 
 
 def test_pages_of_the_prefix_count_as_present_and_its_states_are_looked_up() -> None:
@@ -139,16 +153,21 @@ def presences(draw: st.DrawFn) -> tuple[int, int, dict[PoolName, tuple[HitPolicy
     return n, prefix, pools
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=example_count(200), deadline=None)
 @given(presences())
-def test_exists_agrees_with_brute_force(case: tuple[int, int, dict[PoolName, tuple[HitPolicy, int, set[int]]]]) -> None:
+def test_exists_agrees_with_brute_force(
+    case: tuple[int, int, dict[PoolName, tuple[HitPolicy, int, set[int]]]],
+) -> None:
     n, prefix, pools = case
     built = [ByteArrayPool(replace(kv_pool().geometry, pool=name)) for name in pools]
     hybrid, backend = storage(*built)
     for name, (_, _, stored) in pools.items():
         hybrid.batch_set_v2([PoolTransfer(name, pages(*sorted(stored)), np.array(sorted(stored), np.int64))])
     backend.exists_calls = 0
-    asked = [PoolTransfer(name, hit_policy=policy, trailing=trailing) for name, (policy, trailing, _) in pools.items()]
+    asked = [
+        PoolTransfer(name, hit_policy=policy, trailing=trailing)
+        for name, (policy, trailing, _) in pools.items()
+    ]
     result = hybrid.batch_exists_v2(pages(*range(prefix, n)), asked, StorageExtra(pages(*range(prefix))))
 
     def restores(name: PoolName, p: int) -> bool:
@@ -161,7 +180,9 @@ def test_exists_agrees_with_brute_force(case: tuple[int, int, dict[PoolName, tup
     assert list(result.restorable_prefix_pages) == expected
     assert result.kv_hit_pages == max(expected, default=0)
     assert result.extra_pool_hit_pages == {
-        name: max((p for p in range(1, run + 1) if restores(name, p)), default=0) for name in pools if name is not KV
+        name: max((p for p in range(1, run + 1) if restores(name, p)), default=0)
+        for name in pools
+        if name is not KV
     }
     assert backend.exists_calls == 1
 
@@ -170,7 +191,10 @@ def test_objects_come_back_and_outcomes_keep_their_order() -> None:
     kvs, mamba = kv_pool(), state_pool()
     hybrid, _ = storage(kvs, mamba)
     page, state = kvs.fill(2, 1), mamba.fill(2, 2)
-    assert hybrid.batch_set_v2([states(2), kv(2, 2)]) == {MAMBA: [Outcome.STORED], KV: [Outcome.STORED, Outcome.HIT]}
+    assert hybrid.batch_set_v2([states(2), kv(2, 2)]) == {
+        MAMBA: [Outcome.STORED],
+        KV: [Outcome.STORED, Outcome.HIT],
+    }
     target = PoolTransfer(KV, pages(9, 2, 2), np.array([5, 6, 7]))
     got = hybrid.batch_get_v2([target, PoolTransfer(MAMBA, pages(2), np.array([4]))])
     assert got == {KV: [Outcome.MISS, Outcome.HIT, Outcome.HIT], MAMBA: [Outcome.HIT]}
@@ -185,7 +209,10 @@ def test_slack_is_zeroed_and_the_store_gets_parents_and_depths() -> None:
     hybrid.batch_set_v2([pages_part, states(1)])
     assert not any(b"".join(kvs.buffers(1))[kvs.geometry.nbytes :])
     metas = {(i.key.pool, i.key.page_key): i.meta for i in backend.sets}
-    assert [(metas[KV, page_key(d)].parent, metas[KV, page_key(d)].depth) for d in (0, 1)] == [(None, 1), (page_key(0), 2)]
+    assert [(metas[KV, page_key(d)].parent, metas[KV, page_key(d)].depth) for d in (0, 1)] == [
+        (None, 1),
+        (page_key(0), 2),
+    ]
     assert metas[MAMBA, page_key(1)].parent == page_key(1), "a state hangs on its own page"
     assert metas[MAMBA, page_key(1)].namespace == NAMESPACE
 
@@ -197,7 +224,9 @@ def test_a_pool_of_states_is_told_to_the_store() -> None:
     assert backend.namespaces() == [hybrid.namespace] == [replace(RECORD, states=True)]
     another = HybridStorage(backend, namespace=RECORD)
     another.register_pool(kv_pool())
-    assert backend.namespaces() == [replace(RECORD, states=True)], "who knows of fewer pools takes nothing back"
+    assert backend.namespaces() == [replace(RECORD, states=True)], (
+        "who knows of fewer pools takes nothing back"
+    )
 
 
 def test_pages_go_first_and_states_over_failed_pages_are_held_back() -> None:
@@ -205,7 +234,13 @@ def test_pages_go_first_and_states_over_failed_pages_are_held_back() -> None:
     backend.failing = {(KV, page_key(2))}
     answer = hybrid.batch_set_v2([states(0, 1, 2, 3, 9), kv(0, 1, 2, 3)])
     assert answer[KV] == [Outcome.STORED, Outcome.STORED, Outcome.ERROR, Outcome.STORED]
-    assert answer[MAMBA] == [Outcome.STORED, Outcome.STORED, Outcome.THROTTLED, Outcome.THROTTLED, Outcome.THROTTLED]
+    assert answer[MAMBA] == [
+        Outcome.STORED,
+        Outcome.STORED,
+        Outcome.THROTTLED,
+        Outcome.THROTTLED,
+        Outcome.THROTTLED,
+    ]
     assert [i.key.pool for i in backend.sets] == [KV] * 4 + [MAMBA] * 2
 
 
@@ -221,7 +256,9 @@ def test_an_object_that_is_there_is_a_hit_and_part_of_the_batch_that_the_store_s
     hybrid.batch_set_v2([kv(1)])
     backend.sets.clear()
     assert hybrid.batch_set_v2([kv(1)]) == {KV: [Outcome.HIT]}
-    assert [item.meta.checksum for item in backend.sets] == [b""], "the store computes it only where it writes"
+    assert [item.meta.checksum for item in backend.sets] == [b""], (
+        "the store computes it only where it writes"
+    )
 
 
 def test_ranks_and_layouts_do_not_meet() -> None:
@@ -253,22 +290,27 @@ class Odd(bytes):
 
 NO_TRAILING: list[Any] = [0, -1, 2**31 + 1, 2**63, 1.5, 1.0, None, True, "1", np.float64(1), [1], math.nan]
 NO_KEYS: list[Any] = [
-    [b"short"], [bytes(31)], [bytes(33)], [b""], ["x" * 32], [None], [5], [bytearray(32)], [memoryview(bytes(32))], [list(range(32))],
-    [np.zeros(32, np.uint8)], [True], bytes(32), "x" * 32, None, 5, {bytes(32): 1}, {bytes(32)}, iter([bytes(32)]), np.array([b"x" * 32]),
+    [b"short"], [bytes(31)], [bytes(33)], [b""], ["x" * 32], [None], [5], [bytearray(32)],
+    [memoryview(bytes(32))], [list(range(32))],
+    [np.zeros(32, np.uint8)], [True], bytes(32), "x" * 32, None, 5, {bytes(32): 1}, {bytes(32)},
+    iter([bytes(32)]), np.array([b"x" * 32]),
 ]  # fmt: skip
 WRONG: list[Any] = [
     *({"keys": keys, "handles": np.arange(1)} for keys in NO_KEYS),
     *({"trailing": trailing} for trailing in NO_TRAILING),
     *({"handles": handles} for handles in (
-        np.array([], np.int64), np.array([1, 2]), np.array([-1]), np.array([1.0]), np.array([True]), np.array([[1]]), np.array(1),
+        np.array([], np.int64), np.array([1, 2]), np.array([-1]), np.array([1.0]), np.array([True]),
+        np.array([[1]]), np.array(1),
         np.array(["1"]), np.array([None]), np.array([-(2**63)]), [1], (1,), None, 1, "1", b"1",
     )),
     *({"depths": depths} for depths in (
-        [1, 2], [-1], [2**32], [2**70], [1.0], [None], [True], ["1"], 1, "1", b"1", None, [math.nan], [[1]], {1: 1},
+        [1, 2], [-1], [2**32], [2**70], [1.0], [None], [True], ["1"], 1, "1", b"1", None, [math.nan], [[1]],
+        {1: 1},
         np.array([1.5]), np.array([[1]]), np.array([True]),
     )),
     *({"parents": parents} for parents in (
-        [b"", b""], [b"x"], [bytes(31)], [bytes(64)], ["x" * 32], [None], [0], [bytearray(32)], bytes(32), 5, None, [[]], {b""},
+        [b"", b""], [b"x"], [bytes(31)], [bytes(64)], ["x" * 32], [None], [0], [bytearray(32)], bytes(32), 5,
+        None, [[]], {b""},
     )),
     *({"hit_policy": policy} for policy in ("trailing", "all_pages", None, 1, True)),
     *({"pool": pool} for pool in (MAMBA, "nothing", None, [], {}, 3)),
@@ -311,7 +353,9 @@ def test_a_transfer_that_cannot_be_is_refused_before_anything_is_touched(wrong: 
     assert pool.data == before
 
 
-@pytest.mark.parametrize("transfers", [None, 5, [None], ["kv"], [kv(0), {}], kv(0), iter([kv(0)])], ids=range(7))
+@pytest.mark.parametrize(
+    "transfers", [None, 5, [None], ["kv"], [kv(0), {}], kv(0), iter([kv(0)])], ids=range(7)
+)
 def test_calls_take_lists_of_transfers(transfers: Any) -> None:
     hybrid, _ = storage(kv_pool())
     for call in (
@@ -330,14 +374,22 @@ def test_what_is_right_is_taken_in_every_form() -> None:
     keys = tuple(map(Odd, pages(0, 1)))
     for handles in (np.array([0, 1], np.uint8), np.array([0, 1], np.int32)):
         backend.sets.clear()
-        hybrid.batch_set_v2([PoolTransfer(KV, keys, handles, depths=np.array([1, 2]), parents=(b"", keys[0]))])  # type: ignore[arg-type]
-        assert [(i.meta.parent, i.meta.depth, type(i.meta.depth)) for i in backend.sets] == [(None, 1, int), (keys[0], 2, int)]
+        hybrid.batch_set_v2(
+            [PoolTransfer(KV, keys, handles, depths=np.array([1, 2]), parents=(b"", keys[0]))]
+        )  # type: ignore[arg-type]
+        assert [(i.meta.parent, i.meta.depth, type(i.meta.depth)) for i in backend.sets] == [
+            (None, 1, int),
+            (keys[0], 2, int),
+        ]
         assert hybrid.batch_get_v2((PoolTransfer(KV, keys, handles),)) == {KV: [Outcome.HIT] * 2}
-    assert hybrid.batch_get_v2([PoolTransfer(KV), PoolTransfer(MAMBA, handles=np.array([]))]) == {KV: [], MAMBA: []}
+    assert hybrid.batch_get_v2([PoolTransfer(KV), PoolTransfer(MAMBA, handles=np.array([]))]) == {
+        KV: [],
+        MAMBA: [],
+    }
     for trailing in (1, 2**31, np.int64(1), np.uint64(2)):
-        asked = PoolTransfer(MAMBA, hit_policy=HitPolicy.TRAILING_PAGES, trailing=trailing)  # type: ignore[arg-type]
+        asked = PoolTransfer(MAMBA, hit_policy=HitPolicy.TRAILING_PAGES, trailing=trailing)
         assert hybrid.batch_exists_v2(keys, [asked]).kv_run_pages == 2
-    named = hybrid.batch_exists_v2(keys[1:], [PoolTransfer("kv")], StorageExtra(keys[:1]))  # type: ignore[arg-type]
+    named = hybrid.batch_exists_v2(keys[1:], [PoolTransfer("kv")], StorageExtra(keys[:1]))
     assert (named.kv_hit_pages, named.extra_pool_hit_pages) == (2, {})
 
 
@@ -400,15 +452,17 @@ def test_one_handle_serves_two_keys_of_a_set_and_not_of_a_get() -> None:
 
 
 def test_every_outcome_has_a_reason() -> None:
-    hybrid, _ = storage()
-    assert {o: hybrid.reason_of(o) for o in Outcome} == {
+    assert {o: o.reason for o in Outcome} == {
         Outcome.HIT: Reason.NONE,
         Outcome.STORED: Reason.NONE,
         Outcome.MISS: Reason.ABSENT,
         Outcome.CORRUPT: Reason.CHECKSUM,
         Outcome.THROTTLED: Reason.BUSY,
         Outcome.ERROR: Reason.IO_ERROR,
+        Outcome.UNAVAILABLE: Reason.UNAVAILABLE,
+        Outcome.REFUSED: Reason.REFUSED,
     }
+    assert {o for o in Outcome if is_outage(o.reason)} == {Outcome.UNAVAILABLE, Outcome.REFUSED}
 
 
 def test_during_an_outage_what_is_not_answered_has_its_reason() -> None:
@@ -425,18 +479,13 @@ def test_during_an_outage_what_is_not_answered_has_its_reason() -> None:
     nothing = hybrid.batch_exists_v2(pages(0, 1), [ASK_STATES])
     assert (nothing.restorable_prefix_pages, nothing.reason) == ((), Reason.UNAVAILABLE)
     assert hybrid.batch_exists_v2([], []).reason is Reason.NONE, "nothing was asked"
-    hybrid.batch_exists_v2(pages(0), [])
-    assert hybrid.batch_get_v2([kv(0, 1)]) == {KV: [Outcome.MISS] * 2}
-    reasons = {o: hybrid.reason_of(o) for o in Outcome}
-    assert (reasons[Outcome.MISS], reasons[Outcome.ERROR]) == (Reason.UNAVAILABLE, Reason.UNAVAILABLE)
-    assert (reasons[Outcome.HIT], reasons[Outcome.CORRUPT], reasons[Outcome.THROTTLED]) == (Reason.NONE, Reason.CHECKSUM, Reason.BUSY)
-    assert {o for o, reason in reasons.items() if is_outage(reason)} == {Outcome.MISS, Outcome.ERROR}
-    assert hybrid.batch_set_v2([kv(3), states(3)]) == {KV: [Outcome.ERROR], MAMBA: [Outcome.THROTTLED]}
+    assert hybrid.holds({KV: pages(0, 1)}) == ({KV: [False, False]}, Reason.UNAVAILABLE)
+    assert hybrid.batch_get_v2([kv(0, 1)]) == {KV: [Outcome.UNAVAILABLE] * 2}
+    assert hybrid.batch_set_v2([kv(3), states(3)]) == {KV: [Outcome.UNAVAILABLE], MAMBA: [Outcome.THROTTLED]}
 
     backend.end()
     assert hybrid.batch_exists_v2(pages(0, 1), [ASK_STATES]) == found
     assert hybrid.batch_get_v2([kv(0, 1)]) == {KV: [Outcome.HIT] * 2}
-    assert hybrid.reason_of(Outcome.MISS) is Reason.ABSENT
 
 
 def test_a_pool_s_memory_is_made_known_to_the_store() -> None:

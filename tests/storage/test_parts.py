@@ -14,10 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiercache_backends.file import FileBackend
-from tiercache_backends.file.space import Extent, Space
-from tiercache_backends.lmdb.budget import Budget
+from tiercache_backends.file.extents import ExtentAllocator
+from tiercache_backends.file.records import Extent
+from tiercache_backends.lmdb.budget import PageBudget
 from tiercache_backends.memory import MemoryBackend
 
+from tests.examples import example_count
 from tiercache.config import parse_duration, parse_size
 from tiercache.core import PoolName
 from tiercache.errors import ClosedError, ConfigError
@@ -30,7 +32,8 @@ from tiercache.testing.objects import key, payload, split
 
 
 @pytest.mark.parametrize(
-    ("text", "value"), [("64GiB", 64 << 30), ("1.5 KiB", 1536), ("500mb", 500_000_000), ("7", 7), (7, 7), ("0", 0), ("3B", 3)]
+    ("text", "value"),
+    [("64GiB", 64 << 30), ("1.5 KiB", 1536), ("500mb", 500_000_000), ("7", 7), (7, 7), ("0", 0), ("3B", 3)],
 )
 def test_sizes(text: str | int, value: int) -> None:
     assert parse_size(text) == value
@@ -42,7 +45,10 @@ def test_bad_sizes(text: str) -> None:
         parse_size(text)
 
 
-@pytest.mark.parametrize(("text", "value"), [("250ms", 0.25), ("2s", 2.0), ("1.5h", 5400.0), ("3", 3.0), (0.5, 0.5), ("10us", 1e-5)])
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("250ms", 0.25), ("2s", 2.0), ("1.5h", 5400.0), ("3", 3.0), (0.5, 0.5), ("10us", 1e-5)],
+)
 def test_durations(text: str | float, value: float) -> None:
     assert parse_duration(text) == pytest.approx(value)
 
@@ -68,7 +74,7 @@ def test_stores_open_by_url_and_by_section(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
-        ("nothing://", "'nothing' is unknown; use one of file, grpc, lmdb, memory"),
+        ("nothing://", "'nothing' is unknown; use one of chain, file, grpc, lmdb, memory"),
         ("/var/lib/x", "not a URL"),
         ("memory:", "not a URL"),
         ({}, "no type"),
@@ -84,6 +90,23 @@ def test_stores_open_by_url_and_by_section(tmp_path: Path) -> None:
 def test_bad_specs_say_what_is_known(spec: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         open_backend(spec)
+
+
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        ("None", "needs grpcio, which is not installed: pip install 'tiercache[grpc]'"),
+        ("types.ModuleType('grpc')", "cannot be imported: cannot import name"),
+    ],
+)
+def test_a_missing_package_is_told_from_a_broken_one(module: str, said: str) -> None:
+    code = (
+        f"import sys, types; sys.modules['grpc'] = {module}\n"
+        "from tiercache.errors import ConfigError; from tiercache.storage.registry import open_backend\n"
+        "try:\n    open_backend('grpc://127.0.0.1:1')\nexcept ConfigError as error:\n    print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert said in done.stdout, done
 
 
 @given(st.lists(st.integers(0, 9), max_size=8), st.integers(0, 50), st.integers(0, 50))
@@ -135,15 +158,15 @@ def test_a_gate_waits_for_calls_inside() -> None:
         assert closing.is_alive()
         with pytest.raises(ClosedError, match="it is closed"):
             gate.__enter__()
-    closing.join(5)
+    closing.join(30)
     assert not closing.is_alive()
     assert not gate.close(), "only the first caller releases"
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=example_count(100), deadline=None)
 @given(st.integers(1, 20), st.lists(st.integers(1, 30), max_size=5), st.randoms(use_true_random=False))
 def test_space_loses_and_doubles_no_block(slab: int, sizes: list[int], random: Random) -> None:
-    space = Space(slab)
+    space = ExtentAllocator(slab)
     for i, size in enumerate(sizes):
         space.grow(Extent(i * slab, min(size, slab)))
     held: list[tuple[Extent, ...]] = []
@@ -194,12 +217,15 @@ def test_faults_fire_on_their_call_and_are_the_same_for_a_seed(tmp_path: Path) -
 
 
 def test_importing_tiercache_brings_no_test_tools() -> None:
-    code = "import sys, tiercache, tiercache.storage.registry; sys.exit(any(m in sys.modules for m in ('pytest', 'hypothesis', 'lmdb')))"
+    code = (
+        "import sys, tiercache, tiercache.storage.registry; sys.exit(any(m in sys.modules for m in ('pytest',"
+        " 'hypothesis', 'lmdb')))"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 @pytest.mark.parametrize("map_pages", [512, 4096, 1 << 20, 1 << 28])
 def test_a_transaction_of_lmdb_is_bounded_whatever_the_capacity(map_pages: int) -> None:
-    budget = Budget(map_pages, 4096)
+    budget = PageBudget(map_pages, 4096)
     assert all(0 < budget.burst(used) <= (8 << 20) // 4096 for used in (0, budget.limit // 2, budget.limit))
     assert 2 * budget.burst(budget.limit) <= budget.reserve, "two in a row fit into what is kept free"

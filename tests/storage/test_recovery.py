@@ -1,4 +1,6 @@
-"""Opening a damaged `file` store: at most what lay on the damage is lost, wherever the opening process is killed."""
+"""Opening a damaged `file` store: at most what lay on the damage is lost, wherever the opening process is
+killed.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,12 @@ from random import Random
 import numpy as np
 import pytest
 from tiercache_backends.file import FileBackend
-from tiercache_backends.file.salvage import salvage
+from tiercache_backends.file.opening import salvage
 from tiercache_backends.lmdb import LmdbBackend
 from tiercache_backends.local.lmdb_file import LmdbFile, UnsoundError
 
 from tests.storage.backends import copy_tree
+from tests.storage_backends.file.store import catalog_of
 from tiercache.core import Outcome
 from tiercache.errors import ClosedError, ConfigError, StorageError, StoreLockedError
 from tiercache.storage.base import NamespaceRecord
@@ -44,7 +47,9 @@ def opened(path: Path, capacity: int | None = CAPACITY, env: Env | None = None, 
 
 @pytest.fixture(scope="module")
 def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store of many objects in batches, of which some were deleted, so that there are free pages with records that were removed."""
+    """A store of many objects in batches, of which some were deleted, so that there are free pages with
+    records that were removed.
+    """
     path = tmp_path_factory.mktemp("template") / "s"
     with opened(path) as store:
         store.register_namespace(NamespaceRecord(NAME, {"model": "m"}))
@@ -77,12 +82,17 @@ def pages_of(path: Path, kind: str) -> list[int]:
     file = LmdbFile(Env(), str(data(path)))
     try:
         used = [first + i for first, pages in file.pages() for i in range(len(pages))]
+        # private: only the pages that hold the list of free pages are damaged here, which no call names
         free = [node.page for node in file._leaves(file._newest.free_root, 0)]  # type: ignore[union-attr]
     finally:
         file.close()
     if kind == "freelist":
         return sorted(set(free))
-    return [p for p in used if p not in free and struct.unpack_from("<H", raw, p * PAGE + 10)[0] & 0x2F == with_kind[kind]]
+    return [
+        p
+        for p in used
+        if p not in free and struct.unpack_from("<H", raw, p * PAGE + 10)[0] & 0x2F == with_kind[kind]
+    ]
 
 
 def zero(path: Path, *pages: int) -> None:
@@ -99,7 +109,7 @@ def on_page(path: Path, page: int) -> set[bytes]:
 
 
 def lost(store: FileBackend) -> set[bytes]:
-    """What does not hit of all that was acknowledged."""
+    """Digests of the acknowledged objects that do not hit."""
     found = {key(n): (fetch(store, key(n), SIZE), payload(n, SIZE)) for n in range(COUNT)}
     found[key("big")] = (fetch(store, key("big"), 9 << 20), payload("big", 9 << 20))
     assert all(got in (want, MISS, CORRUPT) for got, want in found.values()), "wrong bytes"
@@ -121,7 +131,7 @@ def test_reading_a_sound_catalog_page_by_page_finds_what_lmdb_finds(path: Path) 
     assert not found.loaded.damaged
     assert found.names.records == {NAME: NamespaceRecord(NAME, {"model": "m"})}
     with opened(path) as store:
-        there = store._catalog.load()
+        there = catalog_of(store).load()
     assert found.loaded.records.tobytes() == there.records.tobytes()
     assert found.loaded.extents == there.extents
 
@@ -196,13 +206,20 @@ def _edit_state(path: Path, **more: object) -> None:
     (path / "state").write_text(json.dumps(json.loads((path / "state").read_text()) | more))
 
 
-@pytest.mark.parametrize("damage", ["suspect", *(pytest.param(name, marks=pytest.mark.slow) for name in list(DAMAGES)[1:])])
+@pytest.mark.parametrize(
+    "damage", ["suspect", *(pytest.param(name, marks=pytest.mark.slow) for name in list(DAMAGES)[1:])]
+)
 def test_a_kill_while_open_repairs_loses_nothing(path: Path, damage: str) -> None:
     random = Random(damage)
     DAMAGES[damage](path, random)
-    code = "import sys; from tiercache_backends.file import FileBackend; print('go', flush=True); FileBackend(sys.argv[1], 16 << 20)"
+    code = (
+        "import sys; from tiercache_backends.file import FileBackend; print('go', flush=True);"
+        " FileBackend(sys.argv[1], 16 << 20)"
+    )
     for _ in range(3):
-        with subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True) as child:
+        with subprocess.Popen(
+            [sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True
+        ) as child:
             assert child.stdout is not None
             child.stdout.readline()
             time.sleep(random.uniform(0, 0.06))
@@ -212,9 +229,13 @@ def test_a_kill_while_open_repairs_loses_nothing(path: Path, damage: str) -> Non
         store.check_integrity()
 
 
-@pytest.mark.parametrize("damage", ["suspect", *(pytest.param(name, marks=pytest.mark.slow) for name in list(DAMAGES)[1:])])
+@pytest.mark.parametrize(
+    "damage", ["suspect", *(pytest.param(name, marks=pytest.mark.slow) for name in list(DAMAGES)[1:])]
+)
 def test_every_step_of_a_repair_can_be_the_last(path: Path, damage: str) -> None:
-    """A copy of the directory, as it is before each call of the disk in an opening, is a store that holds everything."""
+    """A copy of the directory, as it is before each call of the disk in an opening, is a store that holds
+    everything.
+    """
     DAMAGES[damage](path, Random(damage))
     copies: list[Path] = []
 
@@ -256,7 +277,8 @@ def test_a_kill_between_putting_aside_and_the_new_format_keeps_what_was_put_asid
     assert (path / "catalog.damaged" / "data.mdb").read_bytes() == before
 
 
-# --- looking ---------------------------------------------------------------------------------------------------------------------------
+# --- looking
+# ------------------------------------------------------------------------------------------------------------
 
 
 def _cut(path: Path) -> None:
@@ -290,7 +312,9 @@ def test_looking_writes_nothing(path: Path, damage: str) -> None:
         if damage not in ("no catalog", "garbage", "bare"):
             assert len(entries) >= COUNT, "what is readable is shown"
         found = [fetch(store, entry.key, entry.meta.length) for entry in entries[:50]]
-        assert fetch(store, entries[0].key, entries[0].meta.length) == found[0] if entries else True, "a get drops nothing"
+        assert fetch(store, entries[0].key, entries[0].meta.length) == found[0] if entries else True, (
+            "a get drops nothing"
+        )
         if damage in ("no slab", "no slabs"):
             assert set(map(type, found)) == {Outcome}
             assert set(found) == {CORRUPT}
@@ -311,7 +335,7 @@ def test_looking_writes_nothing(path: Path, damage: str) -> None:
 def test_several_may_look_at_once_and_nobody_opens_meanwhile(path: Path) -> None:
     with opened(path, None) as one, opened(path, None) as other:
         assert lost(one) == lost(other) == set()
-        with pytest.raises(StoreLockedError, match="looked at"):
+        with pytest.raises(StoreLockedError, match="open for reading"):
             opened(path)
     with opened(path), pytest.raises(StoreLockedError, match="in use by this process"):
         opened(path, None)
@@ -324,7 +348,8 @@ def test_a_kept_store_can_be_opened_to_change_it(path: Path) -> None:
         assert lost(store) == {key(1).digest}
 
 
-# --- under an open store ---------------------------------------------------------------------------------------------------------------
+# --- under an open store
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_forked_child_is_turned_away_and_harms_nobody(path: Path) -> None:
@@ -335,7 +360,8 @@ def test_a_forked_child_is_turned_away_and_harms_nobody(path: Path) -> None:
             try:
                 refused = 0
                 for act in (
-                    lambda: put(store, key("child"), b"child"), lambda: fetch(store, key(1), SIZE), lambda: store.delete([key(1)]),
+                    lambda: put(store, key("child"), b"child"), lambda: fetch(store, key(1), SIZE),
+                    lambda: store.delete([key(1)]),
                     store.usage, store.flush, store.namespaces, lambda: list(store.scan_all()),
                 ):  # fmt: skip
                     try:
@@ -413,7 +439,9 @@ store.usage()
 store.close()
 """
     for size in (0, 4096, 3 * 4096):
-        done = subprocess.run([sys.executable, "-c", code, str(path), str(size)], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(path), str(size)], capture_output=True, text=True, check=False
+        )
         assert (done.returncode, done.stdout) == (0, "error [False]\nTrue\n"), done.stderr
         with opened(path) as store:
             store.set([to_set(key(n), payload(n, SIZE)) for n in range(COUNT)])
@@ -493,5 +521,5 @@ def test_repairs_are_told(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     zero(path, 0)
     with caplog.at_level(logging.ERROR), opened(path):
         pass
-    assert "one of its two head pages is no head page" in caplog.text
+    assert "one of its two head pages is malformed" in caplog.text
     assert "it is written anew from " in caplog.text

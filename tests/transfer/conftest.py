@@ -6,7 +6,7 @@ import pytest
 
 from tests.transfer.machines import Machine, Real, Simulated
 from tests.transfer.rigs import Rig, rig_on
-from tiercache.testing.cuda import SimulatedDevice
+from tests.transfer.simulated_cuda import SimulatedDevice
 
 MACHINES = ["simulated", pytest.param("gpu", marks=pytest.mark.gpu)]
 

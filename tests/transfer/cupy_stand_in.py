@@ -1,6 +1,8 @@
-"""What `CupyDevice` uses of CuPy, over simulated devices and the stand-in driver of `tests/kernels/driver.c`, which counts contexts.
+"""Stand-in for the parts of CuPy that `CupyDevice` uses.
 
-As in CUDA's runtime, a call on a thread that has no context makes one, on device 0 unless the thread has chosen another.
+It works over simulated devices and the stand-in driver of `tests/kernels/driver.c`, which counts
+contexts. As in CUDA's runtime, a call on a thread that has no context creates one, on device 0 unless the
+thread has chosen another.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from tiercache.testing.cuda import SimulatedDevice
+from tests.transfer.simulated_cuda import SimulatedDevice
 
 NOT_READY = 600
 
@@ -25,7 +27,7 @@ class Runtime:
 
     def __init__(self, driver: ctypes.CDLL, devices: Sequence[SimulatedDevice]) -> None:
         self._driver, self._devices = driver, devices
-        self._host: dict[int, Any] = {}
+        self.host_memory: dict[int, Any] = {}
 
     def _ask(self, call: str, *arguments: Any, **settings: Any) -> Any:
         """One call of the device that the driver has for this thread."""
@@ -73,12 +75,12 @@ class Runtime:
 
     def hostAlloc(self, nbytes: int, flags: int) -> int:  # noqa: N802
         array = self._ask("allocate_host", nbytes)
-        self._host[array.ctypes.data] = array
+        self.host_memory[array.ctypes.data] = array
         return int(array.ctypes.data)
 
     def freeHost(self, address: int) -> None:  # noqa: N802
         self._driver.stand_in_runtime_call()
-        del self._host[address]
+        del self.host_memory[address]
 
     def streamCreateWithPriority(self, flags: int, priority: int) -> Any:  # noqa: N802
         return self._ask("create_stream", urgent=priority < 0)

@@ -1,7 +1,8 @@
-"""Where the CUDA engine is tested: a simulated device everywhere, a real one where there is one (`pytest -m gpu`). One face for both.
+"""Machines on which the CUDA engine is tested, behind one interface.
 
-Streams of a machine stand for the engine's own: `sleep` is a slow kernel, `write` a kernel that writes a tensor, `read` one that copies it
-out. All three happen when the stream comes to them.
+A simulated device is there on every machine; a real one is used where there is one (`pytest -m gpu`). The
+streams of a machine stand for the engine's own: `sleep` is a slow kernel, `write` a kernel that writes a
+tensor, `read` one that copies it out. All three run when the stream reaches them.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ import numpy.typing as npt
 import pytest
 
 from tests.pools.tensors import STORAGE, ArrayTensor
+from tests.transfer.simulated_cuda import SimulatedDevice
 from tiercache.core import PoolName
 from tiercache.pools import DevicePool, HostPool
-from tiercache.testing.cuda import SimulatedDevice
 from tiercache.transfer.cuda import Calibration, Card, Cell, CudaEngine, Direction, Method
 
 Bytes = npt.NDArray[np.uint8]
@@ -59,7 +60,9 @@ class Machine(ABC):
     @abstractmethod
     def stream(self) -> Stream: ...
     @abstractmethod
-    def engine(self, devices: Mapping[PoolName, DevicePool], hosts: Mapping[PoolName, HostPool], **settings: Any) -> CudaEngine: ...
+    def engine(
+        self, devices: Mapping[PoolName, DevicePool], hosts: Mapping[PoolName, HostPool], **settings: Any
+    ) -> CudaEngine: ...
 
 
 class SimulatedStream(Stream):
@@ -106,7 +109,9 @@ class Simulated(Machine):
     def stream(self) -> Stream:
         return SimulatedStream(self.device)
 
-    def engine(self, devices: Mapping[PoolName, DevicePool], hosts: Mapping[PoolName, HostPool], **settings: Any) -> CudaEngine:
+    def engine(
+        self, devices: Mapping[PoolName, DevicePool], hosts: Mapping[PoolName, HostPool], **settings: Any
+    ) -> CudaEngine:
         settings.setdefault("group_bytes", 1)  # layers are small here, and each shall be waited for by itself
         if settings.get("method") is None:
             settings.setdefault("calibration", anything(self.device.card))
@@ -114,7 +119,9 @@ class Simulated(Machine):
 
 
 class RealStream(Stream):
-    """Memory is made ready in this stream at first: to take some while a slow kernel runs may wait for that, and hide the race."""
+    """Memory is made ready in this stream at first: to take some while a slow kernel runs may wait for that,
+    and hide the race.
+    """
 
     def __init__(self) -> None:
         import torch
@@ -123,20 +130,27 @@ class RealStream(Stream):
         self._stream = torch.cuda.Stream()
         self.handle = self._stream.cuda_stream
         with torch.cuda.stream(self._stream):
-            ready = [torch.empty(size, dtype=torch.uint8, device="cuda:0") for size in (1 << 10, 1 << 20, 16 << 20)]
-            ready += [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in (1 << 10, 1 << 16, 1 << 20)]
+            ready = [
+                torch.empty(size, dtype=torch.uint8, device="cuda:0") for size in (1 << 10, 1 << 20, 16 << 20)
+            ]
+            ready += [
+                torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in (1 << 10, 1 << 16, 1 << 20)
+            ]
             del ready
         torch.cuda.synchronize()
 
     def sleep(self, seconds: float) -> None:
         with self._torch.cuda.stream(self._stream):
-            self._torch.cuda._sleep(int(seconds * 2e9))  # cycles; the clock is near 2 GHz
+            # private: torch has no other way to keep a stream busy. In cycles; the clock is near 2 GHz
+            self._torch.cuda._sleep(int(seconds * 2e9))
 
     def write(self, tensor: Any, first: int, content: Bytes) -> None:
         target = tensor.view(self._torch.uint8).reshape(-1)
         start = first * (target.numel() // len(tensor))
         with self._torch.cuda.stream(self._stream):
-            target[start : start + len(content)].copy_(self._torch.from_numpy(content).pin_memory(), non_blocking=True)
+            target[start : start + len(content)].copy_(
+                self._torch.from_numpy(content).pin_memory(), non_blocking=True
+            )
 
     def read(self, tensor: Any) -> Callable[[], Bytes]:
         with self._torch.cuda.stream(self._stream):
@@ -180,7 +194,9 @@ class Real(Machine):
     def stream(self) -> Stream:
         return RealStream()
 
-    def engine(self, devices: Mapping[PoolName, DevicePool], hosts: Mapping[PoolName, HostPool], **settings: Any) -> CudaEngine:
+    def engine(
+        self, devices: Mapping[PoolName, DevicePool], hosts: Mapping[PoolName, HostPool], **settings: Any
+    ) -> CudaEngine:
         settings.setdefault("group_bytes", 1)
         if settings.get("method") is None:
             settings.setdefault("calibration", anything(Card("any", "any", 0, 0, 1)))
@@ -193,7 +209,9 @@ def anything(card: Card) -> Calibration:
     cells = [
         Cell(direction, length, 1, {m: 2.0 if m is method else 1.0 for m in Method})
         for direction, turn in ((Direction.TO_HOST, 0), (Direction.TO_DEVICE, 1))
-        for length, method in zip(best, [*list(best.values())[turn:], *list(best.values())[:turn]], strict=True)
+        for length, method in zip(
+            best, [*list(best.values())[turn:], *list(best.values())[:turn]], strict=True
+        )
     ]
     return Calibration(card, cells)
 

@@ -28,7 +28,11 @@ class Kind:
 
     @classmethod
     def make(
-        cls, machine: Machine, rng: np.random.Generator, shapes: dict[tuple[int, str], tuple[tuple[int, ...], str]], page: int
+        cls,
+        machine: Machine,
+        rng: np.random.Generator,
+        shapes: dict[tuple[int, str], tuple[tuple[int, ...], str]],
+        page: int,
     ) -> Kind:
         twin = {at: random_bytes(rng, shape, dtype) for at, (shape, dtype) in shapes.items()}
         tensors = {at: machine.tensor(twin[at], shape, dtype) for at, (shape, dtype) in shapes.items()}
@@ -38,7 +42,11 @@ class Kind:
 
     def slot(self, slot: int, layers: Sequence[int] | None = None) -> bytes:
         """The bytes of an object, by the plain copy."""
-        parts = [twin.reshape(SLOTS, -1)[slot] for (layer, _), twin in self.twin.items() if layers is None or layer in layers]
+        parts = [
+            twin.reshape(SLOTS, -1)[slot]
+            for (layer, _), twin in self.twin.items()
+            if layers is None or layer in layers
+        ]
         return b"".join(part.tobytes() for part in parts)
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
@@ -50,23 +58,40 @@ class Kind:
         return all(np.array_equal(self.machine.content(t), self.twin[at]) for at, t in self.tensors.items())
 
 
-def pages(machine: Machine, rng: np.random.Generator, layers: Sequence[int], page: int, width: int, form: str = "kv") -> Kind:
-    """As engines keep them: keys and values apart, packed, or one latent; by token. `fp8` has scales beside them."""
+def pages(
+    machine: Machine, rng: np.random.Generator, layers: Sequence[int], page: int, width: int, form: str = "kv"
+) -> Kind:
+    """Make KV pages as engines lay them out, with a row for each token.
+
+    `form` is "kv" for keys and values in two tensors, "packed" for both in one tensor, "latent" for one
+    latent tensor, and "fp8" for keys and values of fp8 in two tensors, with scales in a third.
+    """
     dtype = "bfloat16" if width % 2 else "float32"
     tensors: dict[str, tuple[tuple[int, ...], str]] = {
         "kv": {"k": ((2, width), dtype), "v": ((2, width + 1), dtype)},
         "packed": {"kv": ((2, 2, width), dtype)},
         "latent": {"latent": ((width,), dtype)},
-        "fp8": {"k": ((2, width), "float8_e4m3fn"), "scale": ((2,), "float32"), "v": ((2, width), "float8_e4m3fn")},
+        "fp8": {
+            "k": ((2, width), "float8_e4m3fn"),
+            "scale": ((2,), "float32"),
+            "v": ((2, width), "float8_e4m3fn"),
+        },
     }[form]
-    shapes = {(layer, name): ((SLOTS * page, *inner), kind) for layer in layers for name, (inner, kind) in tensors.items()}
+    shapes = {
+        (layer, name): ((SLOTS * page, *inner), kind)
+        for layer in layers
+        for name, (inner, kind) in tensors.items()
+    }
     return Kind.make(machine, rng, shapes, page)
 
 
 def states(machine: Machine, rng: np.random.Generator, layers: Sequence[int], width: int) -> Kind:
     shapes: dict[tuple[int, str], tuple[tuple[int, ...], str]] = {}
     for layer in layers:
-        shapes |= {(layer, "conv"): ((SLOTS, width, 3), "bfloat16"), (layer, "ssm"): ((SLOTS, 3, width, 9), "float32")}
+        shapes |= {
+            (layer, "conv"): ((SLOTS, width, 3), "bfloat16"),
+            (layer, "ssm"): ((SLOTS, 3, width, 9), "float32"),
+        }
     shapes[layers[-1], "flags"] = ((SLOTS, 3), "uint8")
     return Kind.make(machine, rng, shapes, 64)
 
@@ -83,7 +108,9 @@ class Rig:
         return self.machine.engine({PoolName.KV: self.device}, {PoolName.KV: self.host}, **settings)
 
     def units(self, sources: Sequence[int], destinations: Sequence[int]) -> list[CacheTransferUnits]:
-        return [CacheTransferUnits(PoolName.KV, np.array(sources, np.int64), np.array(destinations, np.int64))]
+        return [
+            CacheTransferUnits(PoolName.KV, np.array(sources, np.int64), np.array(destinations, np.int64))
+        ]
 
     def held(self, handle: int) -> bytes:
         return b"".join(self.host.buffers(handle))[: self.host.geometry.nbytes]
@@ -102,4 +129,10 @@ class Rig:
 def rig_on(machine: Machine) -> Rig:
     kind = pages(machine, np.random.default_rng(1), [1, 2, 5], 16, 8)
     arena = HostArena(64 * 4096, 4096)
-    return Rig(machine, kind, DevicePool.from_tensors(kind.geometry, kind.tensors), HostPool(kind.geometry, arena), arena)
+    return Rig(
+        machine,
+        kind,
+        DevicePool.from_tensors(kind.geometry, kind.tensors),
+        HostPool(kind.geometry, arena),
+        arena,
+    )

@@ -1,4 +1,4 @@
-"""Which method is taken, and what of a calibration survives in a file."""
+"""Choice of the copy method by calibration, and the files in which a calibration is kept."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tiercache.testing.cuda import SimulatedDevice
+from tests.transfer.simulated_cuda import SimulatedDevice
 from tiercache.transfer.cuda import (
     Calibration,
     Card,
@@ -28,7 +28,7 @@ from tiercache.transfer.cuda import (
     read_calibration,
 )
 from tiercache.transfer.cuda.calibration import COUNTS, LENGTHS
-from tiercache.transfer.cuda.kept import calibration_path
+from tiercache.transfer.cuda.calibration_files import calibration_path
 from tiercache.transfer.descriptors import Copies
 
 SMALL = 4 << 20
@@ -45,15 +45,14 @@ def cell(direction: Direction, length: int, count: int, **speeds: float) -> Cell
 
 
 def slow_per_copy(method: Method, nbytes: int, count: int) -> float:
-    """A batch costs 100 us a copy, a kernel 3 ms whatever it copies: few copies are for the batch, many for the kernel.
-
-    A busy machine adds tenths of a millisecond to each call.
+    """A batch costs 100 us a copy, a kernel 3 ms whatever it copies: few copies are for the batch, many for
+    the kernel.
     """
     return {Method.BATCH: 100e-6 * count, Method.KERNEL: 3e-3, Method.MEMCPY: 500e-6}[method]
 
 
 def test_the_fastest_method_is_found_where_it_is_the_fastest() -> None:
-    device, shares = SimulatedDevice(seconds=slow_per_copy), []
+    device, shares = SimulatedDevice(seconds=slow_per_copy, own_clock=True), []
     with device.current():
         found = calibrate(device, nbytes=SMALL, progress=shares.append)
     assert device.leftovers == {}
@@ -86,7 +85,11 @@ def test_where_two_are_as_fast_the_copy_engines_do_it() -> None:
 
 def test_directions_are_apart() -> None:
     calibration = Calibration(
-        CARD, [cell(Direction.TO_HOST, 4096, 16, batch=1, kernel=2), cell(Direction.TO_DEVICE, 4096, 16, batch=2, kernel=1)]
+        CARD,
+        [
+            cell(Direction.TO_HOST, 4096, 16, batch=1, kernel=2),
+            cell(Direction.TO_DEVICE, 4096, 16, batch=2, kernel=1),
+        ],
     )
     assert calibration.choose(Direction.TO_HOST, copies(4096, 16)) is Method.KERNEL
     assert calibration.choose(Direction.TO_DEVICE, copies(4096, 16)) is Method.BATCH
@@ -110,7 +113,7 @@ def test_a_device_with_little_memory_is_measured_with_less() -> None:
 
 class TestTheFile:
     def test_it_is_kept_and_found(self, tmp_path: Path) -> None:
-        device = SimulatedDevice(seconds=slow_per_copy)
+        device = SimulatedDevice(seconds=slow_per_copy, own_clock=True)
         with device.current():
             first, how = calibrated(device, tmp_path / "a" / "b", nbytes=SMALL)
             calls = device.calls["copy_batch"]
@@ -172,7 +175,9 @@ class TestTheFile:
             assert calibrated(device, tmp_path, nbytes=SMALL)[1].startswith("calibrated in ")
 
     def test_it_is_of_a_device_a_driver_and_a_set_of_methods(self, tmp_path: Path) -> None:
-        """Each has its own file, so that they do not replace each other's; where a card is plugged in, nothing depends on."""
+        """Each has its own file, so that they do not replace each other's; where a card is plugged in,
+        nothing depends on.
+        """
         device = SimulatedDevice()
         with device.current():
             calibrated(device, tmp_path, nbytes=SMALL)
@@ -192,7 +197,9 @@ class TestTheFile:
             assert calibrated(device, tmp_path, nbytes=SMALL)[1].startswith("calibration from ")
         assert len(list(tmp_path.iterdir())) == 4
 
-    @pytest.mark.parametrize("make", [lambda path: os.mkfifo(path), lambda path: path.mkdir(), lambda path: path.symlink_to(path)])
+    @pytest.mark.parametrize(
+        "make", [lambda path: os.mkfifo(path), lambda path: path.mkdir(), lambda path: path.symlink_to(path)]
+    )
     def test_what_is_no_file_holds_nobody_up(self, tmp_path: Path, make: Any) -> None:
         device = SimulatedDevice()
         make(calibration_path(device.card, device.methods, tmp_path))
@@ -204,15 +211,19 @@ class TestTheFile:
         script = textwrap.dedent("""
             import sys
             from pathlib import Path
-            from tiercache.testing.cuda import SimulatedDevice
+            from tests.transfer.simulated_cuda import SimulatedDevice
             from tiercache.transfer.cuda import Cell, Calibration, Direction, Method
-            from tiercache.transfer.cuda.kept import _write, calibration_path
+            from tiercache.transfer.cuda.calibration_files import calibration_path, write_calibration
             device, directory, speed = SimulatedDevice(), Path(sys.argv[1]), float(sys.argv[2])
             cells = [Cell(d, n, 1, dict.fromkeys(Method, speed)) for d in Direction for n in range(1, 400)]
             for _ in range(60):
-                _write(calibration_path(device.card, device.methods, directory), Calibration(device.card, cells))
+                path = calibration_path(device.card, device.methods, directory)
+                write_calibration(path, Calibration(device.card, cells))
         """)
-        writers = [subprocess.Popen([sys.executable, "-c", script, str(tmp_path), str(speed)]) for speed in (1.0, 2.0)]
+        writers = [
+            subprocess.Popen([sys.executable, "-c", script, str(tmp_path), str(speed)])
+            for speed in (1.0, 2.0)
+        ]
         path, seen = calibration_path(SimulatedDevice().card, list(Method), tmp_path), set()
         while any(writer.poll() is None for writer in writers):
             if path.exists():
@@ -224,11 +235,15 @@ class TestTheFile:
         assert seen <= {1.0, 2.0}
         assert [p.name for p in tmp_path.iterdir()] == [path.name], "nothing else is left"
 
-    def test_a_directory_that_cannot_be_written_costs_no_start(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def test_a_directory_that_cannot_be_written_costs_no_start(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
         (tmp_path / "file").write_text("")
         device = SimulatedDevice()
         with device.current():
-            assert calibrated(device, tmp_path / "file" / "below", nbytes=SMALL)[1].startswith("calibrated in ")
+            assert calibrated(device, tmp_path / "file" / "below", nbytes=SMALL)[1].startswith(
+                "calibrated in "
+            )
         assert "could not be kept" in caplog.text
 
     def test_where_it_is(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiercache_kernels.reference import copy_segments
 
+from tests.examples import example_count
 from tests.pools.tensors import ArrayTensor, Twin, random_tensor, slot_bytes
 from tiercache.core import CacheTransferUnits, PoolName
 from tiercache.errors import ClosedError, ConfigError, GeometryError, SlotError, TransferError
@@ -27,7 +28,9 @@ def in_order(tensors: Tensors) -> Tensors:
     return dict(sorted(tensors.items(), key=lambda item: item[0][0]))
 
 
-def page_tensors(rng: np.random.Generator, form: str, layers: Sequence[int], page: int, width: int, gap: int) -> tuple[Tensors, Geometry]:
+def page_tensors(
+    rng: np.random.Generator, form: str, layers: Sequence[int], page: int, width: int, gap: int
+) -> tuple[Tensors, Geometry]:
     dtype = "bfloat16" if width % 2 else "float32"
     shapes = {
         "kv": {"k": (SLOTS * page, 2, width), "v": (SLOTS * page, 2, width + 1)},
@@ -36,11 +39,17 @@ def page_tensors(rng: np.random.Generator, form: str, layers: Sequence[int], pag
         "latent": {"latent": (SLOTS * page, width)},
     }[form]
     gap = gap if form == "paged" else 0  # only whole slots may lie apart
-    tensors = {(layer, name): random_tensor(rng, shape, dtype, gap=gap) for layer in layers for name, shape in shapes.items()}
+    tensors = {
+        (layer, name): random_tensor(rng, shape, dtype, gap=gap)
+        for layer in layers
+        for name, shape in shapes.items()
+    }
     return tensors, page_geometry_of(tensors, page, paged=form == "paged")
 
 
-def state_tensors(rng: np.random.Generator, layers: Sequence[int], width: int, gap: int) -> tuple[Tensors, Geometry]:
+def state_tensors(
+    rng: np.random.Generator, layers: Sequence[int], width: int, gap: int
+) -> tuple[Tensors, Geometry]:
     ssm = [random_tensor(rng, (SLOTS, 3, width, 9), "float32", gap=gap) for _ in layers]
     conv = ArrayTensor(rng.integers(0, 1 << 16, (len(layers), SLOTS, width, 3), np.uint16), "bfloat16")
     side = {
@@ -60,7 +69,7 @@ def scattered_arena(rng: np.random.Generator, block_bytes: int, blocks: int) -> 
     return arena
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=example_count(150), deadline=None)
 @given(
     form=st.sampled_from(["kv", "packed", "paged", "latent"]),
     layers=st.lists(st.integers(0, 9), min_size=1, max_size=3, unique=True).map(sorted),
@@ -72,23 +81,43 @@ def scattered_arena(rng: np.random.Generator, block_bytes: int, blocks: int) -> 
     data=st.data(),
 )
 def test_what_is_stored_is_loaded_into_other_slots(
-    form: str, layers: list[int], state_layers: list[int], page: int, width: int, gap: int, block_bytes: int, data: st.DataObject
+    form: str,
+    layers: list[int],
+    state_layers: list[int],
+    page: int,
+    width: int,
+    gap: int,
+    block_bytes: int,
+    data: st.DataObject,
 ) -> None:
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
-    kinds = {PoolName.KV: page_tensors(rng, form, layers, page, width, gap), PoolName.MAMBA: state_tensors(rng, state_layers, width, gap)}
+    kinds = {
+        PoolName.KV: page_tensors(rng, form, layers, page, width, gap),
+        PoolName.MAMBA: state_tensors(rng, state_layers, width, gap),
+    }
     need = sum(SLOTS * -(-geometry.nbytes // block_bytes) for _, geometry in kinds.values())
     arena = scattered_arena(rng, block_bytes, need)
-    devices = {name: DevicePool.from_tensors(geometry, tensors) for name, (tensors, geometry) in kinds.items()}
+    devices = {
+        name: DevicePool.from_tensors(geometry, tensors) for name, (tensors, geometry) in kinds.items()
+    }
     hosts = {name: HostPool(geometry, arena) for name, (_, geometry) in kinds.items()}
-    sources = {name: np.array(data.draw(st.lists(st.integers(0, SLOTS - 1), unique=True)), np.int64) for name in kinds}
-    targets = {name: np.array(data.draw(st.permutations(range(SLOTS)))[: len(s)], np.int64) for name, s in sources.items()}
+    sources = {
+        name: np.array(data.draw(st.lists(st.integers(0, SLOTS - 1), unique=True)), np.int64)
+        for name in kinds
+    }
+    targets = {
+        name: np.array(data.draw(st.permutations(range(SLOTS)))[: len(s)], np.int64)
+        for name, s in sources.items()
+    }
     handles = {name: hosts[name].alloc(len(s)) for name, s in sources.items()}
-    before = {name: [slot_bytes(tensors, SLOTS, s) for s in range(SLOTS)] for name, (tensors, _) in kinds.items()}
+    before = {
+        name: [slot_bytes(tensors, SLOTS, s) for s in range(SLOTS)] for name, (tensors, _) in kinds.items()
+    }
     twins = {name: Twin.of(tensors) for name, (tensors, _) in kinds.items()}
 
     with CopyEngine(devices, hosts) as engine:
         stored = engine.store([CacheTransferUnits(name, sources[name], handles[name]) for name in kinds])
-        assert stored.wait(10)
+        assert stored.wait(30)
         assert stored.error is None
         for name, (_, geometry) in kinds.items():
             for slot, handle in zip(sources[name].tolist(), handles[name].tolist(), strict=True):
@@ -99,7 +128,7 @@ def test_what_is_stored_is_loaded_into_other_slots(
 
         loaded = engine.load([CacheTransferUnits(name, handles[name], targets[name]) for name in kinds])
         assert all(loaded.wait_layer(layer, 10) for layer in range(10))
-        assert loaded.wait(10)
+        assert loaded.wait(30)
         assert loaded.error is None
 
     for name, twin in twins.items():
@@ -120,7 +149,9 @@ class Rig:
         return {PoolName.KV: self.device}, {PoolName.KV: self.host}
 
     def units(self, sources: Sequence[int], destinations: Sequence[int]) -> list[CacheTransferUnits]:
-        return [CacheTransferUnits(PoolName.KV, np.array(sources, np.int64), np.array(destinations, np.int64))]
+        return [
+            CacheTransferUnits(PoolName.KV, np.array(sources, np.int64), np.array(destinations, np.int64))
+        ]
 
     def layer(self, layer: int, slot: int) -> bytes:
         return slot_bytes({k: t for k, t in self.tensors.items() if k[0] == layer}, SLOTS, slot)
@@ -144,7 +175,7 @@ class Gate:
     def __call__(self, sources: Any, destinations: Any, lengths: Any) -> None:
         if self.calls == self.at:
             self.reached.set()
-            assert self.go.wait(10)
+            assert self.go.wait(30)
             if self.error is not None:
                 raise self.error
         self.calls += 1
@@ -154,7 +185,7 @@ class Gate:
 def stored(rig: Rig, slot: int) -> int:
     handle = int(rig.host.alloc(1)[0])
     with CopyEngine(*rig.sides) as engine:
-        assert engine.store(rig.units([slot], [handle])).wait(10)
+        assert engine.store(rig.units([slot], [handle])).wait(30)
     return handle
 
 
@@ -165,15 +196,20 @@ def test_the_engine_s_own_tensors() -> None:
     pages, states = by_layer("k", k, layers) | by_layer("v", v, layers), by_layer("ssm", ssm, [1, 2])
     geometries = {PoolName.KV: page_geometry_of(pages, 16), PoolName.MAMBA: state_geometry_of(states, 16)}
     arena = HostArena(1 << 20, 4096)
-    devices = {name: DevicePool.from_tensors(g, pages if name is PoolName.KV else states) for name, g in geometries.items()}
+    devices = {
+        name: DevicePool.from_tensors(g, pages if name is PoolName.KV else states)
+        for name, g in geometries.items()
+    }
     hosts = {name: HostPool(g, arena) for name, g in geometries.items()}
     handles = {name: host.alloc(2) for name, host in hosts.items()}
     with CopyEngine(devices, hosts) as engine:
-        assert engine.store([CacheTransferUnits(name, np.array([0, 1]), h) for name, h in handles.items()]).wait(10)
+        assert engine.store(
+            [CacheTransferUnits(name, np.array([0, 1]), h) for name, h in handles.items()]
+        ).wait(30)
         ticket = engine.load([CacheTransferUnits(name, h, np.array([5, 2])) for name, h in handles.items()])
         assert ticket.wait_layer(3, 10)
         assert ticket.layers == (0, 1, 2, 3)
-        assert ticket.wait(10)
+        assert ticket.wait(30)
     for tensor in (*k, *v):
         by_slot = tensor.view(SLOTS, 16, 2, 64)
         assert torch.equal(by_slot[[5, 2]], by_slot[[0, 1]])
@@ -189,7 +225,7 @@ def test_a_layer_is_there_before_the_next_one(rig: Rig) -> None:
         assert ticket.layers == (1, 2, 5)
         assert ticket.wait_layer(1, 10)
         assert rig.layer(1, 3) == expected[1]
-        assert gate.reached.wait(10)
+        assert gate.reached.wait(30)
         assert ticket.wait_layer(0)
         assert not ticket.wait_layer(2, 0.01)
         assert not ticket.done()
@@ -203,16 +239,18 @@ def test_a_failure_in_the_middle_fails_the_ticket_only(rig: Rig) -> None:
     gate.go.set()
     with CopyEngine(*rig.sides, copier=gate) as engine:
         ticket = engine.load(rig.units([handle], [3]))
-        assert ticket.wait(10)
+        assert ticket.wait(30)
         assert str(ticket.error) == "a load failed in layer 2: bad memory"
         assert isinstance(ticket.error.__cause__, OSError)
         assert ticket.wait_layer(1)
         for layer in (2, 5):
-            with pytest.raises(TransferError, match=f"layer {layer} was not loaded: a load failed in layer 2"):
+            with pytest.raises(
+                TransferError, match=f"layer {layer} was not loaded: a load failed in layer 2"
+            ):
                 ticket.wait_layer(layer)
         gate.at = -1
         again = engine.load(rig.units([handle], [3]))
-        assert again.wait(10)
+        assert again.wait(30)
         assert again.error is None
     assert rig.layer(5, 3) == rig.layer(5, 0)
 
@@ -222,7 +260,7 @@ def test_a_store_fails_as_well(rig: Rig) -> None:
     gate.go.set()
     with CopyEngine(*rig.sides, copier=gate) as engine:
         ticket = engine.store(rig.units([0], rig.host.alloc(1).tolist()))
-        assert ticket.wait(10)
+        assert ticket.wait(30)
         assert "a store failed in layer 1: bad memory" in str(ticket.error)
 
 
@@ -237,10 +275,12 @@ def test_a_fence_comes_first(rig: Rig) -> None:
             for tensor in (rig.tensors[layer, "k"], rig.tensors[layer, "v"]):
                 tensor.array[:4] = layer  # the forward pass that the fence stands for
         fence.set()
-        assert ticket.wait(10)
-        assert b"".join(rig.host.buffers(handle))[: rig.host.geometry.nbytes] == slot_bytes(rig.tensors, SLOTS, 0)
+        assert ticket.wait(30)
+        assert b"".join(rig.host.buffers(handle))[: rig.host.geometry.nbytes] == slot_bytes(
+            rig.tensors, SLOTS, 0
+        )
         failed = engine.load(rig.units([handle], [1]), after=[lambda: 1 / 0])
-        assert failed.wait(10)
+        assert failed.wait(30)
         assert "a load failed before its first layer: division by zero" in str(failed.error)
 
         class Event:
@@ -250,7 +290,7 @@ def test_a_fence_comes_first(rig: Rig) -> None:
                 self.passed = True
 
         event = Event()
-        assert engine.load(rig.units([handle], [1]), after=[event]).wait(10)
+        assert engine.load(rig.units([handle], [1]), after=[event]).wait(30)
         assert event.passed
     assert calls == ["tiercache-store"]
 
@@ -259,7 +299,7 @@ def test_stores_and_loads_do_not_wait_for_each_other(rig: Rig) -> None:
     handle, fence = stored(rig, 0), threading.Event()
     with CopyEngine(*rig.sides) as engine:
         store = engine.store(rig.units([1], rig.host.alloc(1).tolist()), after=[fence.wait])
-        assert engine.load(rig.units([handle], [2])).wait(10)
+        assert engine.load(rig.units([handle], [2])).wait(30)
         assert not store.done()
         fence.set()
 
@@ -280,7 +320,12 @@ def test_a_fork_is_done_when_it_returns(rig: Rig) -> None:
 def test_wrong_numbers_are_refused_at_the_call(rig: Rig) -> None:
     (handle,) = rig.host.alloc(1).tolist()
     with CopyEngine(*rig.sides) as engine:
-        for slots, handles in [([SLOTS], [handle]), ([-1], [handle]), ([0], [handle + 1]), ([0], [-2 - handle])]:
+        for slots, handles in [
+            ([SLOTS], [handle]),
+            ([-1], [handle]),
+            ([0], [handle + 1]),
+            ([0], [-2 - handle]),
+        ]:
             with pytest.raises(SlotError):
                 engine.store(rig.units(slots, handles))
             with pytest.raises(SlotError):
@@ -289,7 +334,7 @@ def test_wrong_numbers_are_refused_at_the_call(rig: Rig) -> None:
             engine.store([CacheTransferUnits(PoolName.MAMBA, np.array([0]), np.array([0]))])
         for nothing in ([], rig.units([], [])):
             ticket = engine.load(nothing)
-            assert ticket.wait(10)
+            assert ticket.wait(30)
             assert (ticket.layers, ticket.error) == ((), None)
 
 
@@ -300,8 +345,12 @@ def test_pools_that_do_not_fit(rig: Rig) -> None:
     with pytest.raises(GeometryError, match="pool kv has different geometries"):
         CopyEngine({PoolName.KV: rig.device}, {PoolName.KV: HostPool(other, rig.arena)})
     on_card = {key: ArrayTensor(t.array, t.dtype, "cuda:0") for key, t in rig.tensors.items()}
-    with pytest.raises(ConfigError, match="pool kv is on cuda:0 and this transfer engine copies CPU memory only"):
-        CopyEngine({PoolName.KV: DevicePool.from_tensors(rig.device.geometry, on_card)}, {PoolName.KV: rig.host})
+    with pytest.raises(
+        ConfigError, match="pool kv is on cuda:0 and this transfer engine copies CPU memory only"
+    ):
+        CopyEngine(
+            {PoolName.KV: DevicePool.from_tensors(rig.device.geometry, on_card)}, {PoolName.KV: rig.host}
+        )
 
 
 def test_closing_finishes_what_was_asked_for(rig: Rig) -> None:
@@ -320,15 +369,15 @@ def test_closing_gives_up_at_its_deadline(rig: Rig) -> None:
     gate = Gate(at=0)
     engine = CopyEngine(*rig.sides, copier=gate)
     running = engine.load(rig.units([stored(rig, 0)], [1]))
-    assert gate.reached.wait(10)
+    assert gate.reached.wait(30)
     waiting = engine.load(rig.units([stored(rig, 0)], [2]))
     engine.close(timeout=0.02)
     assert waiting.wait(0)
     assert "closed before this transfer began" in str(waiting.error)
     assert not running.done()
     gate.go.set()
-    engine.close(timeout=10)
-    assert running.wait(10)
+    engine.close(timeout=30)
+    assert running.wait(30)
     assert "a load failed in layer 2: the transfer engine was closed" in str(running.error)
 
 
@@ -336,15 +385,15 @@ def test_closing_from_a_callback(rig: Rig) -> None:
     engine, closed = CopyEngine(*rig.sides), threading.Event()
     ticket = engine.store(rig.units([0], rig.host.alloc(1).tolist()))
     ticket.add_done_callback(lambda t: (engine.close(), closed.set()))
-    assert closed.wait(10)
+    assert closed.wait(30)
 
 
 def test_memory_stays_mapped_while_a_copy_runs(rig: Rig) -> None:
     handle, gate = stored(rig, 0), Gate(at=1)
     with CopyEngine(*rig.sides, copier=gate) as engine:
         ticket = engine.load(rig.units([handle], [3]))
-        assert gate.reached.wait(10)
+        assert gate.reached.wait(30)
         rig.arena.close()
         gate.go.set()
-        assert ticket.wait(10)
+        assert ticket.wait(30)
     assert rig.layer(5, 3) == rig.layer(5, 0)

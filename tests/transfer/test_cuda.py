@@ -1,4 +1,6 @@
-"""The CUDA engine, on a simulated device and, with `-m gpu`, on a real one: the same bytes as the twin, and no race."""
+"""The CUDA engine, on a simulated device and, with `-m gpu`, on a real one: the same bytes as the twin, and
+no race.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.examples import example_count
 from tests.transfer.machines import Machine, Simulated
 from tests.transfer.rigs import SLOTS, Rig, pages, states
 from tiercache.core import CacheTransferUnits, PoolName
@@ -17,7 +20,9 @@ from tiercache.pools import DevicePool, HostArena, HostPool
 from tiercache.transfer.cuda import Method
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=example_count(30), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     method=st.sampled_from([None, *Method]),
     form=st.sampled_from(["kv", "packed", "latent", "fp8"]),
@@ -44,8 +49,14 @@ def test_what_is_stored_is_loaded_into_other_slots(
     data: st.DataObject,
 ) -> None:
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
-    kinds = {PoolName.KV: pages(machine, rng, layers, page, width, form), PoolName.MAMBA: states(machine, rng, state_layers, width)}
-    arena = HostArena(sum(SLOTS * -(-kind.geometry.nbytes // block_bytes) for kind in kinds.values()) * block_bytes, block_bytes)
+    kinds = {
+        PoolName.KV: pages(machine, rng, layers, page, width, form),
+        PoolName.MAMBA: states(machine, rng, state_layers, width),
+    }
+    arena = HostArena(
+        sum(SLOTS * -(-kind.geometry.nbytes // block_bytes) for kind in kinds.values()) * block_bytes,
+        block_bytes,
+    )
     everything = arena.alloc(arena.blocks)
     np.frombuffer(arena.hold(), np.uint8)[:] = 0xAA
     # Half in order, so that objects meet across the ends of page-locked pieces; half not.
@@ -55,8 +66,12 @@ def test_what_is_stored_is_loaded_into_other_slots(
     sources = {name: data.draw(st.lists(st.integers(0, SLOTS - 1), unique=True)) for name in kinds}
     targets = {name: data.draw(st.permutations(range(SLOTS)))[: len(s)] for name, s in sources.items()}
     handles = {name: hosts[name].alloc(len(s)) for name, s in sources.items()}
-    with machine.engine(devices, hosts, method=method, piece_bytes=blocks_a_piece * block_bytes, group_bytes=group_bytes) as engine:
-        stored = engine.store([CacheTransferUnits(name, np.array(sources[name], np.int64), handles[name]) for name in kinds])
+    with machine.engine(
+        devices, hosts, method=method, piece_bytes=blocks_a_piece * block_bytes, group_bytes=group_bytes
+    ) as engine:
+        stored = engine.store(
+            [CacheTransferUnits(name, np.array(sources[name], np.int64), handles[name]) for name in kinds]
+        )
         assert stored.wait(machine.patience)
         assert stored.error is None
         for name, kind in kinds.items():
@@ -65,7 +80,9 @@ def test_what_is_stored_is_loaded_into_other_slots(
                 assert held[: kind.geometry.nbytes] == kind.slot(slot)
                 assert set(held[kind.geometry.nbytes :]) <= {0xAA}, "nothing behind the payload is touched"
         assert all(kind.agrees() for kind in kinds.values())
-        loaded = engine.load([CacheTransferUnits(name, handles[name], np.array(targets[name], np.int64)) for name in kinds])
+        loaded = engine.load(
+            [CacheTransferUnits(name, handles[name], np.array(targets[name], np.int64)) for name in kinds]
+        )
         assert all(loaded.wait_layer(layer, machine.patience) for layer in range(10))
         assert loaded.wait(machine.patience)
         assert loaded.error is None
@@ -73,14 +90,19 @@ def test_what_is_stored_is_loaded_into_other_slots(
             kind.move(sources[name], targets[name])
             assert kind.agrees()
         left, right = rng.permutation(SLOTS)[:4].reshape(2, 2)
-        engine.fork([CacheTransferUnits(PoolName.MAMBA, left, right)], stream=data.draw(st.sampled_from([0, machine.stream().handle])))
+        engine.fork(
+            [CacheTransferUnits(PoolName.MAMBA, left, right)],
+            stream=data.draw(st.sampled_from([0, machine.stream().handle])),
+        )
         kinds[PoolName.MAMBA].move(left.tolist(), right.tolist())
     assert kinds[PoolName.MAMBA].agrees()
     arena.close()
 
 
 class TestRaces:
-    """Each with a control: without the fence the old bytes are seen, so that the slow kernel is slow enough to tell."""
+    """Each with a control: without the fence the old bytes are seen, so that the slow kernel is slow enough
+    to tell.
+    """
 
     @pytest.mark.parametrize("method", Method)
     @pytest.mark.parametrize("fenced", [True, False])
@@ -110,7 +132,9 @@ class TestRaces:
 
     @pytest.mark.parametrize("method", Method)
     @pytest.mark.parametrize("waits", [True, False])
-    def test_a_stream_waits_for_its_layer_and_the_thread_does_not(self, rig: Rig, method: Method, waits: bool) -> None:
+    def test_a_stream_waits_for_its_layer_and_the_thread_does_not(
+        self, rig: Rig, method: Method, waits: bool
+    ) -> None:
         with rig.engine(method=method) as engine:
             compute, before, key = rig.machine.stream(), rig.machine.stream(), (2, "k")
             handle = rig.stored(engine, 0)
@@ -140,8 +164,12 @@ class TestRaces:
                 assert ticket.wait_layer(layer, 10, stream=compute.handle)
                 own.append(compute.read(kind.tensors[layer, "k"]))
                 last.append(compute.read(kind.tensors[5, "v"]))
-            assert [rig.rows(seen(), 3) == rig.rows(kind.twin[layer, "k"], 0) for layer, seen in enumerate(own)] == [True] * 6
-            assert [rig.rows(seen(), 3) == rig.rows(kind.twin[5, "v"], 0) for seen in last] == [False] * 5 + [True]
+            assert [
+                rig.rows(seen(), 3) == rig.rows(kind.twin[layer, "k"], 0) for layer, seen in enumerate(own)
+            ] == [True] * 6
+            assert [rig.rows(seen(), 3) == rig.rows(kind.twin[5, "v"], 0) for seen in last] == [False] * 5 + [
+                True
+            ]
         arena.close()
 
     def test_a_fork_keeps_its_place_in_the_stream(self, rig: Rig) -> None:
@@ -192,7 +220,10 @@ def test_stores_and_loads_from_two_threads(rig: Rig) -> None:
                     rig.kind.move(sources.tolist(), targets.tolist())
 
         other, lock = rig.host.alloc(3), threading.Lock()
-        threads = [threading.Thread(target=move, args=(mine, seed)) for seed, mine in enumerate(([0, 2, 4], [1, 3, 5]))]
+        threads = [
+            threading.Thread(target=move, args=(mine, seed))
+            for seed, mine in enumerate(([0, 2, 4], [1, 3, 5]))
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -206,7 +237,10 @@ def test_many_loads_share_the_sets_of_events(rig: Rig) -> None:
         handle, compute = rig.stored(engine, 0), rig.machine.stream()
         first = rig.machine.stream()
         first.sleep(0.2)
-        tickets = [engine.load(rig.units([handle], [1 + n % 5]), after=[first.event()] if n == 0 else []) for n in range(12)]
+        tickets = [
+            engine.load(rig.units([handle], [1 + n % 5]), after=[first.event()] if n == 0 else [])
+            for n in range(12)
+        ]
         for ticket in tickets:
             assert ticket.wait_layer(5, rig.machine.patience, stream=compute.handle)
         seen = compute.read(rig.kind.tensors[5, "v"])()

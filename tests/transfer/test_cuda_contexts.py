@@ -1,4 +1,6 @@
-"""Calls reach the device that was meant: on a machine of several, contexts on others cost memory there and end in errors."""
+"""Calls reach the device that was meant: on a machine of several, contexts on others cost memory there and
+end in errors.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,11 @@ from tests.kernels.toolkit import build, needs_nvcc
 from tests.transfer.cupy_stand_in import stand_in
 from tests.transfer.machines import Simulated, SimulatedStream
 from tests.transfer.rigs import Rig, rig_on
+from tests.transfer.simulated_cuda import SimulatedDevice, SimulatedDriver
+from tests.transfer.simulated_memory import SimulatedError
 from tiercache.core import PoolName
 from tiercache.errors import ConfigError
 from tiercache.pools import DevicePool, HostPool
-from tiercache.testing.cuda import SimulatedDevice, SimulatedDriver, SimulatedError
 from tiercache.transfer.cuda import CudaEngine, CupyDevice, Method
 
 
@@ -56,14 +59,14 @@ def live(rig: Rig, make: Callable[[], CudaEngine], compute: SimulatedStream) -> 
         assert not ticket.wait_layer(5, 0.0) or ticket.wait_layer(5, 10)
 
     on_a_thread(lambda: tickets.append(engine.store(rig.units([0], [handle]))))
-    on_a_thread(lambda: tickets[0].wait(10))
+    on_a_thread(lambda: tickets[0].wait(30))
     compute.sleep(0.02)
     on_a_thread(wait)
     on_a_thread(lambda: engine.order([compute.event()], stream=compute.handle))
     on_a_thread(lambda: engine.order([compute.event()]))
     on_a_thread(lambda: engine.fork(rig.units([0], [1]), stream=compute.handle))
     on_a_thread(engine.close)
-    assert all(t.wait(10) and t.error is None for t in tickets)
+    assert all(t.wait(30) and t.error is None for t in tickets)
 
 
 class TestSimulated:
@@ -85,9 +88,11 @@ class TestSimulated:
         rigs = [rig_on(machine) for machine in machines]
         with rigs[0].engine() as first, rigs[1].engine() as second:
             handles = [rigs[0].stored(first, 2), rigs[1].stored(second, 2)]
-            tickets = [e.load(r.units([h], [4])) for e, r, h in zip((first, second), rigs, handles, strict=True)]
+            tickets = [
+                e.load(r.units([h], [4])) for e, r, h in zip((first, second), rigs, handles, strict=True)
+            ]
             assert all(t.wait_layer(layer, 10) for t in tickets for layer in (5, 1))
-            assert all(t.wait(10) and t.error is None for t in tickets)
+            assert all(t.wait(30) and t.error is None for t in tickets)
         for rig in rigs:
             rig.kind.move([2], [4])
             assert rig.kind.agrees()
@@ -126,7 +131,9 @@ class Cupy(Simulated):
         self.driver = ctypes.CDLL(str(self.library))
         self.cupy = stand_in(self.driver, self.devices)
 
-    def engine(self, devices: Mapping[PoolName, DevicePool], hosts: Mapping[PoolName, HostPool], **settings: Any) -> CudaEngine:
+    def engine(
+        self, devices: Mapping[PoolName, DevicePool], hosts: Mapping[PoolName, HostPool], **settings: Any
+    ) -> CudaEngine:
         device = CupyDevice(1, cupy=self.cupy, library=str(self.library))
         return CudaEngine(devices, hosts, device=device, method=Method.MEMCPY, **settings)
 
@@ -173,16 +180,16 @@ class TestCupyDevice:
         with device.current():
             held.append(device.allocate_host(4096)[100:200])
         gc.collect()
-        assert len(machine.cupy.cuda.runtime._host) == 1
+        assert len(machine.cupy.cuda.runtime.host_memory) == 1
         on_a_thread(held.clear)
         gc.collect()
-        assert machine.cupy.cuda.runtime._host == {}
+        assert machine.cupy.cuda.runtime.host_memory == {}
         assert machine.driver.stand_in_contexts(0) == 0
 
     def test_a_call_before_entering_is_refused(self, tmp_path: Path) -> None:
         machine = Cupy(tmp_path)
         device = CupyDevice(1, cupy=machine.cupy, library=str(machine.library))
-        with pytest.raises(RuntimeError, match="cuda:1 was not made this thread's before it was used"):
+        with pytest.raises(RuntimeError, match="cuda:1 is used on a thread that has not entered it"):
             device.create_event()
         assert machine.driver.stand_in_contexts(0) == 0
 
@@ -192,5 +199,7 @@ class TestCupyDevice:
         assert [card.uuid[-1] for card in cards] == ["1", "2"]
         with pytest.raises(ConfigError, match="there is no device cuda:2, this process sees 2"):
             CupyDevice(2, cupy=machine.cupy, library=str(machine.library))
-        with pytest.raises(ConfigError, match=r"device cuda:1 cannot be used: the CUDA driver cannot be loaded.*nvidia-smi"):
+        with pytest.raises(
+            ConfigError, match=r"device cuda:1 cannot be used: the CUDA driver cannot be loaded.*nvidia-smi"
+        ):
             CupyDevice(1, cupy=machine.cupy, library="libno-such-driver.so.1")

@@ -6,6 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import example_count
 from tiercache.pools import SegmentTable
 from tiercache.pools.device import allocations
 from tiercache.transfer import Descriptors, build_descriptors, join_descriptors
@@ -15,14 +16,18 @@ from tiercache.transfer.descriptors import join_copies, slot_copies
 def table(rows: list[tuple[int, int, int, int]]) -> SegmentTable:
     """`rows`: (base, stride, length, layer)."""
     base, stride, length, layer = (np.array(column, np.int64) for column in zip(*rows, strict=True))
-    return SegmentTable(base.astype(np.uint64), stride, length, np.cumsum(length) - length, layer, np.zeros_like(base))
+    return SegmentTable(
+        base.astype(np.uint64), stride, length, np.cumsum(length) - length, layer, np.zeros_like(base)
+    )
 
 
 def byte_pairs(d: Descriptors) -> list[tuple[int, int, int]]:
     """Every copied byte as (layer, device address, host address), in order."""
     return [
         (layer, device + i, host + i)
-        for layer, device, host, length in zip(d.layer.tolist(), d.device.tolist(), d.host.tolist(), d.length.tolist(), strict=True)
+        for layer, device, host, length in zip(
+            d.layer.tolist(), d.device.tolist(), d.host.tolist(), d.length.tolist(), strict=True
+        )
         for i in range(length)
     ]
 
@@ -41,42 +46,63 @@ def brute_force(
     return pairs
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=example_count(150), deadline=None)
 @given(data=st.data())
 def test_against_byte_by_byte(data: st.DataObject) -> None:
     count = data.draw(st.integers(1, 5))
     lengths = data.draw(st.lists(st.integers(1, 40), min_size=count, max_size=count))
     layers = sorted(data.draw(st.lists(st.integers(0, 3), min_size=count, max_size=count)))
     gaps = data.draw(st.lists(st.sampled_from([0, 0, 1, 7]), min_size=count, max_size=count))
-    bases = np.cumsum([1 << 46, *[12 * (length + gap) for length, gap in zip(lengths, gaps, strict=True)]])[:-1].tolist()
-    segments = table([(b, length + gap, length, layer) for b, length, gap, layer in zip(bases, lengths, gaps, layers, strict=True)])
+    bases = np.cumsum([1 << 46, *[12 * (length + gap) for length, gap in zip(lengths, gaps, strict=True)]])[
+        :-1
+    ].tolist()
+    segments = table(
+        [
+            (b, length + gap, length, layer)
+            for b, length, gap, layer in zip(bases, lengths, gaps, layers, strict=True)
+        ]
+    )
     block_bytes = data.draw(st.integers(3, 64))
     per_object = -(-sum(lengths) // block_bytes)
     n = data.draw(st.integers(0, 6))
     slots = data.draw(st.lists(st.integers(0, 11), min_size=n, max_size=n, unique=True))
-    numbers = data.draw(st.one_of(st.just(list(range(n * per_object))), st.permutations(range(n * per_object))))
+    numbers = data.draw(
+        st.one_of(st.just(list(range(n * per_object))), st.permutations(range(n * per_object)))
+    )
     blocks = np.array(numbers, np.int64).reshape(n, per_object)
 
     found = build_descriptors(segments, np.array(slots, np.int64), blocks, block_bytes, 1 << 40)
     assert byte_pairs(found) == brute_force(segments, slots, blocks.tolist(), block_bytes, 1 << 40)
-    assert (found.device.dtype, found.host.dtype, found.length.dtype, found.layer.dtype) == (np.uint64, np.uint64, np.int64, np.int64)
+    assert (found.device.dtype, found.host.dtype, found.length.dtype, found.layer.dtype) == (
+        np.uint64,
+        np.uint64,
+        np.int64,
+        np.int64,
+    )
     assert found.nbytes == n * sum(lengths)
     previous = None
-    for row in zip(found.layer.tolist(), found.device.tolist(), found.host.tolist(), found.length.tolist(), strict=True):
+    for row in zip(
+        found.layer.tolist(), found.device.tolist(), found.host.tolist(), found.length.tolist(), strict=True
+    ):
         assert row[3] > 0
         if previous is not None:
-            touching = row[0] == previous[0] and row[1] == previous[1] + previous[3] and row[2] == previous[2] + previous[3]
+            touching = (
+                row[0] == previous[0]
+                and row[1] == previous[1] + previous[3]
+                and row[2] == previous[2] + previous[3]
+            )
             assert not touching, "contiguous neighbours must have been merged"
         previous = row
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=example_count(150), deadline=None)
 @given(ranges=st.lists(st.tuples(st.integers(0, 60), st.integers(1, 20)), min_size=1, max_size=8))
 def test_memory_that_overlaps_is_one_allocation_and_no_other(ranges: list[tuple[int, int]]) -> None:
     begin = np.array([start for start, _ in ranges])
     end = begin + np.array([length for _, length in ranges])
     found = allocations(begin, end).tolist()
-    covered = {byte for start, length in ranges for byte in range(start, start + length - 1)}  # from each to the next, within one tensor
+    # from each to the next, within one tensor
+    covered = {byte for start, length in ranges for byte in range(start, start + length - 1)}
     for a, first in enumerate(found):
         for b, second in enumerate(found):
             low, high = sorted((int(begin[a]), int(begin[b])))
@@ -87,7 +113,8 @@ def test_neighbours_of_two_allocations_are_two_copies() -> None:
     segments = table([(16, 8, 8, 0), (0, 8, 8, 0)])
     apart = replace(segments, allocation=np.array([0, 1]))
     slots, blocks = np.array([1, 0]), np.array([[0], [1]])
-    # Last slot of the second tensor, first slot of the first: side by side on the device, and in the arena too.
+    # Last slot of the second tensor, first slot of the first: side by side on the device, and in the arena
+    # too.
     one = build_descriptors(segments, slots, blocks, 16, 1 << 20)
     two = build_descriptors(apart, slots, blocks, 16, 1 << 20)
     assert byte_pairs(one) == byte_pairs(two)
@@ -97,18 +124,28 @@ def test_neighbours_of_two_allocations_are_two_copies() -> None:
 def test_adjacent_objects_become_one_copy() -> None:
     segments = table([(4096, 64, 64, 0)])
     found = build_descriptors(segments, np.arange(2, 6), np.arange(3, 7)[:, None], 64, 1 << 20)
-    assert (found.device.tolist(), found.host.tolist(), found.length.tolist()) == ([4096 + 128], [(1 << 20) + 192], [256])
+    assert (found.device.tolist(), found.host.tolist(), found.length.tolist()) == (
+        [4096 + 128],
+        [(1 << 20) + 192],
+        [256],
+    )
 
 
 def test_layers_are_never_merged() -> None:
-    found = build_descriptors(table([(0, 16, 8, 0), (8, 16, 8, 1)]), np.array([0]), np.array([[0]]), 16, 1 << 20)
+    found = build_descriptors(
+        table([(0, 16, 8, 0), (8, 16, 8, 1)]), np.array([0]), np.array([[0]]), 16, 1 << 20
+    )
     assert found.length.tolist() == [8, 8]
     assert list(found.by_layer()) == [(0, slice(0, 1)), (1, slice(1, 2))]
 
 
 def test_pools_are_joined_by_layer() -> None:
-    one = build_descriptors(table([(0, 8, 8, 0), (100, 8, 8, 4)]), np.array([0]), np.array([[0]]), 16, 1 << 20)
-    two = build_descriptors(table([(200, 8, 8, 2), (300, 8, 8, 4)]), np.array([0]), np.array([[1]]), 16, 1 << 20)
+    one = build_descriptors(
+        table([(0, 8, 8, 0), (100, 8, 8, 4)]), np.array([0]), np.array([[0]]), 16, 1 << 20
+    )
+    two = build_descriptors(
+        table([(200, 8, 8, 2), (300, 8, 8, 4)]), np.array([0]), np.array([[1]]), 16, 1 << 20
+    )
     joined = join_descriptors([one, two])
     assert joined.layer.tolist() == [0, 2, 4, 4]
     assert joined.device.tolist() == [0, 200, 100, 300]
@@ -117,7 +154,7 @@ def test_pools_are_joined_by_layer() -> None:
     assert list(join_descriptors([]).by_layer()) == []
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=example_count(150), deadline=None)
 @given(data=st.data())
 def test_a_cut_moves_the_same_bytes_and_crosses_nothing(data: st.DataObject) -> None:
     period, origin = data.draw(st.integers(1, 50)), data.draw(st.integers(0, 1 << 40))
@@ -126,11 +163,17 @@ def test_a_cut_moves_the_same_bytes_and_crosses_nothing(data: st.DataObject) -> 
     starts = data.draw(st.lists(st.integers(0, 1000), min_size=n, max_size=n))
     layers = sorted(data.draw(st.lists(st.integers(0, 3), min_size=n, max_size=n)))
     device = np.array([(1 << 46) + 1000 * i for i in range(n)], np.uint64)
-    whole = Descriptors(device, np.array([origin + s for s in starts], np.uint64), np.array(lengths, np.int64), np.array(layers, np.int64))
+    whole = Descriptors(
+        device,
+        np.array([origin + s for s in starts], np.uint64),
+        np.array(lengths, np.int64),
+        np.array(layers, np.int64),
+    )
     parts = whole.cut(origin, period)
     assert byte_pairs(parts) == byte_pairs(whole)
     assert all(
-        (a - origin) // period == (a + n - 1 - origin) // period for a, n in zip(parts.host.tolist(), parts.length.tolist(), strict=True)
+        (a - origin) // period == (a + n - 1 - origin) // period
+        for a, n in zip(parts.host.tolist(), parts.length.tolist(), strict=True)
     )
     assert whole.cut(origin, 1 << 41) is whole
 

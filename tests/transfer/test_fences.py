@@ -1,4 +1,4 @@
-"""What callers pass as fences: waited for rightly, or refused in one sentence with nothing held."""
+"""Fences from callers: waited for in the right way, or refused with one sentence and nothing held."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import pytest
 
 from tests.transfer.machines import Simulated
 from tests.transfer.rigs import Rig, rig_on
+from tests.transfer.simulated_cuda import SimulatedEvent
 from tiercache.core import PoolName
 from tiercache.errors import ConfigError, TransferError
 from tiercache.pools import DevicePool
-from tiercache.testing.cuda import SimulatedEvent
 from tiercache.transfer import CopyEngine, TransferEngine
 
 
@@ -41,7 +41,11 @@ class Only:
     """An object with one way to wait for it. `over`: when that says so."""
 
     def __init__(self, way: str, over: threading.Event, **more: Any) -> None:
-        ways: dict[str, Callable[..., object]] = {"synchronize": over.wait, "query": over.is_set, "wait": over.wait}
+        ways: dict[str, Callable[..., object]] = {
+            "synchronize": over.wait,
+            "query": over.is_set,
+            "wait": over.wait,
+        }
         vars(self).update({way: ways[way]} | more)
 
 
@@ -83,7 +87,7 @@ def test_it_is_waited_for(served: tuple[Rig, TransferEngine], name: str) -> None
     assert not ticket.wait(0.05)
     assert rig.held(handle) == old
     over.set()
-    assert ticket.wait(10)
+    assert ticket.wait(30)
     assert ticket.error is None
     assert rig.held(handle) == rig.kind.slot(0)
     engine.order([FENCES[name](over)])
@@ -101,9 +105,9 @@ def test_handles_of_other_libraries_are_the_devices() -> None:
             class Event:
                 cuda_event = wrapped(event.cuda_event)
 
-            ticket = engine.store(rig.units([0], rig.host.alloc(1).tolist()), after=[Event()])  # type: ignore[list-item]
+            ticket = engine.store(rig.units([0], rig.host.alloc(1).tolist()), after=[Event()])
             assert not ticket.wait(0.02)
-            assert ticket.wait(10)
+            assert ticket.wait(30)
             assert ticket.error is None
             assert event.query()
     rig.arena.close()
@@ -133,18 +137,21 @@ async def coroutine() -> None: ...
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
-    "nothing": ([None], "a fence is of type NoneType, which a thread cannot wait for; pass a recorded event"),
-    "a number": ([7], "a fence is of type int"),
-    "an object": ([object()], "a fence is of type object"),
-    "a class": ([threading.Event], "a fence is the class Event"),
-    "asyncio's event": ([asyncio.Event()], "a fence is of type Event"),
-    "a wait that must be awaited": ([Asynchronous()], "a fence is of type Asynchronous"),
-    "a function that must be awaited": ([coroutine], "a fence is of type function"),
+    "nothing": (
+        [None],
+        "a given fence is of type NoneType, which a thread cannot wait for; pass a recorded event",
+    ),
+    "a number": ([7], "a given fence is of type int"),
+    "an object": ([object()], "a given fence is of type object"),
+    "a class": ([threading.Event], "a given fence is the class Event"),
+    "asyncio's event": ([asyncio.Event()], "a given fence is of type Event"),
+    "a wait that must be awaited": ([Asynchronous()], "a given fence is of type Asynchronous"),
+    "a function that must be awaited": ([coroutine], "a given fence is of type function"),
     "an event that was never recorded": ([Unrecorded()], "never recorded; record it in the stream"),
     "torch.Event, never recorded": ([UnrecordedOfTorch()], "never recorded"),
-    "no handle": ([Negative()], "has -1 for its cuda_event, which is no handle"),
+    "no handle": ([Negative()], "has -1 as its cuda_event, which is not the handle"),
     "a fence by itself": (threading.Event(), "`after` is a Event; give a sequence of fences"),
-    "one among others": ([threading.Event(), None], "a fence is of type NoneType"),
+    "one among others": ([threading.Event(), None], "a given fence is of type NoneType"),
 }
 
 
@@ -160,34 +167,38 @@ def test_it_is_refused_at_the_call_and_nothing_is_held(served: tuple[Rig, Transf
     with pytest.raises(ConfigError, match=message):
         engine.check_fences(after)
     ticket = engine.store(rig.units([0], [handle]))  # nothing is in its way
-    assert ticket.wait(10)
+    assert ticket.wait(30)
     assert ticket.error is None
 
 
 def test_fences_that_can_be_asked_for_once_are_not_lost(served: tuple[Rig, TransferEngine]) -> None:
     rig, engine = served
     over = threading.Event()
-    ticket = engine.store(rig.units([0], rig.host.alloc(1).tolist()), after=(fence for fence in [over]))  # type: ignore[arg-type]
+    ticket = engine.store(rig.units([0], rig.host.alloc(1).tolist()), after=(fence for fence in [over]))
     assert not ticket.wait(0.05)
     over.set()
-    assert ticket.wait(10)
+    assert ticket.wait(30)
 
 
 @pytest.mark.parametrize("answer", [0, None, 600, "yes"])
-def test_an_answer_that_is_neither_yes_nor_no_fails_the_ticket(served: tuple[Rig, TransferEngine], answer: object) -> None:
+def test_an_answer_that_is_neither_yes_nor_no_fails_the_ticket(
+    served: tuple[Rig, TransferEngine], answer: object
+) -> None:
     rig, engine = served
     fence = Only("query", threading.Event())
     fence.query = lambda: answer  # type: ignore[attr-defined]
-    ticket = engine.store(rig.units([0], rig.host.alloc(1).tolist()), after=[fence])  # type: ignore[list-item]
-    assert ticket.wait(10)
+    ticket = engine.store(rig.units([0], rig.host.alloc(1).tolist()), after=[fence])
+    assert ticket.wait(30)
     assert isinstance(ticket.error, TransferError)
     assert "must say True or False" in str(ticket.error)
 
 
 def test_a_fence_that_is_asked_does_not_outlive_the_engine(served: tuple[Rig, TransferEngine]) -> None:
     rig, engine = served
-    ticket = engine.store(rig.units([0], rig.host.alloc(1).tolist()), after=[Only("query", threading.Event())])  # type: ignore[list-item]
+    ticket = engine.store(
+        rig.units([0], rig.host.alloc(1).tolist()), after=[Only("query", threading.Event())]
+    )  # type: ignore[list-item]
     time.sleep(0.02)
     engine.close(timeout=0.05)
-    assert ticket.wait(10)
+    assert ticket.wait(30)
     assert "closed" in str(ticket.error)

@@ -1,4 +1,7 @@
-"""What only a real device can show: large objects, large pools, no memory left, a lost context, and calibration by the clock."""
+"""Tests that need a real device.
+
+They cover large objects, large pools, no memory left, a lost context, and calibration by the clock.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,11 @@ def there_and_back(machine: Real, kind: Kind, name: PoolName, method: Method | N
     arena = HostArena(count * -(-kind.geometry.nbytes // block) * block, block)
     device, host = DevicePool.from_tensors(kind.geometry, kind.tensors), HostPool(kind.geometry, arena)
     rng = np.random.default_rng(0)
-    sources, targets, handles = rng.permutation(SLOTS)[:count], rng.permutation(SLOTS)[:count], host.alloc(count)
+    sources, targets, handles = (
+        rng.permutation(SLOTS)[:count],
+        rng.permutation(SLOTS)[:count],
+        host.alloc(count),
+    )
     with machine.engine({name: device}, {name: host}, method=method) as engine:
         stored = engine.store([CacheTransferUnits(name, sources, handles)])
         assert stored.wait(60)
@@ -54,7 +61,9 @@ def there_and_back(machine: Real, kind: Kind, name: PoolName, method: Method | N
 @pytest.mark.parametrize("page", [16, 64, 256])
 def test_pages_of_every_size(machine: Real, method: Method | None, page: int) -> None:
     shapes = {(layer, name): ((SLOTS * page, 2, 256), "bfloat16") for layer in range(12) for name in "kv"}
-    there_and_back(machine, Kind.make(machine, np.random.default_rng(page), shapes, page), PoolName.KV, method)
+    there_and_back(
+        machine, Kind.make(machine, np.random.default_rng(page), shapes, page), PoolName.KV, method
+    )
 
 
 @pytest.mark.parametrize("method", [None, *Method])
@@ -69,7 +78,9 @@ def test_states_of_every_size(machine: Real, method: Method | None, nbytes: int)
 @pytest.mark.parametrize("method", Method)
 def test_slots_beyond_four_gib(machine: Real, method: Method) -> None:
     shapes = {(0, "ssm"): ((SLOTS, 1 << 30), "uint8")}
-    there_and_back(machine, Kind.make(machine, np.random.default_rng(2), shapes, 64), PoolName.MAMBA, method, count=2)
+    there_and_back(
+        machine, Kind.make(machine, np.random.default_rng(2), shapes, 64), PoolName.MAMBA, method, count=2
+    )
 
 
 def test_without_device_memory_the_engine_does_not_start_and_later_does(machine: Real) -> None:
@@ -119,13 +130,16 @@ def test_a_lost_context_fails_tickets_and_not_the_process() -> None:
             torch.cuda.synchronize()
         except RuntimeError as error:
             print("lost:", str(error).splitlines()[0])
-        tickets = [engine.store(units), engine.load([CacheTransferUnits(PoolName.MAMBA, units[0].destinations, np.array([1]))])]
+        back = CacheTransferUnits(PoolName.MAMBA, units[0].destinations, np.array([1]))
+        tickets = [engine.store(units), engine.load([back])]
         assert all(t.wait(30) for t in tickets)
         assert all(t.error is not None for t in tickets), [t.error for t in tickets]
         engine.close(10)
         print("alive:", tickets[0].error)
     """)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=180, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=180, check=False
+    )
     assert "alive: a store failed" in done.stdout, done.stdout + done.stderr[-4000:]
 
 
@@ -148,13 +162,16 @@ def test_every_method_is_there_and_calibration_is_kept(device: CupyDevice, tmp_p
     assert all(c.speeds[c.best] >= 0.97 * max(c.speeds.values()) for c in large)
 
 
-def test_pools_on_a_device_get_the_cuda_engine(machine: Real, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pools_on_a_device_get_the_cuda_engine(
+    machine: Real, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TIERCACHE_CACHE_DIR", str(tmp_path))
     shapes = {(0, "k"): ((SLOTS * 16, 1, 16), "bfloat16")}
     kind = Kind.make(machine, np.random.default_rng(4), shapes, 16)
     arena = HostArena(1 << 20, 4096)
     with engine_for(
-        {PoolName.KV: DevicePool.from_tensors(kind.geometry, kind.tensors)}, {PoolName.KV: HostPool(kind.geometry, arena)}
+        {PoolName.KV: DevicePool.from_tensors(kind.geometry, kind.tensors)},
+        {PoolName.KV: HostPool(kind.geometry, arena)},
     ) as engine:
         assert isinstance(engine, CudaEngine)
         assert "page-locked" in engine.report
@@ -188,8 +205,11 @@ def test_a_graph_can_be_captured_while_copies_run(machine: Real) -> None:
 
 
 def test_the_drivers_current_context_is_the_runtimes_device(device: CupyDevice) -> None:
-    """What `DeviceContext` relies on, in this thread and in one that has never used a device."""
-    runtime, found = device._cupy.cuda.runtime, []
+    """A context that the engine pushes onto the driver's stack sets the runtime's current device, too.
+
+    `DeviceContext` relies on this, on this thread and on one that has never used a device.
+    """
+    runtime, found = pytest.importorskip("cupy").cuda.runtime, []
 
     def work() -> None:
         with device.current():
@@ -226,7 +246,8 @@ def test_an_engine_for_the_second_device_leaves_the_first_alone() -> None:
             with CudaEngine({PoolName.MAMBA: device}, {PoolName.MAMBA: host}) as engine:
                 handles = host.alloc(1)
                 assert engine.store([CacheTransferUnits(PoolName.MAMBA, np.array([0]), handles)]).wait(30)
-                assert engine.load([CacheTransferUnits(PoolName.MAMBA, handles, np.array([1]))]).wait_layer(0, 30)
+                units = CacheTransferUnits(PoolName.MAMBA, handles, np.array([1]))
+                assert engine.load([units]).wait_layer(0, 30)
                 engine.fork([CacheTransferUnits(PoolName.MAMBA, np.array([0]), np.array([2]))])
 
         thread = threading.Thread(target=work)
@@ -234,7 +255,9 @@ def test_an_engine_for_the_second_device_leaves_the_first_alone() -> None:
         thread.join()
         print("contexts:", [torch._C._cuda_hasPrimaryContext(n) for n in range(2)])
     """)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=180, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=180, check=False
+    )
     if "there is one device" in done.stderr:
         pytest.skip("there is one device")
     assert "contexts: [False, True]" in done.stdout, done.stdout + done.stderr[-4000:]
@@ -251,14 +274,18 @@ def test_thousands_of_copies_behind_a_fence(machine: Real, method: Method) -> No
     with machine.engine({PoolName.KV: device}, {PoolName.KV: host}, method=method) as engine:
         stream.sleep(0.3)
         stored = engine.store([CacheTransferUnits(PoolName.KV, slots, handles)], after=[stream.event()])
-        loaded = engine.load([CacheTransferUnits(PoolName.KV, handles, slots[::-1].copy())], after=[lambda: stored.wait(60)])
+        loaded = engine.load(
+            [CacheTransferUnits(PoolName.KV, handles, slots[::-1].copy())], after=[lambda: stored.wait(60)]
+        )
         assert all(t.wait(60) and t.error is None for t in (stored, loaded))
     kind.move(slots.tolist(), slots[::-1].tolist())
     assert kind.agrees()
     arena.close()
 
 
-def test_a_calibration_stands_while_its_copies_are_as_fast(machine: Real, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_calibration_stands_while_its_copies_are_as_fast(
+    machine: Real, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TIERCACHE_CACHE_DIR", str(tmp_path))
     shapes = {(layer, "ssm"): ((SLOTS, 2 << 20), "uint8") for layer in range(8)}
     kind = Kind.make(machine, np.random.default_rng(7), shapes, 64)

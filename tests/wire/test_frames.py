@@ -40,7 +40,16 @@ def test_any_bytes_are_read_as_protobuf_reads_them_or_refused(data: bytes) -> No
 
 @given(st.binary(max_size=60), st.binary(max_size=60), st.binary(min_size=1, max_size=20))
 def test_fields_of_newer_versions_are_passed_over(first: bytes, second: bytes, payload: bytes) -> None:
-    newer = b"\xfa\x3f" + bytes([len(first)]) + first + b"\xf8\x3f\x96\x01" + b"\xf9\x3f" + bytes(8) + b"\xfd\x3f" + bytes(4)
+    newer = (
+        b"\xfa\x3f"
+        + bytes([len(first)])
+        + first
+        + b"\xf8\x3f\x96\x01"
+        + b"\xf9\x3f"
+        + bytes(8)
+        + b"\xfd\x3f"
+        + bytes(4)
+    )
     frame = encode(pb.GetPieces(sizes=[len(payload)]), [memoryview(payload)])
     header, found = decode(newer + frame + b"\xfa\x3f" + bytes([len(second)]) + second, pb.GetPieces)
     assert (list(header.sizes), bytes(found)) == ([len(payload)], payload)
@@ -48,8 +57,26 @@ def test_fields_of_newer_versions_are_passed_over(first: bytes, second: bytes, p
 
 @pytest.mark.parametrize(
     "data",
-    [b"\x12\xff\xff\xff\xff\x0f", b"\x12", b"\x0a\x02\xff\xff", b"\x80" * 11, b"\x00\x00", b"\x13", b"\x11\x00", b"\x12\x05abc"],
-    ids=["a huge length", "no length", "a bad header", "an endless number", "field 0", "a group", "a cut fixed field", "a cut payload"],
+    [
+        b"\x12\xff\xff\xff\xff\x0f",
+        b"\x12",
+        b"\x0a\x02\xff\xff",
+        b"\x80" * 11,
+        b"\x00\x00",
+        b"\x13",
+        b"\x11\x00",
+        b"\x12\x05abc",
+    ],
+    ids=[
+        "a huge length",
+        "no length",
+        "a bad header",
+        "an endless number",
+        "field 0",
+        "a group",
+        "a cut fixed field",
+        "a cut payload",
+    ],
 )
 def test_what_is_no_frame_is_refused(data: bytes) -> None:
     with pytest.raises(WireError):

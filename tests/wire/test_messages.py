@@ -1,6 +1,8 @@
-"""What goes onto the wire comes back equal; what was never a message of ours is refused in words."""
+"""Round trips of messages over the wire, and readable errors for bytes that are no such message."""
 
 from __future__ import annotations
+
+from dataclasses import asdict, fields
 
 import pytest
 from google.protobuf.message import DecodeError
@@ -9,10 +11,13 @@ from hypothesis import strategies as st
 
 from tiercache.core import ObjectKey, ObjectMeta, Outcome, PoolName
 from tiercache.errors import WireError
+from tiercache.storage.base import TierReport
 from tiercache.wire import messages
 from tiercache.wire.v1 import storage_pb2 as pb
 
-KEYS = st.lists(st.builds(ObjectKey, st.sampled_from(PoolName), st.binary(min_size=64, max_size=64)), max_size=20)
+KEYS = st.lists(
+    st.builds(ObjectKey, st.sampled_from(PoolName), st.binary(min_size=64, max_size=64)), max_size=20
+)
 METAS = st.builds(
     ObjectMeta,
     st.binary(max_size=64),
@@ -25,6 +30,9 @@ METAS = st.builds(
 
 def over_the_wire(message: pb.Keys) -> pb.Keys:
     return pb.Keys.FromString(message.SerializeToString())
+
+
+CLIENT_SIDE = (Outcome.UNAVAILABLE, Outcome.REFUSED)
 
 
 @given(KEYS)
@@ -44,13 +52,14 @@ def test_bits(flags: list[bool]) -> None:
 
 @given(st.lists(st.sampled_from(Outcome), max_size=40))
 def test_outcomes(outcomes: list[Outcome]) -> None:
-    assert messages.read_outcomes(messages.outcomes(outcomes).outcomes, len(outcomes)) == outcomes
+    """UNAVAILABLE and REFUSED from a daemon's own store arrive as ERROR."""
+    expected = [Outcome.ERROR if outcome in CLIENT_SIDE else outcome for outcome in outcomes]
+    assert messages.read_outcomes(messages.outcomes(outcomes).outcomes, len(outcomes)) == expected
 
 
-def test_every_outcome_has_the_number_of_the_proto() -> None:
-    assert {f"OUTCOME_{outcome.name}": number for outcome, number in messages.NUMBER_OF.items()} | {"OUTCOME_UNSPECIFIED": 0} == dict(
-        pb.Outcome.items()
-    )
+def test_every_outcome_of_a_daemon_has_the_number_of_the_proto() -> None:
+    numbers = {f"OUTCOME_{o.name}": messages.NUMBER_OF[o] for o in Outcome if o not in CLIENT_SIDE}
+    assert numbers | {"OUTCOME_UNSPECIFIED": 0} == dict(pb.Outcome.items())
 
 
 def test_an_outcome_of_a_newer_version_is_an_error_of_that_object_alone() -> None:
@@ -93,6 +102,51 @@ def test_too_few_or_too_many_answers_are_refused() -> None:
     for data in (b"", b"\0\0"):
         with pytest.raises(WireError):
             messages.read_bits(data, 8)
+
+
+REPORTS = st.builds(
+    TierReport,
+    name=st.text(max_size=32),
+    kind=st.text(max_size=8),
+    health=st.sampled_from(["serving", "read-only", "out"]),
+    why=st.text(max_size=40),
+    last_read=st.none() | st.floats(0, 2e9),
+    details=st.dictionaries(st.text(max_size=8), st.text(max_size=8) | st.integers(-(2**63), 2**63 - 1)),
+    **dict.fromkeys(
+        (field.name for field in fields(TierReport) if field.type == "int"), st.integers(0, 2**64 - 1)
+    ),
+)
+
+
+@given(REPORTS)
+def test_reports_of_tiers(report: TierReport) -> None:
+    sent = pb.TierReport.FromString(messages.tier(asdict(report)).SerializeToString())
+    assert TierReport(**messages.read_tier(sent)) == report
+
+
+@given(st.lists(st.sampled_from(["", "memory", "file", "file-2"]), max_size=20))
+def test_tiers_of_objects(names: list[str]) -> None:
+    sent = pb.ScanReply(tiers=messages.tiers(names)).SerializeToString()
+    assert messages.read_tiers(pb.ScanReply.FromString(sent).tiers, len(names)) == names
+
+
+def test_an_older_daemon_tells_no_tiers() -> None:
+    assert messages.read_tiers(pb.ScanReply().tiers, 2) == ["", ""]
+    assert messages.tiers(["", ""]) is None, "a store without tiers sends what an older daemon sends"
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        pb.Tiers(names=["file"], tier_of=b"\0"),
+        pb.Tiers(names=["file"], tier_of=b"\0\0\0"),
+        pb.Tiers(names=["file"], tier_of=b"\0\1"),
+        pb.Tiers(tier_of=b"\0\0"),
+    ],
+)
+def test_malformed_tiers_are_refused(message: pb.Tiers) -> None:
+    with pytest.raises(WireError, match="tiers"):
+        messages.read_tiers(message, 2)
 
 
 def test_a_mapping_is_bounded() -> None:

@@ -1,4 +1,4 @@
-"""Entry point of `python -m tiercache.cli`, for environments where the `tiercache` script is not on the path."""
+"""Entry point of `python -m tiercache.cli`, for environments without the `tiercache` script on the path."""
 
 from tiercache.cli import main
 

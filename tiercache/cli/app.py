@@ -1,4 +1,7 @@
-"""The `tiercache` command and what all verbs share: how the process ends, and errors printed as one sentence without a traceback."""
+"""The `tiercache` command, which calls a verb, prints an error as one sentence, and chooses the exit code.
+
+Only a defect of tiercache ends with a traceback.
+"""
 
 from __future__ import annotations
 
@@ -12,21 +15,25 @@ from typing import Annotated, Any, Final
 import typer
 
 import tiercache
-from tiercache.cli import exits
-from tiercache.cli.exits import Exit
+from tiercache.cli.terminal import Exit, code_of, complain, exit_table
 from tiercache.cli.verbs import Verbs
-from tiercache.errors import TierCacheError
+from tiercache.errors import MissingExtraError, TierCacheError
 
 app = typer.Typer(
     name="tiercache",
     cls=Verbs,
-    help="Keep the KV pages and recurrent states of hybrid language models across requests, on device, host and disk.",
-    epilog=f"Exit codes of all verbs:\n\n{exits.table()}",
+    help=(
+        "Keep the KV pages and recurrent states of hybrid language models across requests, on device, host"
+        " and disk."
+    ),
+    epilog=f"Exit codes of all verbs:\n\n\b\n{exit_table()}",
     no_args_is_help=True,
+    rich_markup_mode=None,  # plain help, because importing rich takes longer than the rest of --help
     pretty_exceptions_enable=False,
     add_completion=True,
 )
-_BROKEN: Final = select.POLLERR | select.POLLHUP
+_READER_GONE: Final = select.POLLERR | select.POLLHUP
+"""Events that poll(2) reports for a pipe if its reader has closed the pipe."""
 
 
 def _version(show: bool) -> None:
@@ -37,7 +44,9 @@ def _version(show: bool) -> None:
 
 @app.callback()
 def _root(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
 ) -> None:
     pass
 
@@ -45,7 +54,8 @@ def _root(
 def main() -> None:
     """Run the command; the entry point of the console script."""
     outputs = _outputs()
-    # Unwind on SIGTERM as on Ctrl-C, so that child processes are ended and temporary directories removed.
+    # SIGTERM unwinds the stack as Ctrl-C does, so that child processes are ended and temporary directories
+    # removed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(Exit.TERMINATED))
     sys.exit(_run(outputs))
 
@@ -55,43 +65,53 @@ def _run(outputs: list[int]) -> int:
         code = app(standalone_mode=False)
         sys.stdout.flush()
     except SystemExit as left:
-        # typer and rich turn a BrokenPipeError, from a pipe whose reader went away, into SystemExit.
+        # If the output is a pipe that its reader has closed, a write raises BrokenPipeError. Typer and rich
+        # turn this error into SystemExit.
         if not isinstance(left.__context__, BrokenPipeError):
             raise
-        return _told(left.__context__, outputs) or Exit.FAILED
+        return _report(left.__context__, outputs) or Exit.FAILED
     except Exception as error:
-        if (told := _told(error, outputs)) is None:
+        if (code := _report(error, outputs)) is None:
             raise
-        return told
+        return code
     return code if isinstance(code, int) else Exit.DONE
 
 
-def _told(error: Exception, outputs: list[int]) -> int | None:
-    """Report an error caused by the user or the environment and return its exit code; return None for a defect of tiercache."""
-    if isinstance(error, OSError) and _forsaken(outputs):
-        _silence(sys.stdout, sys.stderr)
+def _report(error: Exception, outputs: list[int]) -> int | None:
+    """Print an error caused by the user or the environment, and return its exit code.
+
+    Returns None for a defect of tiercache.
+    """
+    if isinstance(error, OSError) and _reader_gone(outputs):
+        _discard(sys.stdout, sys.stderr)
         return Exit.UNREAD
-    if (found := _verdict(error)) is None:
+    if (found := _classify(error)) is None:
         return None
     code, sentence = found
     if sentence:
-        from tiercache.cli.output import complain
-
         complain(sentence)
     try:
         sys.stdout.flush()
     except OSError:
-        _silence(sys.stdout)  # otherwise the interpreter fails once more when it flushes at its end
+        _discard(sys.stdout)  # otherwise the interpreter fails again when it flushes stdout at its end
     return code
 
 
-def _verdict(error: Exception) -> tuple[Exit, str] | None:
-    """Return the exit code and the sentence for an error caused by the user or the environment; None for a defect of tiercache."""
+def _classify(error: Exception) -> tuple[Exit, str] | None:
+    """Return the exit code and the sentence to print for an error.
+
+    Returns None for a defect of tiercache, which is an error that neither the user nor the environment
+    caused.
+    """
     if isinstance(error, typer.Abort):
         return Exit.NO, "aborted; nothing was changed"
-    if (code := exits.code_of(error)) is not None:
+    if isinstance(error, ModuleNotFoundError) and _is_foreign(error.name or ""):
+        # A verb imports most of its packages while it runs.
+        error = MissingExtraError("this verb", "all", error)
+    if (code := code_of(error)) is not None:
         return code, _sentence(error)
-    message = getattr(error, "format_message", None)  # an error of the command-line parser; its class depends on typer's version
+    # Errors of the command-line parser have this method. Their class depends on the version of typer.
+    message = getattr(error, "format_message", None)
     if message is None:
         return None
     context = getattr(error, "ctx", None)
@@ -100,7 +120,15 @@ def _verdict(error: Exception) -> tuple[Exit, str] | None:
         return Exit.MISUSED, ""
     said = str(message()).strip().rstrip(".")
     end = "" if said.endswith("?") else ";"
-    return Exit.MISUSED, f"{said[:1].lower()}{said[1:]}{end} see {context.command_path if context else 'tiercache'} --help"
+    return (
+        Exit.MISUSED,
+        f"{said[:1].lower()}{said[1:]}{end} see {context.command_path if context else 'tiercache'} --help",
+    )
+
+
+def _is_foreign(module: str) -> bool:
+    """Return whether the module is not a part of tiercache."""
+    return not module.startswith("tiercache")
 
 
 def _sentence(error: Exception) -> str:
@@ -110,9 +138,10 @@ def _sentence(error: Exception) -> str:
 
 
 def _outputs() -> list[int]:
-    """Return duplicated descriptors of stdout and stderr, which stay valid whatever happens to the streams.
+    """Prepare stdout and stderr for printing, and return duplicates of their descriptors.
 
-    Also makes printing safe: characters that the encoding lacks are escaped, and a stream that was closed at start becomes /dev/null.
+    The duplicates stay valid even if the streams are closed. After this call, the streams escape characters
+    that their encoding lacks. A stream that was closed at the start becomes /dev/null.
     """
     descriptors = []
     for name in ("stdout", "stderr"):
@@ -126,16 +155,19 @@ def _outputs() -> list[int]:
     return descriptors
 
 
-def _forsaken(outputs: list[int]) -> bool:
-    """Return whether the reader of one of the outputs has gone away."""
+def _reader_gone(outputs: list[int]) -> bool:
+    """Return whether the reader of one of these descriptors has closed its end."""
     poll = select.poll()
     for descriptor in outputs:
         poll.register(descriptor, 0)
-    return any(events & _BROKEN for _, events in poll.poll(0))
+    return any(events & _READER_GONE for _, events in poll.poll(0))
 
 
-def _silence(*streams: Any) -> None:
-    """Redirect the streams to /dev/null, so that later writes are dropped, including the flush when the interpreter ends."""
+def _discard(*streams: Any) -> None:
+    """Redirect the streams to /dev/null.
+
+    Later writes are dropped, including those of the interpreter when it ends.
+    """
     devnull = os.open(os.devnull, os.O_WRONLY)
     for stream in streams:
         with suppress(OSError, ValueError):

@@ -1,4 +1,4 @@
-"""The `tiercache config` commands: check, show and describe the configuration of the daemon without starting it."""
+"""The `tiercache config` commands, which check, show and describe the daemon's configuration."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from tiercache.cli.output import Output, OutputOption, document, line, records
+from tiercache.cli.terminal import Output, OutputOption, document, line, records
 from tiercache.errors import ConfigError, StorageError
 
 if TYPE_CHECKING:
@@ -23,12 +22,12 @@ EXAMPLE: Final = """\
 directory = "/var/lib/tiercache"  # the store, and the unix sockets
 disk_bytes = "200GiB"             # of the store
 host_bytes = "1GiB"               # for payloads in flight
-listen = ["0.0.0.0:7070"]         # TCP; empty serves this machine only
+listen = ["0.0.0.0:7070"]         # TCP; if empty, only this machine is served
 
 [tls]
 certificate = "/etc/tiercache/node.crt"
 key = "/etc/tiercache/node.key"           # mode 0600
-client_ca = "/etc/tiercache/clients.crt"  # clients show a certificate
+client_ca = "/etc/tiercache/clients.crt"  # clients must show a certificate
 
 [[principals]]
 name = "worker-1"
@@ -39,15 +38,15 @@ verbs = ["read", "write"]
 [tenants.acme]
 salt_file = "/etc/tiercache/acme.salt"    # 32 random bytes, mode 0600
 """
-"""Configuration file that `tiercache config --help` shows; it can be loaded as it is."""
+"""Configuration file that `tiercache config --help` shows; it can be loaded unchanged."""
 
-_WIDE: Final = 160
+_TABLE_WIDTH: Final = 160
 """Width, in columns, of a table that is not printed to a terminal."""
 
 
 def _verbatim(text: str) -> str:
-    """Return `text` marked so that typer's help neither rewraps its paragraphs nor reads markup in them."""
-    return "\n\n".join(f"\b\n{escape(paragraph)}" for paragraph in text.strip().split("\n\n"))
+    r"""Return `text` with the mark \b before each paragraph, so that typer does not rewrap the paragraphs."""
+    return "\n\n".join(f"\b\n{paragraph}" for paragraph in text.strip().split("\n\n"))
 
 
 config = typer.Typer(no_args_is_help=True)
@@ -56,8 +55,10 @@ config = typer.Typer(no_args_is_help=True)
 @config.callback(
     help=f"""Check, show and describe the configuration of the daemon.
 
-One TOML file; flags come before variables, variables before the file. A variable is TIERCACHE_ and the name of the setting, with two
-underscores in front of a setting of a table: TIERCACHE_HOST_BYTES=1GiB, TIERCACHE_LIMITS__IDLE=5s. An example, every line of it optional:
+Settings come from flags of `tiercache serve`, environment variables and one TOML file. A flag overrides a
+variable, and a variable overrides the file. A variable's name is TIERCACHE_ and the name of the setting; two
+underscores stand between a table and its setting: TIERCACHE_HOST_BYTES=1GiB, TIERCACHE_LIMITS__IDLE=5s. This
+is an example of the file; every line is optional:
 
 {_verbatim(EXAMPLE)}
 """
@@ -68,48 +69,67 @@ def _group() -> None:
 
 FileArgument = Annotated[
     Path | None,
-    typer.Argument(metavar="FILE", help="Default: TIERCACHE_CONFIG, or /etc/tiercache/tiercache.toml.", show_default=False),
+    typer.Argument(
+        metavar="FILE",
+        help="Default: TIERCACHE_CONFIG, or /etc/tiercache/tiercache.toml.",
+        show_default=False,
+    ),
 ]
 
 
 @config.command()
 def check(
     file: FileArgument = None,
-    files: Annotated[bool, typer.Option("--files/--no-files", help="Look at the secrets and certificates that it names as well.")] = True,
+    files: Annotated[
+        bool,
+        typer.Option("--files/--no-files", help="Check the files with secrets and certificates as well."),
+    ] = True,
     ports: Annotated[
         bool,
-        typer.Option("--ports/--no-ports", help="Try the addresses and sockets as well; not while this configuration is served."),
+        typer.Option(
+            "--ports/--no-ports",
+            help="Check also that addresses and sockets are free; this check fails while a daemon serves"
+            " them.",
+        ),
     ] = True,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Say whether a configuration can be served on this machine, and what it would serve to whom.
+    """Check whether a configuration can be served on this machine, and show what is served to whom.
 
-    These are the checks that `tiercache serve` makes before it opens the store: settings, files, the options of a storage URL, directories,
-    memory, disk and ports. Nothing is written. Variables count as they would for the daemon. Exit code 0 if all is fine, warnings or not;
-    if not, 2 for what a setting says and 1 for what others have, such as a port, each with one sentence.
+    `tiercache serve` makes the same checks before it opens the store: settings, files, the options of a
+    storage URL, directories, memory, disk and ports. Nothing is written. Environment variables override the
+    file, as they do for the daemon. Exit code 0: the configuration can be served, perhaps with warnings. Exit
+    code 2: a setting is wrong. Exit code 1: the machine is not ready, for example because a port is in use.
+    An error is one sentence.
 
         tiercache config check node.toml
 
-    JSON fields: file, serves (what, how), warnings. With jsonl a line for each of serves and of warnings (warning), and a last line with
-    summary.
+    JSON fields: file, serves (what, how), warnings. With jsonl one line for each element of serves and each
+    warning (field warning), and a last line with summary.
     """
-    # Imported here to keep --help fast: it needs none of these modules.
+    # Imported here to keep --help fast, because --help needs none of these modules.
     from tiercache.cli.readiness import check as check_readiness
     from tiercache.config.settings import DEFAULT_FILE, find_file, printable, resolve
 
     found = find_file(file)
     if found is None:
-        raise ConfigError(f"there is nothing to check: TIERCACHE_CONFIG is not set and {DEFAULT_FILE} does not exist; name a file")
+        raise ConfigError(
+            f"no file is named, TIERCACHE_CONFIG is not set, and {DEFAULT_FILE} does not exist; name a file"
+        )
     settings = resolve(found).settings
     try:
         warned = check_readiness(settings, files=files, ports=ports)
     except (ConfigError, StorageError) as error:
-        raise type(error)(f"{printable(found)}: {error}") from error
+        error.args = (f"{printable(found)}: {error}",)
+        raise
     serves = [{"what": title, "how": text} for title, text in _summary(settings)]
     if output is Output.JSON:
         document({"file": str(found), "serves": serves, "warnings": warned})
     elif output is Output.JSONL:
-        records([*serves, *({"warning": warning} for warning in warned), {"summary": {"file": str(found)}}], output)
+        records(
+            [*serves, *({"warning": warning} for warning in warned), {"summary": {"file": str(found)}}],
+            output,
+        )
     else:
         typer.echo(f"{printable(found)}: fine")
         for one in serves:
@@ -121,22 +141,23 @@ def check(
 @config.command()
 def show(
     file: FileArgument = None,
-    toml: Annotated[bool, typer.Option("--toml", help="As a file that can be loaded again, instead of --output.")] = False,
+    toml: Annotated[
+        bool, typer.Option("--toml", help="Print a file that can be loaded again; ignores --output.")
+    ] = False,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Show every setting that would count, and whether it comes from a default, the file or the environment.
+    """Show the value of every setting, and whether it comes from a default, the file or the environment.
 
         tiercache config show node.toml
 
         tiercache config show --toml > node.toml
 
-    JSON fields: file, settings (as a file has them), origins (default, file or environment, by setting). With jsonl a line for each
-    setting: setting, value, origin, description.
+    JSON fields: file, settings (as in a file), origins (default, file or environment, by setting). With jsonl
+    one line for each setting: setting, value, origin, description.
     """
-    from tiercache.config.document import description, effective, leaves
+    from tiercache.config.document import description, dotted, effective, leaves, lines
     from tiercache.config.document import document as as_file
     from tiercache.config.settings import find_file, resolve
-    from tiercache.config.toml import dotted, lines
 
     loaded = resolve(find_file(file))
     said = effective(loaded.settings)
@@ -160,8 +181,8 @@ def schema(output: OutputOption = Output.JSON) -> None:
 
         tiercache config schema > tiercache.schema.json
 
-    As a table, or with jsonl, every setting that there is: setting, default (null where it must be given or follows from others),
-    description.
+    With -o table or -o jsonl the command lists all settings: setting, default, description. The default is
+    null if the setting has none, or if the default follows from other settings.
     """
     from tiercache.config.document import every_setting
     from tiercache.config.document import schema as made
@@ -169,16 +190,29 @@ def schema(output: OutputOption = Output.JSON) -> None:
     if output is Output.JSON:
         document(made())
     elif output is Output.JSONL:
-        records(({"setting": name, "default": default, "description": said} for name, default, said in every_setting()), output)
+        records(
+            (
+                {"setting": name, "default": default, "description": said}
+                for name, default, said in every_setting()
+            ),
+            output,
+        )
     else:
-        rows = ((name, "" if default is None else _cell(default), said) for name, default, said in every_setting())
+        rows = (
+            (name, "" if default is None else _cell(default), said) for name, default, said in every_setting()
+        )
         _print(("setting", "default", "what it is"), rows)
 
 
 def _summary(settings: Settings) -> Iterator[tuple[str, str]]:
-    from tiercache.config.quantities import duration_text, size_text
+    from tiercache.text import exact_duration, exact_size
 
-    yield "store", settings.storage or f"{settings.directory / 'store'}, {size_text(settings.disk_bytes)}"
+    if not settings.storage:
+        yield "store", f"{settings.directory / 'store'}, {exact_size(settings.disk_bytes)}"
+    elif isinstance(settings.storage, str):
+        yield "store", settings.storage
+    else:
+        yield from (("tier", url) for url in settings.storage)
     if settings.unix:
         yield "unix", f"{settings.socket_directory}/grpc.sock and attach.sock"
     for address in settings.addresses:
@@ -190,15 +224,17 @@ def _summary(settings: Settings) -> Iterator[tuple[str, str]]:
     yield (
         "memory",
         (
-            f"{size_text(settings.host_bytes)} in flight, {size_text(settings.client_bytes)} of one client,"
-            f" {size_text(settings.principal_bytes)} of one principal; objects up to {size_text(settings.object_bytes)}"
+            f"{exact_size(settings.host_bytes)} in flight, {exact_size(settings.client_bytes)} of one client,"
+            f" {exact_size(settings.principal_bytes)} of one principal; objects up to"
+            f" {exact_size(settings.object_bytes)}"
         ),
     )
     yield (
         "limits",
         (
             f"{limits.clients} clients, {limits.streams} streams, {limits.streams_per_client} of one client;"
-            f" cut after {duration_text(limits.idle)} without progress, and after {duration_text(limits.call)}"
+            f" cut after {exact_duration(limits.idle)} without progress, and after"
+            f" {exact_duration(limits.call)}"
         ),
     )
 
@@ -214,18 +250,21 @@ def _protection(settings: Settings) -> str:
 def _callers(settings: Settings) -> Iterator[str]:
     if settings.unix:
         yield "the daemon's own user on the unix sockets, unless it is named below: everything"
-    yield from map(_who, settings.principals)
+    yield from map(_principal_text, settings.principals)
     if settings.addresses and all(principal.uid is not None for principal in settings.principals):
-        yield "whoever can call a TCP address: read, write in all namespaces"
+        yield "every client that can reach a TCP address: read, write in all namespaces"
 
 
-def _who(principal: Principal) -> str:
+def _principal_text(principal: Principal) -> str:
     from tiercache.config.settings import Verb
 
     spaces = principal.namespaces
     where = "all namespaces" if "*" in spaces else ", ".join(f"{space[:12]}..." for space in spaces)
     tenant = f" of tenant {principal.tenant}" if principal.tenant else ""
-    return f"{principal.name}{tenant} by {principal.credential}: {', '.join(verb for verb in Verb if verb in principal.verbs)} in {where}"
+    return (
+        f"{principal.name}{tenant} by {principal.credential}:"
+        f" {', '.join(verb for verb in Verb if verb in principal.verbs)} in {where}"
+    )
 
 
 def _print(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
@@ -235,7 +274,7 @@ def _print(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     for row in rows:
         table.add_row(*(Text(cell, style="dim" if cell == "default" else "") for cell in row))
     console = Console(emoji=False)
-    (console if console.is_terminal else Console(width=_WIDE, emoji=False)).print(table)
+    (console if console.is_terminal else Console(width=_TABLE_WIDTH, emoji=False)).print(table)
 
 
 def _cell(value: Any) -> str:

@@ -1,6 +1,7 @@
-"""Checks that a configuration can be served on this machine now: all that `serve` requires before it opens the store.
+"""Checks, before the store is opened, that a configuration can be served on this machine now.
 
-`config check` prints what these checks find; `serve` runs the same checks and stops at an error, before anything is written.
+`config check` prints the results. `serve` runs the same checks, and stops at an error before it writes
+anything.
 """
 
 from __future__ import annotations
@@ -8,35 +9,45 @@ from __future__ import annotations
 import os
 import socket
 import stat
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from errno import EADDRINUSE
+from functools import partial
 from pathlib import Path
+from queue import Empty, Queue
+from threading import Thread
 from typing import TYPE_CHECKING, Final
 
-from tiercache.cli.output import clean
 from tiercache.cli.store.target import listener
+from tiercache.cli.terminal import clean
 from tiercache.config.files import check_certificates, check_files
-from tiercache.config.machine import memory, place_of
-from tiercache.config.quantities import parse_size, size_text
 from tiercache.config.rules import SOCKETS, warnings
 from tiercache.config.urls import section_of
 from tiercache.errors import ConfigError, StorageError
+from tiercache.memory import read_memory
 from tiercache.storage.registry import check_backend
+from tiercache.storage.tiers import is_read_only
+from tiercache.text import exact_size, parse_size
 
 if TYPE_CHECKING:
     from tiercache.config.addresses import Address
     from tiercache.config.models import Settings
 
 _LOCAL: Final = ("file", "lmdb")
+"""Storage types of stores in a directory of this machine."""
+_TIER_S: Final = 10.0
+"""Seconds within which the directory of a chain's tier must answer."""
 _BACKLOG: Final = 1
+"""Maximum number of waiting connections at a port that is bound only for the check."""
 
 
 def check(settings: Settings, *, files: bool = True, ports: bool = True) -> list[str]:
-    """Return warnings about a configuration that can be served; raise an error for one that cannot.
+    """Return warnings about a configuration; raise an error if it cannot be served.
 
-    Raises ConfigError for a setting that is wrong, and StorageError for a condition of this machine, such as a port in use. `files`: also
-    check secrets and certificates. `ports`: also try addresses and sockets, which fails while a daemon serves them. Leaves nothing behind.
+    With `files`, also checks secrets and certificates. With `ports`, also checks that no daemon serves the
+    sockets, and binds every address for a moment. Raises ConfigError for a wrong setting, and StorageError
+    for a condition of this machine, such as a port in use.
     """
     if files:
         check_files(settings)
@@ -47,7 +58,9 @@ def check(settings: Settings, *, files: bool = True, ports: bool = True) -> list
     try:
         check_backend(settings.store_url)
     except (ConfigError, StorageError) as error:
-        raise type(error)(f"{'storage' if settings.storage else 'directory'}: {str(error).removeprefix('storage ')}") from error
+        setting = "storage" if settings.storage else "directory"
+        error.args = (f"{setting}: {str(error).removeprefix('storage ')}",)
+        raise
     said = [*warnings(settings), *_memory(settings), *disk]
     if ports:
         _ports(settings)
@@ -55,82 +68,155 @@ def check(settings: Settings, *, files: bool = True, ports: bool = True) -> list
 
 
 def require_memory(*wanted: tuple[str, int]) -> Iterator[str]:
-    """Raise ConfigError if the named byte counts exceed together what this machine can ever have.
+    """Raise ConfigError if the sum of the named byte counts exceeds the memory of this machine.
 
-    Yields a warning if they exceed the memory that is free at the moment.
+    Yields a warning if the sum exceeds the memory that is free now.
     """
     wanted = tuple((name, nbytes) for name, nbytes in wanted if nbytes)
-    found, total = memory(), sum(nbytes for _, nbytes in wanted)
-    if found.most and total > found.most:
-        names = " and ".join(f"{name} {size_text(nbytes)}" for name, nbytes in wanted)
-        whose = "the limit of this container" if found.limit is not None and found.limit < found.total else "the memory of this machine"
-        raise ConfigError(f"{names} cannot be had: {whose} is {_about(found.most)}; give less")
+    found, total = read_memory(), sum(nbytes for _, nbytes in wanted)
+    if found.ceiling is not None and total > found.ceiling:
+        names = " and ".join(f"{name} {exact_size(nbytes)}" for name, nbytes in wanted)
+        whose = (
+            "the limit of this container" if found.ceiling == found.tightest else "the memory of this machine"
+        )
+        raise ConfigError(
+            f"{names} cannot be allocated: {whose} is {_rounded_size(found.ceiling)}; give less"
+        )
     if found.available and total > found.available:
-        yield f"{_about(total)} of memory are more than the {_about(found.available)} that are free on this machine now"
+        yield (
+            f"{_rounded_size(total)} of memory are needed, and {_rounded_size(found.available)} are free on"
+            " this machine now"
+        )
 
 
 def require_disk(path: Path, name: str, capacity: int) -> Iterator[str]:
     """Raise ConfigError if a capacity exceeds the size of the store's disk.
 
-    Yields a warning if it exceeds the space that is free at the moment; bytes that the store holds already count as free.
+    Yields a warning if the capacity exceeds the space that is free now. Bytes that the store already occupies
+    count as free.
     """
     place = place_of(path)
     size, free = place.disk_bytes()
     disk = f"the disk of {clean(str(place.there))} has"
     if size and capacity > size:
-        raise ConfigError(f"{name} {size_text(capacity)} cannot be had: {disk} {_about(size)}; give less, or another disk")
-    held = sum(file.stat().st_blocks * 512 for file in path.rglob("*") if file.is_file()) if path.is_dir() else 0
+        raise ConfigError(
+            f"{name} {exact_size(capacity)} does not fit: {disk} {_rounded_size(size)}; give less, or use"
+            " another disk"
+        )
+    held = 0
+    for root, _, names in os.walk(path):
+        for name in names:
+            with suppress(OSError):  # a store in use makes and removes files
+                # stat(2): st_blocks counts units of 512 bytes.
+                held += os.lstat(os.path.join(root, name)).st_blocks * 512
     if size and capacity > free + held:
-        yield f"{name} is {size_text(capacity)}, and {disk} only {_about(free + held)} for it now"
+        yield f"{name} is {exact_size(capacity)}, and {disk} only {_rounded_size(free + held)} for it now"
 
 
 def _memory(settings: Settings) -> Iterator[str]:
-    section = section_of(settings.store_url)
-    stored = [("storage: capacity", parse_size(section["capacity"]))] if section["type"] == "memory" and "capacity" in section else []
+    sections = map(section_of, settings.store_urls)
+    stored = [
+        ("storage: capacity", parse_size(section["capacity"]))
+        for section in sections
+        if section["type"] == "memory" and "capacity" in section
+    ]
     return require_memory(("host_bytes", settings.host_bytes), *stored)
 
 
 def _store(settings: Settings) -> Iterator[str]:
-    """Check that the directory of a local store can exist and that its disk has room for the store's capacity; yield warnings."""
-    section = section_of(settings.store_url)
-    if section["type"] not in _LOCAL or "path" not in section:
-        return
-    path, of_url = Path(section["path"]), bool(settings.storage)
-    require_place(path, "storage" if of_url else "directory")
+    """Yield warnings about the directories of local stores, and about the room on their disks.
+
+    Raises ConfigError if a directory cannot be made, or a disk is smaller than its store's capacity.
+    """
+    setting = "storage" if settings.storage else "directory"
+    sections = [section_of(url) for url in settings.store_urls]
+    for section in sections:
+        if section["type"] in _LOCAL and "path" in section:
+            check = partial(_directory, section, setting)
+            yield from check() if len(sections) == 1 else _tier(check, section["path"])
+
+
+def _directory(section: Mapping[str, str], setting: str) -> list[str]:
+    """Return warnings about the directory of a local store, and about the room on its disk."""
+    path = Path(section["path"])
+    if not is_read_only(section):
+        require_place(path, setting)
     try:
         capacity = parse_size(section["capacity"])
     except (KeyError, ConfigError):
-        return  # no capacity that can be parsed: it is "kept", or the store reports the mistake
-    yield from require_disk(path, "storage: capacity" if of_url else "disk_bytes", capacity)
+        # There is no capacity, or it is "kept" (the capacity that the store already has), or it is malformed.
+        # `check_backend` reports a malformed capacity.
+        return []
+    return list(require_disk(path, "disk_bytes" if setting == "directory" else "storage: capacity", capacity))
+
+
+def _tier(check: Callable[[], list[str]], path: str) -> list[str]:
+    """Return the warnings of a tier's check; a disk that fails or hangs is one, as the chain serves on."""
+    answers: Queue[list[str] | Exception] = Queue()
+
+    def run() -> None:
+        try:
+            answers.put(check())
+        except Exception as error:  # noqa: BLE001  it is raised on the caller's thread
+            answers.put(error)
+
+    Thread(target=run, name="tiercache-readiness", daemon=True).start()
+    try:
+        found = answers.get(timeout=_TIER_S)
+    except Empty:
+        found = TimeoutError(f"it has not answered for {_TIER_S:g} s")
+    if isinstance(found, OSError):
+        return [f"storage: {clean(path)} is left out until it answers ({found})"]
+    if isinstance(found, Exception):
+        raise found
+    return found
 
 
 def _sockets(directory: Path) -> None:
-    """Raise ConfigError unless the unix sockets can lie in `directory`.
+    """Raise ConfigError unless the unix sockets can be in `directory`.
 
-    It must be possible to create, or be a directory of this user and not a symbolic link, with nothing but sockets under their names.
+    If the directory does not exist, this user must be able to create it. If it exists, it must belong to this
+    user and must not be a symbolic link. A file in it that has the name of a socket must be a socket.
     """
     require_place(directory, "sockets")
     if os.path.lexists(directory) and (os.path.islink(directory) or directory.stat().st_uid != os.getuid()):
-        raise ConfigError(f"sockets: {clean(str(directory))} is not a directory of this user's; remove it, or name another one")
+        raise ConfigError(
+            f"sockets: {clean(str(directory))} is not a directory of this user's; remove it, or name"
+            " another one"
+        )
     for name in SOCKETS:
         path = directory / name
         if os.path.lexists(path) and not stat.S_ISSOCK(os.lstat(path).st_mode):
-            raise ConfigError(f"sockets: {clean(str(path))} is no socket; remove it, or name another directory")
+            raise ConfigError(
+                f"sockets: {clean(str(path))} is no socket; remove it, or name another directory"
+            )
 
 
 def require_place(path: Path, setting: str) -> None:
-    """Raise ConfigError if this user cannot have a writable directory at `path`; `setting` names it in the message."""
+    """Raise ConfigError unless `path` is, or can become, a directory to which this user can write.
+
+    `setting` is the setting's name in the message.
+    """
     place = place_of(path)
     there, shown = clean(str(place.there)), clean(str(path))
     if not place.is_directory:
-        raise ConfigError(f"{setting}: {shown} cannot be a directory, because {there} is none; name another path, or move that away")
+        raise ConfigError(
+            f"{setting}: {shown} cannot be a directory, because {there} is not one; name another path, or"
+            " move that file away"
+        )
     if not place.can_be_written:
         what = "cannot be written" if place.there == place.path else f"cannot be made in {there}"
-        raise ConfigError(f"{setting}: {shown} {what} by this user; run this as the daemon's user, or give that user the directory")
+        raise ConfigError(
+            f"{setting}: {shown} {what} by this user; run this as the daemon's user, or give that user the"
+            " directory"
+        )
 
 
 def _ports(settings: Settings) -> None:
-    """Bind every address at the same time and release them; raise StorageError if one is taken or a daemon answers on the sockets."""
+    """Raise StorageError if an address is in use, or if a daemon answers on the sockets.
+
+    All addresses are bound together and then released together. So a collision of two addresses is found too.
+    """
     if settings.unix:
         alive, pid = listener(str(settings.socket_directory))
         if alive:
@@ -139,7 +225,7 @@ def _ports(settings: Settings) -> None:
                 f"sockets: another daemon serves {clean(str(settings.socket_directory))}{who};"
                 " stop it, or give this one a directory of its own"
             )
-    # A check only: another process may still take a port before the daemon binds it.
+    # After this check, another process may still take a port before the daemon binds it.
     with ExitStack() as taken:
         for address in settings.addresses:
             _bind(address, "", taken)
@@ -148,13 +234,23 @@ def _ports(settings: Settings) -> None:
 
 
 def _bind(address: Address, setting: str, taken: ExitStack) -> None:
+    """Bind an address on every family (IPv4, IPv6) of its host, until `taken` is closed.
+
+    Raises StorageError if the port is in use in any family, or if no family can be bound.
+    """
     error: OSError | None = None
     bound = False
     try:
-        places = {(family, where) for family, _, _, _, where in socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)}
+        places = {
+            (family, where)
+            for family, _, _, _, where in socket.getaddrinfo(
+                address.host, address.port, type=socket.SOCK_STREAM
+            )
+        }
     except (OSError, UnicodeError) as unknown:
         raise StorageError(
-            f"{setting}{address} cannot be served: nobody knows {address.host}; give an address of this machine"
+            f"{setting}{address} cannot be served: the host {address.host} is unknown; give an address"
+            " of this machine"
         ) from unknown
     for family, where in sorted(places):
         try:
@@ -164,14 +260,48 @@ def _bind(address: Address, setting: str, taken: ExitStack) -> None:
             error = refused if error is None or refused.errno == EADDRINUSE else error
     if error is not None and (not bound or error.errno == EADDRINUSE):
         raise StorageError(
-            f"{setting}{address} cannot be served ({os.strerror(error.errno or 0)}); is the port in use, or not of this machine?"
+            f"{setting}{address} cannot be served ({os.strerror(error.errno or 0)}); is the port in use, or"
+            " the address not of this machine?"
         ) from error
 
 
-def _about(nbytes: int) -> str:
-    """Format a byte count that a user did not write, rounded to a tenth of the largest unit that fits."""
+def _rounded_size(nbytes: int) -> str:
+    """Return a byte count as text, rounded to a tenth of the largest unit that fits.
+
+    Measured sizes are rounded; sizes that the user has given are shown exactly.
+    """
     value, unit = float(nbytes), "bytes"
     for larger in ("KiB", "MiB", "GiB", "TiB", "PiB"):
         if value >= 1024:
             value, unit = value / 1024, larger
     return f"{value:.1f} {unit}"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Path of a directory that may not exist yet."""
+
+    path: Path
+    there: Path
+    """The path itself if it exists, else its nearest parent that exists."""
+
+    @property
+    def is_directory(self) -> bool:
+        """Whether `there` is a directory; False if a file has that name."""
+        return self.there.is_dir()
+
+    @property
+    def can_be_written(self) -> bool:
+        """Whether this user may create files and directories in `there`."""
+        return os.access(self.there, os.W_OK | os.X_OK, effective_ids=True)
+
+    def disk_bytes(self) -> tuple[int, int]:
+        """Return the bytes of the file system and its free bytes for this user; zeros if they are unknown."""
+        found = os.statvfs(self.there)
+        return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+
+
+def place_of(path: Path) -> Place:
+    """Return the place of a path, which is made absolute. The place's methods follow symbolic links."""
+    path = Path(os.path.abspath(path))
+    return Place(path, next(above for above in (path, *path.parents) if os.path.lexists(above)))

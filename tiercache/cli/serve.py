@@ -15,91 +15,148 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from tiercache.cli.exits import Exit
-from tiercache.cli.output import Output, OutputOption, document, records
+from tiercache.cli.terminal import Exit, Output, OutputOption, document, records
 from tiercache.errors import StorageError
 
 if TYPE_CHECKING:
-    from tiercache.daemon import Node
+    from tiercache.daemon import StorageServer
 
 
 def serve(
     config: Annotated[
         Path | None,
-        typer.Option("--config", "-c", help="The file. Default: $TIERCACHE_CONFIG, or /etc/tiercache/tiercache.toml if it is there."),
+        typer.Option(
+            "--config",
+            "-c",
+            help="Configuration file. Default: $TIERCACHE_CONFIG, or /etc/tiercache/tiercache.toml if"
+            " it exists.",
+        ),
     ] = None,
-    directory: Annotated[Path | None, typer.Option("--directory", "-d", help="Where the store and the unix sockets lie.")] = None,
-    storage: Annotated[str | None, typer.Option(help="URL of another store than the file store in DIRECTORY/store.")] = None,
-    disk_bytes: Annotated[str | None, typer.Option(help="Capacity of that file store, such as 200GiB.")] = None,
-    host_bytes: Annotated[str | None, typer.Option(help="Memory for what is in flight: all that clients can make the daemon hold.")] = None,
-    listen: Annotated[list[str] | None, typer.Option(help="A TCP address, host:port, beside the unix sockets; may be repeated.")] = None,
-    metrics: Annotated[str | None, typer.Option(help="Address of the Prometheus endpoint, such as 127.0.0.1:9464.")] = None,
+    directory: Annotated[
+        Path | None, typer.Option("--directory", "-d", help="Directory of the store and of the unix sockets.")
+    ] = None,
+    storage: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="URL of a store to serve instead of the file store in DIRECTORY/store; repeated: the URLs of"
+            " the tiers of a chain, the fastest first."
+        ),
+    ] = None,
+    chain: Annotated[
+        bool | None,
+        typer.Option(
+            "--chain",
+            help="Serve one store as a chain of one tier, so that `tiercache tier` can add others meanwhile.",
+        ),
+    ] = None,
+    disk_bytes: Annotated[
+        str | None, typer.Option(help="Capacity of the file store in DIRECTORY/store, such as 200GiB.")
+    ] = None,
+    host_bytes: Annotated[
+        str | None, typer.Option(help="Limit of the memory that clients can make the daemon hold.")
+    ] = None,
+    listen: Annotated[
+        list[str] | None,
+        typer.Option(help="TCP address, host:port, in addition to the unix sockets; may be repeated."),
+    ] = None,
+    metrics: Annotated[
+        str | None, typer.Option(help="Address of the Prometheus endpoint, such as 127.0.0.1:9464.")
+    ] = None,
     insecure_bind: Annotated[
-        bool | None, typer.Option("--insecure-bind", help="Allow an address that other machines reach, without authentication.")
+        bool | None,
+        typer.Option(
+            "--insecure-bind", help="Allow an address that other machines can reach, without authentication."
+        ),
     ] = None,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log debug messages too.")] = False,
     output: OutputOption = Output.TABLE,
 ) -> None:
     """Serve one store to many workers: on unix sockets for this host, on TCP for others.
 
-    What is not given here comes from TIERCACHE_... variables, then from the file, then from defaults (`tiercache config show`). Stops on
-    SIGTERM or Ctrl-C: calls under way may end within `drain`, then the store is closed. The exit code is 1 if they did not. What cannot be
-    served is said before anything is written, as by `tiercache config check`.
+    A setting that is not given as an option comes from its TIERCACHE_... variable, else from the file, else
+    from its default (`tiercache config show`). A configuration that cannot be served is rejected before
+    anything is written; `tiercache config check` makes the same checks. On SIGTERM or Ctrl-C, calls under way
+    have `drain` seconds to end; then the store is closed. The exit code is 1 if a call did not end in time.
 
-    A daemon for the workers of this host, and how one of them reaches it:
+    Start a daemon for the workers of this host, and call it as a worker does:
 
         tiercache serve --directory /var/lib/tiercache --disk-bytes 200GiB
 
         tiercache ping --store grpc:///var/lib/tiercache/run
 
-    For other machines, with a certificate and tokens: `tiercache config --help` shows such a file.
+    Start a daemon for other machines. Its configuration file names, for example, a certificate and tokens
+    (`tiercache config --help` shows such a file):
 
         tiercache serve --config /etc/tiercache/tiercache.toml
 
-    JSON, on stdout once it serves: places (transport = unix, tcp or metrics; address, with the port), pid, store. With jsonl a line for
-    each of places, and one with summary.
+    Serve memory above a disk as one store, a chain of tiers:
+
+        tiercache serve --storage 'memory://?capacity=8GiB' --storage 'file:///data/kv?capacity=2TiB'
+
+    Serve one store whose tiers change later, without a restart:
+
+        tiercache serve --directory /var/lib/tiercache --disk-bytes 200GiB --chain
+
+        tiercache tier add 'file:///ssd/kv?capacity=20GiB' --at 0
+
+    JSON fields, printed on stdout once clients can connect: places (transport = unix, tcp or metrics;
+    address, with the port), pid, store (its URL, or a list of the URLs of its tiers). With jsonl one line for
+    each place, and a last line with summary.
     """
     from tiercache.cli.readiness import check
     from tiercache.config.settings import find_file, load
-    from tiercache.daemon import Node
+    from tiercache.daemon import StorageServer
 
     given: dict[str, Any] = {
-        "directory": None if directory is None else str(directory.absolute()), "storage": storage, "disk_bytes": disk_bytes,
+        "directory": None if directory is None else str(directory.absolute()),
+        "storage": storage[0] if storage and len(storage) == 1 else storage or None,
+        "chain": chain,
+        "disk_bytes": disk_bytes,
         "host_bytes": host_bytes, "listen": listen or None, "insecure_bind": insecure_bind,
         "metrics": None if metrics is None else {"listen": metrics},
     }  # fmt: skip
     settings = load(find_file(config), {name: value for name, value in given.items() if value is not None})
-    logging.basicConfig(level=logging.DEBUG if verbose else logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(
+        level=logging.DEBUG if verbose else logging.INFO,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
     console = Console(stderr=True, highlight=False, emoji=False)
     for warning in check(settings):
         console.print(f"[yellow]warning:[/] {escape(warning)}", soft_wrap=True)
     stop = Event()
 
-    def told(number: int, _: FrameType | None) -> None:
-        if stop.is_set():  # second signal: do not wait for the calls under way
+    def handle_signal(number: int, _: FrameType | None) -> None:
+        if stop.is_set():  # at the second signal, do not wait for the calls under way
             sys.exit(128 + number)
         stop.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, told)
-    signal.signal(signal.SIGHUP, _hung_up)
-    node = Node(settings)
+        signal.signal(number, handle_signal)
+    signal.signal(signal.SIGHUP, _warn_on_hangup)
+    node = StorageServer(settings)
     node.start()
     for said in node.describe():
         console.print(escape(said), soft_wrap=True)
     _report(node, output)
     while not stop.wait(1.0):
         if not node.alive:
-            raise StorageError("the node ended by itself; its log says why")
+            raise StorageError("the storage server ended by itself; its log says why")
     console.print(f"stopping: calls under way have {settings.drain:g} s", soft_wrap=True)
     if not node.stop():
-        console.print("[red]tiercache:[/] not everything ended in time; the store will be checked at its next start", soft_wrap=True)
+        console.print(
+            "[red]tiercache:[/] calls under way did not end in time; the store will be checked at its"
+            " next start",
+            soft_wrap=True,
+        )
         raise typer.Exit(Exit.FAILED)
     console.print("stopped")
 
 
-def _report(node: Node, output: Output) -> None:
-    """Print as JSON where the node serves, for the process that started it; nothing in table format."""
+def _report(node: StorageServer, output: Output) -> None:
+    """Print the addresses of the server as JSON; in the format table, print nothing.
+
+    The process that started the server reads this output.
+    """
     settings = node.settings
     places = [("unix", str(settings.socket_directory))] if settings.unix else []
     places += [("tcp", address) for address in node.addresses]
@@ -112,5 +169,7 @@ def _report(node: Node, output: Output) -> None:
         records([*rows, {"summary": summary}], output)
 
 
-def _hung_up(number: int, _: FrameType | None) -> None:
-    logging.getLogger(__name__).warning("SIGHUP: reloading is not there yet, so nothing was changed; restart the daemon for other settings")
+def _warn_on_hangup(number: int, _: FrameType | None) -> None:
+    logging.getLogger(__name__).warning(
+        "SIGHUP does not reload the settings, so nothing was changed; restart the daemon for other settings"
+    )

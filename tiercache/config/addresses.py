@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from ipaddress import AddressValueError, IPv4Address, IPv6Address
 from typing import Final
 
-from tiercache.config.quantities import shown
 from tiercache.errors import ConfigError
+from tiercache.text import shown
 
 _FORM: Final = re.compile(r"(?:\[([0-9A-Fa-f:.]{2,45})\]|([0-9A-Za-z.-]{1,253})):([0-9]{1,5})")
 _LABEL: Final = re.compile(r"[0-9A-Za-z](?:[0-9A-Za-z-]{0,61}[0-9A-Za-z])?")
@@ -24,7 +24,7 @@ class Address:
     loopback: bool
     """Whether only this machine can reach the address.
 
-    False for a name other than `localhost`, because it is not known what the name resolves to.
+    False for a name other than `localhost`, because names are not resolved here.
     """
 
     def __str__(self) -> str:
@@ -32,16 +32,19 @@ class Address:
 
 
 def parse_address(text: object) -> Address:
-    """Return the address that `text` names; raises ConfigError, with the expected form, for anything else."""
+    """Return the address that `text` describes; raises ConfigError if `text` is not an address."""
     match = _FORM.fullmatch(text) if isinstance(text, str) else None
     if match is None or int(match[3]) > 0xFFFF or not (match[1] or _possible(match[2])):
         raise ConfigError(
-            f"{shown(text)} is not an address; write host:port with a port from 0 to 65535, such as 127.0.0.1:7070 or [::1]:7070"
+            f"{shown(text)} is not an address; write host:port with a port from 0 to 65535, such as"
+            " 127.0.0.1:7070 or [::1]:7070"
         )
     try:
         return Address(match[1] or match[2], int(match[3]), _loopback(match[1], match[2]))
     except AddressValueError as error:
-        raise ConfigError(f"{shown(text)} is not an address: {error}; write host:port, such as 127.0.0.1:7070 or [::1]:7070") from error
+        raise ConfigError(
+            f"{shown(text)} is not an address: {error}; write host:port, such as 127.0.0.1:7070 or [::1]:7070"
+        ) from error
 
 
 def _possible(host: str) -> bool:
@@ -49,10 +52,15 @@ def _possible(host: str) -> bool:
 
 
 def _loopback(v6: str | None, host: str) -> bool:
-    """Return whether the host can be reached by this machine alone. Raises AddressValueError for a malformed IP address."""
+    """Return whether only this machine can reach a host.
+
+    The host is the IPv6 address `v6` or, without one, the name or IPv4 address `host`. Raises
+    AddressValueError for a malformed IP address.
+    """
     if v6:
         return IPv6Address(v6).is_loopback
-    # RFC 1123: a host whose last label is a number is an IPv4 address. "127.1", which resolvers accept, is malformed here.
+    # RFC 1123: a host whose last label is a number is an IPv4 address. IPv4Address rejects short forms such
+    # as "127.1", which resolvers accept.
     if host.rpartition(".")[2].isdigit():
         return IPv4Address(host).is_loopback
     return host.lower() == "localhost"

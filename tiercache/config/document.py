@@ -1,27 +1,34 @@
-"""Settings as documents: names and descriptions, the JSON Schema of the file, and the contents of a file with given settings."""
+"""Settings as documents: their names and descriptions, the JSON Schema of the file, and the file as TOML."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, get_args, get_origin
 
+import tomli_w
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from tiercache.config.models import Settings
-from tiercache.config.quantities import size_text
-from tiercache.config.toml import Key
+from tiercache.text import exact_size
 
 
 def table_of(annotation: Any) -> type[BaseModel] | None:
-    """Return the table that an annotation is, or is a list or a mapping of; None if it contains no table."""
+    """Return the model of the table in an annotation, or None if the annotation has no table.
+
+    The annotation may be that of a table itself, or of a list or mapping of tables.
+    """
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next((table for table in map(table_of, get_args(annotation)) if table), None)
 
 
 def table_at(key: Sequence[str | int]) -> type[BaseModel]:
-    """Return the model of the table at a key: the settings themselves, a table, an item of a list, or a table that a user named."""
+    """Return the model of the table at a key.
+
+    The table may be the settings themselves, a table in them, an item of a list of tables, or a table with a
+    name that the user has chosen.
+    """
     found: type[BaseModel] = Settings
     for part in key:
         if isinstance(part, str) and part in found.model_fields:
@@ -37,25 +44,25 @@ def description(key: Key) -> str:
 
 
 def document(settings: Settings) -> dict[str, Any]:
-    """Return the contents of a file with these settings, as strings, numbers, booleans, lists and tables.
+    """Return the settings as strings, numbers, booleans, lists and tables.
 
-    Written as TOML, it can be loaded again.
+    A TOML file with these values can be loaded again.
     """
-    return _said(settings, settings.model_dump(mode="json"))
+    return _contents(settings, settings.model_dump(mode="json"))
 
 
 def effective(settings: Settings) -> dict[str, Any]:
-    """Return the same as `document`, with the values of settings that follow from others filled in."""
+    """Return the settings as `document` does, and also the defaults that follow from other settings."""
     values = settings.model_dump(mode="json")
     values["sockets"] = str(settings.socket_directory)
     for name in ("client_bytes", "principal_bytes", "object_bytes"):
-        values["limits"][name] = size_text(getattr(settings, name))
-    return _said(settings, values)
+        values["limits"][name] = exact_size(getattr(settings, name))
+    return _contents(settings, values)
 
 
-def _said(settings: Settings, values: dict[str, Any]) -> dict[str, Any]:
+def _contents(settings: Settings, values: dict[str, Any]) -> dict[str, Any]:
     if settings.storage:
-        del values["disk_bytes"]  # belongs to the file store, which is not used; giving both is an error
+        del values["disk_bytes"]  # for the default store only; a file with both settings is an error
     said: dict[str, Any] = _without_none(values)
     return said
 
@@ -79,21 +86,31 @@ def leaves(values: Mapping[str, Any], key: Key = ()) -> Iterator[tuple[Key, Any]
 
 
 def every_setting(table: type[BaseModel] = Settings, key: str = "") -> Iterator[tuple[str, Any, str]]:
-    """Yield all possible settings: the name, the default as a file writes it (or None), and the description."""
+    """Yield all possible settings as (name, default, description).
+
+    The default is as a file would give it, or None.
+    """
     for name, field in table.model_fields.items():
-        inner, listed = table_of(field.annotation), "[]" if get_origin(field.annotation) is tuple else ""
-        named = ".NAME" if get_origin(field.annotation) is dict else listed
+        inner = table_of(field.annotation)
         if inner is None:
             yield f"{key}{name}", _default(table, name), field.description or ""
-        else:
-            yield from every_setting(inner, f"{key}{name}{named}.")
+            continue
+        # Names of inner settings: limits.idle, principals[].uid, tenants.NAME.salt_file.
+        several = get_origin(field.annotation)
+        place = "[]" if several is tuple else ".NAME" if several is dict else ""
+        yield from every_setting(inner, f"{key}{name}{place}.")
 
 
 def schema() -> dict[str, Any]:
-    """Return the JSON Schema of the file, for editors. It covers names, types and ranges, but not what `rules` checks."""
+    """Return the JSON Schema of the file, for editors.
+
+    The schema covers names, types and ranges, but not the rules between settings (module `rules`).
+    """
     made = Settings.model_json_schema()
     tables: list[type[BaseModel]] = [Settings]
-    tables += [table for table in (table_of(field.annotation) for field in Settings.model_fields.values()) if table]
+    tables += [
+        table for table in (table_of(field.annotation) for field in Settings.model_fields.values()) if table
+    ]
     contents: dict[str, Any] = {**made["$defs"], Settings.__name__: made}
     for table in tables:
         for name, setting in contents[table.__name__]["properties"].items():
@@ -102,19 +119,67 @@ def schema() -> dict[str, Any]:
 
 
 def _default(table: type[BaseModel], name: str) -> Any:
-    """Return the default of a setting as a file writes it; None for a table, a required setting, or one that follows from others."""
+    """Return the default of a setting as a file would give it.
+
+    Returns None for a table, for a required setting, and for a setting whose default follows from others.
+    """
     value = table.model_fields[name].get_default(call_default_factory=True)
     if value is None or value is PydanticUndefined or table_of(type(value)):
         return None
-    # Dump this setting only: a table built without validation may lack required settings.
+    # Only this setting is dumped, because a table built without validation may lack required settings.
     return table.model_construct(**{name: value}).model_dump(mode="json", include={name})[name]
 
 
 def _tidy(setting: dict[str, Any], default: Any) -> None:
-    """Adapt a setting's schema in place: drop null, which TOML lacks, and the title, and write the default as in a file."""
+    """Adapt a setting's schema to TOML, in place.
+
+    Removes the title. Removes the type null, because TOML has no null. Sets the default to `default`.
+    """
     for noise in ("title", "default"):
         setting.pop(noise, None)
     if default is not None:
         setting["default"] = default
     choices = [choice for choice in setting.pop("anyOf", []) if choice.get("type") != "null"]
     setting.update(choices[0] if len(choices) == 1 else {"anyOf": choices} if choices else {})
+
+
+Key = tuple[str | int, ...]
+"""Path of a value: names of tables and positions in lists."""
+
+
+def lines(
+    table: Mapping[str, Any], note: Callable[[Key], str] = lambda key: "", key: Key = ()
+) -> Iterator[str]:
+    """Yield the lines of a document; `note` returns a comment for the value at a key, or an empty string."""
+    inner = {name: value for name, value in table.items() if isinstance(value, Mapping) or _is_tables(value)}
+    for name, value in table.items():
+        if name not in inner:
+            remark = note((*key, name))
+            yield tomli_w.dumps({name: value}).rstrip() + (f"  # {remark}" if remark else "")
+    for name, value in inner.items():
+        if isinstance(value, Mapping):
+            yield from ("", f"[{_header((*key, name))}]")
+            yield from lines(value, note, (*key, name))
+            continue
+        for n, item in enumerate(value):
+            yield from ("", f"[[{_header((*key, name))}]]")
+            yield from lines(item, note, (*key, name, n))
+
+
+def dotted(key: Sequence[str | int]) -> str:
+    """Return a key as users write it, such as principals[1].token_file."""
+    parts = (f"[{part}]" if isinstance(part, int) else f".{_name(part)}" for part in key)
+    return "".join(parts).removeprefix(".")
+
+
+def _header(key: Key) -> str:
+    return ".".join(_name(part) for part in key if isinstance(part, str))
+
+
+def _is_tables(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(item, Mapping) for item in value)
+
+
+def _name(name: str) -> str:
+    """Return a name as TOML writes it, quoted if it must be."""
+    return tomli_w.dumps({name: 0}).rpartition(" = ")[0]

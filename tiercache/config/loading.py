@@ -1,4 +1,7 @@
-"""Loading of settings from a file, the environment and flags, in layers, so that each error and value can be traced to its source."""
+"""Loading of settings from a file, the environment and flags.
+
+Each source is a layer, so that every value and every error can be traced to its source.
+"""
 
 from __future__ import annotations
 
@@ -11,34 +14,38 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_settings import EnvSettingsSource, SettingsError
 
-from tiercache.config.document import table_at, table_of
+from tiercache.config.document import Key, dotted, table_at, table_of
 from tiercache.config.models import Principal, Settings
-from tiercache.config.toml import Key, dotted
 from tiercache.errors import ConfigError
 
 PREFIX: Final = "TIERCACHE_"
 FILE_VARIABLE: Final = "TIERCACHE_CONFIG"
 DEFAULT_FILE: Final = Path("/etc/tiercache/tiercache.toml")
 NO_SETTINGS: Final = frozenset({FILE_VARIABLE, "TIERCACHE_STORE"})
-"""Variables with the prefix of settings that are not settings: the path of the file, and a variable of other verbs."""
-_SERVICE_LINK: Final = re.compile(r"TIERCACHE_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)")
-"""Variables that Kubernetes puts into every pod near a service called tiercache or tiercache-...
+"""Variables with the prefix that are no settings of the daemon.
 
-They are neither settings nor a mistake, so they are ignored.
-"""
+The first is the path of the file. The second is the default of `--store` for the verbs of the terminal."""
+_SERVICE_LINK: Final = re.compile(
+    r"TIERCACHE_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
+)
+"""Variables that Kubernetes sets in every pod if there is a service named tiercache or tiercache-...
+
+They are ignored, because they are neither settings nor mistakes."""
 _JSON: Final = re.compile(r'\{|\[\s*(["{\]]|$)')
+"""Beginning of a JSON table or of a JSON list of strings or tables."""
 _FILE_LIMIT: Final = 2**20
+"""Maximum bytes of a configuration file."""
 _NESTED: Final = "__"
 
 
 class Origin(StrEnum):
-    """Kind of place that a value comes from."""
+    """Kind of source from which a value comes."""
 
     DEFAULT = "default"
     FILE = "file"
@@ -48,15 +55,15 @@ class Origin(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Settings that one place gives: the file, the environment or the flags."""
+    """Settings from one source: the file, the environment or the flags."""
 
     origin: Origin
     place: str
-    """Path of the file, or words for another place."""
+    """Path of the file, or the name of another source."""
     values: Mapping[str, Any]
 
-    def says(self, key: Key) -> bool:
-        """Return whether this place gives a value for `key`."""
+    def gives(self, key: Key) -> bool:
+        """Return whether this source has a value for `key`."""
         here: Any = self.values
         for part in key:
             try:
@@ -65,14 +72,14 @@ class Layer:
                 return False
         return True
 
-    def call(self, key: Key) -> str:
-        """Return the name that a user knows `key` by at this place: a key of the file, a variable or a flag."""
+    def name_of(self, key: Key) -> str:
+        """Return `key` as the user writes it in this source: as a key of the file, a variable or a flag."""
         if self.origin in (Origin.FILE, Origin.DEFAULT):
             return f"{self.place}: {_clean(dotted(key))}"
         names = [_clean(str(part)) for part in key]
         if self.origin is Origin.FLAG:
             return f"--{'-'.join(names).replace('_', '-')}"
-        # An item of a list has no variable of its own: it came as JSON in the variable of the list.
+        # An item of a list has no variable of its own, because the variable of the list holds all items.
         depth = next((n for n, part in enumerate(key) if isinstance(part, int)), len(key))
         variable = PREFIX + _NESTED.join(names[:depth]).upper()
         return f"{variable}, {_clean(dotted(key))}" if depth < len(key) else variable
@@ -80,43 +87,47 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """Settings together with the places that they came from."""
+    """Settings, together with their sources."""
 
     settings: Settings
     file: Path | None
     layers: tuple[Layer, ...]
-    """Layers in rising precedence: the last one that has a value for a key counts."""
+    """Layers in rising precedence: the last layer that has a key gives the key's value."""
 
     def origin(self, key: Key) -> Origin:
-        """Return the kind of place that the value of `key` comes from."""
-        return next((layer.origin for layer in reversed(self.layers) if layer.says(key)), Origin.DEFAULT)
+        """Return the kind of source from which the value of `key` comes."""
+        return next((layer.origin for layer in reversed(self.layers) if layer.gives(key)), Origin.DEFAULT)
 
 
 def find_file(given: Path | None) -> Path | None:
-    """Return the path of the file to read: `given`, else $TIERCACHE_CONFIG, else the file in /etc if it exists, else None."""
+    """Return the path of the file to read, or None.
+
+    The path is `given`, else $TIERCACHE_CONFIG, else /etc/tiercache/tiercache.toml if that file exists.
+    """
     named = given or (Path(os.environ[FILE_VARIABLE]) if os.environ.get(FILE_VARIABLE) else None)
     return named or (DEFAULT_FILE if DEFAULT_FILE.exists() else None)
 
 
 def load(file: Path | None = None, overrides: Mapping[str, Any] | None = None) -> Settings:
-    """Return the settings from, in falling precedence, `overrides`, the environment, `file` and the defaults.
+    """Return the settings from `overrides`, the environment, `file` and the defaults, in falling precedence.
 
-    `overrides` are flags; None stands for a flag that was not given. Raises ConfigError, in one sentence that names the file and the key,
-    for anything that cannot be served as written.
+    `overrides` holds the values of flags; the value of a flag that was not given is None. Raises ConfigError
+    for a mistake; its message is one sentence that names the source and the key.
     """
     return resolve(file, overrides).settings
 
 
 def resolve(file: Path | None = None, overrides: Mapping[str, Any] | None = None) -> Loaded:
-    """Return the settings like `load`, together with the place that each value comes from."""
+    """Return the same settings as `load`, together with the source of each value."""
     layers = (
         Layer(Origin.FILE, printable(file), _read(file) if file else {}),
         Layer(Origin.ENVIRONMENT, "the environment", _environment()),
-        Layer(Origin.FLAG, "flags", _given(overrides or {})),
+        Layer(Origin.FLAG, "flags", _without_absent(overrides or {})),
     )
     merged: dict[str, Any] = {}
     for layer in layers:
-        # Check each layer alone first, so that an overridden mistake is found too. A missing setting may stand in another layer.
+        # Each layer is also checked alone, so that a mistake is found even if a later layer overrides it. A
+        # required setting may be missing in one layer and present in another.
         _validated(layer, partial=True)
         merged = _merge(merged, layer.values)
     where = " with ".join(layer.place for layer in layers if layer.values) or "defaults"
@@ -129,8 +140,8 @@ def resolve(file: Path | None = None, overrides: Mapping[str, Any] | None = None
 
 
 def printable(path: Path | None) -> str:
-    """Return a path in the form in which messages show it: unprintable characters escaped, at most 4096 characters."""
-    return _clean(str(path), most=4096)
+    """Return a path as text for messages: unprintable characters escaped, at most 4096 characters."""
+    return _clean(str(path), max_chars=4096)
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -138,7 +149,9 @@ def _read(file: Path) -> dict[str, Any]:
         with file.open("rb") as source:
             data = source.read(_FILE_LIMIT + 1)
         if len(data) > _FILE_LIMIT:
-            raise ConfigError(f"{printable(file)} is larger than 1MiB, which is no configuration; name another file")
+            raise ConfigError(
+                f"{printable(file)} is larger than 1MiB, so it is not a configuration; name another file"
+            )
         return tomllib.loads(data.decode())
     except FileNotFoundError as error:
         raise ConfigError(f"{printable(file)} does not exist; create it, or name another file") from error
@@ -146,15 +159,20 @@ def _read(file: Path) -> dict[str, Any]:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise ConfigError(f"{printable(file)} cannot be read: {reason}; name a TOML file") from error
     except RecursionError as error:
-        raise ConfigError(f"{printable(file)} is nested too deeply; no setting needs more than three levels") from error
+        raise ConfigError(
+            f"{printable(file)} is nested too deeply; settings have at most three levels"
+        ) from error
     except ConfigError:
         raise
     except ValueError as error:  # TOMLDecodeError, or a number with more digits than Python converts
-        raise ConfigError(f"{printable(file)} is not TOML: {_clean(str(error))}; fix it there") from error
+        raise ConfigError(f"{printable(file)} is not TOML: {_clean(str(error))}; correct it there") from error
 
 
 def _environment() -> dict[str, Any]:
-    """Return the settings that variables give; raises ConfigError for a misspelt name, which would otherwise have no effect."""
+    """Return the settings in environment variables.
+
+    Raises ConfigError for a misspelt name. Without this error, the variable would just have no effect.
+    """
     variables: dict[str, str] = {}
     for name, value in os.environ.items():
         if name.startswith(PREFIX) and name not in NO_SETTINGS and not _SERVICE_LINK.fullmatch(name):
@@ -169,35 +187,55 @@ def _environment() -> dict[str, Any]:
 
 
 class _Environment(EnvSettingsSource):
-    """Source of settings in variables; accepts lists as JSON or with commas: TIERCACHE_LISTEN=127.0.0.1:7070,[::1]:7070."""
+    """Source of settings in environment variables.
+
+    Lists may be JSON, or separated by commas: TIERCACHE_LISTEN=127.0.0.1:7070,[::1]:7070. Where one text is
+    possible instead of a list, a list must be JSON: TIERCACHE_STORAGE='["memory://", "file:///d"]'.
+    """
 
     def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
         text = str(value).strip()
-        # _JSON tells a JSON list from "[::1]:7070", which begins with a bracket as well.
+        # _JSON distinguishes a JSON list from "[::1]:7070", which begins with a bracket as well.
         if not _JSON.match(text):
+            if str in get_args(field.annotation):
+                return value  # such as a URL, in which commas have a meaning
             return [part.strip() for part in text.split(",") if part.strip()]
         try:
             return json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{PREFIX}{field_name.upper()} is not JSON: {error}; write a list with brackets and double quotes") from error
+            raise ConfigError(
+                f"{PREFIX}{field_name.upper()} is not JSON: {error}; write a list with brackets and double"
+                " quotes"
+            ) from error
 
 
 def _known_variable(name: str) -> None:
+    # TIERCACHE_LIMITS__IDLE is ("limits", "idle"). Only a setting in a table has such a nested name. The
+    # settings in [[principals]] have none, because the variable TIERCACHE_PRINCIPALS holds the whole list.
     key = tuple(name.removeprefix(PREFIX).lower().split(_NESTED))
     field = Settings.model_fields.get(key[0])
-    if not name.isupper() or field is None or (len(key) > 1 and table_of(field.annotation) in (None, Principal)):
+    if (
+        not name.isupper()
+        or field is None
+        or (len(key) > 1 and table_of(field.annotation) in (None, Principal))
+    ):
         layer = Layer(Origin.ENVIRONMENT, "", {})
         raise ConfigError(f"{printable(Path(name))} names no setting{_suggestion(layer, key)}")
 
 
-def _given(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `flags` without those that were not given (None), and without tables that are empty then."""
-    values = {name: _given(value) if isinstance(value, Mapping) else value for name, value in flags.items()}
+def _without_absent(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `flags` without the flags that were not given (None), and without empty tables."""
+    values = {
+        name: _without_absent(value) if isinstance(value, Mapping) else value for name, value in flags.items()
+    }
     return {name: value for name, value in values.items() if value is not None and value != {}}
 
 
 def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge two layers: tables key by key; any other value, lists included, is replaced as a whole by the one in `above`."""
+    """Merge two layers; the values in `above` win.
+
+    Tables are merged key by key. Any other value, including a list, is replaced as a whole.
+    """
     merged = dict(below)
     for name, value in above.items():
         mine = merged.get(name)
@@ -206,12 +244,13 @@ def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _validated(layer: Layer, *, partial: bool = False) -> Settings | None:
-    """Return the settings of a layer; None if it is `partial` and a required setting is missing.
+    """Return the settings of a layer; raises ConfigError for the first mistake.
 
-    Raises ConfigError for the first mistake.
+    With `partial`, required settings may be missing; if one is missing, the result is None.
     """
     for name in layer.values:
-        # Reject unknown names before pydantic-settings sees them: it takes arguments of its own, such as _env_file.
+        # Reject unknown names before pydantic-settings sees them. It would not reject a name such as
+        # _env_file, because its constructor has an argument of that name.
         if name not in Settings.model_fields:
             raise _unknown(layer, (name,))
     try:
@@ -229,36 +268,39 @@ def _sentence(layer: Layer, mistake: Mapping[str, Any]) -> ConfigError:
     if kind == "extra_forbidden":
         return _unknown(layer, key)
     if kind == "missing":
-        return ConfigError(f"{layer.call(key)} is missing; add it")
+        return ConfigError(f"{layer.name_of(key)} is missing; add it")
     if kind in ("model_type", "model_attributes_type", "dict_type"):
-        return ConfigError(f"{layer.call(key)} is not a table; give its settings one by one")
+        return ConfigError(f"{layer.name_of(key)} is not a table; give its settings one by one")
     reason = mistake.get("ctx", {}).get("error") or mistake["msg"]
-    return ConfigError(f"{layer.call(key)}: {_clean(str(reason))}")
+    return ConfigError(f"{layer.name_of(key)}: {_clean(str(reason))}")
 
 
 def _unknown(layer: Layer, key: Key) -> ConfigError:
-    return ConfigError(f"{layer.call(key)} is not a setting{_suggestion(layer, key)}")
+    return ConfigError(f"{layer.name_of(key)} is not a setting{_suggestion(layer, key)}")
 
 
 def _suggestion(layer: Layer, key: Key) -> str:
-    """Return the end of a message that names the setting that was probably meant.
+    """Return the end of a message, which suggests the setting that was probably meant.
 
-    Tries the same table, tables and settings that have this exact name, then a similar name in the same table; lists the whole table if
-    nothing fits.
+    The unknown name is first changed to lower case, with _ for -. The message suggests a setting with this
+    name in the same table, else in another table, else a setting with a similar name in the same table. If
+    no setting fits, the message lists all settings of the table.
     """
     *parent, last = key
     wanted = str(last)[:64].lower().replace("-", "_")
     names = list(table_at(parent).model_fields)
     meant = [(*parent, wanted)] if wanted in names else []
-    meant += [(table, wanted) for table in ("tls", "limits", "metrics") if wanted in table_at([table]).model_fields]
+    meant += [
+        (table, wanted) for table in ("tls", "limits", "metrics") if wanted in table_at([table]).model_fields
+    ]
     meant += [(name,) for name in Settings.model_fields if name == wanted]
     meant += [(*parent, name) for name in get_close_matches(wanted, names, n=1)]
     if meant:
-        return f"; did you mean {layer.call(meant[0]).removeprefix(f'{layer.place}: ')}?"
-    return f"; what can be set there: {', '.join(names)}"
+        return f"; did you mean {layer.name_of(meant[0]).removeprefix(f'{layer.place}: ')}?"
+    return f"; the settings there are {', '.join(names)}"
 
 
-def _clean(text: str, most: int = 200) -> str:
-    """Return foreign text made safe for one line of a message: unprintable characters escaped, cut after `most` characters."""
+def _clean(text: str, max_chars: int = 200) -> str:
+    """Return text for one line of a message: escape unprintable characters, and cut after `max_chars`."""
     line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
-    return line if len(line) <= most else f"{line[:most]}..."
+    return line if len(line) <= max_chars else f"{line[:max_chars]}..."

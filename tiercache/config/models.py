@@ -1,4 +1,4 @@
-"""Settings of the daemon: names, types, defaults and descriptions. Rules across settings are in `rules`.
+"""Settings of the daemon: names, types, defaults and descriptions. Rules between settings are in `rules`.
 
 The docstring below a setting is its description in `tiercache config schema`.
 """
@@ -28,7 +28,7 @@ from tiercache.config.fields import (
     Namespaces,
     ObjectBytes,
     Size,
-    StorageUrl,
+    StorageUrls,
     Subject,
     Text,
     UserId,
@@ -40,50 +40,62 @@ from tiercache.errors import ConfigError
 
 _MIB: Final = 2**20
 _OBJECT_BYTES: Final = 256 * _MIB
-"""Default of the largest object, in bytes: more than an unsharded state of any model known in 2026."""
+"""Default of `limits.object_bytes`: more than an unsharded state of any model known in 2026."""
 
 
 class _Table(BaseModel):
-    """A table of the file. Frozen; knows no other keys."""
+    """Base of the tables of the file, which are immutable and reject unknown keys."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, hide_input_in_errors=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, hide_input_in_errors=True
+    )
 
 
 class Tls(_Table):
     """Certificates of the TCP addresses. All are PEM files, read when the daemon starts."""
 
     certificate: AbsolutePath | None = None
-    """The daemon's certificate, and those between it and the root."""
+    """File with the daemon's certificate, followed by the certificates between it and the root."""
     key: AbsolutePath | None = None
-    """The private key of the certificate; readable by the daemon's user alone."""
+    """File with the private key of the certificate; only the daemon's user may have access to it."""
     client_ca: AbsolutePath | None = None
-    """Certificate authority of client certificates. Where it is given, a client must show one (mutual TLS)."""
+    """File with the certificate of the authority that signs client certificates.
+
+    If it is given, every client must show a certificate (mutual TLS).
+    """
 
 
 class Principal(_Table):
-    """Somebody who may call the daemon, known by one credential: a user id, a token or a certificate."""
+    """User or program that may call the daemon, recognised by a user id, a token or a certificate."""
 
     name: Name
     """Name of this principal in the audit log and the metrics."""
     uid: UserId | None = None
     """Credential: the user id of the process at the other end of a unix socket."""
     token_file: AbsolutePath | None = None
-    """Credential: a file with a token of 16 to 4096 bytes; readable by the daemon's user alone."""
+    """Credential: a file with a token of 16 to 4096 bytes; only the daemon's user may have access to it."""
     san: Subject | None = None
-    """Credential: a subject alternative name of the client's certificate, such as worker-1.example or spiffe://example/worker-1."""
+    """Credential: a subject alternative name of the client's certificate, such as worker-1.example or
+    spiffe://example/worker-1.
+    """
     tenant: Text = ""
-    """The tenant whose objects this principal sees; one of [tenants]."""
+    """Tenant whose objects this principal sees; one of [tenants].
+
+    If it is empty, the principal sees the objects that belong to no tenant.
+    """
     verbs: Verbs = frozenset({Verb.READ, Verb.WRITE})
     """Verbs that this principal may use: read, write, admin."""
     namespaces: Namespaces = ("*",)
-    """Namespaces that this principal may use, in hex digits, all of them, as `tiercache ls -o json` prints them; "*" is all.
+    """Namespaces that this principal may use, or "*" for all.
 
-    Of a tenant either name will do: the tenant's own, or the longer one that whoever sees the whole store is shown.
+    A namespace is written with all of its hex digits, as `tiercache ls -o json` prints them. A namespace of a
+    tenant has two names: principals of the tenant see a short name, and principals that see the whole store
+    see the longer name in the store. Both names are accepted.
     """
 
     @property
     def credential(self) -> str:
-        """Kind of the credential, and its user id, file or name; never the secret itself."""
+        """Kind of the credential, followed by its user id, file or name; never the secret itself."""
         return next(f"{kind} {value}" for kind, value in self._credentials().items() if value is not None)
 
     @model_validator(mode="after")
@@ -99,46 +111,58 @@ class Principal(_Table):
 
 
 class Tenant(_Table):
-    """Somebody whose objects nobody else can name."""
+    """Owner of objects that the principals of other tenants cannot reach."""
 
     salt_file: AbsolutePath
-    """32 to 4096 secret bytes that separate this tenant's objects from all others; never change them: its objects would be lost."""
+    """File with 32 to 4096 secret bytes that separate this tenant's objects from all others.
+
+    Never change these bytes: the tenant's objects would be lost.
+    """
 
 
 class Limits(_Table):
-    """Limits of one client, and of all of them together."""
+    """Limits of each client, and of all clients together."""
 
     clients: Count = 512
-    """Connections and sessions in total."""
+    """Maximum number of connections of all clients, and also of clients with attached memory."""
     streams: Count = 256
-    """Calls under way in total."""
+    """Maximum number of calls under way, of all clients."""
     streams_per_client: Count = 32
-    """Calls of one client under way."""
+    """Maximum number of calls under way, of one client."""
     client_bytes: ObjectBytes | None = None
-    """Payload bytes of one client in flight. Default: an eighth of host_bytes, or object_bytes where that is more."""
+    """Maximum payload of one client's calls under way.
+
+    Default: an eighth of host_bytes, or object_bytes if that is more.
+    """
     principal_bytes: ObjectBytes | None = None
-    """Payload bytes of all clients of one principal in flight. Default: half of host_bytes, or a quarter of several principals."""
+    """Maximum payload of the calls under way of all clients of one principal.
+
+    Default: half of host_bytes, or a quarter if there are several principals.
+    """
     keys_per_batch: Count = 4096
-    """Keys that one call may name."""
+    """Maximum number of keys in one call."""
     message_bytes: MessageBytes = 4 * _MIB
-    """The largest message; objects travel in chunks of half of it, and of 2MiB at most."""
+    """Maximum size of a message. Objects travel in chunks of half this size, but of at most 2MiB."""
     object_bytes: ObjectBytes | None = None
-    """The largest object. Default: 256MiB, or a quarter of host_bytes where that is less."""
+    """Maximum size of an object. Default: 256MiB, or a quarter of host_bytes if that is less."""
     attached_bytes: Size = 64 * 1024 * _MIB
-    """Shared memory that one client may attach; 0 turns attaching off."""
+    """Maximum shared memory that one client may attach; 0 turns attaching off."""
     idle: Duration = 10.0
-    """A stream that makes no progress for so long is cut."""
+    """Time after which a call that makes no progress is cut."""
     call: Duration = 60.0
-    """The longest deadline that a call may have."""
+    """Maximum duration of a call, whatever its deadline is."""
 
 
 class MetricsSettings(_Table):
-    """The metrics endpoint, for Prometheus."""
+    """Metrics endpoint for Prometheus."""
 
     listen: ListenOrNone = ""
     """Address of the endpoint, such as 127.0.0.1:9464; empty turns it off."""
     public: Flag = False
-    """Allow an address that other machines reach: metrics show names of principals and tenants, and nothing can be changed there."""
+    """Allow an address that other machines can reach.
+
+    The metrics show the names of principals; nothing can be changed through the endpoint.
+    """
 
     @property
     def address(self) -> Address | None:
@@ -147,30 +171,45 @@ class MetricsSettings(_Table):
 
 
 class Settings(BaseSettings):
-    """All settings of the daemon. Frozen; made by `load`, which alone looks at files and variables."""
+    """All settings of the daemon, immutable. `load` makes them from files, variables and flags."""
 
     model_config = SettingsConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, hide_input_in_errors=True, title="tiercache"
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        hide_input_in_errors=True,
+        title="tiercache",
     )
 
     directory: AbsolutePath = Path("/var/lib/tiercache")
     """Directory of the store (DIR/store) and of the unix sockets (DIR/run)."""
-    storage: StorageUrl = ""
-    """URL of another store than the file store in DIR/store, such as lmdb:///var/lib/tiercache/lmdb?capacity=64GiB."""
+    storage: StorageUrls = ""
+    """URL of the store, such as lmdb:///data/kv?capacity=64GiB, or URLs of tiers, the fastest first.
+
+    Default: a file store in DIR/store.
+    """
+    chain: Flag = False
+    """Serve one store as a chain of one tier, so that `tiercache tier` can add others while it serves.
+
+    A chain makes one more copy of each object that is stored or read. A list in `storage` is a chain anyway.
+    """
     disk_bytes: DiskBytes = 64 * 1024 * _MIB
     """Capacity of the file store in DIR/store."""
     host_bytes: HostBytes = 512 * _MIB
-    """Memory for what is in flight: half for payloads, half for messages."""
+    """Memory that clients can make the daemon hold: half for payloads, half for messages."""
     sockets: AbsolutePath | None = None
     """Directory of the unix sockets, grpc.sock and attach.sock. Default: DIR/run."""
     unix: Flag = True
     """Serve the unix sockets."""
     listen: Listens = ()
-    """TCP addresses as host:port; port 0 is any free one."""
+    """TCP addresses as host:port; port 0 stands for any free port."""
     insecure_bind: Flag = False
-    """Allow addresses that other machines reach without TLS and authentication. Whoever reaches them may then read and change the cache."""
+    """Allow addresses that other machines can reach, without TLS or authentication.
+
+    Every client that reaches such an address may then read and change the cache.
+    """
     drain: Duration = 10.0
-    """How long calls under way may take to end after SIGTERM."""
+    """Time after SIGTERM in which calls under way can still end."""
     tls: Tls | None = None
     """Certificates of the TCP addresses."""
     principals: Annotated[tuple[Principal, ...], Listed] = ()
@@ -178,9 +217,9 @@ class Settings(BaseSettings):
     tenants: dict[Name, Tenant] = Field(default_factory=dict)
     """Tenants by name."""
     limits: Limits = Limits()
-    """Limits of one client, and of all of them together."""
+    """Limits of each client, and of all clients together."""
     metrics: MetricsSettings = MetricsSettings()
-    """The metrics endpoint, for Prometheus."""
+    """Metrics endpoint for Prometheus."""
 
     @classmethod
     def settings_customise_sources(
@@ -191,18 +230,30 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Use the arguments only: `load` reads the environment itself, to know which values came from there."""
+        """Use only the arguments of the constructor.
+
+        `load` reads the environment itself, so that it knows which values come from there.
+        """
         return (init_settings,)
 
     def check(self) -> Self:
-        """Return these settings; raises ConfigError if they contradict each other. Opens no file: see `files.check_files`."""
+        """Return these settings; raises ConfigError if they contradict each other.
+
+        No file is opened; `files.check_files` checks the files.
+        """
         rules.check(self)
         return self
 
     @property
-    def store_url(self) -> str:
-        """URL of the store to open."""
-        return self.storage or storage_url("file", self.directory / "store", capacity=self.disk_bytes)
+    def store_url(self) -> str | tuple[str, ...]:
+        """URL of the store to open, or the URLs of the tiers of a chain, as `open_backend` takes them."""
+        url = self.storage or storage_url("file", self.directory / "store", capacity=self.disk_bytes)
+        return (url,) if self.chain and isinstance(url, str) else url
+
+    @property
+    def store_urls(self) -> tuple[str, ...]:
+        """URLs of all stores to open: one, or those of the tiers of a chain."""
+        return (self.store_url,) if isinstance(self.store_url, str) else self.store_url
 
     @property
     def socket_directory(self) -> Path:
@@ -216,23 +267,25 @@ class Settings(BaseSettings):
 
     @property
     def payload_bytes(self) -> int:
-        """Payload bytes that may be in flight in total: half of host_bytes, rounded down to a MiB."""
+        """Maximum payload bytes of all calls under way: half of host_bytes, rounded down to a MiB."""
         return self.host_bytes // 2 // _MIB * _MIB
 
     @property
     def object_bytes(self) -> int:
-        """Size of the largest object in bytes: the setting, or its default."""
+        """Maximum size of an object in bytes: the setting, or its default."""
         given = [size for size in (self.limits.client_bytes, self.limits.principal_bytes) if size is not None]
         return self.limits.object_bytes or min(_OBJECT_BYTES, self.payload_bytes // 2, *given)
 
     @property
     def client_bytes(self) -> int:
-        """Payload bytes of one client that may be in flight: the setting, or its default."""
-        # The default leaves room for the largest object, which could not be moved at all otherwise.
-        return self.limits.client_bytes or min(max(self.payload_bytes // 4, self.object_bytes), self.principal_bytes)
+        """Maximum payload bytes of one client's calls under way: the setting, or its default."""
+        # Without room for the largest object, a client could not move that object at all.
+        return self.limits.client_bytes or min(
+            max(self.payload_bytes // 4, self.object_bytes), self.principal_bytes
+        )
 
     @property
     def principal_bytes(self) -> int:
-        """Payload bytes that may be in flight for all clients of one principal: the setting, or its default."""
+        """Maximum payload bytes of the calls under way of one principal: the setting, or its default."""
         share = self.payload_bytes // 2 if len(self.principals) > 1 else self.payload_bytes
         return self.limits.principal_bytes or max(share, self.object_bytes)

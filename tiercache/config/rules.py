@@ -1,15 +1,19 @@
-"""Rules that settings must obey together, and warnings about risky ones. Pure: opens no file and resolves no name."""
+"""Rules that settings must obey together, and warnings about risky settings.
+
+This module opens no file and resolves no host name.
+"""
 
 from __future__ import annotations
 
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from itertools import combinations
 from typing import TYPE_CHECKING, Final
 
-from tiercache.config.quantities import size_text
 from tiercache.config.urls import unix_target
 from tiercache.errors import ConfigError
+from tiercache.text import exact_size
 
 if TYPE_CHECKING:
     from tiercache.config.addresses import Address
@@ -17,45 +21,62 @@ if TYPE_CHECKING:
 
 SOCKETS: Final = ("grpc.sock", "attach.sock")
 _NAMESPACE_DIGITS: Final = (64, 96)
+"""Hex digits of a model's namespace, without and with the mark of a tenant."""
 _KEY_BYTES: Final = 256
-"""Largest size in bytes of one object's description in a message."""
+"""Maximum size in bytes of one object's description in a message."""
 _SOCKET_PATH: Final = 107
 """Bytes of `sun_path` (unix(7)) without the terminating zero."""
 
 
 def check(settings: Settings) -> None:
-    """Raise ConfigError if two settings contradict each other or open the daemon to other machines without protection.
+    """Raise ConfigError if settings contradict each other, or expose the daemon without protection.
 
-    `insecure_bind` and `metrics.public` permit the latter.
+    The settings `insecure_bind` and `metrics.public` allow an address that other machines can reach although
+    nothing protects it.
     """
     for rule in (_storage, _sizes, _tls, _principals, _addresses, _exposure, _sockets, _metrics):
         rule(settings)
 
 
 def warnings(settings: Settings) -> Iterator[str]:
-    """Yield warnings about settings that work as written, but may not be what was meant."""
+    """Yield warnings about settings that are valid, but perhaps not intended."""
     tcp = settings.addresses
     exposed = [address for address in tcp if not address.loopback]
     if exposed and not _authenticated(settings):
-        yield f"whoever reaches {_all(exposed)} may read and change the cache (insecure_bind)"
+        yield f"every client that reaches {_listed(exposed)} may read and change the cache (insecure_bind)"
     elif exposed and _tokens(settings) and not settings.tls:
-        yield f"tokens travel in clear to {_all(exposed)} (insecure_bind)"
+        yield f"tokens travel unencrypted to {_listed(exposed)} (insecure_bind)"
     elif settings.insecure_bind:
-        yield "insecure_bind is set, but nothing needs it; take it out before something does"
+        yield (
+            "insecure_bind is set, but no address needs it; remove it, or it will also allow an address that"
+            " you add later"
+        )
     if tcp and settings.tls and settings.tls.client_ca and not _known_callers(settings):
-        yield "every certificate that tls.client_ca signed may read and change the cache: no principal has a san"
+        yield (
+            "every client with a certificate that tls.client_ca has signed may read and change the cache,"
+            " because no principal has a san"
+        )
     if len(tcp) > len(exposed) and not _authenticated(settings):
-        yield f"every user of this machine can call {_all(a for a in tcp if a.loopback)}; the unix sockets know who calls"
+        yield (
+            f"every user of this machine can call {_listed(a for a in tcp if a.loopback)}; only the"
+            " unix sockets identify the user"
+        )
     if settings.metrics.address and not settings.metrics.address.loopback:
-        yield f"whoever reaches {settings.metrics.address} can read the metrics (metrics.public)"
+        yield f"every client that reaches {settings.metrics.address} can read the metrics (metrics.public)"
     for principal in settings.principals:
         if principal.uid is not None and not settings.unix:
-            yield f"principal {principal.name} is known by a uid, which only the unix sockets tell, and unix is false"
+            yield (
+                f"principal {principal.name} is recognised by a uid, which only the unix sockets"
+                " report, and unix is false"
+            )
         for name in principal.namespaces:
             if name != "*" and len(name) not in _NAMESPACE_DIGITS:
-                yield f"principal {principal.name}: namespace {name} has {len(name)} digits; a model's have 64, or 96 with a tenant's mark"
+                yield (
+                    f"principal {principal.name}: namespace {name} has {len(name)} digits; a model's"
+                    " namespace has 64, or 96 with a tenant's mark"
+                )
         if principal.san is not None and not tcp:
-            yield f"principal {principal.name} is known by a certificate, and no TCP address is served"
+            yield f"principal {principal.name} is recognised by a certificate, and no TCP address is served"
     for tenant in sorted(settings.tenants.keys() - {principal.tenant for principal in settings.principals}):
         yield f"no principal belongs to tenant {tenant}"
 
@@ -63,32 +84,37 @@ def warnings(settings: Settings) -> Iterator[str]:
 def _storage(settings: Settings) -> None:
     if settings.storage and "disk_bytes" in settings.model_fields_set:
         raise ConfigError(
-            "storage and disk_bytes contradict: disk_bytes is of the store in directory; write ?capacity=... in storage instead"
+            "storage and disk_bytes cannot both be given: disk_bytes is the capacity of the default"
+            " store; add ?capacity=... to storage instead"
         )
 
 
 def _sizes(settings: Settings) -> None:
     limits = settings.limits
+    # (name, size in effect, size that the user has given or None). The sizes in effect must ascend.
     sizes = [
         ("limits.object_bytes", settings.object_bytes, limits.object_bytes),
         ("limits.client_bytes", settings.client_bytes, limits.client_bytes),
         ("limits.principal_bytes", settings.principal_bytes, limits.principal_bytes),
         ("half of host_bytes", settings.payload_bytes, settings.payload_bytes),
     ]
-    pairs = [(small, large) for n, small in enumerate(sizes) for large in sizes[n + 1 :]]
-    for (small, size, given), (large, bound, bounding) in pairs:
-        # A default follows from the settings that were given, so only a pair that was given can contradict itself.
+    for (small, size, given), (large, bound, bounding) in combinations(sizes, 2):
+        # A default is derived from the given settings, so a contradiction is possible only between two given
+        # settings.
         if given is not None and bounding is not None and size > bound:
-            raise ConfigError(f"{small} ({size_text(size)}) is more than {large} ({size_text(bound)}); lower the one or raise the other")
+            raise ConfigError(
+                f"{small} ({exact_size(size)}) is more than {large} ({exact_size(bound)}); lower the first or"
+                " raise the second"
+            )
     if limits.keys_per_batch * _KEY_BYTES > limits.message_bytes:
         raise ConfigError(
-            f"limits.keys_per_batch ({limits.keys_per_batch}) can make replies larger than limits.message_bytes"
-            f" ({size_text(limits.message_bytes)}); lower the one or raise the other"
+            f"limits.keys_per_batch ({limits.keys_per_batch}) can make replies larger than"
+            f" limits.message_bytes ({exact_size(limits.message_bytes)}); lower the first or raise the second"
         )
     if limits.message_bytes > settings.client_bytes:
         raise ConfigError(
-            f"limits.message_bytes ({size_text(limits.message_bytes)}) is more than one client may have in flight,"
-            f" limits.client_bytes ({size_text(settings.client_bytes)}); lower the one or raise the other"
+            f"limits.message_bytes ({exact_size(limits.message_bytes)}) is more than"
+            f" limits.client_bytes ({exact_size(settings.client_bytes)}); lower the first or raise the second"
         )
 
 
@@ -98,22 +124,30 @@ def _tls(settings: Settings) -> None:
         return
     for one, other in (("certificate", "key"), ("key", "certificate"), ("client_ca", "certificate")):
         if getattr(tls, one) and not getattr(tls, other):
-            raise ConfigError(f"tls.{one} is given without tls.{other}; give both, or take out [tls]")
+            raise ConfigError(f"tls.{one} is given without tls.{other}; give both, or remove [tls]")
     if not tls.certificate:
-        raise ConfigError("[tls] is empty; give tls.certificate and tls.key, or take it out")
+        raise ConfigError("[tls] is empty; give tls.certificate and tls.key, or remove it")
 
 
 def _principals(settings: Settings) -> None:
     principals = settings.principals
-    _once("name", (principal.name for principal in principals))
-    _once("uid", (str(principal.uid) for principal in principals if principal.uid is not None))
-    # Compare in lower case: host names do not depend on case.
-    _once("san", (principal.san.lower() for principal in principals if principal.san is not None))
-    _once("token_file", (os.path.normpath(principal.token_file) for principal in principals if principal.token_file is not None))
+    _require_unique("name", (principal.name for principal in principals))
+    _require_unique("uid", (str(principal.uid) for principal in principals if principal.uid is not None))
+    # Names are compared in lower case, because host names do not depend on case.
+    _require_unique("san", (principal.san.lower() for principal in principals if principal.san is not None))
+    _require_unique(
+        "token_file",
+        (
+            os.path.normpath(principal.token_file)
+            for principal in principals
+            if principal.token_file is not None
+        ),
+    )
     for n, principal in enumerate(principals):
         if principal.tenant and principal.tenant not in settings.tenants:
             raise ConfigError(
-                f"principals[{n}].tenant: there is no tenant {principal.tenant!r}; add [tenants.{principal.tenant}] with its salt_file"
+                f"principals[{n}].tenant: there is no tenant {principal.tenant!r}; add"
+                f" [tenants.{principal.tenant}] with its salt_file"
             )
         if principal.san is not None:
             _known_by_certificate(settings, n, principal)
@@ -122,35 +156,50 @@ def _principals(settings: Settings) -> None:
 def _known_by_certificate(settings: Settings, n: int, principal: Principal) -> None:
     for setting in ("certificate", "client_ca"):
         if settings.tls is None or not getattr(settings.tls, setting):
-            raise ConfigError(f"principals[{n}].san: {principal.name} is known by a certificate, which needs tls.{setting}; add it")
+            raise ConfigError(
+                f"principals[{n}].san: {principal.name} is recognised by a certificate, which needs"
+                f" tls.{setting}; add it"
+            )
 
 
-def _once(what: str, values: Iterator[str]) -> None:
+def _require_unique(what: str, values: Iterator[str]) -> None:
     for value, count in Counter(values).items():
         if count > 1:
-            raise ConfigError(f"principals: {count} have the {what} {value}; each needs its own")
+            raise ConfigError(
+                f"principals: {count} of them have the {what} {value}; give each a different {what}"
+            )
 
 
 def _addresses(settings: Settings) -> None:
-    addresses = [*settings.addresses, *([settings.metrics.address] if settings.metrics.address else [])]
-    for address, count in Counter(map(str, (address for address in addresses if address.port))).items():
+    addresses = [*settings.addresses]
+    if settings.metrics.address:
+        addresses.append(settings.metrics.address)
+    # Port 0 stands for any free port, so an address with it may be repeated.
+    for address, count in Counter(str(address) for address in addresses if address.port).items():
         if count > 1:
-            raise ConfigError(f"listen: {address} is given {count} times, metrics.listen included; give each its own port")
+            raise ConfigError(
+                f"listen: {address} is given {count} times (metrics.listen counts too); give different ports"
+            )
     if not settings.unix and not settings.listen:
-        raise ConfigError("there is nothing to serve: unix is false and listen is empty; set unix = true or give an address")
+        raise ConfigError(
+            "there is nothing to serve: unix is false and listen is empty; set unix = true or give an address"
+        )
 
 
 def _exposure(settings: Settings) -> None:
     exposed = [address for address in settings.addresses if not address.loopback]
     if not exposed or settings.insecure_bind:
         return
-    where = f"listen: other machines can reach {_all(exposed)}"
+    where = f"listen: other machines can reach {_listed(exposed)}"
     if not settings.tls and _tokens(settings):
-        raise ConfigError(f"{where}, where tokens would travel in clear; give tls.certificate and tls.key, or listen on 127.0.0.1")
+        raise ConfigError(
+            f"{where}, and tokens would travel unencrypted; give tls.certificate and tls.key, or listen on"
+            " 127.0.0.1"
+        )
     if not settings.tls or not _authenticated(settings):
         raise ConfigError(
-            f"{where} without authentication; give [tls] with a client_ca or principals with a token_file, listen on 127.0.0.1,"
-            " or set insecure_bind = true"
+            f"{where} without authentication; give [tls] with a client_ca or principals with a token_file,"
+            " listen on 127.0.0.1, or set insecure_bind = true"
         )
 
 
@@ -163,15 +212,20 @@ def _sockets(settings: Settings) -> None:
     longest = max(len(os.fsencode(settings.socket_directory / name)) for name in SOCKETS)
     if settings.unix and longest > _SOCKET_PATH:
         raise ConfigError(
-            f"sockets: a path in {settings.socket_directory} would take {longest} bytes, and the path of a unix socket has at most"
-            f" {_SOCKET_PATH}; set sockets to a shorter directory, such as /run/tiercache"
+            f"sockets: a path in {settings.socket_directory} would have {longest} bytes, and the path"
+            " of a unix"
+            f" socket has at most {_SOCKET_PATH}; set sockets to a directory with a shorter path, such as"
+            " /run/tiercache"
         )
 
 
 def _metrics(settings: Settings) -> None:
     address = settings.metrics.address
     if address and not address.loopback and not settings.metrics.public:
-        raise ConfigError(f"metrics.listen: other machines can reach {address}; listen on 127.0.0.1 or set metrics.public = true")
+        raise ConfigError(
+            f"metrics.listen: other machines can reach {address}; listen on 127.0.0.1 or set metrics.public ="
+            " true"
+        )
 
 
 def _tokens(settings: Settings) -> bool:
@@ -179,14 +233,14 @@ def _tokens(settings: Settings) -> bool:
 
 
 def _authenticated(settings: Settings) -> bool:
-    """Return whether callers over TCP have to authenticate, by a token or a client certificate."""
+    """Return whether callers over TCP must show a token or a client certificate."""
     return _tokens(settings) or bool(settings.tls and settings.tls.client_ca)
 
 
 def _known_callers(settings: Settings) -> bool:
-    """Return whether callers over TCP are told apart: whether a principal has a token or a certificate."""
+    """Return whether the daemon can distinguish callers over TCP, by a principal's token or certificate."""
     return any(principal.uid is None for principal in settings.principals)
 
 
-def _all(addresses: Iterable[Address]) -> str:
+def _listed(addresses: Iterable[Address]) -> str:
     return ", ".join(map(str, addresses))

@@ -1,10 +1,11 @@
-"""Configuration of the daemon: one TOML file, variables and flags, loaded into one frozen object.
+"""Configuration of the daemon: one TOML file, variables and flags, loaded into one immutable object.
 
     load(Path("/etc/tiercache/tiercache.toml"), {"listen": ["127.0.0.1:7070"]})
 
-Flags come before variables (`TIERCACHE_LIMITS__IDLE=5s`), these before the file, and the file before the defaults. Read `models` (the
-settings), `fields` (their types), `rules` (what they must obey together), `loading` (where they come from), `files` (the files that they
-name), `document` (how they are written).
+A flag overrides a variable (`TIERCACHE_LIMITS__IDLE=5s`), a variable overrides the file, and the file
+overrides the defaults. Order of reading: `models` (the settings), `fields` (their types), `rules` (which the
+settings must obey together), `loading` (from files, variables and flags), `files` (checks of the files that
+settings name), `document` (settings as a file).
 """
 
 from tiercache.config.addresses import Address, parse_address

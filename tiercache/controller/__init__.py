@@ -1,10 +1,28 @@
-"""The controller, which joins index, transfer and storage. `docs/structure.md` describes the life of a request."""
+"""The controller, which joins index, transfer and storage.
 
-from tiercache.controller.accounting import Sources
+`docs/structure.md` describes the life of a request.
+"""
+
 from tiercache.controller.admission import Admission, Poll, Status
+from tiercache.controller.context import ControllerOptions
 from tiercache.controller.controller import EngineFactory, HybridCacheController
-from tiercache.controller.io_threads import IoThreads
-from tiercache.controller.lookup import Lookup
-from tiercache.controller.state import ControllerOptions
+from tiercache.controller.prefetch import Lookup
+from tiercache.controller.prefetch_queue import PrefetchTicket
+from tiercache.controller.prefetch_rules import PrefetchPolicy, PrefetchRules
+from tiercache.controller.restore import Sources
+from tiercache.threads import IoThreads
 
-__all__ = ["Admission", "ControllerOptions", "EngineFactory", "HybridCacheController", "IoThreads", "Lookup", "Poll", "Sources", "Status"]
+__all__ = [
+    "Admission",
+    "ControllerOptions",
+    "EngineFactory",
+    "HybridCacheController",
+    "IoThreads",
+    "Lookup",
+    "Poll",
+    "PrefetchPolicy",
+    "PrefetchRules",
+    "PrefetchTicket",
+    "Sources",
+    "Status",
+]

@@ -1,27 +1,33 @@
-"""Admission of one request: what it restores, the slots that it computes into, and the pins that keep both in place.
+"""Admission of one request: its restore, the slots that it computes into, and its pins.
 
-PENDING -- storage has answered --> PENDING (fetching) -- all landed --> READY(depth) -- a layer fails --> READY(shallower) or FAILED
-    \\----------------- deadline or start(): with what is near ---------------/
+PENDING --(1)--> READY at a depth --(2)--> PENDING --(3)--> READY at a shallower depth, or FAILED
+
+(1) Storage has answered and all fetches have landed, or the prefetch policy or the deadline has ended the
+    wait, or `start` was called. The depth is frozen: it becomes the deepest depth that device and host can
+    restore.
+(2) A layer fails to load.
+(3) The load of that layer has landed, so that no copy writes to its slots any more.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
 
-from tiercache.controller.accounting import Sources, count_restore
-from tiercache.controller.lookup import Lookup
-from tiercache.controller.operations import Load, Piece, gather_pieces
-from tiercache.controller.prefetch import Prefetch, Step
+from tiercache.controller.allocation import DeviceFence
+from tiercache.controller.context import ControllerContext
+from tiercache.controller.prefetch import Lookup, Prefetch, Step
+from tiercache.controller.prefetch_rules import PrefetchPolicy, PrefetchRules
 from tiercache.controller.request_slots import RequestSlots
-from tiercache.controller.state import ControllerState, Fence
-from tiercache.core import ABSENT, Locations, Mask, PoolName, Reason, Tier, TokenArray, pending, reusable_pages
+from tiercache.controller.restore import DeviceRestore, Sources, count_restore
+from tiercache.core import ABSENT, Locations, Mask, PoolName, Reason, Tier, TokenArray, reusable_pages
 from tiercache.errors import AdmissionError, InputError
-from tiercache.index import Inserted, Match, Node, Origin, PageLocations, PathLocations, Pin, Span, StateLocation
+from tiercache.index import Inserted, Match, Node, Origin, PathLocations, Pin
 from tiercache.policy import CheckpointKind
 
 
@@ -31,69 +37,87 @@ class Status(enum.StrEnum):
     PENDING = "pending"
     READY = "ready"
     FAILED = "failed"
+    """A restore was planned, but nothing could be restored."""
 
 
 @dataclass(frozen=True, slots=True)
 class Poll:
-    """Answer to a poll: the admission's status, and the `depth` in tokens that is restored; the engine computes the rest.
-
-    FAILED means depth 0 although a restore was planned. `reason` says what went wrong on the way, also when a shallower depth is READY.
-    """
+    """Answer to a poll."""
 
     status: Status
     depth: int
+    """Restored depth in tokens; 0 with FAILED. The engine computes the tokens behind this depth."""
     reason: Reason
+    """Reason of a failure. With READY, the reason why the depth is shallower than it could have been."""
 
 
 class Admission:
-    """Hold of one request on the cache, as the module describes. Made by `HybridCacheController.admit`; ended by its `release`.
+    """Slots and pins that one request holds, and the progress of its restore (see the module).
 
-    Thread safety: the owner's thread.
+    `HybridCacheController.admit` makes an admission, and `HybridCacheController.release` ends it.
+
+    Thread safety: the owner's thread (the engine's thread, which calls the controller).
     """
 
-    def __init__(self, state: ControllerState, lookup: Lookup, tokens: int, states: int, deadline: float) -> None:
+    def __init__(
+        self,
+        context: ControllerContext,
+        lookup: Lookup,
+        tokens: int,
+        states: int,
+        deadline: float,
+        rules: PrefetchRules,
+    ) -> None:
         self.lookup = lookup
         self.status = Status.PENDING
         self.reason = Reason.NONE
         self.sources = Sources()
         self.released = False
-        self._state = state
+        self._context = context
         self._deadline = deadline
+        self._rules = rules
+        self._wait_end = math.inf
+        """Clock time in seconds at which the prefetch policy ends the wait.
+
+        Infinite until a poll has found storage at work.
+        """
         self._states = states
-        self._limit = reusable_pages(len(lookup.tokens), state.page_size)
+        self._limit = reusable_pages(len(lookup.tokens), context.page_size)
+        """Deepest depth, in pages, that a restore of this prompt may reach."""
         self.sequence = lookup.tokens
-        """Longest known part of the sequence: the prompt, or the tokens committed so far."""
+        """Longest known part of the sequence: the prompt or, if longer, the committed tokens."""
         self.committed = False
-        self._known = lookup.match
+        """Whether there was a commit."""
+        self._last_match = lookup.match
         self._depth = 0
-        self._covered = 0
+        """Restored depth in pages."""
+        self._pinned_depth = 0
+        """Number of pages, from the start of the sequence, that `_pin` keeps on the device."""
         self._frozen = False
         self._cut_short = False
-        """Whether more could have come from storage when the depth was frozen."""
-        self._prefetch = Prefetch(state, lookup, self._limit)
-        self._loads: set[Load] = set()
-        self._behind: list[Fence] = []
-        """Fences of other requests, behind which slots of the table or the restored state are still being filled."""
-        self._ordered: set[int | None] = set()
-        """Streams (None: this thread) that already wait for the fences in `_behind`."""
+        """Whether storage might have given more if the depth had been frozen later."""
+        self._prefetch = Prefetch(context, lookup, self._limit)
         self.checkpoint_kinds: Mapping[int, CheckpointKind] = {}
         """Depths in pages at which this prefill should leave states, each with the reason."""
         self.origin = Origin()
         """The requests and the pages that this request continues."""
-        self._restored_states: dict[PoolName, int] = {}
         match = self._match()
         near = self._node_ending(match, match.near_depth)
-        located, restored = state.index.locations(near, match.near_depth)
+        located, restored = context.index.locations(near, match.near_depth)
         resident = {p: int(np.count_nonzero(at.device != ABSENT)) for p, at in located.items()}
-        on_device = all((at.device >= 0).all() for at in located.values()) and all(one.device >= 0 for one in restored.values())
-        self._pin = state.index.pin(near, *((Tier.DEVICE,) if on_device else (Tier.DEVICE, Tier.HOST)))
+        on_device = all((at.device >= 0).all() for at in located.values()) and all(
+            one.device >= 0 for one in restored.values()
+        )
+        self._pin = context.index.pin(near, *((Tier.DEVICE,) if on_device else (Tier.DEVICE, Tier.HOST)))
         try:
-            # One more state slot than asked for, where the restored state may have to be loaded from the host or storage.
+            # A state that is loaded from host or storage needs a slot. So one more slot than asked for is
+            # reserved, unless the restore uses a state on the device and nothing deeper can be fetched.
             spare = states if on_device and match.near_depth == self._limit else states + 1
-            self.slots = RequestSlots(state, -(-tokens // state.page_size), resident, spare)
+            self.slots = RequestSlots(context, -(-tokens // context.page_size), resident, spare)
         except BaseException:
             self._pin.release()
             raise
+        self._restore = DeviceRestore(context, self.slots)
 
     @property
     def pins(self) -> list[Pin]:
@@ -104,310 +128,345 @@ class Admission:
     def pages(self) -> Mapping[PoolName, Locations]:
         """The slot table: per page pool, the device slot of every page of the request.
 
-        Valid from when the admission is no longer PENDING until the next commit.
+        Valid once the admission is no longer PENDING, and until the next commit.
         """
         return self.slots.table
 
     @property
     def depth(self) -> int:
-        """Tokens restored, as of the last poll."""
-        return self._depth * self._state.page_size
+        """Restored depth in tokens, as of the last poll."""
+        return self._depth * self._context.page_size
 
     @property
     def checkpoints(self) -> tuple[int, ...]:
-        """Depths in tokens beyond the restored one at which the engine should cut its prefill, ascending, and hand over a state."""
-        return tuple(p * self._state.page_size for p in self.checkpoint_kinds)
+        """Depths in tokens, ascending, at which the engine should cut its prefill and hand over a state.
+
+        All are beyond the restored depth.
+        """
+        return tuple(p * self._context.page_size for p in self.checkpoint_kinds)
 
     @property
     def keeps_end(self) -> bool:
-        """Whether the engine should also hand over a state at the end of the request."""
-        return self._state.options.checkpoints.request_end
+        """Whether the engine should hand over a state at the end of the request too."""
+        return self._context.options.checkpoints.request_end
 
     @property
     def restored_states(self) -> Mapping[PoolName, int]:
-        """Device slot of the restored state per state pool; empty at depth 0. The caller copies the state and never writes to its slot."""
-        return self._restored_states
+        """Device slot of the restored state per state pool; empty at depth 0.
+
+        The caller copies the state and never writes to its slot.
+        """
+        return self._restore.states
 
     def poll(self) -> Poll:
         """Advance the restore as far as possible without waiting, and return its status.
 
-        After a layer has failed the admission is PENDING until that load has landed, then READY with what is left, or FAILED. Raises
-        PoolFullError, with nothing changed, if there are then too few slots to recompute in: poll again when other requests have released
-        theirs, or release this one.
+        After a layer has failed, the admission is PENDING until the load of that layer has landed. Then it is
+        READY at a depth whose objects are all on the device, or FAILED. In this last step, `poll` raises
+        PoolFullError, with nothing changed, if there are too few slots to compute the lost pages again. The
+        caller polls again when other requests have released slots, or releases this admission.
         """
         self._require_open()
-        self._state.drain()
-        late = self._state.clock() >= self._deadline
-        return self._go_on(freeze=late, late=late)
+        self._context.drain()
+        ends = self._context.clock() >= min(self._deadline, self._wait_end)
+        # A caller who chose `best_effort` did not want to wait, so nothing has failed.
+        return self._proceed(freeze=ends, late=ends and self._rules.policy is not PrefetchPolicy.BEST_EFFORT)
 
     def start(self) -> Poll:
-        """Freeze the depth at what is near now. Objects still on their way from storage land in the cache for later requests.
+        """Freeze the depth now, at the deepest depth that device and host can restore.
 
-        This does not count as a failed restore: the caller chose not to wait.
+        Objects that are still on their way from storage land in the cache for later requests. The restore
+        does not count as failed, because the caller chose not to wait.
         """
         self._require_open()
-        self._state.drain()
-        return self._go_on(freeze=True)
+        self._context.drain()
+        return self._proceed(freeze=True)
 
     def wait(self) -> Poll:
-        """Poll until no longer PENDING and return the last poll. For callers with nothing else to do.
+        """Poll until the admission is no longer PENDING, and return the last answer.
 
-        The deadline ends the wait for storage; after a layer has failed, the wait lasts until its load has landed.
+        Meant for callers that have nothing else to do. The prefetch policy or the deadline ends the wait for
+        storage. After a layer has failed, the wait ends when the load of that layer has landed.
         """
         while (poll := self.poll()).status is Status.PENDING:
-            left = 0.1 if self._loads else self._deadline - self._state.clock()
-            self._state.arrived.wait(max(0.0, min(0.1, left)))
+            # Poll at least every 0.1 s: a store call that hangs posts no event, and polls watch its deadline.
+            end = min(self._deadline, self._wait_end)
+            left = 0.1 if self._restore.has_loads else end - self._context.clock()
+            self._context.events.arrived.wait(max(0.0, min(0.1, left)))
         return poll
 
     def wait_layer(self, layer: int, *, stream: int | None = None) -> None:
         """Return once all of `layer` is in its device slots.
 
-        With the handle of a device's `stream` (`torch.cuda.current_stream().cuda_stream`), return once work queued there from now on will
-        find the layer in place: the device waits instead of this thread. Both also cover pages that another request committed with a fence
-        which the device has not passed yet; call it again after a commit, whose table may name such pages. Raises TransferError if the
-        layer cannot be loaded: drop the step's output and poll again. Raises InputError for a layer that no pool has.
+        `stream` is a device's handle of a stream (`torch.cuda.current_stream().cuda_stream`). With `stream`,
+        the device waits instead of this thread: work queued in the stream after the call finds the layer in
+        place.
+
+        The wait includes device work of other requests that is still filling pages of the slot table. A
+        commit may add such pages to the table, so call this method again after a commit.
+
+        Raises TransferError if the layer cannot be loaded. The caller then drops the output of its forward
+        pass, and polls again. Raises InputError for a layer that no pool has.
         """
         self._require_open()
         if not self._frozen:
             raise AdmissionError("this admission is still pending; poll until it is ready, or call start()")
-        if not 0 <= layer < self._state.layers:
-            raise InputError(f"there is no layer {layer}; the pools have layers 0 to {self._state.layers - 1}")
-        if self._behind and stream not in self._ordered:
-            self._state.engine.order(self._behind, stream=stream)
-            self._ordered.add(stream)
-        for load in self._loads:
-            load.ticket.wait_layer(layer, stream=stream)
+        if not 0 <= layer < self._context.layers:
+            raise InputError(
+                f"there is no layer {layer}; the pools have layers 0 to {self._context.layers - 1}"
+            )
+        self._restore.wait_layer(layer, stream)
 
     def take_states(self) -> dict[PoolName, int]:
-        """Take a private slot of each state pool, to fill and then hand to `commit`."""
+        """Take one slot of each state pool, which the caller fills and then hands to `commit`."""
         self.require_started()
         return self.slots.take_states()
 
     def extend(self, tokens: int, states: int = 0) -> None:
-        """Cover `tokens` tokens and hold `states` more state slots; raise PoolFullError, with no change, if the pools cannot give them."""
+        """Extend the slot table to `tokens` tokens, and reserve `states` more state slots.
+
+        Raises PoolFullError, with nothing changed, if the pools have too few slots.
+        """
         self.require_started()
         if states < 0:
             raise InputError(f"{states} more states cannot be reserved; pass 0 or more")
-        self.slots.extend(-(-tokens // self._state.page_size), states)
+        self.slots.extend(-(-tokens // self._context.page_size), states)
 
     def check_sequence(self, tokens: TokenArray) -> None:
-        """Raise InputError unless `tokens` agree with the prompt and with all earlier commits, whose slots the index owns already."""
+        """Raise InputError unless `tokens` agree with the prompt and with all earlier commits.
+
+        Earlier tokens cannot change any more, because the index owns their slots already.
+        """
         shared = min(len(self.sequence), len(tokens))
         if not np.array_equal(self.sequence[:shared], tokens[:shared]):
             raise InputError(
-                "the committed tokens do not begin as the admitted prompt and earlier commits do; commit the whole sequence from its start"
+                "the committed tokens do not begin as the admitted prompt and earlier commits do; commit the"
+                " whole sequence from its start"
             )
 
-    def follow(self, inserted: Inserted, tokens: TokenArray, fence: Fence | None) -> None:
-        """Use the slots and hold the path of `inserted`, the index's answer to a commit of the full pages `tokens`."""
-        self.slots.settle(inserted, fence)
-        self._look_behind(besides=fence)
+    def on_committed(self, inserted: Inserted, tokens: TokenArray, fence: DeviceFence | None) -> None:
+        """Update the slots, the pin and the known sequence after a commit of `tokens` (whole pages).
+
+        `inserted` is the index's answer. `HybridCacheController.commit` explains `fence`.
+        """
+        self.slots.apply_insert(inserted, fence)
+        self._restore.note_fences(besides=fence)
         self.committed = True
         if len(tokens) > len(self.sequence):
             self.sequence = tokens.copy()
-        if inserted.depth >= self._covered:  # a shorter commit must not release deeper pages that are in the slot table
+        # A shorter commit must not release deeper pages that are in the slot table.
+        if inserted.depth >= self._pinned_depth:
             self._hold(inserted.node, inserted.depth, fence)
 
-    def close(self, fence: Fence | None = None) -> None:
-        """Release the path and every private slot once the device has passed `fence`. Operations in flight land by themselves."""
+    def close(self, fence: DeviceFence | None = None) -> None:
+        """Once the device has passed `fence`, release the pins, and the slots that only this request uses.
+
+        Operations in flight go on without the admission.
+        """
         self._require_open()
         self.released = True
         self._prefetch.close()
-        self._state.retire(self.slots.close(), fence, [self._pin])
+        self._context.device_work.retire(self.slots.close(), fence, [self._pin])
 
     def require_started(self) -> None:
         """Raise AdmissionError while PENDING, after a layer has failed, and after the release."""
         self._require_open()
         self._follow_loads()
         if self.status is Status.PENDING:
-            what = "lost a layer of its restore; drop what was computed from it and" if self._loads else "is still pending;"
+            what = (
+                "lost a layer of its restore; drop what was computed from it and"
+                if self._restore.has_loads
+                else "is still pending;"
+            )
             raise AdmissionError(f"this admission {what} poll until it is ready, or call start()")
 
     def _require_open(self) -> None:
         if self.released:
-            raise AdmissionError("this admission was released already; each is released once, as the last thing")
+            raise AdmissionError(
+                "this admission was released already; release each admission once, as its last call"
+            )
 
     def _match(self) -> Match:
-        if not self._state.index.is_current(self._known):
-            self._known = self._state.index.match(self.lookup.tokens, self.lookup.extra)
-        return self._known
+        """Return the prompt's match in the index as the index is now."""
+        if not self._context.index.is_current(self._last_match):
+            self._last_match = self._context.index.match(self.lookup.tokens, self.lookup.extra)
+        return self._last_match
 
     def _node_ending(self, match: Match, depth: int) -> Node:
-        """Return the node that ends at `depth`; the caller pins it at once.
+        """Return the node that ends at `depth`. The caller pins this node at once.
 
-        Without state pools, `depth` can lie inside an edge. The edge is then cut there, so that its rest is not held by this request; it
-        merges again when the pin is released.
+        Without state pools, `depth` can lie inside an edge. The edge is then split there, so that this
+        request does not pin the part behind `depth`. The parts merge again when the pin is released.
         """
-        node = self._state.index.node_at(match, depth)
-        return node if node.end == depth else self._state.index.extend_path(self.lookup.tokens, depth, self.lookup.extra)
+        node = self._context.index.node_at(match, depth)
+        return (
+            node
+            if node.end == depth
+            else self._context.index.extend_path(self.lookup.tokens, depth, self.lookup.extra)
+        )
 
-    def _hold(self, node: Node, depth: int, fence: Fence | None = None) -> None:
-        """Hold pages [0, depth) on the device instead of what was held before; `node` covers the last of them.
+    def _hold(self, node: Node, depth: int, fence: DeviceFence | None = None) -> None:
+        """Pin pages [0, depth) on the device, and release the earlier pin.
 
-        The earlier pin is released once `fence` has passed: until then the device may be reading the state there, which nothing else holds.
+        `node` covers page `depth` - 1. The earlier pin is released once the device has passed `fence`. Until
+        then, the device may be reading the state on the earlier path, which only the earlier pin protects.
         """
         if self._pin.node is not node or Tier.HOST in self._pin.tiers:
-            before, self._pin = self._pin, self._state.index.pin(node, Tier.DEVICE)
-            self._state.retire({}, fence, [before])
-        self._covered = depth
+            before, self._pin = self._pin, self._context.index.pin(node, Tier.DEVICE)
+            self._context.device_work.retire({}, fence, [before])
+        self._pinned_depth = depth
 
-    def _go_on(self, *, freeze: bool, late: bool = False) -> Poll:
+    def _proceed(self, *, freeze: bool, late: bool = False) -> Poll:
         self._follow_loads()
         if self.status is Status.PENDING:
-            if self._loads:
+            if self._restore.has_loads:
                 self._fall_back()
             else:
                 self._advance(freeze, late)
         return Poll(self.status, self.depth, self.reason)
 
     def _follow_loads(self) -> None:
-        """Make the admission PENDING if a load has failed; forget the loads once all have landed."""
-        if any(load.ticket.error for load in self._loads):
+        """Make the admission PENDING if a load has failed; otherwise forget the loads once all landed."""
+        if self._restore.has_failed:
             self.status = Status.PENDING
-        elif all(load.done for load in self._loads):
-            self._loads.clear()
+        elif self._restore.has_landed:
+            self._restore.forget_loads()
 
     def _advance(self, freeze: bool, late: bool) -> None:
         waiting = self._prefetch.waiting
         if waiting and not freeze:
+            self._block()
             return
         if not waiting:
-            for reason in self._prefetch.harvest():
+            for reason in self._prefetch.collect_results():
                 self._fail(reason)
         match = self._match()
+        # Each round of the loop tries the deepest depth that storage could restore. A depth for which the
+        # host has no room is not tried again, so the loop ends.
         while not freeze and (target := self._prefetch.target(match)):
             if self._prefetch.begin(target) is not Step.NO_ROOM:
+                self._block()
                 return
             self._fail(Reason.BUSY)
             match = self._match()
         self._cut_short = waiting or (freeze and self._prefetch.target(match) > 0)
+        # Record the first of these reasons that explains why the depth is not deeper.
         if self._cut_short and late:
             self._fail(Reason.TIMEOUT)
-        elif self.reason is Reason.NONE and self._state.reads.is_away and self._prefetch.hoped(match):
+        elif (
+            self.reason is Reason.NONE
+            and self._context.reads.is_suspended
+            and self._prefetch.worthwhile_depth(match)
+        ):
             self._fail(Reason.UNAVAILABLE)
-        elif self.reason is Reason.NONE and self._prefetch.was_promised(match.near_depth):
+        elif self.reason is Reason.NONE and self._prefetch.has_storage_lost_more(match.near_depth):
             self._fail(Reason.ABSENT)
-        elif self.reason is Reason.NONE and self._prefetch.is_too_little(match):
+        elif self.reason is Reason.NONE and self._prefetch.is_gain_too_small(match):
             self.reason = Reason.NOT_WORTH
-        self._prefetch.close()  # before slots are allocated: the path that it pins may have to be evicted
+        # The prefetch ends before slots are allocated, because it pins a path. This path may have to be
+        # evicted to make room for the slots.
+        self._prefetch.close()
         match = self._match()
         self._freeze(match, match.near_depth)
 
+    def _block(self) -> None:
+        """Begin to count the time that the prefetch policy allows, at the first poll that must wait."""
+        if self._wait_end == math.inf:
+            lacking = len(self.lookup.tokens) - self.lookup.near_tokens
+            self._wait_end = self._context.clock() + self._rules.patience(lacking)
+
     def _fail(self, reason: Reason) -> None:
-        """Note why the restore is cut short. A reason that is met several times in a row is counted once."""
+        """Record why the restore falls short. Several failures in a row for one reason count once."""
         if reason is not self.reason:
             self.reason = reason
-            self._state.metrics.increment("restore_failures_total", reason)
+            self._context.metrics.increment("restore_failures_total", reason)
 
     def _freeze(self, match: Match, depth: int) -> None:
-        """Settle on `depth`, make the slot table and start the loads. Raises PoolFullError, with nothing changed, for lack of slots."""
+        """Settle on `depth`, make the slot table and start the loads.
+
+        Raises PoolFullError, with nothing changed, for lack of slots.
+        """
         node = self._node_ending(match, depth)
-        # The pin is needed because making room may evict this node, and releasing the pin held so far may merge it into another.
-        with nullcontext() if node is self._pin.node else self._state.index.pinned(node, Tier.DEVICE):
-            located = self._state.index.locations(node, depth)
-            need = self.slots.lay_out(located.pages)
+        # The node is pinned meanwhile. Without this pin, making room could evict the node, and the release of
+        # the earlier pin in `_hold` could merge the node into another one.
+        with nullcontext() if node is self._pin.node else self._context.index.pinned(node, Tier.DEVICE):
+            located = self._context.index.locations(node, depth)
+            need = self.slots.build_slot_table(located.pages)
             self._depth = depth
-            self._load(node, located, need)
-            self._look_behind()
+            self._restore.begin(node, depth, located, need)
+            self._restore.note_fences()
             self.status = Status.FAILED if self.reason is not Reason.NONE and not depth else Status.READY
-            self.checkpoint_kinds = self._state.index.plan_checkpoints(match, self.lookup.tokens, depth)
-            self.origin = self._state.index.touch(match, self.lookup.tokens)
+            self.checkpoint_kinds = self._context.index.plan_checkpoints(match, self.lookup.tokens, depth)
+            self.origin = self._context.index.touch(match, self.lookup.tokens)
+            if self.origin.expected:
+                self._context.metrics.increment("hints_total", "honoured")
             if not self._frozen:
                 self._frozen = True
                 self.slots.keep_states(self._states)
-                self._count(match, *located)
+                self._count(match, located)
             self._hold(node, depth)
 
-    def _look_behind(self, besides: Fence | None = None) -> None:
-        """Note the fences of other requests whose device work has yet to fill slots of the table or the restored state."""
-        states = ((pool, np.array([slot])) for pool, slot in self._restored_states.items())
-        fences = self._state.fences([*self.slots.table.items(), *states])
-        self._behind = [fence for fence in fences if fence is not besides]
-        self._ordered.clear()
-
-    def _load(self, node: Node, located: PathLocations, need: Mapping[PoolName, Mask]) -> None:
-        """Start the load of the pages in `need` and of the state, and join the loads that other requests have started."""
-        state, depth, pieces = self._state, self._depth, list[Piece]()
-        self._loads = {load for pool, at in located.pages.items() for load in self._filling(pool, at.device)}
-        for pool, mask in need.items():
-            pieces += gather_pieces(pool, node, 0, located.pages[pool].host, mask, self.slots.table[pool][:depth][mask])
-        self._restored_states = {p: self._place_state(p, one, node, depth, pieces) for p, one in located.states.items()} if depth else {}
-        if pieces:
-            self._loads.add(Load(state, pieces, [state.index.pin(node, Tier.DEVICE, Tier.HOST)], self.slots.take_back))
-
-    def _filling(self, pool: PoolName, device: Locations) -> Iterator[Load]:
-        """Yield the loads of other requests that are filling some of these slots."""
-        coming = device[device < ABSENT]
-        if len(coming):
-            for operation in self._state.claimants(Tier.DEVICE, pool, pending(coming)):
-                assert isinstance(operation, Load), "only loads fill device slots"
-                yield operation
-
-    def _count(self, match: Match, located: Mapping[PoolName, PageLocations], states: Mapping[PoolName, StateLocation]) -> None:
-        depth = self._depth
-        for pool, at in located.items():
-            there = at.device != ABSENT
-            above = int(np.count_nonzero(there))
-            below = int(np.count_nonzero(self._prefetch.fetched[pool][:depth] & ~there)) if self._prefetch.rounds else 0
-            self.sources.add(Tier.DEVICE, pool, above)
-            self.sources.add(Tier.STORAGE, pool, below)
-            self.sources.add(Tier.HOST, pool, depth - above - below)
-        for pool, one in states.items() if depth else ():
-            fetched = Tier.STORAGE if self._prefetch.fetched[pool][depth - 1] else Tier.HOST
-            self.sources.add(Tier.DEVICE if one.device != ABSENT else fetched, pool, 1)
-        asked: Reason | None = self.lookup.unasked
+    def _count(self, match: Match, located: PathLocations) -> None:
+        """Count the restore in the metrics: the tiers it read from, and why storage did not give more."""
+        self.sources.count(located, self._depth, self._prefetch.fetched)
+        if self.lookup.query is not None or self._prefetch.rounds:
+            outcome = "cut_short" if self._cut_short else "complete"
+            self._context.metrics.increment("prefetches_total", self._rules.policy, outcome)
+        storage_reason: Reason | None = self.lookup.unasked
         if self.lookup.query is not None:
-            asked = self.reason if self.reason is not Reason.NONE else self.lookup.query.reason
-            if asked is Reason.NONE and self._cut_short:
-                asked = Reason.TIMEOUT  # whether it was there is not known
-        elif asked is Reason.NONE and not self._prefetch.rounds:
-            asked = None
-        count_restore(self._state, self.sources, self._held(match), asked, len(self.lookup.tokens), self.depth)
+            # If both this restore and the query failed, the failure of the restore counts.
+            storage_reason = self.reason if self.reason is not Reason.NONE else self.lookup.query.reason
+            if storage_reason is Reason.NONE and self._cut_short:
+                storage_reason = Reason.TIMEOUT  # the answer or the objects did not come in time
+        elif storage_reason is Reason.NONE and not self._prefetch.rounds:
+            storage_reason = None
+        held = self._pools_held(match)
+        tokens = len(self.lookup.tokens)
+        count_restore(self._context, self.sources, held, storage_reason, tokens, self.depth)
 
-    def _held(self, match: Match) -> dict[Tier, frozenset[PoolName]]:
-        """Return the pools of which each tier holds something on this prompt's path, to tell a partial miss from an absent one."""
+    def _pools_held(self, match: Match) -> dict[Tier, frozenset[PoolName]]:
+        """Return, for each tier, the pools with at least one object on this prompt's path in that tier.
+
+        A miss is counted as partial for these pools, and as absent for the others.
+        """
         if self._depth == self._limit:
             return {}
-        located, _ = self._state.index.locations(match, min(match.path_depth, self._limit))
+        located, _ = self._context.index.locations(match, min(match.path_depth, self._limit))
         held = {
             Tier.DEVICE: frozenset(p for p, at in located.items() if (at.device >= 0).any()),
             Tier.HOST: frozenset(p for p, at in located.items() if (at.host >= 0).any()),
         }
         result = self.lookup.query.result if self.lookup.query else None
         if result is not None and result.kv_run_pages:
-            held[Tier.STORAGE] = frozenset(self._state.index.page_pools) | {p for p, d in result.extra_pool_hit_pages.items() if d}
+            held[Tier.STORAGE] = frozenset(self._context.index.page_pools) | {
+                p for p, d in result.extra_pool_hit_pages.items() if d
+            }
         return held
 
-    def _place_state(self, pool: PoolName, at: StateLocation, node: Node, depth: int, pieces: list[Piece]) -> int:
-        """Return the device slot of the restored state, which a load may still be filling; append a piece to load if there is none."""
-        if at.device >= 0:
-            return at.device
-        if at.device < ABSENT:
-            slots = np.array([at.device])
-            self._loads.update(self._filling(pool, slots))
-            return int(pending(slots)[0])
-        slot = self.slots.give_state(pool)
-        pieces.append(Piece(pool, Span(node, depth - 1, depth), np.array([at.host]), np.array([slot])))
-        return slot
-
     def _fall_back(self) -> None:
-        """After a failed load, freeze again at what is on the device, as soon as no load writes to a slot any more."""
-        if not all(load.done for load in self._loads):
+        """After a failed load, freeze the depth again, once no load writes to a slot any more."""
+        if not self._restore.has_landed:
             return
         self._fail(Reason.IO_ERROR)
         match = self._match()
         self._freeze(match, self._deepest_on_device(match))
 
     def _deepest_on_device(self, match: Match) -> int:
-        index = self._state.index
+        """Return the deepest restorable depth, in pages, of which every page and state is on the device."""
+        index = self._context.index
         near = index.node_at(match, match.near_depth)
         run = min(_leading(at.device >= 0) for at in index.locations(near, match.near_depth).pages.values())
         if not index.state_pools:
             return run
-        fit = (d for d in match.restorable if d <= run and all(s.device >= 0 for s in index.locations(near, d).states.values()))
-        return max(fit, default=0)
+        for depth in sorted(match.restorable, reverse=True):
+            if depth > run:
+                continue
+            states = index.locations(near, depth).states
+            if all(state.device >= 0 for state in states.values()):
+                return depth
+        return 0
 
 
 def _leading(flags: Mask) -> int:
-    """Return how many of `flags` are set before the first that is not."""
+    """Return the number of set flags before the first flag that is not set."""
     return len(flags) if flags.all() else int(flags.argmin())

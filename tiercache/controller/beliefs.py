@@ -1,4 +1,7 @@
-"""Background checks, in turn, of whether storage still has the objects that the index believes to be stored."""
+"""Background checks that storage still has the objects that the index notes as stored.
+
+Such a note is only a *belief*, because a store evicts objects without telling the index.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from tiercache.controller.state import ControllerState
+from tiercache.controller.context import ControllerContext
 from tiercache.controller.store_calls import StoreCall
 from tiercache.core import ABSENT, Mask, PoolName, PoolTransferResult, Reason, Tier, TokenArray
 from tiercache.index import Node, Pin, Span
@@ -18,75 +21,101 @@ from tiercache.index import Node, Pin, Span
 _log = logging.getLogger(__name__)
 
 _PAUSE: Final = 0.05
-"""Seconds between two checks. A check of 512 objects takes the owner's thread some 0.2 ms, less than half a percent of its time."""
+"""Seconds between two checks.
+
+A check of 512 objects takes about 0.2 ms on the owner's thread (the engine's thread, which calls the
+controller). This is less than half a percent of the time of this thread.
+"""
 
 
 class Beliefs:
-    """Checker of beliefs: walks the radix tree for objects that storage was seen to have, and asks storage about a few at a time.
+    """Checker that asks storage about objects that the index notes as stored, a few objects at a time.
 
-    No belief gets older than one round through the tree. The check is needed because a store evicts without notice. Objects that it no
-    longer has are forgotten, so that the next commit writes them again, and nothing is fetched or evicted from the device because they are
-    believed to be stored.
+    The checker walks the radix tree in rounds, and each round checks every note once. If storage no longer
+    has an object, its note is dropped. Then the next commit writes the object again, no lookup waits for the
+    object, and no eviction on host or device relies on a copy in storage.
 
     Thread safety: the owner's thread.
     """
 
-    def __init__(self, state: ControllerState) -> None:
-        self._state = state
+    def __init__(self, context: ControllerContext) -> None:
+        self._context = context
         self._next = 0.0
+        """Clock time in seconds before which no check begins."""
         self._asking = False
+        """Whether a check is under way."""
         self._stack: list[Node] = []
+        """Roots of the subtrees that this round has yet to visit."""
         self._stored = 0
-        self._is_small = True
-        """Whether the last check covered all objects that are believed to be stored."""
+        """Number of objects that storage had taken when the last check began."""
+        self._covers_tree = True
+        """Whether the last check covered the whole tree."""
+        self._is_urgent = False
+        """Whether the checks of this round follow each other without a pause."""
 
     def check(self) -> None:
-        """Ask storage about the next few objects, unless that was done a moment ago. Never waits.
+        """Ask storage about the next few objects, unless the last check was a moment ago. Never waits.
 
-        Where one check covers everything, there is no pause once more objects were stored: they may have pushed others out of the store.
+        If the last check covered the whole tree, and storage has taken objects since that check, the next
+        check begins without a pause: the store may have evicted other objects to make room.
         """
-        state, most = self._state, self._state.options.belief_checks
-        if not most or state.storage is None or self._asking or state.queries.is_away:
+        context, most = self._context, self._context.options.belief_checks
+        if not most or context.storage is None or self._asking or context.queries.is_suspended:
             return
-        now, stored = state.clock(), state.stored
-        if now < self._next and not (self._is_small and stored > self._stored):
+        now, stored = context.clock(), context.stored
+        if now < self._next and not self._is_urgent and not (self._covers_tree and stored > self._stored):
             return
-        self._next, self._stored, self._is_small = now + _PAUSE, stored, not self._stack
+        self._next, self._stored, self._covers_tree = now + _PAUSE, stored, not self._stack
         parts: list[_Part] = []
         found = 0
         if not self._stack:
-            self._stack = state.index.roots()
+            self._stack = context.index.roots()
+        # A check visits up to `most` nodes, and ends early once it has found `most` objects.
         for _ in range(most):
             if not self._stack or found >= most:
                 break
             node = self._stack.pop()
-            if node.is_removed:  # its children belong to another node now; the next round finds them
+            if node.is_removed:  # its children have a new parent now, at which the next round finds them
                 continue
             self._stack += node.children.values()
-            for part in _believed(state, node):
+            for part in _noted_objects(context, node):
                 parts.append(part)
                 found += len(part.keys)
-        self._is_small &= not self._stack
+        self._covers_tree &= not self._stack
+        self._is_urgent &= bool(self._stack)
         if parts:
             self._asking = True
-            _Check(state, parts, self._answered)
+            _Check(context, parts, self._answered)
+
+    def renew(self) -> None:
+        """Begin a new round whose checks do not pause, because storage may have lost much at once.
+
+        A check that is under way asked before that, so its objects are checked again.
+        """
+        self._stack = self._context.index.roots()
+        self._is_urgent = True
+        self.check()
 
     def _answered(self) -> None:
         self._asking = False
+        if self._is_urgent:
+            self.check()
 
 
 class _Part(NamedTuple):
-    """Objects of one pool on one edge that are believed to be stored: the pages under `mask`, or (None) the state at the edge's end."""
+    """Objects of one pool on one edge that the index notes as stored."""
 
     span: Span
-    """Extent of the edge when the question was put; the edge may be cut before the answer."""
+    """Extent of the edge when storage was asked. The edge may be split before the answer."""
     pool: PoolName
     mask: Mask | None
+    """Mask of the edge's pages that are noted as stored; None for the state at the edge's end."""
     keys: list[bytes]
+    """Page key of each object."""
 
 
-def _believed(state: ControllerState, node: Node) -> list[_Part]:
-    index = state.index
+def _noted_objects(context: ControllerContext, node: Node) -> list[_Part]:
+    index = context.index
     span = Span(node, node.end - node.pages, node.end)
     parts: list[_Part] = []
     keys: list[bytes] = []
@@ -103,30 +132,49 @@ def _believed(state: ControllerState, node: Node) -> list[_Part]:
 
 
 class _Check:
-    """One question to storage, on a background thread. It pins its edges, so that they stay in the tree until it is answered."""
+    """One query of storage about objects that are noted as stored.
+
+    The query runs on a background thread. Until the answer comes, pins keep the edges of the objects in the
+    tree.
+    """
 
     kind = "check"
 
-    def __init__(self, state: ControllerState, parts: Sequence[_Part], answered: Callable[[], None]) -> None:
+    def __init__(
+        self, context: ControllerContext, parts: Sequence[_Part], answered: Callable[[], None]
+    ) -> None:
         self.done = False
-        self.pins: list[Pin] = [state.index.pin(node) for node in dict.fromkeys(part.span.node for part in parts)]
-        self._state = state
+        self.pins: list[Pin] = [
+            context.index.pin(node) for node in dict.fromkeys(part.span.node for part in parts)
+        ]
+        self._context = context
         self._parts = parts
         self._answered = answered
         wanted: dict[PoolName, list[bytes]] = {}
         for part in parts:
             wanted.setdefault(part.pool, []).extend(part.keys)
-        assert state.storage is not None
+        assert context.storage is not None
         pool, keys = next(iter(wanted.items()))
-        probe = partial(state.storage.probe, pool, keys[0], read=False)
-        state.begin(self)
-        state.queries.submit(StoreCall(partial(self._run, wanted), landed=self._land, lost=self._lose, late=lambda _: None, probe=probe))
+        probe = partial(context.storage.probe, pool, keys[0], read=False)
+        context.in_flight.begin(self)
+        context.queries.submit(
+            StoreCall(
+                partial(self._background_check, wanted),
+                landed=self._land,
+                lost=self._lose,
+                late=lambda _: None,
+                probe=probe,
+            )
+        )
 
-    def _run(self, wanted: dict[PoolName, list[bytes]]) -> tuple[dict[PoolName, list[bool]], Reason] | None:
-        assert self._state.storage is not None
+    def _background_check(
+        self, wanted: dict[PoolName, list[bytes]]
+    ) -> tuple[dict[PoolName, list[bool]], Reason] | None:
+        assert self._context.storage is not None
         try:
-            return self._state.storage.holds(wanted)
-        except Exception:  # noqa: BLE001  a store that breaks its contract costs this question, never the thread; counted by its breaker
+            return self._context.storage.holds(wanted)
+        except Exception:  # noqa: BLE001
+            # an exception breaks the store's contract; this query fails, and counts as one failed call
             _log.exception("asking storage failed")
             return None
 
@@ -134,15 +182,15 @@ class _Check:
         if answer is not None and answer[1] is Reason.NONE:
             there = {pool: iter(found) for pool, found in answer[0].items()}
             for part in self._parts:
-                self._heal(part, [next(there[part.pool]) for _ in part.keys])
+                self._forget_missing(part, [next(there[part.pool]) for _ in part.keys])
         self._end()
         return answer is not None
 
-    def _heal(self, part: _Part, there: list[bool]) -> None:
+    def _forget_missing(self, part: _Part, there: list[bool]) -> None:
         if all(there):
             return
-        index = self._state.index
-        self._state.metrics.increment("forgotten_objects_total", part.pool, by=there.count(False))
+        index = self._context.index
+        self._context.metrics.increment("forgotten_objects_total", part.pool, by=there.count(False))
         if part.mask is None:
             index.forget_state_stored(part.span.node, part.pool)
         else:
@@ -158,29 +206,38 @@ class _Check:
         for pin in self.pins:
             pin.release()
         self.pins.clear()
-        self._state.end(self)
+        self._context.in_flight.end(self)
         self._answered()
 
 
-def heal(state: ControllerState, tokens: TokenArray, extra: bytes, result: PoolTransferResult) -> None:
-    """Forget the stored objects on this prompt's path that storage has just reported missing.
+def forget_missing(
+    context: ControllerContext, tokens: TokenArray, extra: bytes, result: PoolTransferResult
+) -> None:
+    """Drop the notes of stored objects on this prompt's path that storage has just reported missing.
 
-    An object that a write stored after the question was put is forgotten as well. The next commit then offers it again, at the cost of a
-    lookup.
+    An object that was stored after the query began loses its note too. The next commit then offers this
+    object again, and the store finds that it is stored already.
     """
-    index = state.index
+    index = context.index
     match = index.match(tokens, extra)
     path = list(index.node_at(match, match.path_depth).path())
     with ExitStack() as pins:
-        for node in path:  # a node that holds nothing any more would be removed, and others with it
+        for node in path:  # without a pin, a node that loses all its objects would be removed
             pins.enter_context(index.pinned(node))
         for node in path:
-            _forget(state, node, match.path_depth, result)
+            _drop_notes(context, node, match.path_depth, result)
 
 
-def _forget(state: ControllerState, node: Node, depth: int, result: PoolTransferResult) -> None:
-    """Forget the pages of one edge, within the first `depth` pages of the path, and the state at its end that storage does not have."""
-    index, start = state.index, node.end - node.pages
+def _drop_notes(context: ControllerContext, node: Node, depth: int, result: PoolTransferResult) -> None:
+    """Drop notes of objects on one edge, where `result` says that storage does not have the object.
+
+    The objects are the edge's pages within the first `depth` pages of the path, and the state at its end.
+    """
+    # The answer may end inside this edge. Notes behind the end of the answer stay:
+    #   path       0 ......... start ............... node.end
+    #   present    |===========|=======|
+    #   here                   |=======|
+    index, start = context.index, node.end - node.pages
     for pool, present in result.present.items():
         here = present[start : min(node.end, depth)]
         if pool in index.state_pools:
@@ -196,4 +253,4 @@ def _forget(state: ControllerState, node: Node, depth: int, result: PoolTransfer
             if lost:
                 index.forget_stored(Span(node, start, node.end), pool, gone)
         if lost:
-            state.metrics.increment("forgotten_objects_total", pool, by=lost)
+            context.metrics.increment("forgotten_objects_total", pool, by=lost)

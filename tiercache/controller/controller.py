@@ -6,27 +6,42 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, Self
 
 import numpy as np
 
 from tiercache.controller.admission import Admission
+from tiercache.controller.allocation import DeviceFence
 from tiercache.controller.beliefs import Beliefs
-from tiercache.controller.io_threads import IoThreads
-from tiercache.controller.lookup import Lookup, look_up
+from tiercache.controller.context import ControllerContext, ControllerOptions
+from tiercache.controller.prefetch import Lookup, look_up
+from tiercache.controller.prefetch_queue import PrefetchQueue, PrefetchTicket
+from tiercache.controller.prefetch_rules import PrefetchRules
+from tiercache.controller.retention import Hints, PrefixPins
 from tiercache.controller.shadows import Shadows
-from tiercache.controller.state import ControllerOptions, ControllerState, Fence
+from tiercache.controller.tier_changes import TierChanges
+from tiercache.controller.values import Values
 from tiercache.controller.write_through import WriteThrough
 from tiercache.core import HitPolicy, Locations, PoolName, Tier, TokenArray, as_tokens
 from tiercache.errors import AdmissionError, ClosedError, GeometryError, InputError, SlotError, TokenError
 from tiercache.index import Content, HybridIndex
 from tiercache.keys import Identity, Shard, namespace_of
 from tiercache.metrics import Metrics
-from tiercache.policy import DEFAULT_PROFILE, Costs, ModelProfile, Policy, Portfolio, policy_named, profile_named
+from tiercache.policy import (
+    DEFAULT_PROFILE,
+    Costs,
+    ModelProfile,
+    Policy,
+    Portfolio,
+    policy_named,
+    profile_named,
+)
 from tiercache.policy.costs import LOAD_FLOPS_PER_BYTE
 from tiercache.pools import BlockArena, DevicePool, HostPool
 from tiercache.storage.base import NamespaceRecord, StorageBackend
 from tiercache.storage.hybrid import HybridStorage
+from tiercache.threads import IoThreads
 from tiercache.transfer import TransferEngine, engine_for
 
 _log = logging.getLogger(__name__)
@@ -35,22 +50,38 @@ EngineFactory = Callable[[Mapping[PoolName, DevicePool], Mapping[PoolName, HostP
 
 
 class HybridCacheController:
-    """Cache that keeps KV pages and recurrent states across requests, on the device, in host memory and in a store.
+    """Cache that keeps KV pages and recurrent states across requests, on device, on host and in a store.
 
-    The life of a request: `lookup`; `admit`; `poll` until it is ready; compute from the restored depth, with a `commit` at every checkpoint
-    and at the end; `release`. Depths are in tokens and multiples of the page size.
+    The life of a request:
 
-    The caller guarantees: committed slots hold what the model computed for exactly those tokens, under `identity`; a state slot handed to
-    `commit` is not written again; device memory is not touched after `close`.
+    1. `lookup`, then `admit`.
+    2. `poll` until the admission is ready.
+    3. Compute from the restored depth on, with a `commit` at every checkpoint and at the end.
+    4. `release`.
 
-    `shard`: which part of each object this rank holds, for all pools or by pool; a pool that is not named is whole on every rank.
-    `profile`: the model's profile, by which the policy weighs bytes against computation (default: `DEFAULT_PROFILE`, a Qwen3-Next).
-    `policy`: an eviction policy to use instead of the one that the options name.
+    Depths are in tokens, and are multiples of the page size.
 
-    The controller owns the host pools, the index and its threads; `close` also closes `storage` and the arena. No method waits for storage
-    except `flush` and `close`.
+    The caller guarantees:
 
-    Thread safety: one owner thread, the engine's. Copies and storage calls run on their own threads and post events; each call drains them.
+    - committed slots hold what the model computed for exactly the committed tokens, under `identity`;
+    - a state slot that was handed to `commit` is not written to again;
+    - device memory is not touched after `close`.
+
+    The optional arguments:
+
+    - `shard` says which part of each object this rank holds, for all pools or by pool. A pool that is not
+      named is whole on every rank.
+    - `profile` is the model's profile, by which the policy weighs bytes against computation. It defaults to
+      `DEFAULT_PROFILE`, a Qwen3-Next.
+    - `policy` replaces the eviction policy that the options name.
+    - `engine` makes the transfer engine, and `threads` makes the threads that call the store.
+    - `clock` returns the time in seconds.
+
+    The controller owns the host pools, the index and its threads; `close` also closes `storage` and the
+    arena. No method waits for storage except `flush` and `close`.
+
+    Thread safety: one owner thread, the engine's. Copies and storage calls run on other threads, which post
+    events. Every method first applies the events that have come in.
     """
 
     def __init__(
@@ -69,7 +100,7 @@ class HybridCacheController:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         options = options or ControllerOptions()
-        page_pools, state_pools = _kinds(identity, device_pools)
+        page_pools, state_pools = _split_pools(identity, device_pools)
         namespace = namespace_of(identity)
         profile = profile or profile_named(DEFAULT_PROFILE)
         costs = Costs(profile, options.load_flops_per_byte or LOAD_FLOPS_PER_BYTE)
@@ -77,15 +108,18 @@ class HybridCacheController:
         self._backend = storage
         self._hybrid: HybridStorage | None = None
         if storage is not None:
-            self._hybrid = HybridStorage(storage, namespace=NamespaceRecord(namespace, identity.public_record()))
+            self._hybrid = HybridStorage(
+                storage, namespace=NamespaceRecord(namespace, identity.public_record())
+            )
             shards = shard if isinstance(shard, Mapping) else dict.fromkeys(host, shard)
             if unknown := shards.keys() - host.keys():
                 raise InputError(
-                    f"a shard is given for {', '.join(sorted(unknown))}, which is no pool here; the pools are {', '.join(host)}"
+                    f"a shard is given for {', '.join(sorted(unknown))}, which is no pool here; the pools are"
+                    f" {', '.join(host)}"
                 )
             for name, pool in host.items():
                 self._hybrid.register_pool(pool, shards.get(name))
-        self._state = ControllerState(
+        self._context = ControllerContext(
             index=HybridIndex(
                 page_size=identity.page_size,
                 namespace=namespace,
@@ -110,11 +144,16 @@ class HybridCacheController:
             clock=clock,
             threads=threads,
         )
-        self._write_through = WriteThrough(self._state)
-        self._beliefs = Beliefs(self._state)
-        self._state.on_landed = self._go_on
-        chosen = self._state.index.policy
-        self._shadows = Shadows(self._state, chosen) if isinstance(chosen, Portfolio) else None
+        self._values = Values(self._context)
+        self._write_through = WriteThrough(self._context, self._values)
+        self._beliefs = Beliefs(self._context)
+        self._tiers = TierChanges(storage, partial(self._context.events.post, self._beliefs.renew))
+        self._prefetches = PrefetchQueue(self._context)
+        self._pins = PrefixPins(self._context)
+        self._hints = Hints(self._context)
+        self._context.on_landed = self._retry_waiting
+        chosen = self._context.index.policy
+        self._shadows = Shadows(self._context, chosen) if isinstance(chosen, Portfolio) else None
         self._admissions: set[Admission] = set()
         self._closed = self._drained = False
         self._hanging: threading.Thread | None = None
@@ -122,41 +161,65 @@ class HybridCacheController:
     @property
     def metrics(self) -> Metrics:
         """Counters of this controller."""
-        return self._state.metrics
+        return self._context.metrics
+
+    @property
+    def tiers(self) -> TierChanges:
+        """Changes of the tiers of `storage`, if it is a chain or in a daemon; no method waits for them.
+
+        After a change, the checks of what storage still has begin anew. Their answers are applied by the
+        next calls of this controller.
+        """
+        return self._tiers
 
     @property
     def page_size(self) -> int:
         """Tokens per page."""
-        return self._state.page_size
+        return self._context.page_size
 
     def lookup(self, tokens: Any, extra: bytes = b"") -> Lookup:
-        """Look a prompt up in the index, and ask storage in the background about the rest. Reserves nothing and never waits.
+        """Look a prompt up in the index, and ask storage in the background about what is not near.
 
-        `tokens`: integers, ideally a numpy array. `extra`: see `keys.sequence_extra`. Raises TokenError for an empty prompt or bad ids.
+        Reserves nothing and never waits.
+
+        `tokens` are integers, preferably in a numpy array. `extra` stands for the adapter and the images (see
+        `keys.sequence_extra`). Raises TokenError for an empty prompt or bad token ids.
         """
         self._enter()
-        prompt = as_tokens(tokens)
-        if not len(prompt):
-            raise TokenError("the prompt is empty; pass at least one token")
-        if prompt is tokens or prompt.base is not None:
-            prompt = prompt.copy()  # the engine may reuse its token buffer while the request goes on
+        prompt = _own(tokens)
         self._beliefs.check()
-        return look_up(self._state, prompt, extra)
+        return look_up(self._context, prompt, extra)
 
-    def admit(self, lookup: Lookup, *, tokens: int | None = None, states: int = 0, deadline: float | None = None) -> Admission:
-        """Reserve slots for `tokens` tokens (default: the prompt) and `states` states, and pin what will be read.
+    def admit(
+        self,
+        lookup: Lookup,
+        *,
+        tokens: int | None = None,
+        states: int = 0,
+        deadline: float | None = None,
+        prefetch: PrefetchRules | None = None,
+    ) -> Admission:
+        """Reserve slots for `tokens` tokens and `states` states, and pin what the restore will read.
 
-        All or nothing: raises PoolFullError, with nothing changed, if evicting everything that is not in use would not be enough.
-        `deadline`: most seconds to wait for storage (default: the options' `restore_deadline`).
+        `tokens` defaults to the length of the prompt. `deadline` is the maximum time to wait for storage, in
+        seconds; it defaults to `restore_deadline` of the options. `prefetch` says how long to wait within the
+        deadline; it defaults to `prefetch` of the options.
+
+        Raises PoolFullError, with nothing changed, if there would be too few slots even after the eviction of
+        everything that is not in use.
         """
         self._enter()
         tokens = len(lookup.tokens) if tokens is None else tokens
         if tokens < len(lookup.tokens):
-            raise InputError(f"an admission for {tokens} tokens cannot hold the prompt of {len(lookup.tokens)}; ask for at least that many")
+            raise InputError(
+                f"an admission for {tokens} tokens cannot hold the prompt of {len(lookup.tokens)}; ask for at"
+                " least that many"
+            )
         if states < 0:
             raise InputError(f"{states} states cannot be reserved; pass 0 or more")
-        wait = self._state.options.restore_deadline if deadline is None else deadline
-        admission = Admission(self._state, lookup, tokens, states, self._state.clock() + wait)
+        wait = self._context.options.restore_deadline if deadline is None else deadline
+        rules = prefetch or self._context.options.prefetch
+        admission = Admission(self._context, lookup, tokens, states, self._context.clock() + wait, rules)
         try:
             admission.poll()
         except BaseException:
@@ -165,6 +228,44 @@ class HybridCacheController:
         self._admissions.add(admission)
         return admission
 
+    def prefetch(self, tokens: Any, extra: bytes = b"") -> PrefetchTicket:
+        """Bring what storage has of the whole pages of `tokens` to the host, without a request.
+
+        This is for an engine or a router that knows which prompt will come. The prefetch goes on behind
+        requests, within the blocks that fetches may hold. It waits for nothing and promises nothing: the
+        ticket tells when it is over, and cancels it. `docs/prefetch.md` has the rules.
+
+        Raises TokenError as `lookup` does.
+        """
+        self._enter()
+        return self._prefetches.add(_own(tokens), extra)
+
+    def pin(self, tokens: Any, ttl: float, extra: bytes = b"") -> int:
+        """Keep the whole pages of `tokens` in the hierarchy for `ttl` seconds; return their tokens' number.
+
+        What the host has of the prefix, or gets later, is not evicted from it: all pages, and the deepest
+        complete state. A prefix that is pinned already gets the new time. `docs/prefetch.md` has the rules.
+
+        Raises InputError for a prefix of which the cache knows nothing, for less than a page and for an
+        impossible `ttl`; AdmissionError, with nothing changed, for a pin beyond `pin_share`.
+        """
+        self._enter()
+        return self._pins.pin(as_tokens(tokens), ttl, extra)
+
+    def unpin(self, tokens: Any, extra: bytes = b"") -> bool:
+        """End the pin of the whole pages of `tokens`; return False if there is none, or none any more."""
+        self._enter()
+        return self._pins.unpin(as_tokens(tokens), extra)
+
+    def hint(self, tokens: Any, expected_in: float, extra: bytes = b"") -> int:
+        """Tell the eviction policy that `tokens` will be continued in `expected_in` seconds.
+
+        Returns the number of tokens whose restore the hint protects. A later hint replaces an earlier one.
+        Raises InputError for a prefix of which nothing can be restored, and for an impossible `expected_in`.
+        """
+        self._enter()
+        return self._hints.hint(as_tokens(tokens), expected_in, extra)
+
     def commit(
         self,
         admission: Admission,
@@ -172,18 +273,24 @@ class HybridCacheController:
         states: Mapping[int, Mapping[PoolName, int]] | None = None,
         *,
         pages: Mapping[PoolName, Locations] | None = None,
-        fence: Fence | None = None,
+        fence: DeviceFence | None = None,
     ) -> Mapping[PoolName, Locations]:
-        """Give the full pages of `tokens`, and states by depth in tokens, to the cache; write-through starts in the background.
+        """Hand the whole pages of `tokens`, and the states at some depths, to the cache.
 
-        `tokens` are all tokens of the sequence whose KV is in the slots. The slots in `states` come from `Admission.take_states`. `pages`
-        may repeat the slot table, to have it checked. `fence`: passed when the device has finished writing and reading those slots
-        (default: it has finished already).
+        Write-through starts in the background.
 
-        Returns the slot table to use from now on: where the cache held a page already, its slot takes the place of the request's own,
-        which is freed after the fence. Raises SlotError or InputError, with nothing changed, for slots that are not this admission's,
-        depths that are not whole pages, or tokens that are not those admitted.
+        `tokens` are all tokens of the sequence whose KV is in the slots. `states` gives, by depth in tokens,
+        the slot of each state pool; these slots come from `Admission.take_states`. If the caller passes its
+        slot table as `pages`, this table is compared with the admission's. The device passes `fence` when it
+        has finished writing and reading these slots; None means that the device has finished already.
+
+        Returns the slot table to use from now on. For a page that the cache has already, the table names the
+        cache's slot, and the request's slot is freed after the fence.
+
+        Raises SlotError or InputError, with nothing changed, for slots that are not this admission's, for
+        depths that are not whole pages, and for tokens that differ from the admitted ones.
         """
+        # Everything is checked before anything changes: an error leaves cache and admission as they were.
         self._enter()
         self._require_mine(admission)
         admission.require_started()
@@ -193,15 +300,18 @@ class HybridCacheController:
         for depth, slots in (states or {}).items():
             if depth % self.page_size or not 0 < depth <= len(sequence):
                 raise InputError(
-                    f"a state at {depth} tokens cannot be committed; use multiples of {self.page_size} up to the {len(sequence)} given"
+                    f"a state at {depth} tokens cannot be committed; use multiples of {self.page_size} up to"
+                    f" the {len(sequence)} tokens given"
                 )
             by_depth[depth // self.page_size] = dict(slots)
         admission.slots.check_states(by_depth.values())
         full = len(sequence) // self.page_size
         _check_pages(admission, pages, full)
         table = {p: t[:full] for p, t in admission.pages.items()}
-        self._state.note_fence(fence, [*table.items(), *(pair for slots in by_depth.values() for pair in slots.items())])
-        inserted = self._state.index.insert(
+        self._context.device_work.note(
+            fence, [*table.items(), *(pair for slots in by_depth.values() for pair in slots.items())]
+        )
+        inserted = self._context.index.insert(
             sequence[: full * self.page_size],
             table,
             by_depth,
@@ -209,108 +319,146 @@ class HybridCacheController:
             checkpoints=admission.checkpoint_kinds,
             origin=admission.origin,
         )
-        admission.follow(inserted, sequence[: full * self.page_size], fence)
-        depths = {*by_depth, admission.depth // self.page_size}  # the restored state may not have been written through so far
-        self._write_through.send(inserted.node, sequence[: full * self.page_size], admission.lookup.extra, depths)
+        admission.on_committed(inserted, sequence[: full * self.page_size], fence)
+        # Write-through also gets the depth of the restored state, because storage may lack this state.
+        depths = {*by_depth, admission.depth // self.page_size}
+        self._write_through.send(
+            inserted.node, sequence[: full * self.page_size], admission.lookup.extra, depths
+        )
         return admission.pages
 
-    def release(self, admission: Admission, *, fence: Fence | None = None) -> None:
-        """End a request: release its pins and its own slots. Raises AdmissionError if it was released before.
+    def release(self, admission: Admission, *, fence: DeviceFence | None = None) -> None:
+        """End a request: release its pins, and the slots that belong to this request alone.
 
-        `fence`: passed when the device no longer reads or writes the request's slots (default: it does not any more).
+        The device passes `fence` when it has finished reading and writing the request's slots; None means
+        that the device has finished already. Raises AdmissionError if the admission was released before.
         """
         self._enter()
         self._require_mine(admission)
         self._check_fence(fence)
         admission.close(fence)
         self._admissions.discard(admission)
+        self._values.tell()
         if self._shadows is not None and admission.committed:
             self._shadows.served(admission.lookup.tokens, admission.sequence, admission.lookup.extra)
 
     def tick(self, wait: float = 0.0) -> bool:
-        """Apply background events, waiting up to `wait` seconds for one; return whether anything was under way.
+        """Apply background events, after waiting up to `wait` seconds for an event.
 
-        If nothing was, the next tick will find nothing new, and a request refused for lack of room will be refused again. Every call of the
-        controller applies events, so that only an idle engine needs to tick now and then.
+        Returns whether an operation or a fence was pending at the call. If not, another tick changes nothing,
+        and a request that was refused for lack of room would be refused again.
+
+        Every method applies events, so only an idle engine needs to call this one now and then.
         """
-        busy = self._state.under_way
+        busy = self._context.under_way
         self._enter()
-        if wait and self._state.under_way:
-            self._state.await_event(wait)
-            self._state.drain()
+        self._prefetches.advance()
+        if wait and self._context.under_way:
+            self._context.await_event(wait)
+            self._context.drain()
         return busy
 
     def contents(self) -> Iterator[Content]:
-        """Iterate over what the cache holds in any tier, one edge of the radix tree at a time."""
+        """Iterate over the contents of all tiers, one edge of the radix tree at a time."""
         self._enter()
-        return self._state.index.contents()
+        return self._context.index.contents()
 
     def evict(self, tier: Tier) -> None:
-        """Free everything in `tier` that no request and no transfer is using.
+        """Free every object in `tier` that no request, transfer or pin is using.
 
-        Meant for use before a sleep, to hand memory over, or to measure the tier below. Raises InputError for Tier.STORAGE.
+        Meant for engines that are about to sleep, and for measurements of the tier below. Raises InputError
+        for Tier.STORAGE.
         """
         self._enter()
         if tier is Tier.STORAGE:
             raise InputError("storage is not emptied from here; flush its namespace with the store itself")
-        self._state.evict_all(tier)
+        self._context.allocator.evict_all(tier)
 
     def flush(self, timeout: float = 60.0) -> bool:
-        """Wait until nothing committed so far is on its way, and storage has flushed what it took.
+        """Wait until all commits have been written through, and storage has flushed.
 
-        Returns False if that took longer than `timeout` seconds, or if some objects did not reach storage since the last flush: the host
-        had no room, a copy failed, or storage did not take them or is left alone because it hangs or fails. `unstored` is their number. A
-        flush that did not time out logs that number and resets the count of those that were given up.
+        Returns False if this takes longer than `timeout` seconds, or if some objects committed since the last
+        flush are not in storage. `unstored` is the number of these objects. The possible causes are: the host
+        had no room, a copy failed, storage did not take the objects, or calls of storage are suspended.
+
+        A flush that does not time out logs this number, and sets the count of given-up objects back to 0.
         """
         self._enter()
         end = time.monotonic() + timeout
-        if not self._settle(timeout):
+        if not self._drain_all(timeout):
             return False
         if self._backend is not None and not self._within(end - time.monotonic(), self._backend.flush):
             _log.warning("storage did not flush within %g s", timeout)
             return False
-        missing, self._state.unstored = self.unstored, 0
+        missing, self._context.unstored = self.unstored, 0
         if missing:
-            _log.warning("%d objects that were committed since the last flush are not in storage; see write_through_skipped_total", missing)
+            _log.warning(
+                "%d objects that were committed since the last flush are not in storage; see"
+                " write_through_skipped_total",
+                missing,
+            )
         return not missing
 
     @property
     def unstored(self) -> int:
-        """Number of objects committed since the last flush that were given up, or that wait for room or for the store."""
-        return self._state.unstored + self._write_through.objects + sum(call.objects for call in list(self._state.writes.waiting))
+        """Number of objects committed since the last flush that are not on their way to storage.
+
+        These objects were given up, or wait for room or for the store.
+        """
+        return (
+            self._context.unstored
+            + self._write_through.objects
+            + sum(call.objects for call in list(self._context.writes.waiting))
+        )
 
     def close(self, deadline: float | None = None) -> bool:
-        """Drain for at most `deadline` seconds (default: the options' `close_deadline`), then release threads, storage and arena.
+        """Wait up to `deadline` seconds for all operations, then release threads, storage and arena.
 
-        Returns True if everything was drained and no call hangs. While a thread still hangs in the store, the store and the arena's memory
-        stay open. A second call is harmless and returns the first result. In a forked process it does nothing.
+        `deadline` defaults to `close_deadline` of the options.
+
+        Returns True if all operations ended and no call hangs. While a thread hangs in the store, the store
+        and the arena's memory stay open. A second call does nothing and returns the first result. In a forked
+        process, the method does nothing.
         """
-        if self._closed or self._state.is_forked:
+        if self._closed or self._context.is_forked:
             return self._drained
-        end = time.monotonic() + (self._state.options.close_deadline if deadline is None else deadline)
-        self._state.drain()
+        end = time.monotonic() + (self._context.options.close_deadline if deadline is None else deadline)
+        self._context.drain()
         for admission in list(self._admissions):
             admission.close()
         self._admissions.clear()
-        drained = self._settle(end - time.monotonic())
+        self._prefetches.close()
+        self._pins.close()
+        drained = self._drain_all(end - time.monotonic())
         self._closed = True
-        idle = [t.close(max(0.1, end - time.monotonic())) for t in (self._state.queries, self._state.reads, self._state.writes)]
+        # Each part is closed before the parts that it uses: first the threads that call the store, then the
+        # transfer engine, then the store, and last the arena, in whose memory all others work.
+        idle = [
+            t.close(max(0.1, end - time.monotonic()))
+            for t in (self._context.queries, self._context.reads, self._context.writes)
+        ]
         if self._shadows is not None:
             self._shadows.close(max(0.1, end - time.monotonic()))
-        self._state.engine.close(max(0.1, end - time.monotonic()))
+        self._context.engine.close(max(0.1, end - time.monotonic()))
         quiet = all(idle)
         if self._backend is not None and quiet:
             quiet = self._within(max(0.1, end - time.monotonic()), self._backend.close)
-        self._state.drain()
+        self._context.drain()
         if quiet:  # otherwise a thread that hangs in the store may still use the arena's memory
-            self._state.arena.close()
+            self._context.arena.close()
         self._drained = drained and quiet
         return self._drained
 
     def check_integrity(self) -> None:
-        """Raise AssertionError for a slot, block or pin that is lost or held twice. For tests, while nothing else is running."""
-        self._state.drain()
-        self._state.check_integrity([a.slots.private() for a in self._admissions], [pin for a in self._admissions for pin in a.pins])
+        """Raise AssertionError for a slot, block or pin that is lost or held twice.
+
+        Meant for tests, while no other method runs.
+        """
+        self._context.drain()
+        pins = [pin for a in self._admissions for pin in a.pins]
+        self._context.check_integrity(
+            [a.slots.private() for a in self._admissions], [*pins, *self._prefetches.pins, *self._pins.pins]
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -319,9 +467,10 @@ class HybridCacheController:
         self.close()
 
     def _within(self, timeout: float, call: Callable[[], None]) -> bool:
-        """Run `call` on a thread and return whether it ended within `timeout` seconds; False at once while an earlier one still hangs.
+        """Run `call` on a thread, and return whether the call ended within `timeout` seconds.
 
-        The thread may hang for ever. An exception of the call is raised here.
+        Returns False at once while an earlier call still hangs. A thread that hangs is left behind. If `call`
+        raises in time, the exception is raised here.
         """
         if self._hanging is not None and self._hanging.is_alive():
             return False
@@ -340,66 +489,109 @@ class HybridCacheController:
             raise raised[0]
         return not self._hanging.is_alive()
 
-    def _settle(self, timeout: float) -> bool:
-        """Drain until nothing is in flight except writes that wait for a store that is left alone; False after `timeout` seconds."""
+    def _drain_all(self, timeout: float) -> bool:
+        """Apply events until no operation is in flight; return False after `timeout` seconds.
+
+        Writes that wait until a failed store works again do not count.
+        """
         end = time.monotonic() + timeout
-        self._state.drain()
-        while len(self._state.operations) > len(self._state.writes.waiting) or not self._write_through.is_idle:
+        self._prefetches.paused = True
+        try:
+            return self._drain_until(end)
+        finally:
+            self._prefetches.paused = False
+
+    def _drain_until(self, end: float) -> bool:
+        self._context.drain()
+        # Every call in `writes.waiting` belongs to one operation, so the difference of the two numbers is the
+        # number of operations that do not wait for a failed store.
+        while (
+            len(self._context.in_flight.operations) > len(self._context.writes.waiting)
+            or not self._write_through.is_idle
+        ):
             left = end - time.monotonic()
             if left <= 0:
                 return False
-            self._state.arrived.wait(min(left, 0.1))
-            self._state.drain()
+            self._context.events.arrived.wait(min(left, 0.1))
+            self._context.drain()
         return True
 
-    def _go_on(self) -> None:
-        """Begin what waited for an operation to land."""
-        self._write_through.go_on()
+    def _retry_waiting(self) -> None:
+        """Begin what waited for room: writes of commits, prefetches, and the next check of beliefs."""
+        self._pins.follow()
+        self._write_through.retry_waiting()
+        self._prefetches.advance()
         self._beliefs.check()
 
     def _enter(self) -> None:
         if self._closed:
             raise ClosedError("this controller was closed; make a new one")
-        self._state.drain()
+        self._context.drain()
+        self._pins.expire()
 
     def _require_mine(self, admission: Admission) -> None:
         if admission.released:
-            raise AdmissionError("this admission was released already; each is released once, as the last thing")
+            raise AdmissionError(
+                "this admission was released already; release each admission once, as its last call"
+            )
         if admission not in self._admissions:
             raise AdmissionError("this admission belongs to another controller; use the one that made it")
 
-    def _check_fence(self, fence: Fence | None) -> None:
+    def _check_fence(self, fence: DeviceFence | None) -> None:
         if fence is not None:
-            self._state.engine.check_fences([fence])
+            self._context.engine.check_fences([fence])
 
     def _check_tokens(self, admission: Admission, tokens: TokenArray) -> None:
         admission.check_sequence(tokens)
         covered = min((len(t) for t in admission.pages.values()), default=0)
         if len(tokens) // self.page_size > covered:
-            raise SlotError(f"{len(tokens)} tokens fill more than the {covered} pages of this admission; extend it before computing them")
+            raise SlotError(
+                f"{len(tokens)} tokens fill more than the {covered} pages of this admission; extend it before"
+                " computing them"
+            )
+
+
+def _own(tokens: Any) -> TokenArray:
+    """Return the tokens of a prompt as an array that nobody else writes to; TokenError if there are none."""
+    prompt = as_tokens(tokens)
+    if not len(prompt):
+        raise TokenError("the prompt is empty; pass at least one token")
+    # The engine may reuse its token buffer while the request goes on.
+    return prompt.copy() if prompt is tokens or prompt.base is not None else prompt
 
 
 def _check_pages(admission: Admission, pages: Mapping[PoolName, Locations] | None, full: int) -> None:
     for pool, slots in (pages or {}).items():
         expected = admission.pages.get(pool)
         if expected is None or len(slots) < full or not np.array_equal(expected[:full], slots[:full]):
-            raise SlotError(f"the slots given for pool {pool} are not this admission's; commit the slots of its own table")
+            raise SlotError(
+                f"the slots given for pool {pool} are not this admission's; commit the slots of its own table"
+            )
 
 
-def _kinds(identity: Identity, pools: Mapping[PoolName, DevicePool]) -> tuple[list[PoolName], list[PoolName]]:
-    """Return the page pools and the state pools among `pools`; raise GeometryError for a pool that the index cannot serve."""
+def _split_pools(
+    identity: Identity, pools: Mapping[PoolName, DevicePool]
+) -> tuple[list[PoolName], list[PoolName]]:
+    """Return the page pools and the state pools among `pools`.
+
+    Raises GeometryError for a pool that the index cannot serve.
+    """
     kinds: dict[HitPolicy, list[PoolName]] = {HitPolicy.ALL_PAGES: [], HitPolicy.TRAILING_PAGES: []}
     for name, pool in pools.items():
         geometry = pool.geometry
         if geometry.pool is not name:
-            raise GeometryError(f"the pool given as {name} is a {geometry.pool} pool; name each by its own kind")
+            raise GeometryError(
+                f"the pool given as {name} is a {geometry.pool} pool; name each by its own kind"
+            )
         if geometry.page_size != identity.page_size:
             raise GeometryError(
-                f"pool {name} has pages of {geometry.page_size} tokens and the identity {identity.page_size}; make them equal"
+                f"pool {name} has pages of {geometry.page_size} tokens and the identity {identity.page_size};"
+                " make them equal"
             )
         if geometry.hit_policy is HitPolicy.TRAILING_PAGES and geometry.trailing != 1:
             raise GeometryError(
-                f"pool {name} needs its last {geometry.trailing} pages; the controller serves whole prefixes and single states"
+                f"pool {name} needs its last {geometry.trailing} pages; the controller serves whole prefixes"
+                " and single states"
             )
         kinds[geometry.hit_policy].append(name)
     if PoolName.KV not in kinds[HitPolicy.ALL_PAGES]:

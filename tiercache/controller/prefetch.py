@@ -1,22 +1,162 @@
-"""Prefetch: bringing up from storage, round by round, the objects that a prompt could restore beyond those on device and host."""
+"""Storage side of a request: the query about its prompt, then fetches of what storage can restore."""
 
 from __future__ import annotations
 
 import enum
+import logging
+from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import numpy as np
 
-from tiercache.controller.lookup import Lookup
-from tiercache.controller.operations import Fetch, Piece, gather_pieces
-from tiercache.controller.state import ControllerState, InFlight
-from tiercache.core import ABSENT, Mask, PoolName, Reason, Tier, pending
+from tiercache.controller.beliefs import forget_missing
+from tiercache.controller.context import ControllerContext
+from tiercache.controller.in_flight import InFlight
+from tiercache.controller.operations import Fetch, PageRun, gather_runs
+from tiercache.controller.store_calls import StoreCall
+from tiercache.core import (
+    ABSENT,
+    Mask,
+    PoolName,
+    PoolTransfer,
+    PoolTransferResult,
+    Reason,
+    StorageExtra,
+    Tier,
+    TokenArray,
+    pending,
+    reusable_pages,
+)
 from tiercache.errors import PoolFullError
 from tiercache.index import Match, Node, Pin
+from tiercache.keys import KEY_BYTES, page_keys
 from tiercache.storage.hybrid import is_outage
 
+_log = logging.getLogger(__name__)
+
+
+class StorageQuery:
+    """Query about the pages of one prompt: one `batch_exists_v2` on a background thread.
+
+    Thread safety: the owner's thread (the engine's thread, which calls the controller). Only
+    `_background_query` runs on another thread.
+    """
+
+    kind = "query"
+    pins = ()
+
+    def __init__(self, context: ControllerContext, tokens: TokenArray, extra: bytes, near_pages: int) -> None:
+        self.done = False
+        """Whether the query has ended; `result` and `reason` are valid only then."""
+        self.result: PoolTransferResult | None = None
+        """Answer of storage; None if the call failed."""
+        self.reason = Reason.NONE
+        """Reason why the call failed, or why storage could not answer."""
+        self._context = context
+        self._tokens = tokens
+        self._extra = extra
+        self._near_pages = near_pages
+        """Number of pages, from the start, that are not asked for because they are near."""
+        assert context.storage is not None
+        probe = partial(context.storage.probe, context.index.page_pools[0], bytes(KEY_BYTES), read=False)
+        context.in_flight.begin(self)
+        context.queries.submit(
+            StoreCall(
+                self._background_query, landed=self._land, lost=self._lose, late=lambda _: None, probe=probe
+            )
+        )
+
+    def _background_query(self) -> tuple[PoolTransferResult | None, Reason]:
+        context = self._context
+        assert context.storage is not None
+        try:
+            keys = page_keys(context.namespace, self._tokens, context.page_size, extra=self._extra)
+            transfers = []
+            for pool in context.pools:
+                geometry = context.host[pool].geometry
+                transfers.append(
+                    PoolTransfer(pool, hit_policy=geometry.hit_policy, trailing=geometry.trailing)
+                )
+            near = keys[: self._near_pages]
+            result = context.storage.batch_exists_v2(keys[self._near_pages :], transfers, StorageExtra(near))
+            return result, result.reason
+        except Exception:  # noqa: BLE001
+            # an exception breaks the store's contract; only this query fails, with the reason `io_error`
+            _log.exception("asking storage failed")
+            return None, Reason.IO_ERROR
+
+    def _land(self, answer: tuple[PoolTransferResult | None, Reason]) -> bool:
+        (self.result, self.reason), self.done = answer, True
+        if self.result is not None and self.reason is Reason.NONE:
+            forget_missing(self._context, self._tokens, self._extra, self.result)
+        self._context.in_flight.end(self)
+        return self.result is not None
+
+    def _lose(self, reason: Reason, begun: bool) -> None:
+        self._land((None, reason))
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """A prompt, and what was known about it when it was looked up."""
+
+    tokens: TokenArray
+    extra: bytes
+    """Bytes that the keys cover besides the tokens (see `keys.sequence_extra`)."""
+    match: Match
+    """Match of the prompt in the index."""
+    near_tokens: int
+    """Number of tokens that can be restored from device and host."""
+    query: StorageQuery | None = None
+    """Query of storage about the prompt; None if storage was not asked."""
+    unasked: Reason = Reason.NONE
+    """Reason why storage was not asked; NONE if storage was asked, or if device and host have everything."""
+
+
+def look_up(
+    context: ControllerContext, tokens: TokenArray, extra: bytes, *, limit: int | None = None
+) -> Lookup:
+    """Match a prompt in the index, and ask storage in the background about pages that are not near.
+
+    `limit`, in pages, is the deepest depth of interest. By default, at least one token is left to compute.
+    """
+    limit = reusable_pages(len(tokens), context.page_size) if limit is None else limit
+    match = context.index.match(tokens, extra, limit=limit)
+    near_tokens = match.near_depth * context.page_size
+    if match.near_depth >= limit:
+        return Lookup(tokens, extra, match, near_tokens)
+    if context.storage is None:
+        return Lookup(tokens, extra, match, near_tokens, unasked=Reason.DISABLED)
+    if (limit - match.near_depth) * context.page_size < context.options.min_fetch_tokens:
+        return Lookup(tokens, extra, match, near_tokens, unasked=Reason.NOT_WORTH)
+    if context.queries.is_suspended:
+        return Lookup(tokens, extra, match, near_tokens, unasked=Reason.UNAVAILABLE)
+    if context.in_flight.count("query") >= context.options.max_queries:
+        return Lookup(tokens, extra, match, near_tokens, unasked=Reason.BUSY)
+    query = StorageQuery(
+        context, tokens[: limit * context.page_size], extra, _near_run(context, match, limit)
+    )
+    return Lookup(tokens, extra, match, near_tokens, query)
+
+
+def _near_run(context: ControllerContext, match: Match, limit: int) -> int:
+    """Return the number of pages, from the start, that are on device or host.
+
+    These pages count even if there is no state that makes them restorable.
+    """
+    pages, _ = context.index.locations(match, min(match.path_depth, limit))
+    present = np.ones(min(match.path_depth, limit), np.bool_)
+    for at in pages.values():
+        present &= (at.device >= 0) | (at.host >= 0)
+    return int(np.logical_and.accumulate(present).sum())
+
+
 _MAX_ROUNDS: Final = 8
-"""Most rounds per admission. A further round follows when objects turned out missing or corrupt, or the host has no room for a depth."""
+"""Maximum number of rounds per admission. In each round, one depth is tried.
+
+Another round follows if objects turn out to be missing or corrupt, or if the host has no room for a depth.
+"""
 
 
 class Step(enum.Enum):
@@ -24,35 +164,45 @@ class Step(enum.Enum):
 
     BEGUN = "begun"
     LATER = "later"
-    """Other fetches hold all the blocks that fetches may hold; some will land."""
+    """Other fetches hold all blocks that fetches may hold. Try again when a fetch has landed."""
     NO_ROOM = "no_room"
     """The host cannot hold the objects that the depth needs."""
 
 
 class Prefetch:
-    """Storage side of one admission: the objects that it wants, those on their way, and those that turned out to be missing.
+    """Fetches of one admission, which bring the objects that a depth lacks from storage to the host.
 
-    The objects that a depth lacks come in waves, each of at most the blocks that fetches may hold. A pin holds what has landed until the
-    next wave. `fetched` marks, per pool, the pages that were brought up for this prompt (a state counts as the page on which it ends).
-    `rounds` counts the depths that were tried.
+    The objects of a depth are fetched in waves. A wave has as many objects as fit into the host blocks that
+    fetches may hold. A pin keeps the objects of earlier waves on the host.
 
     Thread safety: the owner's thread.
     """
 
-    def __init__(self, state: ControllerState, lookup: Lookup, limit: int) -> None:
-        self.fetched: dict[PoolName, Mask] = {p: np.zeros(limit, np.bool_) for p in state.pools}
+    def __init__(self, context: ControllerContext, lookup: Lookup, limit: int) -> None:
+        """Prepare fetches of the prompt of `lookup`, up to the depth of `limit` pages."""
+        self.fetched: dict[PoolName, Mask] = {p: np.zeros(limit, np.bool_) for p in context.pools}
+        """Mask of the pages that were fetched for this prompt, by pool.
+
+        A state counts as the page on which it ends.
+        """
         self.rounds = 0
+        """Number of depths that were tried."""
         self.pin: Pin | None = None
-        """Pin of the path that is being fetched; None while there is none."""
-        self._state = state
+        """Pin of the path that is being fetched; None if there is no such path."""
+        self._context = context
         self._lookup = lookup
         self._limit = limit
         self._keys: list[bytes] = []
+        """Page keys of the path that is being fetched."""
         self._missing: set[tuple[PoolName, int]] = set()
-        self._unfit: set[int] = set()
+        """Pool and depth of each object that could not be fetched."""
+        self._too_large: set[int] = set()
+        """Depths, in pages, for which the host has no room."""
         self._fetching: set[Fetch] = set()
-        self._cut_off = False
+        self._met_outage = False
+        """Whether an object could not be fetched because of an outage. Then nothing more is fetched."""
         self._depth = 0
+        """Depth, in pages, that is being fetched; 0 if there is no such depth."""
 
     @property
     def waiting(self) -> bool:
@@ -60,129 +210,181 @@ class Prefetch:
         query = self._lookup.query
         return (query is not None and not query.done) or not all(fetch.done for fetch in self._fetching)
 
-    def harvest(self) -> set[Reason]:
-        """Note which objects of this prompt's path could not be fetched; return the reasons.
+    def collect_results(self) -> set[Reason]:
+        """Record which objects of this prompt could not be fetched, and return the reasons.
 
-        Failures of a shared fetch that concern pages of another path are left out.
+        A shared fetch may also bring pages of another prompt. Their failures are left out.
         """
         failed: dict[tuple[PoolName, bytes], Reason] = {}
         for fetch in self._fetching:
             failed |= fetch.failed
         self._fetching = set()
-        mine = {(p, d): failed[p, k] for d, k in enumerate(self._keys, 1) for p in self._state.pools if (p, k) in failed} if failed else {}
-        self._missing.update(mine)
-        reasons = set(mine.values())
-        self._cut_off |= any(map(is_outage, reasons))
+        reasons: set[Reason] = set()
+        if failed:
+            depths = {key: depth for depth, key in enumerate(self._keys, 1)}
+            for (pool, key), reason in failed.items():
+                if key in depths:
+                    self._missing.add((pool, depths[key]))
+                    reasons.add(reason)
+        self._met_outage |= any(map(is_outage, reasons))
         return reasons
 
-    def begin(self, target: int) -> Step:
-        """Begin to fetch the objects that depth `target` (in pages) lacks on device and host, or the next wave of them."""
-        state, lookup = self._state, self._lookup
+    def begin(self, target: int, *, share: int = 1) -> Step:
+        """Begin the next wave of fetches for depth `target` (in pages).
+
+        The wave takes at most one part in `share` of the blocks that all fetches may hold.
+        """
+        context, lookup = self._context, self._lookup
         if target != self._depth:
             self.rounds += 1
-        node = state.index.extend_path(lookup.tokens, target, lookup.extra)
-        held, self.pin = self.pin, state.index.pin(node, Tier.DEVICE, Tier.HOST)
+        node = context.index.extend_path(lookup.tokens, target, lookup.extra)
+        # The new pin is taken before the old pin is released. In the other order, objects of the path could
+        # be evicted in between.
+        held, self.pin = self.pin, context.index.pin(node, Tier.DEVICE, Tier.HOST)
         if held is not None:
             held.release()
-        self._keys = state.index.page_keys(node, target)
+        self._keys = context.index.page_keys(node, target)
         self._depth = target
         try:
-            return self._begin_wave(node, target)
+            return self._begin_wave(node, target, share)
         except PoolFullError:
-            self._unfit.add(target)
+            self._too_large.add(target)
             self._depth = 0
-            self._let_go()  # nodes that were made for this fetch are removed with the pin
+            self._release_pin()  # removes the nodes that were made for this fetch
             return Step.NO_ROOM
 
     def close(self) -> None:
-        """Stop waiting: leave the fetches, which cancel what has not begun if no other admission waits, and release the path."""
+        """Leave the fetches, and release the path.
+
+        If no other admission waits for a fetch, its reads that have not begun are cancelled.
+        """
         for fetch in self._fetching:
             fetch.leave(self)
-        self._let_go()
+        self._release_pin()
 
     def target(self, match: Match) -> int:
-        """Return the deepest depth, in pages, that storage could still restore beyond what is near; 0 if there is none.
+        """Return the deepest depth, in pages, that a fetch should try next; 0 if there is none.
 
-        During an outage the answer is 0: a fetch would evict other objects from the host for nothing.
+        While storage cannot be read, the answer is 0: a fetch would evict other objects for nothing.
         """
-        return 0 if self._cut_off or self._state.reads.is_away else self.hoped(match)
+        return 0 if self._met_outage or self._context.reads.is_suspended else self.worthwhile_depth(match)
 
-    def hoped(self, match: Match) -> int:
-        """Return the deepest depth, in pages, that readable storage could still restore and that is worth a fetch; 0 if there is none."""
+    def worthwhile_depth(self, match: Match) -> int:
+        """Return the deepest depth, in pages, that storage could restore, provided that reads succeed.
+
+        Returns 0 if there is none, or if that depth adds too few tokens to be worth a fetch.
+        """
         depth = self._deepest(match)
-        # Measured from the depth at lookup: what the first waves brought up must not make the rest too small to be worth a fetch.
+        # The gain is what the whole fetch adds to the near depth at lookup. Each wave that has landed raises
+        # the present near depth. Compared with the present near depth, the last waves would look too small
+        # to be worth a fetch.
         near = min(match.near_depth, self._lookup.match.near_depth)
-        return depth if (depth - near) * self._state.page_size >= self._state.options.min_fetch_tokens else 0
+        return (
+            depth if (depth - near) * self._context.page_size >= self._context.options.min_fetch_tokens else 0
+        )
 
-    def is_too_little(self, match: Match) -> bool:
-        """Whether storage could restore more than what is near, but too little to be worth a fetch."""
-        return self._deepest(match) > 0 and not self.hoped(match)
+    def is_gain_too_small(self, match: Match) -> bool:
+        """Return whether storage could restore more tokens, but too few to be worth a fetch."""
+        return self._deepest(match) > 0 and not self.worthwhile_depth(match)
 
     def _deepest(self, match: Match) -> int:
+        """Return the deepest depth, in pages, that storage may restore beyond the near depth, or 0."""
         query = self._lookup.query
-        if self._state.storage is None or self.rounds == _MAX_ROUNDS or (query is not None and is_outage(query.reason)):
+        if (
+            self._context.storage is None
+            or self.rounds == _MAX_ROUNDS
+            or (query is not None and is_outage(query.reason))
+        ):
             return 0
+        # Depths that the index or the answer of storage names as restorable, if the host has room for them.
         known = {*match.restorable, match.depth}
         if query is not None and query.result is not None:
             known.update(query.result.restorable_prefix_pages)
-        known -= self._unfit
-        return max((d for d in known if match.near_depth < d <= self._limit and self._possible(d)), default=0)
+        known -= self._too_large
+        return max(
+            (d for d in known if match.near_depth < d <= self._limit and self._may_exist(d)), default=0
+        )
 
-    def was_promised(self, depth: int) -> bool:
-        """Whether more than `depth` pages were believed to be restorable, and storage answered that they are not."""
+    def shortfall(self, match: Match) -> Reason:
+        """Return the reason why nothing more is fetched; NONE if storage has nothing more."""
+        query = self._lookup.query
+        if query is not None and query.reason is not Reason.NONE:
+            return query.reason
+        if self._context.reads.is_suspended and self.worthwhile_depth(match):
+            return Reason.UNAVAILABLE
+        return Reason.NOT_WORTH if self.is_gain_too_small(match) else Reason.NONE
+
+    def has_storage_lost_more(self, depth: int) -> bool:
+        """Return whether storage cannot restore a depth beyond `depth` that the index noted as restorable."""
         query, believed = self._lookup.query, min(self._lookup.match.depth, self._limit)
         if query is None or query.result is None or is_outage(query.reason):
             return False
         return believed > depth and believed not in query.result.restorable_prefix_pages
 
-    def _possible(self, depth: int) -> bool:
-        """Whether no object that `depth` needs has turned out to be missing so far."""
-        pages = self._state.index.page_pools
+    def _may_exist(self, depth: int) -> bool:
+        """Return whether no object that `depth` needs has turned out to be missing."""
+        pages = self._context.index.page_pools
         return not any(d <= depth if pool in pages else d == depth for pool, d in self._missing)
 
-    def _let_go(self) -> None:
+    def _release_pin(self) -> None:
         if self.pin is not None:
             self.pin.release()
             self.pin = None
 
-    def _begin_wave(self, node: Node, depth: int) -> Step:
-        state = self._state
-        located, states = state.index.locations(node, depth)
+    def _begin_wave(self, node: Node, depth: int, share: int) -> Step:
+        """Fetch absent objects on the path to `node`; join other fetches that bring objects of this path."""
+        context = self._context
+        #   page      0      1        2       3          4
+        #   device    yes    -        -       -          -
+        #   host      -      yes      -       pending    -
+        #   absent    -      -        x       -          x      fetched now, as far as there is room
+        #   arriving  -      -        -       x          -      on its way in another fetch: join that fetch
+        located, states = context.index.locations(node, depth)
         absent = {p: (at.device < 0) & (at.host == ABSENT) for p, at in located.items()}
         waiting: set[InFlight] = set()
         for pool, at in located.items():
-            coming = (at.device < 0) & (at.host < ABSENT)
-            waiting |= state.claimants(Tier.HOST, pool, pending(at.host[coming]))
-            self.fetched[pool][:depth] |= absent[pool] | coming
+            arriving = (at.device < 0) & (at.host < ABSENT)
+            waiting |= context.in_flight.claimants(Tier.HOST, pool, pending(at.host[arriving]))
+            self.fetched[pool][:depth] |= absent[pool] | arriving
         for pool, one in states.items():
             if one.device < 0 and one.host < ABSENT:
-                waiting |= state.claimants(Tier.HOST, pool, pending(np.array([one.host])))
+                waiting |= context.in_flight.claimants(Tier.HOST, pool, pending(np.array([one.host])))
             absent[pool] = np.zeros(depth, np.bool_)
             absent[pool][-1] = one.device < 0 and one.host == ABSENT
             self.fetched[pool][depth - 1] |= one.device < 0 and one.host < 0
-        fetch = self._fetch(node, absent)
+        fetch = self._fetch(node, absent, share)
         self._fetching = {o for o in waiting if isinstance(o, Fetch)} | ({fetch} if fetch else set())
         for each in self._fetching:
             each.join(self)
-        if not self._fetching and any(mask.any() for mask in absent.values()) and not state.in_flight("fetch"):
+        if (
+            not self._fetching
+            and any(mask.any() for mask in absent.values())
+            and not context.in_flight.count("fetch")
+        ):
+            # No fetch is under way that could give blocks back later.
             raise PoolFullError("reads that hang hold every block that fetches may have")
         return Step.BEGUN if self._fetching else Step.LATER
 
-    def _fetch(self, node: Node, absent: dict[PoolName, Mask]) -> Fetch | None:
-        """Fetch as many of the first absent objects as fetches may hold, the state last; return None if there is nothing to fetch now.
+    def _fetch(self, node: Node, absent: dict[PoolName, Mask], share: int) -> Fetch | None:
+        """Fetch the first absent objects, as many as fetches may hold. The state at the end comes last.
 
-        Raises PoolFullError if the host could not hold all that is absent.
+        Returns None if nothing is absent, or if there is no room now. Raises PoolFullError if the host could
+        not hold all absent objects.
         """
-        state = self._state
-        cost = {pool: state.blocks_of(pool, 1) for pool in absent}
-        state.require_host(sum(int(mask.sum()) * cost[pool] for pool, mask in absent.items()))
+        context = self._context
+        cost = {pool: context.allocator.blocks_of(pool, 1) for pool in absent}
+        context.allocator.require_host(sum(int(mask.sum()) * cost[pool] for pool, mask in absent.items()))
+        # The absent objects of page i take blocks[i] host blocks. The wave has as many pages, from the start,
+        # as fit. With blocks 0 2 2 6 and room for 5 blocks, the wave has the first three pages.
         blocks = sum(mask * cost[pool] for pool, mask in absent.items())
-        pages = int(np.searchsorted(np.cumsum(blocks), state.fetching.left, "right"))
+        budget = context.in_flight.fetching
+        most = min(budget.left, max(budget.blocks // share, context.allocator.widest))
+        pages = int(np.searchsorted(np.cumsum(blocks), most, "right"))
         wave = {pool: mask[:pages] for pool, mask in absent.items()}
         if not any(mask.any() for mask in wave.values()):
             return None
-        handles = state.take_host({p: int(mask.sum()) for p, mask in wave.items()})
-        pieces: list[Piece] = []
+        handles = context.allocator.take_host({p: int(mask.sum()) for p, mask in wave.items()})
+        runs: list[PageRun] = []
         for pool, mask in wave.items():
-            pieces += gather_pieces(pool, node, 0, np.zeros(len(mask), np.int64), mask, handles[pool])
-        return Fetch(state, pieces, self._keys, [state.index.pin(node, Tier.DEVICE, Tier.HOST)])
+            runs += gather_runs(pool, node, 0, np.zeros(len(mask), np.int64), mask, handles[pool])
+        return Fetch(context, runs, self._keys, [context.index.pin(node, Tier.DEVICE, Tier.HOST)])

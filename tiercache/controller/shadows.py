@@ -1,4 +1,8 @@
-"""Shadow caches for a portfolio, which find out on a background thread which of its policies would have saved most."""
+"""Shadow caches, which find the policy of a portfolio that would have saved the most computation.
+
+A portfolio is a policy that follows the best of several member policies. A shadow cache simulates one member
+with an index but no bytes. All shadow caches run on one background thread.
+"""
 
 from __future__ import annotations
 
@@ -6,58 +10,68 @@ import logging
 from functools import partial
 from typing import Final
 
-from tiercache.controller.state import ControllerState
+from tiercache.controller.context import ControllerContext
 from tiercache.core import TokenArray
 from tiercache.index import Shadow
 from tiercache.policy import WINDOW, Portfolio, policy_named
 from tiercache.policy.costs import Costs
 
 _log = logging.getLogger(__name__)
-_MOST_WAITING: Final = 64
-"""Most requests that may wait for the shadow thread; further requests are not shown to the shadows, so that no caller is delayed."""
+_MAX_WAITING: Final = 64
+"""Maximum number of requests that wait for the shadow thread. Further requests are not simulated."""
 
 
 class Shadows:
-    """Set of shadow caches, one of the host's size per member of `portfolio`, each with a policy object of its own.
+    """Set of shadow caches, one for each member of a portfolio.
 
-    Thread safety: the owner's thread; `_run` runs on the shadow thread.
+    Each shadow cache has the capacity of the host arena, and a policy object of its own.
+
+    Thread safety: the owner's thread (the engine's thread, which calls the controller). Only `_run` runs on
+    the shadow thread.
     """
 
-    def __init__(self, state: ControllerState, portfolio: Portfolio) -> None:
-        self._state = state
+    def __init__(self, context: ControllerContext, portfolio: Portfolio) -> None:
+        self._context = context
         self._portfolio = portfolio
         self._waiting = 0
+        """Number of requests that wait for the shadow thread."""
         self._served = 0
-        cost = {name: pool.blocks_per_object * state.arena.block_bytes for name, pool in state.host.items()}
+        """Number of requests that were simulated."""
+        cost = {
+            name: pool.blocks_per_object * context.arena.block_bytes for name, pool in context.host.items()
+        }
         self._shadows = [
             Shadow(
-                policy_named(name, Costs(state.profile)), page_size=state.page_size, page_pools=state.index.page_pools,
-                state_pools=state.index.state_pools, cost=cost, capacity=state.arena.nbytes, checkpoints=state.options.checkpoints,
-                seed=state.options.seed,
+                policy_named(name, Costs(context.profile)), page_size=context.page_size,
+                page_pools=context.index.page_pools,
+                state_pools=context.index.state_pools, cost=cost, capacity=context.arena.nbytes,
+                checkpoints=context.options.checkpoints,
+                seed=context.options.seed,
             )
             for name in portfolio.members
         ]  # fmt: skip
         self._saved = [0.0] * len(self._shadows)
-        self._thread = state.threads("shadow", 1)
+        """FLOPs that each shadow cache has saved since the last report to the portfolio."""
+        self._thread = context.threads("shadow", 1)
 
     def served(self, prompt: TokenArray, sequence: TokenArray, extra: bytes) -> None:
-        """Show the shadows a request that began with the tokens `prompt` and ended with `sequence`."""
-        if self._waiting < _MOST_WAITING:
+        """Let the shadow caches simulate a request that began as `prompt` and ended as `sequence`."""
+        if self._waiting < _MAX_WAITING:
             self._waiting += 1
             self._thread.submit(partial(self._run, prompt, sequence, extra))
 
     def close(self, timeout: float) -> bool:
-        """Let the thread end; return False if it still runs after `timeout` seconds."""
+        """Let the shadow thread end; return False if it still runs after `timeout` seconds."""
         return self._thread.close(timeout)
 
     def _run(self, prompt: TokenArray, sequence: TokenArray, extra: bytes) -> None:
-        flops = self._state.profile.flops
+        flops = self._context.profile.flops
         try:
             saved = [flops(0, shadow.request(prompt, sequence, extra)) for shadow in self._shadows]
-        except Exception:  # noqa: BLE001  a shadow that fails costs its advice, never the thread
-            _log.exception("a shadow cache failed; its advice is left out")
+        except Exception:  # noqa: BLE001  a failed shadow must not end this thread
+            _log.exception("a shadow cache failed; this request is left out of the comparison of policies")
             saved = [0.0] * len(self._shadows)
-        self._state.post(partial(self._land, saved))
+        self._context.events.post(partial(self._land, saved))
 
     def _land(self, saved: list[float]) -> None:
         self._waiting -= 1

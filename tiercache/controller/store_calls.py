@@ -1,4 +1,9 @@
-"""Calls of the store on background threads. Each call has a deadline, and a store that hangs or fails is left alone for a while."""
+"""Calls of the store on background threads, so that the engine's thread never waits for the store.
+
+The engine's thread owns the queues of calls, and is called the owner's thread here. Each call has a deadline.
+After a hang or several failures, calls are *suspended*: no call begins until a *trial* (one call, or a small
+probe) shows that the store works again.
+"""
 
 from __future__ import annotations
 
@@ -11,55 +16,72 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from tiercache.controller.io_threads import IoThreads
 from tiercache.core import Reason
 from tiercache.storage.breaker import Breaker, Verdict
+from tiercache.threads import IoThreads
 
 _log = logging.getLogger(__name__)
 
-_MOST_FAILURES: Final = 5
-"""Number of calls that must fail as a whole, in a row, before the store is left alone. A single call that hangs is enough."""
+_MAX_FAILURES: Final = 5
+"""Number of successive calls that must fail before calls are suspended. One hang suspends them at once.
+
+A call fails if all of its outcomes are errors.
+"""
 _FIRST_PAUSE: Final = 1.0
-"""Seconds until a store that is left alone is tried for the first time; the pause doubles each time, up to `breaker.MOST_PAUSE`."""
-_MOST_HUNG: Final = 8
-"""Most calls that may hang at a time, each on a thread of its own. With that many, the store is not tried until one has returned."""
+"""Seconds from the suspension of calls to the first trial.
+
+The pause doubles with each trial that fails, up to `breaker.MAX_PAUSE`.
+"""
+_MAX_HUNG: Final = 8
+"""Maximum number of hung calls, each on a thread of its own.
+
+At the maximum, no trial begins until a hung call returns.
+"""
 
 
 @dataclass(eq=False, slots=True)
 class StoreCall:
-    """One call of the store. It ends with exactly one of `landed` and `lost`; `late` follows if a lost call returns in the end.
+    """One call of the store.
 
-    `work` runs on a background thread, must not raise, and touches nothing but the store. `landed`, `lost` and `late` run on the owner's
-    thread. `landed` gets what `work` returned, and returns whether the store did its work. `lost` gets the reason, and whether the call had
-    begun (then the store may still be using what it was given). `late` gets what `work` of a lost call returned in the end. `probe` runs on
-    a background thread and returns whether the store is back, by a small call of the same kind. A `patient` call that cannot begin waits
-    until the store is back, instead of being lost. `objects`: number of objects that the call is about. `begun`: clock time in seconds at
-    which `work` began. `thread`: identity of the thread that runs it.
+    A call ends with exactly one of `landed` and `lost`. If a lost call returns at last, `late` follows.
 
-    Thread safety: the owner's thread, except `work` and `probe`.
+    Thread safety: the owner's thread. Only `work` and `probe` run on a background thread.
     """
 
     work: Callable[[], Any]
+    """Function that calls the store. It must not raise, and touches only the store."""
     landed: Callable[[Any], bool]
+    """Callback with the result of `work`; it returns whether the store did its work."""
     lost: Callable[[Reason, bool], None]
+    """Callback with the reason, and whether `work` had begun.
+
+    If `work` had begun, the store may still use the buffers of the call.
+    """
     late: Callable[[Any], None]
+    """Callback with the result of `work`, when a lost call returns at last."""
     probe: Callable[[], bool] | None = None
+    """Function that makes a small call of the same kind, and returns whether the call worked."""
     patient: bool = False
+    """Whether the call waits while calls are suspended. A call that is not patient is lost instead."""
     objects: int = 0
+    """Number of objects in the call."""
     begun: float | None = None
+    """Clock time in seconds at which `work` began; None before."""
     thread: int = 0
-    tries: bool = False
-    """Whether this call tries a store that is being left alone."""
+    """Identity of the thread that runs `work`."""
+    is_trial: bool = False
+    """Whether this call is the trial that may end a suspension."""
 
 
 class StoreCalls:
-    """Queue of the store calls of one kind (queries, reads or writes), first come first served.
+    """Queue of the store calls of one kind (queries, reads or writes), served in the order of submission.
 
-    A call that has run for `deadline` seconds is lost, its thread is replaced, and the store is left alone: queued calls are lost as well,
-    or keep waiting if they are patient, and no other call begins until a trial has shown that the store is back. Several failed calls in a
-    row have the same effect. No method waits, except `close`.
+    A call that has run for `deadline` seconds hangs: it is lost, its thread is replaced, and calls are
+    suspended. Several failed calls in a row suspend calls too. At a suspension, patient calls in the queue
+    keep waiting, and the others are lost. Then no call begins until a trial has shown that the store works
+    again. No method waits, except `close`.
 
-    Thread safety: the owner's thread; `submit` of a patient call from any thread.
+    Thread safety: the owner's thread. Any thread may submit a patient call.
     """
 
     def __init__(
@@ -69,27 +91,34 @@ class StoreCalls:
         post: Callable[[Callable[[], None]], None],
         clock: Callable[[], float],
         deadline: float,
-        hung: Callable[[], None],
+        on_hang: Callable[[], None],
     ) -> None:
-        """Keep the callbacks: `post` hands an event to the owner's thread; `hung` is called there, once per call that hangs."""
+        """Make an empty queue of calls of `kind`, which run on `threads`.
+
+        `post` hands an event to the owner's thread. `on_hang` is called on the owner's thread, once for each
+        call that hangs.
+        """
         self.kind = kind
         self.waiting: deque[StoreCall] = deque()
-        """Patient calls that wait until the store is back."""
+        """Patient calls that wait until the suspension ends."""
         self._threads = threads
         self._post = post
         self._clock = clock
         self._deadline = deadline
-        self._on_hang = hung
-        self._breaker = Breaker(_MOST_FAILURES, _FIRST_PAUSE, clock=clock, random=random.random)
+        self._on_hang = on_hang
+        self._breaker = Breaker(_MAX_FAILURES, _FIRST_PAUSE, clock=clock, random=random.random)
         self._probe: Callable[[], bool] | None = None
+        # `_lock` guards `_queued`, `_running` and additions to `waiting`. It is held for list operations
+        # only. No callback and no call of the store runs under this lock, so no second lock is taken under
+        # it.
         self._lock = threading.Lock()
         self._queued: deque[StoreCall] = deque()
         self._running: list[StoreCall] = []
         self._hung: list[StoreCall] = []
 
     @property
-    def is_away(self) -> bool:
-        """Whether the store is being left alone."""
+    def is_suspended(self) -> bool:
+        """Whether calls are suspended."""
         return not self._breaker.closed
 
     @property
@@ -98,23 +127,24 @@ class StoreCalls:
         return len(self._hung)
 
     def submit(self, call: StoreCall) -> None:
-        """Begin `call` as soon as a thread is free. While the store is left alone, the call is lost at once, or waits if it is patient.
+        """Begin `call` as soon as a thread is free.
 
-        Any thread may submit a patient call; other calls come from the owner's thread.
+        While calls are suspended, a patient call waits, and another call is lost at once. Any thread may
+        submit a patient call; other calls come from the owner's thread.
         """
         with self._lock:
-            away = self.is_away
-            if not away:
+            suspended = self.is_suspended
+            if not suspended:
                 self._queued.append(call)
             elif call.patient:
                 self.waiting.append(call)
-        if not away:
+        if not suspended:
             self._threads.submit(self._run)
         elif not call.patient:
             call.lost(Reason.UNAVAILABLE, False)
 
     def cancel(self, call: StoreCall) -> None:
-        """Lose `call` if it has not begun; otherwise let it go on."""
+        """End `call` as lost if it has not begun. A call that has begun goes on."""
         with self._lock:
             queued = call in self._queued
             if queued:
@@ -123,18 +153,22 @@ class StoreCalls:
             call.lost(Reason.NONE, False)
 
     def watch(self) -> None:
-        """Lose the calls that have run too long, and try a store that is being left alone when its pause is over."""
+        """End calls that have run too long as lost, and begin the next trial if it is due."""
         if self._running:
             now = self._clock()
             with self._lock:
-                late = [call for call in self._running if call.begun is not None and now - call.begun >= self._deadline]
+                late = [
+                    call
+                    for call in self._running
+                    if call.begun is not None and now - call.begun >= self._deadline
+                ]
             for call in late:
                 self._lose(call)
-        if self.is_away:
+        if self.is_suspended:
             self._try_again()
 
     def close(self, timeout: float) -> bool:
-        """Wait up to `timeout` seconds for running and queued calls to end; return False if one still runs then."""
+        """Wait up to `timeout` seconds for running and queued calls; return whether all of them ended."""
         return self._threads.close(timeout)
 
     def _run(self) -> None:
@@ -147,6 +181,12 @@ class StoreCalls:
         value = call.work()
         self._post(partial(self._land, call, value))
 
+    # A call that returns after its deadline ends by `lost`, then `late`, and never by `landed`:
+    #   1. thread T runs call 5, which takes longer than the deadline
+    #   2. owner: `watch` moves call 5 to `_hung`, starts a thread in place of T, and calls `lost`
+    #   3. T: `work` returns, `_land` is posted, and T ends because it was replaced
+    #   4. owner: `_land` finds call 5 in `_hung`, and calls `late`
+
     def _land(self, call: StoreCall, value: Any) -> None:
         if call in self._hung:
             self._hung.remove(call)
@@ -154,11 +194,11 @@ class StoreCalls:
             return
         with self._lock:
             self._running.remove(call)
-        self._settle(call, well=call.landed(value))
+        self._tell_breaker(call, well=call.landed(value))
 
-    def _settle(self, call: StoreCall, *, well: bool) -> None:
-        """Tell the breaker how a call ended; when a trial went well, queue the patient calls again."""
-        if call.tries:
+    def _tell_breaker(self, call: StoreCall, *, well: bool) -> None:
+        """Tell the breaker how a call ended. After a trial that went well, queue the patient calls again."""
+        if call.is_trial:
             self._breaker.probed(well)
             if well:
                 _log.warning("storage answers again (%s)", self.kind)
@@ -170,26 +210,31 @@ class StoreCalls:
         elif well:
             self._breaker.succeeded()
         else:
-            self._leave_alone(call, self._breaker.failed, "fails")
+            self._suspend(call, self._breaker.failed, "fails")
 
     def _lose(self, call: StoreCall) -> None:
+        """End a running call as lost because it hangs, and suspend calls."""
         with self._lock:
             self._running.remove(call)
         self._hung.append(call)
         self._threads.replace(call.thread)
         self._on_hang()
-        if call.tries:
+        if call.is_trial:
             self._breaker.probed(False)
         else:
-            self._leave_alone(call, self._breaker.trip, f"has not answered for {self._deadline:g} s")
+            self._suspend(call, self._breaker.trip, f"has not answered for {self._deadline:g} s")
         call.lost(Reason.TIMEOUT, True)
 
-    def _leave_alone(self, call: StoreCall, tell: Callable[[], None], why: str) -> None:
-        before = self.is_away
+    def _suspend(self, call: StoreCall, tell: Callable[[], None], why: str) -> None:
+        """Call `tell`, which tells the breaker that `call` failed; if the breaker opens, suspend calls.
+
+        A suspension empties the queue: patient calls wait, and the others are lost.
+        """
+        before = self.is_suspended
         tell()
-        if before or not self.is_away:
+        if before or not self.is_suspended:
             return
-        _log.warning("storage %s (%s); it is left alone until it answers again", why, self.kind)
+        _log.warning("storage %s (%s); no call goes to it until it answers again", why, self.kind)
         self._probe = call.probe
         with self._lock:
             queued, self._queued = self._queued, deque()
@@ -199,15 +244,23 @@ class StoreCalls:
                 other.lost(Reason.UNAVAILABLE, False)
 
     def _try_again(self) -> None:
-        """Try the store once the pause is over, by a waiting call or else by the probe of the call that failed."""
-        if self.hung >= _MOST_HUNG or not (self.waiting or self._probe) or self._breaker.ask() is not Verdict.PROBE:
+        """Begin a trial if the pause before it is over.
+
+        The trial is the first waiting call. If no call waits, it is the `probe` of the call that led to the
+        suspension.
+        """
+        if (
+            self.hung >= _MAX_HUNG
+            or not (self.waiting or self._probe)
+            or self._breaker.ask() is not Verdict.PROBE
+        ):
             return
         if self.waiting:
             call = self.waiting.popleft()
         else:
             assert self._probe is not None
             call = StoreCall(self._probe, landed=bool, lost=lambda *_: None, late=lambda _: None)
-        call.tries = True
+        call.is_trial = True
         with self._lock:
             self._queued.append(call)
         self._threads.submit(self._run)

@@ -1,4 +1,4 @@
-"""Write-through: which objects a commit sends down, the operations that carry them, and the commits that wait for their turn."""
+"""Write-through: which objects a commit sends to host and storage, and the commits that wait for room."""
 
 from __future__ import annotations
 
@@ -6,137 +6,184 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Final
 
 import numpy as np
 
-from tiercache.controller.operations import PART_BYTES, Chain, Piece, Write, gather_pieces
-from tiercache.controller.state import ControllerState
+from tiercache.controller.context import ControllerContext
+from tiercache.controller.operations import PART_BYTES, PageRun, gather_runs
+from tiercache.controller.values import Values
+from tiercache.controller.writes import Chain, Write
 from tiercache.core import ABSENT, Locations, Mask, PoolName, Tier, TokenArray, pending
 from tiercache.errors import PoolFullError
 from tiercache.index import Node, PageLocations, Span
 
-_MOST_WAITING: Final = 256
-"""Most commits that may wait for their turn at a time. Each keeps its tokens, at eight bytes per token."""
+_MAX_WAITING: Final = 256
+"""Maximum number of commits that wait for room. A waiting commit keeps its tokens, at 8 bytes per token."""
 
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """A state that is to be written down, and where it is now."""
+    """A state to copy to the host or to write to storage."""
 
     pool: PoolName
     node: Node
+    """Node at whose end the state is."""
     location: int
+    """Present location: a handle if `held`, else a device slot."""
     held: bool
-    """Whether it is on the host already; `location` is a host handle then, and a device slot otherwise."""
+    """Whether the state is on the host already."""
 
     @property
     def page(self) -> int:
         return self.node.end - 1
 
-    def piece(self, handle: int) -> Piece:
-        return Piece(self.pool, Span(self.node, self.page, self.page + 1), np.array([self.location]), np.array([handle]))
+    def run(self, handle: int) -> PageRun:
+        return PageRun(
+            self.pool,
+            Span(self.node, self.page, self.page + 1),
+            np.array([self.location]),
+            np.array([handle]),
+        )
 
 
 class _Plan:
-    """Plan of a path's objects that storage lacks, in the order in which they go there: pages from the start, states behind their page.
+    """List of the objects of a path that storage lacks, in the order in which they are written.
 
-    Page i is position 2i, the states that end with it are position 2i + 1; the plan begins at position `at`.
+    Pages are written from the start of the path, and each state after the page on which it ends. The place in
+    this order is called a position: page i has position 2i, and the states that end with page i have position
+    2i + 1. The plan begins at position `at`.
+
+    For example, let a path have three pages of 4 blocks each, and states of 6 blocks at depths 2 and 3. If
+    storage has only the first page, the plan is:
+
+        position     0    1    2    3    4    5
+        object       p0   -    p1   s2   p2   s3
+        blocks       0    0    4    6    4    6
+        `_costs`     0    0    0    4   10   14   20     sum of the blocks before each position; last, of all
+
+    A write takes the positions [at, end). Their blocks, `_costs[end] - _costs[at]`, must fit.
     """
 
-    def __init__(self, state: ControllerState, node: Node, depth: int, state_depths: Iterable[int], at: int) -> None:
+    def __init__(
+        self, context: ControllerContext, node: Node, depth: int, state_depths: Iterable[int], at: int
+    ) -> None:
         self.at = at = min(at, 2 * depth)
         """First position for which no write has begun."""
         self.is_full = False
         """Whether the host had no room for the next objects."""
-        self._state = state
+        self._context = context
         self._node = node
         self._depth = depth
-        self.located = state.index.locations(node, depth).pages
+        self.located = context.index.locations(node, depth).pages
         self.copies: dict[PoolName, Mask] = {}
+        """Mask of the pages, by pool, that must first be copied from device to host."""
         self.held: dict[PoolName, Mask] = {}
-        self.coming: dict[PoolName, Mask] = {}
-        """Pages that are on their way to the host but not to storage. The plan ends before the first of them."""
-        self._coming_states: list[PoolName] = []
+        """Mask of the pages, by pool, that the host has and storage lacks."""
+        self.arriving: dict[PoolName, Mask] = {}
+        """Mask of the pages, by pool, that are on their way to the host but not to storage.
+
+        The plan ends before the first of these pages.
+        """
+        self._arriving_states: list[PoolName] = []
+        """Pool of each state that is on its way to the host but not to storage."""
         self._end = 2 * depth
+        """Position at which the plan ends, exclusive."""
         self.gone: Counter[PoolName] = Counter()
         """Number of objects from position `at` on that no tier has, by pool."""
         self.states: list[_State] = []
+        """States to copy or to write, in the order of positions."""
         self._stored: list[_State] = []
-        """States that storage and the device have, and the host does not."""
+        """States that are in storage and on the device, but not on the host."""
+        # What becomes of a page that storage lacks depends on where the page is:
+        #   on the device, not on the host        `copies`: copied to the host, then written to storage
+        #   on the host, no write is storing it   `held`: written to storage
+        #   on its way to the host only           `arriving`: the plan ends before this page, and goes on when
+        #                                         a fetch or a copy has brought the page to the host
+        #   in no tier                            `gone`: counted, and left out
+        # A page that another write is storing is in none of these masks.
         for pool, where in self.located.items():
-            near = where.device >= 0
-            self.copies[pool] = ~where.stored & near & (where.host == ABSENT)
+            on_device = where.device >= 0
+            self.copies[pool] = ~where.stored & on_device & (where.host == ABSENT)
             self.held[pool] = self._idle(pool, where)
-            self.coming[pool] = coming = ~where.stored & (where.host < ABSENT)
-            coming[coming] = ~state.storing[pool][pending(where.host[coming])]
-            if coming.any():
-                self._end = min(self._end, 2 * int(coming.argmax()))
+            self.arriving[pool] = arriving = ~where.stored & (where.host < ABSENT)
+            # A page whose handle is marked in `storing` is on its way to storage as well.
+            arriving[arriving] = ~context.in_flight.storing[pool][pending(where.host[arriving])]
+            if arriving.any():
+                self._end = min(self._end, 2 * int(arriving.argmax()))
             lost = ~where.stored & (where.device == ABSENT) & (where.host == ABSENT)
             self.gone[pool] = int(np.count_nonzero(lost[(at + 1) // 2 :]))
         for end in sorted(state_depths):
-            if 2 * end <= at:
+            if 2 * end - 1 < at:  # a write of this state's position has begun
                 continue
-            if end <= depth and (ending := state.index.node_at(node, end)).end == end:
+            if end <= depth and (ending := context.index.node_at(node, end)).end == end:
                 self.states += self._states_of(ending)
             else:
-                self.gone.update(state.index.state_pools)
+                self.gone.update(context.index.state_pools)
         self._costs = self._sum_up()
 
     def _idle(self, pool: PoolName, at: PageLocations) -> Mask:
-        """Return which pages the host has, storage lacks, and no write is storing."""
-        if self._state.storage is None:
+        """Return the mask of the pages that the host has, storage lacks, and no write is storing."""
+        if self._context.storage is None:
             return np.zeros(len(at.host), np.bool_)
-        return ~at.stored & (at.host >= 0) & ~self._state.storing[pool][np.maximum(at.host, 0)]
+        return ~at.stored & (at.host >= 0) & ~self._context.in_flight.storing[pool][np.maximum(at.host, 0)]
 
     def _states_of(self, node: Node) -> list[_State]:
+        """Return the states at the end of `node` that are to be written or copied.
+
+        Notes states that are stored, arriving or gone.
+        """
         found = []
-        state = self._state
-        for number, pool in enumerate(state.index.state_pools):
+        context = self._context
+        for number, pool in enumerate(context.index.state_pools):
             device, host = node.state(Tier.DEVICE, number), node.state(Tier.HOST, number)
             if node.state(Tier.STORAGE, number) != ABSENT:
                 if device >= 0 and host == ABSENT:
                     self._stored.append(_State(pool, node, device, held=False))
             elif device >= 0 and host == ABSENT and not self._is_worth_loading(node, pool):
-                state.metrics.increment("write_through_skipped_total", pool, "cheap_to_recompute")
+                context.metrics.increment("write_through_skipped_total", pool, "cheap_to_recompute")
             elif device >= 0 and host == ABSENT:
                 found.append(_State(pool, node, device, held=False))
-            elif host >= 0 and state.storage is not None and not state.storing[pool][host]:
+            elif host >= 0 and context.storage is not None and not context.in_flight.storing[pool][host]:
                 found.append(_State(pool, node, host, held=True))
             elif device == host == ABSENT:
                 self.gone[pool] += 1
-            elif host < ABSENT and not state.storing[pool][pending(np.array([host]))[0]]:
-                self._coming_states.append(pool)
+            elif host < ABSENT and not context.in_flight.storing[pool][pending(np.array([host]))[0]]:
+                self._arriving_states.append(pool)
                 self._end = min(self._end, 2 * node.end - 1)
         return found
 
     def _is_worth_loading(self, node: Node, pool: PoolName) -> bool:
-        """Whether computing the state again, from the nearest restorable depth above it, would take at least as long as loading it."""
-        state = self._state
-        load = state.options.load_flops_per_byte * state.host[pool].geometry.nbytes
-        end = node.end * state.page_size
-        return not load or state.profile.flops(end - node.replay * state.page_size, end) >= load
+        """Return whether loading the state takes no longer than computing it again.
+
+        The computation would begin at the next shallower depth that can be restored.
+        """
+        context = self._context
+        load = context.options.load_flops_per_byte * context.host[pool].geometry.nbytes
+        end = node.end * context.page_size
+        return not load or context.profile.flops(end - node.replay * context.page_size, end) >= load
 
     def _sum_up(self) -> Locations:
-        """Return, for each position, the host blocks of all objects that go before it; shape (2 * depth + 1,)."""
+        """Return the host blocks of all objects before each position; shape [2 * depth + 1]."""
         costs = np.zeros(2 * self._depth, np.int64)
         for pool in self.located:
-            costs[::2] += (self.copies[pool] | self.held[pool]) * self._state.blocks_of(pool, 1)
+            costs[::2] += (self.copies[pool] | self.held[pool]) * self._context.allocator.blocks_of(pool, 1)
         for one in self.states:
-            costs[2 * one.page + 1] += self._state.blocks_of(one.pool, 1)
+            costs[2 * one.page + 1] += self._context.allocator.blocks_of(one.pool, 1)
         costs[: self.at] = 0
         return np.concatenate([[0], np.cumsum(costs)])
 
     @property
     def first_page(self) -> int:
-        """First page that is to be written now, or once it has landed on the host."""
+        """First page that this plan writes: at once, or later if the page is still on its way to the host."""
         return min(int(np.searchsorted(self._costs, 0, "right")) - 1, self._end) // 2
 
     @property
     def fits(self) -> bool:
-        """Whether the host could take the whole plan by evicting everything that is not in use."""
+        """Whether the host could take the whole plan, by evicting everything that is not in use."""
         try:
-            self._state.require_host(int(self._costs[-1]))
+            self._context.allocator.require_host(int(self._costs[-1]))
         except PoolFullError:
             return False
         return True
@@ -144,82 +191,121 @@ class _Plan:
     def left(self) -> Counter[PoolName]:
         """Return the number of objects for which no write has begun, by pool."""
         page = (self.at + 1) // 2
-        left = Counter(self._coming_states)
+        left = Counter(self._arriving_states)
         left.update(one.pool for one in self.states if 2 * one.page + 1 >= self.at)
         for pool in self.located:
-            left[pool] = int(np.count_nonzero((self.copies[pool] | self.held[pool] | self.coming[pool])[page:]))
+            left[pool] = int(
+                np.count_nonzero((self.copies[pool] | self.held[pool] | self.arriving[pool])[page:])
+            )
         return +left
 
-    def begin(self, chain: Chain, *, near: bool = False) -> bool:
-        """Begin as many of the next writes as there is room for; return whether there were any. With `near`, only copy to the host."""
-        state, begun = self._state, False
-        share = state.copying if near else state.writing
-        part = most = max(PART_BYTES // state.arena.block_bytes, state.widest)
+    def begin(self, chain: Chain, *, host_only: bool = False) -> bool:
+        """Begin as many writes as there is room for, in order; return whether any began.
+
+        With `host_only`, objects are copied to the host and not written to storage.
+        """
+        context, begun = self._context, False
+        share = context.in_flight.copying if host_only else context.in_flight.writing
+        # `part` is the maximum number of host blocks in one write. `limit` is the same number, reduced for
+        # the next write if the host has too little room for `part` blocks.
+        part = limit = max(PART_BYTES // context.arena.block_bytes, context.allocator.widest)
         while self._costs[self._end] > self._costs[self.at]:
             done = self._costs[self.at]
-            end = min(self._end, int(np.searchsorted(self._costs, done + min(share.left, most), "right")) - 1)
+            # Take as many positions as fit into `limit` and into the blocks that writes may still hold.
+            end = min(
+                self._end, int(np.searchsorted(self._costs, done + min(share.left, limit), "right")) - 1
+            )
             if self._costs[end] == done:
                 break
             try:
-                self._begin(end, chain, near=near)
+                self._begin(end, chain, host_only=host_only)
             except PoolFullError:
                 self.is_full = True
-                tried, least = (int(self._costs[i] - done) for i in (end, np.searchsorted(self._costs, done, "right")))
+                # The write that found no room would take `tried` blocks. The smallest possible write, which
+                # has the objects of the first position only, takes `least` blocks.
+                behind_first = np.searchsorted(self._costs, done, "right")
+                tried, least = int(self._costs[end] - done), int(self._costs[behind_first] - done)
                 if tried == least:
                     break
-                most = max(tried // 2, least)  # objects in use cannot be evicted; a smaller part may still fit
+                # Objects in use leave no room for this write, but a write of fewer objects may still fit.
+                limit = max(tried // 2, least)
                 continue
-            begun, self.at, most = True, end, part
+            begun, self.at, limit = True, end, part
         return begun
 
     def copy_stored(self) -> None:
-        """Copy objects that storage has and the host lacks from the device to the host, as far as there are free blocks."""
-        state = self._state
-        self.held, self.states, self.at = {pool: np.zeros(self._depth, np.bool_) for pool in self.located}, self._stored, 0
-        self.copies = {pool: at.stored & (at.device >= 0) & (at.host == ABSENT) for pool, at in self.located.items()}
+        """Copy to the host the objects that storage has and the host lacks, as far as blocks are free."""
+        context = self._context
+        self.at = 0
+        self.states = self._stored
+        self.held = {pool: np.zeros(self._depth, np.bool_) for pool in self.located}
+        self.copies = {
+            pool: at.stored & (at.device >= 0) & (at.host == ABSENT) for pool, at in self.located.items()
+        }
         self._costs = self._sum_up()
-        blocks = min(state.arena.available, state.copying.left)
+        blocks = min(context.arena.available, context.in_flight.copying.left)
         if blocks and (end := int(np.searchsorted(self._costs, blocks, "right")) - 1):
-            self._begin(end, Chain({}), near=True)
+            self._begin(end, Chain({}), host_only=True)
 
-    def _begin(self, end: int, chain: Chain, *, near: bool) -> None:
-        """Begin one write of the positions from `at` up to `end`, exclusive."""
-        state, start, stop = self._state, (self.at + 1) // 2, (end + 1) // 2
+    def _begin(self, end: int, chain: Chain, *, host_only: bool) -> None:
+        """Begin one write of the positions [at, end)."""
+        context = self._context
+        # Page i has position 2i, so the positions [at, end) have the pages [start, stop).
+        start, stop = (self.at + 1) // 2, (end + 1) // 2
         states = [one for one in self.states if self.at <= 2 * one.page + 1 < end]
         need = Counter({pool: int(np.count_nonzero(self.copies[pool][start:stop])) for pool in self.located})
         need.update(one.pool for one in states if not one.held)
-        if near and not need.total():
+        if host_only and not need.total():
             return
         nodes = {self._node, *(one.node for one in states)}
-        reads = not near and (any(self.held[pool][start:stop].any() for pool in self.located) or any(one.held for one in states))
-        # Objects that this write reads on the host must not be evicted to make room, and a copy to the host alone must not evict its own
-        # path: hence the pins. Otherwise objects of the path that are stored already may be evicted for the next ones.
+        reads = not host_only and (
+            any(self.held[pool][start:stop].any() for pool in self.located) or any(one.held for one in states)
+        )
+        # While room is made on the host, a pin keeps the path there in two cases: this write reads objects of
+        # the path on the host, or it copies the path to the host only. In all other cases no pin is taken
+        # here. Objects of the path that are in storage already can then make room for the next objects.
         with ExitStack() as pins:
-            for node in nodes if reads or near else ():
-                pins.enter_context(state.index.pinned(node, Tier.HOST))
-            handles = state.take_host(need)
-            device_pins, host_pins = ([state.index.pin(node, tier) for node in nodes] for tier in (Tier.DEVICE, Tier.HOST))
-        copies, held = list[Piece](), list[Piece]()
+            for node in nodes if reads or host_only else ():
+                pins.enter_context(context.index.pinned(node, Tier.HOST))
+            handles = context.allocator.take_host(need)
+            device_pins, host_pins = (
+                [context.index.pin(node, tier) for node in nodes] for tier in (Tier.DEVICE, Tier.HOST)
+            )
+        copies, held = list[PageRun](), list[PageRun]()
         here = slice(start, stop)
         for pool, at in self.located.items():
-            copies += gather_pieces(pool, self._node, start, at.device[here], self.copies[pool][here], handles[pool])
-            held += gather_pieces(pool, self._node, start, at.host[here], self.held[pool][here])
+            copies += gather_runs(
+                pool, self._node, start, at.device[here], self.copies[pool][here], handles[pool]
+            )
+            held += gather_runs(pool, self._node, start, at.host[here], self.held[pool][here])
         unused = {pool: iter(places.tolist()) for pool, places in handles.items()}
         for one in states:
             if one.held:
-                held.append(one.piece(one.location))
+                held.append(one.run(one.location))
             else:
-                copies.append(one.piece(next(unused[one.pool])))
-        Write(state, copies, [] if near else held, chain, device_pins=device_pins, host_pins=host_pins, near=near)
+                copies.append(one.run(next(unused[one.pool])))
+        Write(
+            context,
+            copies,
+            [] if host_only else held,
+            chain,
+            device_pins=device_pins,
+            host_pins=host_pins,
+            host_only=host_only,
+        )
 
 
 @dataclass(eq=False)
 class _Waiting:
-    """A commit of which some objects are not on their way yet. Nothing pins its objects: those evicted before their turn are lost."""
+    """A commit with objects for which no write has begun.
+
+    No pin protects these objects. If they are evicted before their write begins, storage never gets them.
+    """
 
     tokens: TokenArray
     extra: bytes
     states: set[int]
+    """Depths, in pages, of the states to send."""
     chain: Chain
     at: int = 0
     """First position (see `_Plan`) for which no write to storage has begun."""
@@ -228,40 +314,51 @@ class _Waiting:
     gone: Counter[PoolName] | None = None
     """Number of objects that no tier had at the last attempt, by pool; None before the first attempt."""
     is_kept: bool = False
-    """Whether `tokens` is a copy of its own, and not the caller's array."""
-    is_near: bool = False
-    """Whether the host has all of it, so that nothing can be done while storage is left alone."""
+    """Whether `tokens` is the commit's own copy, and not the caller's array."""
+    is_on_host: bool = False
+    """Whether the host has all objects, and the commit waits only because calls of storage are suspended."""
 
 
 class WriteThrough:
-    """Sender of committed objects to host and storage, in waves of at most the blocks that writes may hold.
+    """Sender of committed objects to host and storage.
 
-    Pages go from the start of the sequence, each state behind its pages, so that a prompt larger than the host goes down whole. Objects
-    without room wait, and go on when an operation has landed. While the store is left alone after failures, copies to the host are still
-    made, and the store gets them when it is back. Objects that storage has and the host lacks are copied to the host if it has free blocks.
+    Pages are sent from the start of the sequence, and a state after its pages. Objects are sent in waves. A
+    wave has as many objects as fit into the host blocks that writes may hold. Later waves use the same blocks
+    again, so even a prompt larger than the host reaches storage as a whole. Objects for which there is no
+    room wait until an operation has landed.
 
-    Thread safety: the owner's thread; no method waits.
+    While calls of the store are suspended after failures, objects are still copied to the host. The store
+    gets these objects when it works again. Objects that storage has and the host lacks are copied to the host
+    as well, if the host has free blocks.
+
+    Thread safety: the owner's thread (the engine's thread, which calls the controller). No method waits.
     """
 
-    def __init__(self, state: ControllerState) -> None:
-        self._state = state
+    def __init__(self, context: ControllerContext, values: Values) -> None:
+        self._context = context
+        self._values = values
         self._waiting: deque[_Waiting] = deque()
 
     @property
     def is_idle(self) -> bool:
-        """Whether no commit is waiting that could go on by itself now."""
+        """Whether no commit waits, or all must wait because calls of storage are suspended."""
         return not self._waiting or self._is_held_up
 
     @property
     def objects(self) -> int:
-        """Number of objects of waiting commits that are not on their way to storage."""
+        """Number of objects, in waiting commits, that are not on their way to storage."""
         return sum(commit.left for commit in self._waiting)
 
     def send(self, node: Node, tokens: TokenArray, extra: bytes, state_depths: Iterable[int]) -> None:
-        """Send the full pages `tokens`, the last of which `node` covers, and the states at `state_depths` (in pages)."""
-        depth = len(tokens) // self._state.page_size
+        """Send the whole pages of `tokens`, and the states at `state_depths` (in pages).
+
+        `node` covers the last page.
+        """
+        depth = len(tokens) // self._context.page_size
         commit = _Waiting(tokens, extra, {end for end in state_depths if 0 < end <= depth}, Chain({}))
         if self._waiting:
+            # A waiting commit of a prefix of this sequence is dropped: the new commit covers the pages of the
+            # prefix, and takes over the states.
             for before in [other for other in self._waiting if _begins(commit, other)]:
                 commit.states |= before.states
                 self._waiting.remove(before)
@@ -269,64 +366,79 @@ class WriteThrough:
 
     @property
     def _is_held_up(self) -> bool:
-        """Whether storage is left alone and a waiting write is there already to try it with."""
-        return self._state.writes.is_away and bool(self._state.writes.waiting)
+        """Whether calls of storage are suspended, and a waiting write can be the next trial.
 
-    def go_on(self) -> None:
+        A trial is a call that shows whether storage works again.
+        """
+        return self._context.writes.is_suspended and bool(self._context.writes.waiting)
+
+    def retry_waiting(self) -> None:
         """Offer the waiting commits again, after an operation has landed and may have made room."""
         for _ in range(len(self._waiting)):
             commit = self._waiting.popleft()
-            if commit.is_near and self._is_held_up:
+            if commit.is_on_host and self._is_held_up:
                 self._waiting.append(commit)
                 continue
-            match = self._state.index.match(commit.tokens, commit.extra)
-            depth = min(len(commit.tokens) // self._state.page_size, match.path_depth)
-            if not self._offer(commit, self._state.index.node_at(match, depth), depth, is_new=False):
-                return
+            match = self._context.index.match(commit.tokens, commit.extra)
+            depth = min(len(commit.tokens) // self._context.page_size, match.path_depth)
+            if not self._offer(commit, self._context.index.node_at(match, depth), depth, is_new=False):
+                return  # later commits must not take the room for which this commit waits
 
     def _offer(self, commit: _Waiting, node: Node, depth: int, *, is_new: bool = True) -> bool:
-        """Begin as many writes of a commit as there is room for, and let the rest wait; return whether the next commit may be offered."""
-        state, held_up = self._state, self._is_held_up
-        plan = _Plan(state, node, depth, commit.states, commit.at)
+        """Begin as many writes of a commit as there is room for, and let the other objects wait.
+
+        Returns whether the next commit may be offered. The answer is False if this commit waits for room and
+        none of its writes could begin.
+        """
+        context, held_up = self._context, self._is_held_up
+        plan = _Plan(context, node, depth, commit.states, commit.at)
         self._count_gone(commit, plan, depth)
-        if state.storage is not None and plan.left():
-            first = max(0, plan.first_page - 1)  # the key of the page before is needed, too: it is the parent
+        if context.storage is not None and plan.left():
+            first = max(0, plan.first_page - 1)  # the first page's parent is the page before it
             if first not in commit.chain.keys:
-                commit.chain.keys.update(enumerate(state.index.page_keys(node, depth, first), first))
-        if state.storage is None and is_new and not plan.fits:  # a part would take room from others, and could not be restored
+                commit.chain.keys.update(enumerate(context.index.page_keys(node, depth, first), first))
+            # Not a page's own value alone: a page is worth as much as the unit in which it would be evicted.
+            path = takewhile(lambda one: one.end > first, node.path())
+            for pool, values in self._values.of(path).items():
+                commit.chain.values.setdefault(pool, {}).update(values)
+        # Without storage, a part of the path is useless on the host: it could not be restored, but would
+        # evict other objects.
+        if context.storage is None and is_new and not plan.fits:
             self._give_up(plan.left(), "host_full")
             return True
-        begun = not held_up and plan.begin(commit.chain, near=state.storage is None)
+        begun = not held_up and plan.begin(commit.chain, host_only=context.storage is None)
         commit.at, left = plan.at, plan.left()
+        # Objects that cannot be written to storage now are at least copied to the host. While calls of
+        # storage work, this is done for a new commit only.
         if left and (held_up or is_new):
-            begun |= plan.begin(commit.chain, near=True)
-        commit.left, commit.is_near = left.total(), held_up and not plan.left()
+            begun |= plan.begin(commit.chain, host_only=True)
+        commit.left, commit.is_on_host = left.total(), held_up and not plan.left()
         if not left:
             plan.copy_stored()
-        elif plan.is_full and not state.under_way:
+        elif plan.is_full and not context.under_way:  # nothing is pending that could make room
             self._give_up(left, "host_full")
-        elif len(self._waiting) >= _MOST_WAITING:
+        elif len(self._waiting) >= _MAX_WAITING:
             self._give_up(left, "too_many")
         else:
             if not commit.is_kept:
                 commit.tokens, commit.is_kept = commit.tokens.copy(), True
             self._waiting.append(commit)
-            return begun or commit.is_near
+            return begun or commit.is_on_host
         return True
 
     def _count_gone(self, commit: _Waiting, plan: _Plan, depth: int) -> None:
-        """Count the objects that were lost to eviction while they waited for their turn."""
-        beyond = len(commit.tokens) // self._state.page_size - max(depth, (commit.at + 1) // 2)
-        gone = plan.gone + Counter(dict.fromkeys(self._state.index.page_pools, max(0, beyond)))
+        """Give up the objects that were evicted since the last attempt, while they waited for their write."""
+        beyond = len(commit.tokens) // self._context.page_size - max(depth, (commit.at + 1) // 2)
+        gone = plan.gone + Counter(dict.fromkeys(self._context.index.page_pools, max(0, beyond)))
         if commit.gone is not None:
             self._give_up(gone - commit.gone, "evicted")
         commit.gone = gone
 
     def _give_up(self, objects: Counter[PoolName], reason: str) -> None:
         for pool, count in objects.items():
-            self._state.give_up(pool, reason, count)
+            self._context.give_up(pool, reason, count)
 
 
 def _begins(commit: _Waiting, other: _Waiting) -> bool:
-    """Whether the sequence of `other` is that of `commit` or the beginning of it."""
+    """Return whether the sequence of `other` is that of `commit` or a prefix of it."""
     return commit.extra == other.extra and np.array_equal(commit.tokens[: len(other.tokens)], other.tokens)

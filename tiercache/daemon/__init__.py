@@ -1,10 +1,17 @@
-"""A storage node, which needs no torch: one store behind gRPC, for many workers.
+"""The storage server: one store behind gRPC, for many workers. It does not need torch.
 
-Read in this order: `access` (principals and their rights), `views` (limits on what a principal sees of the store), `budget` and `staging`
-(bounds on the memory that clients can make the daemon hold), `sessions` (the attach socket and attached memory), `objects` (Get, Set,
-GetInto, SetFrom), `service` (admission and errors of all calls) and `node` (start, serve, drain).
+Read in this order: `access` (principals and their permissions), `views` (what a principal sees of the store),
+`budget` (bounds on the memory that clients can make the daemon hold), `call` (messages and store threads),
+`streams` (Get and Set), `shared` and `sessions` (attached memory, GetInto and SetFrom, the attach socket),
+`service` (checks of each call before it is served, and status codes for its errors), `admission` and `gate`
+(connections before a caller is known) and `server` (start, serve, drain).
 """
 
-from tiercache.daemon.node import Node
+from tiercache.errors import MissingExtraError
 
-__all__ = ["Node"]
+try:
+    from tiercache.daemon.server import StorageServer
+except ModuleNotFoundError as error:
+    raise MissingExtraError("the daemon", "daemon", error) from error
+
+__all__ = ["StorageServer"]

@@ -1,7 +1,8 @@
-"""Principals: how a caller is recognised as one, and what it may do.
+"""Principals: how a caller is recognised as a principal, and what that principal may do.
 
-A principal is recognised by the user id at the other end of the attach socket, by a token, or by a subject alternative name of its
-certificate. Each principal has one view of the store (`views`), which decides what it can see there.
+A principal is recognised by the user id at the other end of the attach socket, by a token, or by a subject
+alternative name in a client certificate. Each principal has one view of the store (`views`), which decides
+what objects the principal can see.
 """
 
 from __future__ import annotations
@@ -19,34 +20,46 @@ from tiercache.config.settings import Principal as PrincipalSettings
 from tiercache.config.settings import Settings, read_salt, read_token
 from tiercache.core import Verb
 from tiercache.daemon.budget import Budget
-from tiercache.daemon.views import Common, Fenced, Veil, Veiled
+from tiercache.daemon.hints import OneScale
+from tiercache.daemon.views import CommonView, NameCipher, NamespaceView, TenantView
+from tiercache.errors import WireError
 from tiercache.storage.base import StorageBackend
 from tiercache.wire.methods import SESSION_METADATA
 
 OWNER: Final = "owner"
-"""Principal of the daemon's own user, unless the settings name one for it."""
+"""Principal of the daemon's own user, unless the settings define a principal with that user id."""
 ANONYMOUS: Final = "anonymous"
-"""Principal of all TCP clients where the settings name neither tokens nor certificates."""
+"""Principal of all TCP clients if no principal of the settings has a token or a certificate."""
 _PRINCIPAL_SHARE: Final = 2
-"""Divisor of the totals (payload, calls, messages, threads) for each principal, where there are several."""
+"""Divisor of the totals (payload, calls, messages, threads): each of several principals may hold half."""
 _CLIENT_SHARE: Final = 4
-"""Divisor of the totals of messages and threads for each client."""
+"""Divisor of the daemon's totals of messages and threads: each client may hold a quarter."""
 _BEARER: Final = "Bearer "
 _CURSORS: Final = b"cursors"
+"""Domain separator of the cipher that hides the cursors of scans."""
 
 
 class Refusal(Exception):  # noqa: N818  it is an answer, not a failure
-    """A call is not served: the status code and one sentence for the caller; `reason` for the metrics if the code does not determine it."""
+    """Answer to a call that is not served."""
 
     def __init__(self, code: StatusCode, message: str, reason: str = "") -> None:
         super().__init__(message)
         self.code: Final = code
         self.message: Final = message
+        """One sentence for the caller."""
         self.reason: Final = reason
+        """Reason that the metrics count; empty if the code determines the reason."""
+
+
+class LimitError(WireError):
+    """Request beyond a limit that the operator may raise.
+
+    The metrics count such requests apart from requests that cannot be read.
+    """
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class Budgets:
     """Budgets for what may be held at once: by the daemon, by one principal, or by one client."""
 
     payload: Budget
@@ -60,11 +73,14 @@ class Bounds:
     workers: Budget
     """Store threads."""
 
-    def part(self, payload: int, streams: int, share: int, message: int) -> Bounds:
-        """Return budgets inside these, each at least 1 and no larger than the whole.
+    def part(self, payload: int, streams: int, share: int, message: int) -> Budgets:
+        """Return smaller budgets whose parents are these budgets.
 
-        They have `payload` bytes and `streams` calls, and one part in `share` of messages and threads, but room for at least one request
-        and two messages with payload of `message` bytes each.
+        Units that are taken from a smaller budget are also taken from its parent.
+
+        A part has `payload` bytes and `streams` calls. Its limits for messages and threads are those of its
+        parents, divided by `share`. The limits for messages have room for at least two messages with payload
+        and one without, of `message` bytes each. Every limit is at least 1, and at most that of its parent.
         """
         limits = (
             (self.payload, payload),
@@ -73,33 +89,49 @@ class Bounds:
             (self.requests, max(self.requests.limit // share, message)),
             (self.workers, self.workers.limit // share),
         )
-        return Bounds(*(Budget(max(1, min(limit, whole.limit)), whole) for whole, limit in limits))
+        return Budgets(*(Budget(max(1, min(limit, whole.limit)), whole) for whole, limit in limits))
 
 
-class Grants:
-    """Permissions of one principal, and its view of the store.
+class Permissions:
+    """Permissions and budgets of one principal, and its view of the store.
 
     Thread safety: immutable, except for the budgets, which belong to the event loop's thread.
     """
 
-    def __init__(self, name: str, tenant: str, verbs: AbstractSet[Verb], store: StorageBackend, bounds: Bounds) -> None:
+    def __init__(
+        self, name: str, tenant: str, verbs: AbstractSet[Verb], store: StorageBackend, budgets: Budgets
+    ) -> None:
         self.name: Final = name
         self.tenant: Final = tenant
         self.verbs: Final = verbs
         self.store: Final = store
-        self.bounds: Final = bounds
+        self.budgets: Final = budgets
 
     @property
     def sees_all(self) -> bool:
-        """Whether this principal may know the totals of the whole store: with the verb admin, or if none of it is hidden from it."""
-        return Verb.ADMIN in self.verbs or not (self.tenant or isinstance(self.store, Fenced | Common))
+        """Whether this principal may know the totals of the whole store.
+
+        A principal may do so if it has the verb admin, or if no part of the store is hidden from it.
+        """
+        return Verb.ADMIN in self.verbs or not (
+            self.tenant or isinstance(self.store, NamespaceView | CommonView)
+        )
+
+    @property
+    def operates(self) -> bool:
+        """Whether this principal may change the daemon itself, such as the tiers of its store.
+
+        A principal may do so if it has the verb admin, and is not limited to a tenant or to namespaces.
+        """
+        return Verb.ADMIN in self.verbs and not isinstance(self.store, TenantView | NamespaceView)
 
     def check(self, verb: Verb | None) -> None:
-        """Raise Refusal unless this principal has the verb."""
+        """Raise Refusal if this principal does not have `verb`; None stands for a call that needs no verb."""
         if verb is not None and verb not in self.verbs:
             raise Refusal(
                 StatusCode.PERMISSION_DENIED,
-                f"{self.name} may {' and '.join(sorted(self.verbs)) or 'do nothing'}, not {verb}; the operator can add it to its verbs",
+                f"{self.name} may {' and '.join(sorted(self.verbs)) or 'do nothing'}, not {verb}; the"
+                " operator can add the verb",
             )
 
 
@@ -107,70 +139,84 @@ class Grants:
 class Caller:
     """One client: a session of the attach socket, or a TCP connection."""
 
-    grants: Grants
+    permissions: Permissions
     session: Any
-    """The client's `sessions.Session`; None over TCP."""
-    bounds: Bounds
+    """The client's `shared.AttachSession`; None over TCP."""
+    budgets: Budgets
 
 
 class Sessions(Protocol):
-    """A directory of sessions (`sessions.Attachments`)."""
+    """Lookup of sessions by their tokens (`sessions.Attachments`)."""
 
     def find(self, token: bytes) -> Any:
         """Return the session with this token, or None."""
 
 
 class Access:
-    """All principals of a daemon, and the clients that were recognised.
+    """All principals of a daemon, and all clients that were recognised as principals.
 
-    Thread safety: `caller` and `of_uid` belong to the event loop's thread.
+    Thread safety: the event loop's thread.
     """
 
-    def __init__(self, settings: Settings, store: StorageBackend, whole: Bounds) -> None:
-        """Read every token and salt, and divide the budgets `whole` among the principals; raises ConfigError."""
+    def __init__(self, settings: Settings, store: StorageBackend, whole: Budgets) -> None:
+        """Read every token and salt, and divide the daemon's budgets `whole` among the principals.
+
+        Raises ConfigError.
+        """
         limits = settings.limits
-        self._most_clients = limits.clients
-        self._by_uid: dict[int, Grants] = {}
-        self._by_token: dict[bytes, Grants] = {}
-        self._by_san: dict[str, Grants] = {}
+        self._max_clients = limits.clients
+        self._by_uid: dict[int, Permissions] = {}
+        self._by_token: dict[bytes, Permissions] = {}
+        self._by_san: dict[str, Permissions] = {}
         self._peers: dict[tuple[str, str], Caller] = {}
-        stores = _Views(settings, store)
-        owned = any(principal.uid == os.getuid() for principal in settings.principals)
-        share = _PRINCIPAL_SHARE if len(settings.principals) + (not owned) > 1 else 1
+        stores = _TenantViews(settings, store)
+        names_own_user = any(principal.uid == os.getuid() for principal in settings.principals)
+        principals = len(settings.principals) + (0 if names_own_user else 1)  # 1 for OWNER
+        share = _PRINCIPAL_SHARE if principals > 1 else 1
 
-        def payload(most: int, part: int) -> int:
-            """Return the smaller of `most` and `part` bytes, but within `most` enough for an object of `limits.object_bytes`."""
-            return min(most, max(part, limits.object_bytes or 0))
+        def payload(maximum: int, part: int) -> int:
+            """Return the larger of `part` and `limits.object_bytes`, at most `maximum`; all in bytes."""
+            return min(maximum, max(part, limits.object_bytes or 0))
 
-        mine = payload(settings.client_bytes, whole.payload.limit * 3 // 4)
-        self._client = (mine, limits.streams_per_client, _CLIENT_SHARE // share, limits.message_bytes)
+        client_payload = payload(settings.client_bytes, whole.payload.limit * 3 // 4)
+        # A client may hold a quarter of the daemon's totals. Its budgets are divided from those of its
+        # principal, so the divisor is 4 if the principal has the whole totals, and 2 if it has a half.
+        self._client = (
+            client_payload,
+            limits.streams_per_client,
+            _CLIENT_SHARE // share,
+            limits.message_bytes,
+        )
 
-        def grants(name: str, tenant: str, verbs: Iterable[str], namespaces: Sequence[str]) -> Grants:
-            able = frozenset(map(Verb, verbs))
-            most = payload(settings.principal_bytes, whole.payload.limit // share)
-            bounds = whole.part(most, whole.streams.limit // share, share, limits.message_bytes)
-            return Grants(name, tenant, able, stores.view(tenant, namespaces, everything=Verb.ADMIN in able), bounds)
+        def permit(name: str, tenant: str, verbs: Iterable[str], namespaces: Sequence[str]) -> Permissions:
+            granted = frozenset(map(Verb, verbs))
+            principal_payload = payload(settings.principal_bytes, whole.payload.limit // share)
+            budgets = whole.part(principal_payload, whole.streams.limit // share, share, limits.message_bytes)
+            view = stores.view(tenant, namespaces, everything=Verb.ADMIN in granted)
+            return Permissions(name, tenant, granted, view, budgets)
 
         for principal in settings.principals:
-            self._add(principal, grants(principal.name, principal.tenant, principal.verbs, principal.namespaces))
-        self._by_uid.setdefault(os.getuid(), grants(OWNER, "", Verb, ("*",)))
+            self._add(
+                principal, permit(principal.name, principal.tenant, principal.verbs, principal.namespaces)
+            )
+        self._by_uid.setdefault(os.getuid(), permit(OWNER, "", Verb, ("*",)))
         open_to_all = not (self._by_token or self._by_san)
-        self._anonymous = grants(ANONYMOUS, "", (Verb.READ, Verb.WRITE), ("*",)) if open_to_all else None
+        self._anonymous = permit(ANONYMOUS, "", (Verb.READ, Verb.WRITE), ("*",)) if open_to_all else None
 
     @property
     def uids(self) -> AbstractSet[int]:
         """User ids that may use the unix sockets."""
         return self._by_uid.keys()
 
-    def of_uid(self, uid: int) -> Grants | None:
-        """Return the grants of a user at the other end of the attach socket; None if it is no principal."""
+    def permissions_of_uid(self, uid: int) -> Permissions | None:
+        """Return the permissions of a user of the attach socket; None if the user is not a principal."""
         return self._by_uid.get(uid)
 
-    def client(self, grants: Grants, session: Any = None) -> Caller:
-        """Make a client of a principal, with budgets of its own inside the principal's."""
-        return Caller(grants, session, grants.bounds.part(*self._client))
+    def new_client(self, permissions: Permissions, session: Any = None) -> Caller:
+        """Return a new client of a principal; its budgets are parts of the principal's budgets."""
+        return Caller(permissions, session, permissions.budgets.part(*self._client))
 
-    def caller(
+    def identify(
         self,
         metadata: Iterable[tuple[str, str | bytes]],
         peer: str,
@@ -179,73 +225,115 @@ class Access:
         *,
         local: bool,
     ) -> Caller:
-        """Return the client that makes a call; raises Refusal if it is not known.
+        """Identify the client that makes a call; raises Refusal if the client is not known.
 
-        `peer` and `identity`: name and authentication properties that gRPC gives the connection. `local`: whether it came by a unix socket.
+        `peer` is gRPC's name of the connection, and `identity` its authentication properties. `local` says
+        whether the connection came through a unix socket.
         """
         given = {key: value for key, value in metadata if key in (SESSION_METADATA, "authorization")}
         if local:
             session = sessions.find(_as_bytes(given.get(SESSION_METADATA, b"")))
             if session is None:
-                raise Refusal(StatusCode.UNAUTHENTICATED, "there is no such session, or it has ended; connect to the attach socket first")
+                raise Refusal(
+                    StatusCode.UNAUTHENTICATED,
+                    "there is no such session, or it has ended; connect to the attach socket first",
+                )
             caller: Caller = session.caller
             return caller
-        grants = self._of_connection(given.get("authorization", ""), identity)
-        found = self._peers.get((grants.name, peer))
+        permissions = self._permissions_of_connection(given.get("authorization", ""), identity)
+        found = self._peers.get((permissions.name, peer))
         if found is None:
             self._forget_idle_peers()
-            found = self._peers[grants.name, peer] = self.client(grants)
+            found = self._peers[permissions.name, peer] = self.new_client(permissions)
         return found
 
-    def _of_connection(self, authorization: str | bytes, identity: Mapping[str, Sequence[bytes]]) -> Grants:
+    def _permissions_of_connection(
+        self, authorization: str | bytes, identity: Mapping[str, Sequence[bytes]]
+    ) -> Permissions:
         if self._anonymous is not None:
             return self._anonymous
         if isinstance(authorization, str) and authorization.startswith(_BEARER):
-            # By digest, so that the time of the lookup says nothing about the known tokens.
+            # The lookup uses the digest of a token, so that its duration tells nothing about the token.
             found = self._by_token.get(_fingerprint(authorization.removeprefix(_BEARER).encode()))
             if found is not None:
                 return found
         for name in identity.get("x509_subject_alternative_name", ()):
             if (named := self._by_san.get(name.decode("utf-8", "replace"))) is not None:
                 return named
-        raise Refusal(StatusCode.UNAUTHENTICATED, "no principal is known by this token or certificate; ask the operator for one")
+        raise Refusal(
+            StatusCode.UNAUTHENTICATED,
+            "no principal is known by this token or certificate; ask the operator for one",
+        )
 
     def _forget_idle_peers(self) -> None:
-        """Forget TCP clients without calls under way once `limits.clients` are kept; gRPC does not tell when a connection ends."""
-        if len(self._peers) >= self._most_clients:
-            self._peers = {key: caller for key, caller in self._peers.items() if caller.bounds.streams.held}
+        """Forget TCP clients without calls under way, once `limits.clients` clients are remembered.
 
-    def _add(self, principal: PrincipalSettings, grants: Grants) -> None:
+        gRPC does not report when a connection ends, so this is the only way to forget its client.
+        """
+        if len(self._peers) >= self._max_clients:
+            self._peers = {key: caller for key, caller in self._peers.items() if caller.budgets.streams.held}
+
+    def _add(self, principal: PrincipalSettings, permissions: Permissions) -> None:
         if principal.uid is not None:
-            self._by_uid[principal.uid] = grants
+            self._by_uid[principal.uid] = permissions
         elif principal.token_file is not None:
-            self._by_token[_fingerprint(read_token(principal.token_file, f"principal {principal.name}"))] = grants
+            self._by_token[_fingerprint(read_token(principal.token_file, f"principal {principal.name}"))] = (
+                permissions
+            )
         elif principal.san is not None:
-            self._by_san[principal.san] = grants
+            self._by_san[principal.san] = permissions
 
 
-class _Views:
-    """The views of a store: a veil for each tenant, a fence for each list of namespaces, and a view of what belongs to no tenant."""
+class _TenantViews:
+    """Factory of the principals' views of a store.
+
+    A view shows the objects of one tenant, the objects that belong to no tenant, or all objects. A list of
+    namespaces can narrow each view further. The values that callers give are on one scale for each tenant,
+    and for each list of namespaces (`OneScale`). If there is only one view, its values are taken as they are.
+    """
 
     def __init__(self, settings: Settings, store: StorageBackend) -> None:
         self._store = store
-        salts = {name: read_salt(tenant.salt_file, f"tenants.{name}.salt_file") for name, tenant in sorted(settings.tenants.items())}
-        self._veils = {name: Veil(salt) for name, salt in salts.items()}
-        self._cursors = Veil(_CURSORS + b"".join(salts.values()))
+        salts = {
+            name: read_salt(tenant.salt_file, f"tenants.{name}.salt_file")
+            for name, tenant in sorted(settings.tenants.items())
+        }
+        self._ciphers = {name: NameCipher(salt) for name, salt in salts.items()}
+        self._cursors = NameCipher(_CURSORS + b"".join(salts.values()))
+        limited = any("*" not in principal.namespaces for principal in settings.principals)
+        self._scales: dict[tuple[str, frozenset[bytes]], OneScale] | None = (
+            {} if self._ciphers or limited else None
+        )
+        """Stores by tenant and namespaces; None if all callers have one view."""
 
     def view(self, tenant: str, namespaces: Sequence[str], *, everything: bool) -> StorageBackend:
-        """Return the view of a principal; `tenant` is "" for none, and "*" in `namespaces` stands for all.
+        """Return the view of a principal of `tenant`, or of a principal without a tenant ("").
 
-        `everything`: whether a principal without a tenant sees the objects of tenants as well.
+        `namespaces` are in hexadecimal; a "*" among them stands for all namespaces. `everything` says whether
+        a principal without a tenant sees the objects of tenants as well.
         """
-        seen = self._store
         names = [bytes.fromhex(name) for name in namespaces if name != "*"]
+        seen = self._scaled(tenant, names if "*" not in namespaces else [])
         if tenant:
-            names = [self._veils[tenant].unmark(name) or name for name in names]
-            seen = Veiled(self._store, self._veils[tenant], tenant)
-        elif self._veils and not everything:
-            seen = Common(self._store, list(self._veils.values()), self._cursors)
-        return seen if "*" in namespaces else Fenced(seen, frozenset(names))
+            # The settings may name a namespace of the tenant by its name in the store. That name is encrypted
+            # and ends with the tenant's mark. `unmark` returns None for any other name.
+            names = [self._ciphers[tenant].unmark(name) or name for name in names]
+            seen = TenantView(seen, self._ciphers[tenant], tenant)
+        elif self._ciphers and not everything:
+            seen = CommonView(seen, list(self._ciphers.values()), self._cursors)
+        return seen if "*" in namespaces else NamespaceView(seen, frozenset(names))
+
+    def _scaled(self, tenant: str, names: Sequence[bytes]) -> StorageBackend:
+        """Return the store, which puts the values of this tenant on one scale.
+
+        The principals of a tenant share a scale; without a tenant, those with the same list of namespaces do.
+        """
+        if self._scales is None:
+            return self._store
+        group = tenant, frozenset() if tenant else frozenset(names)
+        if group not in self._scales:
+            self._scales[group] = OneScale(self._store)
+        return self._scales[group]
 
 
 def _fingerprint(token: bytes) -> bytes:

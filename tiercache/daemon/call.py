@@ -1,9 +1,9 @@
-"""A call's messages, each within the time that a stream may stand still, and the threads in which stores work for calls."""
+"""Code that all calls share: messages, checks of keys and lengths, and the threads that call the store."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,10 +14,13 @@ from google.protobuf.message import Message
 from grpc import StatusCode
 from grpc.aio import EOF, AbortError
 
-from tiercache.daemon.access import Caller, Refusal
+from tiercache.core import ObjectKey
+from tiercache.daemon.access import Caller, LimitError, Refusal
 from tiercache.daemon.budget import Budget
 from tiercache.errors import WireError
+from tiercache.wire import messages
 from tiercache.wire.frames import read_message
+from tiercache.wire.v1 import storage_pb2 as pb
 
 A = TypeVarTuple("A")
 T = TypeVar("T")
@@ -26,21 +29,29 @@ M = TypeVar("M", bound=Message)
 
 _START_SECONDS: Final = 30.0
 """Seconds that the threads may take to start."""
+_SMALL_BYTES: Final = 16 << 10
+"""Maximum size in bytes of a first message with which the initial metadata is sent.
+
+If the first message is larger, `Call.begin` sends the metadata before the message, which costs 0.1 ms. A
+smaller message, and the metadata with it, is sent without delay, unless the client leaves other calls of the
+same connection unread.
+"""
 _PARSED: Final = 5
-"""Bytes of the Python objects for a batch of keys, per byte of the message."""
+"""Estimated memory of the Python objects made from a message with keys, as a multiple of its size."""
 
 
-def request_bytes(most_keys: int) -> int:
-    """Return the size in bytes of the largest request with `most_keys` keys.
+def request_bytes(max_keys: int) -> int:
+    """Return the size in bytes of the largest request with `max_keys` keys.
 
-    Each key takes some 300 bytes with its description; the rest is for places in attached memory.
+    A key with its description takes about 300 of the 512 bytes allowed per key. The rest, and 64 KiB per
+    request, leave room for the object's location in attached memory.
     """
-    return (64 << 10) + 512 * most_keys
+    return (64 << 10) + 512 * max_keys
 
 
 @dataclass(slots=True)
 class Call:
-    """A call that was admitted; the caller must `close` it.
+    """Call that was admitted. Code that creates a Call must `end` it.
 
     Thread safety: the event loop's thread.
     """
@@ -49,32 +60,45 @@ class Call:
     context: Any
     """gRPC's context of the call; it reads and writes bytes."""
     idle: float
-    """Seconds that the stream may stand still."""
+    """Seconds that reading or writing one message may take."""
     message_bytes: int
     """Size in bytes of the largest message that gRPC receives."""
     request_bytes: int
     """Size in bytes of the largest request that this call may have."""
+    _begun: bool = False
+    """Whether the initial metadata is sent, or is on its way."""
+    _beginning: asyncio.Future[Any] | None = None
+    """Future that is done when `begin` has sent the initial metadata; None if `begin` was not called."""
     _held: int = 0
-    """Bytes that are held of the client's budget for requests."""
+    """Bytes that this call has taken from the client's budget for requests."""
 
-    def close(self) -> None:
-        """Give back the bytes that are held for the request."""
-        self.caller.bounds.requests.give(self._held)
+    async def end(self) -> None:
+        """Give back the bytes that were taken for the request.
+
+        If the initial metadata is still on its way, wait for it, up to `idle` seconds.
+        """
+        self.caller.budgets.requests.give(self._held)
         self._held = 0
+        if self._beginning is not None:
+            await asyncio.wait([self._beginning], timeout=self.idle)
 
     async def read(self) -> bytes | None:
-        """Return the next message, or None at the end of the stream; raises Refusal if none comes in time."""
+        """Return the next message, or None at the end of the stream; raises Refusal after `idle` seconds."""
         message = await self._in_time(self.context.read())
         return None if message is EOF else message
 
     async def request(self, kind: type[M], weigh: Callable[[M], int] = lambda _: 0) -> M:
-        """Return the one message of a call whose request is no stream. `weigh`: returns the bytes of its Python objects beside its keys.
+        """Read the request of a call whose request is a single message.
 
-        The message is not read before there is room for the largest one, because its size is not known until it is there. The room that it
-        does not need is given back afterwards. Raises WireError for a message that is missing, malformed or too large, Refusal for one that
+        `weigh` returns the estimated bytes of the Python objects that are made from the message. The objects
+        made from its keys are not included. The size of a message is not known before it is read. Therefore
+        this method first waits for room for the largest message, and later gives back the room that the
+        message does not need.
+
+        Raises WireError for a message that is missing, malformed or too large, and Refusal for a message that
         does not come in time.
         """
-        await self.caller.bounds.requests.take(self.message_bytes)
+        await self.caller.budgets.requests.take(self.message_bytes)
         self._held = self.message_bytes
         data = await self.read()
         if data is None:
@@ -82,13 +106,34 @@ class Call:
         message = read_message(data, kind, self.request_bytes)
         weight = _PARSED * len(data) + weigh(message)
         if weight > self.message_bytes:
-            raise WireError(f"a request of {len(data)} bytes takes {weight} of the {self.message_bytes} that it may; send it in parts")
-        self.caller.bounds.requests.give(self._held - weight)
+            raise WireError(
+                f"a request of {len(data)} bytes needs {weight} bytes of memory, and at most"
+                f" {self.message_bytes} are allowed; send it in parts"
+            )
+        self.caller.budgets.requests.give(self._held - weight)
         self._held = weight
         return message
 
+    async def begin(self) -> None:
+        """Send the initial metadata, which gRPC otherwise sends with the first message.
+
+        A first message that waits until its client reads would hold the metadata back. As long as the
+        metadata is not sent, gRPC cannot end the call with a status: it would send the metadata a second
+        time. Therefore the sending goes on even if this coroutine is cancelled, and `end` waits for it.
+        """
+        self._begun = True
+        self._beginning = asyncio.ensure_future(self.context.send_initial_metadata(()))
+        self._beginning.add_done_callback(_retrieve)
+        await self._in_time(asyncio.shield(self._beginning))
+
     async def send(self, data: bytes) -> None:
-        """Send one message, and return when the transport has taken it; raises Refusal if the client does not read it in time."""
+        """Send one message, and return when the transport has accepted it.
+
+        Raises Refusal if the client does not read within `idle` seconds.
+        """
+        if not self._begun and len(data) > _SMALL_BYTES:
+            await self.begin()
+        self._begun = True
         await self._in_time(self.context.write(data))
 
     async def _in_time(self, step: Any) -> Any:
@@ -96,19 +141,22 @@ class Call:
             async with asyncio.timeout(self.idle):
                 return await step
         except TimeoutError:
-            raise Refusal(StatusCode.DEADLINE_EXCEEDED, f"the stream stood still for {self.idle:g} s (limits.idle)") from None
+            raise Refusal(
+                StatusCode.DEADLINE_EXCEEDED, f"the call made no progress for {self.idle:g} s (limits.idle)"
+            ) from None
 
 
 class Threads:
-    """The threads in which stores work.
+    """Pool of threads in which calls of the store run.
 
-    Thread safety: methods on the event loop's thread; the work that they are given runs in one of the threads.
+    Thread safety: the event loop's thread, for all methods; the given `work` runs in a thread of the pool.
     """
 
     def __init__(self, count: int) -> None:
         self.count: Final = count
         self._pool: Final = ThreadPoolExecutor(count, "tiercache-store")
-        # Start all threads now: a pool that fails to start one later keeps the work queued, and its future never reports a result.
+        # Start all threads now. If the pool failed to start a thread later, it would keep the work queued,
+        # and the future of the work would never be done.
         together = Barrier(count)
         for started in [self._pool.submit(together.wait, _START_SECONDS) for _ in range(count)]:
             started.result()
@@ -122,11 +170,20 @@ class Threads:
         landed: Callable[[], None] | None = None,
         undo: Callable[[], None] | None = None,
     ) -> T:
-        """Run `work` in a thread and return its result. If the caller is cancelled, `work` does not begin, or goes on if it has begun.
+        """Run `work` in a thread and return its result.
 
-        It begins once a unit of `workers` is free. Therefore work never waits inside the pool, where it could not be cancelled, and no
-        client occupies all threads. Both callbacks run on the event loop. `landed` is called when `work` has ended in any way, or will
-        not begin; `undo` is called as well if this method raises, so that the caller gets no result.
+        `work` begins once a unit of `workers` is free. Therefore work never waits inside the pool, where it
+        could not be cancelled, and no client occupies all threads. If the caller is cancelled, work that has
+        not begun never begins, and work that has begun continues.
+
+        The callbacks run on the event loop, once, after `work` has ended in any way, or when it cannot begin
+        any more. `landed` always runs. `undo` runs only if this method raises, because then no caller gets
+        the result.
+
+            1. The store thread fills leased blocks.
+            2. The caller is cancelled, and this method raises.
+            3. The thread still writes to the blocks, so they stay leased.
+            4. The thread ends, and `landed` and `undo` run.
         """
         try:
             await workers.take(1)
@@ -149,7 +206,8 @@ class Threads:
             future.add_done_callback(_retrieve)
             raise
         finally:
-            del future  # it holds the exception, whose traceback holds this frame: without `del` that is a reference cycle
+            # The future holds the exception, whose traceback holds this frame. `del` breaks the cycle.
+            del future
 
     def start(
         self,
@@ -159,9 +217,9 @@ class Threads:
         landed: Callable[[], None] | None = None,
         undo: Callable[[], None] | None = None,
     ) -> asyncio.Task[T]:
-        """Start `run` in a new task, whose exception need not be retrieved.
+        """Start `run` in a new task and return the task; its exception may remain unretrieved.
 
-        `landed` and `undo` are called even if the task is cancelled before its first step.
+        `landed` and `undo` run even if the task is cancelled before its first step.
         """
         begun = False
 
@@ -172,6 +230,8 @@ class Threads:
 
         def over(task: asyncio.Task[T]) -> None:
             _retrieve(task)
+            # A task that is cancelled before its first step never calls `run`. So `run` cannot call the
+            # callbacks.
             for end in (landed, undo):
                 if end is not None and not begun:
                     end()
@@ -181,7 +241,10 @@ class Threads:
         return task
 
     async def close(self, seconds: float) -> bool:
-        """Wait for the work under way; return False if it is not done within `seconds`, with its threads left behind."""
+        """Wait up to `seconds` for the work under way; return False if it has not ended by then.
+
+        Threads whose work has not ended are left running.
+        """
         if self._under_way:
             await asyncio.wait(set(self._under_way), timeout=seconds)
         self._pool.shutdown(wait=False)
@@ -189,11 +252,11 @@ class Threads:
 
 
 @contextmanager
-def untangled() -> Iterator[None]:
-    """Swallow the AbortError of a handler and drop its traceback; gRPC keeps the error, and raises it again itself.
+def without_abort_traceback() -> Iterator[None]:
+    """Swallow the AbortError of a handler and drop its traceback; gRPC keeps the error and raises it itself.
 
-    With its traceback the error would hold the frames, these the call, and the call the error: a reference cycle whose memory any refused
-    caller could make the daemon hold until the next garbage collection.
+    The traceback would make a reference cycle (error, frames, call, error). Then any refused caller could
+    make the daemon hold memory until the next garbage collection.
     """
     try:
         yield
@@ -205,3 +268,39 @@ def _retrieve(future: asyncio.Future[Any]) -> None:
     """Retrieve the exception of a future that nothing awaits any more, so that asyncio does not log it."""
     if not future.cancelled():
         future.exception()
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Consecutive objects of one request, which are to be read."""
+
+    first: int
+    """Position of the first object in the request."""
+    keys: Sequence[ObjectKey]
+    lengths: Sequence[int]
+    """Bytes of each object."""
+
+
+def read_keys(message: pb.Keys, max_keys: int) -> list[ObjectKey]:
+    """Return the object keys of a message; raises LimitError for more than `max_keys`."""
+    if len(message.pool_of) > max_keys:
+        raise LimitError(
+            f"a batch of {len(message.pool_of)} keys is beyond the limit of {max_keys}; send it in parts"
+        )
+    return messages.read_keys(message, max_keys)
+
+
+def check_length(length: int, max_bytes: int) -> None:
+    """Raise LimitError unless an object may have this length in bytes."""
+    if not 0 < length <= max_bytes:
+        raise LimitError(f"an object of {length} bytes is not allowed; limits.object_bytes is {max_bytes}")
+
+
+def read_wanted(keys: pb.Keys, lengths: Sequence[int], max_keys: int, max_bytes: int) -> Wanted:
+    """Return the objects that a Get or GetInto asks for; raises WireError, or LimitError beyond a limit."""
+    found = read_keys(keys, max_keys)
+    if len(lengths) != len(found):
+        raise WireError(f"{len(found)} keys came with {len(lengths)} lengths")
+    for length in lengths:
+        check_length(length, max_bytes)
+    return Wanted(0, found, list(lengths))

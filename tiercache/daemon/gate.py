@@ -1,18 +1,16 @@
-"""The gate in front of gRPC: it accepts connections whose caller is not known yet, and passes them on to gRPC by a unix socket.
+"""The gate in front of gRPC, which accepts connections and forwards their bytes to gRPC.
 
-    waiting ──▶ opening ──▶ settled ──▶ known
-    (nothing is read)  (`opening` counts)  (little is passed)  (bytes move through the kernel, uncounted)
+The gate accepts TCP connections, and unix-socket connections of users other than the daemon's own. It
+forwards the bytes of each connection through a unix socket on which gRPC listens. `admission` explains the
+states of a connection and decides which connection is served next; this module moves the bytes.
 
-A connection is settled once it has acknowledged gRPC's SETTINGS. In TLS the acknowledgement cannot be seen; a connection is settled there
-once it is older than gRPC's timeouts for handshake and acknowledgement together, or once a caller was recognised on it. A connection is
-known once a caller was recognised on it. Only a few connections are opening at once. Of the waiting ones, those whose origin has the fewest
-opening connections go first, then those whose origin was served the fewest bytes of late, then the oldest. At the limit on
-connections, a new one displaces one without a recognised caller: the oldest of the origin that has most of these.
+gRPC's event loop recognises the caller in another thread:
 
-Calls without a known caller are refused, but each refusal takes a turn of the event loop, and delays the calls of known callers. Therefore
-settled connections without a known caller share one rate of forwarding (`Allowance`), the least served first. The rate applies neither
-to unix sockets nor where gRPC requires client certificates: without a permitted user id or a certificate, no connection gets as far as a
-call.
+    1. The gate's thread forwards the first call of a settled connection, and throttles the connection.
+    2. gRPC's thread reads the call and recognises the caller: `mark_known` sets `known` and wakes the gate.
+    3. The gate's thread may cut stalled connections before it handles this wake-up. It spares the connection,
+       because `known` is set.
+    4. The gate's thread handles the wake-up: it stops throttling the connection, and stops counting bytes.
 """
 
 from __future__ import annotations
@@ -21,50 +19,38 @@ import os
 import secrets
 import select
 import socket
-import struct
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
-from errno import EMFILE, ENFILE, ENOBUFS, ENOMEM
 from threading import Event, Lock, Thread
 from typing import Final, NamedTuple
 
-from tiercache.daemon.allowance import Allowance
-from tiercache.daemon.opening import Opening
+from tiercache.daemon.admission import Admission, ConnectionState, OpeningCounter
+from tiercache.daemon.sockets import EXHAUSTED, listen_tcp, listen_unix, peer_of
 from tiercache.daemon.splice import PIPE_BYTES, Flow, widen
 
-_PRESSED_SECONDS: Final = 1.0
-"""Seconds that a connection may be opening while others wait for their turn."""
 _TICK_SECONDS: Final = 0.1
-"""Seconds between two rounds of the work that depends on time: timeouts, paused listeners, throttled connections."""
-_BACKLOG: Final = 1024
-_CREDENTIALS: Final = struct.Struct("iII")
-"""`struct ucred` of SO_PEERCRED: process id, user id, group id."""
-_EXHAUSTED: Final = (EMFILE, ENFILE, ENOBUFS, ENOMEM)
-"""Errors of accept(2) that say that descriptors or memory ran out; the connection stays in the backlog."""
+"""Seconds between two rounds of the work that depends on time: timeouts, paused listeners, throttled
+connections.
+"""
 _SEND_BYTES: Final = 1 << 20
-"""Send buffer in bytes of either end of a connection to gRPC, as far as the system allows; with less, both ends wait for each other."""
-_ALLOWED_BYTES: Final = 64 << 10
-"""Size of the allowance in bytes: enough for the first calls of 256 clients that connect at once, or of some hundred in TLS."""
-_ALLOWED_BYTES_PER_SECOND: Final = 16 << 10
-"""Rate of the allowance: a thousand calls per second of the least size, 16 bytes, which the event loop can refuse beside its other work.
+"""Size in bytes of the send buffer at either end of a connection to gRPC; the system may lower it.
 
-At twice this rate known callers waited for seconds (measured with "short calls without end" of tests/daemon/attacks.py)."""
-_TURN_BYTES: Final = 1 << 10
-"""Most bytes that a settled connection without a known caller forwards at a time."""
+With smaller buffers both ends wait for each other."""
 _CALL_BYTES: Final = 256
-"""Bytes charged to the allowance for each call in an opening, where calls can be counted (not in TLS)."""
+"""Bytes that each call of an opening connection takes from the shared rate.
+
+In TLS calls cannot be counted. There, an opening connection takes as many bytes as it sends."""
 _READ, _WRITE = select.EPOLLIN, select.EPOLLOUT
 
 
-class _Door(NamedTuple):
-    """A listening socket, and the unix socket on which gRPC takes its connections."""
+class _Listener(NamedTuple):
+    """Listening socket, and the unix socket of gRPC to which its connections are forwarded."""
 
-    listener: socket.socket
+    socket: socket.socket
     backend: str
-    """Path of a unix socket of gRPC's that only this user can reach."""
+    """Path of the unix socket on which gRPC listens; only the daemon's user can connect to it."""
     tls: bool
     uids: AbstractSet[int] | None
     """User ids whose processes may connect to a unix socket; None for a TCP address."""
@@ -72,160 +58,168 @@ class _Door(NamedTuple):
     """Whether a client is authenticated before it can make a call, by its user id or by a certificate."""
 
 
-class _Connection:
-    """A client's connection and, once its turn to open has come, the connection to gRPC that belongs to it."""
+class _Connection(ConnectionState):
+    """A client's connection, and the connection to gRPC that carries the client's bytes.
 
-    def __init__(self, number: int, client: socket.socket, origin: bytes, door: _Door) -> None:
-        self.number: Final = number
+    The connection to gRPC is made when the client's connection begins to open.
+
+    Thread safety: the gate's thread; any thread may set `known`.
+    """
+
+    def __init__(self, number: int, client: socket.socket, origin: bytes, listener: _Listener) -> None:
+        super().__init__(number, origin, time.monotonic(), tls=listener.tls, trusted=listener.trusted)
         self.client: Final = client
-        self.origin: Final = origin
-        self.door: Final = door
+        self.listener: Final = listener
         self.name = ""
-        """Peer name of the connection in gRPC; empty while it waits."""
-        self.since = time.monotonic()
-        """Time when it was accepted, and from its opening on the time of that, in seconds of the monotonic clock."""
+        """Name that gRPC gives the connection (`context.peer()`); empty while it waits to open."""
         self.backend: socket.socket | None = None
+        """Socket to gRPC; None while the connection waits to open."""
         self.up: Flow
+        """Bytes from the client to gRPC."""
         self.down: Flow
-        self.opening: Opening | None = None
-        self.forwarded = 0
-        """Bytes forwarded to gRPC before a caller was recognised."""
-        self.known = False
-        """Whether a caller was recognised on it."""
+        """Bytes from gRPC to the client."""
         self.watched: dict[int, int] = {}
-        """Epoll events that are waited for, by descriptor; 0 for a descriptor that is not registered."""
+        """Epoll events that are watched for each descriptor; 0 for a descriptor that is not registered."""
 
 
 class Gate:
     """Acceptor of connections for a gRPC server that listens on unix sockets of its own.
 
-    Thread safety: `listen` and `listen_local` before `start`; `start` and `close` from one thread; the other public methods from any.
+    Thread safety: call `listen` and `listen_local` before `start`, and `start` and `close` from one thread;
+    any thread may call the other public methods.
     """
 
-    def __init__(self, *, most: int, most_opening: int, most_streams: int, settling: float, refused: Callable[[str], None]) -> None:
-        """Prepare for at most `most` connections, of which at most `most_opening` are opening at once.
+    def __init__(
+        self,
+        *,
+        max_connections: int,
+        max_opening: int,
+        max_streams: int,
+        settling: float,
+        count_refusal: Callable[[str], None],
+    ) -> None:
+        """Prepare for at most `max_connections` connections, `max_opening` of which are opening at once.
 
-        `most_streams`: calls that a client may begin before it acknowledges the SETTINGS. `settling`: seconds after which gRPC itself has
-        cut a connection without handshake or acknowledgement, and after which the gate cuts throttled connections. `refused` is called with
-        "unauthenticated", "busy" or "idle" for each connection that is turned away, displaced or too late, and not for one that breaks.
+        A client may begin `max_streams` calls before it acknowledges gRPC's SETTINGS. gRPC itself cuts a
+        connection whose handshake and acknowledgement take longer than `settling` seconds. The gate cuts a
+        throttled connection if no caller is recognised on it within `settling` seconds.
+
+        The gate calls `count_refusal` for each connection that it refuses or cuts, but not for connections
+        that break. The argument is "unauthenticated" (unknown user), "busy" (no room, or displaced by another
+        connection) or "idle" (too slow).
         """
-        self._most: Final = most
-        self._most_opening: Final = most_opening
-        self._most_streams: Final = most_streams
-        self._settling: Final = settling
-        self._refused: Final = refused
+        self._admission: Admission[_Connection] = Admission(
+            max_connections=max_connections, max_opening=max_opening, settling=settling, now=time.monotonic()
+        )
+        self._max_streams: Final = max_streams
+        self._count_refusal: Final = count_refusal
         self._prefix: Final = f"tiercache-{secrets.token_hex(8)}"
+        """Start of the abstract addresses to which the gate's ends of connections to gRPC are bound."""
         self._epoll = select.epoll()
-        self._doors: dict[int, _Door] = {}
+        self._listeners: dict[int, _Listener] = {}
         self._paused: list[int] = []
-        """Descriptors of listeners that are not watched until the next tick, because `accept` ran out of descriptors or memory."""
-        self._connections: dict[int, _Connection] = {}
-        """All connections by number, so that the oldest comes first."""
-        self._unsettled: dict[int, _Connection] = {}
-        """The connections that wait or are opening, by number."""
+        """Descriptors of listeners that are not watched until the next tick, because `accept` was refused."""
         self._by_descriptor: dict[int, _Connection] = {}
         self._names: dict[str, _Connection] = {}
         self._numbers = 0
         self._wakeup, self._alarm = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._scratch: Final = memoryview(bytearray(PIPE_BYTES))
-        self._told: set[_Connection] = set()
-        self._allowance = Allowance(_ALLOWED_BYTES, _ALLOWED_BYTES_PER_SECOND, time.monotonic())
-        self._throttled: dict[int, _Connection] = {}
-        """Settled connections without a known caller that are not read until the allowance has bytes left, by number."""
+        self._newly_known: set[_Connection] = set()
+        """Connections on which a caller was recognised since the gate's thread last looked."""
         self._lock: Final = Lock()
-        self._leaving = Event()
+        self._not_accepting = Event()
         self._closing = Event()
         self._thread = Thread(target=self._run, name="tiercache-gate", daemon=True)
 
     def listen(self, host: str, port: int, backend: str, *, tls: bool, mutual: bool = False) -> int:
-        """Listen on a TCP address and return its port; raises OSError. `mutual`: whether gRPC requires certificates of clients."""
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        dual = host == "::" and socket.has_dualstack_ipv6()
-        listener = socket.create_server(address[:2], family=family, backlog=_BACKLOG, dualstack_ipv6=dual)
-        self._add(_Door(listener, backend, tls, None, trusted=tls and mutual))
-        return int(listener.getsockname()[1])
+        """Listen on a TCP address and return its port; raises OSError.
+
+        `mutual` says whether gRPC requires certificates of clients.
+        """
+        server = listen_tcp(host, port)
+        self._add(_Listener(server, backend, tls, None, trusted=tls and mutual))
+        return int(server.getsockname()[1])
 
     def listen_local(self, path: str, mode: int, uids: AbstractSet[int], backend: str) -> None:
-        """Listen on a unix socket at `path` with this file mode, for processes of the users `uids`; raises OSError."""
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            listener.bind(path)
-            os.chmod(path, mode)
-            listener.listen(_BACKLOG)
-        except BaseException:
-            listener.close()
-            raise
-        self._add(_Door(listener, backend, False, uids, trusted=True))
+        """Listen on a unix socket at `path` with this file mode, for processes of the users `uids`.
+
+        Raises OSError.
+        """
+        server = listen_unix(path, mode, socket.SOCK_STREAM)
+        self._add(_Listener(server, backend, False, uids, trusted=True))
 
     def start(self) -> None:
-        """Begin to accept; gRPC's server must listen before."""
+        """Begin to accept connections; gRPC's server must listen already."""
         self._epoll.register(self._wakeup, _READ)
         self._thread.start()
 
     @property
     def alive(self) -> bool:
-        """Whether the gate's thread runs, or was not started yet."""
+        """Whether the gate's thread runs, or has not been started yet."""
         return self._thread.ident is None or self._thread.is_alive()
 
-    def leave(self) -> None:
-        """Accept no more connections; those that exist go on."""
-        self._leaving.set()
+    def stop_accepting(self) -> None:
+        """Stop accepting connections; existing connections continue."""
+        self._not_accepting.set()
         self._wake()
 
     def close(self) -> None:
-        """End every connection and the thread. Harmless before `start`."""
-        self._leaving.set()
+        """End every connection and the gate's thread; may be called without `start`."""
+        self._not_accepting.set()
         self._closing.set()
         self._wake()
         if self._thread.ident is not None:
             self._thread.join()
-        for door in self._doors.values():
-            door.listener.close()
+        for listener in self._listeners.values():
+            listener.socket.close()
         self._epoll.close()
         os.close(self._wakeup)
         os.close(self._alarm)
 
-    def passed(self, peer: str) -> bool | None:
-        """Return True if the connection that gRPC calls `peer` came in here by a unix socket, False if by TCP, None if not here.
+    def is_local(self, peer: str) -> bool | None:
+        """Return whether the connection that gRPC calls `peer` came through a unix socket.
 
-        The names are addresses of abstract unix sockets: as long as one is in use here, no other process on this machine can have it.
+        Return None if there is no such connection. gRPC names a connection after the abstract address to
+        which the gate's end is bound. While the gate has this address, no other process on this machine can
+        bind it, so that no other connection to gRPC can have the same name.
         """
         found = self._names.get(peer)
-        return None if found is None else found.door.uids is not None
+        return None if found is None else found.listener.uids is not None
 
-    def recognised(self, peer: str) -> None:
-        """Mark the connection that gRPC calls `peer` as known: a caller with credentials calls on it."""
+    def mark_known(self, peer: str) -> None:
+        """Mark the connection that gRPC calls `peer` as known, because a caller was recognised on it."""
         found = self._names.get(peer)
         if found is not None and not found.known:
             found.known = True
             with self._lock:
-                self._told.add(found)
+                self._newly_known.add(found)
             self._wake()
 
-    # --- the thread --------------------------------------------------------------------------------------------------------------------
-
     def _run(self) -> None:
+        """Run the gate's thread. All methods below run in this thread, except for `_wake` and `_add`."""
         looked = time.monotonic()
         while not self._closing.is_set():
-            for descriptor, _ in self._epoll.poll(_TICK_SECONDS if self._unsettled or self._paused or self._throttled else None):
-                self._happened(descriptor)
+            ticking = self._admission.has_unsettled or self._admission.has_throttled or self._paused
+            for descriptor, _ in self._epoll.poll(_TICK_SECONDS if ticking else None):
+                self._handle_event(descriptor)
             if time.monotonic() - looked > _TICK_SECONDS:
                 looked = time.monotonic()
-                self._cut_the_late(looked)
+                self._cut_overdue(looked)
                 for descriptor in self._paused:
                     self._epoll.modify(descriptor, _READ)
                 self._paused.clear()
                 self._serve_throttled()
-            if self._unsettled:
+            if self._admission.has_unsettled:
                 self._open_next()
-        for connection in list(self._connections.values()):
+        for connection in list(self._admission.connections.values()):
             self._end(connection)
 
-    def _happened(self, descriptor: int) -> None:
+    def _handle_event(self, descriptor: int) -> None:
+        """Handle an epoll event of the wake-up pipe, a listener or a connection."""
         if descriptor == self._wakeup:
-            self._obey()
-        elif (door := self._doors.get(descriptor)) is not None:
-            self._accept(door)
+            self._handle_wakeup()
+        elif (listener := self._listeners.get(descriptor)) is not None:
+            self._accept(listener)
         elif (connection := self._by_descriptor.get(descriptor)) is not None:
             self._try_to_advance(connection)
 
@@ -239,105 +233,97 @@ class Gate:
         with suppress(OSError):
             os.write(self._alarm, b"!")
 
-    def _obey(self) -> None:
+    def _handle_wakeup(self) -> None:
+        """Do the part of `stop_accepting` and `mark_known` that belongs to the gate's thread."""
         with suppress(BlockingIOError):
             os.read(self._wakeup, 4096)
-        if self._leaving.is_set():
-            for descriptor, door in self._doors.items():
+        if self._not_accepting.is_set():
+            for descriptor, listener in self._listeners.items():
                 self._epoll.unregister(descriptor)
-                door.listener.close()
-            self._doors.clear()
+                listener.socket.close()
+            self._listeners.clear()
             self._paused.clear()
-        # A connection that `recognised` adds after this swap comes with another byte in the pipe, and so with another round.
+        # `mark_known` adds a connection, and then writes a byte to the pipe. A connection that `mark_known`
+        # adds after this swap is not lost: its byte comes after the read above, and wakes the gate again.
         with self._lock:
-            told, self._told = self._told, set()
-        for connection in told:
-            if connection.number in self._connections:
-                if connection.door.tls and connection.opening is not None:
+            recognised, self._newly_known = self._newly_known, set()
+        for connection in recognised:
+            if connection.number in self._admission.connections:
+                if connection.tls and connection.opening is not None:
                     self._settle(connection)
-                self._throttled.pop(connection.number, None)
+                self._admission.release(connection)
                 self._try_to_advance(connection)
                 widen(f"\0{self._prefix}/{connection.number}".encode(), _SEND_BYTES)
 
-    def _add(self, door: _Door) -> None:
-        door.listener.setblocking(False)
-        self._doors[door.listener.fileno()] = door
-        self._epoll.register(door.listener, _READ)
+    def _add(self, listener: _Listener) -> None:
+        self._listeners[listener.socket.fileno()] = listener
+        self._epoll.register(listener.socket, _READ)
 
-    def _accept(self, door: _Door) -> None:
+    def _accept(self, listener: _Listener) -> None:
         try:
-            client, address = door.listener.accept()
+            client, address = listener.socket.accept()
         except OSError as error:
-            if error.errno in _EXHAUSTED:  # epoll would report the listener again at once, and again, until there is a descriptor
-                self._epoll.modify(door.listener, 0)
-                self._paused.append(door.listener.fileno())
+            if error.errno in EXHAUSTED:
+                # Pause the listener: epoll would report it again and again until a descriptor is free.
+                self._epoll.modify(listener.socket, 0)
+                self._paused.append(listener.socket.fileno())
             return
         try:
             client.setblocking(False)
-            origin = self._origin(client, address, door.uids)
+            origin = self._origin(client, address, listener.uids)
         except OSError:
             client.close()
             return
-        if origin is None or (len(self._connections) >= self._most and not self._make_room()):
-            self._refused("busy" if origin else "unauthenticated")
+        if origin is None or (self._admission.is_full and not self._make_room()):
+            self._count_refusal("busy" if origin else "unauthenticated")
             client.close()
             return
         self._numbers += 1
-        self._connections[self._numbers] = self._unsettled[self._numbers] = _Connection(self._numbers, client, origin, door)
+        self._admission.add(_Connection(self._numbers, client, origin, listener))
 
-    def _origin(self, client: socket.socket, address: tuple[str, int], uids: AbstractSet[int] | None) -> bytes | None:
-        """Return the key under which connections are counted together; None for a user who may not connect. Raises OSError.
+    def _origin(
+        self, client: socket.socket, address: tuple[str, int], uids: AbstractSet[int] | None
+    ) -> bytes | None:
+        """Return the key under which connections are counted together; None for a user who may not connect.
 
-        The key is the user id on a unix socket, else the IPv4 address or the first 64 bits of the IPv6 address (one machine may have all).
+        The key is the user id on a unix socket, and the IP address on TCP. For IPv6, the key is the first 64
+        bits of the address, because one machine may use every address with the same first 64 bits. Raises
+        OSError.
         """
         if uids is None:
             client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             packed = socket.inet_pton(client.family, address[0].partition("%")[0])
-            # An IPv4 address on a dual-stack listener is ::ffff:a.b.c.d, which starts with ten zero bytes, and stays whole.
+            # IPv6   | 8 bytes: the key | 8 bytes                        |
+            # IPv4 on a dual-stack listener (::ffff:a.b.c.d)
+            #        | 10 zero bytes            | ff ff | 4 bytes: a.b.c.d |   the key is the whole address
             return packed[:8] if len(packed) == 16 and not packed.startswith(bytes(10)) else packed
-        _, uid, _ = _CREDENTIALS.unpack(client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+        uid = peer_of(client).uid
         return b"uid %d" % uid if uid in uids else None
 
     def _make_room(self) -> bool:
-        unknown = [connection for connection in self._connections.values() if not connection.known]
-        if not unknown:
+        displaced = self._admission.to_displace()
+        if displaced is None:
             return False
-        origin, _ = Counter(connection.origin for connection in unknown).most_common(1)[0]
-        self._cut(next(connection for connection in unknown if connection.origin == origin), "busy")
+        self._cut(displaced, "busy")
         return True
 
     def _open_next(self) -> None:
-        """Open waiting connections until `most_opening` are opening, or the allowance is used up."""
-        opening = Counter(connection.origin for connection in self._unsettled.values() if connection.opening is not None)
-        while opening.total() < self._most_opening and self._allowed and (waiting := list(self._waiting())):
-            chosen = min(waiting, key=lambda connection: (opening[connection.origin], self._allowance.had(connection.origin)))
+        for connection in self._admission.to_open(time.monotonic):
             try:
-                self._open(chosen)
+                self._open(connection)
             except OSError:
-                self._cut(chosen, "busy")
-            opening[chosen.origin] += 1
+                self._cut(connection, "busy")
 
     def _serve_throttled(self) -> None:
-        """Forward once for each throttled connection, the least served first, while the allowance lasts."""
-        for connection in sorted(self._throttled.values(), key=lambda waiting: (self._allowance.had(waiting.origin), waiting.forwarded)):
-            if not self._allowed:
-                return
-            del self._throttled[connection.number]
+        for connection in self._admission.to_serve(time.monotonic):
             self._try_to_advance(connection)
-
-    @property
-    def _allowed(self) -> int:
-        """Bytes that may be forwarded now on connections without a known caller."""
-        return self._allowance.left(time.monotonic())
-
-    def _waiting(self) -> Iterator[_Connection]:
-        return (connection for connection in self._unsettled.values() if connection.backend is None)
 
     def _open(self, connection: _Connection) -> None:
         backend = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
+            # gRPC names the connection after the address of this end (`context.peer()`).
             backend.bind(f"\0{self._prefix}/{connection.number}")
-            backend.connect(connection.door.backend)
+            backend.connect(connection.listener.backend)
             backend.setblocking(False)
             backend.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)
             connection.up = Flow(connection.client, backend)
@@ -351,7 +337,7 @@ class Gate:
             raise
         connection.backend = backend
         connection.since = time.monotonic()
-        connection.opening = Opening(tls=connection.door.tls, most_streams=self._most_streams)
+        connection.opening = OpeningCounter(tls=connection.tls, max_streams=self._max_streams)
         connection.name = f"unix-abstract:{self._prefix}/{connection.number}"
         self._names[connection.name] = connection
         self._by_descriptor[connection.client.fileno()] = connection
@@ -359,89 +345,110 @@ class Gate:
         self._advance(connection)
 
     def _advance(self, connection: _Connection) -> None:
-        """Move what can be moved now on this connection; raises OSError if it is broken."""
+        """Move as many bytes of a connection as can be moved now; raises OSError for a broken connection."""
         assert connection.backend is not None
         connection.down.move()
         if connection.opening is not None:
-            self._listen_to(connection, connection.opening, connection.backend)
-        if connection.opening is None:
-            self._forward_throttled(connection, connection.backend) if not connection.known else connection.up.move()
+            self._forward_opening(connection, connection.opening, connection.backend)
+        if connection.opening is None and connection.known:
+            connection.up.move()
+        elif connection.opening is None:
+            self._forward_throttled(connection, connection.backend)
         if connection.down.over or (connection.up.over and connection.opening is None):
             self._end(connection)
         else:
             self._watch(connection)
 
-    def _listen_to(self, connection: _Connection, opening: Opening, backend: socket.socket) -> None:
+    def _forward_opening(
+        self, connection: _Connection, opening: OpeningCounter, backend: socket.socket
+    ) -> None:
+        """Forward bytes of an opening connection; raises OSError if the client has sent more than it may."""
         if not opening.room:
-            return  # in TLS nothing more is read until a caller is recognised, or the connection is settled by its age
+            return  # in TLS, reading goes on when the connection is settled
+        # Peek first: the bytes behind the acknowledgement stay in the socket for `_forward_throttled`.
         seen = _receive(connection, opening.room, socket.MSG_PEEK)
         before = opening.calls
         data = connection.client.recv(opening.take(seen)) if seen else b""
+        # An acknowledgement that comes before gRPC has sent any byte acknowledges nothing: it is forged.
         if opening.excessive or (opening.acknowledged and not connection.down.moved):
-            raise ConnectionAbortedError("it says more than there is to say before the SETTINGS are acknowledged")
-        self._forward(connection, backend, data, len(data) if connection.door.tls else _CALL_BYTES * (opening.calls - before))
+            raise ConnectionAbortedError(
+                "the client sent more than it may before it acknowledges the SETTINGS"
+            )
+        cost = len(data) if connection.tls else _CALL_BYTES * (opening.calls - before)
+        self._forward(connection, backend, data, cost)
         if opening.acknowledged:
             self._settle(connection)
 
     def _forward_throttled(self, connection: _Connection, backend: socket.socket) -> None:
-        """Forward at most _TURN_BYTES, and no more than the allowance has left unless the door is trusted.
+        """Forward bytes of a settled connection that is not known, as many as the shared rate allows now.
 
         The rest waits in the client's socket.
         """
-        allowed = _TURN_BYTES if connection.door.trusted else min(self._allowed, _TURN_BYTES)
+        allowed = self._admission.may_forward(connection, time.monotonic())
         if allowed:
             data = _receive(connection, allowed)
             self._forward(connection, backend, data, len(data))
         else:
-            self._throttled[connection.number] = connection
+            self._admission.throttle(connection)
 
     def _forward(self, connection: _Connection, backend: socket.socket, data: bytes, cost: int) -> None:
-        connection.forwarded += len(data)
-        if not connection.door.trusted:
-            self._allowance.take(connection.origin, cost)
-        if backend.send(data) < len(data):  # a buffer of _SEND_BYTES holds the allowance of a minute
+        self._admission.record_forwarded(connection, len(data), cost)
+        # The send buffer (_SEND_BYTES) holds as much as the shared rate lets through in a minute.
+        if backend.send(data) < len(data):
             raise ConnectionAbortedError("gRPC does not read")
 
     def _settle(self, connection: _Connection) -> None:
-        connection.opening = None
-        del self._unsettled[connection.number]
+        self._admission.settle(connection)
         self._watch(connection)
 
     def _watch(self, connection: _Connection) -> None:
-        """Register the events with which this connection can go on.
+        """Register with epoll the events for which this connection waits.
 
-        A descriptor that waits for none is unregistered: epoll would report a side that has hung up even so, again and again.
+        A descriptor that waits for no event is unregistered. Otherwise epoll would report again and again
+        that the other side of the descriptor has hung up.
         """
         assert connection.backend is not None
         up, down, opening = connection.up, connection.down, connection.opening
-        reads = opening.room > 0 if opening is not None else not (up.held or up.ended or connection.number in self._throttled)
+        # An empty pipe waits for bytes from its source; a pipe that holds bytes waits for its sink.
+        reads = (
+            opening.room > 0
+            if opening is not None
+            else not (up.held or up.ended or self._admission.is_throttled(connection))
+        )
         wanted = {
             connection.client.fileno(): (_READ if reads else 0) | (_WRITE if down.held else 0),
-            connection.backend.fileno(): (_READ if not down.held and not down.ended else 0) | (_WRITE if up.held else 0),
+            connection.backend.fileno(): (
+                (_READ if not down.held and not down.ended else 0) | (_WRITE if up.held else 0)
+            ),
         }
         for descriptor, events in wanted.items():
             before = connection.watched.get(descriptor, 0)
             if events and not before:
                 self._epoll.register(descriptor, events)
+            elif before and not events:
+                self._epoll.unregister(descriptor)
             elif events != before:
-                (self._epoll.modify(descriptor, events) if events else self._epoll.unregister(descriptor))
+                self._epoll.modify(descriptor, events)
         connection.watched = wanted
 
-    def _cut_the_late(self, now: float) -> None:
+    def _cut_overdue(self, now: float) -> None:
         self._end_abandoned()
-        pressed = next(self._waiting(), None) is not None
-        for connection in [found for found in self._unsettled.values() if found.opening is not None]:
-            age = now - connection.since
-            if connection.door.tls and age > self._settling:
-                self._settle(connection)
-            elif age > (_PRESSED_SECONDS if pressed else self._settling):
-                self._cut(connection, "idle")
-        for connection in [found for found in self._throttled.values() if not found.known and now - found.since > self._settling]:
-            self._cut(connection, "idle")  # no POLLRDHUP comes if the client closed behind more data than the kernel takes in
+        overdue = self._admission.overdue(now)
+        for connection in overdue.settled:
+            self._settle(connection)
+        for connection in overdue.late:
+            self._cut(connection, "idle")
+        # If a client closes while the receive buffer of its connection is full, the kernel does not report
+        # POLLRDHUP, and `_end_abandoned` misses the client. Such a connection is cut here when it is too old.
+        for connection in self._admission.stalled(now):
+            self._cut(connection, "idle")
 
     def _end_abandoned(self) -> None:
-        """End waiting and throttled connections whose client has closed; they are not read, so the end of their data goes unnoticed."""
-        unread = {connection.client.fileno(): connection for connection in (*self._waiting(), *self._throttled.values())}
+        """End waiting and throttled connections that the client has closed.
+
+        The gate does not read these connections, and so does not see the end of their data.
+        """
+        unread = {connection.client.fileno(): connection for connection in self._admission.unread()}
         poll = select.poll()
         for descriptor in unread:
             poll.register(descriptor, select.POLLRDHUP)
@@ -449,15 +456,15 @@ class Gate:
             self._end(unread[descriptor])
 
     def _cut(self, connection: _Connection, reason: str) -> None:
-        self._refused(reason)
+        self._count_refusal(reason)
         self._end(connection)
 
     def _end(self, connection: _Connection) -> None:
-        if self._connections.pop(connection.number, None) is None:
+        if not self._admission.remove(connection):
             return
-        self._unsettled.pop(connection.number, None)
-        self._throttled.pop(connection.number, None)
-        self._names.pop(connection.name, None)  # before `backend` is closed, which frees the name for other processes
+        # Forget the name before `backend` is closed. After the close, another process can bind the address
+        # of `backend`, and would get the same name.
+        self._names.pop(connection.name, None)
         for descriptor, events in connection.watched.items():
             if events:
                 self._epoll.unregister(descriptor)
@@ -470,12 +477,15 @@ class Gate:
             connection.down.close()
 
 
-def _receive(connection: _Connection, most: int, flags: int = 0) -> bytes:
-    """Return up to `most` bytes of what the client has sent, b"" if nothing is there yet. Raises OSError if it has closed."""
+def _receive(connection: _Connection, max_bytes: int, flags: int = 0) -> bytes:
+    """Return up to `max_bytes` bytes that the client has sent; b"" if there are none yet.
+
+    Raises OSError if the client has closed the connection.
+    """
     try:
-        data = connection.client.recv(most, flags)
+        data = connection.client.recv(max_bytes, flags)
     except BlockingIOError:
         return b""
     if not data:
-        raise ConnectionResetError("closed before a caller was known")
+        raise ConnectionResetError("the client closed the connection before a caller was known")
     return data

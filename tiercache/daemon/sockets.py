@@ -1,30 +1,87 @@
-"""The directory of the unix sockets: its permissions, and the removal of sockets that a killed daemon left there."""
+"""Sockets of the daemon: listening sockets, the processes at their other ends, and their directory."""
 
 from __future__ import annotations
 
 import os
 import socket
 import stat
+import struct
 from contextlib import suppress
+from errno import EMFILE, ENFILE, ENOBUFS, ENOMEM
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from tiercache.errors import ConfigError, StorageError, TierCacheError
 from tiercache.wire.methods import ATTACH_SOCKET, GRPC_SOCKET
 
 PLAIN_SOCKET: Final = "plain.sock"
-"""Socket on which gRPC itself listens without TLS, for the gate alone."""
+"""Name of the unix socket on which gRPC listens without TLS; only the gate connects to it."""
 TLS_SOCKET: Final = "tls.sock"
-"""Socket on which gRPC itself listens with TLS, for the gate alone."""
+"""Name of the unix socket on which gRPC listens with TLS; only the gate connects to it."""
 SOCKETS: Final = (GRPC_SOCKET, ATTACH_SOCKET, PLAIN_SOCKET, TLS_SOCKET)
-"""All sockets that a daemon may have in its directory."""
+"""Names of all sockets that a daemon may have in its directory."""
+EXHAUSTED: Final = (EMFILE, ENFILE, ENOBUFS, ENOMEM)
+"""Errors of accept(2) when descriptors or memory ran out; the connection stays in the backlog."""
+_BACKLOG: Final = 1024
+_CREDENTIALS: Final = struct.Struct("iII")
+"""`struct ucred` of SO_PEERCRED: process id, user id, group id."""
+
+
+class Peer(NamedTuple):
+    """Process at the other end of a unix socket."""
+
+    pid: int
+    """Process id; 0 for a process in another PID namespace."""
+    uid: int
+    gid: int
+
+
+def peer_of(connection: socket.socket) -> Peer:
+    """Return the process at the other end of a connected unix socket; raises OSError if that fails."""
+    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return Peer(*_CREDENTIALS.unpack(found))
+
+
+def listen_tcp(host: str, port: int) -> socket.socket:
+    """Return a non-blocking socket that listens on a TCP address; raises OSError.
+
+    The address "::" accepts IPv4 connections as well, where the system supports that.
+    """
+    family, _, _, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    dual = host == "::" and socket.has_dualstack_ipv6()
+    listener = socket.create_server(address[:2], family=family, backlog=_BACKLOG, dualstack_ipv6=dual)
+    listener.setblocking(False)
+    return listener
+
+
+def listen_unix(path: str, mode: int, kind: socket.SocketKind) -> socket.socket:
+    """Return a non-blocking socket that listens on a unix socket with this file mode.
+
+    Raises OSError if that fails.
+    """
+    listener = socket.socket(socket.AF_UNIX, kind)
+    try:
+        listener.setblocking(False)
+        listener.bind(path)
+        os.chmod(path, mode)
+        listener.listen(_BACKLOG)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
 
 
 def make_way(directory: Path, sockets: Path) -> None:
-    """Let other users pass through `directory` if the directory `sockets` lies in it; the store in it stays closed to them.
+    """Let other users pass through `directory` if the directory `sockets` lies in it.
 
-    To be called before a store makes the directory. Raises ConfigError if others cannot pass it and it is another user's, or holds more
-    than the store and the sockets, which would come within their reach; raises StorageError if it cannot be made or changed.
+    The store in `directory` stays closed to other users. Call this before a store makes `directory`. The mode
+    of an existing directory is changed only if the directory belongs to this user, and contains only the
+    store and the sockets. With other files in it, the change would let other users reach these files.
+
+    Raises ConfigError if the directory must be changed but may not be. Raises StorageError if the directory
+    cannot be made or changed.
     """
     if not sockets.is_relative_to(directory):
         return
@@ -33,12 +90,16 @@ def make_way(directory: Path, sockets: Path) -> None:
             directory.mkdir(parents=True, exist_ok=True)
             directory.chmod(0o711)
         found = directory.stat()
-        if found.st_mode & 0o001:
+        if found.st_mode & 0o001:  # other users can pass through already
             return
-        if found.st_uid != os.getuid() or not {entry.name for entry in directory.iterdir()} <= {"store", sockets.name}:
+        if found.st_uid != os.getuid() or not {entry.name for entry in directory.iterdir()} <= {
+            "store",
+            sockets.name,
+        }:
             raise ConfigError(
-                f"sockets: other users are principals, and cannot pass {directory} (mode {stat.S_IMODE(found.st_mode):o}); allow it with"
-                f" chmod o+x {directory}, or set sockets to a directory such as /run/tiercache"
+                f"sockets: other users are principals, and cannot pass through {directory} (mode"
+                f" {stat.S_IMODE(found.st_mode):o}); allow it with chmod o+x {directory}, or set sockets to a"
+                " directory such as /run/tiercache"
             )
         directory.chmod(stat.S_IMODE(found.st_mode) | 0o011)
     except OSError as error:
@@ -48,15 +109,20 @@ def make_way(directory: Path, sockets: Path) -> None:
 def prepare(directory: Path, *, others: bool) -> None:
     """Make the directory of the sockets or take it over, and remove sockets that a killed daemon left there.
 
-    Other users can pass through it if `others` is true, but not list it. Raises ConfigError if it is another user's or no directory, if
-    something else has a socket's name, or if another daemon serves it; raises StorageError for any other OSError.
+    `others` says whether other users can pass through the directory; they can never list its files.
+
+    Raises ConfigError if the path is not a directory or belongs to another user, if a file that is not a
+    socket has the name of a socket, or if another daemon uses the directory. Raises StorageError if the
+    system refuses a change.
     """
     mode = 0o711 if others else 0o700
     try:
         directory.mkdir(mode=mode, parents=True, exist_ok=True)
         found = os.lstat(directory)
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-            raise ConfigError(f"sockets: {directory} is not a directory of this user's; remove it, or name another one")
+            raise ConfigError(
+                f"sockets: {directory} is not a directory of this user's; remove it, or name another one"
+            )
         directory.chmod(mode)
         for name in SOCKETS:
             path = directory / name
@@ -64,7 +130,10 @@ def prepare(directory: Path, *, others: bool) -> None:
                 if not stat.S_ISSOCK(os.lstat(path).st_mode):
                     raise ConfigError(f"sockets: {path} is no socket; remove it, or name another directory")
                 if _answers(path):
-                    raise ConfigError(f"sockets: another daemon serves {directory}; stop it, or give this one a directory of its own")
+                    raise ConfigError(
+                        f"sockets: another daemon serves {directory}; stop it, or give this one a directory"
+                        " of its own"
+                    )
                 path.unlink()
     except OSError as error:
         if isinstance(error, TierCacheError):
@@ -73,7 +142,7 @@ def prepare(directory: Path, *, others: bool) -> None:
 
 
 def _answers(path: Path) -> bool:
-    """Return whether a process listens on the socket at `path`; a socket that a killed process left refuses connections."""
+    """Return whether a process listens on the socket at `path`; a killed daemon leaves its sockets."""
     kind = socket.SOCK_SEQPACKET if path.name == ATTACH_SOCKET else socket.SOCK_STREAM
     with socket.socket(socket.AF_UNIX, kind) as probe:
         try:

@@ -1,4 +1,7 @@
-"""Forwarding of bytes from one socket to another; bytes that the other does not take wait in a kernel pipe, never in this process."""
+"""Forwarding of bytes from one socket to another.
+
+Bytes that the other socket does not accept yet wait in a kernel pipe, never in this process.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,18 @@ from fcntl import F_GETPIPE_SZ, F_SETPIPE_SZ, fcntl
 from typing import Final
 
 PIPE_BYTES: Final = 256 << 10
-"""Size of a pipe in bytes: four times Linux's default, because every piece costs a turn of the gate's thread and of gRPC."""
+"""Size of a pipe in bytes.
+
+This is four times Linux's default, because the gate's thread and gRPC spend time on each piece."""
 _FLAGS: Final = os.SPLICE_F_NONBLOCK | os.SPLICE_F_MOVE
 
 
 class Flow:
-    """One direction of a connection between two non-blocking sockets; at most one pipe of bytes is on its way.
+    """One direction of a connection between two non-blocking sockets.
+
+    A flow holds at most as many bytes as its pipe:
+
+        source ── splice or copy ──▶ pipe (`held` bytes) ── splice ──▶ sink
 
     Thread safety: one thread.
     """
@@ -22,33 +31,34 @@ class Flow:
     def __init__(self, source: socket.socket, sink: socket.socket, scratch: memoryview | None = None) -> None:
         """Make the pipe; raises OSError if there are no descriptors for it.
 
-        Bytes are copied through `scratch` if it is given, else spliced. From TCP to a unix socket splicing takes half the time of copying;
-        in the other direction it takes twice the time, because unix sockets hold small fragments.
+        Bytes are copied through `scratch` if it is given, else spliced. From TCP to a unix socket splicing
+        takes half the time of copying. From a unix socket to TCP splicing takes twice the time of copying,
+        because unix sockets hold small fragments.
         """
         self._scratch = scratch
         self._source = source
         self._sink = sink
         self._out, self._in = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        with suppress(OSError):  # the kernel limits the pages that all pipes of an unprivileged user may have
+        with suppress(OSError):  # the kernel limits the total size of an unprivileged user's pipes
             fcntl(self._in, F_SETPIPE_SZ, PIPE_BYTES)
         self._room = fcntl(self._in, F_GETPIPE_SZ)
         self.held = 0
         """Bytes in the pipe that wait for the sink."""
         self.moved = False
-        """Whether any byte was taken from the source."""
+        """Whether any byte has been read from the source."""
         self.ended = False
         """Whether the source has ended."""
 
     @property
     def over(self) -> bool:
-        """Whether everything is delivered, including the end."""
+        """Whether the source has ended and the sink has all of its bytes."""
         return self.ended and not self.held
 
     def move(self) -> None:
-        """Move the bytes that can be moved now; raises OSError if either side has broken off."""
+        """Move the bytes that can be moved now; raises OSError if either connection is broken."""
         if self.over:
             return
-        if not self.held:
+        if not self.held:  # an empty pipe has room for everything that is taken at once
             try:
                 taken = self._splice() if self._scratch is None else self._copy(self._scratch)
             except BlockingIOError:
@@ -62,37 +72,45 @@ class Flow:
             self._sink.shutdown(socket.SHUT_WR)
 
     def _splice(self) -> int:
-        """Splice bytes of the source into the pipe and return their number; 0 at the end. Raises BlockingIOError if there are none yet."""
+        """Splice bytes of the source into the pipe and return their number; 0 if the source has ended.
+
+        Raises BlockingIOError if there are no bytes yet.
+        """
         self.held = os.splice(self._source.fileno(), self._in, self._room, flags=_FLAGS)
         return self.held
 
     def _copy(self, scratch: memoryview) -> int:
-        """Copy bytes of the source to the sink, and what that does not take into the pipe; otherwise the same as `_splice`."""
+        """Copy bytes of the source to the sink and return their number; 0 if the source has ended.
+
+        Bytes that the sink does not accept go into the pipe. Raises BlockingIOError if the source has no
+        bytes yet.
+        """
         taken = self._source.recv_into(scratch[: self._room])
         sent = 0
         with suppress(BlockingIOError):
             sent = self._sink.send(scratch[:taken])
-        if sent < taken:
+        if sent < taken:  # the pipe has room: it is empty, and `taken` is at most its size
             self.held = os.write(self._in, scratch[sent:taken])
         return taken
 
     def close(self) -> None:
-        """Close the pipe; to be called only once."""
+        """Close the pipe. Call this only once."""
         os.close(self._out)
         os.close(self._in)
 
 
 def widen(peer: bytes, nbytes: int) -> None:
-    """Set the send buffer of this process's socket that is connected to the abstract unix address `peer`; do nothing if there is none.
+    """Set the size of the send buffer of the socket that is connected to the abstract unix address `peer`.
 
-    It is meant for gRPC's own sockets, for which gRPC sets only the receive buffer.
+    Without such a socket nothing happens. The function is meant for sockets that gRPC has accepted: gRPC sets
+    only the receive buffers of these.
     """
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):
-            descriptor = os.dup(int(name))  # a duplicate, because gRPC may close its own descriptor meanwhile
+            descriptor = os.dup(int(name))  # duplicated, because gRPC may close its descriptor at any time
             try:
                 found = socket.socket(fileno=descriptor)
-            except OSError:  # it is no socket
+            except OSError:  # not a socket
                 os.close(descriptor)
                 continue
             with found:

@@ -1,7 +1,7 @@
-"""Views of the store, which limit a principal to the objects of its tenant, and to some namespaces of these where it has a list.
+"""Views of the store, which limit a principal to the objects of a tenant, or to a list of namespaces.
 
-A principal without a tenant sees the objects that belong to no tenant; with the verb admin it sees the objects of tenants as well, under
-the names that the store has for them.
+A principal without a tenant sees the objects that belong to no tenant. With the verb admin, such a principal
+also sees the objects of all tenants, but under hidden names (`NameCipher`), as the store has them.
 """
 
 # ruff: noqa: D102 (the contract documents these methods)
@@ -31,33 +31,43 @@ from tiercache.storage.wrappers import Wrapper
 from tiercache.storage.wrappers.base import decide
 
 _CONTEXT: Final = "tiercache 2026-11-20 tenant veil"
+"""Context string of BLAKE3's key derivation; a change would make all tenants' objects unreadable."""
 _ROUNDS: Final = 4
+"""Rounds of the Feistel network, see `NameCipher`."""
 _LAYOUT_BYTES: Final = 32
 """Bytes of each half of an object's digest: the layout digest and the page key."""
 MARK_BYTES: Final = 16
 """Bytes of the mark by which a tenant's namespaces are recognised."""
-_MOST_NAMESPACE: Final = NAMESPACE_BYTES - MARK_BYTES
-"""Most bytes of a tenant's namespace, without its mark."""
+_MAX_NAMESPACE_BYTES: Final = NAMESPACE_BYTES - MARK_BYTES
+"""Maximum bytes of a tenant's namespace, without its mark."""
 _SCAN_ENTRIES: Final = 1024
-"""Entries from which a page of a scan is complete."""
+"""Minimum number of entries in a batch of a scan; the last batch may have fewer."""
 
 
-class Veil:
+class NameCipher:
     """A secret, invertible renaming of one tenant's page keys and namespaces.
 
-    It is a Feistel network of four rounds whose round functions are keyed BLAKE3: a pseudorandom permutation even for an attacker who may
-    ask for both directions (Luby and Rackoff, 1988). Without a tenant's salt a caller cannot name that tenant's objects, even if it knows
-    their page keys; to this caller they are absent.
+    The cipher is a Feistel network of four rounds, with keyed BLAKE3 as the round function. Such a network is
+    a pseudorandom permutation, even against an attacker who can have any names hidden and revealed (Luby and
+    Rackoff, 1988). A caller without the tenant's salt cannot name the tenant's objects, even if it knows
+    their page keys. For this caller the objects are absent.
+
+        hide      name = left | right      left ^= mask(0, right)    right ^= mask(1, left)
+                                           left ^= mask(2, right)    right ^= mask(3, left)
+        mark      hidden name | MAC of the hidden name (16 bytes)
 
     Thread safety: immutable.
     """
 
     def __init__(self, salt: bytes) -> None:
         key = blake3(salt, derive_key_context=_CONTEXT).digest()
-        *self._rounds, self._marker = (blake3(bytes([number]), key=key).digest() for number in range(_ROUNDS + 1))
+        # One key for each round, and one for marks.
+        *self._rounds, self._marker = (
+            blake3(bytes([number]), key=key).digest() for number in range(_ROUNDS + 1)
+        )
 
     def hide(self, name: bytes) -> bytes:
-        """Return the name under which the store knows `name`; it has the same length."""
+        """Return the hidden name of `name`, which has the same length."""
         left, right = name[: len(name) // 2], name[len(name) // 2 :]
         for number in range(0, _ROUNDS, 2):
             left = self._mix(number, left, right)
@@ -67,18 +77,18 @@ class Veil:
     def reveal(self, hidden: bytes) -> bytes:
         """Return the name that `hide` turned into `hidden`."""
         left, right = hidden[: len(hidden) // 2], hidden[len(hidden) // 2 :]
-        for number in range(_ROUNDS - 2, -1, -2):
+        for number in range(_ROUNDS - 2, -1, -2):  # the rounds of `hide`, the last one first
             right = self._mix(number + 1, right, left)
             left = self._mix(number, left, right)
         return left + right
 
     def mark(self, namespace: bytes) -> bytes:
-        """Return the namespace as the store knows it: hidden, with a mark of MARK_BYTES behind it that shows whose it is."""
+        """Return the namespace as it is stored: hidden, followed by the tenant's mark."""
         hidden = self.hide(namespace)
         return hidden + self._mark_of(hidden)
 
     def unmark(self, marked: bytes) -> bytes | None:
-        """Return the namespace that `mark` turned into `marked`; None if it is not this tenant's."""
+        """Return the namespace that `mark` turned into `marked`; None if `marked` is not this tenant's."""
         hidden, found = marked[:-MARK_BYTES], marked[-MARK_BYTES:]
         return self.reveal(hidden) if hidden and found == self._mark_of(hidden) else None
 
@@ -92,18 +102,35 @@ class Veil:
         return (int.from_bytes(half) ^ int.from_bytes(mask)).to_bytes(len(half))
 
 
-class Veiled(Wrapper):
-    """The store as one tenant sees it: every page key, parent and namespace goes through the tenant's veil.
+class _View(Wrapper):
+    """Wrapper that shows a caller some of the objects, perhaps under other names.
 
-    The operator's name of the tenant replaces the `tenant` of an identity that a caller registers. A namespace is at most 48 bytes long
-    here, because its mark takes 16. Checksums cover the key: the caller's is checked first, then the store computes one for the hidden key.
+    What a store will evict next concerns the objects of all callers, so a view cannot say it.
+
+    Thread safety: as `Wrapper`.
+    """
+
+    def peek(self, items: Sequence[GetItem]) -> list[Outcome]:
+        return self.get(items)
+
+    def coldest(self, nbytes: int) -> None:
+        return None
+
+
+class TenantView(_View):
+    """The store as one tenant sees it: every page key, parent and namespace goes through the tenant's cipher.
+
+    A caller cannot register a namespace for another tenant: the view sets `tenant` in the namespace's
+    identity to the name that the operator gave the tenant. A namespace has at most 48 bytes here, because the
+    mark takes 16 of the store's 64. A checksum covers the key as well as the bytes. Therefore the view checks
+    the checksum that comes from the caller, and the store computes a new checksum for the hidden key.
 
     Thread safety: as the contract of `StorageBackend` says.
     """
 
-    def __init__(self, inner: StorageBackend, veil: Veil, tenant: str) -> None:
+    def __init__(self, inner: StorageBackend, cipher: NameCipher, tenant: str) -> None:
         super().__init__(inner)
-        self._veil = veil
+        self._cipher = cipher
         self._tenant = tenant
 
     def exists(self, keys: Sequence[ObjectKey]) -> list[bool]:
@@ -114,7 +141,9 @@ class Veiled(Wrapper):
 
     def set(self, items: Sequence[SetItem]) -> list[Outcome]:
         with self._gate:
-            return decide(items, _refusal, lambda sound: self.inner.set([self._hide_item(item) for item in sound]))
+            return decide(
+                items, _refusal, lambda sound: self.inner.set([self._hide_item(item) for item in sound])
+            )
 
     def delete(self, keys: Sequence[ObjectKey]) -> list[bool]:
         return super().delete(self._hidden(keys))
@@ -122,86 +151,106 @@ class Veiled(Wrapper):
     def describe(self, keys: Sequence[ObjectKey]) -> list[ScanEntry | None]:
         return [entry and self._reveal_entry(entry) for entry in super().describe(self._hidden(keys))]
 
+    def advise(self, keys: Sequence[ObjectKey], values: Sequence[float], worker: int = 0) -> None:
+        super().advise(self._hidden(keys), values, worker)
+
     def scan(self, namespace: bytes | None = None, cursor: bytes = b"") -> ScanPage:
-        marked = None if namespace is None else self._veil.mark(namespace)
-        return _own_page(lambda at: super(Veiled, self).scan(marked, at), cursor, self._veil, self._reveal_entry)
+        marked = None if namespace is None else self._cipher.mark(namespace)
+        return _own_page(
+            lambda at: super(TenantView, self).scan(marked, at), cursor, self._cipher, self._reveal_entry
+        )
 
     def register_namespace(self, record: NamespaceRecord) -> None:
-        if len(record.namespace) <= _MOST_NAMESPACE:
+        if len(record.namespace) <= _MAX_NAMESPACE_BYTES:
             identity = {**record.identity, "tenant": self._tenant}
-            super().register_namespace(replace(record, namespace=self._veil.mark(record.namespace), identity=identity))
+            super().register_namespace(
+                replace(record, namespace=self._cipher.mark(record.namespace), identity=identity)
+            )
 
     def namespaces(self) -> list[NamespaceRecord]:
-        records = [(self._veil.unmark(record.namespace), record) for record in super().namespaces()]
-        return [replace(record, namespace=namespace) for namespace, record in records if namespace is not None]
+        records = [(self._cipher.unmark(record.namespace), record) for record in super().namespaces()]
+        return [
+            replace(record, namespace=namespace) for namespace, record in records if namespace is not None
+        ]
 
     def _hide(self, key: ObjectKey) -> ObjectKey:
-        # A malformed digest is passed on unchanged: no store holds an object under one.
+        # A digest of a wrong length is passed on unchanged: no store has an object with such a digest.
         layout, page = key.digest[:_LAYOUT_BYTES], key.digest[_LAYOUT_BYTES:]
-        return ObjectKey(key.pool, layout + self._veil.hide(page)) if len(page) == _LAYOUT_BYTES else key
+        return ObjectKey(key.pool, layout + self._cipher.hide(page)) if len(page) == _LAYOUT_BYTES else key
 
     def _hidden(self, keys: Sequence[ObjectKey]) -> list[ObjectKey]:
         return [self._hide(key) for key in keys]
 
     def _hide_item(self, item: SetItem) -> SetItem:
         meta = item.meta
-        parent = meta.parent and self._veil.hide(meta.parent)
+        parent = meta.parent and self._cipher.hide(meta.parent)
         return SetItem(
-            self._hide(item.key), item.buffers, replace(meta, namespace=self._veil.mark(meta.namespace), checksum=b"", parent=parent)
+            self._hide(item.key),
+            item.buffers,
+            replace(meta, namespace=self._cipher.mark(meta.namespace), checksum=b"", parent=parent),
         )
 
     def _reveal_entry(self, entry: ScanEntry) -> ScanEntry | None:
-        """Return the entry under the tenant's own names, without a checksum; None if it is not the tenant's."""
+        """Return the entry under the tenant's names, without a checksum; None if it is not the tenant's."""
         key, meta = entry.key, entry.meta
-        namespace = self._veil.unmark(meta.namespace)
+        namespace = self._cipher.unmark(meta.namespace)
         if namespace is None:
             return None
-        page = self._veil.reveal(key.page_key)
-        parent = meta.parent and self._veil.reveal(meta.parent)
+        page = self._cipher.reveal(key.page_key)
+        parent = meta.parent and self._cipher.reveal(meta.parent)
         shown = ObjectMeta(namespace, meta.length, b"", parent, meta.depth)
         return entry._replace(key=ObjectKey(key.pool, key.layout + page), meta=shown)
 
 
 def _own_page(
-    scan: Callable[[bytes], ScanPage], cursor: bytes, veil: Veil | None, show: Callable[[ScanEntry], ScanEntry | None]
+    scan: Callable[[bytes], ScanPage],
+    cursor: bytes,
+    cipher: NameCipher | None,
+    show: Callable[[ScanEntry], ScanEntry | None],
 ) -> ScanPage:
-    """Return a page of a scan with what `show` makes of each entry; entries for which it returns None are left out.
+    """Return a batch of a scan, in which `show` replaces each entry, or removes it (None).
 
-    Neither the length of the page nor its cursor tells of entries that were left out. A cursor may be a key, so `veil` hides it, if given.
+    Neither the length of the batch nor its cursor reveals that entries were removed: the scan goes on until
+    the batch is long enough. A cursor may be a key. If `cipher` is not None, it hides the cursor.
     """
     entries: list[ScanEntry] = []
-    at = veil.reveal(cursor) if veil else cursor
+    at = cipher.reveal(cursor) if cipher else cursor
     while True:
         page = scan(at)
-        entries += [shown for entry in page.entries if (shown := show(entry)) is not None]
+        entries += [shown for shown in map(show, page.entries) if shown is not None]
         at = page.cursor
         if not at or len(entries) >= _SCAN_ENTRIES:
-            return ScanPage(entries, veil.hide(at) if veil else at)
+            return ScanPage(entries, cipher.hide(at) if cipher else at)
 
 
-class Common(Wrapper):
-    """The store as principals without a tenant see it, where there are tenants: without the tenants' objects and namespaces.
+class CommonView(_View):
+    """The store as principals without a tenant see it: without the tenants' objects and namespaces.
 
-    Lists leave these out, and their hidden keys cannot be guessed.
+    Scans and lists of namespaces leave out what belongs to tenants. Calls that look up keys are passed on
+    unchanged, because the hidden keys of tenants' objects cannot be guessed.
 
     Thread safety: as the contract of `StorageBackend` says.
     """
 
-    def __init__(self, inner: StorageBackend, veils: Sequence[Veil], cursors: Veil) -> None:
-        """Leave out the namespaces that one of `veils` has marked; `cursors` hides the cursors of scans."""
+    def __init__(self, inner: StorageBackend, ciphers: Sequence[NameCipher], cursors: NameCipher) -> None:
+        """Leave out the namespaces that one of `ciphers` has marked; `cursors` hides the cursors of scans."""
         super().__init__(inner)
-        self._veils = veils
+        self._ciphers = ciphers
         self._cursors = cursors
 
     def set(self, items: Sequence[SetItem]) -> list[Outcome]:
         with self._gate:
-            return decide(items, lambda item: None if self._common(item.meta.namespace) else Outcome.ERROR, self.inner.set)
+            return decide(
+                items,
+                lambda item: None if self._common(item.meta.namespace) else Outcome.ERROR,
+                self.inner.set,
+            )
 
     def scan(self, namespace: bytes | None = None, cursor: bytes = b"") -> ScanPage:
         def show(entry: ScanEntry) -> ScanEntry | None:
             return entry if self._common(entry.meta.namespace) else None
 
-        return _own_page(lambda at: super(Common, self).scan(namespace, at), cursor, self._cursors, show)
+        return _own_page(lambda at: super(CommonView, self).scan(namespace, at), cursor, self._cursors, show)
 
     def register_namespace(self, record: NamespaceRecord) -> None:
         if self._common(record.namespace):
@@ -211,19 +260,21 @@ class Common(Wrapper):
         return [record for record in super().namespaces() if self._common(record.namespace)]
 
     def _common(self, namespace: bytes) -> bool:
-        return all(veil.unmark(namespace) is None for veil in self._veils)
+        return all(cipher.unmark(namespace) is None for cipher in self._ciphers)
 
 
 def _refusal(item: SetItem) -> Outcome | None:
     """Return ERROR for an item that cannot be stored or does not match the caller's checksum, else None."""
-    if not storable(item) or len(item.meta.namespace) > _MOST_NAMESPACE:
-        return Outcome.ERROR
     meta = item.meta
-    return None if not meta.checksum or checksum_of(item._replace(meta=replace(meta, checksum=b""))) == meta.checksum else Outcome.ERROR
+    if not storable(item) or len(meta.namespace) > _MAX_NAMESPACE_BYTES:
+        return Outcome.ERROR
+    if meta.checksum and checksum_of(item._replace(meta=replace(meta, checksum=b""))) != meta.checksum:
+        return Outcome.ERROR
+    return None
 
 
-class Fenced(Wrapper):
-    """The store limited to some namespaces: objects of all others appear absent, and cannot be overwritten.
+class NamespaceView(_View):
+    """The store limited to some namespaces: all other objects appear absent, and cannot be overwritten.
 
     Thread safety: as the contract of `StorageBackend` says.
     """
@@ -237,8 +288,14 @@ class Fenced(Wrapper):
 
     def get(self, items: Sequence[GetItem]) -> list[Outcome]:
         mine = self._mine([item.key for item in items])
-        # Foreign objects are asked for too, under a key that no object has: they are answered as absent, malformed requests included.
-        return super().get([item if own else item._replace(key=_nobody(item.key)) for item, own in zip(items, mine, strict=True)])
+        # A request for an object of another namespace is passed on with a key that no object has. Then the
+        # store answers exactly as for an absent object, even if the request is malformed.
+        return super().get(
+            [
+                item if own else item._replace(key=_absent_key(item.key))
+                for item, own in zip(items, mine, strict=True)
+            ]
+        )
 
     def set(self, items: Sequence[SetItem]) -> list[Outcome]:
         with self._gate:
@@ -251,7 +308,14 @@ class Fenced(Wrapper):
         return [own and next(answers) for own in mine]
 
     def describe(self, keys: Sequence[ObjectKey]) -> list[ScanEntry | None]:
-        return [entry if entry and entry.meta.namespace in self._namespaces else None for entry in super().describe(keys)]
+        return [
+            entry if entry and entry.meta.namespace in self._namespaces else None
+            for entry in super().describe(keys)
+        ]
+
+    def advise(self, keys: Sequence[ObjectKey], values: Sequence[float], worker: int = 0) -> None:
+        own = [(k, v) for k, v, mine in zip(keys, values, self._mine(keys), strict=False) if mine]
+        super().advise([key for key, _ in own], [value for _, value in own], worker)
 
     def scan(self, namespace: bytes | None = None, cursor: bytes = b"") -> ScanPage:
         if namespace is not None and namespace not in self._namespaces:
@@ -260,7 +324,7 @@ class Fenced(Wrapper):
         def show(entry: ScanEntry) -> ScanEntry | None:
             return entry if entry.meta.namespace in self._namespaces else None
 
-        return _own_page(lambda at: super(Fenced, self).scan(namespace, at), cursor, None, show)
+        return _own_page(lambda at: super(NamespaceView, self).scan(namespace, at), cursor, None, show)
 
     def register_namespace(self, record: NamespaceRecord) -> None:
         if self.allows(record.namespace):
@@ -270,17 +334,19 @@ class Fenced(Wrapper):
         return [record for record in super().namespaces() if record.namespace in self._namespaces]
 
     def allows(self, namespace: bytes) -> bool:
-        """Return whether this namespace may be registered and stored in."""
+        """Return whether this view may register the namespace and store objects in it."""
         return namespace in self._namespaces
 
     def _mine(self, keys: Sequence[ObjectKey]) -> list[bool]:
         return [entry is not None for entry in self.describe(keys)]
 
     def _judge(self, item: SetItem, held: ScanEntry | None) -> Outcome | None:
-        own = item.meta.namespace in self._namespaces and (held is None or held.meta.namespace in self._namespaces)
+        own = item.meta.namespace in self._namespaces and (
+            held is None or held.meta.namespace in self._namespaces
+        )
         return None if own else Outcome.ERROR
 
 
-def _nobody(key: ObjectKey) -> ObjectKey:
-    """Return a key of the same pool and length that no object has: no page key is all zeros."""
+def _absent_key(key: ObjectKey) -> ObjectKey:
+    """Return a key of the same pool and length that no object has, because no page key is all zeros."""
     return ObjectKey(key.pool, bytes(len(key.digest)))

@@ -1,10 +1,17 @@
-"""Hybrid prefix index: which pages and states exist for which tokens, where they are, and what is evicted when room is needed.
+"""Hybrid prefix index, which knows the pages and states of token sequences and decides what is evicted.
 
-Reading order: `base` (arguments and answers), `node`, `forest` (structure, pins, counters), `eviction`, `units` and `queue` (what may be
-evicted, and in which order), `prefixes` and `ghosts` (what was known once), `ledger` (what is in flight), `tree` (the index itself),
-`checkpoints`, `shadow` (the index as its own simulation), `planner` (how an engine cuts a prefill), `integrity`.
+Reading order:
+
+- `base` (arguments and answers), `node` (an edge of the tree), `counters` (totals over all nodes), `ghosts`
+  (memory of evicted pages), `eviction_order` (columns for policies, and the queue)
+- `radix_tree` (structure and pins), and the changes of its contents: `residency` (by transfers), `insertion`
+  and `eviction`
+- `hybrid_index`, which puts these together
+- `planner` (where a prefill is cut), `shadow` (an index without bytes, to simulate a policy), and `integrity`
+  (a check that recounts everything)
 """
 
+from tiercache.index.appraisal import Appraisal
 from tiercache.index.base import (
     Content,
     Eviction,
@@ -18,24 +25,26 @@ from tiercache.index.base import (
     Span,
     StateLocation,
 )
-from tiercache.index.checkpoints import CheckpointRules, checkpoint_depths
-from tiercache.index.forest import Pin
+from tiercache.index.hybrid_index import HybridIndex
 from tiercache.index.node import Node
 from tiercache.index.planner import (
+    CheckpointRules,
     Chunk,
     PrefillRules,
     Speculated,
     StateBlocks,
     after_speculation,
+    checkpoint_depths,
     next_chunk,
     plan_prefill,
     state_blocks,
     state_memory,
 )
+from tiercache.index.radix_tree import Pin
 from tiercache.index.shadow import Shadow
-from tiercache.index.tree import HybridIndex
 
 __all__ = [
+    "Appraisal",
     "CheckpointRules",
     "Chunk",
     "Content",

@@ -1,7 +1,10 @@
-"""Arguments and answers of the index. The tree itself is in `tree.py`; the index knows nothing of pools, copies or stores.
+"""Arguments and answers of the index.
 
-Depths are in pages from the start of the sequence. A *span* names pages by their depth on the path to a pinned node: it stays right while
-other requests split edges, because a split puts the new node above and a pinned node is neither evicted nor merged away.
+The tree itself is in `radix_tree.py`. The index knows pools by name only, and nothing of copies or stores.
+
+Depths are in pages from the start of the sequence. A *span* names pages by their depth on the path to a
+pinned node. A span stays valid while other requests split edges, because a split inserts a new node above the
+pinned one. A pinned node is neither removed nor merged into another.
 """
 
 from __future__ import annotations
@@ -19,26 +22,34 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """Part of a prompt that the index knows. Valid until the next change of the index, unless its node is pinned.
+    """Part of a prompt that the index knows.
 
-    `node` is the deepest node that the prompt enters. `path_depth`: pages of the prompt that are in the tree at all. `depth`: the deepest
-    restorable depth over all tiers (every page pool present from 0 to there, every state pool present exactly there). `near_depth`: the
-    same from device and host alone. `restorable`: every restorable depth, ascending (without state pools only `depth` itself, where every
-    smaller depth is restorable too). An object that is pending and nowhere present does not count. `generation`: see
-    `HybridIndex.is_current`.
+    A match is valid until the index changes. If its node is pinned, the node stays valid, too.
+
+    A depth is *restorable* if every page pool has all pages before the depth, and every state pool has a
+    state exactly at the depth. Pending locations do not count.
     """
 
     node: Node
+    """Deepest node that the prompt enters."""
     path_depth: int
+    """Number of leading pages of the prompt that the tree has, with or without objects."""
     depth: int
+    """Deepest restorable depth; 0 if there is none. Objects in any tier count."""
     near_depth: int
+    """Deepest restorable depth if only objects on the device and the host count."""
     restorable: tuple[int, ...]
+    """With state pools: all restorable depths, ascending. Without: `depth` alone, if it is above 0."""
     generation: int
+    """Value of the index's counter of changes when the match was made (see `HybridIndex.is_current`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Pages [start, end) on the path from the root to `node`. The caller keeps `node` pinned for as long as it uses the span."""
+    """Pages [start, end) on the path from the root to `node`.
+
+    The caller keeps `node` pinned for as long as it uses the span.
+    """
 
     node: Node
     start: int
@@ -50,45 +61,52 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class PageLocations:
-    """Locations of the pages of a span, one entry a page.
-
-    `device` are slots and `host` handles, or ABSENT, or pending; `stored` says whether the page is known to be in the store.
-    """
+    """Locations of the pages of a span, one entry a page."""
 
     device: Locations
+    """Slots, or ABSENT, or pending."""
     host: Locations
+    """Handles, or ABSENT, or pending."""
     stored: Mask
+    """Whether each page is known to be in the store."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateLocation:
-    """Location of one state: device slot and host handle (or ABSENT, or pending), and whether it is known to be in the store."""
+    """Locations of one state."""
 
     device: int
+    """Slot, or ABSENT, or pending."""
     host: int
+    """Handle, or ABSENT, or pending."""
     stored: bool
+    """Whether the state is known to be in the store."""
 
 
 class PathLocations(NamedTuple):
-    """Locations of everything that restores one depth: pages [0, depth) by page pool, and the states exactly at depth by state pool."""
+    """Locations of the objects that restore a depth, by pool."""
 
     pages: Mapping[PoolName, PageLocations]
+    """Pages [0, depth) of each page pool."""
     states: Mapping[PoolName, StateLocation]
+    """State at the depth, of each state pool."""
 
 
 @dataclass(frozen=True, slots=True)
 class InsertedPages:
     """Result for the slots that a request handed in, one entry a page of [0, depth).
 
-    `table` is what the request must use from now on. `adopted`: the index now owns the caller's slot. `duplicate`: the index held the page
-    already, so the caller's slot is free once its fence has passed. `private`: another transfer is filling this page at the moment, and the
-    slot stays the caller's. None of the three: the slot was the index's own before.
+    At most one of the three masks is set for a page. If none is set, the index owned the slot before.
     """
 
     table: Locations
+    """Slots that the request must use from now on."""
     adopted: Mask
+    """The index now owns the caller's slot."""
     duplicate: Mask
+    """The index has the page in another slot. The caller frees its slot when the device no longer uses it."""
     private: Mask
+    """A transfer is filling another slot with the page. The caller keeps its slot."""
 
 
 class PlacedState(NamedTuple):
@@ -101,48 +119,53 @@ class PlacedState(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Inserted:
-    """Answer of `insert`; `node` covers the last page of [0, depth).
+    """Answer of `insert`.
 
-    `rejected_states` are the caller's again: the index holds another copy, or is being brought one, or their KV is not whole. A state in
-    neither list was the index's own slot already.
+    A state that is neither adopted nor rejected is in a slot that the index owned before.
     """
 
     node: Node
+    """Node whose edge holds the last page of [0, depth)."""
     depth: int
     pages: Mapping[PoolName, InsertedPages]
     adopted_states: tuple[PlacedState, ...]
+    """States whose slots the index now owns."""
     rejected_states: tuple[PlacedState, ...]
+    """States whose slots still belong to the caller.
+
+    The index has the state in another slot, a transfer is filling another slot with the state, or a page
+    before the state is in no tier.
+    """
 
 
 class Origin(NamedTuple):
-    """Point from which a request starts.
-
-    `lineage`: how many requests in a row led to it (see `Units.lineage`). `known`: the pages of it that were known, now or once.
-    """
+    """History of a request, which `insert` notes with the states of the request."""
 
     lineage: int = 0
+    """Number of earlier turns in the session of the request (see `Units.lineage`)."""
     known: int = 0
+    """Number of the request's leading pages that earlier requests had, evicted pages included."""
+    expected: bool = False
+    """Whether the request hit a unit whose continuation was expected (see `Units.expected`)."""
 
 
 class Content(NamedTuple):
-    """One edge of the tree, as `HybridIndex.contents` yields it.
-
-    `checkpoint`: why the state at its end was taken, NONE without a complete one. `pages`: how many of its leading pages every page pool
-    has in some tier. `state`: whether every state pool has a state at its end.
-    """
+    """One edge of the tree, as `HybridIndex.contents` yields it."""
 
     checkpoint: CheckpointKind
+    """Reason why the state at the edge's end was taken; NONE if `state` is False."""
     pages: int
+    """Number of the edge's leading pages that every page pool has in some tier."""
     state: bool
+    """Whether every state pool has a state at the edge's end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Eviction:
-    """Objects that an eviction freed, for the caller to give back to its pools.
-
-    Of these objects, `demoted` are still in another tier and `lost` are in none.
-    """
+    """Objects that an eviction freed. The caller gives their locations back to its pools."""
 
     freed: Mapping[PoolName, Locations] = field(default_factory=dict)
     demoted: int = 0
+    """Number of freed objects that another tier still has."""
     lost: int = 0
+    """Number of freed objects that no tier has any more."""

@@ -1,45 +1,51 @@
-"""Units that may be evicted, and the objects that an eviction frees. `queue` has the order in which units go."""
+"""Eviction of units until enough slots, bytes or blocks are free.
+
+A unit is what one eviction takes from a node: a leaf or a state (see `UnitKind`). `EvictionQueue` has the
+order of the units.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import numpy as np
 
 from tiercache.core import ABSENT, Locations, PoolName, Tier
+from tiercache.errors import InputError, PoolFullError
 from tiercache.index.base import Eviction
-from tiercache.index.node import FAR, NEAR, TIERS, Node
-from tiercache.index.queue import Victim
-from tiercache.index.units import Kind
-from tiercache.policy import UnitKind
+from tiercache.index.eviction_order import EvictionColumns, EvictionQueue, Kind, Victim
+from tiercache.index.ghosts import Ghosts
+from tiercache.index.node import ALIVE, IN_STORAGE, LOCAL, TIERS, Node
+from tiercache.index.radix_tree import RadixTree
+from tiercache.policy import Policy, Reuse, UnitKind
 
 
 def leaf(node: Node, tier: Tier) -> bool:
-    """Return whether the node holds something in `tier`, nothing below it does, and no pin holds its pages there."""
-    return bool(node.own >> tier & 1) and not node.below[tier] and not node.pins[tier]
+    """Return whether the node has unpinned objects in `tier`, and no node below has objects there."""
+    return bool(node.resident_mask >> tier & 1) and not node.subtree_counts[tier] and not node.pins[tier]
 
 
 def device_pages(node: Node) -> UnitKind:
-    """Return LEAF for a device leaf, a unit that frees page slots."""
+    """Return LEAF for a leaf on the device, whose eviction frees slots of pages."""
     return UnitKind.LEAF if leaf(node, Tier.DEVICE) else UnitKind.NONE
 
 
 def device_state(node: Node) -> UnitKind:
-    """Return STATE for a node, leaf or not, whose device state can go, a unit that frees state slots and nothing else."""
+    """Return STATE for a node whose device state can be evicted alone; the node need not be a leaf."""
     return UnitKind.STATE if _has_state(node, Tier.DEVICE) else UnitKind.NONE
 
 
 def host_unit(node: Node) -> UnitKind:
-    """Return LEAF for a host leaf, and STATE for any other node whose host state can go.
+    """Return LEAF for a leaf on the host, and STATE for any other node whose host state can be evicted.
 
-    All host objects share one budget, so that leaves and the states of internal nodes compete in one queue.
+    All objects on the host share one budget, so leaves and states of inner nodes compete in one queue.
     """
     return _unit(node, Tier.HOST)
 
 
 def device_unit(node: Node) -> UnitKind:
-    """Return the same as `host_unit` for a device whose pools share one budget."""
+    """Return the same as `host_unit`, for a device whose pools share one budget."""
     return _unit(node, Tier.DEVICE)
 
 
@@ -50,8 +56,10 @@ def _unit(node: Node, tier: Tier) -> UnitKind:
 
 
 def stored_leaf(node: Node) -> UnitKind:
-    """Return LEAF for a node that holds nothing but marks of what is stored, and on which nothing depends."""
-    bare = node.own & (NEAR | FAR) == FAR and not (node.children or node.ends or node.in_flight)
+    """Return LEAF for a node whose objects are in storage only, without children, pins or transfers."""
+    bare = node.resident_mask & (LOCAL | IN_STORAGE) == IN_STORAGE and not (
+        node.children or node.ends or node.in_flight
+    )
     return UnitKind.LEAF if bare else UnitKind.NONE
 
 
@@ -65,9 +73,122 @@ UNIT_KINDS: Final = (
     Kind(host_unit, Tier.HOST),
     Kind(stored_leaf, Tier.STORAGE),
 )
-"""Kinds of units, in the order in which `Forest` names their queues."""
+"""Kinds of units, in the order of the queues that `Evictor` takes."""
 ONE_BUDGET_KINDS: Final = (Kind(device_unit, Tier.DEVICE), *UNIT_KINDS[1:])
-"""Kinds of units where the device's pools share one budget, in the same order."""
+"""Kinds of units if the device's pools share one budget: the first queue has pages and states."""
+
+
+class Evictor:
+    """Evictor of units, which stops when enough is free. Thread safety: the index's thread only."""
+
+    def __init__(
+        self,
+        tree: RadixTree,
+        columns: EvictionColumns,
+        ghosts: Ghosts,
+        policy: Policy,
+        queues: Sequence[EvictionQueue],
+    ) -> None:
+        self._tree = tree
+        self._columns = columns
+        self._ghosts = ghosts
+        self._policy = policy
+        self._device_pages, self._device_states, self._host_units, _ = queues
+        self._one_budget = columns.kinds is ONE_BUDGET_KINDS
+
+    def device(self, need: Mapping[PoolName, int]) -> Eviction:
+        """Free slots of a device whose pools have memory of their own; see `HybridIndex.evict_device`."""
+        tree = self._tree
+        wanted = [need.get(pool, 0) for pool in tree.pools]
+        if self._one_budget:
+            raise InputError("the device's pools share their memory in this index; use evict_device_bytes")
+        if unknown := set(need) - set(tree.pools):
+            raise InputError(
+                f"{', '.join(unknown)}: no such pool in this index; it has {', '.join(tree.pools)}"
+            )
+        for pool, want, there in zip(tree.pools, wanted, tree.counters.evictable[Tier.DEVICE], strict=True):
+            if want > there:
+                raise PoolFullError(
+                    f"{want} {pool} slots are needed and {there} can be evicted; release admissions or make"
+                    " the pool larger"
+                )
+        sweep = Sweep(Tier.DEVICE, tree.pools, len(tree.page_pools))
+        # Pages come first, because the eviction of a leaf also frees its state. If this does not free enough
+        # states, states alone are evicted after that.
+        self._sweep(sweep, self._device_pages, range(len(tree.page_pools)), wanted)
+        self._sweep(sweep, self._device_states, range(len(tree.page_pools), len(tree.pools)), wanted)
+        return sweep.result()
+
+    def device_bytes(self, nbytes: int, cost: Mapping[PoolName, int]) -> Eviction:
+        """Free bytes of a device whose pools share their memory; see `HybridIndex.evict_device_bytes`."""
+        if not self._one_budget:
+            raise InputError(
+                "the device's pools have memory of their own; make the index with one_budget=True, or use"
+                " evict_device"
+            )
+        return self._budget(Tier.DEVICE, self._device_pages, nbytes, cost)
+
+    def host(self, blocks: int, cost: Mapping[PoolName, int]) -> Eviction:
+        """Free arena blocks of the host; see `HybridIndex.evict_host`."""
+        return self._budget(Tier.HOST, self._host_units, blocks, cost)
+
+    def _sweep(self, sweep: Sweep, queue: EvictionQueue, wanting: range, wanted: Sequence[int]) -> None:
+        """Evict from `queue` until each pool in `wanting` has freed `wanted[pool]` objects.
+
+        A state is not evicted if none of its pools is short of slots.
+        """
+        passed: list[Node] = []  # nodes with states of other pools only, which go back into the queue
+        while short := [pool for pool in wanting if sweep.counts[pool] < wanted[pool]]:
+            victim = queue.pop()
+            # A node can have states of several pools. They are evicted only if one of these pools is short.
+            if (
+                queue is self._device_states
+                and victim
+                and not any(victim.node.resident[Tier.DEVICE][pool] for pool in short)
+            ):
+                passed.append(victim.node)
+            else:
+                self._evict(sweep, victim)
+        for node in passed:
+            self._columns.mark(node)
+
+    def _budget(self, tier: Tier, queue: EvictionQueue, need: int, cost: Mapping[PoolName, int]) -> Eviction:
+        tree = self._tree
+        if missing := set(tree.pools) - set(cost):
+            raise InputError(f"{', '.join(missing)}: the cost of an object is missing")
+        each = [cost[pool] for pool in tree.pools]
+        there = _total(tree.counters.evictable[tier], each)
+        if need > there:
+            raise PoolFullError(
+                f"{need} {tier} units are needed and {there} can be evicted; release admissions or make the"
+                f" {tier} tier larger"
+            )
+        sweep = Sweep(tier, tree.pools, len(tree.page_pools))
+        while _total(sweep.counts, each) < need:
+            self._evict(sweep, queue.pop())
+        return sweep.result()
+
+    def _evict(self, sweep: Sweep, victim: Victim | None) -> None:
+        assert victim is not None, "the queue is empty although the counters say that there is more to evict"
+        node, counters = victim.node, self._tree.counters
+        if victim.rank is not None:  # None for dead weight, which policies do not rank
+            self._policy.evicted(victim.rank)
+        # The description is made before the node's objects are taken, because it depends on them.
+        unit = reuse_of(node, self._columns.now) if node.can_answer else None
+        sweep.take(victim)
+        if victim.kind is UnitKind.STATE:
+            counters.states_changed(node)
+        elif not node.in_flight and node.resident_mask & ~(1 << ALIVE) == 1 << sweep.tier:
+            counters.emptied(node, sweep.tier)  # the usual case, and fast: no object is left to count
+        else:
+            counters.pages_changed(node)
+        # Ghosts remember losses. A unit is lost if no hit can end here any more. The pages of a leaf are lost
+        # if the node has no objects left in any tier.
+        if unit is not None and not node.can_answer:
+            self._ghosts.note_unit(node.digest, unit, self._columns.now)
+        if victim.kind is UnitKind.LEAF and not node.resident_mask:
+            self._ghosts.note_pages(node.digests)
+        self._tree.tidy(node)
 
 
 class Sweep:
@@ -83,7 +204,7 @@ class Sweep:
         """Objects freed so far, by pool."""
 
     def take(self, victim: Victim) -> None:
-        """Take the unit's objects out of the node, which the caller settles afterwards."""
+        """Take the unit's objects out of the node. The caller updates the node's counts afterwards."""
         if victim.kind is UnitKind.LEAF:
             for pool in range(self._page_pools):
                 if victim.node.resident[self.tier][pool]:
@@ -93,7 +214,9 @@ class Sweep:
 
     def result(self) -> Eviction:
         """Return the answer of the eviction."""
-        freed = {name: np.concatenate(parts) for name, parts in zip(self._pools, self._freed, strict=True) if parts}
+        freed = {
+            name: np.concatenate(parts) for name, parts in zip(self._pools, self._freed, strict=True) if parts
+        }
         return Eviction(freed, self._demoted, sum(self.counts) - self._demoted)
 
     def _take_pages(self, node: Node, pool: int) -> None:
@@ -101,6 +224,7 @@ class Sweep:
         held = row >= 0
         self._take_locations(pool, row[held])
         row[held] = ABSENT
+        # A page that another tier has, too, is demoted. Any other page is lost.
         if elsewhere := [tier for tier in TIERS if tier is not self.tier and node.resident[tier][pool]]:
             self._demoted += int(np.count_nonzero((node.where[elsewhere, pool] >= 0).any(axis=0) & held))
 
@@ -115,3 +239,24 @@ class Sweep:
     def _take_locations(self, pool: int, locations: Locations) -> None:
         self._freed[pool].append(locations)
         self.counts[pool] += len(locations)
+
+
+def reuse_of(node: Node, now: int) -> Reuse:
+    """Return the description of a hit on the node's end at the tick `now`."""
+    age = now - node.last_access
+    return Reuse(
+        node.end,
+        node.replay,
+        node.branches,
+        node.hits,
+        node.checkpoint,
+        node.lineage,
+        node.new_pages,
+        age,
+        node.signature,
+        evicted=False,
+    )
+
+
+def _total(counts: Sequence[int], cost: Sequence[int]) -> int:
+    return sum(count * each for count, each in zip(counts, cost, strict=True))

@@ -1,4 +1,7 @@
-"""Memory of what the index has evicted: digests of lost paths, and descriptions of lost units that could have answered a hit."""
+"""Memory of evictions: digests of lost pages, and descriptions of lost units.
+
+A unit is what one eviction takes. A unit is *lost* if no hit can end at its depth after its eviction.
+"""
 
 from __future__ import annotations
 
@@ -9,58 +12,81 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from tiercache.index.prefixes import Digests
-from tiercache.index.units import UnitTable
+from tiercache.index.node import Digests
 from tiercache.policy import Reuse, UnitKind
 from tiercache.policy.base import Column
 
-_COLUMNS: Final = ("depth", "replay", "children", "hits", "checkpoint", "lineage", "grown", "last_access", "digest")
+_COLUMNS: Final = (
+    "depth",
+    "replay",
+    "children",
+    "hits",
+    "checkpoint",
+    "lineage",
+    "grown",
+    "last_access",
+    "digest",
+)
 """Fields of `Reuse`, with the tick of the last access in place of the age."""
 
 
 class Ghosts:
-    """Memory of the pages evicted in the last `requests` requests, at most `pages` of them, and of the last `units` evicted units.
+    """Memory of the pages lost in the last `requests` requests, and of the last `units` lost units.
 
-    It takes some 150 bytes a page and 200 bytes a unit. Thread safety: the index's thread only.
+    At most `pages` pages are remembered. A page takes about 150 bytes, a unit about 200 bytes. Thread safety:
+    the index's thread only.
     """
 
     def __init__(self, requests: int = 1000, pages: int = 1 << 17, units: int = 4096) -> None:
-        self._most_requests = requests
-        self._most_pages = pages
+        self._max_requests = requests
+        self._max_pages = pages
         self._request = 0
-        self._pages: dict[int, int] = {}  # by digest: the number of the request at which the page was last lost
-        self._edges: deque[tuple[int, list[int]]] = deque()  # (request, digests of the pages lost together), oldest first
-        self._held = 0  # digests in `_edges`, repeated ones included
+        self._pages: dict[int, int] = {}
+        """By digest: number of the request during which the page was last lost."""
+        self._edges: deque[tuple[int, list[int]]] = deque()
+        """Lost edges, oldest first: the number of the request, and the digests of the edge's pages."""
+        self._held = 0
+        """Number of digests in `_edges`, repeated ones included."""
+        # The rows of lost units are a ring. Row `_next` is the oldest one, and is overwritten next.
         self._units = np.zeros((units, len(_COLUMNS)), np.int64)
         self._there = np.zeros(units, np.bool_)
+        """Whether each row has a unit."""
         self._digest = [0] * units
-        self._at: dict[int, int] = {}  # by digest: the row of the unit in `_units`
+        """Digest of the unit in each row."""
+        self._at: dict[int, int] = {}
+        """Row of a unit in `_units`, by digest."""
         self._next = 0
 
     def begin(self) -> None:
-        """Note that a request begins, and forget pages that were lost too many requests ago."""
+        """Record that a request begins, and forget pages that were lost too many requests ago."""
         self._request += 1
         self._trim()
 
     def _trim(self) -> None:
-        while self._edges and (self._edges[0][0] <= self._request - self._most_requests or self._held > self._most_pages):
+        while self._edges and (
+            self._edges[0][0] <= self._request - self._max_requests or self._held > self._max_pages
+        ):
             stamp, digests = self._edges.popleft()
             self._held -= len(digests)
+            # A page that was lost again during a later request stays: its number is not `stamp`.
             for digest in digests:
                 if self._pages.get(digest) == stamp:
                     del self._pages[digest]
 
     def note_pages(self, digests: Digests) -> None:
         """Remember that these pages were lost."""
-        edge = digests.tolist()[: self._most_pages]
+        edge = digests.tolist()[: self._max_pages]
         self._pages.update(zip(edge, repeat(self._request)))
         self._edges.append((self._request, edge))
         self._held += len(edge)
-        if self._held > self._most_pages:
+        if self._held > self._max_pages:
             self._trim()
 
     def note_unit(self, digest: int, unit: Reuse, now: int) -> None:
-        """Remember that a unit that ended with the prefix `digest` was lost; `unit` describes it at the tick `now`."""
+        """Remember the lost unit that ended with the prefix `digest`.
+
+        `unit` describes it at the tick `now`.
+        """
         slot, self._next = self._next, (self._next + 1) % len(self._digest)
         self.forget(self._digest[slot], slot)
         if digest in self._at:
@@ -74,7 +100,7 @@ class Ghosts:
         return bool(self._at)
 
     def repeated(self, digests: Digests) -> int:
-        """Return how many of these pages, from the first on, are remembered as lost."""
+        """Return how many leading pages of `digests` are remembered as lost."""
         pages = self._pages
         if not pages:
             return 0
@@ -84,7 +110,7 @@ class Ghosts:
         return len(digests)
 
     def deepest(self, digests: Digests) -> int | None:
-        """Return the place in `digests` of the last prefix at which a unit was lost, or None."""
+        """Return the index in `digests` of the deepest prefix that a lost unit ended with, or None."""
         at = self._at
         if at:
             for place in range(len(digests) - 1, -1, -1):
@@ -93,55 +119,84 @@ class Ghosts:
         return None
 
     def reuse(self, digest: int, now: int) -> Reuse:
-        """Return the description of the lost unit with this digest, which would have answered a hit, and forget it."""
+        """Return and forget the description of the lost unit with this digest."""
         slot = self._at[digest]
         *unit, last_access, signature = self._units[slot].tolist()
         self.forget(digest, slot)
         depth, replay, children, hits, checkpoint, lineage, grown = unit
-        return Reuse(depth, replay, children, hits, checkpoint, lineage, grown, now - last_access, signature, evicted=True)
+        return Reuse(
+            depth,
+            replay,
+            children,
+            hits,
+            checkpoint,
+            lineage,
+            grown,
+            now - last_access,
+            signature,
+            evicted=True,
+        )
 
     def forget(self, digest: int, slot: int) -> None:
-        """Forget the unit at `slot`, because it is in the index again or too old."""
+        """Forget the unit in row `slot`, which ended with the prefix `digest`."""
         if self._there[slot] and self._at.get(digest) == slot:
             del self._at[digest]
         self._there[slot] = False
 
     def restored(self, digest: int) -> None:
-        """Forget the lost unit with this digest, if there is one, because the index has it again."""
+        """Forget the lost unit with this digest, if any, because the index can answer a hit there again."""
         if digest in self._at:
             self.forget(digest, self._at[digest])
 
-    def view(self, table: UnitTable) -> GhostUnits:
-        """Return the lost units as a policy sees them."""
-        return GhostUnits(table, self._units[self._there])
+    def view(self, now: int, page_tokens: int) -> GhostUnits:
+        """Return the lost units as a policy sees them at the tick `now`, with `page_tokens` tokens a page."""
+        return GhostUnits(now, page_tokens, self._units[self._there])
 
     def __len__(self) -> int:
         return len(self._pages)
 
 
 class GhostUnits:
-    """Lost units as columns, as described at `Units`. Thread safety: the index's thread, during one call of the policy."""
+    """Lost units as columns; `Units` describes the columns.
 
-    def __init__(self, table: UnitTable, rows: npt.NDArray[np.int64]) -> None:
-        self.now = table.now
-        self.page_tokens = table.page_tokens
+    Thread safety: the index's thread, during one call of the policy.
+    """
+
+    def __init__(self, now: int, page_tokens: int, rows: npt.NDArray[np.int64]) -> None:
+        self.now = now
+        self.page_tokens = page_tokens
         self._count = len(rows)
-        self.depth, self.replay, self.children, self.hits, self.checkpoint, self.lineage, self.grown, self.last_access, self.digest = rows.T
+        (
+            self.depth,
+            self.replay,
+            self.children,
+            self.hits,
+            self.checkpoint,
+            self.lineage,
+            self.grown,
+            self.last_access,
+            self.digest,
+        ) = rows.T
 
     def __len__(self) -> int:
         return self._count
 
     @property
     def kind(self) -> Column:
-        """Always `UnitKind.NONE`: a lost unit cannot be evicted."""
+        """`UnitKind.NONE` for each unit, because a lost unit cannot be evicted."""
         return np.full(self._count, UnitKind.NONE)
 
     @property
+    def expected(self) -> Column:
+        """0 for each unit: what is expected of a unit is forgotten with it."""
+        return np.zeros(self._count, np.int64)
+
+    @property
     def covered(self) -> Column:
-        """Always 0: no lower tier is known to hold a lost unit."""
+        """0 for each unit, because no lower tier is known to hold a lost unit."""
         return np.zeros(self._count, np.int64)
 
     @property
     def nbytes(self) -> Column:
-        """Always 1: the size of a lost unit is not known any more."""
+        """1 for each unit, because the size of a lost unit is not remembered."""
         return np.ones(self._count, np.int64)

@@ -1,173 +1,282 @@
-"""Node of the tree: an edge of whole pages, the locations of each page's objects, and the state at the edge's end.
+"""Node of the tree: an edge of whole pages, where their objects are, and the state at its end.
 
-A node knows its own contents and what its subtree announced to it; `forest.py` adds, splits, merges and removes nodes.
+Each node *announces* to its parent in which tiers its subtree has objects, and whether its subtree has a
+complete state. A state is *complete* if every state pool has its part of the state in some tier.
+
+`radix_tree.py` adds, splits, merges and removes nodes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Final, Self
+from typing import Final, Self, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
+import xxhash
 
 from tiercache.core import ABSENT, Locations, Mask, Tier
-from tiercache.index.prefixes import Digests, Prefixes
 from tiercache.policy import CheckpointKind
 
+Digests: TypeAlias = npt.NDArray[np.uint64]
+"""Digests, one per page: entry i covers the sequence from its start to the end of page i."""
+
 TIERS: Final = tuple(Tier)
-"""All tiers as a tuple: iterating over an enum class is slow, and it is done at every change of a node."""
+"""All tiers. Every change of a node iterates over them, and iterating over the enum class itself is slow."""
 ALIVE: Final = len(Tier)
-"""Number of the bit after those of the tiers: a complete state (every state pool, each in any tier) is here."""
+"""Number of the bit that stands for a complete state. The bits with lower numbers stand for the tiers."""
 BITS: Final = range(len(Tier) + 1)
 """Numbers of all bits: one per tier, and `ALIVE`."""
-NEAR: Final = 1 << Tier.DEVICE | 1 << Tier.HOST
+LOCAL: Final = 1 << Tier.DEVICE | 1 << Tier.HOST
 """Bit mask of the device and the host tier."""
-FAR: Final = 1 << Tier.STORAGE
+IN_STORAGE: Final = 1 << Tier.STORAGE
 """Bit mask of the storage tier."""
 STORED: Final = 0
-"""Location of everything that is known to be stored: a store finds objects by key."""
+"""Location of every object that is known to be stored. A store finds objects by key, not by location."""
+BASE: Final = 0x9E3779B97F4A7C15
+"""Base of the polynomial whose values are the digests of prefixes."""
+MIX: Final = np.uint64(0xD6E8FEB86659FD93)
+"""Factor that mixes the sum of a page's tokens."""
+_SEED: Final = 0x7469657263616368
+_SHIFT: Final = np.uint64(32)
+
+
+class Prefixes:
+    """Digests of all prefixes of a sequence that end with a page, computed for whole arrays at once.
+
+    The index recognises evicted prefixes by these digests (see `Ghosts`). A digest takes eight bytes a page.
+    In one microsecond, the digests of several hundred tokens are computed. Digests need not resist attacks: a
+    client that makes two prefixes collide only gets a useless checkpoint. Objects are never found by digest:
+    in memory they are found by their tokens, and in storage by their keys.
+
+    All arithmetic is modulo 2^64. The digest h(k) of page k alone is the sum of its tokens, weighted by
+    random odd numbers and then mixed. The digest of a prefix of k pages is H(k) = H(k-1) * b + h(k), a
+    polynomial in b (`BASE`). H(k) equals b^k * (H(0) + sum of h(i) * b^-i for i = 1 to k), so that one
+    cumulative sum gives all digests.
+
+    Thread safety: one owner thread.
+    """
+
+    def __init__(self, page_size: int) -> None:
+        self.page_size = page_size
+        self.weights = np.random.default_rng(_SEED).integers(0, 2**64, page_size, np.uint64) | np.uint64(1)
+        """One random odd number for each token of a page."""
+        self._powers = self._inverses = np.empty(0, np.uint64)
+
+    @staticmethod
+    def start(extra: bytes) -> int:
+        """Return the digest of the empty prefix, for sequences with this `extra`."""
+        return xxhash.xxh64_intdigest(extra, _SEED)
+
+    def of(self, tokens: npt.NDArray[np.uint64], before: int) -> Digests:
+        """Return the digests at the end of each whole page of `tokens`.
+
+        The tokens follow a prefix with the digest `before`.
+        """
+        count = len(tokens) // self.page_size
+        if count > len(self._powers):
+            self._extend(2 * count)
+        pages = tokens[: count * self.page_size].reshape(count, self.page_size) @ self.weights
+        # Without the next two steps, a digest would be a linear function of the tokens. Differences in two
+        # pages could then cancel each other out.
+        pages ^= pages >> _SHIFT
+        pages *= MIX
+        pages *= self._inverses[:count]  # entry k - 1 is now h(k) * b^-k
+        out = np.cumsum(pages, dtype=np.uint64)  # entry k - 1 is the sum of h(i) * b^-i for i = 1 to k
+        out += np.uint64(before)  # H(0)
+        out *= self._powers[:count]  # b^k
+        return out
+
+    def _extend(self, count: int) -> None:
+        self._powers = np.cumprod(np.full(count, BASE, np.uint64), dtype=np.uint64)
+        self._inverses = np.cumprod(np.full(count, pow(BASE, -1, 2**64), np.uint64), dtype=np.uint64)
 
 
 class Node:
-    """Edge and what is known about it. A root has no parent and no pages; a node without a parent that has pages was removed.
+    """Node of the tree: an edge of whole pages, their locations, and the state at its end.
 
-    `edge`: the tokens as little-endian u64, a whole number of pages. `digests`: one per page, of the path to the page's end (see
-    `prefixes`). `children`: by the bytes of their first page. `end`: depth of the last page. `where[tier, page pool, page]` and
-    `states[tier][state pool]` are locations (`ABSENT`, pending, or present), with `STORED` in the storage tier; `states` is None where no
-    state is present or pending.
+    A root has no parent and no pages. A node that has pages and no parent was removed.
+
     Thread safety: the index's thread only.
     """
 
     __slots__ = (
-        "above",
-        "below",
+        "announced_mask",
         "checkpoint",
         "children",
+        "complete_pages",
         "digests",
         "edge",
         "end",
         "ends",
+        "expected",
         "extra",
-        "grown",
         "hits",
         "in_flight",
         "keys",
         "last_access",
         "lineage",
-        "near",
-        "own",
+        "local_pages",
+        "nearest_state",
+        "new_pages",
+        "over_limit",
         "pages",
         "pages_in_flight",
         "parent",
         "pins",
         "resident",
+        "resident_mask",
         "row",
-        "shown",
-        "state_near",
+        "state_local",
         "state_pins",
         "state_pools",
         "states",
-        "surplus",
+        "subtree_counts",
         "where",
-        "whole",
     )
 
-    def __init__(self, parent: Node | None, edge: bytes, digests: Digests, where: Locations, state_pools: int, extra: bytes) -> None:
+    def __init__(
+        self,
+        parent: Node | None,
+        edge: bytes,
+        digests: Digests,
+        where: Locations,
+        state_pools: int,
+        extra: bytes,
+    ) -> None:
         self.parent = parent
         self.edge = edge
+        """Tokens of the edge's pages as little-endian u64."""
         self.digests = digests
+        """One digest per page, of the path to the page's end (see `Prefixes`)."""
         self.where = where
+        """Locations of the pages: `where[tier, page pool, page]` is ABSENT, pending or present.
+
+        A present page of the storage tier has the location `STORED`.
+        """
         self.extra = extra
+        """Bytes that separate sequences with equal tokens (see `keys.sequence_extra`)."""
         self.pages = int(where.shape[2])
+        """Number of pages of the edge."""
         self.end: int = self.pages + (parent.end if parent else 0)
+        """Depth of the edge's end, in pages."""
         self.children: dict[bytes, Node] = {}
+        """Children by the bytes of their first page."""
         self.keys: list[bytes] | None = None
+        """Page keys of the edge; None before they are first needed."""
         self.state_pools = state_pools
+        """Number of state pools."""
         self.states: list[list[int]] | None = None
+        """Locations of the state at the end: `states[tier][state pool]`, as in `where`.
+
+        None if no state is present or pending.
+        """
+        # The next six describe the node's units to policies; `Units` explains them.
         self.last_access = 0
         self.hits = 0
+        self.expected = 0
         self.checkpoint = CheckpointKind.NONE
         self.lineage = 0
-        self.grown = 0
-        """Pages up to the node's end that were new with the request that took its state; see `Units`, also for the two before."""
-        self.above = 0 if parent is None else parent.restorable
-        """Nearest depth above the node at which a complete state is; 0 if there is none."""
+        self.new_pages = 0
+        """Number of pages on the path that no request had before the one that took the state.
+
+        Policies read this number as `Units.grown`.
+        """
+        self.nearest_state = 0 if parent is None else parent.restorable
+        """Depth of the nearest complete state above the node; 0 if there is none."""
         self.row = -1
-        """Row of the `UnitTable` that describes the node; -1: none yet."""
-        self.surplus = False
-        """Whether the path has more states than it may keep and this is one too many; ignored while the node is a branch."""
+        """Row of the `EvictionColumns` that describes the node; -1 if there is none yet."""
+        self.over_limit = False
+        """Whether the state is over the limit of states on its path (see `CheckpointRules.per_path`).
+
+        Ignored while the node is a branch.
+        """
         self.pins = [0] * len(Tier)
-        """Pins that end on or below this node, by tier: they hold its pages."""
+        """By tier: number of pins that end on or below this node. They hold the node's pages."""
         self.state_pins = [0] * len(Tier)
-        """Pins that end on this node, by tier: they hold its state as well."""
+        """By tier: number of pins that end on this node. They hold the node's state as well."""
         self.ends = 0
-        """Pins that end here: while there are any, the node keeps its end and its identity."""
-        self.below = [0] * len(BITS)
-        """Number of children whose subtree holds something of the tier, or a complete state, by bit."""
-        self.shown = 0
+        """Number of pins that end here, in any tier or none. They keep the node from removal and merges."""
+        self.subtree_counts = [0] * len(BITS)
+        """By bit: number of children with objects of the tier in their subtree.
+
+        For `ALIVE`: number of children with a complete state in their subtree.
+        """
+        self.announced_mask = 0
         """Bits that the node announced to its parent."""
-        # What `recount` would find for a node without objects; a caller that passes other locations calls `recount`.
+        # The counts below begin as those of a node without objects. If the locations in `where` name objects,
+        # the caller of this constructor calls `recount`.
         self.resident: list[list[int]] = [[0] * (where.shape[1] + state_pools) for _ in TIERS]
-        """Objects present, by tier and pool."""
-        self.whole = 0
-        """Leading pages of the edge that every page pool has in some tier."""
-        self.near = 0
-        """Leading pages of the edge that every page pool has on the device or the host."""
+        """Number of objects present, by tier and pool."""
+        self.complete_pages = 0
+        """Number of leading pages of the edge that every page pool has in some tier."""
+        self.local_pages = 0
+        """Number of leading pages of the edge that every page pool has on the device or the host."""
         self.pages_in_flight = 0
+        """Number of pending locations of pages."""
         self.in_flight = 0
-        """Pending locations of pages and states; `pages_in_flight` counts those of pages alone."""
-        self.state_near = False
+        """Number of pending locations of pages and states."""
+        self.state_local = False
         """Whether every state pool has a state here on the device or the host."""
-        self.own = 0
-        """Bits of the node itself: the tiers in which it has something, and `ALIVE`."""
+        self.resident_mask = 0
+        """Bits of the node itself: the tiers in which the node has objects, and `ALIVE`."""
 
     @classmethod
     def root(cls, page_pools: int, state_pools: int, extra: bytes) -> Self:
         """Return a new root, the start of all sequences with this `extra`."""
-        return cls(None, b"", np.empty(0, np.uint64), np.empty((len(Tier), page_pools, 0), np.int64), state_pools, extra)
+        return cls(
+            None,
+            b"",
+            np.empty(0, np.uint64),
+            np.empty((len(Tier), page_pools, 0), np.int64),
+            state_pools,
+            extra,
+        )
 
     def recount(self) -> None:
-        """Recompute from the locations: the objects present by tier and pool, what is in flight, and how much of the edge is whole."""
+        """Recompute all counts from the locations: objects present, objects in flight, and complete pages."""
         held = self.where >= 0
         self.resident = held.sum(axis=2).tolist()
-        self.whole = _leading(held, self.resident)
-        self.near = _leading(held[: Tier.STORAGE], self.resident[: Tier.STORAGE])
+        self.complete_pages = _leading(held, self.resident)
+        self.local_pages = _leading(held[: Tier.STORAGE], self.resident[: Tier.STORAGE])
         self.pages_in_flight = int(np.count_nonzero(self.where < ABSENT))
         for counts in self.resident:
             counts += [0] * self.state_pools
         self.recount_states()
 
     def recount_states(self) -> None:
-        """Recompute the same where no page's location changed."""
+        """Recompute the counts that depend on states. This is enough if no location of a page changed."""
         first = self.where.shape[1]
         if self.states is None:
             for counts in self.resident:
                 counts[first:] = [0] * self.state_pools
-            self.in_flight, self.state_near = self.pages_in_flight, False
-            self.own = sum(1 << tier for tier, counts in enumerate(self.resident) if any(counts))
+            self.in_flight, self.state_local = self.pages_in_flight, False
+            self.resident_mask = sum(1 << tier for tier, counts in enumerate(self.resident) if any(counts))
             return
         states = self.states
         by_pool = list(zip(*states, strict=True))
         for counts, tier in zip(self.resident, states, strict=True):
             counts[first:] = [int(at >= 0) for at in tier]
         self.in_flight = self.pages_in_flight + sum(at < ABSENT for tier in states for at in tier)
-        self.state_near = bool(by_pool) and all(max(tiers[: Tier.STORAGE]) >= 0 for tiers in by_pool)
+        self.state_local = bool(by_pool) and all(max(tiers[: Tier.STORAGE]) >= 0 for tiers in by_pool)
         alive = bool(by_pool) and all(max(tiers) >= 0 for tiers in by_pool)
-        self.own = sum(1 << tier for tier, counts in enumerate(self.resident) if any(counts)) | alive << ALIVE
+        self.resident_mask = (
+            sum(1 << tier for tier, counts in enumerate(self.resident) if any(counts)) | alive << ALIVE
+        )
 
     def expect(self, *, pages: int = 0, states: int = 0) -> None:
-        """Count more objects in flight at this node: what `recount` would find, without looking."""
+        """Count more objects in flight at this node. `recount` would find the same counts, but is slower."""
         self.pages_in_flight += pages
         self.in_flight += pages + states
 
     def clear(self, tier: Tier) -> None:
-        """Reset the counts after all that was held was taken from `tier`: what `recount` would find, without looking.
+        """Reset the counts after everything was taken from `tier`.
 
-        The caller guarantees that no other tier held anything.
+        The result is that of `recount`. The caller guarantees that no other tier held anything.
         """
         self.resident[tier] = [0] * len(self.resident[tier])
-        self.own = self.whole = self.near = 0
-        self.state_near = False
+        self.resident_mask = self.complete_pages = self.local_pages = 0
+        self.state_local = False
 
     @property
     def digest(self) -> int:
@@ -176,13 +285,13 @@ class Node:
 
     @property
     def signature(self) -> int:
-        """Digest as a signed 64-bit number, the form in which columns hold it."""
+        """Digest as a signed 64-bit number, as in the columns for policies."""
         digest = int(self.digests[-1])
         return digest - (1 << 64) if digest >> 63 else digest
 
     @property
     def branches(self) -> int:
-        """Number of continuations: 0, 1, or 2 for any more."""
+        """Number of continuations (children); 2 stands for two or more."""
         return min(2, len(self.children))
 
     @property
@@ -196,43 +305,54 @@ class Node:
         return self.parent is None and self.pages > 0
 
     @property
-    def is_spare(self) -> bool:
-        """Whether nothing is here or on its way, no pin ends here, and nothing follows the node."""
-        return not (self.own or self.in_flight or self.children or self.ends)
+    def is_removable(self) -> bool:
+        """Whether the node has no objects, nothing in flight, no children, and no pins that end here."""
+        return not (self.resident_mask or self.in_flight or self.children or self.ends)
 
     @property
-    def is_needless(self) -> bool:
-        """Whether the node marks neither a branch, nor a state, nor the end of a pin: its edge could be one with its only child's."""
+    def is_mergeable(self) -> bool:
+        """Whether the node has a single child, no state, and no pin that ends here.
+
+        Such a node can be merged with its child. A merge joins the edges of both.
+        """
         return self.parent is not None and len(self.children) == 1 and self.states is None and not self.ends
 
     @property
     def is_alive(self) -> bool:
         """Whether a complete state is at the node's end or below it."""
-        return bool(self.own >> ALIVE or self.below[ALIVE])
+        return bool(self.resident_mask >> ALIVE or self.subtree_counts[ALIVE])
 
     @property
     def is_complete(self) -> bool:
         """Whether every state pool has a state here, each in some tier."""
-        return bool(self.own >> ALIVE)
+        return bool(self.resident_mask >> ALIVE)
 
     @property
     def can_answer(self) -> bool:
-        """Whether a hit could end here: a complete state is here or, without state pools, all of the edge is in some tier."""
-        return bool(self.own >> ALIVE) if self.state_pools else self.whole == self.pages
+        """Whether a hit could end here.
+
+        With state pools, the node must have a complete state. Without state pools, every page pool must have
+        every page of the edge.
+        """
+        return bool(self.resident_mask >> ALIVE) if self.state_pools else self.complete_pages == self.pages
 
     @property
     def restorable(self) -> int:
-        """Deepest depth on the path to here at which a complete state is; 0 if there is none."""
-        return self.end if self.own >> ALIVE else self.above
+        """Depth of the deepest complete state on the path to this node's end; 0 if there is none."""
+        return self.end if self.resident_mask >> ALIVE else self.nearest_state
 
     @property
     def replay(self) -> int:
-        """Pages to compute to have the node's end again, at least 1; the edge alone without state pools, where every page is restorable."""
-        return max(1, self.end - self.above if self.state_pools else self.pages)
+        """Number of pages to compute if the node's objects are lost; at least 1.
+
+        With state pools these are the pages since the nearest complete state above. Without, every depth is
+        restorable, and these are the edge's own pages.
+        """
+        return max(1, self.end - self.nearest_state if self.state_pools else self.pages)
 
     def holds(self, tier: Tier) -> bool:
         """Return whether anything of the node itself is present in `tier`."""
-        return bool(self.own >> tier & 1)
+        return bool(self.resident_mask >> tier & 1)
 
     def path(self) -> Iterator[Node]:
         """Yield the node and its ancestors, upwards, without the root."""
@@ -242,17 +362,18 @@ class Node:
             node = node.parent
 
     def covering(self, depth: int) -> Node:
-        """Return the node on the path to here whose edge holds page `depth - 1`; the root for depth 0."""
+        """Return the node on the path to this one whose edge holds page `depth - 1`; the root for depth 0."""
         node = self
         while node.parent is not None and node.start >= depth:
             node = node.parent
         return node
 
     def set_state(self, tier: Tier, pool: int, location: int) -> None:
-        """Write one state's location; the caller settles the node afterwards."""
+        """Write one state's location; the caller updates the counts afterwards."""
         if self.states is None:
             self.states = [[ABSENT] * self.state_pools for _ in TIERS]
         self.states[tier][pool] = location
+        # `is_mergeable` relies on `states` being None if no state is present or pending.
         if self.states == [[ABSENT] * self.state_pools] * len(TIERS):
             self.states = None
 
@@ -261,16 +382,18 @@ class Node:
         return ABSENT if self.states is None else self.states[tier][pool]
 
     def detach(self) -> None:
-        """Mark the node as removed, so that code that still refers to it can tell."""
+        """Mark the node as removed, which `is_removed` then reports."""
         self.parent = None
         self.children = {}
-        self.own = 0
+        self.resident_mask = 0
 
 
 def _leading(held: Mask, counts: list[list[int]]) -> int:
-    """Return how many leading pages each pool has in some tier; mostly all or none.
+    """Return the number of leading pages that every pool has in some tier.
 
-    `held` has the shape [tier, pool, page]; `counts[tier][pool]` are its sums over the pages.
+    Usually every pool has all pages in some tier, or one pool has no page. Then the counts give the answer.
+
+    `held` has the shape [tier, pool, page], and `counts[tier][pool]` are its sums over the pages.
     """
     pages = int(held.shape[2])
     most = [max(by_tier) for by_tier in zip(*counts, strict=True)]
@@ -278,5 +401,6 @@ def _leading(held: Mask, counts: list[list[int]]) -> int:
         return pages
     if min(most) == 0:
         return 0
+    # Some pools have some pages: `run[i]` says whether every pool has page i in some tier.
     run = held.any(axis=0).all(axis=0)
     return int(run.argmin()) if not run.all() else pages

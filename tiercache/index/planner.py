@@ -1,46 +1,133 @@
-"""Rules for cutting a prefill so that its states can be cached, and the states a request needs: vLLM's block-aligned rules.
+"""Plan of a prefill: the depths at which states are taken, its chunks, and the state blocks of a request.
 
-All are pure functions. A recurrent state stands for all tokens up to one depth, so a state that other requests may restore exists only
-where a forward pass ends, and blocks are keyed only at multiples of their size. Hence the chunks end there. Sources: vLLM pull requests
-28176 (the rules, the layout of the state blocks) and 30877, `_mamba_block_aligned_split` of its scheduler,
-`MambaSpec.max_memory_usage_bytes`.
+`CheckpointRules` and `checkpoint_depths` say which states are worth taking. Their depths are in pages. The
+choice of states to take matters more to the hit rate than the choice of states to evict.
 
-Depths are in tokens. A *block* here is vLLM's: the alignment of the states in tokens, a page or a multiple of it, and with `state_blocks`
-the memory of one state. It is not the host arena's.
+The other functions follow vLLM's block-aligned rules. Their depths are in tokens. A *chunk* is the part of a
+prefill that one forward pass computes; the pass leaves only the state at the chunk's end. Other requests can
+restore only states at multiples of the block, because only these depths have keys. Chunks therefore end at
+multiples of the block.
+
+In this module a *block* is vLLM's, not the host arena's. It is the number of tokens to which states are
+aligned (a page or a multiple of it). In `StateBlocks`, a block is the memory of one state.
+
+Sources are vLLM's pull requests 28176 (the rules, the layout of the state blocks) and 30877, the function
+`_mamba_block_aligned_split` of its scheduler, and `MambaSpec.max_memory_usage_bytes`.
+
+All functions are pure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tiercache.errors import InputError
+from tiercache.core import full_pages, reusable_pages
+from tiercache.errors import ConfigError, InputError
+from tiercache.policy import CheckpointKind
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointRules:
+    """Rules for the depths at which states are taken.
+
+    The defaults did best in measurements (docs/policies.md).
+    """
+
+    branch: bool = True
+    """Take a state at the depth at which a prompt leaves the paths that the index knows.
+
+    Two prompts share the pages up to this depth, so a third one probably will, too. Without a state there, no
+    prompt could restore these pages.
+    """
+    prompt_end: bool = True
+    """Take a state at the deepest depth that a repeat of the prompt may restore, and at the prompt's end.
+
+    A repeat leaves at least one token of the prompt to compute, so the two depths differ if a page ends
+    exactly at the prompt's end. The next turn continues from the prompt's end if a chat template drops the
+    answer's reasoning. The state there costs no extra cut, because the prefill ends there anyway.
+    """
+    request_end: bool = True
+    """Take a state at the last full page of the answer, which the engine commits when the request ends."""
+    ghost: bool = True
+    """Take a state at the depth up to which a prompt repeats evicted pages that the index remembers."""
+    every: int = 0
+    """Tokens between further states; 0 for none."""
+    per_path: int = 0
+    """Number of states that one path may keep; 0 for any number.
+
+    If a path has more, the shallowest ones are evicted first. States at which the tree branches do not count,
+    and are not evicted for this reason.
+    """
+
+    def __post_init__(self) -> None:
+        for name in ("every", "per_path"):
+            if getattr(self, name) < 0:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)} is not possible; use 0 to switch it off, or a positive"
+                    " number"
+                )
+
+
+def checkpoint_depths(
+    depth: int,
+    path_depth: int,
+    prompt_tokens: int,
+    page_size: int,
+    *,
+    ghost_depth: int = 0,
+    rules: CheckpointRules | None = None,
+) -> Mapping[int, CheckpointKind]:
+    """Return where a prompt of `prompt_tokens` tokens should leave states, and why.
+
+    The depths are in pages and ascending, and all of them are beyond the restored `depth`. `path_depth` is
+    the number of the prompt's leading pages that the index knows. `ghost_depth` also counts the evicted pages
+    after them that the index remembers.
+    """
+    rules = rules or CheckpointRules()
+    last = reusable_pages(prompt_tokens, page_size)
+    wanted: dict[int, CheckpointKind] = {}
+    if rules.every:
+        step = max(1, rules.every // page_size)
+        wanted |= dict.fromkeys(range(step, last + 1, step), CheckpointKind.INTERVAL)
+    if rules.ghost and ghost_depth > path_depth:
+        wanted[min(ghost_depth, last)] = CheckpointKind.GHOST
+    if rules.branch and path_depth:
+        wanted[min(path_depth, last)] = CheckpointKind.BRANCH
+    if rules.prompt_end:
+        wanted |= {last: CheckpointKind.PROMPT, full_pages(prompt_tokens, page_size): CheckpointKind.PROMPT}
+    return {at: wanted[at] for at in sorted(wanted) if at > depth}
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillRules:
-    """Settings of an engine on which its cuts depend, beside the prompt. Raises InputError for a block below 1 or a negative lookahead.
+    """Settings of an engine that decide where it cuts a prefill.
 
-    `block`: the alignment, in tokens. `lookahead`: no hit covers the prompt's last `lookahead` tokens; at least one token is always left to
-    compute. `drops_block`: the speculative head drops the last matched block, so that a hit ends one block earlier. `advance_inside`: a
-    step whose limit does not reach the next boundary advances inside the block, on private state; without it, nothing is scheduled in that
-    step. vLLM sets it where a block exceeds every chunk that its configuration allows; elsewhere a step that got a small share of the
-    budget waits for a larger one.
+    A *boundary* is a multiple of the block. Raises InputError for a block below 1 or a negative lookahead.
     """
 
     block: int
+    """Number of tokens to which states are aligned."""
     lookahead: int = 0
+    """Number of tokens at the prompt's end that no hit covers. A lookahead of 0 counts as 1."""
     drops_block: bool = False
+    """Whether the speculative head drops the last matched block, so that a hit ends one block earlier."""
     advance_inside: bool = True
+    """Whether a step whose limit does not reach the next boundary computes a part of the block.
+
+    Such a step leaves a private state, which no other request can restore. If False, the step computes
+    nothing and waits for a larger limit. vLLM sets `advance_inside` if a block is larger than every chunk
+    that its configuration allows.
+    """
 
     def __post_init__(self) -> None:
         _at_least(1, "the block size", self.block)
         _at_least(0, "the lookahead", self.lookahead)
 
     def last_boundary(self, prompt_tokens: int) -> int:
-        """Return the deepest boundary of a prompt that a repeat of it may restore, or 0.
+        """Return the deepest boundary, in tokens, that a repeat of a prompt may restore; 0 if there is none.
 
-        It splits the last chunk into aligned part and tail.
+        This boundary cuts the end of the prefill into an aligned part and a tail.
         """
         blocks = (prompt_tokens - max(1, self.lookahead)) // self.block - self.drops_block
         return max(0, blocks * self.block)
@@ -48,16 +135,17 @@ class PrefillRules:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens [start, end) of one forward pass; empty where nothing is scheduled in a step.
-
-    `private`: the chunk stops inside a block because the limit does not reach the next boundary, so that its last state is of use to this
-    request alone. `checkpoint`: the chunk ends at a checkpoint, and its last state is to be handed over.
-    """
+    """Tokens [start, end) of one forward pass; empty if a step computes nothing."""
 
     start: int
     end: int
     private: bool = False
+    """Whether the chunk stops inside a block, because the limit does not reach the next boundary.
+
+    Only this request can use the state at the chunk's end.
+    """
     checkpoint: bool = False
+    """Whether the chunk ends at a checkpoint, where the engine hands over the state."""
 
     @property
     def tokens(self) -> int:
@@ -65,28 +153,39 @@ class Chunk:
         return self.end - self.start
 
 
-def next_chunk(prompt_tokens: int, computed: int, limit: int, rules: PrefillRules, checkpoints: Sequence[int] = ()) -> Chunk:
-    """Return what one step computes of a prompt's prefill: `computed` tokens are done, and the step has room for `limit` tokens.
+def next_chunk(
+    prompt_tokens: int, computed: int, limit: int, rules: PrefillRules, checkpoints: Sequence[int] = ()
+) -> Chunk:
+    """Return the chunk of a prefill that one step computes.
 
-    - A chunk that does not reach the prompt's end ends at the last multiple of the block within the limit. Where there is none, see
-      `PrefillRules.advance_inside`.
-    - It stops earlier, at the first of these that lies strictly inside it: the next boundary, when it starts inside a block (the boundary's
-      state would otherwise never exist); the last boundary that a repeat may restore; each of `checkpoints` (strictly ascending depths up
-      to the prompt's end; those already computed are ignored, and one that is no multiple of the block is cut at just the same).
+    `computed` tokens of the prompt are done, and the step has room for `limit` tokens.
 
-    The chunk is empty when the prefill is done, the limit is 0, or the rules make the request wait. Decode is not cut: the caller does not
-    ask for it. Raises InputError for depths outside the prompt, a negative limit, or checkpoints out of order.
+    - A chunk that does not reach the prompt's end ends at the last boundary (multiple of the block) within
+      the limit. `PrefillRules.advance_inside` says what happens if there is no such boundary.
+    - If one of these depths lies strictly inside the chunk, the chunk ends at the first of them instead:
+      - the next boundary, if the chunk starts inside a block (otherwise no state would exist there)
+      - the last boundary that a repeat of the prompt may restore
+      - each of `checkpoints`
+
+    `checkpoints` are strictly ascending depths up to the prompt's end, in tokens. They need not be multiples
+    of the block, and those that are already computed are ignored.
+
+    The chunk is empty if the prefill is done, the limit is 0, or the rules make the request wait. Raises
+    InputError for depths outside the prompt, a negative limit, or checkpoints out of order. The function is
+    for prefill only; decode is not cut.
     """
     _check(prompt_tokens, computed, checkpoints)
     _at_least(0, "the chunk limit", limit)
     return _next(prompt_tokens, computed, limit, rules, checkpoints)
 
 
-def plan_prefill(prompt_tokens: int, restored: int, limit: int, rules: PrefillRules, checkpoints: Sequence[int] = ()) -> tuple[Chunk, ...]:
-    """Return every chunk from the restored depth to the prompt's end, when each step has room for `limit` tokens.
+def plan_prefill(
+    prompt_tokens: int, restored: int, limit: int, rules: PrefillRules, checkpoints: Sequence[int] = ()
+) -> tuple[Chunk, ...]:
+    """Return every chunk from the restored depth to the prompt's end, of at most `limit` tokens each.
 
-    The rules are those of `next_chunk`. Raises InputError as `next_chunk` does, for a limit below 1, and where the rules would make the
-    request wait forever.
+    The rules are those of `next_chunk`. Raises InputError as `next_chunk` does, and also for a limit below 1
+    or if the rules would make the request wait forever.
     """
     _check(prompt_tokens, restored, checkpoints)
     _at_least(1, "the chunk limit", limit)
@@ -97,14 +196,20 @@ def plan_prefill(prompt_tokens: int, restored: int, limit: int, rules: PrefillRu
         if not chunk.tokens:
             raise InputError(
                 f"no boundary of blocks of {rules.block} tokens is within {limit} of depth {at}; "
-                f"raise the chunk limit to the block size, or set advance_inside"
+                "raise the chunk limit to the block size, or set advance_inside"
             )
         chunks.append(chunk)
         at = chunk.end
     return tuple(chunks)
 
 
-def _next(prompt_tokens: int, start: int, limit: int, rules: PrefillRules, checkpoints: Sequence[int]) -> Chunk:
+def _next(
+    prompt_tokens: int, start: int, limit: int, rules: PrefillRules, checkpoints: Sequence[int]
+) -> Chunk:
+    # Example: blocks of 16 tokens, start 20, limit 30, in a long prompt
+    #   boundary    32, the next multiple of the block after `start`
+    #   end         first 50 (start + limit), then 48, the last multiple of the block up to there
+    #   stops       contains 32, because the chunk starts inside a block; the chunk is [20, 32)
     block = rules.block
     boundary = (start // block + 1) * block
     end = min(start + limit, prompt_tokens)
@@ -124,39 +229,48 @@ def _next(prompt_tokens: int, start: int, limit: int, rules: PrefillRules, check
 
 @dataclass(frozen=True, slots=True)
 class StateBlocks:
-    """Counts of the state blocks of one request, in the order of its block table: `hit`, then `running`, then `cached`.
-
-    `hit`: one block that holds the restored state, or the null block on a miss; none without prefix caching. `running`: one block for the
-    state itself and one for each speculative token, since a rejected token cannot be taken out of a state. `cached`: the blocks of the
-    states that are kept.
-    """
+    """Numbers of state blocks of one request, in the order of its block table: hit, running, cached."""
 
     hit: int
+    """Number of blocks for the restored state: 1 with prefix caching, 0 without.
+
+    On a miss, this is vLLM's null block, which has no contents.
+    """
     running: int
+    """Number of blocks for the running state: one for the state, and one for each speculative token.
+
+    Each speculative token has a state of its own, because a rejected token cannot be taken out of a state.
+    """
     cached: int
+    """Number of blocks for the states that are kept."""
 
     @property
     def total(self) -> int:
-        """Total of all three: 2 + s + N with prefix caching, 1 + s without, for s speculative blocks and N cached states."""
+        """Number of all blocks."""
+        # With s speculative tokens and N cached states: 2 + s + N with prefix caching, 1 + s without.
         return self.hit + self.running + self.cached
 
 
 def state_blocks(speculative: int, cached: int = 0, *, caching: bool = True) -> StateBlocks:
-    """Return the state blocks of a request with `speculative` draft tokens a step that keeps `cached` states.
+    """Return the state blocks of a request that keeps `cached` states.
 
-    Raises InputError for a negative count, and for cached states without prefix caching.
+    `speculative` is the number of draft tokens per step. Raises InputError for a negative count, and for
+    cached states without prefix caching.
     """
     _at_least(0, "the count of speculative blocks", speculative)
     _at_least(0, "the count of cached states", cached)
     if cached and not caching:
-        raise InputError(f"{cached} states cannot be cached without prefix caching; pass 0 of them, or caching=True")
+        raise InputError(
+            f"{cached} states cannot be cached without prefix caching; pass 0 of them, or caching=True"
+        )
     return StateBlocks(hit=int(caching), running=1 + speculative, cached=cached)
 
 
 def state_memory(page_bytes: int, speculative: int, cached: int = 0, *, caching: bool = True) -> int:
-    """Return the bytes to plan for the states of one request, when one state takes `page_bytes`.
+    """Return the bytes to plan for the states of one request, if one state takes `page_bytes` bytes.
 
-    The null block of a miss is counted, because a hit needs it. Raises InputError as `state_blocks` does, and for a page of no bytes.
+    With prefix caching, the block of the restored state always counts, because it is not known in advance
+    whether a lookup hits. Raises InputError as `state_blocks` does, and for a page of less than 1 byte.
     """
     _at_least(1, "the size of a page in bytes", page_bytes)
     return page_bytes * state_blocks(speculative, cached, caching=caching).total
@@ -164,27 +278,33 @@ def state_memory(page_bytes: int, speculative: int, cached: int = 0, *, caching:
 
 @dataclass(frozen=True, slots=True)
 class Speculated:
-    """Place of a request's state after a speculative step.
+    """Position of a request's state after a speculative step.
 
-    `computed`: tokens, the accepted ones included. `source`: the number, from 0, of the running state (of 1 + s) that stands at `computed`;
-    state 0 is the one before any draft. `running`: the index of the block in which the request goes on. `cached`: the index of the last
-    block that the step filled, or None; its state is the running state `cached_source`.
+    The running states have numbers: 0 is the state before any draft, and i the state after i drafts.
     """
 
     computed: int
+    """Depth in tokens, accepted drafts included."""
     source: int
+    """Number of the running state at that depth."""
     running: int
+    """Index of the block in which the request continues."""
     cached: int | None = None
+    """Index of the last block that the step filled; None if it filled none."""
     cached_source: int | None = None
+    """Number of the running state to cache for that block."""
 
 
 def after_speculation(computed: int, accepted: int, speculative: int, block: int) -> Speculated:
-    """Return the state's place after a step that reached depth `computed` without its drafts, of which `accepted` stand.
+    """Return the position of a state after a step with speculation.
 
-    The drafts leave the states at `computed`, `computed + 1`, ..., `computed + speculative` behind, one in each running block. The request
-    goes on in the block at index (computed / block), accepted tokens counted: the one into which the next token falls. Where the accepted
-    tokens reach or cross the end of a block, the state that stood exactly there is the block's to cache. With a block of 16 tokens, 29
-    computed and 3 speculative blocks:
+    Without its drafts, the step reached the depth `computed`; `accepted` of the drafts were accepted. The
+    step leaves states at the depths `computed`, `computed + 1`, ..., `computed + speculative`, one in each
+    running block. The request continues in the block into which the next token falls, at index
+    (computed + accepted) // block. If the accepted tokens reach or cross the end of a block, the state at
+    exactly that depth is cached for the block.
+
+    Example with blocks of 16 tokens, 29 computed tokens and 3 speculative tokens:
 
         accepted  computed  source  running block  cached block
                0        29       0              1
@@ -192,13 +312,16 @@ def after_speculation(computed: int, accepted: int, speculative: int, block: int
                2        31       2              1
                3        32       3              2             1  (of source 3)
 
-    Raises InputError for nothing computed, a block below 1, or more accepted tokens than speculative ones.
+    Raises InputError for `computed` or `block` below 1, or more accepted tokens than speculative ones.
     """
     _at_least(1, "the count of computed tokens", computed)
     _at_least(1, "the block size", block)
     _at_least(0, "the count of speculative blocks", speculative)
     if not 0 <= accepted <= speculative:
-        raise InputError(f"{accepted} accepted tokens do not fit {speculative} speculative ones; pass a count from 0 to {speculative}")
+        raise InputError(
+            f"{accepted} accepted tokens do not fit {speculative} speculative ones; pass a count from 0 to"
+            f" {speculative}"
+        )
     now = computed + accepted
     running = now // block
     boundary = running * block
@@ -210,14 +333,22 @@ def after_speculation(computed: int, accepted: int, speculative: int, block: int
 def _check(prompt_tokens: int, computed: int, checkpoints: Sequence[int]) -> None:
     _at_least(0, "the prompt's length", prompt_tokens)
     if not 0 <= computed <= prompt_tokens:
-        raise InputError(f"depth {computed} is outside a prompt of {prompt_tokens} tokens; pass one from 0 to {prompt_tokens}")
+        raise InputError(
+            f"depth {computed} is outside a prompt of {prompt_tokens} tokens; pass one from 0 to"
+            f" {prompt_tokens}"
+        )
     before = 0
     for depth in checkpoints:
         if depth <= before:
-            raise InputError(f"checkpoint {depth} is not deeper than {before}; pass depths above 0, strictly ascending")
+            raise InputError(
+                f"checkpoint {depth} is not deeper than {before}; pass depths above 0, strictly ascending"
+            )
         before = depth
     if before > prompt_tokens:
-        raise InputError(f"checkpoint {before} is beyond a prompt of {prompt_tokens} tokens; leave out depths beyond its end")
+        raise InputError(
+            f"checkpoint {before} is beyond a prompt of {prompt_tokens} tokens; leave out depths beyond"
+            " its end"
+        )
 
 
 def _at_least(least: int, what: str, value: int) -> None:

@@ -1,1 +1,1 @@
-"""Integrations with inference engines: SGLang, vLLM, and a reference worker over Hugging Face transformers."""
+"""Integrations with inference engines: plug-ins for SGLang and vLLM, and a worker over transformers."""

@@ -1,13 +1,14 @@
-"""The settings that an engine's configuration gives to a plug-in of tiercache, and the store that they name.
+"""Settings that an engine's configuration gives to a plug-in of tiercache, and the store that they name.
 
-Both plug-ins (SGLang's and vLLM's) take the same settings, as keys of the JSON that the engine passes on:
+The plug-ins for SGLang and vLLM take the same settings, as keys of the JSON that the engine passes on:
 
-    storage         a URL, or a list of one, such as "file:///var/lib/tiercache?capacity=200GiB"; "{rank}" in it becomes this process's rank
-    revision        of the weights: a commit, a digest, a date
-    quantization    of the weights, where one is chosen at the start of the engine
-    kv_dtype        of the KV, where the engine does not tell
-    state_dtype     of recurrent states, where the engine does not tell
-    tenant          whose cache it is; caches of different tenants never meet
+    storage         a URL such as "file:///var/lib/tiercache?capacity=200GiB", or a list of URLs for a chain
+                    of tiers, the fastest first; the rank of the process replaces "{rank}" in each URL
+    revision        name of the weights: a commit, a digest or a date
+    quantization    quantization of the weights, if it is chosen when the engine starts
+    kv_dtype        dtype of the KV, if the engine does not report it
+    state_dtype     dtype of recurrent states, if the engine does not report it
+    tenant          owner of the cache; caches of different tenants share nothing
 """
 
 from __future__ import annotations
@@ -20,17 +21,16 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from tiercache.errors import ConfigError
 from tiercache.keys import Identity
 from tiercache.storage.base import StorageBackend
-from tiercache.storage.registry import open_backend
+from tiercache.storage.registry import backend_type, open_backend, spec_of
 
 RANK: Final = "{rank}"
-"""The text in a URL that the rank of the process replaces."""
-# Ends of error messages, by the type of the validation error.
+"""Text in a URL that is replaced by the rank of the process."""
+# Ends of error messages, by the type of pydantic's validation error.
 _SENTENCES: Final = {
     "missing": "is missing",
     "extra_forbidden": "is not a setting",
     "string_too_short": "is empty",
     "too_short": "names no store",
-    "too_long": "names several stores, and chains of stores are not there yet",
 }
 
 
@@ -42,20 +42,23 @@ Name = Annotated[str, Field(max_length=512)]
 
 
 class StoreSettings(BaseModel):
-    """The settings that the module's docstring lists, checked."""
+    """Validated settings; the module's docstring describes each setting."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    storage: Annotated[list[str], BeforeValidator(_listed), Field(min_length=1, max_length=1)]
+    storage: Annotated[list[str], BeforeValidator(_listed), Field(min_length=1)]
     revision: Annotated[Name, Field(min_length=1)]
-    """Other weights under the same name must never hit, and no engine says which weights it has loaded."""
+    """Name of the weights; required, because engines do not report which weights they have loaded."""
     quantization: Name = ""
     kv_dtype: Name = ""
     state_dtype: Name = ""
     tenant: Name = ""
 
     def identity(self, model: str, kv_dtype: str, page_size: int) -> Identity:
-        """Return the identity of what an engine caches; `kv_dtype` is the dtype that the engine tells, used if the settings name none."""
+        """Return the identity of an engine's cache.
+
+        `kv_dtype`: the dtype that the engine reports, which is used if the settings name no dtype.
+        """
         return Identity(
             model=model,
             revision=self.revision,
@@ -69,28 +72,28 @@ class StoreSettings(BaseModel):
 
     @property
     def per_rank(self) -> bool:
-        """Whether every rank has a store of its own."""
-        return RANK in self.storage[0]
+        """Whether no rank can read what another rank has stored."""
+        return all(RANK in url for url in self.storage)
 
     def open(self, rank: str, ranks: int) -> StorageBackend:
         """Open the store for process `rank`, one of `ranks` processes.
 
-        Raises ConfigError if the processes cannot share it, StorageError if it cannot be opened.
+        Raises ConfigError if the processes cannot share the store, StorageError if it cannot be opened.
         """
-        store = open_backend(self.storage[0].replace(RANK, rank))
-        if ranks > 1 and not self.per_rank and not store.capabilities.shared:
-            store.close()
-            raise ConfigError(
-                f"storage {self.storage[0]!r} can be opened by one process at a time, and this engine has several; "
-                f"use lmdb://, the grpc:// address of a daemon, or {RANK} in the path for a store per rank"
-            )
-        return store
+        for url in self.storage:
+            if ranks > 1 and RANK not in url and not backend_type(url).capabilities.shared:
+                raise ConfigError(
+                    f"storage {url!r} can be opened by one process at a time, and this engine has several;"
+                    f" use lmdb://, the grpc:// address of a daemon, or {RANK} in the path for a store per"
+                    " rank"
+                )
+        return open_backend(spec_of([url.replace(RANK, rank) for url in self.storage]))
 
 
 def settings_of(place: str, given: Mapping[str, Any]) -> StoreSettings:
     """Return the checked settings of a plug-in.
 
-    Raises ConfigError, one sentence that begins with `place`, for a setting that is missing, unknown or wrong.
+    Raises ConfigError for a setting that is missing, unknown or wrong. The error's text begins with `place`.
     """
     try:
         return StoreSettings.model_validate(dict(given))

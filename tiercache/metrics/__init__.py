@@ -1,12 +1,18 @@
-"""Counters, gauges and histograms, in registries of their own: nothing of tiercache is in prometheus_client's default registry.
+"""Metrics: counters, gauges and histograms by name and label, and their exposition for Prometheus.
 
-Read `table` (every metric there is), `families` (what is made of its rows), `document` (docs/metrics.md, printed by
-`python -m tiercache.metrics`), `endpoint` (where Prometheus gets them).
+Order of reading:
+
+1. `table` lists all metrics.
+2. `instruments` has the counters, gauges and histograms.
+3. `families` makes one instrument for each label set of a metric.
+4. `document` writes docs/metrics.md, which `python -m tiercache.metrics` prints.
+5. `exposition` connects families to prometheus_client, and `endpoint` serves them to Prometheus.
+
+The modules of point 5 need the extra `metrics`, so this package does not import them. Counting works without.
 """
 
 from tiercache.metrics.controller import Metrics
-from tiercache.metrics.endpoint import Endpoint
 from tiercache.metrics.families import Families
 from tiercache.metrics.table import CONTROLLER, HIT, MISS, NODE, STORE, TABLE, Metric
 
-__all__ = ["CONTROLLER", "HIT", "MISS", "NODE", "STORE", "TABLE", "Endpoint", "Families", "Metric", "Metrics"]
+__all__ = ["CONTROLLER", "HIT", "MISS", "NODE", "STORE", "TABLE", "Families", "Metric", "Metrics"]

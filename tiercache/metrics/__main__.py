@@ -1,4 +1,4 @@
-"""`python -m tiercache.metrics` prints docs/metrics.md."""
+"""Entry point of `python -m tiercache.metrics`, which prints docs/metrics.md."""
 
 import sys
 

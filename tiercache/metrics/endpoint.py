@@ -1,7 +1,8 @@
-"""HTTP endpoint for Prometheus: `GET /metrics`, and nothing else.
+"""HTTP endpoint for Prometheus, which answers `GET /metrics` only.
 
-prometheus_client's own server starts a thread for every connection, without a bound, and waits for a silent client for ever. This one is a
-single thread with an event loop, which bounds how many connections there are, how long one lives and how much it may say.
+The server of prometheus_client starts a thread for every connection, without a limit, and waits for a silent
+client for ever. This endpoint is one thread with an event loop. It limits the number of connections, the
+duration of each connection, and the size of a request.
 """
 
 from __future__ import annotations
@@ -10,56 +11,68 @@ import asyncio
 import socket
 import time
 from asyncio import StreamReader, StreamWriter
-from collections.abc import Iterator
 from contextlib import suppress
 from threading import Thread
 from typing import Final
 
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import Metric as Exposed
+from prometheus_client import CollectorRegistry
 
 from tiercache.errors import StorageError
+from tiercache.metrics.exposition import render
 
 PATH: Final = "/metrics"
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
-_CONNECTIONS: Final = 16
+MAX_CONNECTIONS: Final = 16
+"""Maximum number of open connections. A further connection ends the oldest one."""
 _SECONDS: Final = 5.0
-"""From a connection's first byte to its last."""
-_HEAD_BYTES: Final = 8 << 10
-_FRESH_SECONDS: Final = 0.2
-"""Seconds for which the same text is given out again, so that frequent scrapes cost next to nothing."""
+"""Maximum duration of a connection in seconds."""
+_MAX_HEAD_BYTES: Final = 8 << 10
+"""Maximum size of a request in bytes."""
+FRESH_SECONDS: Final = 0.2
+"""Age in seconds up to which a rendered text is sent again, so that frequent scrapes cost little."""
 _BACKLOG: Final = 128
+"""Maximum number of connections that wait to be accepted."""
 
 
 class Endpoint:
-    """Serves the metrics of `registry` over HTTP on a thread of its own, from now until `close`.
+    """HTTP server of the metrics in `registry`, on its own thread, from construction until `close`.
 
-    Where there are too many connections the oldest goes, since whoever means it has had its answer by then. Raises StorageError where the
-    address cannot be served.
+    If there are too many connections, the oldest one is closed. A client that reads at all has long received
+    its answer on that connection. Raises StorageError if the address cannot be served.
 
-    Thread safety: any thread. The registry is collected in the endpoint's.
+    `seconds`: maximum duration of a connection.
+
+    Thread safety: any thread. The registry is collected in the endpoint's thread.
     """
 
-    def __init__(self, host: str, port: int, registry: CollectorRegistry) -> None:
+    def __init__(
+        self, host: str, port: int, registry: CollectorRegistry, *, seconds: float = _SECONDS
+    ) -> None:
         try:
-            self._socket = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=_BACKLOG)
+            self._socket = socket.create_server(
+                (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=_BACKLOG
+            )
         except OSError as error:
             shown = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
             raise StorageError(
-                f"metrics.listen: {shown} cannot be served ({error.strerror or error}); is the port in use, or not of this machine?"
+                f"metrics.listen: {shown} cannot be served ({error.strerror or error}); is the port in use,"
+                " or the address not of this machine?"
             ) from error
         self.port: Final = int(self._socket.getsockname()[1])
         self._registry: Final = registry
+        self._seconds: Final = seconds
         self._open: dict[StreamWriter, None] = {}
+        """Open connections, oldest first."""
         self._text = b""
-        self._rendered = -_FRESH_SECONDS
+        self._rendered = -FRESH_SECONDS
+        """Time at which `_text` was rendered, by the monotonic clock."""
         self._loop: Final = asyncio.new_event_loop()
         self._closing: Final = asyncio.Event()
         self._thread = Thread(target=self._run, name="tiercache-metrics", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Stop serving; twice is harmless."""
+        """Stop serving. A second call does nothing."""
         with suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._closing.set)
         self._thread.join(_SECONDS)
@@ -69,28 +82,31 @@ class Endpoint:
             runner.run(self._serve())
 
     async def _serve(self) -> None:
-        server = await asyncio.start_server(self._converse, sock=self._socket, limit=_HEAD_BYTES, backlog=_BACKLOG)
+        server = await asyncio.start_server(
+            self._handle, sock=self._socket, limit=_MAX_HEAD_BYTES, backlog=_BACKLOG
+        )
         await self._closing.wait()
         server.close()
-        for _ in range(3):  # those that were accepted just now begin in the next rounds of the loop
+        # The handlers of connections that were just accepted begin only in the next rounds of the loop.
+        for _ in range(3):
             for writer in list(self._open):
                 writer.transport.abort()
             await asyncio.sleep(0)
 
-    async def _converse(self, reader: StreamReader, writer: StreamWriter) -> None:
-        if len(self._open) >= _CONNECTIONS:
+    async def _handle(self, reader: StreamReader, writer: StreamWriter) -> None:
+        if len(self._open) >= MAX_CONNECTIONS:
             oldest = next(iter(self._open))
-            del self._open[oldest]  # here, for it takes a moment until it has noticed
+            del self._open[oldest]  # at once, because the handler of the oldest notices the abort only later
             oldest.transport.abort()
         self._open[writer] = None
         try:
-            async with asyncio.timeout(_SECONDS):
+            async with asyncio.timeout(self._seconds):
                 writer.write(await self._answer(reader))
                 await writer.drain()
                 writer.close()
                 await writer.wait_closed()
         except (OSError, EOFError, TimeoutError, asyncio.CancelledError):
-            pass  # the client went away, was too slow, or had to make room; or this ends
+            pass  # the client disconnected, was too slow, or was displaced by another; or the endpoint closes
         finally:
             self._open.pop(writer, None)
             writer.transport.abort()
@@ -111,30 +127,17 @@ class Endpoint:
         return _reply("200 OK", self._render(), kind=CONTENT_TYPE)
 
     def _render(self) -> bytes:
-        if time.monotonic() - self._rendered >= _FRESH_SECONDS:
+        if time.monotonic() - self._rendered >= FRESH_SECONDS:
             self._text = render(self._registry)
             self._rendered = time.monotonic()
         return self._text
 
 
-def render(registry: CollectorRegistry) -> bytes:
-    """All metrics as Prometheus reads them."""
-    return generate_latest(_Plain(registry))
-
-
-class _Plain:
-    """A registry without the time stamps that prometheus_client adds to every label set: they would double the text, and nobody asks."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._registry = registry
-
-    def collect(self) -> Iterator[Exposed]:
-        for family in self._registry.collect():
-            plain = Exposed(family.name, family.documentation, family.type)
-            plain.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
-            yield plain
-
-
-def _reply(status: str, body: bytes = b"", *, kind: str = "text/plain; charset=utf-8", extra: str = "") -> bytes:
-    head = f"HTTP/1.1 {status}\r\n{extra}Content-Type: {kind}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+def _reply(
+    status: str, body: bytes = b"", *, kind: str = "text/plain; charset=utf-8", extra: str = ""
+) -> bytes:
+    head = (
+        f"HTTP/1.1 {status}\r\n{extra}Content-Type: {kind}\r\nContent-Length: {len(body)}\r\nConnection:"
+        " close\r\n\r\n"
+    )
     return head.encode("ascii") + body

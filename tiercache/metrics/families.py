@@ -1,110 +1,169 @@
-"""From rows of the table to families in a registry."""
+"""Families of instruments. Each row of the table of metrics (`metrics.table`) has a family.
+
+A label set is one combination of values of the row's labels. The family has one instrument for each label
+set.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import product
-from typing import Any, Final
+from threading import Lock
+from typing import TYPE_CHECKING, Final, NamedTuple
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from prometheus_client.core import Metric as Exposed
+from tiercache.errors import MissingExtraError
+from tiercache.metrics.instruments import Counter, Gauge, Histogram, Instrument
+from tiercache.metrics.table import Known, Metric
 
-from tiercache.metrics.table import PREFIX, SECONDS, Known, Metric
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
+Read = Callable[[], float | None]
+"""Function that returns the current value of a label set; None if the value is unknown."""
+
+
+ReadAll = Callable[[], Mapping[tuple[str, ...], float | None]]
+"""Function that returns the current values of all label sets of a row."""
+
+
+class Sample(NamedTuple):
+    """One number of a metric, for example one bucket of a histogram. `name` has no prefix."""
+
+    name: str
+    labels: Mapping[str, str]
+    value: float
 
 
 class Families:
-    """The families of some rows, with every label set at 0 from the start, so that "never happened" and "not measured" look different.
+    """Instruments of some rows, one for each label set.
 
-    `known` has the values of labels that the table does not know. `counter`, `gauge` and `histogram` find the child of one label set, the
-    values in the order of the row; hot paths keep what they found. What somebody else counts is not counted again: see `tell`.
+    Every label set exists from the start, with the value 0. So 0 means that an event never happened. If a
+    label set is missing, the event is not measured.
 
-    Thread safety: any thread; prometheus_client locks for us.
+    `known`: values of labels whose values are not in the table.
+
+    `counter`, `gauge` and `histogram` return the instrument of one label set, and take the label values in
+    the order of the row. Code that runs often should keep the instrument. With `tell`, the values of a row
+    come from functions instead of instruments.
+
+    Thread safety: any thread.
     """
 
-    def __init__(self, rows: Iterable[Metric], registry: CollectorRegistry | None = None, **known: Iterable[str]) -> None:
-        self.registry: Final = registry or CollectorRegistry()
-        self._rows: Final = {row.name: row for row in rows}
-        self._families: Final = {row.name: self._make(row) for row in self._rows.values()}
-        self._children: dict[tuple[str, ...], Any] = {}
-        self._fill(self._rows.values(), known)
+    def __init__(
+        self, rows: Iterable[Metric], registry: CollectorRegistry | None = None, **known: Iterable[str]
+    ) -> None:
+        self.rows: Final = {row.name: row for row in rows}
+        self._instruments: Final[dict[str, dict[tuple[str, ...], Instrument]]] = {n: {} for n in self.rows}
+        self._reads: Final[dict[str, ReadAll]] = {}
+        self._fill(self.rows.values(), known)
+        self._lock: Final = Lock()
+        self._registry: CollectorRegistry | None = None
+        if registry is not None:
+            self._registry = self._registered(registry)
+
+    @property
+    def registry(self) -> CollectorRegistry:
+        """Registry of prometheus_client with these families; made at the first use if none was given.
+
+        Raises ConfigError if prometheus_client is not installed.
+        """
+        with self._lock:
+            if self._registry is None:
+                self._registry = self._registered(None)
+            return self._registry
+
+    def _registered(self, registry: CollectorRegistry | None) -> CollectorRegistry:
+        try:
+            from tiercache.metrics.exposition import register
+        except ModuleNotFoundError as error:
+            raise MissingExtraError("a registry of metrics", "metrics", error) from error
+        return register(self, registry)
 
     def add(self, **known: str) -> None:
-        """Make the label sets of one more value of labels that the table does not know."""
+        """Add one value to each of the given labels. The table must not list the values of these labels."""
         self._fill(
-            [row for row in self._rows.values() if known.keys() & {*row.label_names}], {name: (value,) for name, value in known.items()}
+            [row for row in self.rows.values() if known.keys() & {*row.label_names}],
+            {name: (value,) for name, value in known.items()},
         )
 
-    def tell(self, name: str, read: Mapping[tuple[str, ...], Callable[[], float | None]]) -> None:
-        """From now on these say the values of a row by label set, at every scrape and in its thread; None: it is not there."""
-        self.registry.unregister(self._families[name])
-        self.registry.register(_Told(self._rows[name], read))
+    def tell(self, name: str, read: Mapping[tuple[str, ...], Read]) -> None:
+        """Take the values of a row from functions from now on, one function for each label set.
+
+        Every scrape calls the functions, in the scraper's thread. If a function returns None, its label set
+        is left out.
+        """
+        self.tell_all(name, lambda: {labels: one() for labels, one in read.items()})
+
+    def tell_all(self, name: str, read: ReadAll) -> None:
+        """Take the label sets and values of a row from one function from now on.
+
+        Every scrape calls the function, in the scraper's thread. A label set whose value is None is left out.
+        """
+        if name not in self.rows:
+            raise KeyError(name)
+        self._reads[name] = read
 
     def counter(self, name: str, *labels: str) -> Counter:
-        """One label set of a counter."""
-        child = self._children[(name, *labels)]
-        assert isinstance(child, Counter)
-        return child
+        """Return the counter of one label set; raise KeyError if the row has no such label set."""
+        found = self._instruments[name][labels]
+        assert isinstance(found, Counter)
+        return found
 
     def gauge(self, name: str, *labels: str) -> Gauge:
-        """One label set of a gauge."""
-        child = self._children[(name, *labels)]
-        assert isinstance(child, Gauge)
-        return child
+        """Return the gauge of one label set; raise KeyError if the row has no such label set."""
+        found = self._instruments[name][labels]
+        assert isinstance(found, Gauge)
+        return found
 
     def histogram(self, name: str, *labels: str) -> Histogram:
-        """One label set of a histogram."""
-        child = self._children[(name, *labels)]
-        assert isinstance(child, Histogram)
-        return child
+        """Return the histogram of one label set; raise KeyError if the row has no such label set."""
+        found = self._instruments[name][labels]
+        assert isinstance(found, Histogram)
+        return found
 
     def total(self, name: str, **where: str) -> float:
-        """The sum over all samples of this name that agree with `where`, for tests and status pages."""
-        samples = (s for family in self.registry.collect() for s in family.samples if s.name == PREFIX + name)
-        return sum(s.value for s in samples if where.items() <= s.labels.items())
+        """Return the sum of the samples that have this name and the labels in `where`; for status pages."""
+        found = (sample for row in self.rows.values() for sample in self.samples(row))
+        return sum(s.value for s in found if s.name == name and where.items() <= s.labels.items())
 
-    def _make(self, row: Metric) -> Counter | Gauge | Histogram:
-        more: dict[str, Any] = {"buckets": SECONDS} if row.kind is Histogram else {}
-        return row.kind(PREFIX + row.name, row.help, row.label_names, registry=self.registry, **more)
+    def samples(self, row: Metric) -> Iterator[Sample]:
+        """Yield every number of a row. A histogram has its buckets (label `le`), its count and its sum."""
+        for labels, value in self._values(row):
+            named = dict(zip(row.label_names, labels, strict=True))
+            if not isinstance(value, Histogram):
+                yield Sample(row.name, named, value)
+                continue
+            buckets, total = value.read()
+            for end, count in buckets:
+                yield Sample(f"{row.name}_bucket", named | {"le": end}, count)
+            yield Sample(f"{row.name}_count", named, buckets[-1][1])
+            yield Sample(f"{row.name}_sum", named, total)
+
+    def _values(self, row: Metric) -> Iterator[tuple[tuple[str, ...], float | Histogram]]:
+        """Yield the label sets of a row, each with its current number or its histogram."""
+        if (reads := self._reads.get(row.name)) is not None:
+            for labels, value in reads().items():
+                if value is not None:
+                    yield labels, value
+            return
+        # Loop over a copy, because `add` may add label sets in another thread at the same time.
+        for labels, found in list(self._instruments[row.name].items()):
+            yield labels, found if isinstance(found, Histogram) else found.value
 
     def _fill(self, rows: Iterable[Metric], known: Mapping[str, Iterable[str]]) -> None:
         values = {name: tuple(given) for name, given in known.items()}
         for row in rows:
             for labels in label_sets(row, values):
-                family = self._families[row.name]
-                self._children[(row.name, *labels)] = family.labels(*labels) if labels else family
+                self._instruments[row.name].setdefault(labels, row.kind())
 
 
 def label_sets(row: Metric, known: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, ...]]:
-    """All label sets of a row; none while a label has no value yet."""
+    """Yield all label sets of a row; none if a label has no values yet."""
+    # An entry of `row.labels` stands for one label or for several. Its column has a tuple for each of its
+    # values, with one item per label.
     columns = []
     for names, values in row.labels.items():
         given = known.get(str(names), ()) if isinstance(values, Known) else values
         columns.append([(value,) if isinstance(value, str) else value for value in given])
     for parts in product(*columns):
         yield tuple(value for part in parts for value in part)
-
-
-class _Told:
-    """A row whose values somebody else knows; prometheus_client collects it like a family of its own."""
-
-    def __init__(self, row: Metric, read: Mapping[tuple[str, ...], Callable[[], float | None]]) -> None:
-        self._row: Final = row
-        self._read: Final = read
-
-    def describe(self) -> list[Exposed]:
-        """The name, which no other collector may use; nobody is asked for it."""
-        return [self._family()]
-
-    def collect(self) -> Iterator[Exposed]:
-        """The present values."""
-        family = self._family()
-        for labels, read in self._read.items():
-            if (value := read()) is not None:
-                family.add_metric(labels, value)
-        if family.samples:
-            yield family
-
-    def _family(self) -> CounterMetricFamily | GaugeMetricFamily:
-        kind = CounterMetricFamily if self._row.kind is Counter else GaugeMetricFamily
-        return kind(PREFIX + self._row.name, self._row.help, labels=self._row.label_names)

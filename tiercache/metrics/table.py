@@ -1,6 +1,7 @@
-"""Every metric that tiercache exposes, as rows of one table: no other module names a family, and none exists without its row.
+"""Table of all metrics that tiercache exposes, one row for each.
 
-Names are without their prefix `tiercache_`. The rows make the families (`families`) and the document (`document`).
+Names in the table have no prefix; the exposed names begin with `tiercache_`. `families` makes instruments
+from the rows, and `document` makes the page docs/metrics.md.
 """
 
 from __future__ import annotations
@@ -9,29 +10,34 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
-from prometheus_client import Counter, Gauge, Histogram
-
 from tiercache.core import Outcome, PoolName, Reason, Tier
+from tiercache.metrics.instruments import Counter, Gauge, Histogram
 
 PREFIX: Final = "tiercache_"
+OUT: Final = "out"
+HEALTHS: Final = ("serving", "read-only", OUT)
+"""Health of a tier of a chain, see `storage.base.TierReport`."""
 HIT: Final = "hit"
 MISS: Final = "miss"
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """Values that are known only where the metric is made, from then on at 0: `what` they are, and what bounds them."""
+    """Label values that only the code that makes the metric knows; `what` describes them."""
 
     what: str
 
 
 Labels: TypeAlias = Mapping[str | tuple[str, ...], tuple[str, ...] | tuple[tuple[str, ...], ...] | Known]
-"""Label names in order, with the values that each may take. Several names in one entry take these combinations of values only."""
+"""Label names in order, each with all of its values.
+
+An entry may have several names, if only some combinations of the values of these labels can occur. The values
+of the entry are then these combinations."""
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One row."""
+    """Row of the table."""
 
     name: str
     kind: type[Counter] | type[Gauge] | type[Histogram]
@@ -40,180 +46,289 @@ class Metric:
 
     @property
     def label_names(self) -> tuple[str, ...]:
-        """The names of all labels in order."""
-        return tuple(name for names in self.labels for name in ((names,) if isinstance(names, str) else names))
+        """Names of all labels, in order."""
+        return tuple(
+            name for names in self.labels for name in ((names,) if isinstance(names, str) else names)
+        )
 
-
-SECONDS: Final = (25e-6, 100e-6, 250e-6, 1e-3, 2.5e-3, 10e-3, 25e-3, 0.1, 0.25, 1.0, 2.5, 10.0, 60.0)
-"""Upper ends of every histogram: from a dict's answer to the longest deadline that a daemon grants by default."""
 
 METHODS: Final = (
-    "Hello", "Exists", "Get", "Set", "GetInto", "SetFrom", "Delete", "Describe", "Scan", "Register", "Namespaces", "Usage", "Flush",
+    "Hello", "Exists", "Get", "Set", "GetInto", "SetFrom", "Delete", "Describe", "Scan", "Advise",
+    "Register", "Namespaces", "Usage", "Flush", "ChangeTiers", "FollowTierChange",
 )  # fmt: skip
-"""The calls of the wire; `daemon.meters` asserts that these are all."""
+"""Calls of the daemon's gRPC service; `daemon.node_metrics` asserts that the list is complete."""
 
 CODES: Final = (
-    "OK", "CANCELLED", "INVALID_ARGUMENT", "DEADLINE_EXCEEDED", "PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "FAILED_PRECONDITION",
+    "OK", "CANCELLED", "INVALID_ARGUMENT", "DEADLINE_EXCEEDED", "PERMISSION_DENIED", "RESOURCE_EXHAUSTED",
+    "FAILED_PRECONDITION",
     "INTERNAL", "UNAVAILABLE", "UNAUTHENTICATED", "UNKNOWN",
 )  # fmt: skip
-"""How calls end; what a later version adds is counted as UNKNOWN until it is named here."""
+"""Status codes of calls; a code that is not listed here is counted as UNKNOWN."""
 
 BUDGETS: Final = ("payload", "messages", "requests")
 REFUSALS: Final = ("unauthenticated", "permission", "deadline", "busy", "limit", "idle", "malformed")
 
-OPERATIONS: Final = ("exists", "get", "set", "delete", "scan", "describe", "register_namespace", "namespaces", "usage", "flush")
-"""The calls of a store; `storage.wrappers.metered` asserts that these are all."""
+OPERATIONS: Final = (
+    "exists",
+    "get",
+    "peek",
+    "set",
+    "delete",
+    "scan",
+    "describe",
+    "register_namespace",
+    "namespaces",
+    "usage",
+    "coldest",
+    "advise",
+    "flush",
+)
+"""Calls of a store; `storage.wrappers.metered` asserts that the list is complete."""
 
+_FAILURES: Final = (Outcome.THROTTLED, Outcome.ERROR, Outcome.UNAVAILABLE, Outcome.REFUSED)
 ANSWERS: Final = {
     "exists": (Outcome.HIT, Outcome.MISS),
-    "get": (Outcome.HIT, Outcome.MISS, Outcome.CORRUPT, Outcome.THROTTLED, Outcome.ERROR),
-    "set": (Outcome.STORED, Outcome.HIT, Outcome.THROTTLED, Outcome.ERROR),
+    "get": (Outcome.HIT, Outcome.MISS, Outcome.CORRUPT, *_FAILURES),
+    "set": (Outcome.STORED, Outcome.HIT, *_FAILURES),
     "delete": (Outcome.HIT, Outcome.MISS),
     "scan": (Outcome.HIT,),
     "describe": (Outcome.HIT, Outcome.MISS),
 }
-"""Outcomes of an item, by operation; of a deletion HIT means that it is gone now, of a scan that it was listed."""
+"""Outcomes of an item, by operation.
 
-REASON_OF: Final = {
-    Outcome.HIT: Reason.NONE,
-    Outcome.MISS: Reason.ABSENT,
-    Outcome.CORRUPT: Reason.CHECKSUM,
-    Outcome.THROTTLED: Reason.BUSY,
-    Outcome.ERROR: Reason.IO_ERROR,
-}
-"""Why a get of a node gave what it gave."""
+In `delete`, HIT means that the object was deleted. In `scan`, HIT means that the object was listed."""
 
 _TIERS: Final = tuple(str(t) for t in Tier)
-_NEAR: Final = (str(Tier.DEVICE), str(Tier.HOST))
+_LOCAL_TIERS: Final = (str(Tier.DEVICE), str(Tier.HOST))
 _OUTCOMES: Final = tuple(str(o) for o in Outcome)
 _REASONS: Final = tuple(str(r) for r in Reason)
 _RESULTS: Final = ((HIT, str(Reason.NONE)), *((MISS, str(r)) for r in Reason if r is not Reason.NONE))
-_ASKED: Final = tuple(
-    (operation, HIT if outcome is Outcome.HIT else MISS, str(REASON_OF[outcome]))
+_LOOKUP_RESULTS: Final = tuple(
+    (operation, HIT if outcome is Outcome.HIT else MISS, str(outcome.reason))
     for operation in ("exists", "get")
     for outcome in ANSWERS[operation]
 )
-_ANSWERED: Final = tuple((operation, str(outcome)) for operation, outcomes in ANSWERS.items() for outcome in outcomes)
+_ITEM_OUTCOMES: Final = tuple(
+    (operation, str(outcome)) for operation, outcomes in ANSWERS.items() for outcome in outcomes
+)
 
-_POOLS: Final = Known(f"the pools of the model, of {', '.join(PoolName)}")
-_STORE: Final = Known("a name for each metered store, given in code; a node has one, named by its kind")
+_POOLS: Final = Known(f"the pools of the model, out of {', '.join(PoolName)}")
+_STORE: Final = Known("the name given to the store; a server's store has its kind as its name")
 _PRINCIPAL: Final = Known("the names in `principals`, `owner` (the daemon's own user) and `anonymous`")
-_VERSION: Final = Known("one: the version")
+_STORE_TIER: Final = Known("the names of the tiers of the server's store; absent unless it is a chain")
+_VERSION: Final = Known("the version of tiercache")
 
 CONTROLLER: Final = (
     Metric(
-        "lookups_total", Counter, "Lookups by what each tier contributed to the restore, and why it did not.",
+        "lookups_total", Counter,
+        "Tiers consulted for a restore: whether the tier contributed to it, and the reason if it did not.",
         {"tier": _TIERS, "pool": _POOLS, ("result", "reason"): _RESULTS},
     ),
-    Metric("restored_objects_total", Counter, "Objects restored, by the tier that they came from.", {"tier": _TIERS, "pool": _POOLS}),
-    Metric("restored_bytes_total", Counter, "Payload bytes restored, by the tier that they came from.", {"tier": _TIERS, "pool": _POOLS}),
-    Metric("tokens_total", Counter, "Prompt tokens, restored or left to compute.", {"how": ("restored", "computed")}),
-    Metric("restore_failures_total", Counter, "Restores that were planned and had to be cut short, by reason.", {"reason": _REASONS}),
-    Metric("written_objects_total", Counter, "Objects copied down into a tier by write-through.", {"tier": _TIERS, "pool": _POOLS}),
-    Metric("storage_sets_total", Counter, "Outcomes of storage sets.", {"pool": _POOLS, "outcome": _OUTCOMES}),
-    Metric("storage_gets_total", Counter, "Outcomes of storage gets.", {"pool": _POOLS, "outcome": _OUTCOMES}),
+    Metric("restored_objects_total", Counter, "Objects restored, by the tier that they came from.",
+     {"tier": _TIERS, "pool": _POOLS}),
+    Metric("restored_bytes_total", Counter, "Payload bytes restored, by the tier that they came from.",
+     {"tier": _TIERS, "pool": _POOLS}),
+    Metric("tokens_total", Counter, "Prompt tokens, restored or computed.",
+     {"how": ("restored", "computed")}),
+    Metric("restore_failures_total", Counter,
+     "Planned restores that ended early, by reason.", {"reason": _REASONS}),
     Metric(
-        "write_through_skipped_total", Counter, "Objects whose write-through was skipped; they are tried again when next committed.",
-        {"pool": _POOLS, "reason": ("host_full", "transfer_failed", "cheap_to_recompute", "refused", "timeout", "evicted", "too_many")},
+        "prefetches_total", Counter,
+        "Requests that asked storage, by their prefetch policy, and prefetches without a request (hint). "
+        "complete: storage answered and all fetches landed or failed; cut_short: the policy, a deadline or "
+        "the caller ended them before; refused: too many waited.",
+        {("policy", "outcome"): (
+            *((str(p), o) for p in ("best_effort", "wait_complete", "timeout")
+              for o in ("complete", "cut_short")),
+            ("hint", "complete"), ("hint", "cut_short"), ("hint", "refused"),
+        )},
     ),
-    Metric("evicted_objects_total", Counter, "Objects evicted: demoted or lost.", {"tier": _NEAR, "fate": ("demoted", "lost")}),
-    Metric("forgotten_objects_total", Counter, "Objects believed to be stored that storage turned out not to have.", {"pool": _POOLS}),
+    Metric("prefetch_aborted_bytes_total", Counter,
+     "Payload bytes whose fetch was cancelled before it began, because nobody waited for it any more."),
+    Metric("pins_total", Counter,
+     "Pins of prefixes, and what became of them. refused: they would have exceeded `pin_share`.",
+     {"outcome": ("taken", "renewed", "refused", "released", "expired")}),
+    Metric("pinned_bytes", Gauge,
+     "Bytes of the host that the pinned prefixes take once the host has all of them."),
+    Metric("hints_total", Counter,
+     "Hints at continuations. taken: the hint was noted; honoured: a request hit what a hint was noted for; "
+     "unknown: nothing of the prefix could be restored.",
+     {"outcome": ("taken", "honoured", "unknown")}),
+    Metric("written_objects_total", Counter, "Objects that write-through copied into a tier.",
+     {"tier": _TIERS, "pool": _POOLS}),
+    Metric("storage_sets_total", Counter, "Objects written to storage, by outcome.",
+     {"pool": _POOLS, "outcome": _OUTCOMES}),
+    Metric("storage_gets_total", Counter, "Objects read from storage, by outcome.",
+     {"pool": _POOLS, "outcome": _OUTCOMES}),
     Metric(
-        "storage_hangs_total", Counter, "Calls of the store that were given up after their deadline; it is left alone for a while then.",
+        "write_through_skipped_total", Counter,
+        "Objects whose write-through was skipped. The next commit of such an object tries again.",
+        {"pool": _POOLS,
+         "reason": ("host_full", "transfer_failed", "cheap_to_recompute", "refused", "timeout", "evicted",
+          "too_many")},
+    ),
+    Metric("evicted_objects_total", Counter, "Evicted objects, demoted (still in a lower tier) or lost.",
+     {"tier": _LOCAL_TIERS, "fate": ("demoted", "lost")}),
+    Metric("forgotten_objects_total", Counter,
+     "Objects that were expected in storage, but are not there.", {"pool": _POOLS}),
+    Metric(
+        "storage_hangs_total", Counter,
+        "Calls of the store that exceeded their deadline. After such a call the store is not called for a "
+        "while.",
         {"operation": ("query", "fetch", "write")},
     ),
-    Metric("in_flight_operations", Gauge, "Operations under way.", {"operation": ("query", "fetch", "load", "write", "check")}),
-    Metric("tier_last_read_seconds", Gauge, "When a tier last contributed to a restore, by the wall clock; 0 is never.", {"tier": _TIERS}),
+    Metric("in_flight_operations", Gauge, "Operations under way.",
+     {"operation": ("query", "fetch", "load", "write", "check")}),
+    Metric("tier_last_read_seconds", Gauge,
+     "Time when a tier last contributed to a restore, by the wall clock; 0: never.", {"tier": _TIERS}),
 )  # fmt: skip
-"""Metrics of one controller, which is one worker's."""
+"""Metrics of the controller of one worker."""
 
 STORE: Final = (
     Metric(
-        "store_calls_total", Counter, "Calls of a store that ended.",
+        "store_calls_total", Counter, "Calls of a store that have ended.",
         {"store": _STORE, "operation": OPERATIONS, "result": ("returned", "raised")},
     ),
-    Metric("store_calls_under_way", Gauge, "Calls inside a store now; one that hangs is counted here and nowhere else.", {"store": _STORE}),
+    Metric("store_calls_under_way", Gauge,
+     "Calls of a store that have not ended. A call that hangs is counted only here.", {"store": _STORE}),
     Metric(
-        "store_seconds", Histogram, "How long calls took, those that raised included.", {"store": _STORE, "operation": OPERATIONS},
+        "store_seconds", Histogram, "Duration of calls, including those that raised an error.",
+        {"store": _STORE, "operation": OPERATIONS},
     ),
-    Metric("store_items_total", Counter, "Items of those calls by answer.", {"store": _STORE, ("operation", "outcome"): _ANSWERED}),
+    Metric("store_items_total", Counter, "Items of calls, by outcome.",
+     {"store": _STORE, ("operation", "outcome"): _ITEM_OUTCOMES}),
     Metric(
-        "store_bytes_total", Counter, "Payload bytes read (get: of hits) or stored (set).", {"store": _STORE, "operation": ("get", "set")}
+        "store_bytes_total", Counter, "Payload bytes of objects that were read (get) or stored (set).",
+        {"store": _STORE, "operation": ("get", "set")}
     ),
 )  # fmt: skip
 """Metrics of stores inside `Metered`."""
 
 NODE: Final = (
     Metric(
-        "node_calls_total", Counter, "Calls that ended, by the status that the client was told; CANCELLED: it went away.",
+        "node_calls_total", Counter,
+        "Calls that have ended, by the status that the client got. CANCELLED means that the client "
+        "disconnected.",
         {"method": METHODS, "code": CODES},
     ),
     Metric(
-        "node_call_seconds", Histogram, "How long calls took, the client's sending and reading included.", {"method": METHODS},
+        "node_call_seconds", Histogram,
+        "Duration of calls, including the time in which the client sends and reads.",
+        {"method": METHODS},
     ),
     Metric("node_calls_under_way", Gauge, "Calls under way.", {"method": METHODS}),
-    Metric("node_calls_limit", Gauge, "The most of them; further ones are refused (`limits.streams`)."),
+    Metric("node_calls_limit", Gauge,
+     "Maximum number of calls under way; further calls are refused (`limits.streams`)."),
     Metric(
         "node_refused_total", Counter,
-        "What was refused for what the client did: calls, and sessions of the attach socket. deadline: a call without one; busy: more at"
-        " once than it may; limit: larger than `limits` allow; idle: its stream stood still; malformed: not to be read, or not possible.",
+        "Calls, connections and sessions that were refused because of the client. unauthenticated: the "
+        "caller is not known; permission: the caller may not use this verb or namespace; deadline: the call "
+        "has no deadline; busy: there are too many at once; limit: the call is larger than `limits` allow; "
+        "idle: the client makes no progress; malformed: the message cannot be read.",
         {"reason": REFUSALS},
     ),
     Metric(
-        "node_principal_calls_total", Counter, "Calls by caller, refused ones included once the caller was known.",
+        "node_principal_calls_total", Counter,
+        "Calls by principal, including refused calls whose caller was known.",
         {"principal": _PRINCIPAL},
     ),
     Metric(
-        "node_principal_bytes_total", Counter, "Payload bytes by caller; in: from the client.",
+        "node_principal_bytes_total", Counter,
+        "Payload bytes by principal. in: from the client; out: to the client.",
         {"principal": _PRINCIPAL, "direction": ("in", "out")},
     ),
     Metric(
         "node_payload_bytes_total", Counter,
-        "Payload bytes between clients and the node. stream: in messages; shared: through memory that both map. in: from the client.",
+        "Payload bytes between clients and the server. stream: in messages; shared: through shared memory; "
+        "in: from the client; out: to the client.",
         {"plane": ("stream", "shared"), "direction": ("in", "out")},
     ),
-    Metric("node_damaged_objects_total", Counter, "Objects that did not arrive as the client sent them; they were not stored."),
+    Metric("node_damaged_objects_total", Counter,
+     "Objects that were damaged on the way from the client, and were not stored."),
     Metric(
         "node_held_bytes", Gauge,
-        "Memory held for clients. payload: objects on their way in or out; messages: what carries them; requests: what is asked.",
+        "Memory held for clients. payload: blocks with objects on their way in or out; messages: messages "
+        "with payload; requests: messages without payload.",
         {"budget": BUDGETS},
     ),
-    Metric("node_held_limit_bytes", Gauge, "The most of it; who needs more waits.", {"budget": BUDGETS}),
-    Metric("node_workers_busy", Gauge, "Threads that work in the store for clients."),
-    Metric("node_workers", Gauge, "All of them; who finds none waits."),
-    Metric("node_sessions", Gauge, "Clients at the attach socket."),
-    Metric("node_attached_bytes", Gauge, "Shared memory that they attached."),
+    Metric("node_held_limit_bytes", Gauge,
+     "Maximum of node_held_bytes; a call whose memory does not fit waits.", {"budget": BUDGETS}),
+    Metric("node_workers_busy", Gauge, "Store threads that work for clients now."),
+    Metric("node_workers", Gauge, "Number of store threads; a call waits while none is free."),
+    Metric("node_sessions", Gauge, "Sessions of the attach socket."),
+    Metric("node_attached_bytes", Gauge, "Shared memory that clients have attached."),
     Metric(
-        "node_lookups_total", Counter, "Objects that clients asked the node for, found or not, and why not.",
-        {"tier": (str(Tier.STORAGE),), "pool": tuple(map(str, PoolName)), ("operation", "result", "reason"): _ASKED},
+        "node_lookups_total", Counter,
+        "Objects that clients asked for: whether the object was found, and the reason if it was not.",
+        {"tier": (str(Tier.STORAGE),), "pool": tuple(map(str, PoolName)),
+         ("operation", "result", "reason"): _LOOKUP_RESULTS},
     ),
-    Metric("node_last_read_seconds", Gauge, "When a client last got an object, by the wall clock; 0 is never."),
-    Metric("node_store_objects", Gauge, "Objects stored."),
-    Metric("node_store_payload_bytes", Gauge, "Their bytes."),
-    Metric("node_store_used_bytes", Gauge, "What the store takes of its capacity, overheads included."),
-    Metric("node_store_capacity_bytes", Gauge, "The capacity; 0 is none."),
-    Metric("node_store_evicted_objects_total", Counter, "Objects given up to make room. Not there where the store does not count them."),
-    Metric("node_store_corrupt_objects_total", Counter, "Objects that failed their check. Not there where the store does not count them."),
+    Metric("node_last_read_seconds", Gauge,
+     "Time when a client last got an object, by the wall clock; 0: never."),
+    Metric("node_store_objects", Gauge, "Stored objects."),
+    Metric("node_store_payload_bytes", Gauge, "Payload bytes of the stored objects."),
+    Metric("node_store_used_bytes", Gauge, "Bytes of its capacity that the store uses, including overhead."),
+    Metric("node_store_capacity_bytes", Gauge, "Capacity of the store; 0: unlimited."),
+    Metric("node_store_evicted_objects_total", Counter,
+     "Objects evicted to make room. Absent if the store does not count them."),
+    Metric("node_store_corrupt_objects_total", Counter,
+     "Objects whose checksum was wrong. Absent if the store does not count them."),
     Metric(
         "node_store_restorable_bytes", Gauge,
-        "Payload bytes of which a restore can make use: of pages whose path to the first one is stored, with a state on it or below where"
-        " the namespace has states. Not there where the store does not count them.",
+        "Payload bytes that a restore can use. All ancestors of their page are stored. If the namespace has "
+        "states, a state is stored on the page or below it. Absent if the store does not count them.",
     ),
     Metric(
         "node_store_dead_bytes", Gauge,
-        "Payload bytes of which no restore can make use; they are given up first. Not there where the store does not count them.",
+        "Payload bytes that no restore can use; they are evicted first. Absent if the store does not count "
+        "them.",
     ),
-    Metric("node_store_orphans", Gauge, "Objects whose parent is not stored. Not there where the store does not count them."),
-    Metric("node_store_figures_age_seconds", Gauge, "How long ago the store told these figures; they grow old when it hangs."),
+    Metric("node_store_orphans", Gauge,
+     "Objects whose parent is not stored. Absent if the store does not count them."),
+    Metric(
+        "node_tier_health", Gauge,
+        "1 for the health that a tier has, else 0. serving: it is read and written; read-only: it is read, "
+        "but takes no new objects; out: it does not answer, and its objects are misses until it does.",
+        {"tier": _STORE_TIER, "health": HEALTHS},
+    ),
+    Metric("node_tier_objects", Gauge, "Objects in a tier. Absent while the tier is out.",
+     {"tier": _STORE_TIER}),
+    Metric("node_tier_used_bytes", Gauge,
+     "Bytes of its capacity that a tier uses, including overhead. Absent while the tier is out.",
+     {"tier": _STORE_TIER}),
+    Metric("node_tier_capacity_bytes", Gauge,
+     "Capacity of a tier; 0: unlimited. Absent while the tier is out.", {"tier": _STORE_TIER}),
+    Metric("node_tier_read_objects_total", Counter, "Objects that clients got from a tier.",
+     {"tier": _STORE_TIER}),
+    Metric("node_tier_read_bytes_total", Counter, "Payload bytes that clients got from a tier.",
+     {"tier": _STORE_TIER}),
+    Metric("node_tier_written_objects_total", Counter,
+     "Objects that were stored in a tier, by clients or from another tier.", {"tier": _STORE_TIER}),
+    Metric("node_tier_written_bytes_total", Counter,
+     "Payload bytes that were stored in a tier, by clients or from another tier.", {"tier": _STORE_TIER}),
+    Metric("node_tier_waiting_objects", Gauge, "Objects that wait to be copied to a tier.",
+     {"tier": _STORE_TIER}),
+    Metric("node_tier_dropped_objects_total", Counter,
+     "Objects that should have been copied to a tier, and were not.", {"tier": _STORE_TIER}),
+    Metric("node_tier_lost_calls_total", Counter,
+     "Calls of a tier that were given up after their deadline.", {"tier": _STORE_TIER}),
+    Metric("node_tier_last_read_seconds", Gauge,
+     "Time when a client last got an object from a tier, by the wall clock; 0: never.",
+     {"tier": _STORE_TIER}),
+    Metric("node_store_figures_age_seconds", Gauge,
+     "Age of the figures of the store; it grows while the store does not answer."),
     Metric(
         "node_disk_written_bytes_total", Counter,
-        "Bytes that the process had the kernel write to disks, for the wear of an SSD. Not there where the kernel does not tell.",
+        "Bytes that this process wrote to disks; every write wears out an SSD. Absent if the kernel does not "
+        "report them.",
     ),
-    Metric("node_resident_bytes", Gauge, "Memory of the process, what clients attached included where it was touched."),
-    Metric("node_insecure_bind", Gauge, "1 while an address that other machines reach is served without authentication."),
-    Metric("node_start_time_seconds", Gauge, "When the node began to serve, by the wall clock."),
+    Metric("node_resident_bytes", Gauge,
+     "Resident memory of the process. Memory that clients attached counts as soon as it is touched."),
+    Metric("node_insecure_bind", Gauge,
+     "1 if an address that other machines can reach is served without authentication."),
+    Metric("node_start_time_seconds", Gauge, "Time when the server began to serve, by the wall clock."),
     Metric("node_build_info", Gauge, "Always 1.", {"version": _VERSION}),
 )  # fmt: skip
-"""Metrics of one storage node."""
+"""Metrics of one storage server."""
 
 TABLE: Final = (*CONTROLLER, *STORE, *NODE)

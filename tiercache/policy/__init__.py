@@ -1,7 +1,9 @@
-"""Eviction policies, which decide which evictable unit is worth least. One contract serves the index and the stores.
+"""Eviction policies, which decide which evictable unit is worth least.
 
-Reading order: `base` (the contract), `profile` (bytes and FLOPs of a model), `costs`, then one file per policy. `hazard` holds the rates
-that `hvd` learns; `stored` holds the columns that a store cannot fill.
+One contract serves the index and the stores.
+
+Reading order: `base` (the contract), `costs`, one file per policy, `order` (the front of an eviction order,
+common to the index and the stores), `stored` (the columns that a store cannot fill).
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from tiercache.errors import ConfigError
+from tiercache.models.profile import PROFILES, ModelProfile, profile_named, profile_of
 from tiercache.policy.base import LEARN_EVERY, CheckpointKind, Policy, Reuse, UnitKind, Units
 from tiercache.policy.costs import Costs
 from tiercache.policy.gdsf import Gdsf
@@ -17,7 +20,6 @@ from tiercache.policy.hvd import HitValueDensity
 from tiercache.policy.lru import Lru
 from tiercache.policy.marconi import Marconi
 from tiercache.policy.portfolio import WINDOW, Portfolio
-from tiercache.policy.profile import PROFILES, ModelProfile, profile_named, profile_of
 from tiercache.policy.seglen import SegLen
 
 __all__ = [
@@ -62,8 +64,13 @@ POLICIES: Final = tuple(_MAKE)
 def policy_named(name: str, costs: Costs | None = None) -> Policy:
     """Return a new policy of this name, which weighs by `costs` (default: those of `DEFAULT_PROFILE`).
 
-    A parameter may follow the name: `seglen:0.7` (the weight), `seglen:additive` (its other reading, see `SegLen`), `marconi:1.5` (alpha),
-    `marconi:tuned` (the alpha that lately saved most in shadow caches). Raises ConfigError for an unknown name or parameter.
+    The name may have a parameter:
+
+    - `seglen:0.7` sets the weight, and `seglen:additive` chooses the additive sum (see `SegLen`).
+    - `marconi:1.5` sets alpha, and `marconi:tuned` always uses the alpha that lately saved most in simulated
+      caches (see `Portfolio`).
+
+    Raises ConfigError for an unknown name or parameter.
     """
     base, _, parameter = name.partition(":")
     if base not in _MAKE:
@@ -78,7 +85,9 @@ def policy_named(name: str, costs: Costs | None = None) -> Policy:
     try:
         value = float(parameter)
     except ValueError:
-        raise ConfigError(f"the parameter of policy {name!r} is not a number; use one such as seglen:0.7") from None
+        raise ConfigError(
+            f"the parameter of policy {name!r} is not a number; use one such as seglen:0.7"
+        ) from None
     if base == SegLen.name:
         return SegLen(value)
     if base == Marconi.name:

@@ -1,7 +1,9 @@
-"""The contract of an eviction policy, which ranks evictable units by numbers alone and never sees the objects themselves.
+"""Contract of an eviction policy, which ranks evictable units by numbers and never sees the objects.
 
-The owner of a policy (the index or a store) decides *what may* be evicted: nothing that is pinned, leaves before their ancestors, dead
-weight before everything else. The policy decides *what goes first* among those units.
+The owner of a policy (the index or a store) decides which units *may* be evicted. The owner offers neither a
+pinned unit nor a unit on which another unit depends. The owner also evicts dead weight (KV without a
+surviving state at its end or below) before everything else. The policy decides in which order the other units
+are evicted.
 """
 
 from __future__ import annotations
@@ -25,7 +27,10 @@ class UnitKind(enum.IntEnum):
     NONE = 0
     """Nothing: the unit may not be evicted."""
     LEAF = 1
-    """The KV of an edge below which the tier holds nothing, and the state at its end, if any."""
+    """The KV of an edge below which the tier holds nothing, and the state at the edge's end, if any.
+
+    An edge is a run of pages; in a store, it is one page.
+    """
     STATE = 2
     """One state alone; the KV stays."""
 
@@ -40,27 +45,30 @@ class CheckpointKind(enum.IntEnum):
     PROMPT = 2
     """The end of a prompt."""
     BRANCH = 3
-    """The depth at which a prompt departed from the known sequences."""
+    """The depth at which a prompt left the known sequences."""
     GHOST = 4
-    """The depth up to which a prompt repeated a sequence that had been known and was evicted."""
+    """The depth up to which a prompt repeated an evicted sequence."""
     INTERVAL = 5
-    """A regular interval of tokens."""
+    """A multiple of a fixed number of tokens."""
 
     def __str__(self) -> str:
         return self.name.lower()
 
 
 class Units(Protocol):
-    """A set of units, as columns with one entry per unit. Valid only during the call that it is passed to.
+    """A set of units, as columns with one entry per unit. The set is valid only during the policy call.
 
-    Depths are in pages of `page_tokens` tokens. Times are ticks of the owner's logical clock, which advances by one per insert or hit.
+    A *unit* is what one eviction frees (see `UnitKind`).
+
+    Depths are in pages of `page_tokens` tokens. Times are *ticks* of the owner's logical clock. The clock
+    advances by one per insert or hit.
     """
 
     def __len__(self) -> int: ...
 
     @property
     def now(self) -> int:
-        """The current tick, never less than any `last_access`."""
+        """Current tick; no `last_access` is later."""
 
     @property
     def page_tokens(self) -> int:
@@ -72,7 +80,7 @@ class Units(Protocol):
 
     @property
     def last_access(self) -> Column:
-        """Tick at which each unit was last hit, or else made."""
+        """Tick of each unit's last hit, or of its creation if it has had none."""
 
     @property
     def hits(self) -> Column:
@@ -84,11 +92,14 @@ class Units(Protocol):
 
     @property
     def children(self) -> Column:
-        """Number of known continuations: 0, 1, or 2 and more at a branch."""
+        """Number of known continuations. An owner may report 2 for every larger number."""
 
     @property
     def replay(self) -> Column:
-        """Pages that must be computed to have the unit again, from the nearest restorable depth above it to its end; at least 1."""
+        """Number of pages from the nearest shallower restorable depth to the unit's end; at least 1.
+
+        If the unit is lost, these pages must be computed again.
+        """
 
     @property
     def nbytes(self) -> Column:
@@ -100,25 +111,45 @@ class Units(Protocol):
 
     @property
     def lineage(self) -> Column:
-        """Number of requests, each continuing where the last had ended, that led to the one that made the unit; 0 for the first."""
+        """Number of earlier turns in the session of the request that made the unit.
+
+        A *session* is a chain of requests, each continuing the one before. Its requests are called *turns*.
+        """
 
     @property
     def grown(self) -> Column:
-        """Pages up to the unit's end that were new with the request that made it."""
+        """Number of pages, up to the unit's end, that were unknown before the request that made the unit."""
+
+    @property
+    def expected(self) -> Column:
+        """Tick at which a hit on the unit is expected, in the future or overdue; 0 if none is expected."""
 
     @property
     def digest(self) -> Column:
-        """Number for the prefix that ends with the unit, as int64; 0 where the owner has none. For policies that know the future."""
+        """Digest of the prefix that ends with the unit, as int64; 0 where the owner has none.
+
+        Only policies that know the future use this column. Such policies exist only in simulations.
+        """
 
     @property
     def covered(self) -> Column:
-        """Whether the tier below holds all that would be evicted, so that a miss costs a load and no computation."""
+        """Whether a lower tier has a copy of all objects of the unit, so that a miss costs only a load."""
+
+
+def last_use(units: Units) -> Column:
+    """Return the tick of each unit's last access or, if that is later, of the hit that is expected of it.
+
+    Policies that rank by recency count an expected hit as if it had happened at that tick.
+    """
+    later: Column = np.maximum(units.last_access, units.expected)
+    return later
 
 
 class Reuse(NamedTuple):
-    """A hit on a unit, or a miss that an evicted unit would have answered.
+    """A hit on a unit, or a miss that would have been a hit on a unit if the unit had not been evicted.
 
-    The fields are as in `Units`, as of before the hit; `age` is the number of ticks since the unit's last access.
+    A field with the name of a column of `Units` means the same as the column. Its value is the value that the
+    unit had before the hit or the miss.
     """
 
     depth: int
@@ -129,42 +160,62 @@ class Reuse(NamedTuple):
     lineage: int
     grown: int
     age: int
+    """Ticks since the unit's last access."""
     digest: int
     evicted: bool
+    """False for a hit, True for a miss."""
 
 
 class Policy(ABC):
     """Base of eviction policies, which rank evictable units.
 
-    Thread safety: called by the owner's thread only.
+    Thread safety: only the thread of the owner (the index or the store) calls it.
     """
 
     name: ClassVar[str]
     """Name of the policy in configuration and reports."""
     steady: ClassVar[bool] = False
-    """Whether a rank depends on its unit alone and never falls while the unit is untouched, so that the owner may keep an eviction order by
-    it. Otherwise the owner asks again before it evicts, and takes the lowest of the ranks that it asked for together."""
+    """Whether the rank of a unit depends on that unit alone, and does not fall while the unit stays the same.
+
+    If True, the owner may compare ranks of different calls of `rank`. If False, only ranks of one call can be
+    compared, so the owner ranks all units anew from time to time (see `order`).
+    """
     needs_states: ClassVar[bool] = False
-    """Whether the policy has no meaning without recurrent states; owners refuse it (ConfigError) for pools that have none."""
+    """Whether the policy is only for models with recurrent states.
+
+    If True, an owner without state pools refuses the policy (ConfigError).
+    """
 
     @abstractmethod
     def rank(self, units: Units) -> Ranks:
-        """Return the worth of each unit, float64 of shape (len(units),); the lowest goes first, and among equal ranks any unit.
+        """Return the worth of each unit, float64 of shape (len(units),).
 
-        The caller guarantees that `units` are evictable now, belong to one tier, and are not empty.
-        The implementation must not keep `units`, must be a function of them and of the policy's own history, and must not return NaN.
+        The unit with the lowest rank is evicted first; among equal ranks, any unit may be first.
+
+        The caller guarantees that there is at least one unit, that all of them can be evicted now, and that
+        they belong to one tier. The implementation must not keep `units`, must compute the ranks from `units`
+        and the policy's own history alone, and must not return NaN.
         """
 
-    def evicted(self, rank: float) -> None:  # noqa: B027  optional, as are the next two
-        """Note that a unit of this rank was evicted."""
+    def value(self, units: Units) -> Ranks:
+        """Return the work that keeping each unit is expected to save, in FLOPs per byte and tick.
+
+        At least 0, and comparable over time and between owners: stores rank by these numbers (see
+        `ObjectMeta.value`). The default knows the units' ages only: 1 / (1 + age).
+        """
+        return np.asarray(1.0 / (1.0 + (units.now - units.last_access)), np.float64)
+
+    def evicted(self, rank: float) -> None:  # noqa: B027  a policy may ignore this and the next two methods
+        """Record that a unit of this rank was evicted."""
 
     def reused(self, reuse: Reuse) -> None:  # noqa: B027
-        """Note that a unit answered a hit, or was missed because it had been evicted."""
+        """Record that a unit was hit, or was missed because it had been evicted."""
 
     def learn(self, live: Units, gone: Units) -> None:  # noqa: B027
-        """Learn from all units: `live` could answer a hit, `gone` are remembered and no longer can. Called every `LEARN_EVERY` requests.
+        """Learn from all units: the `live` ones can be hit, the `gone` ones are evicted but remembered.
 
-        The columns about what an eviction would free (`kind`, `nbytes`, `covered`) have no meaning here.
+        The owner calls this every `LEARN_EVERY` requests. Do not use the columns `kind`, `nbytes` and
+        `covered` here: they describe the effect of an eviction, and no unit is evicted in this call.
         """
 
 

@@ -1,4 +1,4 @@
-"""Cost of having a unit again: a load if the tier below holds it, the model's FLOPs otherwise."""
+"""Cost of bringing a unit back: a load if a lower tier has the unit, otherwise the FLOPs to recompute it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from tiercache.errors import ConfigError
+from tiercache.models.profile import ModelProfile
 from tiercache.policy.base import Ranks, Units
-from tiercache.policy.profile import ModelProfile
 
 LOAD_FLOPS_PER_BYTE = 5_000.0
-"""Cost of loading one byte, in FLOPs that the device can compute meanwhile: 250 TFLOP/s beside 50 GB/s from the host."""
+"""Cost of loading one byte, in FLOPs.
+
+A device that computes 250 TFLOP/s and loads 50 GB/s from the host computes 5,000 FLOPs while it loads a byte.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,14 +26,22 @@ class Costs:
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.load_flops_per_byte < float("inf"):
-            raise ConfigError(f"load_flops_per_byte={self.load_flops_per_byte} is not possible; use a finite number from 0")
+            raise ConfigError(
+                f"load_flops_per_byte={self.load_flops_per_byte} is not possible; use a finite number from 0"
+            )
 
     def saved(self, units: Units) -> Ranks:
-        """Return the FLOPs that a hit on each unit saves over a hit on the nearest restorable depth above it."""
+        """Return the FLOPs that a hit on each unit saves.
+
+        Without the unit, the hit would be at the nearest shallower restorable depth.
+        """
         end = units.depth * units.page_tokens
-        return np.asarray(self.profile.flops(end - np.minimum(units.replay * units.page_tokens, end), end), np.float64)
+        return np.asarray(
+            self.profile.flops(end - np.minimum(units.replay * units.page_tokens, end), end), np.float64
+        )
 
     def density(self, units: Units) -> Ranks:
         """Return the cost of a miss of each unit, in FLOPs per byte that its eviction frees."""
-        # Where the tier below has a copy, a miss costs its load, which is proportional to the bytes that the eviction frees.
+        # If a lower tier has a copy, a miss costs a load. A load is proportional to the bytes that the
+        # eviction frees, so its cost per byte is the same for all units.
         return np.where(units.covered, self.load_flops_per_byte, self.saved(units) / units.nbytes)

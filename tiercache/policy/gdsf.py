@@ -8,31 +8,40 @@ from typing import ClassVar, Final
 import numpy as np
 import numpy.typing as npt
 
-from tiercache.policy.base import CheckpointKind, Column, Policy, Ranks, Units
+from tiercache.policy.base import CheckpointKind, Column, Policy, Ranks, Units, last_use
 from tiercache.policy.costs import Costs
 
-_MOST_STEPS: Final = 4096
-"""Most steps of a base that are remembered."""
-_MOST_HITS: Final = 7
-"""Most hits that count. Up to this number, hits show that a unit is shared; beyond it they only show how long the unit has been there, and
-would keep a unit that was popular once for as many generations as it has hits."""
+_MAX_STEPS: Final = 4096
+"""Maximum number of remembered rises of a base (see `Gdsf`)."""
+_MAX_HITS: Final = 7
+"""Maximum number of hits that count.
+
+The first hits show that requests share a unit. Further hits only show that the unit is old; if they counted,
+the unit would stay for long after its last hit.
+"""
 _SUPERSEDED: Final = 0.01
-"""Frequency of a state that is superseded by a later one of its session."""
+"""Frequency of a superseded unit (see `Gdsf`)."""
 
 
 class Gdsf(Policy):
     """Policy with the rank: base at the last access + frequency x cost of a miss / bytes freed.
 
-    The base is the highest rank that was evicted so far, so that a unit that is not used again is overtaken by newer ones, however costly
-    it is. The frequency is 1 + hits, of which the first seven count. That of a superseded unit is close to 0, because a later state of its
-    session answers instead. A unit is superseded if it has exactly one continuation, unless others are likely: its state was taken at a
-    branch or a ghost branch, or it was hit more often than its session has continued.
+    The base at a tick is the highest rank of all units that were evicted until that tick. The base rises with
+    evictions, so that newer units overtake a unit that is not used again, even a costly one. The frequency is
+    1 + hits; at most seven hits count.
 
-    A miss of a unit that the tier below holds costs a load, which is proportional to its bytes. Frequency alone ranks such units, on a base
-    of their own, and they are evicted before every unit that would have to be computed. (With one base, a small upper tier that changes all
-    the time would age the units of the tier below it, where each eviction is a loss.)
+    A *session* is a chain of requests, each continuing the one before. A unit counts as *superseded* if a
+    later state of its session will answer in its place. Such a unit has exactly one continuation, and its
+    state was not taken at a branch or a ghost branch. It has no more hits than its session alone explains.
+    The frequency of a superseded unit is close to 0.
 
-    Source: Cherkasova 1998 (Greedy-Dual-Size-Frequency); the rules for superseded states and for units held below are ours.
+    If a lower tier has a copy of a unit, a miss costs a load, which is proportional to the unit's bytes. Such
+    units are ranked by frequency alone, with a base of their own. They are evicted before every unit that
+    would have to be computed again. (A small upper tier evicts often. With a common base, its evictions would
+    raise the base fast, and units whose loss costs computation would soon rank lowest.)
+
+    Source: Cherkasova 1998 (Greedy-Dual-Size-Frequency). The rules for superseded units, and for units of
+    which a lower tier has a copy, are ours.
 
     Thread safety: as `Policy`.
     """
@@ -45,15 +54,20 @@ class Gdsf(Policy):
         self._lost, self._demoted = _Base(), _Base()
 
     def rank(self, units: Units) -> Ranks:
-        """Return the priority of each unit: 0 or more if its eviction loses it, below 0 if the tier below holds it."""
+        """Return the rank of each unit; it is below 0 if a lower tier holds the unit."""
         self._now = units.now
-        frequency = np.where(_superseded(units), _SUPERSEDED, 1.0 + np.minimum(units.hits, _MOST_HITS))
-        lost = self._lost.at(units.last_access) + frequency * self._costs.saved(units) / units.nbytes
-        demoted = self._demoted.at(units.last_access) + frequency
+        frequency = np.where(_superseded(units), _SUPERSEDED, 1.0 + np.minimum(units.hits, _MAX_HITS))
+        used = last_use(units)
+        lost = self._lost.at(used) + frequency * self._costs.saved(units) / units.nbytes
+        demoted = self._demoted.at(used) + frequency
+        # `demoted` is above 0. Its negative inverse is below 0 and has the same order.
         return np.where(units.covered, -1.0 / demoted, lost)
 
     def evicted(self, rank: float) -> None:
-        """Raise the base for lost units, or for those that the tier below holds (rank below 0), to the rank of the evicted unit."""
+        """Raise a base to this rank.
+
+        A rank below 0 belongs to a unit that a lower tier holds, and raises the base of such units.
+        """
         if rank < 0:
             self._demoted.rise(self._now, -1.0 / rank)
         else:
@@ -61,23 +75,30 @@ class Gdsf(Policy):
 
 
 def _superseded(units: Units) -> npt.NDArray[np.bool_]:
-    """Return, for each unit, whether a later state of its session answers in its place."""
+    """Return, for each unit, whether it is superseded (see `Gdsf`)."""
     kind = units.checkpoint
     at_branch = (kind == CheckpointKind.BRANCH) | (kind == CheckpointKind.GHOST)
-    # Each turn of a session hits the state that the turn before left, and a state takes over the hits of the states that it outlives. A
-    # session alone therefore explains lineage + 1 hits; more show that others use the unit, too.
+    # Each request of a session hits the state that the previous request left. When the index merges two
+    # edges, it keeps the higher number of hits. A session alone therefore explains up to lineage + 1 hits.
+    # More hits show that other sessions use the unit, too.
     found: npt.NDArray[np.bool_] = (units.children == 1) & ~at_branch & (units.hits <= units.lineage + 1)
     return found
 
 
 class _Base:
-    """History of the highest rank evicted so far, at each tick up to now, in a bounded number of steps."""
+    """History of a base: for each tick, the highest rank of all units that were evicted until then.
+
+    The history is a list of at most `_MAX_STEPS` rises.
+    """
 
     def __init__(self) -> None:
+        # Entry i holds from tick `_ticks[i]` up to the next entry's tick:
+        #   _ticks   0     10    25       at tick 17 the base is 1.5
+        #   _bases   0.0   1.5   4.0
         self._ticks: list[int] = [0]
         self._bases: list[float] = [0.0]
         self._steps: tuple[Ranks, Ranks] | None = None
-        """Both lists as arrays; None since they last changed."""
+        """Both lists as arrays; None if the lists have changed since they were converted."""
 
     def at(self, ticks: Column) -> Ranks:
         """Return the base at each of these ticks."""
@@ -88,7 +109,7 @@ class _Base:
         return then
 
     def rise(self, now: int, rank: float) -> None:
-        """Raise the base to `rank` from the tick `now` on, if that is more."""
+        """Raise the base to `rank` from the tick `now` on, if the base is lower."""
         if rank <= self._bases[-1]:
             return
         self._steps = None
@@ -99,5 +120,5 @@ class _Base:
         else:
             self._ticks.append(now)
             self._bases.append(rank)
-        if len(self._ticks) > _MOST_STEPS:  # drop every second step of the older half
-            del self._ticks[1 : _MOST_STEPS // 2 : 2], self._bases[1 : _MOST_STEPS // 2 : 2]
+        if len(self._ticks) > _MAX_STEPS:  # drop every second step of the older half
+            del self._ticks[1 : _MAX_STEPS // 2 : 2], self._bases[1 : _MAX_STEPS // 2 : 2]

@@ -1,31 +1,47 @@
-"""Hit-value density: the rate at which a unit is likely to be hit, times the cost that a hit saves, per byte that the unit takes."""
+"""Hit-value density: the likely hits of a unit, times the cost that a hit saves, per byte of the unit.
+
+`HitValueDensity` is the policy; `Hazard` learns the rates of reuse by class and age.
+"""
 
 from __future__ import annotations
 
 from typing import ClassVar
 
 import numpy as np
+import numpy.typing as npt
 
 from tiercache.policy.base import CheckpointKind, Column, Policy, Ranks, Reuse, Units
 from tiercache.policy.costs import Costs
-from tiercache.policy.hazard import Hazard
 
 _LINEAGES = 5
-"""Number of classes by requests in a row: 0, 1 to 2, 3 to 6, 7 to 14, 15 and more."""
+"""Number of classes by lineage (requests in a row): 0, 1 to 2, 3 to 6, 7 to 14, 15 and more."""
 _HITS = 6
 """Number of classes by a unit's own hits: 1, 2 to 3, and so on up to 32 and more."""
 _SIZES = 6
-"""Number of classes by new tokens: below 1,024, and by powers of two up to 16,384 and more."""
+"""Number of classes by new tokens: below 1,024 tokens, and by powers of two up to 16,384 tokens and more."""
+_BUCKETS = 24
+"""Number of age buckets, by powers of two. The last bucket has all ages from 2^22 ticks on."""
+DECAY = 0.95
+"""Factor by which each `Hazard.begin` multiplies earlier observations."""
+_PSEUDO_HITS = 1.0
+"""Number of hits that a class needs for its own rate to weigh as much as the rate of the class around it."""
+
+Table = npt.NDArray[np.float64]
+Classes = tuple[Column, ...]
 
 
 class HitValueDensity(Policy):
     """Policy with the rank: hazard(class, age) x cost of a miss / bytes freed.
 
-    The hazard comes from the rate at which units of a class are hit at an age, learned from the hits of live and of lost units (see
-    `Hazard`). Classes are nested in three levels: the reason why the state was taken x the number of continuations (0, 1, more); the unit's
-    own hits, or without any the number of requests in a row that led to it; the number of tokens that were new with it. Superseded states,
-    ends of sessions that are not continued, and branches that many requests share thus each get a rate of their own, and there is no weight
-    to set.
+    The hazard is learned. It follows from the rate at which units of a class are hit at an age (see
+    `Hazard`), where a miss of an evicted unit counts as a hit. Classes are nested in three levels, by
+
+    1. the reason why the state was taken, and the number of continuations (0, 1, more)
+    2. the unit's own hits or, if it has none, its lineage (see `Units.lineage`)
+    3. the number of tokens that the owner did not know before (see `Units.grown`)
+
+    Superseded states, ends of sessions, and branches that many requests share therefore get different rates.
+    No weight needs to be set.
 
     Thread safety: as `Policy`.
     """
@@ -40,14 +56,20 @@ class HitValueDensity(Policy):
     def rank(self, units: Units) -> Ranks:
         """Return the hit-value density of each unit."""
         rate = self._hazard.rate(_classes(units), units.now - units.last_access)
+        if units.expected.any():
+            rate = np.maximum(rate, _expected_rate(units))
         return rate * self._costs.density(units)
 
+    def value(self, units: Units) -> Ranks:
+        """Return the hit-value density, which is in FLOPs per byte and tick already."""
+        return self.rank(units)
+
     def reused(self, reuse: Reuse) -> None:
-        """Note a hit, or a miss of an evicted unit, for the next `learn`."""
+        """Record a hit, or a miss of an evicted unit, for the next `learn`."""
         self._reused.append(reuse)
 
     def learn(self, live: Units, gone: Units) -> None:
-        """Learn from the time since the last call: how long units of each class went without a hit, and how often they were hit."""
+        """Learn, for each class, the hits since the last call and the ticks that units waited for a hit."""
         hits = np.array(self._reused, np.int64).reshape(-1, len(Reuse._fields))
         self._reused.clear()
         _, _, children, own, checkpoint, lineage, grown, age, _, _ = hits.T
@@ -59,14 +81,42 @@ class HitValueDensity(Policy):
         self._hazard.derive()
 
 
+def _expected_rate(units: Units) -> Ranks:
+    """Return, in hits per tick, the value of keeping each unit for the hit that is expected of it; else 0.
+
+    A hit that is expected in n ticks is worth one hit for n ticks of keeping. A hit that is overdue by n
+    ticks is worth the same, because a wait tends to last about as long again; after twice the announced time,
+    it counts no more.
+    """
+    #   last_access        expected               given up
+    #        |-- announced --|---- announced ----|
+    #   rate     1 / (expected - now)   1 / (now - expected)   0
+    expected = units.expected
+    ahead = expected - units.now
+    holds = (expected > 0) & (-ahead <= expected - units.last_access)
+    rate: Ranks = np.where(holds, 1.0 / np.maximum(np.abs(ahead), 1), 0.0)
+    return rate
+
+
 def _classes(units: Units) -> tuple[Column, Column, Column]:
-    return _classes_of(units.checkpoint, units.children, units.hits, units.lineage, units.grown * units.page_tokens)
+    return _classes_of(
+        units.checkpoint, units.children, units.hits, units.lineage, units.grown * units.page_tokens
+    )
 
 
-def _classes_of(checkpoint: Column, children: Column, hits: Column, lineage: Column, new_tokens: Column) -> tuple[Column, Column, Column]:
+def _classes_of(
+    checkpoint: Column, children: Column, hits: Column, lineage: Column, new_tokens: Column
+) -> tuple[Column, Column, Column]:
     """Return the class of each unit on the three levels, outermost first."""
+    # Classes of the second level:
+    #   0 to 4    units without hits, by the logarithm of lineage + 1
+    #   5 to 10   units with hits, by the logarithm of the hits
     kind = checkpoint * 3 + np.minimum(children, 2)
-    past = np.where(hits > 0, _LINEAGES + np.minimum(_log2(np.maximum(hits, 1)), _HITS - 1), np.minimum(_log2(lineage + 1), _LINEAGES - 1))
+    past = np.where(
+        hits > 0,
+        _LINEAGES + np.minimum(_log2(np.maximum(hits, 1)), _HITS - 1),
+        np.minimum(_log2(lineage + 1), _LINEAGES - 1),
+    )
     size = np.clip(_log2(np.maximum(new_tokens, 1)) - 9, 0, _SIZES - 1)
     return kind, past, size
 
@@ -75,3 +125,145 @@ def _log2(values: Column) -> Column:
     """Return the binary logarithm, rounded down, of integers from 1."""
     exponents: Column = np.frexp(values.astype(np.float64))[1] - 1
     return exponents
+
+
+class Hazard:
+    """Learned value of keeping a unit, in hits per tick, for each class and age.
+
+    Classes are nested. `shape` has the number of outermost classes, then the number of parts into which each
+    of them is divided, and so on.
+
+    The rate of a class at an age is its number of hits divided by the ticks that its units waited for them.
+    The value of keeping a unit is not the rate at its present age. It is the highest average rate over any
+    period that begins now (the unit's Gittins index). Example: right after a request of a session the rate is
+    low, but it is high soon after. The session must be kept until then.
+
+    The rate of a class with few observations is close to the rate of the class that contains it. The
+    outermost classes are parts of one class of all units. The prior rate of that class is proportional to
+    1 / age. Before anything is learned, units are therefore evicted in the order of LRU.
+
+    Thread safety: as the policy that owns the hazard.
+    """
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self._shape = shape
+        self.hits = np.zeros((*shape, _BUCKETS))
+        """Hits, by class and age bucket; shape (*classes, buckets)."""
+        self.waited = np.zeros((*shape, _BUCKETS))
+        """Ticks that units waited for a hit, by class and age bucket; shape (*classes, buckets)."""
+        # Ages by bucket: 0 is age 0, n is [2^(n-1), 2^n), and the last one is open-ended.
+        #   bucket  0    1     2      3       ...   23
+        #   ages    0  [1,2) [2,4)  [4,8)     ...  [2^22, inf)
+        self.edges = np.concatenate([[0.0], 2.0 ** np.arange(_BUCKETS)])
+        """Ages in ticks at which the buckets begin, and infinity, where the last bucket ends."""
+        self.edges[-1] = np.inf
+        self._middles = 1.5 * 2.0 ** np.arange(-1, _BUCKETS - 1)
+        """Age in the middle of each bucket, in ticks."""
+        self._widths = np.maximum(np.diff(np.minimum(self.edges, 2.0**_BUCKETS)), 1.0)
+        """Ticks in each bucket. The last bucket counts as if it ended at 2^24 ticks."""
+        self._opened = self._elapsed = 0
+        self.derive()
+
+    def rate(self, classes: Classes, age: Column) -> Ranks:
+        """Return the value of keeping units of these classes and ages, in hits per tick."""
+        rates: Ranks = self._rates[(*classes, _bucket(age))]
+        return rates
+
+    def begin(self, now: int) -> None:
+        """Begin a report on the period from the last `begin` to the tick `now`, and let older reports decay.
+
+        The caller then reports the hits and waits of that period, with `hit` and `wait`.
+        """
+        self.hits *= DECAY
+        self.waited *= DECAY
+        self._opened, self._elapsed = now, now - self._opened
+
+    def hit(self, classes: Classes, age: Column) -> None:
+        """Add hits of units of these classes at these ages."""
+        np.add.at(self.hits, (*classes, _bucket(age)), 1.0)
+        self._wait(classes, age, self._elapsed / 2)  # on average a hit comes in the middle of the period
+
+    def wait(self, classes: Classes, age: Column) -> None:
+        """Add the ticks of this period that units of these classes waited without a hit.
+
+        `age` is their age at the end of the period.
+        """
+        self._wait(classes, age, self._elapsed)
+
+    def derive(self) -> None:
+        """Recompute the values that `rate` returns from all observations."""
+        hits, waited = (
+            self.hits.reshape(-1, _BUCKETS).sum(axis=0),
+            self.waited.reshape(-1, _BUCKETS).sum(axis=0),
+        )
+        # The prior rate is c / age. This c is chosen so that the prior rate, over the ticks that units
+        # waited, predicts about as many hits as were observed.
+        prior = (hits.sum() + 1.0) / ((waited / self._middles).sum() + 1.0) / self._middles
+        rates = _shrunk(hits, waited, prior)[None]
+        best = _best(rates, self._widths)
+        # `rates` and `best` have one row per class of a level. At first they have a single row, for the class
+        # of all units. Each turn of the loop divides every class into its parts, which start with the rates
+        # of that class.
+        for level, parts in enumerate(self._shape, 1):
+            inner = tuple(range(level, len(self._shape)))
+            hits, waited = (table.sum(axis=inner).reshape(-1, _BUCKETS) for table in (self.hits, self.waited))
+            rates, best = np.repeat(rates, parts, axis=0), np.repeat(best, parts, axis=0)
+            # Most classes are never observed. These keep the values of the class that contains them.
+            seen = waited.any(axis=1)
+            rates[seen] = _shrunk(hits[seen], waited[seen], rates[seen])
+            best[seen] = _best(rates[seen], self._widths)
+        self._rates = best.reshape(*self._shape, _BUCKETS)
+
+    def _wait(self, classes: Classes, age: Column, elapsed: float) -> None:
+        # A unit that waited over several buckets adds to each bucket the ticks that it spent there:
+        #   bucket      2 [2, 4)   3 [4, 8)   4 [8, 16)
+        #   age 10, waited 7 ticks: from 3 to 10, so 1, 4 and 2 ticks
+        until = age.astype(np.float64)
+        since = np.maximum(until - elapsed, 0.0)
+        last = _bucket(until)
+        whole = _bucket(since) == last  # for most units the whole wait lies in one bucket
+        np.add.at(self.waited, (*(part[whole] for part in classes), last[whole]), (until - since)[whole])
+        low, high = self.edges[:-1], self.edges[1:]
+        until, since = until[~whole, None], since[~whole, None]
+        np.add.at(
+            self.waited,
+            tuple(part[~whole] for part in classes),
+            np.clip(until, low, high) - np.clip(since, low, high),
+        )
+
+
+def _shrunk(hits: Table, waited: Table, prior: Table) -> Table:
+    """Return the rates hits / ticks, drawn towards the rates `prior`.
+
+    The result is as if each class had `_PSEUDO_HITS` more hits, at the rate `prior`.
+    """
+    return (hits + _PSEUDO_HITS) / (waited + _PSEUDO_HITS / prior)
+
+
+def _best(rates: Table, widths: npt.NDArray[np.float64]) -> Table:
+    """Return the hits per tick of keeping a unit for the best length of time; shape (classes, buckets).
+
+    A unit in age bucket a can be kept until the end of bucket a, of bucket a + 1, and so on up to the last.
+    Each choice has a value: the expected number of hits (at most one) divided by the expected ticks until the
+    hit or the end. The result has the highest value for each class and bucket.
+    """
+    n = rates.shape[-1]
+    waiting, hits, ticks = np.ones_like(rates), np.zeros_like(rates), np.zeros_like(rates)
+    best = np.zeros_like(rates)
+    for ahead in range(n):
+        at = np.minimum(np.arange(n) + ahead, n - 1)
+        # A unit is on average in the middle of its first bucket.
+        here, width = rates[..., at], widths[at] * (0.5 if ahead == 0 else 1.0)
+        # In a bucket of w ticks with the rate r, the chance of a hit is 1 - exp(-r w). The expected ticks
+        # until the hit or the bucket's end are chance / r. `waiting` is the chance that no earlier bucket
+        # brought a hit.
+        chance = -np.expm1(-here * width)
+        hits += waiting * chance
+        ticks += waiting * chance / here
+        waiting *= 1.0 - chance
+        np.maximum(best, hits / ticks, out=best)
+    return best
+
+
+def _bucket(age: Column) -> npt.NDArray[np.int64]:
+    return np.minimum(np.frexp(np.maximum(age, 0).astype(np.float64))[1], _BUCKETS - 1)

@@ -6,13 +6,14 @@ from typing import ClassVar
 
 import numpy as np
 
-from tiercache.policy.base import Policy, Ranks, Units
+from tiercache.policy.base import Policy, Ranks, Units, last_use
 
 
 class Lru(Policy):
-    """Policy under which the unit that was hit, or made if never hit, longest ago is evicted first.
+    """Policy that first evicts the unit whose last hit is longest ago.
 
-    `refresh` of `HybridIndex` decides how far up the tree a hit counts.
+    A unit without a hit counts from its creation. In the index, the argument `refresh` of `HybridIndex` says
+    whether a hit also counts for the nodes above.
 
     Thread safety: stateless, any thread.
     """
@@ -21,5 +22,5 @@ class Lru(Policy):
     steady: ClassVar[bool] = True
 
     def rank(self, units: Units) -> Ranks:
-        """Return the ticks of the last accesses."""
-        return units.last_access.astype(np.float64)
+        """Return the tick of each unit's last access, or of the hit that is expected of it."""
+        return last_use(units).astype(np.float64)

@@ -1,4 +1,4 @@
-"""Portfolio of several policies, of which the one that lately saved most ranks the units."""
+"""Portfolio of policies: the member that lately saved most computation ranks the units."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from tiercache.errors import ConfigError
 from tiercache.policy.base import Policy, Ranks, Reuse, Units
 
 WINDOW = 100
-"""Number of requests after which the members are compared again."""
+"""Number of requests between two comparisons of the members."""
 _KEPT = 0.7
-"""Share of a member's earlier score that is kept at each comparison, so that some three windows count."""
+"""Share of a member's earlier score that each comparison keeps. About the last three windows count."""
 
 
 class Portfolio(Policy):
     """Policy that ranks as one of its `members` does, while all of them learn.
 
-    The owner of the policy keeps a shadow cache for each member (see `index.Shadow`) and reports by `saved` how much each would have saved.
-    The portfolio insures against traffic whose nature changes, at the cost of one shadow per member.
+    The owner of the policy keeps a shadow (a simulated cache without bytes, see `index.Shadow`) for each
+    member, and passes to `saved` how many FLOPs each shadow has saved. When the kind of traffic changes,
+    another member takes over. The cost is one shadow per member.
 
     Thread safety: as `Policy`.
     """
@@ -30,17 +31,22 @@ class Portfolio(Policy):
             raise ConfigError("a portfolio needs at least one policy")
         self.members = dict(members)
         self.label = name
-        self.needs_states = any(member.needs_states for member in members.values())  # type: ignore[misc]  # of this portfolio
+        # An attribute of the instance, because it depends on the members.
+        self.needs_states = any(member.needs_states for member in members.values())  # type: ignore[misc]
         self.current = next(iter(self.members))
         self.scores = dict.fromkeys(self.members, 0.0)
-        """FLOPs that each member's shadow lately saved; older windows count less."""
+        """FLOPs that each member's shadow saved, with less weight for older windows."""
 
     def rank(self, units: Units) -> Ranks:
         """Return the ranks of the current member."""
         return self.members[self.current].rank(units)
 
+    def value(self, units: Units) -> Ranks:
+        """Return the values of the current member."""
+        return self.members[self.current].value(units)
+
     def evicted(self, rank: float) -> None:
-        """Report an eviction to the current member only: the rank has a meaning only for the member that gave it."""
+        """Report an eviction to the current member only, because that member gave the rank."""
         self.members[self.current].evicted(rank)
 
     def reused(self, reuse: Reuse) -> None:
@@ -54,9 +60,10 @@ class Portfolio(Policy):
             member.learn(live, gone)
 
     def saved(self, flops: Sequence[float]) -> None:
-        """Note the FLOPs that each member's shadow saved in the last window, in the order of `members`, and choose the current member.
+        """Choose the current member by the FLOPs that each member's shadow saved in the last window.
 
-        The one with the highest score is chosen; among equal ones, the first.
+        `flops` are in the order of `members`. The member with the highest score becomes the current one;
+        among equal scores, the first.
         """
         for name, value in zip(self.members, flops, strict=True):
             self.scores[name] = _KEPT * self.scores[name] + value

@@ -7,19 +7,20 @@ from typing import ClassVar
 import numpy as np
 
 from tiercache.errors import ConfigError
-from tiercache.policy.base import Policy, Ranks, Units
+from tiercache.policy.base import Policy, Ranks, Units, last_use
 
 
 class SegLen(Policy):
-    """Policy with the rank: `weight` x replay length + (1 - `weight`) x recency, each normalised over the units that are compared.
+    """Policy with the rank: `weight` x replay length + (1 - `weight`) x recency.
 
-    With `additive`, recency is added in full instead. The replay length is the distance to the nearest restorable depth above, so that
-    states on which many tokens depend stay. It has no meaning without states.
+    Both are normalised over the units that are compared. With `additive`, the weight of recency is 1. The
+    replay length is the number of pages that must be computed again if the unit is lost: those from the
+    nearest shallower restorable depth to the unit's end. The policy has no meaning without states.
 
-    The formula is inferred from the public description of SGLang's `seglen` (pull request 22172, closed without a merge), which says that
-    a weight of 0.85 controls the balance of the two, but not how they are added. It can be read in two ways. The convex one is the default:
-    a weight that runs from recency alone to replay length alone is a balance. The additive one is how Marconi, after which `seglen` is
-    modelled, adds its terms.
+    The formula is inferred from the public description of SGLang's `seglen` (pull request 22172, closed
+    without a merge). The description says that a weight of 0.85 controls the balance of the two, but not how
+    they are added. The default is a convex sum, because a balance suggests a weight from 0 (recency alone) to
+    1 (replay length alone). The additive sum is that of Marconi, on which `seglen` is modelled.
 
     Thread safety: stateless, any thread.
     """
@@ -29,13 +30,16 @@ class SegLen(Policy):
 
     def __init__(self, weight: float = 0.85, *, additive: bool = False) -> None:
         if not 0.0 <= weight <= 1.0:
-            raise ConfigError(f"seglen's weight {weight} is not possible; use a number from 0 (recency alone) to 1 (replay length alone)")
+            raise ConfigError(
+                f"seglen's weight {weight} is not possible; use a number from 0 (recency alone) to 1 (replay"
+                " length alone)"
+            )
         self._replay = weight
         self._recency = 1.0 if additive else 1.0 - weight
 
     def rank(self, units: Units) -> Ranks:
-        """Return the weighted sum of each unit, from 0."""
-        return self._replay * normalised(units.replay) + self._recency * normalised(units.last_access)
+        """Return the weighted sum of replay length and recency of each unit, at least 0."""
+        return self._replay * normalised(units.replay) + self._recency * normalised(last_use(units))
 
 
 def normalised(values: np.ndarray) -> Ranks:

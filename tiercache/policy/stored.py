@@ -1,4 +1,4 @@
-"""Unit columns that a store cannot fill: it knows less of its objects than an index knows of its units."""
+"""Columns of units that a store cannot fill, because it knows less about its objects than an index does."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from tiercache.policy.base import Column
 
 
 class StoredColumns(ABC):
-    """Base for `Units` of a store: zeros for the columns about why a state was taken, what led to it, and what the tier below holds.
+    """Base for the `Units` of a store, with zeros in the columns that a store does not know.
 
-    Subclasses have the other columns, and a length.
+    A store does not know why a state was taken or which requests led to the state, and there is no tier below
+    a store. Subclasses provide the other columns, and `__len__`.
 
-    Thread safety: during one call of the policy.
+    Thread safety: only the thread that calls the policy uses the columns, and only during the call.
     """
 
     @abstractmethod
@@ -33,6 +34,11 @@ class StoredColumns(ABC):
     @property
     def grown(self) -> Column:
         """Zeros: not known to a store."""
+        return self._unknown()
+
+    @property
+    def expected(self) -> Column:
+        """Zeros: hints do not reach a store."""
         return self._unknown()
 
     @property

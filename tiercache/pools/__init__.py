@@ -1,8 +1,16 @@
 """Device pools over the engine's tensors, and the host arena that all host pools share."""
 
-from tiercache.pools.arena import HostArena, MemoryReadings, SizePlan, plan_auto_size, read_memory
+from tiercache.memory import MemoryReadings, read_memory
+from tiercache.pools.arena import HostArena, SizePlan, plan_auto_size
 from tiercache.pools.blocks import BlockArena
-from tiercache.pools.device import DevicePool, DeviceTensor, SegmentTable, by_layer, page_geometry_of, state_geometry_of
+from tiercache.pools.device import (
+    DevicePool,
+    DeviceTensor,
+    SegmentTable,
+    by_layer,
+    page_geometry_of,
+    state_geometry_of,
+)
 from tiercache.pools.host import HostPool
 from tiercache.pools.slots import SlotAllocator
 

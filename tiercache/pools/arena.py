@@ -1,17 +1,18 @@
-"""Host arena: one sealed, pre-faulted memory region cut into uniform blocks, and the rules for its size."""
+"""Host arena, and the rules for its size.
+
+The arena is one memory region that is divided into blocks of equal size. The region is *sealed* (no process
+can resize it) and *faulted in* (the kernel has allocated every page of it before the first use).
+"""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
-import fcntl
 import mmap
 import os
 import re
 import time
 import weakref
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,41 +22,23 @@ import numpy as np
 
 from tiercache.core import BLOCK_ALIGN, Locations
 from tiercache.errors import ClosedError, ConfigError, SlotError
+from tiercache.memory import (
+    MemoryReadings,
+    address_of,
+    create_memfd,
+    huge_page_bytes,
+    kernel_text,
+    populate,
+    read_memory,
+)
 from tiercache.pools.blocks import BlockArena
+from tiercache.text import readable_size
 
-_MADV_POPULATE_WRITE: Final = 23  # Linux 5.14; the mmap module does not name it, and its madvise keeps the GIL
-_TOUCH_BYTES: Final = 64 << 20  # bytes that a thread faults in per system call: enough to be efficient, few enough to share out evenly
-_UNLIMITED: Final = 1 << 60  # cgroup v1 writes "no limit" as a number near 2**63
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_TOUCH_BYTES: Final = 64 << 20
+"""Bytes that a thread faults in with one system call.
 
-
-@dataclass(frozen=True, slots=True)
-class MemoryReadings:
-    """Memory figures of the system, in bytes; None where the system gives none.
-
-    `available` is MemAvailable; `limit` and `usage` are those of the cgroup that leaves least room, its usage without reclaimable page
-    cache; `huge_free` is the reserved and free part of the huge page pool, which MemAvailable does not count.
-    """
-
-    available: int | None
-    limit: int | None = None
-    usage: int | None = None
-    huge_free: int = 0
-
-    @property
-    def usable(self) -> int | None:
-        """Bytes that a process can still take without swapping or being killed; None if nothing is known."""
-        rooms = [] if self.available is None else [self.available]
-        if self.limit is not None:
-            rooms.append(max(0, self.limit - (self.usage or 0)))
-        return min(rooms, default=None)
-
-    def __str__(self) -> str:
-        memory = "MemAvailable unknown" if self.available is None else f"MemAvailable {_size(self.available)}"
-        if self.limit is None:
-            return f"{memory}, no cgroup limit"
-        return f"{memory}, cgroup limit {_size(self.limit)} of which {_size(self.usage or 0)} used"
+With larger pieces the threads would get uneven shares of the work. Smaller pieces need more calls.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,64 +49,62 @@ class SizePlan:
     reason: str
 
 
-def read_memory(root: Path = Path("/")) -> MemoryReadings:
-    """Read /proc/meminfo and the limits of this process's cgroups (v1 or v2) below `root`. What cannot be read is taken as not limited."""
-    info = {key: int(value) for key, value in re.findall(r"^(\w+):\s+(\d+)", _text(root / "proc/meminfo"), re.MULTILINE)}
-    groups = min(_cgroups(root), key=lambda group: group[0] - group[1], default=(None, None))
-    return MemoryReadings(
-        available=info["MemAvailable"] * 1024 if "MemAvailable" in info else None,
-        limit=groups[0],
-        usage=groups[1],
-        huge_free=max(0, info.get("HugePages_Free", 0) - info.get("HugePages_Rsvd", 0)) * info.get("Hugepagesize", 0) * 1024,
-    )
-
-
 def plan_auto_size(readings: MemoryReadings, *, fraction: float = 0.5, reserve: int = 2 << 30) -> SizePlan:
-    """Return the size for `auto`: `fraction` of what is usable, but leave at least `reserve` bytes free. Never rounded up.
+    """Return the size for `auto`: `fraction` of the usable memory, or less so that `reserve` bytes stay free.
 
-    Raises ConfigError if nothing is known or nothing would be left.
+    Raises ConfigError if the usable memory is not known, or if the reserve leaves no bytes for an arena.
     """
     usable = readings.usable
     if usable is None:
-        raise ConfigError("the available memory cannot be read, so the arena cannot choose its size; give it a number of bytes")
+        raise ConfigError(
+            "the available memory cannot be read, so the arena cannot choose its size; give it a number of"
+            " bytes"
+        )
     nbytes = min(int(usable * fraction), usable - reserve)
     if nbytes <= 0:
         raise ConfigError(
-            f"{_size(usable)} of memory is usable and {_size(reserve)} is to stay free, which leaves no arena; give it a number of bytes"
+            f"{readable_size(usable)} of memory is usable and {readable_size(reserve)} is to stay free, which"
+            " leaves no arena; give it a number of bytes"
         )
     rule = (
-        f"{fraction:.0%} of {_size(usable)} usable"
+        f"{fraction:.0%} of {readable_size(usable)} usable"
         if nbytes == int(usable * fraction)
-        else f"{_size(usable)} usable less {_size(reserve)} reserve"
+        else f"{readable_size(usable)} usable less {readable_size(reserve)} reserve"
     )
     return SizePlan(nbytes, f"auto: {rule} ({readings})")
 
 
-def plan_size(nbytes: int | Literal["auto"], readings: MemoryReadings, *, fraction: float = 0.5, reserve: int = 2 << 30) -> SizePlan:
-    """Return the size for a number of bytes, or for `auto`.
+def plan_size(
+    nbytes: int | Literal["auto"], readings: MemoryReadings, *, fraction: float = 0.5, reserve: int = 2 << 30
+) -> SizePlan:
+    """Return the size for a number of bytes, or for `auto` as `plan_auto_size` does.
 
-    Raises ConfigError for more bytes than are usable, unless that many are free in the huge page pool.
+    Raises ConfigError if `nbytes` exceeds both the usable memory and the free huge pages.
     """
     if nbytes == "auto":
         return plan_auto_size(readings, fraction=fraction, reserve=reserve)
     usable = readings.usable
     if usable is not None and nbytes > max(usable, readings.huge_free):
         raise ConfigError(
-            f"an arena of {_size(nbytes)} ({nbytes} bytes) is wanted and only {_size(usable)} ({usable} bytes) is available; ask for less"
+            f"an arena of {readable_size(nbytes)} ({nbytes} bytes) is wanted and only {readable_size(usable)}"
+            f" ({usable} bytes) is available; ask for less"
         )
     return SizePlan(nbytes, "as asked for")
 
 
 class HostArena(BlockArena):
-    """Blocks of one shared, sealed memfd, `blocks` of `block_bytes` bytes each: the only byte budget on the host, for all kinds of objects.
+    """Host memory of `blocks` blocks of `block_bytes` bytes each, in a sealed memfd (a file in memory).
 
-    `nbytes` (or "auto", see `plan_auto_size`) is rounded down to whole blocks. The region is faulted in by `threads` threads before the
-    constructor returns, on huge pages where the system has them; `report` describes the result in words. Another process maps the same
-    bytes through `fd`; the seals prevent every process from resizing it. /dev/shm is not used. Raises ConfigError for a size that is not
+    Objects of all kinds share these blocks; no kind has a budget of its own. Another process can map the same
+    bytes through `fd`. The memfd has no name in /dev/shm.
+
+    `nbytes` is rounded down to whole blocks; for "auto", `fraction` and `reserve` decide (see
+    `plan_auto_size`). The constructor faults the region in with `threads` threads (default: one per CPU, 16
+    at most). With `huge_pages` it uses huge pages where the system has them. `report` describes the result in
+    words. `readings` replaces the memory readings of the system. Raises ConfigError for a size that is not
     possible.
 
-    Thread safety: `alloc`, `free`, `available`, `withheld` and `close` belong to one owner thread; `view`, `hold`, `embargo`, `address`,
-    `nbytes` and `fd` may be used from any.
+    Thread safety: as `BlockArena`.
     """
 
     def __init__(
@@ -138,34 +119,42 @@ class HostArena(BlockArena):
         readings: MemoryReadings | None = None,
     ) -> None:
         if block_bytes < 1 or block_bytes % BLOCK_ALIGN:
-            raise ConfigError(f"a block of {block_bytes} bytes is not possible; use a multiple of {BLOCK_ALIGN}")
+            raise ConfigError(
+                f"a block of {block_bytes} bytes is not possible; use a multiple of {BLOCK_ALIGN}"
+            )
         readings = readings or read_memory()
         if not huge_pages:
             readings = replace(readings, huge_free=0)
         plan = plan_size(nbytes, readings, fraction=fraction, reserve=reserve)
         blocks = plan.nbytes // block_bytes
         if blocks < 1:
-            raise ConfigError(f"an arena of {_size(plan.nbytes)} does not hold one block of {_size(block_bytes)}; make it larger")
+            raise ConfigError(
+                f"an arena of {readable_size(plan.nbytes)} does not hold one block of"
+                f" {readable_size(block_bytes)}; make it larger"
+            )
         super().__init__(blocks, block_bytes)
         region = _map(blocks * block_bytes, readings, huge_pages)
         self.fd = region.fd
         self._close_fd = weakref.finalize(self, os.close, region.fd)
         self._map: mmap.mmap | None = region.map
         self._view = memoryview(region.map)[: blocks * block_bytes]
-        self.address = _address_of(region.map)
+        self.address = address_of(region.map)
         started = time.monotonic()
         try:
-            workers, method = _touch(self.address, self._view, threads or min(16, len(os.sched_getaffinity(0))))
+            workers, method = _touch(
+                self.address, self._view, threads or min(16, len(os.sched_getaffinity(0)))
+            )
         except BaseException:
             self.close()
             raise
         self.report = (
-            f"host arena: {_size(self.nbytes)} in {blocks} blocks of {_size(block_bytes)}, {plan.reason}; {region.pages}; "
-            f"ready in {time.monotonic() - started:.2f} s with {workers} threads ({method})"
+            f"host arena: {readable_size(self.nbytes)} in {blocks} blocks of {readable_size(block_bytes)},"
+            f" {plan.reason}; {region.pages}; ready in {time.monotonic() - started:.2f} s with {workers}"
+            f" threads ({method})"
         )
 
     def view(self, block: int) -> memoryview:
-        """Return the bytes of a block. The region stays mapped for as long as a view lives."""
+        """Return a writable view of a block's bytes. The region stays mapped while a view lives."""
         self._check_open()
         if not 0 <= block < self.blocks:
             raise SlotError(f"arena block {block} is out of range; there are {self.blocks}")
@@ -180,11 +169,15 @@ class HostArena(BlockArena):
         return self._view[:]
 
     def close(self) -> None:
-        """Release the region; twice is harmless. Where views are still in use, it is unmapped when the last of them is gone."""
+        """Release the region. A second call does nothing.
+
+        If views are still in use, the region is unmapped when the last view is gone.
+        """
         if self._map is None:
             return
         self._close_fd()
-        # While a view is exported, these raise BufferError and the view keeps the map referenced: the last view then unmaps it.
+        # While a view is in use, these two calls raise BufferError. The view refers to the map, so the region
+        # is unmapped when the last view is gone.
         with contextlib.suppress(BufferError):
             self._view.release()
             self._map.close()
@@ -203,32 +196,35 @@ class _Region:
 
 
 def _map(nbytes: int, readings: MemoryReadings, huge_pages: bool) -> _Region:
-    """Create a sealed memfd and map it: on reserved huge pages, else on transparent ones, else on ordinary ones."""
+    """Create a sealed memfd and map it.
+
+    Reserved huge pages are tried first, then transparent huge pages, then ordinary pages.
+    """
     if not huge_pages:
         return _map_memfd(nbytes, 0, "huge pages off")
     if nbytes <= readings.huge_free:
-        # Reserving the pages fails here, not at first touch; other processes may have taken them since the reading.
+        # Other processes may have taken huge pages since the reading. mmap reserves all pages, so it fails
+        # here if some are missing. Without the reservation, a later access would kill the process.
         with contextlib.suppress(OSError):
-            return _map_memfd(-(-nbytes // _huge_size()) * _huge_size(), os.MFD_HUGETLB, "reserved huge pages")
-        plan_size(nbytes, replace(readings, huge_free=0))
+            return _map_memfd(
+                -(-nbytes // huge_page_bytes()) * huge_page_bytes(), os.MFD_HUGETLB, "reserved huge pages"
+            )
+        plan_size(nbytes, replace(readings, huge_free=0))  # ConfigError if ordinary memory is too small
     region = _map_memfd(nbytes, 0, "")
-    setting = _text(Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled"))
+    setting = kernel_text(Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled"))
     if re.search(r"\[(always|within_size|advise|force)\]", setting):
+        # madvise is only a request: where no huge page is free, the kernel uses ordinary pages.
         with contextlib.suppress(OSError):
             region.map.madvise(mmap.MADV_HUGEPAGE)
             return _Region(region.fd, region.map, "transparent huge pages asked for")
     mode = re.search(r"\[(\w+)\]", setting)
-    why = f"{_size(readings.huge_free)} reserved, shmem_enabled={mode[1] if mode else 'unknown'}"
+    why = f"{readable_size(readings.huge_free)} reserved, shmem_enabled={mode[1] if mode else 'unknown'}"
     return _Region(region.fd, region.map, f"ordinary pages because huge ones are not available ({why})")
 
 
 def _map_memfd(nbytes: int, flags: int, pages: str) -> _Region:
-    fd = os.memfd_create("tiercache-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | flags)
+    fd = create_memfd("tiercache-arena", nbytes, flags)
     try:
-        os.ftruncate(fd, nbytes)
-        # No F_SEAL_SEAL: a daemon that maps the arena adds F_SEAL_FUTURE_WRITE and F_SEAL_SEAL itself, so that no process can punch
-        # holes into what it reads.
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         region = mmap.mmap(fd, nbytes)
     except BaseException:
         os.close(fd)
@@ -239,74 +235,30 @@ def _map_memfd(nbytes: int, flags: int, pages: str) -> _Region:
 
 
 def _touch(address: int, view: memoryview, threads: int) -> tuple[int, str]:
-    """Fault in every page of the region, in parallel; return how many threads were used, and the method."""
+    """Fault in every page of the region, in parallel; return the number of threads and the method's name."""
     pieces = [(start, min(_TOUCH_BYTES, len(view) - start)) for start in range(0, len(view), _TOUCH_BYTES)]
     threads = min(threads, len(pieces))
 
-    def populate(piece: tuple[int, int]) -> int:
-        result: int = _libc.madvise(address + piece[0], piece[1], _MADV_POPULATE_WRITE)  # CDLL: the GIL is released
-        return ctypes.get_errno() if result else 0
+    def fault_in(piece: tuple[int, int]) -> int:
+        try:
+            populate(address + piece[0], piece[1])
+        except OSError as error:
+            return error.errno or errno.EINVAL
+        return 0
 
     with ThreadPoolExecutor(threads, "tiercache-touch") as pool:
-        refusals = set(pool.map(populate, pieces)) - {0}
+        refusals = set(pool.map(fault_in, pieces)) - {0}
         if not refusals:
             return threads, "MADV_POPULATE_WRITE"
-        if refusals != {errno.EINVAL}:  # not an older kernel, but too little memory: touching it would kill the process
+        # EINVAL means that the kernel is too old for this call, so touch the pages instead. Any other error
+        # means that there is too little memory; touching the pages would then kill the process.
+        if refusals != {errno.EINVAL}:
             reason = os.strerror(max(refusals))
-            raise ConfigError(f"{_size(len(view))} for the arena could not be faulted in ({reason}); ask for less")
+            raise ConfigError(
+                f"{readable_size(len(view))} for the arena could not be faulted in ({reason}); ask for less"
+            )
+        # One byte of each 4 KiB page, shape [pages]: writing it makes the kernel allocate the page.
         pages = np.frombuffer(view, np.uint8)[::BLOCK_ALIGN]
         step = _TOUCH_BYTES // BLOCK_ALIGN
         list(pool.map(lambda start: pages[start : start + step].fill(0), range(0, len(pages), step)))
         return threads, "touched page by page"
-
-
-def _cgroups(root: Path) -> Iterator[tuple[int, int]]:
-    """Yield (limit, usage) in bytes of every memory cgroup above this process that has a limit.
-
-    Inner groups of a container may not be visible.
-    """
-    for line in _text(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            names = ("memory.max", "memory.current", "inactive_file")
-            mounts = [root / "sys/fs/cgroup", root / "sys/fs/cgroup/unified"]
-        elif "memory" in controllers.split(","):
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            mounts = [root / "sys/fs/cgroup/memory"]
-        else:
-            continue
-        parts = [part for part in path.split("/") if part]
-        for mount in mounts:
-            for depth in range(len(parts), -1, -1):
-                yield from _limit_of(mount.joinpath(*parts[:depth]), *names)
-
-
-def _limit_of(group: Path, limit_file: str, usage_file: str, cache_key: str) -> Iterator[tuple[int, int]]:
-    limit, usage = _text(group / limit_file).strip(), _text(group / usage_file).strip()
-    if not limit.isdigit() or int(limit) >= _UNLIMITED or not usage.isdigit():
-        return
-    cache = re.search(rf"^{cache_key} (\d+)", _text(group / "memory.stat"), re.MULTILINE)
-    yield int(limit), max(0, int(usage) - int(cache[1] if cache else 0))
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
-
-
-def _huge_size() -> int:
-    found = re.search(r"^Hugepagesize:\s+(\d+)", _text(Path("/proc/meminfo")), re.MULTILINE)
-    return int(found[1]) * 1024 if found else 2 << 20
-
-
-def _address_of(region: mmap.mmap) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(region))
-
-
-def _size(nbytes: int) -> str:
-    for unit, shift in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
-        if nbytes >= 1 << shift:
-            return f"{nbytes / (1 << shift):.1f} {unit}"
-    return f"{nbytes} B"

@@ -1,11 +1,14 @@
-"""Device pools: the engine's own cache tensors, described as addresses. No tensor is copied and torch is not imported.
+"""Device pools: the engine's own cache tensors, described as addresses.
 
-A tensor belongs to one (layer, name) of the pool's geometry, in one of two forms:
+No tensor is copied and torch is not imported.
+
+Each tensor holds the segment of one (layer, name) of the pool's geometry, for all slots. Its form is one of:
 
 - slot form `[slots, *segment shape]`: states, and pages kept as `[slots, page_size, ...]`;
 - token form `[slots * page_size, *segment shape after its first dimension]`: pages of a token-indexed cache.
 
-`by_layer` makes the mapping from `[layers, slots, ...]` or from a list with one tensor per layer; `|` joins such mappings.
+The functions here take a mapping from (layer, name) to tensor. `by_layer` makes such a mapping, from one
+tensor `[layers, slots, ...]` or from a list with one tensor per layer. The operator `|` joins two mappings.
 """
 
 from __future__ import annotations
@@ -24,11 +27,11 @@ from tiercache.geometry import DTYPE_BITS, Geometry, Segment, state_geometry
 from tiercache.pools.slots import SlotAllocator, as_locations
 
 _PACKED_CARRIERS = ("uint8", "int8")
-"""Dtypes whose bytes may hold two 4-bit elements each, if the geometry says so."""
+"""Dtypes of tensors in which each byte may hold two elements of 4 bits, if the geometry says so."""
 
 
 class DeviceTensor(Protocol):
-    """Part of `torch.Tensor` that a pool uses."""
+    """The part of `torch.Tensor` that a pool uses."""
 
     @property
     def shape(self) -> Sequence[int]: ...  # noqa: D102
@@ -46,12 +49,17 @@ Tensors: TypeAlias = Mapping[tuple[int, str], DeviceTensor]
 
 
 def by_layer(name: str, tensors: Any, layers: Sequence[int]) -> dict[tuple[int, str], DeviceTensor]:
-    """Name the tensors of several layers: `tensors` is one tensor `[layers, slots, ...]` or a list with one tensor per layer.
+    """Map the tensors of several layers by (layer, name).
 
-    `layers` are the model's numbers of those layers, in the same order. Raises GeometryError if the counts differ.
+    `tensors` is one tensor `[layers, slots, ...]` or a list with one tensor per layer. `layers` has the
+    numbers of these layers in the model, in the same order. Raises GeometryError if the two have different
+    lengths.
     """
     if len(tensors) != len(layers):
-        raise GeometryError(f"tensor {name!r} has {len(tensors)} layers and {len(layers)} layer numbers; give one number per layer")
+        raise GeometryError(
+            f"tensor {name!r} has {len(tensors)} layers and {len(layers)} layer numbers; give one number per"
+            " layer"
+        )
     return {(layer, name): tensors[i] for i, layer in enumerate(layers)}
 
 
@@ -64,23 +72,30 @@ def page_geometry_of(
     hit_policy: HitPolicy = HitPolicy.ALL_PAGES,
     trailing: int = 1,
 ) -> Geometry:
-    """Return the geometry of page tensors in token form, or with `paged` in the form `[slots, page_size, ...]`.
+    """Return the geometry of page tensors in token form, or with `paged` in slot form.
 
-    Within a layer the segments have the mapping's order. Raises GeometryError for an unknown dtype, and with `paged` for another page size
-    than `page_size`.
+    Within a layer, the segments keep the order of the mapping. `hit_policy` and `trailing` are those of
+    `Geometry`. Raises GeometryError for an unknown dtype, and for tensors in slot form `[slots, n, ...]`
+    whose `n` is not `page_size`.
     """
     segments = []
     for (layer, name), tensor in tensors.items():
         dtype, shape = _elements(layer, name, tensor)
         if paged and (len(shape) < 2 or shape[1] != page_size):
-            raise GeometryError(f"layer {layer} tensor {name!r} is {shape}, which does not have {page_size} tokens a page in dimension 1")
+            raise GeometryError(
+                f"layer {layer} tensor {name!r} is {shape}, which does not have {page_size} tokens a page in"
+                " dimension 1"
+            )
         segments.append(Segment(layer, name, shape[1:] if paged else (page_size, *shape[1:]), dtype))
     segments.sort(key=lambda s: s.layer)
     return Geometry(pool, page_size, tuple(segments), hit_policy, trailing)
 
 
 def state_geometry_of(tensors: Tensors, page_size: int, *, pool: PoolName = PoolName.MAMBA) -> Geometry:
-    """Return the geometry of state tensors `[slots, ...]`; within a layer the segments have the mapping's order."""
+    """Return the geometry of state tensors `[slots, ...]`.
+
+    Within a layer, the segments keep the order of the mapping.
+    """
     described = []
     for (layer, name), tensor in tensors.items():
         dtype, shape = _elements(layer, name, tensor)
@@ -90,28 +105,41 @@ def state_geometry_of(tensors: Tensors, page_size: int, *, pool: PoolName = Pool
 
 @dataclass(frozen=True, slots=True)
 class SegmentTable:
-    """Places of the segments of a pool's objects: one entry per segment in geometry order, every column of shape [segments].
+    """Places of the segments of a pool's objects, as columns of shape [segments], in geometry order.
 
-    The bytes of segment i of slot s are the `length[i]` bytes from address `base[i] + s * stride[i]`; in the object they start at byte
-    `offset[i]`. `layer[i]` is the number of its layer. `allocation[i]` numbers the memory that segment i is known to be in: tensors that
-    interleave share a number; any others may be in different allocations of the driver.
+    Segment i of slot s lies at address `base[i] + s * stride[i]`:
+
+        base[i]       + stride[i]   + 2 * stride[i]
+        |==slot 0==|  |==slot 1==|  |==slot 2==|          each `length[i]` bytes long
     """
 
     base: npt.NDArray[np.uint64]
+    """Address of the segment in slot 0."""
     stride: npt.NDArray[np.int64]
+    """Bytes from the segment's start in one slot to its start in the next slot."""
     length: npt.NDArray[np.int64]
+    """Length of the segment in bytes."""
     offset: npt.NDArray[np.int64]
+    """Byte at which the segment starts in the object."""
     layer: npt.NDArray[np.int64]
+    """Number of the segment's layer."""
     allocation: npt.NDArray[np.int64]
+    """Number that `allocations` gives to the segment's tensor.
+
+    One copy must not touch tensors with different numbers.
+    """
 
 
 class DevicePool:
-    """Slots of one cache kind in the engine's own tensors, which the pool keeps referenced and never owns.
+    """Slots of one cache kind in the engine's tensors. The pool keeps a reference to the tensors.
 
-    Thread safety: `alloc` and `free` belong to one owner thread; everything else is immutable and may be read from any thread.
+    Thread safety: `alloc`, `free` and `available` belong to one owner thread. The rest never changes, and any
+    thread may read it.
     """
 
-    def __init__(self, geometry: Geometry, segments: SegmentTable, capacity: int, device: str, tensors: Tensors) -> None:
+    def __init__(
+        self, geometry: Geometry, segments: SegmentTable, capacity: int, device: str, tensors: Tensors
+    ) -> None:
         self.geometry = geometry
         self.segments = segments
         self.capacity = capacity
@@ -123,30 +151,44 @@ class DevicePool:
     def from_tensors(cls, geometry: Geometry, tensors: Tensors, *, slots: int | None = None) -> Self:
         """Create a pool over `tensors`, one for each segment of `geometry`, without copying them.
 
-        `slots` limits the pool to the first `slots` slots of each tensor, whatever lies behind them; without it every tensor must have the
-        same number. Raises GeometryError, naming the layer and the tensor, if tensors are missing, left over, of another shape, dtype or
-        device, or if the bytes of one slot are not one contiguous run.
+        `slots` limits the pool to the first `slots` slots of each tensor. Without this limit, all tensors
+        must have the same number of slots.
+
+        Raises GeometryError if a tensor is missing, is unknown, has another shape, dtype or device, or has a
+        slot whose bytes are not contiguous. The message names the layer and the tensor.
         """
         _check_names(geometry, tensors)
         ordered = [tensors[s.layer, s.name] for s in geometry.segments]
-        rows = [_layout(segment, tensor, geometry.page_size, slots) for segment, tensor in zip(geometry.segments, ordered, strict=True)]
+        rows = [
+            _layout(segment, tensor, geometry.page_size, slots)
+            for segment, tensor in zip(geometry.segments, ordered, strict=True)
+        ]
         capacity = slots if slots is not None else rows[0][0]
         device = str(ordered[0].device)
         for segment, tensor, (count, _) in zip(geometry.segments, ordered, rows, strict=True):
             if count < capacity or (slots is None and count != capacity):
                 raise GeometryError(
-                    f"{_label(segment)} has {count} slots where {capacity} are expected; all tensors of a pool have as many"
+                    f"{_label(segment)} has {count} slots where {capacity} are expected; give all tensors of"
+                    " a pool the same number"
                 )
             if str(tensor.device) != device:
-                raise GeometryError(f"{_label(segment)} is on {tensor.device} and the pool on {device}; keep a pool on one device")
-        base, stride = np.array([t.data_ptr() for t in ordered], np.uint64), np.array([stride for _, stride in rows], np.int64)
+                raise GeometryError(
+                    f"{_label(segment)} is on {tensor.device} and the pool on {device}; keep a pool on one"
+                    " device"
+                )
+        base, stride = (
+            np.array([t.data_ptr() for t in ordered], np.uint64),
+            np.array([stride for _, stride in rows], np.int64),
+        )
         table = SegmentTable(
             base=base,
             stride=stride,
             length=geometry.lengths,
             offset=geometry.offsets,
             layer=np.array([s.layer for s in geometry.segments], np.int64),
-            allocation=allocations(base.astype(np.int64), base.astype(np.int64) + (capacity - 1) * stride + geometry.lengths),
+            allocation=allocations(
+                base.astype(np.int64), base.astype(np.int64) + (capacity - 1) * stride + geometry.lengths
+            ),
         )
         return cls(geometry, table, capacity, device, tensors)
 
@@ -165,7 +207,7 @@ class DevicePool:
         return self.allocator.alloc(n)
 
     def free(self, slots: npt.ArrayLike) -> None:
-        """Give slots back, all or none. Raises SlotError, with nothing freed."""
+        """Give slots back. Raises SlotError, with nothing freed, as `SlotAllocator.free` does."""
         self.allocator.free(slots)
 
     def checked(self, slots: npt.ArrayLike) -> Locations:
@@ -177,11 +219,15 @@ class DevicePool:
 
 
 def allocations(begin: npt.NDArray[np.int64], end: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Number the memory that tensors are in: tensors whose address ranges overlap get the same number.
+    """Return a number for the memory of each tensor; tensors with the same number lie in one allocation.
 
-    Tensor i takes the addresses from `begin[i]` up to `end[i]`; both arrays and the result have the shape [tensors]. Two allocations of a
-    driver never overlap, but may lie side by side.
+    Tensor i takes the addresses [`begin[i]`, `end[i]`). Both arrays and the result have the shape [tensors].
+    Two allocations of a driver never overlap, so tensors that overlap get the same number. Allocations may be
+    adjacent, so tensors that are only adjacent get different numbers.
     """
+    # In order of address, a tensor gets a new number if it begins at or behind the highest end so far:
+    #   addresses  0 ... 9 | 5 ... 20 | 20 ... 30      overlap at 5; adjacent at 20
+    #   number        0    |    0     |     1
     order = np.lexsort((end, begin))
     reached = np.maximum.accumulate(end[order])
     found = np.empty(len(begin), np.int64)
@@ -192,20 +238,30 @@ def allocations(begin: npt.NDArray[np.int64], end: npt.NDArray[np.int64]) -> npt
 def _check_names(geometry: Geometry, tensors: Tensors) -> None:
     expected = {(s.layer, s.name) for s in geometry.segments}
     for layer, name in sorted(expected - tensors.keys()):
-        raise GeometryError(f"pool {geometry.pool} has no tensor {name!r} for layer {layer}; pass every tensor of its geometry")
+        raise GeometryError(
+            f"pool {geometry.pool} has no tensor {name!r} for layer {layer}; pass every tensor of its"
+            " geometry"
+        )
     for layer, name in sorted(tensors.keys() - expected):
-        raise GeometryError(f"pool {geometry.pool} does not know tensor {name!r} of layer {layer}; name the tensors as its geometry does")
+        raise GeometryError(
+            f"pool {geometry.pool} does not know tensor {name!r} of layer {layer}; name the tensors as its"
+            " geometry does"
+        )
 
 
 def _layout(segment: Segment, tensor: DeviceTensor, page_size: int, slots: int | None) -> tuple[int, int]:
     """Return (slots, bytes from one slot to the next) of a tensor in slot form or token form."""
     if not all(callable(getattr(tensor, name, None)) for name in ("data_ptr", "stride", "element_size")):
-        raise GeometryError(f"{_label(segment)} is of type {type(tensor).__name__}; pass a tensor, such as torch.from_numpy gives")
+        raise GeometryError(
+            f"{_label(segment)} is of type {type(tensor).__name__}; pass a tensor, such as a result of"
+            " torch.from_numpy"
+        )
     dtype, shape = _elements(segment.layer, segment.name, tensor)
     if DTYPE_BITS[segment.dtype] == 4 and dtype in _PACKED_CARRIERS:
         dtype, shape = segment.dtype, (*shape[:-1], shape[-1] * 2)
     if dtype != segment.dtype:
         raise GeometryError(f"{_label(segment)} is {dtype} where its geometry says {segment.dtype}")
+    # `tokens`: rows of the tensor's first dimension that make one slot.
     if shape[1:] == segment.shape:
         tokens = 1
     elif segment.shape[:1] == (page_size,) and shape[1:] == segment.shape[1:]:
@@ -214,17 +270,25 @@ def _layout(segment: Segment, tensor: DeviceTensor, page_size: int, slots: int |
         forms = f"[slots, {_join(segment.shape)}] or [slots * {page_size}, {_join(segment.shape[1:])}]"
         raise GeometryError(f"{_label(segment)} has shape {shape}; expected {forms}")
     if shape[0] % tokens and slots is None:
-        raise GeometryError(f"{_label(segment)} has {shape[0]} tokens, which is not a multiple of the page size {page_size}")
+        raise GeometryError(
+            f"{_label(segment)} has {shape[0]} tokens, which is not a multiple of the page size {page_size}"
+        )
     count = shape[0] // tokens
     stride = tensor.stride()[0] * tokens * tensor.element_size()
     _check_contiguous(segment, tensor, tokens)
     if count > 1 and stride < segment.nbytes:
-        raise GeometryError(f"{_label(segment)} has slots {stride} bytes apart that hold {segment.nbytes} bytes each; they would overlap")
+        raise GeometryError(
+            f"{_label(segment)} has slots {stride} bytes apart that hold {segment.nbytes} bytes each; they"
+            " would overlap"
+        )
     return count, stride
 
 
 def _check_contiguous(segment: Segment, tensor: DeviceTensor, tokens: int) -> None:
-    """Check that the dimensions within one slot are dense, the last one fastest; a dimension of one element may have any stride."""
+    """Check that the elements of one slot are contiguous and in order; raise GeometryError otherwise.
+
+    A dimension of one element may have any stride.
+    """
     shape, strides = tuple(tensor.shape), tuple(tensor.stride())
     dense = 1
     for size, stride in zip(reversed(shape[1:]), reversed(strides[1:]), strict=True):
@@ -235,21 +299,26 @@ def _check_contiguous(segment: Segment, tensor: DeviceTensor, tokens: int) -> No
         if tokens == 1 or strides[0] == dense:
             return
     raise GeometryError(
-        f"{_label(segment)} has shape {shape} and strides {strides}: one slot is not one contiguous run of bytes; pass a dense tensor"
+        f"{_label(segment)} has shape {shape} and strides {strides}: one slot is not one contiguous run of"
+        " bytes; pass a dense tensor"
     )
 
 
 def _elements(layer: int, label: str, tensor: DeviceTensor) -> tuple[str, tuple[int, ...]]:
-    """Return a tensor's dtype by its name in `DTYPE_BITS`, and its shape in such elements."""
+    """Return a tensor's dtype by its name in `DTYPE_BITS`, and its shape in elements of that dtype."""
     dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(int(n) for n in tensor.shape)
     if dtype == "float4_e2m1fn_x2":  # torch counts pairs of elements
         dtype, shape = "float4_e2m1fn", (*shape[:-1], shape[-1] * 2)
     if dtype not in DTYPE_BITS:
         raise GeometryError(
-            f"layer {layer} tensor {label!r} has the unknown dtype {dtype}; view it as one of {', '.join(sorted(DTYPE_BITS))}"
+            f"layer {layer} tensor {label!r} has the unknown dtype {dtype}; view it as one of"
+            f" {', '.join(sorted(DTYPE_BITS))}"
         )
     if not shape or math.prod(shape) == 0:
-        raise GeometryError(f"layer {layer} tensor {label!r} has shape {shape} and so no slots; its first dimension counts slots or tokens")
+        raise GeometryError(
+            f"layer {layer} tensor {label!r} has shape {shape} and so no slots; its first dimension counts"
+            " slots or tokens"
+        )
     return dtype, shape
 
 

@@ -1,4 +1,4 @@
-"""Host pools: the host objects of one cache kind, as storage v2 registers them."""
+"""Host pools: the objects of one cache kind in the host arena."""
 
 from __future__ import annotations
 
@@ -13,20 +13,23 @@ from tiercache.pools.slots import as_locations
 
 
 class HostPool:
-    """View of the arena as whole objects of one geometry. All pools of an arena draw on the same free blocks.
+    """View of the arena as objects of one geometry. All pools of an arena share its free blocks.
 
-    An object takes `blocks_per_object` blocks, not necessarily adjacent, and is named by a handle: the number of its first block. Handles
-    of two pools of one arena therefore never collide, and a pool frees only its own. Bytes of the last block behind the payload are slack.
+    An object takes `blocks_per_object` blocks, which need not be adjacent. Its handle is the number of its
+    first block, so two pools of one arena never have the same handle. If the payload ends inside the last
+    block, the rest of that block is unused.
 
-    Thread safety: `alloc` and `free` belong to the arena's owner thread. The rest may be called from any thread for handles that stay
-    allocated during the call.
+    Thread safety: `alloc` and `free` belong to the arena's owner thread. Any thread may call the rest, for
+    handles that stay allocated during the call.
     """
 
     def __init__(self, geometry: Geometry, arena: BlockArena) -> None:
         self.geometry = geometry
         self.arena = arena
         self.blocks_per_object = -(-geometry.nbytes // arena.block_bytes)
-        # Row h lists the blocks of the object with handle h; other rows are never read, and take no memory while they are not written.
+        # Row h lists the blocks of the object with handle h; no other row is ever read:
+        #   row 7   7 2 9       the object with handle 7 lies in blocks 7, 2 and 9; rows 2 and 9 are unused
+        # The table may be large, but the kernel gives memory only to pages of it that were written.
         self._table = np.empty((arena.blocks, self.blocks_per_object), np.int64)
         self._live = np.zeros(arena.blocks, np.bool_)
 
@@ -51,9 +54,14 @@ class HostPool:
         return int(np.count_nonzero(self._live))
 
     def alloc(self, n: int) -> Locations:
-        """Take room for `n` objects: their handles, int64, shape [n]. Raises PoolFullError, with nothing taken, if they do not fit."""
+        """Allocate `n` objects and return their handles: int64, shape [n].
+
+        Raises PoolFullError, with nothing taken, if they do not fit.
+        """
         if n > self.available:
-            raise PoolFullError(f"{n} {self.name} objects are wanted on the host and {self.available} fit; evict first")
+            raise PoolFullError(
+                f"{n} {self.name} objects are wanted on the host and {self.available} fit; evict first"
+            )
         blocks = self.arena.alloc(n * self.blocks_per_object).reshape(n, self.blocks_per_object)
         handles = blocks[:, 0].copy()
         self._table[handles] = blocks
@@ -61,9 +69,12 @@ class HostPool:
         return handles
 
     def free(self, handles: npt.ArrayLike) -> None:
-        """Give objects back. All or nothing: raises SlotError for a handle that is named twice or is not this pool's."""
+        """Give objects back.
+
+        Raises SlotError, with nothing freed, for a handle that is named twice or is not this pool's.
+        """
         array = self._checked(handles)
-        self.arena.free(self._table[array].reshape(-1))  # raises SlotError for duplicates, and then frees nothing
+        self.arena.free(self._table[array].reshape(-1))  # SlotError for a handle that is named twice
         self._live[array] = False
 
     def blocks(self, handles: npt.ArrayLike) -> npt.NDArray[np.int64]:
@@ -74,23 +85,30 @@ class HostPool:
         return self._table[self._checked(handles)]
 
     def buffers(self, handle: int) -> list[memoryview]:
-        """Return the object's blocks in order, whole and writable; the payload is the first `geometry.nbytes` bytes."""
+        """Return writable views of the object's blocks, in order.
+
+        The payload is the first `geometry.nbytes` bytes of these blocks.
+        """
         return [self.arena.view(block) for block in self.blocks([handle])[0].tolist()]
 
     def check_integrity(self) -> None:
-        """Check that the blocks of all objects are distinct and allocated; raise AssertionError otherwise.
-
-        Call it when nothing is under way.
-        """
+        """Check that the blocks of all objects are distinct and allocated; raise AssertionError otherwise."""
         handles = np.flatnonzero(self._live)
         taken = self._table[handles]
-        assert (taken[:, 0] == handles).all(), f"a {self.name} handle is not its first block"
+        assert (taken[:, 0] == handles).all(), (
+            f"a {self.name} handle is not the number of its object's first block"
+        )
         assert len(np.unique(taken)) == taken.size, f"two {self.name} objects share a block"
-        assert self.arena.allocator.allocated(taken.reshape(-1)).all(), f"a block of a {self.name} object is free"
+        assert self.arena.allocator.allocated(taken.reshape(-1)).all(), (
+            f"a block of a {self.name} object is free"
+        )
 
     def _checked(self, handles: npt.ArrayLike) -> Locations:
         array = as_locations(handles, self.arena.blocks, f"{self.name} handle")
         unknown = ~self._live[array]
         if unknown.any():
-            raise SlotError(f"handle {array[unknown][0]} is not an object of pool {self.name}; it was freed, or belongs to another pool")
+            raise SlotError(
+                f"handle {array[unknown][0]} is not an object of pool {self.name}; it was freed, or belongs"
+                " to another pool"
+            )
         return array

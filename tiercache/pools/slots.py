@@ -1,4 +1,4 @@
-"""Allocator for the numbers of a fixed range: the slots of a device pool, the blocks of the host arena."""
+"""Allocator for the numbers of a fixed range, such as slots of a device pool or blocks of the host arena."""
 
 from __future__ import annotations
 
@@ -14,34 +14,42 @@ from tiercache.errors import ConfigError, PoolFullError, SlotError
 def as_locations(values: Any, capacity: int, noun: str) -> Locations:
     """Return `values` as int64, shape [n], each in [0, capacity).
 
-    Raises SlotError that names the first value out of range and calls it a `noun`.
+    Raises SlotError for a value out of range, and for an array of another shape or dtype. The message calls
+    one value a `noun`.
     """
     array = np.asarray(values)
     if array.size == 0:
         return np.empty(0, np.int64)
     if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise SlotError(f"{noun}s come as a one-dimensional array of integers, not {array.dtype} of shape {array.shape}")
+        raise SlotError(
+            f"{noun}s come as a one-dimensional array of integers, not {array.dtype} of shape {array.shape}"
+        )
     array = array.astype(np.int64, copy=False)
-    if array.view(np.uint64).max() >= capacity:  # as unsigned numbers, negative ones are the largest
+    if array.view(np.uint64).max() >= capacity:  # read as unsigned, negative numbers are the largest
         outside = (array < 0) | (array >= capacity)
         raise SlotError(f"{noun} {array[outside][0]} is out of range; there are {capacity}")
     return array
 
 
 class SlotAllocator:
-    """Allocator of the numbers 0 .. capacity - 1: a stack of the free ones and a bitmap of the used ones.
+    """Allocator of the numbers 0 .. capacity - 1, which are called slots here.
 
-    Slots that were freed together are handed out together and in the same order, so that neighbours stay neighbours and their copies can be
-    merged. Raises ConfigError for a negative capacity.
+    A stack has the free slots, and a bitmap marks the used ones. Slots that were freed together are handed
+    out together and in the same order. Neighbours therefore stay neighbours, and their copies can be merged.
 
-    Thread safety: `alloc` and `free` are called by one owner thread only; other threads hand what they want freed to the owner.
+    Error messages call a slot a `noun`. Raises ConfigError for a negative capacity.
+
+    Thread safety: only one owner thread calls `alloc` and `free`.
     """
 
     def __init__(self, capacity: int, *, noun: str = "slot") -> None:
         if capacity < 0:
             raise ConfigError(f"a capacity of {capacity} {noun}s is not possible; use 0 or more")
         self._noun = noun
-        self._free = np.arange(capacity - 1, -1, -1, dtype=np.int64)  # the top of the stack is at index `available - 1`
+        # The top of the stack is on the right, at index `available - 1`:
+        #   5 4 3 2 1 0      alloc(2) returns 0 1, read from the right
+        #   5 4 3 2 . .      free([0, 1]) puts 1 0 behind the 2 again
+        self._free = np.arange(capacity - 1, -1, -1, dtype=np.int64)
         self._available = capacity
         self._used = np.zeros(capacity, np.bool_)
 
@@ -61,11 +69,16 @@ class SlotAllocator:
         return self.capacity - self._available
 
     def alloc(self, n: int) -> Locations:
-        """Take `n` slots: int64, shape [n]. Raises PoolFullError, with nothing taken, if fewer are free; SlotError for a negative `n`."""
+        """Take `n` slots: int64, shape [n].
+
+        Raises PoolFullError, with nothing taken, if fewer are free, and SlotError for a negative `n`.
+        """
         if n < 0:
             raise SlotError(f"cannot take {n} {self._noun}s; use 0 or more")
         if n > self._available:
-            raise PoolFullError(f"{n} {self._noun}s are wanted and {self._available} of {self.capacity} are free; evict first")
+            raise PoolFullError(
+                f"{n} {self._noun}s are wanted and {self._available} of {self.capacity} are free; evict first"
+            )
         start = self._available - n
         slots = self._free[start : self._available][::-1].copy()
         self._available = start
@@ -73,17 +86,23 @@ class SlotAllocator:
         return slots
 
     def free(self, slots: npt.ArrayLike) -> None:
-        """Give slots back. All or nothing: raises SlotError if one is out of range, named twice or free already."""
+        """Give slots back.
+
+        Raises SlotError, with nothing freed, if a slot is out of range, is named twice or is free already.
+        """
         array = as_locations(slots, self.capacity, self._noun)
         unused = ~self._used[array]
         if unused.any():
             raise SlotError(f"{self._noun} {array[unused][0]} is free already; give each back once")
-        # Every member is in use, so clearing the bitmap shows duplicates by its count, without a sort.
+        # All these slots are in use. If a slot was named twice, clearing the bits lowers the number of used
+        # slots by less than the length of `array`. This finds duplicates without a sort.
         self._used[array] = False
         end = self._available + len(array)
         if self.capacity - int(np.count_nonzero(self._used)) != end:
             self._used[array] = True
-            raise SlotError(f"the {len(array)} {self._noun}s of one call name one of them twice; give each back once")
+            raise SlotError(
+                f"one call gives back {len(array)} {self._noun}s and names one twice; give each back once"
+            )
         self._free[self._available : end] = array[::-1]
         self._available = end
 
@@ -92,9 +111,13 @@ class SlotAllocator:
         return self._used[as_locations(slots, self.capacity, self._noun)]
 
     def check_integrity(self) -> None:
-        """Check that free and used slots partition the range. Raises AssertionError otherwise. Call it when nothing is under way."""
+        """Check that every slot is either free or used; raise AssertionError otherwise."""
         free = self._free[: self._available]
-        assert 0 <= self._available <= self.capacity, f"{self._available} of {self.capacity} {self._noun}s are free"
+        assert 0 <= self._available <= self.capacity, (
+            f"{self._available} of {self.capacity} {self._noun}s are free"
+        )
         assert len(np.unique(free)) == len(free), f"a {self._noun} is on the free stack twice"
         assert not self._used[free].any(), f"a {self._noun} is free and used"
-        assert int(np.count_nonzero(self._used)) + len(free) == self.capacity, f"a {self._noun} is neither free nor used"
+        assert int(np.count_nonzero(self._used)) + len(free) == self.capacity, (
+            f"a {self._noun} is neither free nor used"
+        )

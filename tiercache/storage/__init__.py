@@ -1,10 +1,18 @@
-"""The storage tier, for objects that the host has no room for: the contract of a store, storage v2 on top of it, and how a store is opened.
+"""The storage tier: the contract of a store, and the parts that stores share.
 
-Read `base` (the contract), `hybrid` (storage v2), `registry` (opening one); then what stores are made of: `env`, `vectors`, `checksum`,
-`residents`, `gate`.
+Read `base` (the contract), `hybrid` (storage v2, the calls of controllers) and `registry` (opening a store).
+Then read the shared parts: `env`, `vectors`, `checksum`, `residents`, `gate`.
 """
 
-from tiercache.storage.base import Capabilities, GetItem, NamespaceRecord, SetItem, StorageBackend, StoreContext, Usage
+from tiercache.storage.base import (
+    Capabilities,
+    GetItem,
+    NamespaceRecord,
+    SetItem,
+    StorageBackend,
+    StoreContext,
+    Usage,
+)
 from tiercache.storage.env import Env
 from tiercache.storage.hybrid import HybridStorage
 from tiercache.storage.registry import open_backend

@@ -1,7 +1,8 @@
-"""The contract between tiercache and a store.
+"""Contract between tiercache and a store.
 
-A backend keeps opaque objects under `ObjectKey`s. It knows nothing of hit policies, pools or engines: `HybridStorage` turns the v2 calls
-into these. Backends are found by the entry-point group `tiercache.storage_backends`.
+A backend (the implementation of a store) keeps opaque objects under `ObjectKey`s. It knows nothing of hit
+policies, pools or engines: `HybridStorage` turns the calls of controllers into calls of a backend. A package
+adds a backend by an entry point in the group `tiercache.storage_backends`.
 """
 
 from __future__ import annotations
@@ -11,23 +12,24 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple, Protocol, Self
 
-from tiercache.core import ObjectKey, ObjectMeta, Outcome, Reason
+from tiercache.core import DIGEST_BYTES, ObjectKey, ObjectMeta, Outcome
 from tiercache.storage.checksum import CHECKSUM_BYTES, checksum
 from tiercache.storage.env import Env
+from tiercache.storage.values import is_value, is_worker
 from tiercache.storage.vectors import usable
 
-DIGEST_BYTES: Final = 64
-"""Bytes of an object key's digest: layout digest and page key."""
-
 NAMESPACE_BYTES: Final = 64
-"""Largest length of a namespace in bytes; `keys.namespace_of` gives 32."""
+"""Maximum length of a namespace in bytes. `keys.namespace_of` returns 32 bytes."""
 
 
 class GetItem(NamedTuple):
     """One object to read.
 
-    `buffers` are writable, C-contiguous byte views, filled in order (scatter). Together they hold at least `length` bytes; the store may
-    also overwrite the bytes behind the payload, up to their end.
+    `buffers` are writable, C-contiguous byte views, filled in order (scatter). Together they hold at least
+    `length` bytes. The store may also overwrite all bytes of the buffers behind the payload:
+
+        buffers    |    block    |    block    |
+        bytes      | payload: `length` |~~~~~~~|     ~ may be overwritten
     """
 
     key: ObjectKey
@@ -36,10 +38,14 @@ class GetItem(NamedTuple):
 
 
 class SetItem(NamedTuple):
-    """One object to write: `buffers` in order (gather), of which the first `meta.length` bytes are the payload. The buffers are not kept.
+    """One object to write.
 
-    `meta.parent` is the page key on which the object depends: for a page the page before it, for an object that hangs on a page (a state)
-    the key of that page, which is its own. A store that evicts never gives up a page before what depends on it.
+    The first `meta.length` bytes of `buffers`, in order (gather), are the payload. The store does not keep
+    the buffers.
+
+    `meta.parent` is the key of the page on which the object depends. The parent of a page is the page before
+    it. An object that is attached to a page, such as a state, has that page as its parent, and has the same
+    page key. No store evicts a page before the objects that depend on the page.
     """
 
     key: ObjectKey
@@ -48,7 +54,7 @@ class SetItem(NamedTuple):
 
 
 def storable(item: SetItem) -> bool:
-    """Return whether an item to write is well formed. A store answers ERROR if it is not."""
+    """Return whether an item to write is well formed. A store answers ERROR to any other item."""
     meta = item.meta
     return (
         len(item.key.digest) == DIGEST_BYTES
@@ -56,58 +62,116 @@ def storable(item: SetItem) -> bool:
         and 0 < len(meta.namespace) <= NAMESPACE_BYTES
         and (meta.parent is None or len(meta.parent) == DIGEST_BYTES // 2)
         and (meta.depth is None or 0 <= meta.depth < 2**32)
+        and (meta.value is None or is_value(meta.value))
+        and is_worker(meta.worker)
         and usable(item.buffers, meta.length, writable=False)
     )
 
 
 def checksum_of(item: SetItem) -> bytes:
-    """Return the checksum of a well-formed item to write: the caller's, or if that is empty the one computed from its bytes."""
+    """Return the checksum of a well-formed item to write.
+
+    If the caller gave no checksum, the checksum is computed from the bytes.
+    """
     return item.meta.checksum or checksum(item.key, item.buffers, item.meta.length)
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """Capabilities of a backend; a conformance test runs if the backend has its capability."""
+    """Capabilities that a backend declares; the conformance suite has tests for each."""
 
     persistent: bool = False
-    """Whether acknowledged objects are there after the process ends in any way and the store is opened again."""
+    """Whether acknowledged objects survive the end of the process.
+
+    They are there when the store is next opened, even if the process was killed.
+    """
     shared: bool = False
-    """Whether several processes may open it at once."""
+    """Whether several processes may open the store at once."""
     bounded: bool = False
-    """Whether it keeps within a capacity by evicting."""
+    """Whether the store evicts objects to stay within a capacity."""
 
 
 @dataclass(frozen=True, slots=True)
 class NamespaceRecord:
-    """Record of a namespace in a store, so that its objects can be named for people: the identity without its salt."""
+    """Record that names a namespace for people."""
 
     namespace: bytes
     identity: Mapping[str, str | int]
+    """Fields of the namespace's `keys.Identity`, without the secret salt."""
     states: bool = False
-    """Whether a prefix in it needs recurrent states: KV without a state at or below it is then worth nothing."""
+    """Whether prefixes in this namespace need recurrent states.
+
+    If so, KV is useless without a state on its page or on a later page.
+    """
 
     def over(self, known: NamespaceRecord | None) -> NamespaceRecord:
-        """Return the record to remember when this one is registered over `known`: this one, but `states` stays set once it was."""
+        """Return the record to keep when this one is registered after `known`.
+
+        The result equals this record, but `states` is set if it is set in either record.
+        """
         return replace(self, states=True) if known is not None and known.states else self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierReport:
+    """Contents of one tier of a chain, and the tier's figures since the chain was opened."""
+
+    name: str
+    kind: str
+    """Storage type of the tier."""
+    health: str
+    """`serving`, `read-only` (takes no new objects), or `out` (does not answer, or answers wrongly)."""
+    why: str = ""
+    """Reason why the tier is not serving."""
+    objects: int = 0
+    payload_bytes: int = 0
+    used_bytes: int = 0
+    capacity_bytes: int = 0
+    read_objects: int = 0
+    read_bytes: int = 0
+    written_objects: int = 0
+    written_bytes: int = 0
+    waiting: int = 0
+    """Number of objects that wait to be copied to this tier."""
+    dropped: int = 0
+    """Number of objects that should have been copied here, and were not."""
+    lost_calls: int = 0
+    """Number of calls that were given up after their deadline."""
+    last_read: float | None = None
+    """Time of the last read that found an object here, in seconds since 1970; None before the first."""
+    details: Mapping[str, str | int] = field(default_factory=dict)
+    """Further figures of the tier's store."""
+    url: str = ""
+    """URL with which the tier can be opened again; a daemon tells it to its operators only."""
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Contents of a store. `capacity_bytes` 0 means without a cap; `used_bytes` counts everything towards the cap, overheads included."""
+    """Contents and size of a store."""
 
     objects: int
     payload_bytes: int
     used_bytes: int
+    """All bytes that count towards the capacity, overheads included."""
     capacity_bytes: int
+    """Limit of `used_bytes`; 0 means no limit."""
     details: Mapping[str, str | int] = field(default_factory=dict)
+    tiers: Sequence[TierReport] = ()
+    """Tiers of a chain, in their order; empty for other stores.
+
+    The figures above are then sums over all tiers. An object counts once for each tier that has a copy.
+    """
 
 
 class ScanEntry(NamedTuple):
-    """One stored object as `scan` and `describe` report it. `stored_at`: seconds since 1970; None where the store keeps no time."""
+    """One stored object as `scan` and `describe` report it."""
 
     key: ObjectKey
     meta: ObjectMeta
     stored_at: float | None = None
+    """Seconds since 1970; None if the store does not keep the time."""
+    tier: str = ""
+    """Name of the first tier of a chain that holds the object; empty for other stores."""
 
 
 class ScanPage(NamedTuple):
@@ -118,14 +182,16 @@ class ScanPage(NamedTuple):
 
 
 class SharedMemory(Protocol):
-    """Memory in which the buffers of items may lie: one memfd that another process can map (`pools.HostArena` is one).
+    """Memory that may hold the buffers of items: one memfd, which another process can map.
 
-    Thread safety: any thread may use it, until its owner closes it.
+    A `pools.HostArena` is such memory.
+
+    Thread safety: any thread may use the memory until its owner closes it.
     """
 
     @property
     def fd(self) -> int:
-        """The memfd: sealed against resizing but not against further seals, with every page of it present."""
+        """The memfd. Every page of it is present; its size is sealed, and more seals can be added."""
 
     @property
     def address(self) -> int:
@@ -135,16 +201,19 @@ class SharedMemory(Protocol):
     def nbytes(self) -> int:
         """Bytes that are mapped from `address` on."""
 
-    def embargo(self, ranges: Sequence[tuple[int, int]]) -> Callable[[], None]:
-        """Withhold the blocks under these (offset, length) ranges, freed or not; return the callable that ends this.
+    def quarantine(self, ranges: Sequence[tuple[int, int]]) -> Callable[[], None]:
+        """Withhold the blocks under these ranges until the returned callable is called.
 
-        It is called for a store that gave up waiting for another process which may still write there.
+        A range is an offset and a length in bytes. The owner of the blocks may free them earlier, but none is
+        allocated again before the callable is called.
+
+        A store calls this when it gives up waiting for another process that may still write to the blocks.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class StoreContext:
-    """The outside world that a store is handed besides its own section."""
+    """Access to the disk and the clock, which a store gets besides its section of the configuration."""
 
     env: Env
 
@@ -152,100 +221,162 @@ class StoreContext:
 class StorageBackend(ABC):
     """A store of opaque objects.
 
-    The caller guarantees: buffers stay valid and, for a set, unchanged until the call returns; no thread reads a get's buffers before it
-    returns. Batches may be empty, may hold duplicates and have no size limit.
+    The caller guarantees: buffers stay valid until the call returns. Until then, the buffers of a set also
+    stay unchanged, and no thread reads the buffers of a get. Batches may be empty, may hold duplicates and
+    have no size limit.
 
     The implementation must:
-    - answer item by item, in input order; one bad item never fails the batch, and nothing but `ClosedError` (use after close) is raised,
-      except by `flush`, which raises StorageError where it cannot keep its promise, and by `scan`, `describe`, `namespaces` and `usage` of
-      a store that is out of reach (see `outage`), which raise it too, because an empty answer would be wrong;
-    - tell objects apart by the digest of their key alone (it covers the pool);
-    - return HIT from a get only if exactly the bytes that were stored under this key, `length` of them, are in the buffers: it checks the
-      checksum of `ObjectMeta` first. A mismatch is CORRUPT: the object is dropped, so that the next set of that key stores it anew. Another
-      thread or process may write to the buffers, so a store that reads into them reads the object a second time, into memory of its own,
-      before it drops it; the outcome is ERROR if the object is sound;
-    - leave the buffers of an item alone that it refuses before reading (a wrong length or a read-only buffer is ERROR, absent is MISS);
-    - store no object that does not match the checksum of its set (ERROR), or find that out at its first get (CORRUPT);
-    - answer HIT to a set of a key that it holds, without rewriting it; an object is visible to other calls only whole, and only after its
-      set is acknowledged to be STORED;
-    - keep its cap at every instant; a store that is full and cannot evict answers THROTTLED and loses nothing it holds;
-    - hold no lock of its own across I/O where another call could need it.
+    - answer item by item, in input order. One bad item never fails the batch;
+    - raise only `ClosedError` (use after close) and the errors of the next two points;
+    - answer UNAVAILABLE or REFUSED for each item of a get or set if the store cannot be asked, that is, if it
+      is out of reach or refuses the caller. `exists`, `delete`, `scan`, `describe`,
+      `namespaces` and `usage` then raise UnavailableError, RefusedError or another StorageError, because an
+      empty answer would be wrong;
+    - raise StorageError from `flush` if the store cannot keep the promise of `flush`;
+    - tell objects apart by the digest of their key alone (the digest covers the pool);
+    - return HIT from a get only if the buffers hold exactly the `length` bytes that were stored under this
+      key. The store verifies the bytes by the checksum of `ObjectMeta` first. If the bytes do not match, the
+      store answers CORRUPT and drops the object, so that the next set of the key stores the object again;
+    - read the object a second time before it drops the object, if the first read went into the caller's
+      buffers. Another thread or process may have written to these buffers, so the second read goes into
+      memory of the store. If the bytes of the second read match, the object stays and the outcome is ERROR;
+    - leave the buffers of an item unchanged if the answer needs no read. Such answers are ERROR for a wrong
+      length or a read-only buffer, and MISS for an absent object;
+    - refuse to store an object that does not match the checksum of its set (ERROR), or answer CORRUPT to the
+      first get of the object;
+    - answer HIT to a set of a key that the store has, without writing the object again. An object is visible
+      to other calls only as a whole, and only after its set is acknowledged as STORED;
+    - keep within its capacity at every instant. A store that is full and cannot evict answers THROTTLED and
+      keeps all of its objects. It may answer THROTTLED as well if the object's `value` is lower than that of
+      everything that would have to be evicted for it;
+    - hold no lock during I/O if another call may need that lock.
 
-    Thread safety: every method may be called from any number of threads at once; `close` waits for calls that are inside.
+    Thread safety: every method may be called from any number of threads at once; `close` waits for calls that
+    are under way.
     """
 
     capabilities: Capabilities
-    """Capabilities of the class for a store, and of the store inside for a wrapper."""
+    """Capabilities of this class; a wrapper has the capabilities of its inner store."""
 
     @classmethod
     @abstractmethod
     def from_config(cls, section: Mapping[str, Any], context: StoreContext) -> Self:
-        """Open a store from its section of the configuration; raise ConfigError for a bad setting, StorageError if it cannot be opened."""
+        """Open a store from its section of the configuration.
+
+        Raises ConfigError for a bad setting, StorageError if the store cannot be opened.
+        """
 
     @classmethod  # noqa: B027  a third party's store may leave it to `from_config`
     def check_config(cls, section: Mapping[str, Any], context: StoreContext) -> None:
-        """Raise ConfigError for a section whose settings `from_config` would refuse. Opens and makes nothing."""
+        """Raise ConfigError if `from_config` would refuse a setting of this section.
+
+        This opens and creates nothing. Raises UnavailableError if the store's place cannot be looked at.
+        """
 
     @abstractmethod
     def exists(self, keys: Sequence[ObjectKey]) -> list[bool]:
-        """Return which of `keys` could be read now. This is a hint: a later get may still miss."""
+        """Return for each key whether its object could be read now; a later get may still miss.
+
+        Raises StorageError if the store cannot be asked.
+        """
 
     @abstractmethod
     def get(self, items: Sequence[GetItem]) -> list[Outcome]:
-        """Read and verify each object: HIT, MISS, CORRUPT, THROTTLED or ERROR."""
+        """Read and verify each object: HIT, MISS, CORRUPT, THROTTLED, ERROR, UNAVAILABLE or REFUSED."""
+
+    def peek(self, items: Sequence[GetItem]) -> list[Outcome]:
+        """Read objects like `get`, but without a use of the objects where the store can do so.
+
+        For copies to other stores: an object that is copied is not needed for longer. Default: `get`.
+        """
+        return self.get(items)
 
     @abstractmethod
     def set(self, items: Sequence[SetItem]) -> list[Outcome]:
-        """Store each object: STORED, HIT, THROTTLED or ERROR."""
+        """Store each object: STORED, HIT, THROTTLED, ERROR, UNAVAILABLE or REFUSED."""
 
     @abstractmethod
     def delete(self, keys: Sequence[ObjectKey]) -> list[bool]:
-        """Remove objects; return True for each that was there and is gone now."""
+        """Remove objects; return True for each object that was stored and is removed.
+
+        Raises StorageError if the store cannot be asked; even then some of the objects may be removed.
+        """
 
     @abstractmethod
     def scan(self, namespace: bytes | None = None, cursor: bytes = b"") -> ScanPage:
-        """Return a part of the stored objects, of one namespace or all.
+        """Return one part of the stored objects of a namespace (None: of all namespaces).
 
-        An object that comes or goes during a scan may be reported or not; every other object is reported.
+        A scan reports every object, but may omit objects that are stored or removed while it runs.
         """
 
     @abstractmethod
     def describe(self, keys: Sequence[ObjectKey]) -> list[ScanEntry | None]:
-        """Return what a scan would report of each of these objects, None where there is none. Does not count as a use."""
+        """Return the scan entry of each of these objects, or None for an object that is not stored.
+
+        This does not count as a use of the objects.
+        """
 
     @abstractmethod
     def register_namespace(self, record: NamespaceRecord) -> None:
-        """Remember the identity of a namespace. Repeating it is harmless.
+        """Store the identity of a namespace. A second call with the same record is harmless.
 
-        The latest identity counts; `states` stays set once a record of the namespace had it (`NamespaceRecord.over`), because writers of
-        one namespace register their pools one after the other, and some of them know of fewer pools.
+        The latest identity replaces earlier identities. `states` stays set once it was set in any record of
+        the namespace (`NamespaceRecord.over`), because some writers may have no pool of states.
         """
 
     @abstractmethod
     def namespaces(self) -> list[NamespaceRecord]:
-        """Return every remembered namespace."""
+        """Return the record of every registered namespace."""
 
     @abstractmethod
     def usage(self) -> Usage:
-        """Return what the store holds now."""
+        """Return the present contents and size of the store."""
+
+    def coldest(self, nbytes: int) -> Sequence[ScanEntry] | None:
+        """Return the objects that the store would evict next, about `nbytes` bytes, in the order of eviction.
+
+        Returns None if the store cannot say (the default).
+
+        Another store accepts copies of the objects in the order of the answer: each object comes after the
+        pages on which it depends, even if these pages will stay for long. The bytes of such pages do not
+        count in `nbytes`. Objects that no restore can use are left out. A store may return fewer objects, to
+        keep the answer short.
+
+        The answer is a hint, and does not count as a use of the objects. Some of these objects may be gone
+        already.
+
+        Raises StorageError if the store cannot be asked.
+        """
+        return None
+
+    def advise(self, keys: Sequence[ObjectKey], values: Sequence[float], worker: int = 0) -> None:  # noqa: B027
+        """Tell the store how much work each of these objects is expected to save from now on.
+
+        The values are as in `ObjectMeta.value`. A store evicts the objects of the lowest values first, after
+        those that no restore can use. A value loses half of its weight in an hour. A later value of the same
+        `worker` replaces the earlier one; of the values of several workers, the largest aged one counts.
+
+        Unknown objects and impossible values are ignored. The call is no use of the objects, and it is a
+        hint: a store that is out of reach or refuses the caller ignores it too. Default: all is ignored.
+        """
 
     @abstractmethod
     def flush(self) -> None:
-        """Return once everything acknowledged so far would survive a power cut, as far as the medium can promise it."""
+        """Block until everything acknowledged before this call would survive a power cut.
+
+        The medium is trusted: data that the medium reports as stored counts as stored.
+        """
 
     @abstractmethod
     def close(self) -> None:
-        """Release everything. A second call is harmless; other methods then raise ClosedError."""
-
-    def outage(self) -> Reason:
-        """Return why the store answers nothing at present, for the reason of a miss; NONE where it answers. Its latest call decides."""
-        return Reason.NONE
+        """Release everything. After that other methods raise ClosedError; a second `close` is harmless."""
 
     def attach(self, memory: SharedMemory) -> None:  # noqa: B027  most stores have no use for it
         """Tell the store that buffers of later items may lie in `memory`.
 
-        A store that is another process may let that process move payloads there itself. Attaching twice is harmless, and so is attaching to
-        a store that has no use for it. The memory stays open until `close` of the store returns.
+        A store in another process may then move payloads to and from `memory` directly. A second call with
+        the same memory is harmless, and other stores ignore the call. The caller keeps the memory open until
+        `close` of the store returns.
         """
 
     def scan_all(self, namespace: bytes | None = None) -> Iterator[ScanEntry]:

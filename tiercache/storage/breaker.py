@@ -1,4 +1,4 @@
-"""Circuit breaker: when to leave a store alone that does not answer, and when to try it again."""
+"""Circuit breaker, which decides when a store that does not answer is called again."""
 
 from __future__ import annotations
 
@@ -8,35 +8,48 @@ from math import inf
 from threading import Lock
 from typing import Final
 
-MOST_PAUSE: Final = 30.0
+MAX_PAUSE: Final = 30.0
 """Longest pause in seconds."""
 _JITTER: Final = 0.25
-"""Part of a pause that is random, so that the clients of a store that comes back do not all return at once."""
+"""Fraction of a pause that is random, so that clients do not all return at once."""
 
 
 class Verdict(enum.Enum):
     """Answer of a breaker to a call."""
 
     PASS = enum.auto()
-    """The call may go on."""
+    """The call may be made."""
     FAIL = enum.auto()
     """The call must fail at once."""
     PROBE = enum.auto()
-    """The call must fail at once as well, but first start a probe of whether the store is back, whose result goes to `probed`."""
+    """The call must fail at once, and its caller must start a probe: a call that tests the store.
+
+    The caller reports the result of the probe to `probed`.
+    """
 
 
 class Breaker:
-    """Circuit breaker: closed until `failures` calls in a row fail, then open for a pause, then half-open until its one probe reports.
+    """Circuit breaker: closed, open for a pause, then half-open until a probe reports.
 
-    A probe that fails opens it again for twice as long, up to MOST_PAUSE. So do calls that fail after a successful probe, if they open it
-    sooner than the last pause was long. Reports of calls that arrive while it is open or half-open change nothing.
+        closed      calls pass; after `failures` failed calls in a row the breaker opens
+        open        calls fail for the length of the pause
+        half-open   one probe is under way, all calls fail; if the probe succeeds, the breaker closes,
+                    otherwise it opens for twice as long, at most MAX_PAUSE
+
+    The pause is also doubled if the breaker opens again after it was closed for less time than the last
+    pause. While the breaker is open or half-open, reports of calls change nothing.
 
     Thread safety: any thread.
     """
 
-    def __init__(self, failures: int, pause: float, *, clock: Callable[[], float], random: Callable[[], float]) -> None:
-        """Make a closed breaker. `pause`: seconds; `clock`: returns seconds; `random`: returns a number from [0, 1)."""
-        self._most_failures = failures
+    def __init__(
+        self, failures: int, pause: float, *, clock: Callable[[], float], random: Callable[[], float]
+    ) -> None:
+        """Make a closed breaker.
+
+        `pause` is the first pause in seconds. `clock` returns seconds, and `random` a number from [0, 1).
+        """
+        self._max_failures = failures
         self._first_pause = pause
         self._clock = clock
         self._random = random
@@ -53,7 +66,7 @@ class Breaker:
         return self._until is None
 
     def ask(self) -> Verdict:
-        """Return whether a call may go on. PROBE is returned to one call only, until `probed` reports."""
+        """Return whether a call may be made. After a PROBE, calls get FAIL until `probed` is called."""
         with self._lock:
             if self._until is None:
                 return Verdict.PASS
@@ -63,26 +76,26 @@ class Breaker:
             return Verdict.PROBE
 
     def succeeded(self) -> None:
-        """Report that a call that passed got its answer."""
+        """Report that the store has answered a call."""
         with self._lock:
             self._failures = 0
 
     def failed(self) -> None:
-        """Report that a call that passed got no answer."""
+        """Report that the store has not answered a call."""
         with self._lock:
             if self._until is None:
                 self._failures += 1
-                if self._failures >= self._most_failures:
+                if self._failures >= self._max_failures:
                     self._trip()
 
     def trip(self) -> None:
-        """Open the breaker, if it is closed, however few calls have failed."""
+        """Open the breaker if it is closed, even if few calls have failed."""
         with self._lock:
             if self._until is None:
                 self._trip()
 
     def probed(self, well: bool) -> None:
-        """Report the result of the probe. Without a probe under way this changes nothing."""
+        """Report whether the probe succeeded (`well`). Without a probe under way this changes nothing."""
         with self._lock:
             if not self._probing:
                 return
@@ -93,9 +106,10 @@ class Breaker:
                 self._open(2 * self._pause)
 
     def _trip(self) -> None:
+        # `again`: the breaker was closed for less time than its last pause.
         again = self._clock() - self._closed_at < self._pause
         self._open(2 * self._pause if again else self._first_pause)
 
     def _open(self, pause: float) -> None:
-        self._pause = pause = min(MOST_PAUSE, pause)
+        self._pause = pause = min(MAX_PAUSE, pause)
         self._until = self._clock() + pause * (1 - _JITTER * self._random())

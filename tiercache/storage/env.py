@@ -1,34 +1,47 @@
 """Every disk and clock call that a store makes.
 
-A store is handed an `Env` and calls nothing of `os` or `time` itself, so that a test can hand it `tiercache.testing.FaultEnv` instead and
-decide what the disk does. Nothing is ever patched.
+A store calls the methods of its `Env`, and never `os` or `time`. A test can therefore make disk calls fail
+without patching anything: it gives the store a `tiercache.testing.FaultEnv`.
 """
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import fcntl
 import os
 import subprocess
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from mmap import MAP_SHARED, PAGESIZE, PROT_READ, PROT_WRITE, mmap
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Protocol
 
-from tiercache.storage.pagecache import cached_bytes
+from tiercache.core import BLOCK_ALIGN
+
+_CACHESTAT: Final = 451
+"""Number of the system call `cachestat`, the same on x86-64 and on arm64."""
+# struct cachestat_range: offset and length in bytes. struct cachestat: five counts of pages; the first count
+# is the number of cached pages.
+_Range: Final = ctypes.c_uint64 * 2
+_Statistics: Final = ctypes.c_uint64 * 5
+_libc: Final = ctypes.CDLL(None, use_errno=True)
+_libc.syscall.restype = ctypes.c_long
 
 
-class Transaction(Protocol):
-    """A catalog's transaction, as far as `Env` needs it."""
+class Committable(Protocol):
+    """The part of a catalog's transaction that `Env.commit` needs."""
 
     def commit(self) -> None:
         """Make the transaction's changes durable."""
 
 
 class Env:
-    """Real calls of the operating system. Each raises OSError like the call that it names.
+    """Real calls of the operating system. Each method raises OSError if its call fails.
 
-    `open`, `lstat`, `unlink` and `rename` do not follow a symbolic link in the last part of a path; `chmod`, `listdir` and `statvfs` do.
+    `open`, `lstat`, `unlink` and `rename` do not follow a symbolic link in the last part of a path; `chmod`,
+    `listdir`, `realpath` and `statvfs` do.
 
     Thread safety: stateless; share it freely.
     """
@@ -42,11 +55,11 @@ class Env:
         os.close(fd)
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        """Read into `buffers`, in order; return the bytes read, fewer at the end of the file."""
+        """Read into `buffers`, in order; return the number of bytes read (fewer at the end of the file)."""
         return os.preadv(fd, buffers, offset)
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        """Write from `buffers`, in order; return the bytes written, perhaps fewer than given."""
+        """Write from `buffers`, in order; return the number of bytes written, perhaps fewer than given."""
         return os.pwritev(fd, buffers, offset)
 
     def fdatasync(self, fd: int) -> None:
@@ -62,7 +75,10 @@ class Env:
         os.posix_fadvise(fd, offset, length, os.POSIX_FADV_DONTNEED)
 
     def cached(self, fd: int, offset: int, length: int) -> bool:
-        """Return whether all of a range of whole pages is in the page cache now. This brings nothing into the cache."""
+        """Return whether a range of whole 4 KiB pages is completely in the page cache now.
+
+        The call reads nothing into the cache.
+        """
         return cached_bytes(fd, offset, length) == length
 
     def fallocate(self, fd: int, offset: int, length: int) -> None:
@@ -78,7 +94,7 @@ class Env:
         os.unlink(path)
 
     def rename(self, source: str, target: str) -> None:
-        """Move a file or directory, atomically, over a file that is there."""
+        """Move a file or directory atomically; an existing target file is replaced."""
         os.rename(source, target)
 
     def mkdir(self, path: str, mode: int = 0o700) -> None:
@@ -93,8 +109,12 @@ class Env:
         """Return the names in a directory, sorted."""
         return sorted(os.listdir(path))
 
+    def realpath(self, path: str) -> str:
+        """Return a path with all symbolic links followed, as far as they can be."""
+        return os.path.realpath(path)
+
     def lstat(self, path: str) -> os.stat_result:
-        """Return the status of what is at a path; a symbolic link is reported as such."""
+        """Return the status of a path; for a symbolic link, the status of the link itself."""
         return os.lstat(path)
 
     def fstat(self, fd: int) -> os.stat_result:
@@ -106,31 +126,47 @@ class Env:
         return os.statvfs(path)
 
     def try_lock(self, fd: int) -> bool:
-        """Take the exclusive lock of an open file; return False where another open file has it, in this process or another."""
+        """Try to take the exclusive lock of a file.
+
+        The lock belongs to the opened file, not to the process. Returns False if the same file is locked
+        through another `open`, in this process or another.
+        """
         return _flock(fd, fcntl.LOCK_EX)
 
     def try_share(self, fd: int) -> bool:
-        """Take the shared lock of an open file, or turn an exclusive lock into it; return False where another has the exclusive one."""
+        """Try to take the shared lock of a file, or to turn the exclusive lock into the shared lock.
+
+        Returns False if the exclusive lock was taken through another `open` of the same file.
+        """
         return _flock(fd, fcntl.LOCK_SH)
 
     def unlock(self, fd: int) -> None:
-        """Give up the lock of an open file, also for descriptors of it that a forked process inherited."""
+        """Give up the lock of a file, even if a forked process still has a copy of the descriptor."""
         fcntl.flock(fd, fcntl.LOCK_UN)
 
-    def commit(self, transaction: Transaction) -> None:
-        """Commit a catalog's transaction. This is the one place where a database, and not this class, writes."""
+    def commit(self, transaction: Committable) -> None:
+        """Commit a catalog's transaction.
+
+        LMDB writes its own file here. All other writes go through the other methods of this class.
+        """
         transaction.commit()
 
     def run(self, arguments: Sequence[str], timeout: float) -> int:
-        """Run a child process; return its exit status, negative where a signal ended it or it ran past `timeout` seconds."""
+        """Run a child process, and return its exit status.
+
+        The status is negative if a signal ended the process, or if the process was killed because it ran
+        longer than `timeout` seconds.
+        """
         try:
             # The caller passes its own interpreter and its own file: nothing here comes from a user.
-            return subprocess.run(arguments, stdin=subprocess.DEVNULL, timeout=timeout, check=False).returncode  # noqa: S603
+            return subprocess.run(  # noqa: S603
+                arguments, stdin=subprocess.DEVNULL, timeout=timeout, check=False
+            ).returncode
         except subprocess.TimeoutExpired:
             return -1
 
     def boot_id(self) -> str:
-        """Return a text that changes with every boot of the machine; empty where the system has none."""
+        """Return a text that changes with every boot of the machine, or "" if the system has none."""
         try:
             return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         except OSError:
@@ -149,17 +185,68 @@ class Env:
         return time.monotonic()
 
     def sleep(self, seconds: float) -> None:
-        """Let this thread wait for `seconds`."""
+        """Suspend this thread for `seconds`."""
         time.sleep(seconds)
 
 
-def let_go(env: Env, fd: int) -> None:
-    """Close a descriptor on which nothing is pending, and ignore errors.
+def close_quietly(env: Env, fd: int) -> None:
+    """Close a descriptor, ignoring errors; the caller guarantees that no write is pending.
 
-    The descriptor is gone even where the call reports an error, and closing it again would be a bug.
+    Linux closes the descriptor even if the call reports an error. A second call could close a file that
+    another thread has opened meanwhile under the same number.
     """
     with suppress(OSError):
         env.close(fd)
+
+
+def moves_direct(env: Env, path: str) -> bool:
+    """Return whether a file can be written and read with O_DIRECT; overwrite its first 4 KiB.
+
+    Raises OSError if a call fails.
+    """
+    block = memoryview(mmap(-1, BLOCK_ALIGN))  # O_DIRECT needs aligned memory; a mapping begins on a page
+    fd = env.open(path, os.O_RDWR | os.O_DIRECT)
+    try:
+        return env.pwritev(fd, [block], 0) == env.preadv(fd, [block], 0) == BLOCK_ALIGN
+    finally:
+        close_quietly(env, fd)
+
+
+def cached_bytes(fd: int, offset: int, length: int) -> int:
+    """Return how many bytes of a range of whole 4 KiB pages are in the page cache, and change nothing there.
+
+    This calls `cachestat` (Linux 6.5). Where `cachestat` is not possible, it calls `mincore` on a mapping
+    that is never read. `preadv2` with RWF_NOWAIT would change the cache: the kernel starts to read a missing
+    page, and brings in pages that were never written. Raises OSError.
+    """
+    found = _Statistics()
+    failed = _libc.syscall(
+        ctypes.c_long(_CACHESTAT),
+        ctypes.c_uint(fd),
+        ctypes.byref(_Range(offset, length)),
+        ctypes.byref(found),
+        0,
+    )
+    if not failed:
+        return int(found[0]) * PAGESIZE
+    number = ctypes.get_errno()
+    # cachestat is not possible here: an older kernel, a sandbox, or a file system without support.
+    if number in (errno.ENOSYS, errno.EPERM, errno.EOPNOTSUPP):
+        return mincore_bytes(fd, offset, length)
+    raise OSError(number, os.strerror(number))
+
+
+def mincore_bytes(fd: int, offset: int, length: int) -> int:
+    """Return the same as `cached_bytes`, by `mincore` alone."""
+    pages = (ctypes.c_ubyte * (length // PAGESIZE))()
+    with mmap(fd, length, MAP_SHARED, PROT_READ | PROT_WRITE, offset=offset) as mapping:
+        start = ctypes.c_char.from_buffer(mapping)
+        try:
+            if _libc.mincore(ctypes.byref(start), ctypes.c_size_t(length), pages):
+                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        finally:
+            del start  # a mapping cannot be closed while an object is exported from its buffer
+    return sum(page & 1 for page in pages) * PAGESIZE  # bit 0 of each byte: the page is in the page cache
 
 
 def _flock(fd: int, how: int) -> bool:

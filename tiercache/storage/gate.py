@@ -10,10 +10,14 @@ from tiercache.errors import ClosedError
 
 
 class CallGate:
-    """Counter of the calls inside a store: turns new ones away once the store closes, and lets `close` wait for the rest.
+    """Counter of the calls inside a store: calls that have begun and not returned yet.
 
-    With `getpid`, which returns the id of the calling process, it also turns away every call in a process that was forked since it was
-    made, because the files, locks and threads of the store are the parent's. `close` does nothing there.
+    Once the store closes, the gate refuses new calls, and `close` waits for the calls inside. After that no
+    call uses the store's resources.
+
+    `getpid` returns the id of the calling process. With this function, the gate also refuses every call in a
+    process that was forked after the gate was made: the files, locks and threads of the store belong to the
+    parent. In such a process `close` does nothing.
 
     Thread safety: any thread may enter, leave or close.
     """
@@ -27,9 +31,13 @@ class CallGate:
         self._closed = False
 
     def __enter__(self) -> None:
-        # Before the lock: at the moment of the fork another thread of the parent may have held it.
+        # Check the process first. In a forked process, waiting for the lock could hang for ever:
+        #   1. a thread of the parent takes the lock   2. another thread forks
+        #   3. in the child the lock is still taken, and the thread that would release it does not exist
         if self._getpid() != self._pid:
-            raise ClosedError(f"{self._name} was opened before this process was forked; open it again in this process")
+            raise ClosedError(
+                f"{self._name} was opened before this process was forked; open it again in this process"
+            )
         with self._condition:
             if self._closed:
                 raise ClosedError(f"{self._name} is closed; open it again before you use it")
@@ -42,7 +50,10 @@ class CallGate:
                 self._condition.notify_all()
 
     def close(self) -> bool:
-        """Turn new calls away and wait for those inside. Return True for the first caller, which then releases what the store holds."""
+        """Refuse new calls and wait for the calls inside.
+
+        Returns True to the first caller, which then releases the store's resources.
+        """
         if self._getpid() != self._pid:
             return False
         with self._condition:

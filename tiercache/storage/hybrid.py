@@ -1,13 +1,15 @@
-"""Storage v2: the calls of controllers and plug-ins, in terms of pools and pages, over one backend that knows neither.
+"""Storage calls of controllers, in terms of pools and pages (version 2 of these calls).
 
-This is the only place that turns hit policies into answers; the fold itself is `core.restorable_prefixes`.
+The backend knows only single objects. This module makes object keys from page keys. Only this module applies
+the hit policies of pools to a backend's answers (`core.restorable_prefixes`).
 """
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 
@@ -24,45 +26,102 @@ from tiercache.core import (
     StorageExtra,
     restorable_prefixes,
 )
-from tiercache.errors import InputError
+from tiercache.errors import InputError, RefusedError, UnavailableError
 from tiercache.geometry import Geometry
 from tiercache.keys import Shard, layout_digest, object_keys
 from tiercache.pools import HostPool
 from tiercache.storage.base import GetItem, NamespaceRecord, SetItem, SharedMemory, StorageBackend
-from tiercache.storage.transfers import Place, check_keys, check_places, check_transfers, depths_of, handles_of, parents_of
+from tiercache.storage.transfers import (
+    Place,
+    check_keys,
+    check_places,
+    check_transfers,
+    depths_of,
+    handles_of,
+    parents_of,
+    values_of,
+)
 from tiercache.storage.vectors import take, total, zero_tail
 
 ANCHOR: Final = PoolName.KV
-"""The pool whose leading run of stored pages bounds every depth (see `core.restorable_prefixes`)."""
+"""Pool that limits every restore: no depth beyond its leading run of stored pages can be restored.
 
-_REASONS: Final = {
-    Outcome.HIT: Reason.NONE,
-    Outcome.STORED: Reason.NONE,
-    Outcome.MISS: Reason.ABSENT,
-    Outcome.CORRUPT: Reason.CHECKSUM,
-    Outcome.THROTTLED: Reason.BUSY,
-    Outcome.ERROR: Reason.IO_ERROR,
-}
+See `core.restorable_prefixes`.
+"""
+
+_UNANSWERED: Final = frozenset({Reason.UNAVAILABLE, Reason.REFUSED, Reason.TIMEOUT})
 
 
 def is_outage(reason: Reason) -> bool:
-    """Return whether the reason of a failed get or set is an outage of the store, which says nothing about the object."""
-    return reason not in _REASONS.values()
+    """Return whether a miss with this reason means that the store did not answer.
+
+    Such a miss does not tell whether the store has the object.
+    """
+    return reason in _UNANSWERED
+
+
+class PoolQuery(NamedTuple):
+    """Query for the objects of one pool along a sequence of pages, with the pool's hit policy.
+
+    Example of two queries for pages 1 to 5:
+
+        anchor     known = 2 | k3   k4   k5      the caller already holds pages 1 and 2
+        states     k1   k2   k3   k4   k5        known = 0: a restore may also end on page 1 or 2
+    """
+
+    keys: Sequence[ObjectKey] | None
+    """Objects of the pages after the first `known`, one per page; None if no page has an object."""
+    hit_policy: HitPolicy = HitPolicy.ALL_PAGES
+    trailing: int = 1
+    """Number of last pages that a prefix needs (for TRAILING_PAGES)."""
+    known: int = 0
+    """Number of pages at the start that count as stored without a lookup."""
+
+
+def wanted_objects(queries: Mapping[Any, PoolQuery]) -> list[ObjectKey]:
+    """Return the objects of all queries, in the order in which `answer` expects the store's answers."""
+    return [key for query in queries.values() for key in query.keys or ()]
+
+
+def answer(
+    queries: Mapping[Any, PoolQuery], pages: int, there: Sequence[bool], anchor: Any = ANCHOR
+) -> PoolTransferResult:
+    """Return the depths at which a sequence of `pages` pages can be restored, and which objects are stored.
+
+    `there` tells for each object of `wanted_objects` whether the store has the object. `anchor` is the pool
+    that limits every restore (see `ANCHOR`).
+    """
+    answers = iter(there)
+    presence: dict[Any, PoolPresence] = {}
+    for name, query in queries.items():
+        found = np.zeros(pages, np.bool_)
+        if query.keys is not None:
+            found[: query.known] = True
+            found[query.known :] = [next(answers) for _ in query.keys]
+        presence[name] = PoolPresence(query.hit_policy, found, query.trailing)
+    present = {name: pool.present for name, pool in presence.items()}
+    return replace(restorable_prefixes(presence, anchor), present=present)
 
 
 class HostObjects(Protocol):
-    """Interface of a host pool as storage needs it; `pools.HostPool` provides it."""
+    """The part of a `pools.HostPool` that storage needs."""
 
     @property
     def geometry(self) -> Geometry:
-        """The geometry of one object: the bytes that make it."""
+        """Geometry of one object: which bytes make the object."""
 
     @property
     def memory(self) -> SharedMemory | None:
-        """The memory in which all buffers lie, or None if no other process can map it. The store may use it until the store is closed."""
+        """The memory in which all buffers lie, or None if no other process can map that memory.
+
+        The store may use the memory until the store is closed.
+        """
 
     def buffers(self, handle: int) -> list[memoryview]:
-        """Return an object's blocks in order: writable byte views, each a multiple of 4 KiB. Raises SlotError for an unknown handle."""
+        """Return an object's blocks in order, as writable byte views. Each is a multiple of 4 KiB long.
+
+        Raises SlotError for an unknown handle.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +142,13 @@ class _Registered:
         return object_keys(self.name, self.layout, page_keys)
 
     def buffers(self, handle: int) -> list[memoryview]:
-        """Return the object's blocks up to the last one that holds payload, cut at a multiple of 4 KiB."""
+        """Return the object's blocks, up to the first multiple of 4 KiB behind its payload."""
         return take(self.pool.buffers(handle), 0, self.pool.geometry.padded_nbytes)
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A checked transfer of a get or a set, with what the store is told of each object."""
+    """A checked transfer of a get or a set, with the buffers, depths and parents of its objects."""
 
     transfer: PoolTransfer
     pool: _Registered
@@ -97,10 +156,11 @@ class _Part:
     buffers: list[list[memoryview]]
     depths: list[int | None]
     parents: list[bytes | None]
+    values: list[float | None]
 
     @property
-    def hangs(self) -> bool:
-        """Whether its objects hang on pages, as states do."""
+    def attached(self) -> bool:
+        """Whether the objects are attached to pages, as states are, instead of being pages."""
         return self.transfer.hit_policy is not HitPolicy.ALL_PAGES
 
     def object_keys(self) -> list[ObjectKey]:
@@ -111,40 +171,68 @@ class _Part:
         for handle, buffers in zip(self.handles, self.buffers, strict=True):
             yield (self.pool.name, handle), buffers
 
-    def meta(self, j: int, key: ObjectKey, namespace: bytes) -> ObjectMeta:
-        """Describe object `j`. The checksum is empty: the store computes it while it writes, so the bytes are read only once."""
-        parent = key.page_key if self.hangs else self.parents[j]
-        return ObjectMeta(namespace, self.pool.length, checksum=b"", parent=parent, depth=self.depths[j])
+    def meta(self, j: int, key: ObjectKey, namespace: bytes, worker: int) -> ObjectMeta:
+        """Describe object `j`, whose value `worker` gives.
+
+        The checksum is left empty: the store computes it while it writes, so the bytes are read only once.
+        """
+        parent = key.page_key if self.attached else self.parents[j]
+        return ObjectMeta(
+            namespace,
+            self.pool.length,
+            checksum=b"",
+            parent=parent,
+            depth=self.depths[j],
+            value=self.values[j],
+            worker=worker,
+        )
 
 
 class HybridStorage:
     """Pages and states of all registered pools in one backend, under one namespace.
 
-    `shard`: the shard of pools that are registered without one of their own. `namespace`: the record as the store knows it; its `states` is
-    set when the first pool is registered of which a prefix needs only the last pages.
+    `shard` is the shard of every pool that is registered without a shard of its own. `namespace` is the
+    record that is registered with the store. Its `states` becomes True when the first trailing pool is
+    registered (a pool with `HitPolicy.TRAILING_PAGES`, such as a pool of states).
 
-    Thread safety: register the pools first; then any thread may call. The caller keeps every handle of a call allocated until it returns,
-    and unchanged during a set; a set zeroes the slack behind the payloads.
+    A set zeroes the bytes between the end of each payload and the end of the payload's last 4 KiB block. A
+    store may write whole blocks. Without the zeros, bytes of earlier objects in the same memory could then
+    reach the medium.
+
+    Thread safety: register the pools first; then any thread may call. During a call the handles in its
+    transfers must stay allocated, and the payloads of a set must not change.
     """
 
-    def __init__(self, backend: StorageBackend, *, namespace: NamespaceRecord, shard: Shard = Shard()) -> None:  # noqa: B008 (frozen)
+    def __init__(
+        self,
+        backend: StorageBackend,
+        *,
+        namespace: NamespaceRecord,
+        shard: Shard = Shard(),  # noqa: B008
+    ) -> None:
         self.backend = backend
         self.namespace = namespace
         self.shard = shard
+        self.worker = secrets.randbits(64)
+        """Number that tells the values that this object gives from those of others."""
         self._pools: dict[PoolName, _Registered] = {}
         backend.register_namespace(namespace)
 
     def register_pool(self, pool: HostObjects, shard: Shard | None = None) -> None:
-        """Make a cache kind known, and make its memory known to the store.
+        """Register the host pool of a cache kind, and attach its memory to the store.
 
-        `shard`: which part of each object this rank holds (default: that of the storage). Ranks that hold whole copies of a pool, such as
-        the KV of latent attention, give that pool `Shard()` and share its objects, whatever parts of the states each has. Raises InputError
-        if a pool of this name is registered with another geometry or shard.
+        `shard`: which part of each object this rank holds (default: `self.shard`). If every rank holds a
+        whole copy of a pool, such as the KV of latent attention, register that pool with `Shard()`. The ranks
+        then share the objects of the pool, even if each rank has its own part of the states. Raises
+        InputError if a pool of this name is already registered with another geometry or shard.
         """
         name = pool.geometry.pool
         layout = layout_digest(name, pool.geometry.fingerprint, self.shard if shard is None else shard)
         if name in self._pools and self._pools[name].layout != layout:
-            raise InputError(f"pool {name} is registered with another geometry or shard; make a HybridStorage of its own for this one")
+            raise InputError(
+                f"pool {name} is registered with another geometry or shard; make a HybridStorage of its own"
+                " for this one"
+            )
         self._pools[name] = _Registered(pool, layout)
         if pool.geometry.hit_policy is not HitPolicy.ALL_PAGES and not self.namespace.states:
             self.namespace = replace(self.namespace, states=True)
@@ -152,44 +240,54 @@ class HybridStorage:
         if pool.memory is not None:
             self.backend.attach(pool.memory)
 
-    def reason_of(self, outcome: Outcome) -> Reason:
-        """Return why an object of a get or a set failed, NONE where it did not; call it right after the get or set.
-
-        A store that is out of reach answers MISS or ERROR without knowing; the reason is then that of the outage. Where a call of another
-        thread ends or meets the outage in between, the reason may be the wrong one of the two.
-        """
-        away = self.backend.outage() if outcome in (Outcome.MISS, Outcome.ERROR) else Reason.NONE
-        return _REASONS[outcome] if away is Reason.NONE else away
-
     def holds(self, wanted: Mapping[PoolName, Sequence[bytes]]) -> tuple[dict[PoolName, list[bool]], Reason]:
-        """Return which of these pages and states (by page key) the store has, and the reason if it could not be asked; make one call."""
+        """Return which of these pages and states (by page key) the store has, with one call of the backend.
+
+        The second value is a reason: UNAVAILABLE or REFUSED if the store could not be asked, otherwise NONE.
+        """
         keys = [key for name, page_keys in wanted.items() for key in self._registered(name).keys(page_keys)]
-        there = self.backend.exists(keys)
+        there, reason = self._exists(keys)
         answers = iter(there)
-        reason = Reason.NONE if any(there) else self.backend.outage()
         return {name: [next(answers) for _ in page_keys] for name, page_keys in wanted.items()}, reason
 
-    def probe(self, pool: PoolName, page_key: bytes, *, read: bool) -> bool:
-        """Test the store with one object: look it up, or with `read` read it into memory of its own. Return whether the store works.
+    def advise(self, values: Mapping[PoolName, Mapping[bytes, float]]) -> None:
+        """Tell the store the present values of pages and states, by pool and page key."""
+        keys = [key for name, given in values.items() for key in self._registered(name).keys(list(given))]
+        self.backend.advise(keys, [one for given in values.values() for one in given.values()], self.worker)
 
-        A lookup passes with any answer, a read with any answer but ERROR; a call that raises fails.
+    def probe(self, pool: PoolName, page_key: bytes, *, read: bool) -> bool:
+        """Test the store with one object, and return whether the store works.
+
+        The test looks the object up or, with `read`, reads the object into a buffer made for the test.
+
+        The store does not work if the call raises, or if a read answers ERROR. A lookup that raises
+        UnavailableError or RefusedError counts as an answer.
         """
         registered = self._registered(pool)
         [key] = registered.keys([page_key])
-        item = GetItem(key, [memoryview(bytearray(registered.pool.geometry.padded_nbytes))], registered.length)
+        item = GetItem(
+            key, [memoryview(bytearray(registered.pool.geometry.padded_nbytes))], registered.length
+        )
         try:
-            return self.backend.get([item])[0] is not Outcome.ERROR if read else len(self.backend.exists([key])) == 1
-        except Exception:  # noqa: BLE001  a store that breaks its contract does not work; the caller logs that
+            return (
+                self.backend.get([item])[0] is not Outcome.ERROR if read else len(self._exists([key])[0]) == 1
+            )
+        except Exception:  # noqa: BLE001
+            # A store that raises breaks its contract. The caller logs that the store does not work.
             return False
 
     def batch_exists_v2(
         self, keys: Sequence[bytes], transfers: Sequence[PoolTransfer], extra: StorageExtra | None = None
     ) -> PoolTransferResult:
-        """Return which depths could be restored.
+        """Return the depths at which everything that a restore needs is stored.
 
-        `keys` follow `extra.prefix_keys`; a transfer gives a pool's hit policy, and no keys of its own. The anchor pool is always asked for
-        `keys`, and counts as present in the prefix. All other pools are looked up inside the prefix too, because every depth in 1 .. K is
-        answered for. This makes one call of the backend; where that met an outage, `reason` says so. Raises InputError.
+        `keys` are the page keys that follow `extra.prefix_keys` (the prefix). Each transfer names a pool and
+        its hit policy, and has no keys. The anchor pool is looked up even if no transfer names it, but only
+        for `keys`: the pages of the prefix count as stored. The other pools are looked up in the prefix as
+        well, because a restore may end there.
+
+        This makes one call of the backend; if the store could not be asked, `reason` says why. Raises
+        InputError.
         """
         check_transfers(transfers, extra)
         check_keys(keys)
@@ -197,32 +295,33 @@ class HybridStorage:
         sequence = [*prefix, *keys]
         asked = {self._registered(t.pool).name: t for t in transfers}
         if len(asked) < len(transfers) or any(t.keys for t in transfers):
-            raise InputError("batch_exists_v2 takes each pool once, without keys: the call's own keys are meant")
+            raise InputError(
+                "batch_exists_v2 takes each pool once, without keys: the call has keys of its own"
+            )
         asked.setdefault(ANCHOR, PoolTransfer(ANCHOR))
-        wanted: list[ObjectKey] = []
-        for name in asked:
-            registered = self._registered(name)
-            wanted += registered.keys(keys if name is ANCHOR else sequence)
-        there = self.backend.exists(wanted)
-        reason = self.backend.outage() if wanted and not any(there) else Reason.NONE
-        answers = iter(there)
-        presence: dict[PoolName, PoolPresence] = {}
+        queries: dict[PoolName, PoolQuery] = {}
         for name, transfer in asked.items():
             known = len(prefix) if name is ANCHOR else 0
-            found = [True] * known + [next(answers) for _ in range(len(sequence) - known)]
-            presence[name] = PoolPresence(transfer.hit_policy, np.array(found, np.bool_), transfer.trailing)
-        present = {name: pool.present for name, pool in presence.items()}
-        return replace(restorable_prefixes(presence, ANCHOR), reason=reason, present=present)
+            wanted = self._registered(name).keys(sequence[known:])
+            queries[name] = PoolQuery(wanted, transfer.hit_policy, transfer.trailing, known)
+        there, reason = self._exists(wanted_objects(queries))
+        return replace(answer(queries, len(sequence), there), reason=reason)
 
-    def batch_get_v2(self, transfers: Sequence[PoolTransfer], extra: StorageExtra | None = None) -> dict[PoolName, list[Outcome]]:
-        """Read objects into host handles, all pools in one call of the backend; return outcomes in the order of each pool's keys.
+    def batch_get_v2(
+        self, transfers: Sequence[PoolTransfer], extra: StorageExtra | None = None
+    ) -> dict[PoolName, list[Outcome]]:
+        """Read objects into host handles, all pools in one call of the backend.
 
-        The outcomes of a pool that comes twice follow one another. Raises InputError or SlotError before anything is touched.
+        Returns for each pool the outcomes in the order of its keys. If two transfers name the same pool, the
+        outcomes of the second follow the outcomes of the first. Raises InputError or SlotError before any
+        buffer changes.
         """
         parts = self._checked(transfers, extra)
         _check_apart(parts)
         items = [
-            GetItem(key, buffers, part.pool.length) for part in parts for key, buffers in zip(part.object_keys(), part.buffers, strict=True)
+            GetItem(key, buffers, part.pool.length)
+            for part in parts
+            for key, buffers in zip(part.object_keys(), part.buffers, strict=True)
         ]
         outcomes = iter(self.backend.get(items) if items else ())
         result: dict[PoolName, list[Outcome]] = {}
@@ -230,29 +329,36 @@ class HybridStorage:
             result.setdefault(part.pool.name, []).extend(next(outcomes) for _ in part.buffers)
         return result
 
-    def batch_set_v2(self, transfers: Sequence[PoolTransfer], extra: StorageExtra | None = None) -> dict[PoolName, list[Outcome]]:
-        """Write host objects, first pages, then what hangs on pages, so that no state is stored ahead of its KV.
+    def batch_set_v2(
+        self, transfers: Sequence[PoolTransfer], extra: StorageExtra | None = None
+    ) -> dict[PoolName, list[Outcome]]:
+        """Write host objects: first pages, then states, so that no state is stored before its KV.
 
-        An object of a trailing pool is THROTTLED, and not written, if a page that it needs failed in this call. Returns outcomes as
-        `batch_get_v2` does. Raises InputError or SlotError before anything is touched.
+        An object of a trailing pool is THROTTLED, and not written, if a page that the object needs failed in
+        this call. Returns the outcomes in the same form as `batch_get_v2`. Raises InputError or SlotError
+        before anything is read or written.
         """
         parts = self._checked(transfers, extra)
         if not _host_pools(parts):
-            # One place may be written under several keys, but the slack that is zeroed must not be the payload of another object.
+            # The same place may be given under several keys. Two different places must not overlap: zeroing
+            # the bytes behind one payload would overwrite the other.
             check_places({place: buffers for part in parts for place, buffers in part.places()}.items())
-        pages = [part for part in parts if not part.hangs]
-        hanging = [part for part in parts if part.hangs]
+        pages = [part for part in parts if not part.attached]
+        attached = [part for part in parts if part.attached]
         stored = self._set(pages, [[False] * len(part.buffers) for part in pages])
         failed = [(page.transfer, outcomes) for page, outcomes in zip(pages, stored, strict=True)]
-        added = self._set(hanging, [_blocked(part.transfer, failed) for part in hanging])
+        added = self._set(attached, [_blocked(part.transfer, failed) for part in attached])
         first, then = iter(stored), iter(added)
         result: dict[PoolName, list[Outcome]] = {}
         for part in parts:
-            result.setdefault(part.pool.name, []).extend(next(then if part.hangs else first))
+            result.setdefault(part.pool.name, []).extend(next(then if part.attached else first))
         return result
 
     def _set(self, parts: Sequence[_Part], blocked: Sequence[Sequence[bool]]) -> list[list[Outcome]]:
-        """Write the objects of `parts` in one call of the backend, without those that are `blocked`, whose outcome is THROTTLED."""
+        """Write the objects of `parts` in one call of the backend.
+
+        Objects that are `blocked` are not written; their outcome is THROTTLED.
+        """
         outcomes = [[Outcome.THROTTLED] * len(part.buffers) for part in parts]
         items: list[SetItem] = []
         places: list[tuple[list[Outcome], int]] = []
@@ -260,21 +366,38 @@ class HybridStorage:
             for j, key in enumerate(part.object_keys()):
                 if not held[j]:
                     zero_tail(part.buffers[j], part.pool.length)
-                    items.append(SetItem(key, part.buffers[j], part.meta(j, key, self.namespace.namespace)))
+                    meta = part.meta(j, key, self.namespace.namespace, self.worker)
+                    items.append(SetItem(key, part.buffers[j], meta))
                     places.append((answers, j))
         for (answers, j), outcome in zip(places, self.backend.set(items) if items else (), strict=True):
             answers[j] = outcome
         return outcomes
+
+    def _exists(self, keys: Sequence[ObjectKey]) -> tuple[list[bool], Reason]:
+        """Return for each object whether the store has it, and why the store could not be asked.
+
+        If the store could be asked, the reason is NONE. Otherwise all answers are False.
+        """
+        try:
+            return self.backend.exists(keys), Reason.NONE
+        except (UnavailableError, RefusedError) as error:
+            reason = Reason.REFUSED if isinstance(error, RefusedError) else Reason.UNAVAILABLE
+            return [False] * len(keys), reason if keys else Reason.NONE
 
     def _registered(self, name: PoolName) -> _Registered:
         try:
             return self._pools[name]
         except (KeyError, TypeError):
             known = ", ".join(self._pools) or "none"
-            raise InputError(f"pool {name} is not registered (registered: {known}); call register_pool first") from None
+            raise InputError(
+                f"pool {name} is not registered (registered: {known}); call register_pool first"
+            ) from None
 
     def _checked(self, transfers: Sequence[PoolTransfer], extra: StorageExtra | None) -> list[_Part]:
-        """Return every transfer with the buffers of its objects; raise InputError or SlotError if anything in the call is wrong."""
+        """Return every transfer with the buffers of its objects.
+
+        Raises InputError or SlotError if anything in the call is wrong.
+        """
         check_transfers(transfers, extra)
         return [self._part(transfer) for transfer in transfers]
 
@@ -282,22 +405,28 @@ class HybridStorage:
         pool = self._registered(transfer.pool)
         check_keys(transfer.keys)
         handles, depths, parents = handles_of(transfer), depths_of(transfer), parents_of(transfer)
+        values = values_of(transfer)
         buffers = [pool.buffers(handle) for handle in handles]
         for handle, room in zip(handles, map(total, buffers), strict=True):
             if room < pool.length:
-                raise InputError(f"pool {transfer.pool}: handle {handle} has {room} bytes, fewer than one object needs")
-        return _Part(transfer, pool, handles, buffers, depths, parents)
+                raise InputError(
+                    f"pool {transfer.pool}: handle {handle} has {room} bytes, fewer than one object needs"
+                )
+        return _Part(transfer, pool, handles, buffers, depths, parents, values)
 
 
 def _host_pools(parts: Sequence[_Part]) -> bool:
-    """Return whether every pool is a plain `HostPool`, whose objects share a block only if they have the same handle."""
+    """Return whether every pool is a plain `HostPool`.
+
+    Objects in such pools share memory only if they have the same handle.
+    """
     return all(type(part.pool.pool) is HostPool for part in parts)
 
 
 def _check_apart(parts: Sequence[_Part]) -> None:
     """Raise InputError if any two objects share memory.
 
-    Getting the address of a block takes 0.5 us, so host pools are checked by their handles instead.
+    Objects of host pools are compared by their handles, because getting the address of a block takes 0.5 us.
     """
     if not _host_pools(parts):
         check_places(place for part in parts for place in part.places())
@@ -307,25 +436,31 @@ def _check_apart(parts: Sequence[_Part]) -> None:
         arena = id(part.pool.pool.memory)
         for handle in part.handles:
             if (arena, handle) in seen:
-                raise InputError(f"pool {part.pool.name}: handle {handle} is given twice; what is read needs a place for each key")
+                raise InputError(
+                    f"pool {part.pool.name}: handle {handle} is given twice; each key that is read needs a"
+                    " place of its own"
+                )
             seen.add((arena, handle))
 
 
 def _blocked(transfer: PoolTransfer, pages: Sequence[tuple[PoolTransfer, Sequence[Outcome]]]) -> list[bool]:
-    """Return for each object of a trailing pool whether it needs a page that failed in this call.
+    """Return which objects of a trailing pool need a page that failed in this call.
 
-    Where a pool's parents are given, a page needs its ancestors among this call's keys; otherwise it needs all keys before it, which is
-    right for one sequence and only too careful for several.
+    An object needs its page and the pages before that page. If the transfer of the pages gives parents, they
+    tell which pages come before. Otherwise all earlier pages of the transfer count as pages before. That is
+    exact if the transfer has one sequence. With several sequences, more objects are blocked than necessary.
     """
     blocked = [False] * len(transfer.keys)
     for page_transfer, outcomes in pages:
         failed: dict[bytes, bool] = {}
         before = False
         for j, (key, outcome) in enumerate(zip(page_transfer.keys, outcomes, strict=True)):
+            # `before`: whether this page, or a page before it, failed.
             if page_transfer.parents:
                 before = failed.get(page_transfer.parents[j], False)
             before = before or outcome not in (Outcome.HIT, Outcome.STORED)
             failed[key] = before
         for j, key in enumerate(transfer.keys):
+            # An object whose page is not in the transfer is blocked if any page of the transfer failed.
             blocked[j] = blocked[j] or failed.get(key, any(failed.values()))
     return blocked

@@ -1,4 +1,8 @@
-"""Small numbers for the layouts of a store's objects, the first halves of their digests, of which there are few."""
+"""Table that gives a small number to each layout digest, the first half of the digest of an object.
+
+A store has few layouts. In the table of objects (`residents`), a number of 4 bytes replaces the 32 bytes of a
+layout digest.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +11,16 @@ from typing import Final
 
 import numpy as np
 
-from tiercache.storage.base import DIGEST_BYTES
+from tiercache.core import DIGEST_BYTES
 from tiercache.storage.pages import NONE, PAGE_KEY_BYTES, Links, Words, groups_of
 
 LAYOUT_BYTES: Final = DIGEST_BYTES - PAGE_KEY_BYTES
 
 
 class Layouts:
-    """Table from layout digest to a small number, with a count of objects, so that a layout that no object has any more is forgotten.
+    """Table from layout digest to a small number; a layout is dropped with its last object.
 
-    Thread safety: that of its owner.
+    Thread safety: none of its own; the store calls it under its mutex.
     """
 
     def __init__(self) -> None:
@@ -26,7 +30,7 @@ class Layouts:
         self._free: list[int] = []
 
     def load(self, layouts: Words) -> Links:
-        """Intern all layouts at once, shape (n, 4); return the number of each."""
+        """Fill an empty table with these layouts, shape (n, 4); return the number of each."""
         numbers, distinct = np.zeros(len(layouts), np.int32), layouts[:1]
         if (layouts != distinct).any():
             order, begins = groups_of(layouts)
@@ -42,10 +46,16 @@ class Layouts:
         return self._ids.get(layout, NONE)
 
     def find_many(self, layouts: Words, digests: Sequence[bytes]) -> Links:
-        """Return the number of each layout, or NONE; `layouts` are the first halves of `digests`, shape (n, 4)."""
-        # A batch comes pool by pool, so its layouts come in runs.
+        """Return the number of each layout, or NONE.
+
+        `layouts`: the first halves of `digests`, shape (n, 4).
+        """
+        # A batch has the objects of one pool together, so equal layouts are mostly neighbours. One look-up
+        # serves each run of equal layouts.
         starts = np.concatenate([[0], np.flatnonzero((layouts[1:] != layouts[:-1]).any(1)) + 1])
-        numbers = np.fromiter((self.find(digests[start][:LAYOUT_BYTES]) for start in starts.tolist()), np.int32, len(starts))
+        numbers = np.fromiter(
+            (self.find(digests[start][:LAYOUT_BYTES]) for start in starts.tolist()), np.int32, len(starts)
+        )
         return np.repeat(numbers, np.diff(starts, append=len(digests)))
 
     def name(self, number: int) -> bytes:
@@ -66,7 +76,7 @@ class Layouts:
         return number
 
     def release(self, number: int) -> None:
-        """Count one object less of the layout with this number; forget the layout after the last one."""
+        """Subtract one object of the layout with this number; if none is left, drop the layout."""
         self._counts[number] -= 1
         if not self._counts[number]:
             del self._ids[self._names[number]]

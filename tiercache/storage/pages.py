@@ -1,11 +1,16 @@
-"""The pages of a store as a forest, in columns of some 110 bytes a page: which page follows which, and what can still be restored.
+"""Table of the pages of a store, in columns, with a link from each page to the page before it.
 
-A million Python objects take half a gigabyte and seconds to make; columns take a fraction of that, and are filled with a few sorts.
+A node is the row of a page in the columns. A node takes some 110 bytes, and a few sorts fill the columns for
+a whole store. With one Python object per page, a million pages would take half a gigabyte, and seconds to
+build.
 
-    up      page 1 <- page 2 <- page 3        `up` leads from a page to the one before it
-    kv         1         1         1          objects that are the page itself (KV of one layout or several)
-    states     0         1         0          objects that hang on it (recurrent states)
-    live       1         1         0          what a restore could use at or below: own states, and children that are live
+    parent_node   page 1 <- page 2 <- page 3   leads from a page to the page before it
+    kv               1         1         1     objects that are the page itself (KV of one layout or several)
+    states           0         1         0     objects attached to the page (recurrent states)
+    live             1         1         0     states of the page, plus live pages directly after the page
+
+A page is live if its `live` is above 0. No restore can use a page that is not live. If the prefixes of its
+namespace need no states, a stored page also counts itself in `live`.
 """
 
 from __future__ import annotations
@@ -18,28 +23,41 @@ import numpy.typing as npt
 
 PAGE_KEY_BYTES: Final = 32
 NONE: Final = -1
-"""Link of a column that leads nowhere. It never leaves the tables of residents."""
+"""Value of a link that leads nowhere."""
 _WORDS: Final = PAGE_KEY_BYTES // 8
 _FIRST_NODES: Final = 1024
 
 BROKEN: Final = 1
-"""Flag of a node: the page or one before it is not stored, or a circle was cut there, so what lies on it cannot be restored."""
-SERVED: Final = 2
-"""Flag of a node: its page could be restored once.
+"""Flag of a node: no object on the node can be restored.
 
-If such a page cannot be restored any more it is dead at once; other useless pages may still become useful.
+The page of the node, or a page before it, is not stored or has the flag CUT.
+"""
+SERVED: Final = 2
+"""Flag of a node: its page can be restored now, or was restorable at some time in the past.
+
+A page with this flag is evicted before all others as soon as it can no longer be restored. A page without the
+flag is given some time to become restorable.
 """
 CUT: Final = 4
-"""Flag of a node: its page lay on a circle of parents, which was cut here."""
+"""Flag of a node: the link to its parent was left out, because it would close a circle of parents."""
 QUEUED: Final = 8
-"""First of four flags of a node: its page waits in an eviction order (8: live, 16: dead, 32 and 64: may yet become useful)."""
+"""First of four flags that say in which queue of the eviction order (`eviction`) the page of a node waits.
+
+8: pages that can be restored. 16: pages that are evicted first, because no restore can use them. 32 and 64:
+pages that may still become restorable.
+"""
 
 _COLUMNS: Final[dict[str, npt.DTypeLike]] = {
-    "chain": np.int32, "first": np.int32, "up": np.int32, "children": np.uint32, "holds": np.uint32, "coming": np.uint32, "kv": np.uint32,
-    "states": np.uint32, "live": np.uint32, "space": np.uint32, "depth": np.uint32, "tick": np.uint64, "number": np.uint64,
+    "chain": np.int32, "first": np.int32, "parent_node": np.int32, "children": np.uint32, "holds": np.uint32,
+    "coming": np.uint32, "kv": np.uint32,
+    "states": np.uint32, "live": np.uint32, "namespace_id": np.uint32, "depth": np.uint32, "tick": np.uint64,
+    "number": np.uint64,
     "nbytes": np.uint64, "flags": np.uint8,
 }  # fmt: skip
-_LINKS: Final = ("chain", "first", "up")
+_HINTS: Final[dict[str, npt.DTypeLike]] = {
+    "rank": np.float64, "worker": np.uint64, "state_rank": np.float64, "state_worker": np.uint64,
+}  # fmt: skip
+_LINKS: Final = ("chain", "first", "parent_node")
 
 Ints = npt.NDArray[np.int64]
 Links = npt.NDArray[np.int32]
@@ -47,33 +65,55 @@ Words = npt.NDArray[np.uint64]
 Mask = npt.NDArray[np.bool_]
 
 
-class Pages:
-    """Hash table from page key to node, and the links between nodes. A node lives while it has an object, a child or a call that holds it.
+class PageTable:
+    """Hash table from page key to node, and the links between nodes.
 
-    Columns by node: `first` object (a row of the owner's table), `up` (the page before it, while a page object names it), `children`
-    (number of nodes whose `up` it is), `holds` (by calls that are writing), `coming` (page objects that are being written), `kv`, `states`,
-    `live`, `space` (the owner's number of its namespace), `depth` (pages up to its end; 0: not known), `tick` (last use of it or of what
-    was evicted below it), `number` (of its newest object), `nbytes` (of all objects on it), `flags`; `chain` links the nodes of a bucket,
-    or the free nodes.
+    A node is kept while it has an object or a child, or while a call holds it. The owner of the table is the
+    table of objects (`residents`).
+
+    The columns have one value per node:
+
+        chain         next node of the same bucket; for a free node, the next free node
+        first         first object of the node, a row of the owner's table
+        parent_node   node of the page before it, while a stored page object names that page as its parent
+        children      number of nodes whose `parent_node` is this node
+        holds         number of calls that hold this node while they write
+        coming        number of page objects that are being written
+        kv, states, live   as in the drawing at the top of this file
+        namespace_id  number that the owner gave to the namespace
+        depth         pages from the start of the sequence to the end of this page; 0: not known
+        tick          last use of this page, or of a page after it that was evicted (the owner's clock)
+        number        number of the newest object in the store at the time when this page got its last object
+        nbytes        payload bytes of all objects on the node
+        flags         see `BROKEN`, `SERVED`, `CUT` and `QUEUED`
+
+    and, after `keep_hints`, what `values` knows of the page's KV and of its states:
+
+        rank, state_rank      rank by the values that callers gave; 0: none was given
+        worker, state_worker  who gave it
 
     Thread safety: none of its own; the store calls it under its mutex.
     """
 
     chain: memoryview
     first: memoryview
-    up: memoryview
+    parent_node: memoryview
     children: memoryview
     holds: memoryview
     coming: memoryview
     kv: memoryview
     states: memoryview
     live: memoryview
-    space: memoryview
+    namespace_id: memoryview
     depth: memoryview
     tick: memoryview
     number: memoryview
     nbytes: memoryview
     flags: memoryview
+    rank: memoryview[float]
+    worker: memoryview
+    state_rank: memoryview[float]
+    state_worker: memoryview
 
     keys: Words
     """Page keys by node, shape (nodes, 4)."""
@@ -83,15 +123,24 @@ class Pages:
     def __init__(self) -> None:
         self._free = NONE
         self.used = 0
-        """Number of nodes that were in use at some time: all lie below it."""
+        """Number of nodes that are in use or were in use: the nodes from 0 to `used` - 1."""
+        self.hinted = False
+        """Whether the table has the columns of hints (see `keep_hints`)."""
         self._make(_FIRST_NODES)
         self._rehash()
 
     def load(self, keys: Words) -> Ints:
-        """Make a node for each distinct key, shape (n, 4), in an empty table; return the node of each key."""
+        """Fill an empty table with one node for each distinct key, and return the node of each key.
+
+        `keys` has the shape (n, 4).
+        """
         order, begins = groups_of(keys)
         firsts = order[begins]
-        # Nodes in the order in which they first appear, so that what was stored together lies together.
+        # Nodes are numbered in the order in which their keys first appear, so that pages stored together are
+        # neighbours:
+        #   keys      c  a  c  b
+        #   appears   1  1  0  1
+        #   nodes     0  1  0  2
         appears = np.zeros(len(keys), np.bool_)
         appears[firsts] = True
         number = np.cumsum(appears) - 1
@@ -105,10 +154,15 @@ class Pages:
         return nodes
 
     def link_all(self, children: Ints, parents: Ints) -> None:
-        """Make each of these nodes follow its parent, the first one where a node has several. No node may follow another yet."""
-        self.columns["up"][children[::-1]] = parents[::-1]
-        up = self.columns["up"][: self.used]
-        self.columns["children"][:] = np.bincount(up[up >= 0], minlength=len(self.columns["up"]))
+        """Link each of these nodes to its parent.
+
+        A node that is given with several parents gets the first of them. Call this only while no node of the
+        table has a parent.
+        """
+        # Reversed, because NumPy keeps the last of several values for one index.
+        self.columns["parent_node"][children[::-1]] = parents[::-1]
+        up = self.columns["parent_node"][: self.used]
+        self.columns["children"][:] = np.bincount(up[up >= 0], minlength=len(self.columns["parent_node"]))
 
     def find(self, page: bytes) -> int:
         """Return the node of a page, or NONE."""
@@ -121,6 +175,7 @@ class Pages:
         """Return the node of each page, or NONE; shape (n, 4) -> (n,)."""
         chain = self.columns["chain"]
         nodes = self._bucket_column[self._buckets_of(keys)]
+        # In each round, all nodes with a wrong key move one step along the chain of their bucket.
         wrong = np.flatnonzero(nodes >= 0)
         while len(wrong):
             here = nodes[wrong]
@@ -130,20 +185,24 @@ class Pages:
         return nodes
 
     def obtain(self, page: bytes) -> int:
-        """Return the node of a page, made if it is missing. If nothing comes to need the node, give it back with `tidy`."""
+        """Return the node of a page; make one if there is none.
+
+        A caller that does not use a new node must give it back with `tidy`.
+        """
         node = self.find(page)
         if node >= 0:
             return node
-        node = self._take()  # this may rebuild the buckets
+        node = self._take()  # before the bucket is looked up, because this may rebuild the buckets
         self._raw[node * PAGE_KEY_BYTES : (node + 1) * PAGE_KEY_BYTES] = page
         buckets, bucket = self._buckets, hash(page) & self._mask
         self.chain[node], buckets[bucket] = buckets[bucket], node
         return node
 
     def tidy(self, node: int) -> None:
-        """Give up a node if nothing needs it any more."""
+        """Free a node if nothing needs it any more."""
         if self.first[node] >= 0 or self.children[node] or self.holds[node]:
             return
+        # Unlink the node from the chain of its bucket.
         bucket = hash(self.key(node)) & self._mask
         at = self._buckets[bucket]
         if at == node:
@@ -155,31 +214,48 @@ class Pages:
         self.chain[node] = self._free
         self._free = node
         self.flags[node] = self.depth[node] = self.tick[node] = self.nbytes[node] = 0
+        if self.hinted:
+            self.rank[node] = self.state_rank[node] = 0.0
+
+    def keep_hints(self) -> None:
+        """Add the columns of hints, which take 32 more bytes for each node."""
+        size = len(self.keys)
+        self.columns |= {name: np.zeros(size, dtype) for name, dtype in _HINTS.items()}
+        self.hinted = True
+        self._bind()
 
     def key(self, node: int) -> bytes:
         """Return the page key of a node."""
         return bytes(self._raw[node * PAGE_KEY_BYTES : (node + 1) * PAGE_KEY_BYTES])
 
     def is_below(self, node: int, above: int) -> bool:
-        """Return whether `node` is the page `above` or follows it at any distance. Walks up, so call it only where a circle could close."""
+        """Return whether the page of `node` is the page of `above`, or follows that page at any distance.
+
+        This walks the whole path to the first page. Call it only where a new link could close a circle.
+        """
         while node >= 0 and node != above:
-            node = self.up[node]
+            node = self.parent_node[node]
         return node == above
 
-    def recount(self, sustains: Mask) -> None:
-        """Compute anew what is live and what is broken, and cut circles.
+    def recount(self, stateless: Mask) -> None:
+        """Recompute which pages are live and which are broken, and cut circles of parents.
 
-        `sustains`: by node, whether its KV may be restored without a state.
+        `stateless` tells for each node whether KV on the node may be restored without a state.
 
-        Pointer doubling: after round k every node has looked at all its ancestors up to distance 2**k, so a chain of a million pages takes
-        20 rounds and not a million. A round in which nothing changes is the last, where depths prove that there are no circles.
+        This is pointer doubling: after round k every node has seen all of its ancestors up to distance 2**k.
+        A chain of a million pages takes 20 rounds instead of a million. If the depths of the pages show that
+        there are no circles, the first round that changes nothing is the last.
         """
-        while not self._recount(sustains):
+        while not self._recount(stateless):
             pass
 
     def memory_bytes(self) -> int:
         """Return the bytes of memory of the columns."""
-        return self.keys.nbytes + self._bucket_column.nbytes + sum(column.nbytes for column in self.columns.values())
+        return (
+            self.keys.nbytes
+            + self._bucket_column.nbytes
+            + sum(column.nbytes for column in self.columns.values())
+        )
 
     def nodes(self) -> Iterator[int]:
         """Return an iterator over the nodes that are in use."""
@@ -191,46 +267,61 @@ class Pages:
         return (node for node in range(self.used) if node not in free)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless every node is found by its key, needed, and counted right."""
-        children = np.zeros(len(self.columns["up"]), np.int64)
+        """Raise AssertionError unless every node is found by its key, is needed, and is counted right."""
+        children = np.zeros(len(self.columns["parent_node"]), np.int64)
         for node in self.nodes():
             assert self.find(self.key(node)) == node, "a page is found by its key"
-            assert self.first[node] >= 0 or self.children[node] or self.holds[node], "a page that nothing needs is given up"
-            assert self.up[node] < 0 or self.kv[node], "only a page that is stored follows another"
-            if self.up[node] >= 0:
-                children[self.up[node]] += 1
+            assert self.first[node] >= 0 or self.children[node] or self.holds[node], (
+                "a page that nothing needs is freed"
+            )
+            assert self.parent_node[node] < 0 or self.kv[node], "only a page that is stored follows another"
+            if self.parent_node[node] >= 0:
+                children[self.parent_node[node]] += 1
         assert (children == self.columns["children"])[list(self.nodes())].all(), "children are counted right"
 
-    def _recount(self, sustains: Mask) -> bool:
+    def _recount(self, stateless: Mask) -> bool:
+        """Recompute `live` and `flags`; if there are circles, cut them instead and return False."""
         n = self.used
-        up, kv, states = (self.columns[name][:n] for name in ("up", "kv", "states"))
+        up, kv, states = (self.columns[name][:n] for name in ("parent_node", "kv", "states"))
         flags = self.columns["flags"][:n]
-        own = (kv > 0) & sustains[:n]
+        own = (kv > 0) & stateless[:n]
         alive = own | (states > 0)
         whole = (kv > 0) & (flags & CUT == 0)
         at = up.copy()
         follows = np.flatnonzero(up >= 0)
         depth = self.columns["depth"]
         acyclic = bool((depth[up[follows]] < depth[follows]).all())
-        known: int | None = None
+        last: int | None = None
+        # In round k, `at` has the ancestor of each node at distance 2**k, or NONE if there is none. A page is
+        # alive if it, or one of its descendants, has a state or needs none. A page is whole if it and all of
+        # its ancestors are stored and not CUT. Each round doubles the distance covered:
+        #   page                 1 <- 2 <- 3 <- 4 <- 5     page 5 has a state
+        #   alive before         .    .    .    .    x
+        #   after round 0        .    .    .    x    x     distance 1
+        #   after round 1        .    x    x    x    x     distance 2
+        #   after round 2        x    x    x    x    x     distance 4
         for _ in range(n.bit_length() + 1):
             on = np.flatnonzero(at >= 0)
-            told = int(np.count_nonzero(alive) - np.count_nonzero(whole))
-            if not len(on) or (acyclic and told == known):
+            # Pages only become alive, and only cease to be whole, so this number grows with every change.
+            changes = int(np.count_nonzero(alive) - np.count_nonzero(whole))
+            if not len(on) or (acyclic and changes == last):
                 break
-            known = told
+            last = changes
             far = at[on]
             alive[far[alive[on]]] = True
             whole[on] &= whole[far]
             at[on] = at[far]
         else:
-            # A node that still has an ancestor after more steps than there are nodes leads into a circle, and that ancestor lies on one.
+            # `at` is now more steps away than there are nodes. A node that still has an ancestor at that
+            # distance leads into a circle, and that ancestor is on the circle.
             circle = np.unique(at[at >= 0])
             np.subtract.at(self.columns["children"], up[circle], 1)
             up[circle] = NONE
             flags[circle] |= CUT
             return False
-        self.columns["live"][:n] = states + own + np.bincount(up[alive & (up >= 0)], minlength=n)[:n].astype(np.uint32)
+        self.columns["live"][:n] = (
+            states + own + np.bincount(up[alive & (up >= 0)], minlength=n)[:n].astype(np.uint32)
+        )
         flags &= 0xFF ^ BROKEN
         flags[~whole] |= BROKEN
         flags[alive & whole] |= SERVED
@@ -244,7 +335,7 @@ class Pages:
         if self.used == len(self.keys):
             self._grow()
         self.used += 1
-        self.first[self.used - 1] = self.up[self.used - 1] = NONE
+        self.first[self.used - 1] = self.parent_node[self.used - 1] = NONE
         return self.used - 1
 
     def _grow(self) -> None:
@@ -268,7 +359,12 @@ class Pages:
             setattr(self, name, column.data)
 
     def _rehash(self) -> None:
-        """Rebuild the chains of all nodes, with at least one bucket for each node there is room for; call it only while no node is free."""
+        """Rebuild the buckets and the chains of all nodes.
+
+        The number of buckets is a power of two, not below the number of nodes for which the table has room.
+
+        Call this only while no node is free.
+        """
         self._mask = (1 << (len(self.keys) - 1).bit_length()) - 1
         self._bucket_column = np.full(self._mask + 1, NONE, np.int32)
         self._buckets = self._bucket_column.data
@@ -277,7 +373,8 @@ class Pages:
     def _buckets_of(self, keys: Words) -> Ints:
         """Return the bucket of each page.
 
-        Python keys its hash of bytes anew in every process, so page keys cannot be chosen to share one bucket.
+        The bucket comes from Python's hash of bytes, which depends on a secret that is new in every process.
+        A client therefore cannot choose page keys that all fall into one bucket.
         """
         pages = np.ascontiguousarray(keys).view(f"V{PAGE_KEY_BYTES}").ravel().tolist()
         return np.fromiter(map(hash, pages), np.int64, len(keys)) & self._mask
@@ -291,10 +388,15 @@ def grown(column: npt.NDArray[Any], size: int) -> npt.NDArray[Any]:
 
 
 def link_groups(group: Ints, heads: Links, links: Links) -> None:
-    """Chain all members i of each group g: heads[g] becomes its first one, links[i] the one after i, NONE behind the last."""
+    """Chain the members of each group.
+
+    `group[i]` is the group of member i. `heads[g]` becomes the first member of group g. `links[i]` becomes
+    the member after i in the same group, or NONE for the last member.
+    """
+    # Reversed, because NumPy keeps the last of several values for one index.
     heads[group[::-1]] = np.arange(len(group))[::-1]
     links[: len(group)] = NONE
-    # Most members are alone in their group, so only the others are sorted.
+    # Most members are alone in their group and need no link. Only the others are sorted.
     crowded = np.flatnonzero(np.bincount(group)[group] > 1)
     order = crowded[np.argsort(group[crowded], kind="stable")]
     same = group[order[1:]] == group[order[:-1]]
@@ -302,14 +404,19 @@ def link_groups(group: Ints, heads: Links, links: Links) -> None:
 
 
 def column_of(keys: Sequence[bytes], width: int) -> Words:
-    """Return keys of one width, a multiple of 8 bytes, as rows of words."""
+    """Return keys as rows of words of 8 bytes.
+
+    `width`: bytes of every key, a multiple of 8.
+    """
     return np.frombuffer(b"".join(keys), np.uint64).reshape(len(keys), width // 8)
 
 
 def groups_of(keys: Words) -> tuple[Ints, npt.NDArray[np.bool_]]:
-    """Order keys, shape (n, 4), so that equal ones are neighbours; return the order, and where in it a new key begins.
+    """Return an order of keys in which equal keys are neighbours, and a mask of that order.
 
-    The order is that of the first word alone, which is enough for digests; if two keys share it and differ, all words are sorted.
+    `keys` has the shape (n, 4). The mask is True where a key differs from the key before it in the order.
+    Keys are sorted by their first word, which is enough for digests. If different keys share a first word,
+    all keys are sorted by all words instead.
     """
     order = np.argsort(keys[:, 0], kind="stable")
     first = keys[order, 0]

@@ -1,43 +1,73 @@
 """Functions that open a store from a URL or a section of the configuration.
 
     memory://?capacity=64MiB
+    ["memory://?capacity=1GiB", "file:///var/lib/tiercache?capacity=200GiB"]     a chain of tiers
     file:///var/lib/tiercache?capacity=200GiB&durability=process
     {"type": "file", "path": "/var/lib/tiercache", "capacity": "200GiB"}
 
-Backends are found by the entry-point group `tiercache.storage_backends`: a third party adds one without touching this package.
+Each backend has an entry point in the group `tiercache.storage_backends`. Another package can therefore add a
+backend without a change to tiercache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from importlib.metadata import entry_points
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Final
 
 from tiercache.config.urls import section_of
-from tiercache.errors import ConfigError
+from tiercache.errors import ConfigError, MissingExtraError
 from tiercache.storage.base import StorageBackend, StoreContext
 from tiercache.storage.env import Env
 
 GROUP: Final = "tiercache.storage_backends"
+"""Group of the entry points of backends; the name of an entry point is the storage type."""
 
 
-def open_backend(spec: str | Mapping[str, Any], *, env: Env | None = None) -> StorageBackend:
-    """Open the store that `spec` describes. Raises ConfigError for a bad spec, StorageError if the store cannot be opened."""
+Spec = str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]]
+"""A store: a URL, a section of the configuration, or a list of those for a chain of tiers, fastest first."""
+
+
+def spec_of(urls: Sequence[str]) -> Spec:
+    """Return the spec for a list of URLs. One URL names one store; several URLs name a chain of stores."""
+    return urls[0] if len(urls) == 1 else urls
+
+
+def open_backend(spec: Spec, *, env: Env | None = None) -> StorageBackend:
+    """Open the store that `spec` describes.
+
+    Raises ConfigError for a bad spec, StorageError if the store cannot be opened.
+    """
     kind, section = _parts(spec)
     return kind.from_config(section, StoreContext(env or Env()))
 
 
-def check_backend(spec: str | Mapping[str, Any], *, env: Env | None = None) -> None:
-    """Raise ConfigError for a spec whose contents `open_backend` would refuse. Opens and makes nothing."""
+def check_backend(spec: Spec, *, env: Env | None = None) -> None:
+    """Raise ConfigError if `open_backend` would refuse a setting in `spec`; open and create nothing.
+
+    Raises UnavailableError if a store's place cannot be looked at; a chain of tiers only logs that.
+    """
     kind, section = _parts(spec)
     kind.check_config(section, StoreContext(env or Env()))
 
 
-def settings_of(kind: str, section: Mapping[str, Any], parsers: Mapping[str, Callable[[Any], Any]]) -> dict[str, Any]:
-    """Return the values of a backend's section, each through its parser. Raises ConfigError for a setting that is unknown or malformed."""
+def backend_type(spec: Spec) -> type[StorageBackend]:
+    """Return the class of the store that `spec` describes; raises ConfigError if there is none."""
+    return _parts(spec)[0]
+
+
+def settings_of(
+    kind: str, section: Mapping[str, Any], parsers: Mapping[str, Callable[[Any], Any]]
+) -> dict[str, Any]:
+    """Return the values of a backend's section, each converted by the parser of the same name.
+
+    Raises ConfigError for a setting that is unknown or malformed.
+    """
     for name in section:
         if name not in parsers:
-            raise ConfigError(f"storage type {kind!r} has no setting {name!r}; it has {', '.join(sorted(parsers))}")
+            raise ConfigError(
+                f"storage type {kind!r} has no setting {name!r}; it has {', '.join(sorted(parsers))}"
+            )
     values: dict[str, Any] = {}
     for name, value in section.items():
         try:
@@ -47,8 +77,14 @@ def settings_of(kind: str, section: Mapping[str, Any], parsers: Mapping[str, Cal
     return values
 
 
-def _parts(spec: str | Mapping[str, Any]) -> tuple[type[StorageBackend], dict[str, Any]]:
-    section = section_of(spec) if isinstance(spec, str) else dict(spec)
+def _parts(spec: Spec) -> tuple[type[StorageBackend], dict[str, Any]]:
+    section: dict[str, Any]
+    if isinstance(spec, str):
+        section = section_of(spec)
+    elif isinstance(spec, Mapping):
+        section = dict(spec)
+    else:
+        section = {"type": "chain", "tiers": list(spec)}
     kind = section.pop("type", None)
     if not isinstance(kind, str):
         raise ConfigError(f"storage {spec!r} has no type; give it one of {', '.join(_known())}")
@@ -59,14 +95,35 @@ def _known() -> list[str]:
     return sorted({e.name for e in entry_points(group=GROUP)})
 
 
+def _has_extra(found: EntryPoint) -> bool:
+    """Return whether this backend is part of tiercache and needs the extra of the same name."""
+    dist = found.dist
+    if dist is None or dist.name != "tiercache":
+        return False
+    return found.name in (dist.metadata.get_all("Provides-Extra") or ())
+
+
 def _load(kind: str) -> type[StorageBackend]:
     found = list(entry_points(group=GROUP, name=kind))
     if not found:
-        raise ConfigError(f"storage type {kind!r} is unknown; use one of {', '.join(_known())}, or install the package that has it")
+        raise ConfigError(
+            f"storage type {kind!r} is unknown; use one of {', '.join(_known())}, or install the package that"
+            " has it"
+        )
     try:
         backend = found[0].load()
-    except ImportError as error:
-        raise ConfigError(f"storage type {kind!r} needs a package that is not installed ({error}); install its extra") from error
+    except ModuleNotFoundError as error:
+        if _has_extra(found[0]):
+            raise MissingExtraError(f"storage type {kind!r}", kind, error) from error
+        raise ConfigError(
+            f"storage type {kind!r} needs a package that is not installed ({error}); install it"
+        ) from error
+    except ImportError as error:  # the package is installed, but broken or of another version
+        raise ConfigError(
+            f"storage type {kind!r} cannot be imported: {error}; install that package again"
+        ) from error
     if not (isinstance(backend, type) and issubclass(backend, StorageBackend)):
-        raise ConfigError(f"storage type {kind!r} is {found[0].value}, which is not a StorageBackend; fix its entry point")
+        raise ConfigError(
+            f"storage type {kind!r} is {found[0].value}, which is not a StorageBackend; fix its entry point"
+        )
     return backend

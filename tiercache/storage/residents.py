@@ -1,112 +1,84 @@
-"""In-memory table of the objects that a store holds, in columns of about 40 bytes per object beside those of its page.
+"""In-memory table of the objects of a store, in columns of about 40 bytes per object.
 
-An object is either a page (it names the page before it, where the caller gave one) or hangs on a page, as a recurrent state does (it names
-its own page). In a namespace whose prefixes need states, KV is useful only with a state at or below it, and a state only with all KV up to
-it:
+The pages have columns of their own in another table (`pages`). An object is either a page, or attached to a
+page as a recurrent state is. The parent of a page is the page before it, if the caller named that page. The
+parent of an attached object is its own page.
 
-    restorable   live and not broken
-    dead         KV without a state at or below it, in a namespace whose prefixes need states
-    orphan       a page in front of it, or its own, is not stored
+    digest of an object   layout (32 bytes) | page key (32 bytes)
+    columns by row        page -> node of `RestorablePages`, layout -> number in `Layouts`
+    chain of a page       first[node] -> row -> next[row] -> ... -> NONE
 """
 
 from __future__ import annotations
 
-import enum
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from tiercache.storage.base import DIGEST_BYTES
+from tiercache.core import DIGEST_BYTES, ObjectMeta
+from tiercache.storage.env import Env
 from tiercache.storage.layouts import LAYOUT_BYTES, Layouts
-from tiercache.storage.pages import (
-    BROKEN,
-    CUT,
-    NONE,
-    SERVED,
-    Ints,
-    Mask,
-    Pages,
-    Words,
-    column_of,
-    grown,
-    link_groups,
-)
+from tiercache.storage.pages import BROKEN, NONE, SERVED, Ints, Words, column_of, grown, link_groups
+from tiercache.storage.restorable import RestorablePages
+from tiercache.storage.values import usable_hints
 
 _FIRST_ROWS: Final = 1024
 _FEW: Final = 16
+"""If a batch has fewer digests than this, looking them up one by one is faster than using NumPy."""
 FREE: Final = 0
+"""State of a row that is not in use."""
 RESIDENT: Final = 1
+"""State of a row whose object is found by its key."""
 LEAVING: Final = 2
-"""State of a row; one of FREE, RESIDENT and LEAVING.
+"""State of a row whose object is not found any more.
 
-FREE: not in use. RESIDENT: found by its key. LEAVING: not found any more, while its record is being removed or its bytes are being read.
+The record of the object is still being removed, or its bytes are still being read.
 """
 
 _COLUMNS: Final[dict[str, npt.DTypeLike]] = {
-    "page": np.int32, "next": np.int32, "layout": np.int32, "hangs": np.uint8, "number": np.uint64, "length": np.uint64, "state": np.uint8,
+    "page": np.int32, "next": np.int32, "layout": np.int32, "attached": np.uint8, "number": np.uint64,
+    "length": np.uint64, "state": np.uint8,
     "hits": np.uint32, "pins": np.uint32,
 }  # fmt: skip
 
 
-class Standing(enum.Enum):
-    """Verdict on an object that is to be stored, as far as its place in its sequence decides."""
-
-    FINE = "fine"
-    ABSENT_PARENT = "absent_parent"
-    """The page that it follows is neither stored nor being written in its namespace, so it could never be read."""
-    IMPOSSIBLE = "impossible"
-    """The object contradicts what is stored.
-
-    Its depth is not the page's or not its parent's + 1, its page has another parent or namespace, or it would follow itself.
-    """
-
-
-class Worth(NamedTuple):
-    """Content of a store by what it is good for: payload bytes, and for `orphans` the number of objects."""
-
-    restorable_bytes: int
-    dead_bytes: int
-    orphans: int
-
-
-class Loaded(NamedTuple):
-    """Columns of n objects to take in at once, oldest first.
-
-    `digests`: shape (n, 8) words; `parents`: shape (n, 4) words, valid in the rows whose indices are in `known`.
-    """
+class ObjectColumns(NamedTuple):
+    """Columns of n objects to take in at once, oldest first."""
 
     digests: Words
+    """Digests of the objects, shape (n, 8)."""
     parents: Words
+    """Page keys of the parents, shape (n, 4), valid only in the rows `known`."""
     known: Ints
+    """Indices of the objects whose parent is known, ascending."""
     numbers: npt.NDArray[Any]
     lengths: npt.NDArray[Any]
     depths: npt.NDArray[Any]
-    spaces: npt.NDArray[Any]
+    namespace_ids: npt.NDArray[Any]
 
 
 def parents_first(batch: Sequence[tuple[bytes, bytes | None]]) -> Sequence[int]:
-    """Return an order of a batch of (page, parent) in which no page comes before one of the batch that it follows.
+    """Return an order of a batch of (page, parent) in which no object comes before its parent.
 
-    Objects that hang on a page name it as their parent. Where pages follow each other in a circle, any of them may come first.
+    The parent of an object that is attached to a page is that page. If pages follow each other in a circle,
+    any of them may come first.
     """
-    seen, awaited = set[bytes](), set[bytes]()
-    for page, parent in batch:
-        if parent is not None and parent not in seen:
-            awaited.add(parent)
-        if parent != page:
-            if page in awaited:
-                break
-            seen.add(page)
-    else:
+    if _is_in_order(batch):
         return range(len(batch))
-    position = {page: i for i, (page, parent) in reversed(list(enumerate(batch))) if parent != page}
-    before = [position.get(parent, NONE) if parent is not None else NONE for _, parent in batch]
+    position: dict[bytes, int] = {}
+    for i, (page, parent) in enumerate(batch):
+        if parent != page:
+            position.setdefault(page, i)
+    before = [NONE if parent is None else position.get(parent, NONE) for _, parent in batch]
     order: list[int] = []
     reached = [False] * len(batch)
     for i in range(len(batch)):
+        # Follow the parents of object i up to one that is in the order already. Then add this path in
+        # reverse:   batch  4 3 1 2   ->   order  1 2 3 4   (the path of the first object is 4 3 2 1)
         path = []
         while i >= 0 and not reached[i]:
             reached[i] = True
@@ -116,22 +88,51 @@ def parents_first(batch: Sequence[tuple[bytes, bytes | None]]) -> Sequence[int]:
     return order
 
 
-class _Left(NamedTuple):
-    """Columns of the page of an object that left, kept because its node may be another page's by the time the object returns."""
+def _is_in_order(batch: Sequence[tuple[bytes, bytes | None]]) -> bool:
+    """Return whether no page of the batch comes after an object that depends on the page."""
+    seen, awaited = set[bytes](), set[bytes]()
+    for page, parent in batch:
+        if parent is not None and parent not in seen:
+            awaited.add(parent)
+        if parent != page:
+            if page in awaited:
+                return False
+            seen.add(page)
+    return True
 
-    space: int
+
+class _Left(NamedTuple):
+    """Columns of a page, as they were when an object of the page left (`Residents.leave`).
+
+    Before the object comes back, the node of the page may be freed and used for another page.
+    """
+
+    namespace_id: int
     depth: int
     tick: int
     number: int
+    rank: float
+    worker: int
 
 
 class Residents:
-    """Table from digest to row, with what eviction must know of each object. Rows are reused; `number` tells the objects of one row apart.
+    """Table from digest to row, with all that eviction must know of each object.
 
-    Columns by row: `page` (its node), `next` (row of the next object of the same page, or NONE), `layout` (number of its interned layout,
-    the first half of the digest; the second half is the page key), `hangs` (1 if it hangs on its page, 0 if it is the page), `number`
-    (given by the owner), `length` (payload bytes), `state`, `hits` (reads), `pins` (calls that use its bytes). A namespace is identified by
-    a number that the owner chooses, its space. Subclasses add columns of their own with `extra`.
+    The columns have one value per row:
+
+        page       node (a row in `pages`) of the object's page
+        next       row of the next object of the same page, or NONE
+        layout     number of the layout, the first half of the digest (the second half is the page key)
+        attached   1 if the object is attached to its page, 0 if it is the page
+        number     number that the store gave to the object; larger numbers are newer
+        length     payload bytes
+        state      FREE, RESIDENT or LEAVING
+        hits       number of reads
+        pins       number of calls that use the object's bytes
+
+    Rows are reused; `number` tells apart the objects that had the same row. The store also chooses a number
+    for each namespace, `namespace_id`. Subclasses add columns with `extra`. `clock` gives the seconds by
+    which hints age (`values`).
 
     Thread safety: none of its own; the store calls it under its mutex.
     """
@@ -139,91 +140,71 @@ class Residents:
     page: memoryview
     next: memoryview
     layout: memoryview
-    hangs: memoryview
+    attached: memoryview
     number: memoryview
     length: memoryview
     state: memoryview
     hits: memoryview
     pins: memoryview
 
-    def __init__(self, extra: dict[str, npt.DTypeLike] | None = None) -> None:
-        self.pages = Pages()
-        self.exposed: Callable[[int], None] = lambda node: None
-        """Function called with the node of a page that may have become evictable: nothing follows it, or nothing can use it."""
-        self.columns: dict[str, npt.NDArray[Any]] = {n: np.zeros(_FIRST_ROWS, d) for n, d in {**_COLUMNS, **(extra or {})}.items()}
+    def __init__(
+        self, extra: dict[str, npt.DTypeLike] | None = None, clock: Callable[[], float] | None = None
+    ) -> None:
+        self.pages = RestorablePages(clock or Env().monotonic)
+        self.columns: dict[str, npt.NDArray[Any]] = {
+            n: np.zeros(_FIRST_ROWS, d) for n, d in {**_COLUMNS, **(extra or {})}.items()
+        }
         self.used = 0
-        """Number of rows that were in use at some time: all lie below it."""
+        """Number of rows that are in use or were in use: the rows from 0 to `used` - 1."""
         self.count = 0
+        """Number of objects that can be found."""
         self.payload = 0
+        """Payload bytes of these objects."""
         self.clock = 0
+        """Time in ticks: the number of uses and new objects so far."""
         self.newest = 0
-        """Largest number of any object so far."""
-        self.unproven = 0
-        """Payload bytes on pages without the flag SERVED: KV without a state, states without KV.
-
-        No restore could use them so far, and perhaps none ever will.
-        """
-        self.frayed = False
-        """Whether a page that others follow went or came back, so that orphans must be counted anew when they are next asked for."""
+        """Largest `number` that any object has had."""
         self._free = NONE
         self._left: dict[int, _Left] = {}
         self._layouts = Layouts()
-        self._hybrid: set[int] = set()
-        self._kv_of: Counter[int] = Counter()
         self._bind()
 
     def __len__(self) -> int:
         return self.count
 
-    def load(self, loaded: Loaded) -> None:
-        """Take in many objects at once, into an empty table; no digest may occur twice."""
+    def load(self, loaded: ObjectColumns) -> None:
+        """Fill an empty table with many objects at once; no digest may occur twice."""
         n = self.used = self.count = len(loaded.digests)
         size = max(_FIRST_ROWS, n + n // 8)
         self.columns = {name: np.zeros(size, column.dtype) for name, column in self.columns.items()}
         columns, pages = self.columns, self.pages
+        # A digest is 8 words: the layout in words 0 to 3, the page key in words 4 to 7.
         nodes = pages.load(loaded.digests[:, 4:])
         above = self._parents(loaded, nodes)
         columns["page"][:n] = nodes
-        columns["hangs"][:n][loaded.known] = above == nodes[loaded.known]
+        # An object whose parent is its own page is attached to that page; any other is the page.
+        columns["attached"][:n][loaded.known] = above == nodes[loaded.known]
         columns["number"][:n], columns["length"][:n] = loaded.numbers, loaded.lengths
         columns["layout"][:n] = self._layouts.load(loaded.digests[:, :4])
         columns["state"][:n] = RESIDENT
         link_groups(nodes, pages.columns["first"], columns["next"])
-        hangs = columns["hangs"][:n] != 0
+        attached = columns["attached"][:n] != 0
         width = len(pages.columns["kv"])
-        pages.columns["kv"][:] = np.bincount(nodes[~hangs], minlength=width)
-        pages.columns["states"][:] = np.bincount(nodes[hangs], minlength=width)
+        pages.columns["kv"][:] = np.bincount(nodes[~attached], minlength=width)
+        pages.columns["states"][:] = np.bincount(nodes[attached], minlength=width)
         pages.columns["nbytes"][:] = np.bincount(nodes, loaded.lengths, width)
+        # A node with several objects keeps the tick and the number of its last object.
         pages.columns["tick"][nodes] = np.arange(1, n + 1)
         pages.columns["number"][nodes] = loaded.numbers
-        pages.columns["space"][nodes] = loaded.spaces
-        told = np.flatnonzero(loaded.depths)
-        pages.columns["depth"][nodes[told]] = loaded.depths[told]
-        follows = ~hangs[loaded.known]
+        pages.columns["namespace_id"][nodes] = loaded.namespace_ids
+        given = np.flatnonzero(loaded.depths)
+        pages.columns["depth"][nodes[given]] = loaded.depths[given]
+        follows = ~attached[loaded.known]
         pages.link_all(nodes[loaded.known][follows], above[follows])
         self.clock, self.payload = n, int(loaded.lengths.sum())
         self.newest = int(loaded.numbers.max(initial=0))
         self._bind()
-        spaces, counts = np.unique(pages.columns["space"][np.flatnonzero(pages.columns["kv"])], return_counts=True)
-        self._kv_of = Counter(dict(zip(spaces.tolist(), counts.tolist(), strict=True)))
-        self._hybrid.update(np.unique(loaded.spaces[hangs]).tolist())
-        self._recount()
-        for node in np.flatnonzero((pages.columns["first"][: pages.used] < 0) & (pages.columns["children"][: pages.used] == 0)).tolist():
-            pages.tidy(node)  # a parent named only by an object whose page was given another parent
-
-    def require_states(self, space: int) -> None:
-        """Note that prefixes of this namespace need states from now on: its KV without a state at or below it is dead."""
-        if space in self._hybrid:
-            return
-        self._hybrid.add(space)
-        if self._kv_of[space]:
-            pages = self.pages
-            for node in np.flatnonzero((pages.columns["space"][: pages.used] == space) & (pages.columns["kv"][: pages.used] > 0)).tolist():
-                self._unsupport(node)
-
-    def sustains(self) -> Mask:
-        """Return a mask by node: True where the page's KV may be restored without a state."""
-        return ~np.isin(self.pages.columns["space"], np.fromiter(self._hybrid, np.uint32, len(self._hybrid)))
+        pages.recount_all(np.unique(loaded.namespace_ids[attached]).tolist())
 
     def find(self, digest: bytes) -> int:
         """Return the row of a resident object, or NONE."""
@@ -235,85 +216,66 @@ class Residents:
         return int(row)
 
     def find_many(self, digests: Sequence[bytes]) -> Sequence[int]:
-        """Return the row of each digest, or NONE."""
+        """Return the row of each digest, or NONE; much faster than `find` for many digests."""
         if len(digests) < _FEW or set(map(len, digests)) != {DIGEST_BYTES}:
             return [self.find(digest) for digest in digests]
         words = column_of(digests, DIGEST_BYTES)
         layouts = self._layouts.find_many(words[:, :4], digests)
         nodes = self.pages.find_many(words[:, 4:])
+        # In each round, rows with a wrong layout move one step along the chain of their page.
         rows = np.where(nodes >= 0, self.pages.columns["first"][nodes], NONE)
         while len(wrong := np.flatnonzero((rows >= 0) & (self.columns["layout"][rows] != layouts))):
             rows[wrong] = self.columns["next"][rows[wrong]]
         found: list[int] = rows.tolist()
         return found
 
-    def standing(self, node: int, parent: int | None, depth: int, space: int, *, refused: bool = False) -> Standing:
-        """Return whether an object may be stored on `node` behind the page of node `parent`, and if not, why.
+    def add(
+        self,
+        digest: bytes,
+        node: int,
+        parent: int | None,
+        number: int,
+        length: int,
+        namespace_id: int,
+        depth: int = 0,
+    ) -> int:
+        """Add a new object on the page of `node`, and return its row.
 
-        `parent`: None if it is not known; `node` itself if the object hangs on that page. `depth`: 0 if it is not known. `refused`: the
-        object's page was part of the same call and was not stored. Without that, an object that hangs on a page may be stored before the
-        page.
+        `parent` is the node of the page before, `node` itself for an object that is attached to its page, or
+        None if it is not known. The caller holds both nodes.
         """
-        pages = self.pages
-        if pages.first[node] >= 0 and pages.space[node] != space:
-            return Standing.IMPOSSIBLE
-        if depth and pages.depth[node] and pages.depth[node] != depth:
-            return Standing.IMPOSSIBLE
-        if parent == node and refused and not (pages.kv[node] or pages.coming[node]):
-            return Standing.ABSENT_PARENT
-        if parent is None or parent == node:
-            return Standing.FINE
-        if not (pages.kv[parent] or pages.coming[parent]) or pages.space[parent] != space:
-            return Standing.ABSENT_PARENT
-        if depth and pages.depth[parent] and depth != pages.depth[parent] + 1:
-            return Standing.IMPOSSIBLE
-        if pages.up[node] >= 0 and pages.up[node] != parent:
-            return Standing.IMPOSSIBLE
-        if pages.children[node] and pages.is_below(parent, node):
-            return Standing.IMPOSSIBLE
-        return Standing.FINE
-
-    def expect(self, node: int, depth: int, space: int) -> None:
-        """Note that a page object is being written on this node, so that others may follow it already. The caller holds the node."""
-        pages = self.pages
-        pages.coming[node] += 1
-        if not pages.kv[node]:
-            pages.space[node] = space
-        if depth:
-            pages.depth[node] = depth
-
-    def expected(self, node: int) -> None:
-        """Undo one `expect`, whatever came of the write. If nothing is stored or being written on the node, its depth is unknown again."""
-        pages = self.pages
-        pages.coming[node] -= 1
-        if not pages.coming[node] and pages.first[node] < 0:
-            pages.depth[node] = 0
-
-    def add(self, digest: bytes, node: int, parent: int | None, number: int, length: int, space: int, depth: int = 0) -> int:
-        """Take in a new object on `node`, behind the page of node `parent`, and return its row. The caller holds both nodes."""
         row = self._take()
         self.number[row], self.length[row] = number, length
-        self.hangs[row] = parent == node
+        self.attached[row] = parent == node
         self.hits[row] = self.pins[row] = 0
         pages = self.pages
         if not pages.kv[node]:
-            pages.space[node] = space
+            pages.namespace_id[node] = namespace_id
         if depth:
             pages.depth[node] = depth
         if number > self.newest:
             self.newest = number
         pages.number[node] = self.newest
-        self.clock += 1
-        pages.tick[node] = self.clock
+        self._use(node)
         self._enter(row, digest, node, parent)
         return row
 
     def leave(self, row: int) -> tuple[bytes, bytes | None]:
-        """Make a resident row unfindable; return the digest and the parent's page key (None: not known) with which it can `enter` again."""
+        """Make an object impossible to find; return its digest, and its parent's page key if that is known.
+
+        With these two values, `enter` brings the object back. `drop` frees the row for good.
+        """
         pages, node = self.pages, self.page[row]
-        up = node if self.hangs[row] else pages.up[node]
+        up = node if self.attached[row] else pages.parent_node[node]
         key = self.digest(row), None if up < 0 else pages.key(up)
-        self._left[row] = _Left(pages.space[node], pages.depth[node], pages.tick[node], pages.number[node])
+        self._left[row] = _Left(
+            pages.namespace_id[node],
+            pages.depth[node],
+            pages.tick[node],
+            pages.number[node],
+            *self._hint_of(row),
+        )
+        # Unlink the row from the chain of its page: first -> ... -> row -> next -> ...
         at = pages.first[node]
         if at == row:
             pages.first[node] = self.next[row]
@@ -324,75 +286,97 @@ class Residents:
         self._layouts.release(self.layout[row])
         self.state[row] = LEAVING
         self.count -= 1
-        self._weigh(node, -self.length[row])
-        if self.hangs[row]:
-            pages.states[node] -= 1
-            self._unsupport(node)
+        self.payload -= self.length[row]
+        pages.weigh(node, -self.length[row])
+        if self.attached[row]:
+            pages.state_removed(node)
         else:
-            pages.kv[node] -= 1
-            if not pages.kv[node]:
-                self._lose(node)
+            pages.page_removed(node)
         if pages.first[node] >= 0:
-            self.exposed(node)
+            pages.note_evictable(node)
         else:
             pages.tidy(node)
         return key
 
     def enter(self, row: int, digest: bytes, parent: bytes | None) -> None:
-        """Make a row that left findable again, behind the page `parent`."""
-        node = self.hold(digest[LAYOUT_BYTES:])
-        above = None if parent is None else self.hold(parent)
+        """Let an object that left be found again, with the page `parent` as its parent."""
         pages, left = self.pages, self._left.pop(row)
+        # The columns of the page may be newer than `left`:
+        #   1. `leave` takes the last object of the page, and the node is freed
+        #   2. another object of the page is stored, on a new node
+        #   3. `enter` brings the first object back
+        node = pages.hold(digest[LAYOUT_BYTES:])
+        above = None if parent is None else pages.hold(parent)
         if not pages.kv[node]:
-            pages.space[node] = left.space
+            pages.namespace_id[node] = left.namespace_id
         pages.depth[node] = pages.depth[node] or left.depth
         pages.tick[node] = max(pages.tick[node], left.tick)
         pages.number[node] = max(pages.number[node] if pages.first[node] >= 0 else 0, left.number)
         self._enter(row, digest, node, above)
-        self.release(node)
+        if left.rank and not self._hint_of(row)[0]:
+            if self.attached[row]:
+                pages.state_rank[node], pages.state_worker[node] = left.rank, left.worker
+            else:
+                pages.rank[node], pages.worker[node] = left.rank, left.worker
+        pages.release(node)
         if above is not None:
-            self.release(above)
+            pages.release(above)
 
     def drop(self, row: int) -> None:
-        """Free a row that left, for use by another object."""
+        """Free the row of an object that left, for use by another object."""
         del self._left[row]
         self.state[row] = FREE
         self.next[row] = self._free
         self._free = row
 
-    def hold(self, page: bytes) -> int:
-        """Keep a page, stored or not, from being evicted, and with a stored page all those before it; return its node, for `release`."""
-        node = self.pages.obtain(page)
-        self.pages.holds[node] += 1
-        return node
-
-    def release(self, node: int) -> None:
-        """Undo one `hold`."""
-        pages = self.pages
-        pages.holds[node] -= 1
-        if not pages.holds[node]:
-            if pages.first[node] >= 0:
-                self.exposed(node)
-            else:
-                pages.tidy(node)
-
     def touch(self, row: int) -> None:
-        """Record that the object was used, or made, just now."""
-        self.clock += 1
-        self.pages.tick[self.page[row]] = self.clock
+        """Record that the object was used just now."""
+        self._use(self.page[row])
 
     def renew(self, row: int) -> None:
-        """Record that a writer brought an object that is stored already: it was used.
+        """Record that a writer brought an object that is stored already, which counts as a use.
 
-        If its page is useless, what makes it useful may be on its way, so the page is given the time of a new one to wait for it.
+        A useless page then waits like a new page for the object that would make it useful, because the
+        writer may bring that object next.
         """
         node = self.page[row]
         self.touch(row)
-        if self.is_useless(node):
-            self.pages.number[node] = self.newest
-            if self.pages.flags[node] & SERVED:
-                self.pages.flags[node] &= 0xFF ^ SERVED
-                self.unproven += self.pages.nbytes[node]
+        if self.pages.is_useless(node):
+            self.pages.restart_wait(node, self.newest)
+
+    def rank(self, value: float) -> float:
+        """Return the rank of an object that is given this value now; from then on values rank."""
+        self.pages.values.begin(self.clock)
+        return self.pages.values.rank(value)
+
+    def hint(self, row: int, value: float | None, worker: int) -> None:
+        """Take the value of an object from `worker`; None: no value."""
+        if value is not None:
+            node, values = self.page[row], self.pages.values
+            values.begin(self.clock)
+            values.give_one(node, value, worker, attached=self.attached[row] != 0)
+            self.pages.note_evictable(node)
+
+    def advise(self, digests: Sequence[bytes], values: Sequence[float], worker: int) -> None:
+        """Take values for these objects from `worker`; unknown objects and impossible values are ignored."""
+        possible, which = usable_hints(values, worker, len(digests))
+        asked = digests if len(which) == len(digests) else [digests[i] for i in which.tolist()]
+        rows = np.asarray(self.find_many(asked), np.int64)
+        there = rows >= 0
+        rows = rows[there]
+        if not len(rows):
+            return
+        self.pages.values.begin(self.clock)
+        nodes = self.columns["page"][rows]
+        self.pages.values.give(nodes, self.columns["attached"][rows] != 0, possible[there], worker)
+        self.pages.note_evictables(nodes.tolist())
+
+    def valued(self, row: int, meta: ObjectMeta) -> ObjectMeta:
+        """Return an object's metadata with the present value of its latest hint, if it has one."""
+        rank, worker = self._hint_of(row)
+        if rank == 0 and meta.value is None:
+            return meta
+        return replace(meta, value=self.pages.values.value(rank) if rank else None, worker=worker)
 
     def rows_of(self, node: int) -> list[int]:
         """Return the rows of the resident objects of a page."""
@@ -403,39 +387,37 @@ class Residents:
             row = self.next[row]
         return rows
 
-    def is_leaf(self, node: int) -> bool:
-        """Return whether the page has an object and nothing follows it, stored or being written."""
-        pages = self.pages
-        return pages.first[node] >= 0 and not pages.children[node] and not pages.holds[node]
+    def is_dead(self, node: int) -> bool:
+        """Return whether the page is useless and does not wait for an object that would make it useful.
 
-    def is_useless(self, node: int) -> bool:
-        """Return whether nothing can be restored with what lies on this page."""
-        return not self.pages.live[node] or bool(self.pages.flags[node] & BROKEN)
-
-    def is_due(self, node: int) -> bool:
-        """Return whether the page is useless and there is nothing to wait for."""
-        return self.is_useless(node) and (bool(self.pages.flags[node] & SERVED) or not self.is_young(node))
+        A page that could be restored in the past does not wait; any other page waits while it is young.
+        """
+        return self.pages.is_useless(node) and (
+            bool(self.pages.flags[node] & SERVED) or not self.is_young(node)
+        )
 
     def is_young(self, node: int) -> bool:
-        """Return whether what makes this page useful may still be on its way."""
+        """Return whether the page may still wait for an object that makes it useful."""
         return not self.is_overdue(self.pages.number[node], kv=self.pages.kv[node] > 0)
 
     def is_overdue(self, number: int, *, kv: bool) -> bool:
-        """Return whether what makes an object with this number useful should have come by now.
+        """Return whether an object with this number has waited too long for the object that makes it useful.
 
-        KV waits for its state until a sixteenth as many objects as the store holds have come after it; a state that came before its KV
-        waits until as many have come as the store holds.
+        The wait is the number of objects that were stored since then. The limit for KV that waits for a state
+        is a sixteenth of the number of objects in the store. The limit for a state that waits for KV is the
+        number of objects in the store.
         """
-        return self.newest - number >= self.count >> (4 if kv else 0)
-
-    def is_promising(self, node: int, space: int, *, hangs: bool) -> bool:
-        """Return whether an object of this namespace, a page or a state that hangs on `node`, would be useful as soon as it is stored."""
-        return bool(self.pages.kv[node] or self.pages.coming[node]) if hangs else space not in self._hybrid
+        return self.newest - number >= self.count >> (4 if kv else 0)  # 2**4 is 16
 
     @property
-    def is_strewn(self) -> bool:
-        """Whether more than three quarters of all bytes are unproven. More such bytes must not push out what can be restored."""
-        return 4 * self.unproven > 3 * self.payload
+    def is_mostly_unproven(self) -> bool:
+        """Whether more than three quarters of all payload bytes are unproven.
+
+        Unproven bytes are bytes that no restore has been able to use so far
+        (`RestorablePages.unproven_bytes`). Beyond this share, new unproven bytes must not evict bytes that
+        can be restored.
+        """
+        return 4 * self.pages.unproven_bytes > 3 * self.payload
 
     def is_pinned(self, node: int) -> bool:
         """Return whether an object of this page is being read."""
@@ -445,34 +427,22 @@ class Residents:
         """Return the rows of all objects that can be found."""
         return np.flatnonzero(self.columns["state"][: self.used] == RESIDENT)
 
+    def still_there(self, rows: Ints, numbers: Ints) -> Ints:
+        """Return those of the rows that still have the object with this number."""
+        columns = self.columns
+        found: Ints = rows[(columns["state"][rows] == RESIDENT) & (columns["number"][rows] == numbers)]
+        return found
+
     def digest(self, row: int) -> bytes:
         """Return the digest of a resident object."""
         return self._layouts.name(self.layout[row]) + self.pages.key(self.page[row])
-
-    def mend(self) -> bool:
-        """Compute anew which objects are orphans, if that may have changed since the last call; return whether it may have changed."""
-        frayed, self.frayed = self.frayed, False
-        if frayed:
-            self._recount()
-        return frayed
-
-    def worth(self) -> Worth:
-        """Return what is held, by what it is good for.
-
-        This takes some 4 ms for a million objects, and 0.2 s more where `mend` has to count anew.
-        """
-        self.mend()
-        columns, used = self.pages.columns, self.pages.used
-        live, flags, nbytes, kv, states = (columns[name][:used] for name in ("live", "flags", "nbytes", "kv", "states"))
-        orphan, live = flags & BROKEN != 0, live > 0
-        return Worth(int(nbytes[live & ~orphan].sum()), int(nbytes[~live & ~orphan].sum()), int((kv + states)[orphan].sum()))
 
     def memory_bytes(self) -> int:
         """Return the bytes of memory of all columns."""
         return self.pages.memory_bytes() + sum(column.nbytes for column in self.columns.values())
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless keys, links and sums agree, and everything incremental equals a fresh count."""
+        """Raise AssertionError unless keys, links and sums agree with a fresh count."""
         pages = self.pages
         pages.check_integrity()
         rows = self.residents().tolist()
@@ -481,16 +451,37 @@ class Residents:
         assert all(self.find(self.digest(row)) == row for row in rows), "an object is found by its key"
         kv, states = Counter[int](), Counter[int]()
         for row in rows:
-            (states if self.hangs[row] else kv)[self.page[row]] += 1
-        assert all(pages.kv[node] == kv[node] and pages.states[node] == states[node] for node in pages.nodes()), "objects by kind"
-        self.mend()
+            (states if self.attached[row] else kv)[self.page[row]] += 1
+        assert all(
+            pages.kv[node] == kv[node] and pages.states[node] == states[node] for node in pages.nodes()
+        ), "objects by kind"
+        pages.recount_orphans()
         nodes = [node for node in pages.nodes() if pages.first[node] >= 0]
-        assert all(pages.nbytes[node] == sum(self.length[row] for row in self.rows_of(node)) for node in nodes), "bytes of a page"
+        assert all(
+            pages.nbytes[node] == sum(self.length[row] for row in self.rows_of(node)) for node in nodes
+        ), "bytes of a page"
         before = [(pages.live[node], pages.flags[node] & BROKEN) for node in nodes]
-        unproven = self.unproven
-        self._recount()
-        assert unproven == self.unproven, "bytes that never helped are counted right"
-        assert before == [(pages.live[node], pages.flags[node] & BROKEN) for node in nodes], "what is live and what is broken"
+        unproven_bytes = pages.unproven_bytes
+        pages.recount_worth()
+        assert unproven_bytes == pages.unproven_bytes, "bytes that never helped are counted right"
+        assert before == [(pages.live[node], pages.flags[node] & BROKEN) for node in nodes], (
+            "what is live and what is broken"
+        )
+
+    def _hint_of(self, row: int) -> tuple[float, int]:
+        """Return the rank that an object got by a hint (0: none), and the worker."""
+        pages, node = self.pages, self.page[row]
+        if not pages.hinted:
+            return 0.0, 0
+        if self.attached[row]:
+            return pages.state_rank[node], pages.state_worker[node]
+        return pages.rank[node], pages.worker[node]
+
+    def _use(self, node: int) -> None:
+        self.clock += 1
+        self.pages.tick[node] = self.clock
+        if self.pages.hinted:
+            self.pages.values.used(self.clock)
 
     def _enter(self, row: int, digest: bytes, node: int, parent: int | None) -> None:
         pages, first = self.pages, self.pages.first
@@ -498,117 +489,25 @@ class Residents:
         self.layout[row] = self._layouts.obtain(digest[:LAYOUT_BYTES])
         self.state[row] = RESIDENT
         self.count += 1
-        self._weigh(node, self.length[row])
-        if self.hangs[row]:
-            pages.states[node] += 1
-            if not pages.kv[node]:
-                pages.flags[node] |= BROKEN
-            self.require_states(pages.space[node])
-            self._support(node)
+        self.payload += self.length[row]
+        pages.weigh(node, self.length[row])
+        if self.attached[row]:
+            pages.state_added(node)
         else:
-            pages.kv[node] = kv = pages.kv[node] + 1
-            if parent is not None and pages.up[node] < 0:
-                self._follow(node, parent)
-            if kv == 1:
-                self._gain(node)
+            pages.page_added(node, parent)
         if not pages.holds[node] and not pages.children[node]:
-            self.exposed(node)
+            pages.note_evictable(node)
 
-    def _follow(self, node: int, parent: int) -> None:
-        """Make a page that has just come follow another; where that would close a circle, flag it CUT instead."""
-        pages = self.pages
-        if pages.children[node] and pages.is_below(parent, node):
-            pages.flags[node] |= CUT
-            self.frayed = True
-            return
-        pages.up[node] = parent
-        pages.children[parent] += 1
-        if pages.kv[node] > 1:
-            self.frayed = True
-        if pages.live[node]:
-            self._support(parent)
-
-    def _gain(self, node: int) -> None:
-        """Account for the first page object of a node."""
-        pages, flags = self.pages, self.pages.flags
-        space, up = pages.space[node], pages.up[node]
-        self._kv_of[space] += 1
-        if flags[node] & CUT or (up >= 0 and (not pages.kv[up] or flags[up] & BROKEN)):
-            flags[node] |= BROKEN
-        else:
-            flags[node] &= 0xFF ^ BROKEN
-            if pages.live[node]:
-                self._serve(node)
-        if pages.children[node]:
-            self.frayed = True
-        if space not in self._hybrid:
-            self._support(node)
-
-    def _lose(self, node: int) -> None:
-        """Account for the loss of a node's last page object: the page follows nothing now, and its use counts for the page before it."""
-        pages, up = self.pages, self.pages.up[node]
-        space = pages.space[node]
-        self._kv_of[space] -= 1
-        pages.flags[node] = (pages.flags[node] | BROKEN) & (0xFF ^ CUT)
-        self.frayed |= pages.children[node] > 0
-        if space not in self._hybrid:
-            self._unsupport(node)
-        if up >= 0:
-            pages.up[node] = NONE
-            pages.children[up] -= 1
-            pages.tick[up] = max(pages.tick[up], pages.tick[node])
-            if pages.live[node]:
-                self._unsupport(up)
-            if pages.first[up] >= 0:
-                self.exposed(up)
-            else:
-                pages.tidy(up)
-
-    def _support(self, node: int) -> None:
-        """Count one more thing that makes this page live, and with it the pages before it."""
-        live, up, flags = self.pages.live, self.pages.up, self.pages.flags
-        while node >= 0:
-            live[node] += 1
-            if live[node] > 1:
-                return
-            if not flags[node] & (BROKEN | SERVED):
-                flags[node] |= SERVED
-                self.unproven -= self.pages.nbytes[node]
-            node = up[node]
-
-    def _unsupport(self, node: int) -> None:
-        live, up = self.pages.live, self.pages.up
-        while node >= 0:
-            live[node] -= 1
-            if live[node]:
-                return
-            if self.is_leaf(node):
-                self.exposed(node)
-            node = up[node]
-
-    def _serve(self, node: int) -> None:
-        """Flag a live page that turned out to be whole as SERVED, and so the pages before it up to one that is flagged already."""
-        flags, up = self.pages.flags, self.pages.up
-        while node >= 0 and not flags[node] & (SERVED | BROKEN):
-            flags[node] |= SERVED
-            self.unproven -= self.pages.nbytes[node]
-            node = up[node]
-
-    def _weigh(self, node: int, nbytes: int) -> None:
-        """Add the payload bytes of an object that came to this page (positive) or left it (negative)."""
-        pages = self.pages
-        self.payload += nbytes
-        pages.nbytes[node] += nbytes
-        if not pages.flags[node] & SERVED:
-            self.unproven += nbytes
-
-    def _parents(self, loaded: Loaded, nodes: Ints) -> Ints:
+    def _parents(self, loaded: ObjectColumns, nodes: Ints) -> Ints:
         """Return the node of each known parent.
 
-        Most objects were stored right behind their parent or hang on their own page; only the parents of the others are looked up.
+        Most objects are stored just after their parent, or are attached to their own page. Only the parents
+        of the other objects are looked up.
         """
         known, keys, parents = loaded.known, loaded.digests[:, 4:], loaded.parents[loaded.known]
         above = np.full(len(known), NONE, np.int64)
+        # Two guesses at the parent: the page of the row before, and the object's own page. At first `right`
+        # marks the rows for which no parent was found yet. Then it keeps only the rows whose guess is right.
         for guess in (known - 1, known):
             right = (guess >= 0) & (above < 0)
             right[right] = (keys[guess[right]] == parents[right]).all(1)
@@ -618,10 +517,6 @@ class Residents:
         for i in np.flatnonzero(above < 0).tolist():
             above[i] = self.pages.obtain(parents[i].tobytes())
         return above
-
-    def _recount(self) -> None:
-        self.pages.recount(self.sustains())
-        self.unproven = int(self.pages.columns["nbytes"][self.pages.columns["flags"] & SERVED == 0].sum())
 
     def _take(self) -> int:
         row = self._free

@@ -1,9 +1,12 @@
-"""Checks of the arguments of a storage v2 call, made before anything is touched. Every function here raises InputError."""
+"""Checks of the arguments of a storage v2 call, made before anything is read or written.
+
+Every function here raises InputError for an invalid argument.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from ctypes import addressof, c_char
+from math import inf
 from typing import Any, Final
 
 import numpy as np
@@ -11,16 +14,17 @@ import numpy as np
 from tiercache.core import HitPolicy, PoolTransfer, StorageExtra, check_trailing
 from tiercache.errors import InputError
 from tiercache.keys import KEY_BYTES
+from tiercache.storage.vectors import address_of
 
 _DEPTHS: Final = 2**32
-"""Upper limit of depths, exclusive: stores keep 32 bits."""
+"""All depths are below this limit, because stores keep a depth in 32 bits."""
 
 Place = tuple[object, int]
 """A pool and a handle, as errors name them."""
 
 
 def check_transfers(transfers: Any, extra: Any) -> None:
-    """Check the parts of a call that need no pool to be judged."""
+    """Check the arguments of a call as far as that is possible without the pools."""
     if not isinstance(transfers, list | tuple) or not all(isinstance(t, PoolTransfer) for t in transfers):
         raise InputError("a storage call takes a list of PoolTransfer, one or more per pool")
     if not (extra is None or isinstance(extra, StorageExtra)):
@@ -30,12 +34,15 @@ def check_transfers(transfers: Any, extra: Any) -> None:
     for transfer in transfers:
         _check_column(transfer.keys, f"keys of pool {transfer.pool}")
         if not isinstance(transfer.hit_policy, HitPolicy):
-            raise InputError(f"pool {transfer.pool}: hit policy {_shown(transfer.hit_policy)} is unknown; give a member of HitPolicy")
+            raise InputError(
+                f"pool {transfer.pool}: hit policy {_shown(transfer.hit_policy)} is unknown; give a member of"
+                " HitPolicy"
+            )
         check_trailing(transfer.trailing, transfer.pool)
 
 
 def check_keys(keys: Any, what: str = "page keys") -> None:
-    """Check that page keys are a list of bytes, 32 each."""
+    """Check that page keys are a list of byte strings of 32 bytes each."""
     _check_column(keys, what)
     if set(map(type, keys)) <= {bytes} and set(map(len, keys)) <= {KEY_BYTES}:
         return
@@ -43,77 +50,112 @@ def check_keys(keys: Any, what: str = "page keys") -> None:
         if not isinstance(key, bytes):
             raise InputError(f"a page key is {KEY_BYTES} bytes, not {_shown(key)} (see tiercache.page_keys)")
         if len(key) != KEY_BYTES:
-            raise InputError(f"a page key of {len(key)} bytes is not possible; page keys have {KEY_BYTES} bytes (see tiercache.page_keys)")
+            raise InputError(
+                f"a page key of {len(key)} bytes is not possible; page keys have {KEY_BYTES} bytes (see"
+                " tiercache.page_keys)"
+            )
 
 
 def handles_of(transfer: PoolTransfer) -> list[int]:
-    """Return the handles, one per key, as numbers from 0 up."""
+    """Return the handles as a list of numbers >= 0, one per key."""
     handles: Any = transfer.handles
-    if not isinstance(handles, np.ndarray) or handles.ndim != 1 or (handles.dtype.kind not in "iu" and handles.size):
-        shown = f"{handles.dtype} of shape {handles.shape}" if isinstance(handles, np.ndarray) else _shown(handles)
-        raise InputError(f"pool {transfer.pool}: handles come as a one-dimensional array of integers, not {shown}")
+    if (
+        not isinstance(handles, np.ndarray)
+        or handles.ndim != 1
+        or (handles.dtype.kind not in "iu" and handles.size)
+    ):
+        shown = (
+            f"{handles.dtype} of shape {handles.shape}"
+            if isinstance(handles, np.ndarray)
+            else _shown(handles)
+        )
+        raise InputError(
+            f"pool {transfer.pool}: handles come as a one-dimensional array of integers, not {shown}"
+        )
     if len(handles) != len(transfer.keys):
-        raise InputError(f"pool {transfer.pool}: {len(transfer.keys)} keys and {len(handles)} handles; give one handle per key")
+        raise InputError(
+            f"pool {transfer.pool}: {len(transfer.keys)} keys and {len(handles)} handles; give one handle"
+            " per key"
+        )
     if handles.size and handles.min() < 0:
-        raise InputError(f"pool {transfer.pool}: {handles.min()} is no handle; give those that the pool handed out")
+        raise InputError(
+            f"pool {transfer.pool}: {handles.min()} is no handle; give those that the pool handed out"
+        )
     found: list[int] = handles.tolist()
     return found
 
 
 def depths_of(transfer: PoolTransfer) -> list[int | None]:
-    """Return the depth of each key, None where none are given."""
+    """Return the depth of each key; all are None if the transfer gives no depths."""
     given: Any = transfer.depths
     column = _per_key(transfer, given.tolist() if isinstance(given, np.ndarray) else given, "depths")
     if set(map(type, column)) <= {int} and (not column or (min(column) >= 0 and max(column) < _DEPTHS)):
         return list(column) or [None] * len(transfer.keys)
     for depth in column:
         if isinstance(depth, bool) or not isinstance(depth, int | np.integer) or not 0 <= depth < _DEPTHS:
-            raise InputError(f"pool {transfer.pool}: {_shown(depth)} is no depth; give pages up to the object's end, below 2**32")
+            raise InputError(
+                f"pool {transfer.pool}: {_shown(depth)} is no depth; give pages up to the object's end, below"
+                " 2**32"
+            )
     return [int(depth) for depth in column]
 
 
 def parents_of(transfer: PoolTransfer) -> list[bytes | None]:
-    """Return the parent of each key, None where there is none or none are given."""
+    """Return the parent of each key: None for a first page; all None if the transfer gives no parents."""
     column = _per_key(transfer, transfer.parents, "parents")
     if not (set(map(type, column)) <= {bytes} and set(map(len, column)) <= {0, KEY_BYTES}):
         for parent in column:
             if not isinstance(parent, bytes) or len(parent) not in (0, KEY_BYTES):
-                raise InputError(f"pool {transfer.pool}: {_shown(parent)} is no parent; give {KEY_BYTES} bytes, or none for a first page")
+                raise InputError(
+                    f"pool {transfer.pool}: {_shown(parent)} is no parent; give {KEY_BYTES} bytes, or none"
+                    " for a first page"
+                )
     return [parent or None for parent in column] or [None] * len(transfer.keys)
 
 
+def values_of(transfer: PoolTransfer) -> list[float | None]:
+    """Return the value of each key; all are None if the transfer gives no values."""
+    column = _per_key(transfer, transfer.values, "values")
+    for value in column:
+        if value is not None and not (isinstance(value, float) and 0.0 <= value < inf):
+            raise InputError(
+                f"pool {transfer.pool}: {_shown(value)} is no value; give a finite float from 0.0, or None"
+            )
+    return list(column) or [None] * len(transfer.keys)
+
+
 def check_places(places: Iterable[tuple[Place, Sequence[memoryview]]]) -> None:
-    """Raise InputError if objects share memory: data of one would overwrite that of another within the call."""
+    """Raise InputError if two objects of a call share memory: one would overwrite the other."""
     owners: list[Place] = []
     starts: list[int] = []
     sizes: list[int] = []
     for place, buffers in places:
         for view in buffers:
             owners.append(place)
-            starts.append(_address(view))
+            starts.append(address_of(view))
             sizes.append(view.nbytes)
     order = np.argsort(np.array(starts, np.uint64), kind="stable")
     begin = np.array(starts, np.uint64)[order]
-    # Where any two overlap, two neighbours in this order do.
+    # If any two buffers overlap, then two neighbours in the order of their addresses overlap as well.
+    #   addresses ->   |---a---|   |-----b-----|
+    #                                    |--c--|        the end of b is above the start of c
     met = np.flatnonzero(begin[:-1] + np.array(sizes, np.uint64)[order][:-1] > begin[1:])
     if len(met):
         (a, one), (b, two) = owners[order[met[0]]], owners[order[met[0] + 1]]
-        raise InputError(f"handle {one} of pool {a} and handle {two} of pool {b} share memory; give every object of a call its own place")
-
-
-def _address(view: memoryview) -> int:
-    if not view.nbytes:
-        return 0
-    if view.readonly or not view.c_contiguous:
-        return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0]) if view.c_contiguous else 0
-    return addressof(c_char.from_buffer(view))
+        raise InputError(
+            f"handle {one} of pool {a} and handle {two} of pool {b} share memory; give every object of a call"
+            " its own place"
+        )
 
 
 def _per_key(transfer: PoolTransfer, column: Any, what: str) -> Sequence[Any]:
     _check_column(column, f"{what} of pool {transfer.pool}")
     found: Sequence[Any] = column
     if len(found) not in (0, len(transfer.keys)):
-        raise InputError(f"pool {transfer.pool}: {len(transfer.keys)} keys and {len(found)} {what}; give one per key, or none")
+        raise InputError(
+            f"pool {transfer.pool}: {len(transfer.keys)} keys and {len(found)} {what}; give one per key, or"
+            " none"
+        )
     return found
 
 

@@ -1,18 +1,27 @@
-"""Byte arithmetic over lists of buffers: an object is scattered over host blocks and over extents of a file, and never copied between.
+"""Byte arithmetic over lists of buffers, and batches of bounded size.
+
+An object may lie in several host blocks and in several extents of a file. With these functions, a store moves
+the bytes directly between blocks and extents, and never collects them in one buffer in between.
 
 Buffers are C-contiguous memoryviews of format "B".
 """
 
 from __future__ import annotations
 
+import errno
 import os
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from ctypes import addressof, c_char
+from typing import Final, TypeVar
+
+import numpy as np
 
 from tiercache.storage.env import Env
 
+T = TypeVar("T")
+
 IOV_MAX: Final = os.sysconf("SC_IOV_MAX")
-"""Largest number of buffers that one vectored call takes (Linux: 1024)."""
+"""Largest number of buffers that one `preadv` or `pwritev` takes (Linux: 1024)."""
 
 
 def total(buffers: Sequence[memoryview]) -> int:
@@ -22,16 +31,27 @@ def total(buffers: Sequence[memoryview]) -> int:
 
 def usable(buffers: Sequence[memoryview], length: int, *, writable: bool) -> bool:
     """Return whether a store can move `length` bytes, at least 1, through these buffers."""
-    there = 0
+    room = 0
     for buffer in buffers:
-        if not (buffer.c_contiguous and buffer.ndim == 1 and buffer.format == "B") or (writable and buffer.readonly):
+        if not (buffer.c_contiguous and buffer.ndim == 1 and buffer.format == "B") or (
+            writable and buffer.readonly
+        ):
             return False
-        there += buffer.nbytes
-    return there >= length > 0
+        room += buffer.nbytes
+    return room >= length > 0
+
+
+def address_of(view: memoryview) -> int:
+    """Return the address of a view's first byte in this process; 0 for an empty or scattered view."""
+    if not view.nbytes or not view.c_contiguous:
+        return 0
+    if view.readonly:
+        return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])
+    return addressof(c_char.from_buffer(view))
 
 
 def take(buffers: Sequence[memoryview], start: int, stop: int) -> list[memoryview]:
-    """Return the views of bytes [start, stop) of all buffers laid end to end."""
+    """Return views of the bytes [start, stop), counted over all buffers laid end to end."""
     if not start and len(buffers) == 1 and stop == buffers[0].nbytes:
         return [buffers[0]] if stop else []
     views: list[memoryview] = []
@@ -39,6 +59,9 @@ def take(buffers: Sequence[memoryview], start: int, stop: int) -> list[memoryvie
         size = buffer.nbytes
         if stop <= 0:
             break
+        #   buffers         |   0   |     1     |   2   |
+        #   [start, stop)       |-----------------|          views: the end of 0, all of 1, the start of 2
+        # `start` and `stop` are relative to this buffer, whose bytes are [0, size).
         if start < size:
             low, high = max(start, 0), min(stop, size)
             views.append(buffer if high - low == size else buffer[low:high])
@@ -48,26 +71,49 @@ def take(buffers: Sequence[memoryview], start: int, stop: int) -> list[memoryvie
 
 
 def zero_tail(buffers: Sequence[memoryview], length: int) -> None:
-    """Overwrite with zeros all bytes behind the first `length`."""
+    """Overwrite all bytes after the first `length` with zeros."""
     for view in take(buffers, length, total(buffers)):
         view[:] = bytes(view.nbytes)
 
 
+def batches(
+    items: Iterable[T], nbytes: Callable[[T], int], max_items: int, max_bytes: int
+) -> Iterator[list[T]]:
+    """Yield the items in order, in lists of at most `max_items` items and `max_bytes` bytes.
+
+    An item of more than `max_bytes` bytes gets a list of its own.
+    """
+    batch: list[T] = []
+    held = 0
+    for item in items:
+        size = nbytes(item)
+        if batch and (held + size > max_bytes or len(batch) >= max_items):
+            yield batch
+            batch, held = [], 0
+        batch.append(item)
+        held += size
+    if batch:
+        yield batch
+
+
 def write_all(env: Env, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-    """Write every byte of `buffers` at `offset`; return how many those were. Raises OSError."""
+    """Write every byte of `buffers` at `offset`; return the number of bytes. Raises OSError if that fails."""
     left = list(buffers)
     start = offset
     while left:
         done = env.pwritev(fd, left[:IOV_MAX], offset)
         if done <= 0:
-            raise OSError(5, "the disk took no bytes")
+            raise OSError(errno.EIO, "the disk took no bytes")
         offset += done
         left = _after(left, done)
     return offset - start
 
 
 def read_all(env: Env, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-    """Fill `buffers` from `offset` on; return the bytes read, fewer than asked only at the end of the file. Raises OSError."""
+    """Fill `buffers` with the bytes of a file from `offset` on; return the number of bytes read.
+
+    The number is smaller than the size of the buffers only at the end of the file. Raises OSError.
+    """
     left = list(buffers)
     start = offset
     while left:
@@ -80,7 +126,7 @@ def read_all(env: Env, fd: int, buffers: Sequence[memoryview], offset: int) -> i
 
 
 def _after(buffers: list[memoryview], done: int) -> list[memoryview]:
-    """Return what is left of `buffers` behind their first `done` bytes."""
+    """Return `buffers` without their first `done` bytes."""
     for index, buffer in enumerate(buffers):
         if done < buffer.nbytes:
             return [buffer[done:], *buffers[index + 1 :]] if done else buffers[index:]

@@ -1,6 +1,12 @@
-"""Conformance suites and fault injection for authors of stores and policies, shipped in the wheel; needs pytest and hypothesis.
+"""Conformance suite and fault injection for authors of stores, shipped in the wheel.
 
-Import the parts by name: `faults` (FaultEnv), `crash` (CrashEnv: what a power cut leaves), `objects` (test objects), `conformance`
-(BackendConformance), `policies` (PolicyConformance), `policy_rig` (the columns and the index that it ranks), `stateful` (the state
-machines), `faulty`, `latency` and `outage` (wrappers that misbehave), `cuda` (SimulatedDevice).
+The package needs pytest and hypothesis. Import its modules by name:
+
+    conformance             the tests of the contract (BackendConformance)
+    stateful                state machines that compare a store with a model
+    objects                 keys, payloads and items for tests
+    faults                  disk calls that fail on demand (FaultEnv)
+    crash                   the data that a power cut leaves (CrashEnv)
+    unsynced                changes that are not on the medium yet, as `crash` records them
+    faulty, latency, outage   wrappers that misbehave on purpose
 """

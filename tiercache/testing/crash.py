@@ -1,20 +1,27 @@
-"""Simulated power cuts at any call: `CrashEnv` tracks what is not synced yet, and copies a directory as a cut could have left it.
+"""Simulated power cuts at any call.
+
+`CrashEnv` records the changes that are not synced yet. `clone` makes a copy of a directory with the contents
+that a power cut could leave. This example cuts the power before the third commit:
 
     env = CrashEnv()
     store = open_backend(url, env=env)
-    env.at_call("commit", 3, lambda: env.clone(directory, target, seed=7))      before the third commit from now on
+    env.at_call("commit", 3, lambda: env.clone(directory, target, seed=7))
     store.set(...)
-    open_backend(url of target, env=RebootedEnv())                              opens what is left
+    open_backend(url of target, env=RebootedEnv())      opens the data that is left
 
-The model is a journalling file system above a disk with 512-byte sectors, and stricter than most:
+The model is a journalling file system on a disk with 512-byte sectors, and is stricter than most:
 
-- Each write to a file since its last fdatasync or fsync may be there or not, and may be torn between any two sectors.
-- Size changes of one file (ftruncate, fallocate, a write past the end) happen in order; the cut may fall anywhere in that order.
-- Name changes (a new file, unlink, rename, mkdir) happen in order over the whole tree. The fsync of a directory makes its changes
-  durable, and every earlier one with them; the fsync of a file does not.
-- Anything that was not done through the Env counts as synced. That is right for LMDB between two calls: it writes only inside
-  `Env.commit`, which syncs before it returns. The model shows neither a cut inside a commit, nor the risk of an environment that syncs
-  less than LMDB does by itself; those take a real file system (`make campaign`, `power`).
+- A write to a file that was not followed by an fdatasync or fsync of the file may have reached the disk or
+  not. It may also be torn between any two sectors.
+- Size changes of one file (ftruncate, fallocate, a write past the end) happen in order; the cut may fall
+  anywhere in that order.
+- Name changes (a new file, unlink, rename, mkdir) happen in order over the whole tree. The fsync of a
+  directory makes its name changes durable, and with them all earlier name changes in any directory. The fsync
+  of a file makes no name durable.
+- A change that was not made through the Env counts as synced. LMDB writes only inside `Env.commit`, and syncs
+  before the commit returns, so the model is right for a cut between two calls. The model cannot show a cut
+  inside a commit, nor an LMDB environment that does not sync every commit. Tests of these two cases need a
+  real file system (`make campaign`, `power`).
 """
 
 from __future__ import annotations
@@ -33,42 +40,51 @@ import numpy as np
 from tiercache.storage.env import Env
 from tiercache.storage.vectors import total
 from tiercache.testing.faults import Call, FaultEnv, Rule
-from tiercache.testing.unsynced import SECTOR, Named, Node, Unsynced, Written, undo
+from tiercache.testing.unsynced import SECTOR, Named, TreeEntry, Unsynced, Written, undo
 
 _BLOCK: Final = 4096
 
 
 class RebootedEnv(Env):
-    """The outside world after the power came back, with another boot id.
+    """Calls of the operating system after a power cut: real calls, but another boot id.
 
     Thread safety: stateless; share it freely.
     """
 
     def boot_id(self) -> str:
-        """Return an id that differs from that of this boot."""
+        """Return an id that differs from the id of the real boot."""
         return "the boot after the power cut"
 
 
 class CrashEnv(FaultEnv):
-    """A FaultEnv that can also lose the power. Faults come first: for a clone too, bytes that a rule tears or drops were never written.
+    """A FaultEnv that can also lose the power.
 
-    Thread safety: as FaultEnv; calls that change the disk wait for each other, and for a clone.
+    The rules of FaultEnv act first, and CrashEnv records only what is really written: a clone never has bytes
+    that a rule has dropped.
+
+    Thread safety: as FaultEnv; calls that change the disk, and `clone`, run one at a time.
     """
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__(seed)
         self._world = RLock()
         self._files: dict[tuple[int, int], Unsynced] = {}
+        """Unsynced changes of each file, by device and inode number."""
         self._open: dict[int, Unsynced | str] = {}
+        """By open descriptor: the unsynced changes of a file, or the path of a directory."""
         self._names: list[Named] = []
+        """Unsynced changes of names, oldest first."""
         self._watched: Final[dict[str, Callable[..., Any]]] = {
-            "open": self._on_open, "close": self._on_close, "pwritev": self._on_write, "fallocate": self._on_fallocate,
-            "ftruncate": self._on_truncate, "fdatasync": self._on_sync, "fsync": self._on_sync, "unlink": self._on_unlink,
-            "rename": self._on_rename, "mkdir": self._on_mkdir, "commit": lambda call, transaction: call(transaction),
+            "open": self._on_open, "close": self._on_close, "pwritev": self._on_write,
+            "fallocate": self._on_fallocate,
+            "ftruncate": self._on_truncate, "fdatasync": self._on_sync, "fsync": self._on_sync,
+            "unlink": self._on_unlink,
+            "rename": self._on_rename, "mkdir": self._on_mkdir, "commit": lambda call,
+            transaction: call(transaction),
         }  # fmt: skip
 
     def at_call(self, name: str, n: int, action: Callable[[], object], *, after: bool = False) -> Rule:
-        """Run `action` before the n-th call of `name` from now on, or right after it with `after`."""
+        """Run `action` before the n-th call of `name` from now on; with `after`, right after that call."""
 
         def effect(real: Call, arguments: tuple[Any, ...]) -> Any:
             if after:
@@ -81,10 +97,14 @@ class CrashEnv(FaultEnv):
         return self.add(name, effect, at=n)
 
     def clone(self, source: str | Path, target: str | Path, seed: int) -> None:
-        """Make `target` a copy of the directory `source` as a power cut right now could leave it; the same seed makes the same cut."""
+        """Make `target` a copy of the directory `source`, with what a power cut at this moment could leave.
+
+        The same seed gives the same cut.
+        """
         random = Random(seed)
         with self._world:
             tree = self._tree(os.path.realpath(source))
+            # names   1  2  3 | 4  5     the cut falls at a random place; 5 is undone first, then 4
             for change in reversed(self._names[random.randint(0, len(self._names)) :]):
                 undo(tree, change)
             root = os.path.realpath(source)
@@ -95,15 +115,17 @@ class CrashEnv(FaultEnv):
                 if node.directory:
                     os.mkdir(copy, 0o700)
                 else:
-                    _write_sparse(copy, node.unsynced.left(node.read(), random) if node.unsynced else node.read())
+                    _write_sparse(
+                        copy, node.unsynced.left(node.read(), random) if node.unsynced else node.read()
+                    )
 
     def unsynced(self) -> int:
-        """Return the number of pieces (writes, sizes, names) that are not synced now."""
+        """Return the number of changes (writes, sizes, names) that are not synced yet."""
         with self._world:
             return len(self._names) + sum(len(f.writes) + len(f.sizes) for f in self._files.values())
 
     def perform(self, name: str, call: Call, arguments: tuple[Any, ...]) -> Any:
-        """Make one call as FaultEnv does, and record what the real call changes."""
+        """Make one call as FaultEnv does, and record the changes that the real call makes."""
         return super().perform(name, partial(self._watch, name, call), arguments)
 
     def _watch(self, name: str, call: Call, *arguments: Any) -> Any:
@@ -115,7 +137,7 @@ class CrashEnv(FaultEnv):
 
     def _on_open(self, call: Call, path: str, flags: int, *mode: int) -> int:
         known = os.path.lexists(path)
-        cut = _read(path) if known and flags & os.O_TRUNC else b""
+        cut = _read(path) if known and flags & os.O_TRUNC else b""  # the bytes that O_TRUNC removes
         fd: int = call(path, flags, *mode)
         found = os.fstat(fd)
         if stat.S_ISDIR(found.st_mode):
@@ -142,10 +164,17 @@ class CrashEnv(FaultEnv):
         self._change(fd, offset, 0, lambda: call(fd, offset, length))
 
     def _on_truncate(self, call: Call, fd: int, length: int) -> None:
-        self._change(fd, length, max(0, os.fstat(fd).st_size - length), lambda: call(fd, length), truncates=True)
+        self._change(
+            fd, length, max(0, os.fstat(fd).st_size - length), lambda: call(fd, length), truncates=True
+        )
 
-    def _change(self, fd: int, offset: int, length: int, act: Callable[[], Any], *, truncates: bool = False) -> Any:
-        """Change a file, and record its old size and the `length` bytes at `offset` as they were, even if the call fails half-way."""
+    def _change(
+        self, fd: int, offset: int, length: int, act: Callable[[], Any], *, truncates: bool = False
+    ) -> Any:
+        """Change a file by `act`, and record the old size and the `length` bytes that were at `offset`.
+
+        Both are recorded even if `act` fails half-way. A call that `truncates` also changes the size.
+        """
         file = self._open.get(fd)
         if not isinstance(file, Unsynced):
             return act()
@@ -166,6 +195,7 @@ class CrashEnv(FaultEnv):
             what.writes.clear()
             what.sizes.clear()
         elif what is not None:
+            # The fsync makes durable the newest name change in this directory, and all earlier name changes.
             last = max((i for i, change in enumerate(self._names) if change.touches(what)), default=-1)
             del self._names[: last + 1]
 
@@ -184,13 +214,18 @@ class CrashEnv(FaultEnv):
         self._names.append(Named("mkdir", _entry(path)))
 
     def _gone(self, change: Named) -> None:
-        """Record a change of names, and forget the file that it removed, since its inode number may be reused."""
+        """Record a change of names; if a file was removed, drop the record of the file's unsynced changes.
+
+        That record must go, because the inode number of a removed file may be used again.
+        """
         self._names.append(change)
         if change.buried is not None:
-            self._files = {identity: file for identity, file in self._files.items() if file is not change.buried.unsynced}
+            self._files = {
+                identity: file for identity, file in self._files.items() if file is not change.buried.unsynced
+            }
 
-    def _about_to_go(self, path: str) -> Node | None:
-        """Return a regular file that may lose its name now, with its content; None if there is none."""
+    def _about_to_go(self, path: str) -> TreeEntry | None:
+        """Return the regular file that is about to lose the name `path`; None if there is no such file."""
         try:
             found = os.lstat(path)
         except FileNotFoundError:
@@ -198,15 +233,17 @@ class CrashEnv(FaultEnv):
         if not stat.S_ISREG(found.st_mode):
             return None
         content = _read(path)
-        return Node(False, self._files.get(_identity(found)), lambda: content)
+        return TreeEntry(False, self._files.get(_identity(found)), lambda: content)
 
-    def _tree(self, root: str) -> dict[str, Node]:
-        """Return a directory and everything below it as they are now, by path."""
-        tree = {root: Node(True)}
+    def _tree(self, root: str) -> dict[str, TreeEntry]:
+        """Return the present entries of a directory tree by path, with the directory itself."""
+        tree = {root: TreeEntry(True)}
         for where, directories, files in os.walk(root):
-            tree |= {os.path.join(where, name): Node(True) for name in directories}
+            tree |= {os.path.join(where, name): TreeEntry(True) for name in directories}
             for path in (os.path.join(where, name) for name in files):
-                tree[path] = Node(False, self._files.get(_identity(os.lstat(path))), partial(_read, path))
+                tree[path] = TreeEntry(
+                    False, self._files.get(_identity(os.lstat(path))), partial(_read, path)
+                )
         return tree
 
 
@@ -215,7 +252,7 @@ def _identity(found: os.stat_result) -> tuple[int, int]:
 
 
 def _entry(path: str) -> str:
-    """Return a path whose directory is resolved, but not the last component."""
+    """Return the absolute path; links in its directory are resolved, a link in its last part is not."""
     whole = os.path.abspath(path)
     return os.path.join(os.path.realpath(os.path.dirname(whole)), os.path.basename(whole))
 
@@ -225,9 +262,9 @@ def _padded(data: bytes) -> bytes:
 
 
 def _sectors(fd: int, offset: int, length: int) -> bytes:
-    """Return the whole sectors around a range, with zeros behind the end of the file.
+    """Return the whole sectors around a range of bytes, with zeros behind the end of the file.
 
-    They are read through a new descriptor, because `fd` may be write-only or O_DIRECT.
+    The sectors are read through a new descriptor, because `fd` may be write-only or use O_DIRECT.
     """
     if not length:
         return b""

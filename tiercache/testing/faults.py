@@ -6,8 +6,8 @@
     hang.release()                                      ... until now
     env.tear("pwritev"); env.flip("preadv", at=2)
 
-Rules count calls from the moment they are made. `calls` counts every call, so that a campaign can first run a scenario without faults
-and then fail each call in turn.
+A rule counts calls from the moment at which the rule is made. `FaultEnv.calls` counts every call. A test can
+therefore run a scenario without faults first, and then let each of its calls fail in turn.
 """
 
 from __future__ import annotations
@@ -27,24 +27,31 @@ from tiercache.storage.env import Env
 from tiercache.storage.vectors import take, total
 
 CALLS: Final = (
-    "open", "close", "preadv", "pwritev", "fdatasync", "fsync", "forget", "cached", "fallocate", "ftruncate", "unlink", "rename", "mkdir",
+    "open", "close", "preadv", "pwritev", "fdatasync", "fsync", "forget", "cached", "fallocate", "ftruncate",
+    "unlink", "rename", "mkdir", "realpath",
     "chmod", "listdir", "lstat", "fstat", "statvfs", "try_lock", "try_share", "unlock", "commit", "run",
 )  # fmt: skip
 """Names of the calls that rules can apply to: everything that touches the disk."""
 
 HANG_SECONDS: Final = 60.0
-"""Seconds after which a hang that was not released fails with ETIMEDOUT, so that a broken test does not hang as well."""
+"""Seconds after which a hang fails with ETIMEDOUT, so that no test waits for ever."""
 
 Call: TypeAlias = Callable[..., Any]
 Effect: TypeAlias = Callable[[Call, tuple[Any, ...]], Any]
-"""Replacement for a call: it gets the real call and its arguments, and returns or raises in its place."""
+"""Function that is called in place of a call. It gets the real call and the arguments.
+
+What the function returns or raises is the result of the call.
+"""
 
 
 @dataclass(slots=True)
 class Rule:
-    """A rule that gives the calls `at` to `at + times - 1` of `call`, counted from its creation, an `effect` instead.
+    """Rule that replaces some calls of `call` by `effect`.
 
-    `seen` counts the calls, and `fired` those for which the rule was due; of several due rules only the first takes effect.
+    If several rules apply to a call, only the first rule takes effect.
+
+        call       1   2   3   4   5   6     counted from the creation of the rule
+        applies        x   x   x             at=2, times=3
 
     Thread safety: guarded by its FaultEnv.
     """
@@ -52,9 +59,13 @@ class Rule:
     call: str
     effect: Effect
     at: int = 1
+    """Number of the first call to which the rule applies, from 1."""
     times: int = 1
+    """Number of calls to which the rule applies, one after another."""
     seen: int = 0
+    """Number of calls since the creation of the rule."""
     fired: int = 0
+    """Number of calls to which the rule has applied."""
 
     def due(self, call: str) -> bool:
         """Count one call, and return whether this rule applies to it."""
@@ -68,7 +79,7 @@ class Rule:
 
 @dataclass(slots=True)
 class Hang:
-    """An effect that makes calls wait; `reached` is set when the first of them begins to wait.
+    """An effect that makes calls wait; `reached` is set when the first call begins to wait.
 
     Thread safety: any thread may wait for `reached` and call `release`.
     """
@@ -77,21 +88,22 @@ class Hang:
     _released: Event = field(default_factory=Event)
 
     def release(self) -> None:
-        """Let the waiting calls go on, and every later call of this hang."""
+        """Let the waiting calls continue, and let later calls pass without waiting."""
         self._released.set()
 
     def __call__(self, call: Call, arguments: tuple[Any, ...]) -> Any:
-        """Wait for the release, then make the call; raise OSError(ETIMEDOUT) after `HANG_SECONDS`."""
+        """Wait for the release, then make the call; raise OSError (ETIMEDOUT) after `HANG_SECONDS`."""
         self.reached.set()
         if not self._released.wait(HANG_SECONDS):
-            raise OSError(errors.ETIMEDOUT, "nobody released this hang")
+            raise OSError(errors.ETIMEDOUT, "this hang was not released in time")
         return call(*arguments)
 
 
 class FaultEnv(Env):
-    """An Env that makes real calls, except where a rule applies. The seed decides where a write tears and which bit flips.
+    """An Env that makes real calls, except where a rule applies.
 
-    With the same seed and the same order of calls these are the same in every run.
+    The seed decides where a write tears and which bit flips. With the same seed and the same order of calls,
+    every run has the same faults.
 
     Thread safety: any thread may call or make rules; calls are counted in the order in which they arrive.
     """
@@ -112,7 +124,10 @@ class FaultEnv(Env):
         return rule
 
     def fail(self, call: str, *, at: int = 1, times: int = 1, error: int = errors.EIO) -> Rule:
-        """Raise OSError(`error`) without making the call. A failed close still closes the descriptor, as on Linux."""
+        """Make a rule that raises OSError(`error`) instead of making the call.
+
+        A failed close still closes the descriptor, as on Linux.
+        """
 
         def effect(real: Call, arguments: tuple[Any, ...]) -> Any:
             if call == "close":
@@ -122,13 +137,13 @@ class FaultEnv(Env):
         return self.add(call, effect, at=at, times=times)
 
     def hang(self, call: str, *, at: int = 1, times: int = 1) -> Hang:
-        """Delay the call until the hang is released."""
+        """Make a rule that delays the call until the hang is released."""
         hang = Hang()
         self.add(call, hang, at=at, times=times)
         return hang
 
     def delay(self, call: str, seconds: float, *, at: int = 1, times: int = 1) -> Rule:
-        """Delay the call by `seconds`."""
+        """Make a rule that delays the call by `seconds`."""
 
         def effect(real: Call, arguments: tuple[Any, ...]) -> Any:
             time.sleep(seconds)
@@ -137,7 +152,10 @@ class FaultEnv(Env):
         return self.add(call, effect, at=at, times=times)
 
     def tear(self, call: str = "pwritev", *, at: int = 1, times: int = 1) -> Rule:
-        """Write only a prefix, its length chosen by the seed, and report a whole write, as a power cut leaves acknowledged data."""
+        """Make a rule that writes only the first bytes, but reports a complete write.
+
+        The seed chooses how many bytes. A power cut can leave acknowledged data like this.
+        """
 
         def effect(real: Call, arguments: tuple[Any, ...]) -> Any:
             fd, buffers, *place = arguments
@@ -150,7 +168,10 @@ class FaultEnv(Env):
         return self.add(call, effect, at=at, times=times)
 
     def shorten(self, call: str, *, at: int = 1, times: int = 1) -> Rule:
-        """Read or write fewer bytes than asked, but at least one, and report that number, as the kernel may always do."""
+        """Make a rule that reads or writes fewer bytes than asked, but at least one, and reports how many.
+
+        The kernel may shorten a call at any time.
+        """
 
         def effect(real: Call, arguments: tuple[Any, ...]) -> Any:
             fd, buffers, *place = arguments
@@ -159,7 +180,10 @@ class FaultEnv(Env):
         return self.add(call, effect, at=at, times=times)
 
     def flip(self, call: str = "preadv", *, at: int = 1, times: int = 1) -> Rule:
-        """Flip one bit, chosen by the seed, of what is read or written; a write leaves the caller's own buffers unchanged."""
+        """Make a rule that flips one bit of the bytes that are read or written; the seed chooses the bit.
+
+        A write flips a bit of a copy, and leaves the caller's buffers unchanged.
+        """
 
         def effect(real: Call, arguments: tuple[Any, ...]) -> Any:
             fd, buffers, *place = arguments
@@ -174,7 +198,10 @@ class FaultEnv(Env):
         return self.add(call, effect, at=at, times=times)
 
     def spoil(self, *, at: int = 1, times: int = 1) -> Rule:
-        """Flip the first bit of every buffer that is read, so that no object that begins in one of the buffers is right."""
+        """Make a rule that flips a bit in the first byte of every buffer that is read.
+
+        Every object that begins in one of the buffers is then wrong.
+        """
 
         def effect(real: Call, arguments: tuple[Any, ...]) -> Any:
             done = real(*arguments)
@@ -186,13 +213,13 @@ class FaultEnv(Env):
         return self.add("preadv", effect, at=at, times=times)
 
     def clear(self) -> None:
-        """Forget all rules and counts."""
+        """Remove all rules, and set all counts to 0."""
         with self._mutex:
             self.rules.clear()
             self.calls.clear()
 
     def perform(self, name: str, call: Call, arguments: tuple[Any, ...]) -> Any:
-        """Make one call under the rules. Every rule counts it; the first one that is due decides."""
+        """Make one call under the rules. Every rule counts the call; the first rule that applies decides."""
         with self._mutex:
             self.calls[name] += 1
             due = [rule for rule in self.rules if rule.due(name)]
@@ -210,6 +237,7 @@ class FaultEnv(Env):
 
 
 def _ruled(name: str) -> Call:
+    """Return a method that makes the call `name` of `Env` under the rules."""
     real = getattr(Env, name)
 
     def call(self: FaultEnv, *arguments: Any) -> Any:

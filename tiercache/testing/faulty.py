@@ -1,4 +1,4 @@
-"""A store that often fails but never returns wrong data: `Faulty` answers some items, chosen by a seed, as a failing store would."""
+"""A store that often fails but never returns wrong data: `Faulty`. A seed chooses the items that fail."""
 
 # ruff: noqa: D102 (the contract documents these methods)
 
@@ -19,7 +19,10 @@ from tiercache.storage.wrappers.base import Wrapper, decide
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Rates from 0 to 1 at which an item of a call gets each outcome; together at most 1. Raises ValueError otherwise."""
+    """Probability of each outcome for one item of a call, from 0 to 1.
+
+    Raises ValueError if a rate is negative or their sum exceeds 1.
+    """
 
     error: float = 0.0
     throttled: float = 0.0
@@ -40,15 +43,18 @@ class Rates:
 class Faulty(Wrapper):
     """A wrapper of `inner` whose items fail at the given `rates`.
 
-    - get: ERROR and CORRUPT leave garbage in the buffers, as an interrupted read does. CORRUPT drops the object, and is answered only for
-      an object that was stored. THROTTLED and MISS leave the buffers and the object unchanged: the next get may find it.
-    - set: ERROR and THROTTLED, with nothing stored. The other rates do not apply.
-    - exists: False at the rate of `miss`. delete: False, with nothing removed, at the rate of `error`.
-    - An answer of HIT, STORED or True is always right. Scans, descriptions, figures and malformed items are passed to `inner`.
+    - get fails with all four outcomes. ERROR and CORRUPT leave garbage in the buffers, as an interrupted read
+      does. CORRUPT drops the object, and is answered only for a stored object. THROTTLED and MISS leave the
+      buffers and the object unchanged, so that the next get may find the object.
+    - set fails with ERROR and THROTTLED, and then stores nothing.
+    - exists answers False at the rate `miss`. delete answers False, and removes nothing, at the rate `error`.
+    - An answer of HIT, STORED or True is always right. All other operations, and malformed items, are
+      passed to `inner`.
 
-    With the same seed the faults are the same in every run, item by item in the order of the calls.
+    Each item takes the next number from a random generator that starts with `seed`. Two runs that make the
+    same calls in the same order with the same seed get the same faults.
 
-    Thread safety: as `Wrapper`; with several threads the order of the calls decides which of them draws which fault.
+    Thread safety: as `Wrapper`. The order in which several threads call decides which call gets which fault.
     """
 
     def __init__(self, inner: StorageBackend, rates: Rates, seed: int = 0) -> None:

@@ -19,7 +19,7 @@ OTHER_NAMESPACE = bytes(range(32, 64))
 
 
 def page_key(name: object) -> bytes:
-    """Return the page key of 32 bytes for any name."""
+    """Return the page key (32 bytes) of any name."""
     return blake2b(repr(name).encode(), digest_size=32).digest()
 
 
@@ -29,7 +29,7 @@ def key(name: object, pool: PoolName = PoolName.KV) -> ObjectKey:
 
 
 def payload(name: object, length: int) -> bytes:
-    """Return `length` bytes that look random, and are the same for the same name."""
+    """Return `length` bytes that look random, but are always the same for the same name."""
     return blake3(repr(name).encode()).digest(length=length)
 
 
@@ -49,10 +49,13 @@ def to_set(
     namespace: bytes = NAMESPACE,
     parent: bytes | None = None,
     depth: int | None = None,
+    value: float | None = None,
+    worker: int = 0,
 ) -> SetItem:
     """Make an item that stores `data`, in `pieces` buffers with `slack` bytes behind the payload."""
     buffers = split(bytearray(data + b"\xee" * slack), pieces)
-    meta = ObjectMeta(namespace, len(data), checksum(k, [memoryview(data)], len(data)), parent, depth)
+    found = checksum(k, [memoryview(data)], len(data))
+    meta = ObjectMeta(namespace, len(data), found, parent, depth, value, worker)
     return SetItem(k, buffers, meta)
 
 
@@ -79,13 +82,13 @@ def fetch(store: StorageBackend, k: ObjectKey, length: int) -> bytes | Outcome:
 
 
 def chain(name: object, length: int) -> list[tuple[ObjectKey, bytes | None]]:
-    """Return the keys of a sequence's pages, each with the page key of the page before it (None for the first)."""
+    """Return the keys of a sequence's pages, each with its parent's page key (None for the first page)."""
     pages = [page_key((name, depth)) for depth in range(length)]
     return [(key((name, depth)), pages[depth - 1] if depth else None) for depth in range(length)]
 
 
 def state_of(name: object) -> ObjectKey:
-    """Return the key of the state that hangs on the page `name`; the state's parent is that page's key."""
+    """Return the key of the state that is attached to the page `name`."""
     return key(name, PoolName.MAMBA)
 
 

@@ -1,9 +1,8 @@
 """Copies between device pools and the host arena."""
 
 from tiercache.transfer.base import LayerTicket, Ticket, TransferEngine
-from tiercache.transfer.copy import Copier, CopyEngine
+from tiercache.transfer.copy import Copier, CopyEngine, engine_for
 from tiercache.transfer.descriptors import Descriptors, build_descriptors, join_descriptors
-from tiercache.transfer.engines import engine_for
 from tiercache.transfer.fences import Fence
 
 __all__ = [

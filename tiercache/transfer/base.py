@@ -1,4 +1,4 @@
-"""The contract of a transfer engine, and the tickets by which its callers follow a copy."""
+"""Contract of a transfer engine, and the tickets by which its callers follow a copy."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ _log = logging.getLogger(__name__)
 
 
 class Ticket:
-    """One transfer: pending at first, then done for good, with or without an error.
+    """One transfer: pending at first, then done, with or without an error. A done ticket never changes.
 
-    Thread safety: any thread may ask, wait and add callbacks; `finish` belongs to the transfer engine, which calls it once.
+    Thread safety: any thread may ask, wait and add callbacks; `finish` belongs to the transfer engine, which
+    calls it once.
     """
 
     def __init__(self) -> None:
@@ -28,23 +29,33 @@ class Ticket:
         self._callbacks: list[Callable[[Any], object]] = []
 
     def done(self) -> bool:
-        """Return whether all bytes have landed or the transfer has failed; from then on no byte of source or destination is touched."""
+        """Return whether all bytes have landed or the transfer has failed.
+
+        A done transfer no longer touches any byte of its sources or destinations.
+        """
         return self._done
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Block until the transfer is done; False if `timeout` seconds pass first. Callbacks may still be running when it returns."""
+        """Block until the transfer is done; return False if `timeout` seconds pass first.
+
+        Callbacks may still be running when this method returns.
+        """
         with self._changed:
             return self._changed.wait_for(lambda: self._done, timeout)
 
     @property
     def error(self) -> TransferError | None:
-        """Reason of a failure; None while the transfer is pending and after success. After a failure every destination is undefined."""
+        """Reason of a failure; None while the transfer is pending and after success.
+
+        After a failure every destination is undefined.
+        """
         return self._error
 
     def add_done_callback(self, fn: Callable[[Any], object]) -> None:
-        """Call `fn(ticket)` exactly once when the transfer is done: on the engine's thread, or on this one at once if it is done already.
+        """Call `fn(ticket)` exactly once when the transfer is done, at once if it is done already.
 
-        `fn` must be short: it holds up the transfers behind this one. An exception that it raises is logged.
+        `fn` runs on a thread of the engine, or on the caller's thread if the transfer is done already. `fn`
+        must be short, because later transfers wait for it. If `fn` raises, the exception is logged.
         """
         with self._changed:
             if not self._done:
@@ -53,28 +64,34 @@ class Ticket:
         self._call(fn)
 
     def finish(self, error: TransferError | None = None) -> None:
-        """Mark the transfer as done, wake the waiting threads, then call the callbacks. For engines, once."""
+        """Mark the transfer as done, wake the waiting threads, then call the callbacks.
+
+        An engine calls this once.
+        """
         with self._changed:
             assert not self._done, "a ticket is finished once"
             self._error = error
             self._done = True
             callbacks, self._callbacks = self._callbacks, []
             self._changed.notify_all()
-        # Without the lock: a callback may use this ticket, or start another transfer.
+        # Callbacks run without the lock, because a callback may use this ticket or start another transfer.
         for fn in callbacks:
             self._call(fn)
 
     def _call(self, fn: Callable[[Any], object]) -> None:
         try:
             fn(self)
-        except Exception:  # noqa: BLE001  it is logged, and must not end the thread that serves the next transfers
+        except Exception:  # noqa: BLE001
+            # an exception must not end the engine's thread, which serves the next transfers
             _log.exception("a callback of a transfer ticket raised")
 
 
 class LayerTicket(Ticket):
-    """The ticket of a load that lands layer by layer, in ascending order. `layers`: the layers that have bytes to wait for.
+    """Ticket of a load whose layers land one by one, in ascending order.
 
-    Thread safety: as `Ticket`; `finish_layer` belongs to the engine too.
+    `layers` are the layers of which the load has bytes to copy.
+
+    Thread safety: as `Ticket`; `finish_layer` belongs to the engine, as `finish` does.
     """
 
     def __init__(self, layers: Iterable[int]) -> None:
@@ -83,14 +100,17 @@ class LayerTicket(Ticket):
         self._pending = set(self.layers)
 
     def wait_layer(self, layer: int, timeout: float | None = None, *, stream: int | None = None) -> bool:
-        """Block until this thread may use `layer` of all pools, whose bytes have landed; False if `timeout` seconds pass first.
+        """Block until `layer` has landed in all pools; return False if `timeout` seconds pass first.
 
-        `stream` is a device's handle of a stream (`torch.cuda.current_stream().cuda_stream`). With it, an engine for that device makes the
-        stream wait and not the thread: the method returns as soon as work that is queued there from now on may use the layer. Other engines
-        ignore it.
+        `stream` is a device's handle of a stream (`torch.cuda.current_stream().cuda_stream`). With `stream`,
+        an engine for that device makes the stream wait for the layer, and not the calling thread. The method
+        then returns as soon as the copies are queued, and work queued in the stream afterwards may use the
+        layer. Other engines ignore `stream`.
 
-        For a layer without bytes in this load the method returns at once. Raises TransferError if the load failed before this layer landed.
-        A copy that is queued already fails only together with the whole device, and with the work that waits for it.
+        If this load has no bytes of `layer`, the method returns at once. Raises TransferError if the load
+        failed before this layer landed. The method cannot report that a copy fails after the stream began to
+        wait for it. Such a copy fails only if the whole device fails, and then the work in the stream fails
+        too.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: layer not in self._pending or self._done, timeout):
@@ -100,13 +120,13 @@ class LayerTicket(Ticket):
         return True
 
     def finish_layer(self, layer: int) -> None:
-        """Record that every byte of `layer` has landed. For engines."""
+        """Record that every byte of `layer` has landed. The engine calls this."""
         with self._changed:
             self._pending.discard(layer)
             self._changed.notify_all()
 
     def finish(self, error: TransferError | None = None) -> None:
-        """Mark the load as done; without an error all layers have landed. For engines, once."""
+        """Mark the load as done. Without an error, all its layers have landed. An engine calls this once."""
         with self._changed:
             if error is None:
                 self._pending.clear()
@@ -117,21 +137,26 @@ class TransferEngine(ABC):
     """Contract of an engine that copies objects between device slots and host handles.
 
     The caller guarantees:
-    - until the ticket is done, both ends of every unit stay allocated, and nothing else uses them in a conflicting way;
+    - until the ticket is done, sources and destinations stay allocated;
+    - until the ticket is done, nothing writes to a source, and only the copy touches a destination;
     - no destination is named twice in a call;
-    - `after` holds all work that must precede the copy: for a store the forward pass that may still write its slots, for a load the last
-      use of its slots.
+    - `after` has a fence for all work that must precede the copy. For a store, this is the forward pass
+      that may still write to the slots. For a load, this is the last use of the slots.
 
-    A store and a load are not ordered with respect to each other; stores start in the order of their calls, and so do loads.
+    Stores start in the order of their calls, and so do loads. A store and a load may run at the same time.
 
     The implementation must:
-    - return at once, without waiting for a copy or a fence, and keep pools and memory referenced until the ticket is done;
-    - write nothing but the payload bytes of the destinations; a host object's slack is zeroed by storage, before it is stored;
-    - let a failure fail the ticket, never the process, and finish a ticket only when none of its bytes is touched any more;
-    - raise SlotError at the call for an impossible slot or handle and ConfigError for a fence that cannot be waited for, with nothing
-      started, and ClosedError after `close`.
+    - return from `store` and `load` at once, without waiting for a copy or a fence;
+    - keep pools and memory referenced until the ticket is done;
+    - write only the payload bytes of the destinations. (Storage zeroes the unused end of a host object's last
+      block before it stores the object);
+    - report a failure by the ticket, and never end the process;
+    - finish a ticket only when no copy touches its sources or destinations any more;
+    - raise errors of the arguments at the call, with nothing started: SlotError for an impossible slot or
+      handle, ConfigError for a fence that cannot be waited for, and ClosedError after `close`.
 
-    Thread safety: `store`, `load` and `close` may be called from any thread; `fork` belongs to the thread that computes.
+    Thread safety: `store`, `load` and `close` may be called from any thread; `fork` belongs to the thread
+    that computes.
     """
 
     @abstractmethod
@@ -144,33 +169,38 @@ class TransferEngine(ABC):
 
     @abstractmethod
     def fork(self, units: Sequence[CacheTransferUnits], *, stream: int = 0) -> None:
-        """Copy device slots (`sources`) to other slots of the same pools (`destinations`), so that a state can be written without its copy.
+        """Copy device slots (`sources`) to other slots of the same pools (`destinations`).
 
-        On a device the copies take their place in the order of the work in `stream`, a handle of the device's; elsewhere they are over when
-        the method returns. Raises TransferError if that is not possible; the destinations are undefined then.
+        A request that continues a cached state writes to the copy, and the cached state stays as it is.
+
+        On a CUDA device the copies are queued in `stream`, a device's handle of a stream. On other devices
+        the copies are over when the method returns. Raises TransferError if a copy fails; the destinations
+        are undefined then.
         """
 
     def check_fences(self, fences: Sequence[Fence]) -> None:
-        """Raise ConfigError for a fence that cannot be waited for, or that stands for nothing.
+        """Raise ConfigError for a fence that cannot be waited for, or was never recorded.
 
-        The latter is, for example, a `torch.cuda.Event` that was never recorded.
+        A wait for a `torch.cuda.Event` that was never recorded would return at once.
         """
         checked_fences(fences)
 
     def order(self, fences: Sequence[Fence], *, stream: int | None = None) -> None:
-        """Block until work may start that must come after these fences.
+        """Block until these fences have passed, so that later work may start.
 
-        With a device's `stream`, an engine for that device makes the stream wait and not the thread: the method returns as soon as work
-        that is queued there from now on comes after the fences. Raises TransferError if that is not possible.
+        With `stream`, a device's handle of a stream, an engine for that device makes the stream wait, and not
+        the calling thread. The method then returns at once, and work queued in the stream afterwards starts
+        after the fences. Raises TransferError if a fence cannot be waited for.
         """
         for fence in fences:
             pass_fence(fence)
 
     @abstractmethod
     def close(self, timeout: float = 30.0) -> None:
-        """Finish all transfers; after `timeout` seconds, fail those that have not started and stop the others at their next layer.
+        """Close the engine, after waiting up to `timeout` seconds for all transfers to finish.
 
-        A second call is harmless.
+        After this time, transfers that have not started fail, and the others stop at their next layer. A
+        second call is harmless.
         """
 
     def __enter__(self) -> Self:

@@ -1,6 +1,7 @@
-"""Conversion of (slots, blocks) to a list of contiguous copies.
+"""Conversion of device slots and host blocks to a list of contiguous copies.
 
-Pure functions over columns, the same ones for every cache kind and engine.
+All functions are pure, and work on columns (arrays with one entry per copy). They serve every cache kind and
+every engine.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _Column = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """Copies as columns of shape [copies]: `length[i]` bytes from address `source[i]` to address `destination[i]`."""
+    """Copies as columns of shape [copies]: `length[i]` bytes move from `source[i]` to `destination[i]`."""
 
     source: npt.NDArray[np.uint64]
     destination: npt.NDArray[np.uint64]
@@ -40,9 +41,11 @@ class Copies:
 
 @dataclass(frozen=True, slots=True)
 class Descriptors:
-    """Copies as columns of shape [descriptors], sorted by layer: `length[i]` bytes between addresses `device[i]` and `host[i]`.
+    """Copies between device and host as columns of shape [descriptors], sorted by layer.
 
-    Neighbouring copies of one layer that are contiguous at both ends have been merged, if both lie in one allocation of the device.
+    Copy i moves `length[i]` bytes of layer `layer[i]` between the addresses `device[i]` and `host[i]`.
+    Successive copies of one layer are merged if they are adjacent both on the device and on the host, and lie
+    in one allocation of the device.
     """
 
     device: npt.NDArray[np.uint64]
@@ -60,14 +63,27 @@ class Descriptors:
 
     def copies(self, *, to_host: bool) -> Copies:
         """Return the copies in one direction. The columns are shared, not copied."""
-        return Copies(self.device, self.host, self.length) if to_host else Copies(self.host, self.device, self.length)
+        return (
+            Copies(self.device, self.host, self.length)
+            if to_host
+            else Copies(self.host, self.device, self.length)
+        )
 
     def cut(self, origin: int, period: int) -> Descriptors:
         """Return the same bytes with every copy split at the host addresses `origin + k * period`.
 
-        There, memory that was page-locked separately meets, and a copy must not cross.
+        At each of these addresses, one page-locked piece of memory ends and the next begins. A copy must stay
+        within one piece:
+
+            host     origin           + period         + 2 periods
+                     |        [=======|========]       |              one copy, which crosses
+                     |        [=======][=======]       |              two copies
         """
         start = self.host.astype(np.int64) - origin
+        # Copy i is cut into `count[i]` pieces. Row j of the result is piece `piece[j]` of copy `row[j]`:
+        #   count   2 1 3
+        #   row     0 0 1 2 2 2
+        #   piece   0 1 0 0 1 2
         count = (start + self.length - 1) // period - start // period + 1
         if (count <= 1).all():
             return self
@@ -79,7 +95,7 @@ class Descriptors:
         return Descriptors(self.device[row] + shift, self.host[row] + shift, end - begin, self.layer[row])
 
     def by_layer(self) -> Iterator[tuple[int, slice]]:
-        """Yield each layer that occurs, in ascending order, with the slice of the columns that belongs to it."""
+        """Yield each layer that occurs, in ascending order, with its slice of the columns."""
         layers, starts = np.unique(self.layer, return_index=True)
         bounds = pairwise([*starts.tolist(), len(self)])
         for layer, (start, end) in zip(layers.tolist(), bounds, strict=True):
@@ -87,14 +103,27 @@ class Descriptors:
 
 
 def build_descriptors(
-    segments: SegmentTable, slots: Locations, blocks: npt.NDArray[np.int64], block_bytes: int, arena_address: int
+    segments: SegmentTable,
+    slots: Locations,
+    blocks: npt.NDArray[np.int64],
+    block_bytes: int,
+    arena_address: int,
 ) -> Descriptors:
-    """Return the copies between device slots `slots` [n] and the host objects that lie in `blocks` [n, blocks per object].
+    """Return the copies between device slots and the host objects that lie in `blocks`.
 
-    A segment that crosses a block's end is split there. Within a layer the copies are ordered by object, then as in the geometry.
+    `slots` has shape [n], and `blocks` has shape [n, blocks per object]. Each block has `block_bytes` bytes;
+    block 0 is at `arena_address`. A segment that crosses a block's end is split there, because the blocks of
+    an object need not be adjacent:
+
+        object    |   segment 0   |   segment 1  |unused|
+        blocks    |    9    |    2    |     5    |
+        copies    |====9====|==2==|=2=|====5=====|             four pieces, the same for every object
+
+    Within a layer the copies are ordered by object, then as in the geometry.
     """
     segment, column, start, length = _pieces(segments, block_bytes)
-    # Signed arithmetic: NumPy would turn a mix of uint64 and int64 into floats, and user-space addresses stay below 2**63.
+    # NumPy would turn a mix of uint64 and int64 into floats, so addresses are signed here. They fit, because
+    # addresses of a process are below 2**63.
     piece_base = segments.base.astype(np.int64)[segment] + start - segments.offset[segment]
     device = piece_base + slots[:, None] * segments.stride[segment]
     host = arena_address + blocks[:, column] * block_bytes + start - column * block_bytes
@@ -106,9 +135,14 @@ def build_descriptors(
 
 
 def slot_copies(segments: SegmentTable, sources: Locations, destinations: Locations) -> Copies:
-    """Return the copies from slots `sources` [n] to slots `destinations` [n] of the same pool, one per object and segment."""
+    """Return the copies from slots `sources` to slots `destinations` of the same pool, both of shape [n].
+
+    Every segment of every object is one copy.
+    """
     base, stride = segments.base.astype(np.int64), segments.stride
-    source, destination = ((base + slots[:, None] * stride).reshape(-1).astype(np.uint64) for slots in (sources, destinations))
+    source, destination = (
+        (base + slots[:, None] * stride).reshape(-1).astype(np.uint64) for slots in (sources, destinations)
+    )
     return Copies(source, destination, np.tile(segments.length, len(sources)))
 
 
@@ -135,14 +169,22 @@ def join_descriptors(parts: Sequence[Descriptors]) -> Descriptors:
 
 
 def _pieces(segments: SegmentTable, block_bytes: int) -> tuple[_Column, _Column, _Column, _Column]:
-    """Cut one object's segments at block ends: (segment, block of the object, start in the object, length), each of shape [pieces].
+    """Cut one object's segments at block ends; return four columns of shape [pieces].
 
-    The cuts are the same for every object, so callers broadcast them over all objects. Starts and lengths are in bytes.
+    The columns are:
+
+    1. number of the segment
+    2. number of the block within the object
+    3. start of the piece within the object, in bytes
+    4. length of the piece in bytes
+
+    The cuts are the same for every object.
     """
     end = segments.offset + segments.length
     first = segments.offset // block_bytes
     count = (end - 1) // block_bytes - first + 1
     segment = np.repeat(np.arange(len(count)), count)
+    # The last two terms count the pieces of each segment from 0.
     column = first[segment] + np.arange(len(segment)) - np.repeat(np.cumsum(count) - count, count)
     start = np.maximum(segments.offset[segment], column * block_bytes)
     stop = np.minimum(end[segment], (column + 1) * block_bytes)
@@ -150,9 +192,15 @@ def _pieces(segments: SegmentTable, block_bytes: int) -> tuple[_Column, _Column,
 
 
 def _layer_major(layer: _Column, n: int) -> _Column:
-    """Return the position of each entry (object, piece) in an order by layer, then object: shape [n, pieces].
+    """Return the position of each entry (object, piece) in an order by layer, then object, then piece.
 
-    Pieces are sorted by layer already, so no sort is needed.
+    `layer` has the layer of each piece, in ascending order. The result has shape [n, pieces]. With two
+    objects a and b, and pieces 0, 1, 2 of which 0 and 1 are of the first layer:
+
+        entry        a0 a1 a2   b0 b1 b2
+        position      0  1  4    2  3  5        in order: a0 a1 b0 b1 | a2 b2
+
+    No sort is needed, because every object has the same pieces.
     """
     first = np.searchsorted(layer, layer, side="left")
     width = np.searchsorted(layer, layer, side="right") - first
@@ -166,9 +214,14 @@ def _reordered(column: _Column, order: _Column) -> _Column:
     return out
 
 
-def _merge(device: _Column, host: _Column, length: _Column, layer: _Column, allocation: _Column) -> Descriptors:
+def _merge(
+    device: _Column, host: _Column, length: _Column, layer: _Column, allocation: _Column
+) -> Descriptors:
+    # Copy 1 follows copy 0 on both sides, so the two are merged. Copy 2 follows copy 1 on the host only:
+    #   device   |==0==||==1==|        |==2==|
+    #   host     |==0==||==1==||==2==|
     follows = (device[1:] == device[:-1] + length[:-1]) & (host[1:] == host[:-1] + length[:-1])
-    # Two allocations may be adjacent in address space, and a copy must stay within one.
+    # Two allocations may be adjacent in address space, but a copy must stay within one.
     follows &= (layer[1:] == layer[:-1]) & (allocation[1:] == allocation[:-1])
     heads = np.concatenate([[0], np.flatnonzero(~follows) + 1]) if len(device) else np.empty(0, np.int64)
     merged = np.add.reduceat(length, heads) if len(device) else length

@@ -1,4 +1,4 @@
-"""Fences: work that must be over before a copy may start, and the ways to wait for it."""
+"""Fences and ways to wait for them. A fence stands for work that must be over before a copy may start."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from tiercache.errors import ConfigError
 
-_LOOK_S: Final = 200e-6
+_POLL_S: Final = 200e-6
 """Seconds between two queries of a fence that has no blocking wait."""
 
 
@@ -40,66 +40,86 @@ class Waitable(Protocol):
 Fence: TypeAlias = Callable[[], object] | Synchronizable | Queryable | Waitable
 """Work that must be over before a copy may start.
 
-A fence is waited for in the first of these ways that it offers: a call, `synchronize`, `query` until it returns True, `wait`. All run on a
-thread of the transfer engine; if one raises, the ticket fails.
+A thread of the transfer engine waits in the first of these ways that the fence offers:
 
-For a `torch.cuda.Event`, or any other object with a handle in `cuda_event`, an engine for CUDA makes the device wait and no thread. The
-caller that passes one must not record it anew until the ticket is done.
+1. Call the fence itself.
+2. Call `synchronize()`.
+3. Call `query()` until it returns True.
+4. Call `wait()`.
+
+If the call raises, the ticket fails.
+
+A `torch.cuda.Event`, like any other object with a handle in `cuda_event`, needs no thread: an engine for CUDA
+makes the device wait. The caller must not record such an event again until the ticket is done.
 """
 
 
 def checked_fences(fences: Iterable[Fence]) -> tuple[Fence, ...]:
     """Return the fences as a tuple.
 
-    Raises ConfigError for a fence that cannot be waited for or stands for nothing, and for an argument that is no sequence of fences.
+    Raises ConfigError for a fence that cannot be waited for, for an event that was never recorded, and for an
+    argument that is not a sequence of fences.
     """
     try:
         found = tuple(fences)
     except TypeError as error:
-        raise ConfigError(f"`after` is a {type(fences).__name__}; give a sequence of fences, such as [event]") from error
+        raise ConfigError(
+            f"`after` is a {type(fences).__name__}; give a sequence of fences, such as [event]"
+        ) from error
     for fence in found:
         _check(fence)
     return found
 
 
-def pass_fence(fence: Fence, go_on: Callable[[], object] = lambda: None) -> None:
-    """Block until `fence` is over. `go_on` may raise to end the wait; it is called only between two queries."""
-    how, wait = _way(fence)
+def pass_fence(fence: Fence, check_abandoned: Callable[[], object] = lambda: None) -> None:
+    """Block until the work that `fence` stands for is over.
+
+    `check_abandoned` may raise to end the wait. It is called between two calls of `query`, so it cannot end a
+    wait of another kind.
+    """
+    how, wait = _wait_method(fence)
     if how != "query":
         wait()
         return
-    while not _said(wait()):
-        go_on()
-        time.sleep(_LOOK_S)
+    while not _query_answer(wait()):
+        check_abandoned()
+        time.sleep(_POLL_S)
 
 
 def event_of(fence: Fence) -> int | None:
-    """Return the handle of a CUDA event, 0 for one that was never recorded; None for any other fence."""
+    """Return the handle of a CUDA event (0 if it was never recorded), or None for any other fence."""
     handle = getattr(fence, "cuda_event", None)
     try:
-        return None if isinstance(handle, bool) else operator.index(handle)  # type: ignore[arg-type]  # None and others raise
+        # `operator.index` raises TypeError for None and for anything else that is no integer
+        return None if isinstance(handle, bool) else operator.index(handle)  # type: ignore[arg-type]
     except TypeError:
         return None
 
 
 def _check(fence: Fence) -> None:
     event = event_of(fence)
-    if event == 0 or (event is None and getattr(fence, "event_id", None) == 0):  # it stands for nothing: a wait for it would return at once
-        raise ConfigError("a fence is an event that was never recorded; record it in the stream whose work comes first")
+    # A wait for an event that was never recorded would return at once. Such a `torch.cuda.Event` has 0 as its
+    # `cuda_event`, and such a `torch.Event` has 0 as its `event_id`.
+    if event == 0 or (event is None and getattr(fence, "event_id", None) == 0):
+        raise ConfigError(
+            "a given fence is an event that was never recorded; record it in the stream whose work comes"
+            " first"
+        )
     if event is not None and not 0 < event < 1 << 64:
-        raise ConfigError(f"a fence has {event} for its cuda_event, which is no handle of an event")
+        raise ConfigError(f"a given fence has {event} as its cuda_event, which is not the handle of an event")
     if event is not None:
         return
-    how, wait = _way(fence)
+    how, wait = _wait_method(fence)
     if isinstance(fence, type) or not how or inspect.iscoroutinefunction(wait):
         raise ConfigError(
-            f"a fence is {_described(fence)}, which a thread cannot wait for; pass a recorded event, a function that returns when the work "
-            "is over, or an object with `synchronize`, `query` or `wait`"
+            f"a given fence is {_described(fence)}, which a thread cannot wait for; pass a recorded event, a"
+            " function that returns when the work is over, or an object with `synchronize`, `query` or"
+            " `wait`"
         )
 
 
-def _way(fence: Fence) -> tuple[str, Callable[[], Any]]:
-    """Return the name of the way to wait for a fence, and the call for it; an empty name if there is none."""
+def _wait_method(fence: Fence) -> tuple[str, Callable[[], Any]]:
+    """Return the name of the first way to wait for a fence, and its call; an empty name if there is none."""
     if callable(fence):
         return "call", fence
     for how in ("synchronize", "query", "wait"):
@@ -108,9 +128,10 @@ def _way(fence: Fence) -> tuple[str, Callable[[], Any]]:
     return "", lambda: None
 
 
-def _said(answer: object) -> bool:
-    if not isinstance(answer, bool | np.bool_):  # CUDA's own answers are error codes, in which 0 means done
-        raise TypeError(f"the query of a fence said {answer!r}; it must say True or False")
+def _query_answer(answer: object) -> bool:
+    # CUDA itself answers with an error code, in which 0 means done. Such an answer must not count as False.
+    if not isinstance(answer, bool | np.bool_):
+        raise TypeError(f"the query of a fence returned {answer!r}; it must say True or False")
     return bool(answer)
 
 

@@ -1,5 +1,10 @@
-"""The wire format between a daemon and its clients: how the types of `tiercache.core` are encoded in messages, not what is done with them.
+"""The wire format between a daemon and its clients: encodings of the types of `tiercache.core`.
 
-Read `proto/tiercache/wire/v1` first, then `methods` (the table of calls), `messages` (protobuf <-> core), `frames` (messages that carry
-payload, with few copies) and `memory` (regions that two processes share).
+Order of reading:
+
+1. `proto/tiercache/wire/v1` defines the messages.
+2. `methods` has the table of calls.
+3. `messages` converts between protobuf and `tiercache.core`.
+4. `frames` encodes and decodes messages with payload, with few copies.
+5. `attachment` sets up memory that two processes share.
 """

@@ -1,4 +1,4 @@
-"""The calls of the daemon's gRPC service: one table for both ends, so that each message type is named in one place only."""
+"""Table of the calls of the daemon's gRPC service, for both ends."""
 
 from __future__ import annotations
 
@@ -9,27 +9,33 @@ from tiercache.wire.v1 import storage_pb2 as pb
 
 SERVICE: Final = "tiercache.wire.v1.Storage"
 SESSION_METADATA: Final = "tiercache-session-bin"
-"""Metadata key under which a call on the unix socket carries its session's token."""
+"""Metadata key of the session's token in a call on the unix socket."""
 UNTOUCHED_METADATA: Final = "tiercache-untouched"
-"""Key in the trailing metadata of a refusal by the daemon itself: nothing of the call touches, or will touch, attached memory.
+"""Key in the trailing metadata of a refusal by the daemon.
 
-A status alone does not say so, for gRPC makes the same ones on either side while the call may still be under way."""
+The key says that the call does not touch attached memory, now or later. A status code alone does not say so:
+gRPC itself produces the same codes on either side while the call may still be under way."""
 
 GRPC_SOCKET: Final = "grpc.sock"
+"""Name of the gRPC socket in a daemon's socket directory."""
 ATTACH_SOCKET: Final = "attach.sock"
-"""Names of the two sockets in a daemon's socket directory."""
+"""Name of the attach socket in a daemon's socket directory."""
 
 
 class Method(NamedTuple):
-    """One call of the service. A side that is a stream carries payload frames (`wire.frames`), which pass through gRPC as plain bytes."""
+    """Call of the service.
+
+    A request or reply may be a stream of messages with payload (`wire.frames`). gRPC passes such messages on
+    as plain bytes.
+    """
 
     name: str
     request: type[Any]
     reply: type[Any]
     verb: Verb | None
-    """Verb that the caller must be allowed; None: any principal may call."""
+    """Verb that the caller must have; None if any principal may make the call."""
     streams: str = ""
-    """Side that is a stream, `request` or `reply`; empty: neither."""
+    """Name of the part that is a stream: `request`, `reply`, or empty if neither is."""
 
     @property
     def path(self) -> str:
@@ -49,9 +55,12 @@ METHODS: Final = {
         Method("Delete", pb.DeleteRequest, pb.BitmapReply, Verb.ADMIN),
         Method("Describe", pb.DescribeRequest, pb.DescribeReply, Verb.READ),
         Method("Scan", pb.ScanRequest, pb.ScanReply, Verb.READ),
+        Method("Advise", pb.AdviseRequest, pb.AdviseReply, Verb.WRITE),
         Method("Register", pb.RegisterRequest, pb.RegisterReply, Verb.WRITE),
         Method("Namespaces", pb.NamespacesRequest, pb.NamespacesReply, Verb.READ),
         Method("Usage", pb.UsageRequest, pb.UsageReply, Verb.READ),
         Method("Flush", pb.FlushRequest, pb.FlushReply, Verb.WRITE),
+        Method("ChangeTiers", pb.ChangeTiersRequest, pb.TierChangeReply, Verb.ADMIN),
+        Method("FollowTierChange", pb.FollowTierChangeRequest, pb.TierChangeReply, Verb.ADMIN),
     )
 }

@@ -1,7 +1,9 @@
-// The copy kernel: gather (device to host), scatter (host to device) and fork (device to device) of a table of segments.
+// The copy kernel. It copies the segments of a table: from device to host (gather), from host to device (scatter),
+// or within the device (fork).
 #include "copy_segments.cuh"
 
-// Any grid is correct: blocks take chunks in turn. The table is best in device memory, as it is searched again for every chunk.
+// Any grid size is correct: block b of n copies the chunks b, b + n, b + 2n, ...
+// The table should be in device memory, because it is searched again for every chunk.
 extern "C" __global__ void __launch_bounds__(tiercache::THREADS)
     tiercache_copy_segments(const tiercache::Row* __restrict__ table, unsigned long long rows) {
     tiercache::copy_segments(table, rows, blockIdx.x, gridDim.x, threadIdx.x);

@@ -1,4 +1,4 @@
-"""The `file` store, which is the default local store: preallocated slabs with an LMDB catalog.
+"""The `file` store, the default local store: preallocated slabs with an LMDB catalog.
 
 Read `catalog.py` for the format, then `store.py`.
 """

@@ -2,16 +2,21 @@
 
 Format, version 2. All integers are little-endian, except `number`.
 
-    DIR/LOCK, format, state   see local/directory.py; format: {"block": 4096, "slab_blocks": N, "mac": fingerprint or null}
-    DIR/slabs/%06d.slab       slab_blocks blocks of 4,096 bytes each; block b is in slab b // slab_blocks; unnamed blocks mean nothing
-    DIR/catalog/              this LMDB environment, with three databases:
+    DIR/LOCK, state       see local/directory.py
+    DIR/format            {"block": 4096, "slab_blocks": N, "mac": fingerprint or null}
+    DIR/slabs/%06d.slab   slab_blocks blocks of 4,096 bytes each; block b is in slab b // slab_blocks. Blocks
+                          that no record names are not in use
+    DIR/catalog/          this LMDB environment, with three databases:
 
-    objects:    u64 number >> 12, big-endian  ->  records of 192 bytes, many under one key (DUPFIXED), sorted by number
-    extents:    number                        ->  the extents after the first: u64 first block, u32 blocks, in payload order
-                "opened"                      ->  written at every start, to test whether the catalog can be written
-    namespaces: namespace, 1 to 64 bytes      ->  msgpack [id, identity without its salt or nil, whether it has states]
+    database    key                           value
+    objects     u64 number >> 12, big-endian  records of 192 bytes, sorted by number; many under one key
+                                              (DUPFIXED)
+    extents     number of a record            extents after the first, in payload order: u64 start, u32 blocks
+                "opened"                      written at every start, to test that the catalog is writable
+    namespaces  namespace, 1 to 64 bytes      msgpack [id, identity (without its salt) or nil, has states]
 
-`records.py` describes a record. It is written after the object's bytes, and removed before its blocks are used again.
+`records.py` describes a record. A record is written after the object's bytes, and removed before the object's
+blocks are used again.
 """
 
 from __future__ import annotations
@@ -23,73 +28,92 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from errno import EIO, ESTALE
 from threading import Lock
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import lmdb
 import numpy as np
 import numpy.typing as npt
 
 from tiercache.storage.base import NamespaceRecord, ScanEntry, SetItem
-from tiercache.storage.checksum import Sealed
-from tiercache.storage.env import Env, let_go
-from tiercache_backends.file.names import Names
-from tiercache_backends.file.records import RECORD, Records, entry, pack, pack_extents, rows, seal, sound, unpack_extents
-from tiercache_backends.file.space import Extent
+from tiercache.storage.checksum import Checksums
+from tiercache.storage.env import Env, close_quietly
+from tiercache_backends.file.records import (
+    RECORD,
+    CatalogContents,
+    Extent,
+    Records,
+    entry,
+    number_and_guard,
+    pack,
+    pack_extents,
+    rows,
+    sound,
+    unpack_extents,
+)
 from tiercache_backends.local.failures import DamagedError, FileLength, os_error
-from tiercache_backends.local.names import unpack_name
+from tiercache_backends.local.names import Names, unpack_name
 
 _log = logging.getLogger(__name__)
 
 _STORED: Final = np.dtype([("chunk", ">u8"), ("record", RECORD)])
+"""One element of LMDB's bulk read of `objects`: the key, then a record."""
 _CHUNK_BITS: Final = 12
+"""Number of low bits of a record's number that its key in `objects` leaves out.
+
+So up to 4,096 records, a chunk, lie under one key.
+"""
 _NUMBER: Final = struct.Struct(">Q")
 _CHUNK: Final = struct.Struct(">Q")
-"""Key of `objects`: 8 bytes, so that the alternating keys and records that a bulk read returns can be used without a copy."""
+"""Key in `objects`. All keys have 8 bytes, so a bulk read returns one array, which is used without a copy."""
 _MARK: Final = b"opened"
-"""Key of `extents` that is not a number."""
+"""Key of the test write that each start makes in `extents`."""
 _RESERVE_BYTES: Final = 1 << 20
+"""Bytes that are preallocated behind the last page of the catalog's file."""
 _BATCH: Final = 1 << 15
 """Records per transaction when a catalog is rewritten."""
 DATA: Final = "data.mdb"
 """Name that LMDB gives to the catalog's file."""
 
 
-class Loaded(NamedTuple):
-    """Sound records of a catalog, oldest first, and the further extents of those that have any.
-
-    `damaged`: some records were unsound or out of order. LMDB's lookups are not reliable then, so the catalog must be rewritten.
-    """
-
-    records: Records
-    extents: dict[int, tuple[Extent, ...]]
-    """Extents after the first, by record number."""
-    damaged: bool = False
-
-
 class Catalog:
     """Records of a store, changed by one writer at a time. Every failure is an OSError.
 
-    Thread safety: any thread may call; `apply` holds the writer lock for one transaction. `load`, `page`, `find` and `entry` take no lock.
+    Thread safety: any thread may call; `apply` holds the writer lock for one transaction. `load`, `page`,
+    `find` and `entry` take no lock.
     """
 
     def __init__(self, env: Env, path: str, map_bytes: int, *, name: str = DATA) -> None:
-        """Open or create the catalog in the directory `path`. A `name` other than DATA is for a catalog that is being rewritten."""
+        """Open or create the catalog in the directory `path`.
+
+        A `name` other than DATA is for a catalog that is being rewritten. Its file lies beside the old one,
+        and LMDB makes no lock file for it.
+        """
         self._env = env
         self._path = path
         self._map_bytes = map_bytes
         self._reserved = 0
+        """Length to which the catalog's file is preallocated, in bytes."""
         self.is_damaged = False
-        """Whether LMDB contradicted itself, or its file was cut, since the catalog was opened."""
+        """Whether LMDB has reported damage, or the file was cut, since the catalog was opened."""
         self._writer = Lock()
         self._known = Names()
         self._unsaved: set[bytes] = set()
+        """Namespaces that the next transaction must save."""
         self._next = 1
+        """Number of the next record."""
         self._pages = 0
+        """Number of LMDB pages in use."""
         self._file = os.path.join(path, name)
         own = name == DATA
         try:
             self._lmdb = lmdb.open(
-                path if own else self._file, map_size=map_bytes, max_dbs=8, mode=0o600, max_spare_txns=4, subdir=own, lock=own
+                path if own else self._file,
+                map_size=map_bytes,
+                max_dbs=8,
+                mode=0o600,
+                max_spare_txns=4,
+                subdir=own,
+                lock=own,
             )
         except lmdb.Error as error:
             raise self._os_error(error) from error
@@ -106,15 +130,15 @@ class Catalog:
             self._load_facts()
             self._reserve()
         except BaseException as error:
-            self._let_go()
+            self._close_files()
             if isinstance(error, lmdb.Error):
                 raise self._os_error(error) from error
             raise
 
-    def load(self) -> Loaded:
-        """Return all sound records, read in a few large copies: a million take about 0.3 s.
+    def load(self) -> CatalogContents:
+        """Return all sound records. A million records take about 0.3 s, because a few large copies read them.
 
-        Raises DamagedError where LMDB's own structure is damaged.
+        Raises DamagedError if LMDB's own structure is damaged.
         """
         try:
             with self._begin(buffers=True) as txn:
@@ -129,6 +153,7 @@ class Catalog:
         extents = {_NUMBER.unpack(k)[0]: unpack_extents(v) for k, v in pairs if len(k) == _NUMBER.size}
         records = stored["record"]
         numbers = records["number"]
+        # Keep a record if its guard is right and it has as many further extents as its field `more` says.
         kept = sound(records)
         if extents:
             held = np.fromiter((len(extents.get(n, ())) for n in numbers.tolist()), np.int64, len(records))
@@ -136,14 +161,20 @@ class Catalog:
         else:
             kept &= records["more"] == 0
         self._known.last = max(self._known.last, int(records["namespace"][kept].max(initial=0)))
-        in_order = (numbers[1:] > numbers[:-1]).all() and (stored["chunk"] == numbers >> np.uint64(_CHUNK_BITS)).all()
+        # In a sound catalog, numbers rise from record to record, and a record's key follows from its number.
+        in_order = (numbers[1:] > numbers[:-1]).all() and (
+            stored["chunk"] == numbers >> np.uint64(_CHUNK_BITS)
+        ).all()
         if kept.all() and in_order:
-            return Loaded(records, extents)
+            return CatalogContents(records, extents)
         left = records[kept]
-        return Loaded(left[np.argsort(left["number"], kind="stable")], extents, damaged=True)
+        return CatalogContents(left[np.argsort(left["number"], kind="stable")], extents, damaged=True)
 
     def try_writing(self) -> None:
-        """Make one small change, because a catalog that can be read may still not be writable; raise OSError if that fails."""
+        """Test with one small change whether the catalog can be written.
+
+        Raises OSError if it cannot.
+        """
         with self._writer:
             try:
                 txn = self._begin(write=True)
@@ -156,30 +187,38 @@ class Catalog:
             except lmdb.Error as error:
                 raise self._os_error(error) from error
 
-    def restore(self, loaded: Loaded, names: Names) -> None:
-        """Write what was saved from a damaged catalog into this one, which is empty; return when all of it is durable.
+    def restore(self, loaded: CatalogContents, names: Names) -> None:
+        """Write records from a damaged catalog into this empty one, with new numbers.
 
-        The records get new numbers. Raises OSError.
+        Returns when all of them are durable. Raises OSError.
         """
         with self._writer:
             self._known = names
             self._unsaved = set(names.ids)
         for start in range(0, len(loaded.records), _BATCH):
             records = loaded.records[start : start + _BATCH].copy()
-            further = {i: loaded.extents[n] for i, n in enumerate(records["number"].tolist()) if n in loaded.extents}
+            further = {
+                i: loaded.extents[n] for i, n in enumerate(records["number"].tolist()) if n in loaded.extents
+            }
             self.apply(records, further)
-        self.apply()
+        self.apply()  # saves the namespaces even if there are no records
         self.sync()
 
     def pack(
-        self, items: Sequence[SetItem], places: Sequence[tuple[Extent, ...]], seals: Sequence[Sealed], stored_at: int
+        self,
+        items: Sequence[SetItem],
+        places: Sequence[tuple[Extent, ...]],
+        checksums: Sequence[Checksums],
+        stored_at: int,
     ) -> tuple[Records, dict[int, tuple[Extent, ...]]]:
-        """Return the records of a batch, not yet numbered, and by position the further extents of those that have more than one.
+        """Return the records of a batch, not yet numbered, and their further extents by position.
 
         `stored_at`: nanoseconds since 1970.
         """
-        known_at = min(max(0, stored_at), 2**63 - 1)  # a clock may be set to any time, even before 1970
-        records = pack(items, places, seals, [self.id_of(item.meta.namespace) for item in items], known_at)
+        known_at = min(max(0, stored_at), 2**63 - 1)  # a wrong clock may show a time before 1970
+        records = pack(
+            items, places, checksums, [self.id_of(item.meta.namespace) for item in items], known_at
+        )
         return records, {i: place[1:] for i, place in enumerate(places) if len(place) > 1}
 
     def apply(
@@ -188,10 +227,12 @@ class Catalog:
         further: Mapping[int, tuple[Extent, ...]] | None = None,
         removals: Sequence[int] = (),
     ) -> None:
-        """Change the catalog in one transaction: either all of it is durable on return, or nothing changes and OSError is raised.
+        """Change the catalog in one transaction.
 
-        `records` are numbered in place; `further`: their extents after the first, by position. `removals`: numbers of records to remove;
-        numbers without a record are ignored.
+        On return all changes are durable. If the call raises OSError, nothing was changed.
+
+        `records`: records to add; this call sets their numbers. `further`: their extents after the first, by
+        position. `removals`: numbers of records to remove; numbers without a record are ignored.
         """
         with self._writer:
             try:
@@ -200,9 +241,9 @@ class Catalog:
                 raise self._os_error(error) from error
 
     def page(self, cursor: bytes, count: int) -> Iterator[Records]:
-        """Yield `count` records after `cursor`, or as many as there are, in arrays, oldest first; raise OSError.
+        """Yield at most `count` records after `cursor`, in arrays, oldest first.
 
-        `cursor`: the number of a record, 8 bytes, or empty for the beginning.
+        Raises OSError. `cursor`: the number of a record as 8 bytes; empty to begin with the first record.
         """
         try:
             with self._begin(buffers=True) as txn, txn.cursor(self._objects) as walk:
@@ -219,7 +260,10 @@ class Catalog:
             raise self._os_error(error) from error
 
     def find(self, numbers: Sequence[int]) -> Records:
-        """Return the records with these numbers that exist and are sound, read in one transaction; raise OSError."""
+        """Return the records with these numbers that exist and are sound, read in one transaction.
+
+        Raises OSError.
+        """
         try:
             with self._begin(buffers=True) as txn, txn.cursor(self._objects) as walk:
                 found = [bytes(walk.value()) for number in numbers if self._is_there(walk, number)]
@@ -229,11 +273,14 @@ class Catalog:
         return records[sound(records)]
 
     def entry(self, record: Any) -> ScanEntry:
-        """Return what a record says about its object."""
+        """Return the scan entry of the object that a record describes."""
         return entry(record, self._known.name(int(record["namespace"])))
 
     def register(self, record: NamespaceRecord) -> None:
-        """Record a namespace's identity; raise OSError if it cannot be saved, which the next transaction then tries again."""
+        """Record a namespace's identity.
+
+        Raises OSError if the identity cannot be saved. The next transaction tries again.
+        """
         self.id_of(record.namespace)
         with self._writer:
             known = self._known.records.get(record.namespace)
@@ -245,7 +292,10 @@ class Catalog:
         self.apply()
 
     def has_states(self, namespace: bytes) -> bool:
-        """Return whether prefixes of this namespace need states. Takes no lock; True from the moment of registration on."""
+        """Return whether prefixes of this namespace need states.
+
+        Takes no lock. The answer is True as soon as the need is registered, even if it is not saved yet.
+        """
         record = self._known.records.get(namespace)
         return record is not None and record.states
 
@@ -256,23 +306,30 @@ class Catalog:
             return self._next - 1
 
     def namespaces(self) -> list[NamespaceRecord]:
-        """Return every namespace whose identity is known."""
+        """Return the record of every namespace whose identity is known."""
         with self._writer:
             return list(self._known.records.values())
 
     def removable(self, records: int) -> int:
-        """Return how many records a transaction may remove besides adding `records`; 0 or less: it is too full even to add them.
+        """Return how many records a transaction may remove while it also adds `records`.
 
-        New records fill LMDB pages at the end; a removal touches a page of records and some above it. A transaction copies the pages that
-        it touches, and LMDB reuses the old ones only two transactions later. An eviction and a set are two transactions, and a full map
-        refuses even deletions. So there must be room for four copies of all pages that are touched.
+        A result of 0 or less means that there is not even room to add the records.
+
+        A full map refuses every change, even a deletion. New records fill LMDB pages at the end of the tree.
+        A removal changes one page of records and some pages above it. A transaction copies each page that it
+        changes, and LMDB reuses the old page only two transactions later. An eviction and a set are two
+        transactions. So there must be room for four copies of all changed pages.
         """
+        # Number of LMDB pages for the new records, and a few pages above them.
         added = records * RECORD.itemsize // self._page_bytes + 8
+        # Number of pages that may be changed. Four copies of each such page fit beside the pages in use.
         touchable = (self._map_bytes // self._page_bytes - self._pages - 5 * added) // 4
+        # A removal changes about two pages. If all pages in use may be changed, the room sets no limit. The
+        # result is then larger than any batch.
         return touchable // 2 if touchable < self._pages else records + (1 << 20)
 
     def nbytes(self) -> int:
-        """Return the bytes of the catalog's file, including those that are reserved."""
+        """Return the bytes of the catalog's file, including those that are preallocated."""
         return max(self._reserved, self._written())
 
     def sync(self) -> None:
@@ -285,18 +342,19 @@ class Catalog:
     def close(self) -> None:
         """Close the environment."""
         with self._writer:
-            self._let_go()
+            self._close_files()
 
     def _read(self, cursor: Any, chunks: Sequence[bytes]) -> npt.NDArray[Any]:
-        """Return all records under these keys, each with its key, by LMDB's bulk read, which copies page by page."""
-        raw = cursor.getmulti(chunks, dupdata=True, dupfixed_bytes=RECORD.itemsize, keyfixed=True) if chunks else b""
+        """Return all records under these keys, each with its key, by LMDB's bulk read."""
+        raw = (
+            cursor.getmulti(chunks, dupdata=True, dupfixed_bytes=RECORD.itemsize, keyfixed=True)
+            if chunks
+            else b""
+        )
         return np.frombuffer(raw, _STORED)
 
     def _transact(
-        self,
-        records: Records | None,
-        further: Mapping[int, tuple[Extent, ...]],
-        removals: Sequence[int],
+        self, records: Records | None, further: Mapping[int, tuple[Extent, ...]], removals: Sequence[int]
     ) -> None:
         txn = self._begin(write=True)
         try:
@@ -304,13 +362,20 @@ class Catalog:
                 for number in removals:
                     self._remove(txn, cursor, number)
                 if records is not None:
-                    seal(records, self._next)
-                    pairs = list(zip(map(_CHUNK.pack, (records["number"] >> _CHUNK_BITS).tolist()), rows(records), strict=True))
+                    number_and_guard(records, self._next)
+                    keys = map(_CHUNK.pack, (records["number"] >> _CHUNK_BITS).tolist())
+                    pairs = list(zip(keys, rows(records), strict=True))
+                    # With `append`, LMDB refuses a record that does not come after the last one.
                     if cursor.putmulti(pairs, dupdata=True, append=True)[1] != len(pairs):
                         self.is_damaged = True
                         raise DamagedError(EIO, "the catalog is out of order and takes no new records")
                     for index, extents in further.items():
-                        txn.put(_NUMBER.pack(int(records["number"][index])), pack_extents(extents), db=self._extents)
+                        txn.put(
+                            _NUMBER.pack(int(records["number"][index])),
+                            pack_extents(extents),
+                            db=self._extents,
+                        )
+            # This transaction also saves the namespaces that a failed transaction left unsaved.
             for namespace in self._unsaved:
                 txn.put(namespace, self._known.packed(namespace), db=self._names)
             pages = self._used_pages(txn)
@@ -323,17 +388,23 @@ class Catalog:
             txn.abort()
             if not isinstance(error, OSError | lmdb.Error) or not self._landed(records, removals):
                 raise
-            _log.warning("a commit in %s reported a failure, and is there nevertheless", self._path)
+            _log.warning("a commit in %s reported an error but took effect", self._path)
         if records is not None:
             self._next += len(records)
         self._unsaved.clear()
         self._pages = pages
-        with suppress(OSError):  # this transaction is committed; the next one reports a file that was cut
+        # This transaction is committed. If another process has cut the file meanwhile, the next transaction
+        # reports the cut.
+        with suppress(OSError):
             self._length.check()
         self._reserve()
 
     def _landed(self, records: Records | None, removals: Sequence[int]) -> bool:
-        """Return whether a transaction took effect although its commit failed. If it were taken for lost, its blocks would be reused."""
+        """Return whether a transaction took effect although its commit reported an error.
+
+        If such a transaction counted as failed, its blocks would be reused although its records name them.
+        """
+        # A transaction takes effect completely or not at all, so test only one record or one removal.
         try:
             with self._begin() as txn, txn.cursor(self._objects) as cursor:
                 if records is not None:
@@ -344,10 +415,12 @@ class Catalog:
 
     def _is_there(self, cursor: Any, number: int) -> bool:
         packed = _NUMBER.pack(number)
-        return bool(cursor.set_range_dup(_CHUNK.pack(number >> _CHUNK_BITS), packed) and cursor.value()[:8] == packed)
+        return bool(
+            cursor.set_range_dup(_CHUNK.pack(number >> _CHUNK_BITS), packed) and cursor.value()[:8] == packed
+        )
 
     def _reserve(self) -> None:
-        """Keep disk blocks preallocated for the next transactions, because on a full disk even deletions need new LMDB pages."""
+        """Preallocate disk blocks for the next transactions, because even a deletion needs new pages."""
         if self._reserved - self._written() >= _RESERVE_BYTES // 2 or self._reserved >= self._map_bytes:
             return
         wanted = min(self._map_bytes, self._written() + _RESERVE_BYTES)
@@ -357,13 +430,14 @@ class Catalog:
                 self._env.fallocate(fd, 0, wanted)
                 self._env.fdatasync(fd)
             finally:
-                let_go(self._env, fd)
+                close_quietly(self._env, fd)
         except OSError as error:
             _log.debug("no space can be kept for the catalog in %s: %s", self._path, error)
             return
         self._reserved = wanted
 
     def _written(self) -> int:
+        """Return the bytes up to the end of the last page that LMDB has written."""
         return self._length.needed()
 
     def _remove(self, txn: Any, cursor: Any, number: int) -> None:
@@ -394,22 +468,29 @@ class Catalog:
         return found
 
     def id_of(self, namespace: bytes) -> int:
-        """Return the id by which records name this namespace; a new id is saved with the next transaction."""
+        """Return the id by which records name this namespace. The next transaction saves a new id."""
         found = self._known.ids.get(namespace)
         if found is not None:
             return found
         with self._writer:
+            # Test again: another thread may have added the namespace since.
             if namespace not in self._known.ids:
                 self._unsaved.add(namespace)
             return self._known.number(namespace)
 
     def check_there(self) -> None:
-        """Raise OSError unless the catalog's file is still the one at the path where it was opened."""
+        """Raise OSError unless the catalog's path still names the open file."""
         if not self._length.same():
-            raise OSError(ESTALE, f"{self._file} was replaced while it was open; close the store and open it again")
+            raise OSError(
+                ESTALE, f"{self._file} was replaced while it was open; close the store and open it again"
+            )
 
     def _begin(self, *, write: bool = False, buffers: bool = False) -> Any:
-        """Begin a transaction; raise DamagedError if the file was cut, because reading its map beyond the end kills the process."""
+        """Begin a transaction.
+
+        Raises DamagedError if the file was cut. A read of the map behind the file's end would kill the
+        process.
+        """
         try:
             self._length.check()
         except DamagedError:
@@ -417,7 +498,7 @@ class Catalog:
             raise
         return self._lmdb.begin(None, None, write, buffers)  # type: ignore[call-overload]
 
-    def _let_go(self) -> None:
-        """Close the files; harmless when repeated."""
+    def _close_files(self) -> None:
+        """Close the descriptors. A second call does nothing."""
         self._length.close()
         self._lmdb.close()

@@ -1,85 +1,98 @@
-"""In-memory table of the objects of a `file` store: what every store knows of them, and where each lies."""
+"""In-memory table of the objects of a `file` store, with the extents in which each lies."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
 
 import numpy as np
 
-from tiercache.storage.checksum import CHECKSUM_BYTES, MAC_BYTES, NO_MAC, Sealed
-from tiercache.storage.residents import Loaded, Residents
-from tiercache_backends.file import catalog
-from tiercache_backends.file.records import DEPTH_KNOWN, PARENT_KNOWN, words_of
-from tiercache_backends.file.space import Extent
+from tiercache.storage.checksum import CHECKSUM_BYTES, MAC_BYTES, NO_MAC, Checksums
+from tiercache.storage.residents import ObjectColumns, Residents
+from tiercache_backends.file.records import (
+    DEPTH_KNOWN,
+    PARENT_KNOWN,
+    CatalogContents,
+    Extent,
+    Facts,
+    Placement,
+    words_of,
+)
 
 
-class Placement(NamedTuple):
-    """Everything needed to read an object: its payload bytes, its seal, and its extents in payload order."""
+class ObjectTable(Residents):
+    """Table of the objects that can be read, with their place, checksum and MAC.
 
-    length: int
-    sealed: Sealed
-    extents: tuple[Extent, ...]
-
-
-class Facts(NamedTuple):
-    """Contents of an object's catalog record, apart from its keys and its place. `space`: the namespace's id."""
-
-    number: int
-    length: int
-    depth: int
-    space: int
-    sealed: Sealed
-
-
-class Objects(Residents):
-    """Residents with their place and their seal. A namespace is identified by its id in the catalog.
+    A namespace is identified by its id in the catalog.
 
     Thread safety: none of its own; the store calls it under its mutex.
     """
 
     start: memoryview
+    """First block of the first extent, by row."""
     first_blocks: memoryview
+    """Number of blocks of the first extent, by row."""
     more: memoryview
+    """Number of further extents, by row."""
 
-    def __init__(self, *, with_macs: bool) -> None:
+    def __init__(self, *, with_macs: bool, clock: Callable[[], float] | None = None) -> None:
         self._further: dict[int, tuple[Extent, ...]] = {}
+        """Extents after the first, by row; only for objects that have any."""
         macs = {"mac": f"V{MAC_BYTES}"} if with_macs else {}
-        super().__init__({"start": "i8", "blocks": "u4", "more": "u2", "checksum": f"V{CHECKSUM_BYTES}", **macs})
+        super().__init__(
+            {"start": "i8", "blocks": "u4", "more": "u2", "checksum": f"V{CHECKSUM_BYTES}", **macs}, clock
+        )
 
-    def load_catalog(self, loaded: catalog.Loaded) -> None:
-        """Take in all records of a catalog at once, oldest first, into an empty table; no digest may occur twice."""
+    def load_catalog(self, loaded: CatalogContents) -> None:
+        """Fill an empty table with all records of a catalog at once, oldest first.
+
+        No digest may occur twice.
+        """
         records = loaded.records
         known = np.flatnonzero(records["flags"] & PARENT_KNOWN)
         depths = np.where(records["flags"] & DEPTH_KNOWN, records["depth"], 0)
         digests, parents = words_of(records, "digest"), words_of(records, "parent")
-        self.load(Loaded(digests, parents, known, records["number"], records["length"], depths, records["namespace"]))
+        self.load(
+            ObjectColumns(
+                digests, parents, known, records["number"], records["length"], depths, records["namespace"]
+            )
+        )
         for name in self.columns.keys() & {"start", "blocks", "more", "checksum", "mac"}:
             self.columns[name][: len(records)] = records[name]
         rows = np.flatnonzero(records["more"]).tolist()
         self._further = {row: loaded.extents[int(records["number"][row])] for row in rows}
 
-    def store(self, facts: Facts, digest: bytes, node: int, parent: int | None, extents: tuple[Extent, ...]) -> int:
-        """Take in a new object, as `add` does, with its place and seal; return its row."""
-        row = self.add(digest, node, parent, facts.number, facts.length, facts.space, facts.depth)
-        at = row * CHECKSUM_BYTES  # a MAC is as long
-        self._checksum[at : at + CHECKSUM_BYTES] = facts.sealed.checksum
+    def store(
+        self, facts: Facts, digest: bytes, node: int, parent: int | None, extents: tuple[Extent, ...]
+    ) -> int:
+        """Add a new object with its place, checksum and MAC; return its row. See `Residents.add`."""
+        row = self.add(digest, node, parent, facts.number, facts.length, facts.namespace_id, facts.depth)
+        at = row * CHECKSUM_BYTES  # byte offset in both columns: a MAC and a checksum have the same size
+        self._checksum[at : at + CHECKSUM_BYTES] = facts.checksums.checksum
         if self._mac is not None:
-            self._mac[at : at + MAC_BYTES] = facts.sealed.mac
-        self.start[row], self.first_blocks[row], self.more[row] = extents[0].start, extents[0].blocks, len(extents) - 1
+            self._mac[at : at + MAC_BYTES] = facts.checksums.mac
+        self.start[row], self.first_blocks[row], self.more[row] = (
+            extents[0].start,
+            extents[0].blocks,
+            len(extents) - 1,
+        )
         if len(extents) > 1:
             self._further[row] = extents[1:]
         return row
 
     def drop(self, row: int) -> None:
-        """Free the row of an object that left, so that another object may take it."""
+        """Free the row of an object that was taken out, so that another object may use it."""
         self._further.pop(row, None)
         super().drop(row)
 
     def placement(self, row: int) -> Placement:
-        """Return where an object lies and how it is verified."""
+        """Return an object's length, checksums and extents."""
         at = row * CHECKSUM_BYTES
         mac = NO_MAC if self._mac is None else bytes(self._mac[at : at + MAC_BYTES])
-        return Placement(self.length[row], Sealed(bytes(self._checksum[at : at + CHECKSUM_BYTES]), mac), self.extents(row))
+        return Placement(
+            self.length[row],
+            Checksums(bytes(self._checksum[at : at + CHECKSUM_BYTES]), mac),
+            self.extents(row),
+        )
 
     def extents(self, row: int) -> tuple[Extent, ...]:
         """Return the extents of an object, in payload order."""
@@ -88,10 +101,19 @@ class Objects(Residents):
 
     def blocks(self, row: int) -> int:
         """Return how many blocks an object takes."""
-        return sum(extent.blocks for extent in self.extents(row)) if self.more[row] else self.first_blocks[row]
+        return (
+            sum(extent.blocks for extent in self.extents(row)) if self.more[row] else self.first_blocks[row]
+        )
 
     def _bind(self) -> None:
+        """Make the views of the columns again, after the columns were replaced by longer ones."""
         super()._bind()
-        self.start, self.first_blocks, self.more = (self.columns[name].data for name in ("start", "blocks", "more"))
-        raw = {name: self.columns[name].view(np.uint8).data for name in ("checksum", "mac") if name in self.columns}
+        self.start, self.first_blocks, self.more = (
+            self.columns[name].data for name in ("start", "blocks", "more")
+        )
+        raw = {
+            name: self.columns[name].view(np.uint8).data
+            for name in ("checksum", "mac")
+            if name in self.columns
+        }
         self._checksum, self._mac = raw["checksum"], raw.get("mac")

@@ -1,20 +1,35 @@
 """Records of the catalog: 192 bytes for each object, processed in arrays.
 
-    record = u64 number, big-endian: counts every object ever stored, so that a batch is written into one or two pages, and records lie
-                         in the order of their age; 64 digest of the object key; 32 parent or zeros; 16 checksum; 16 MAC or zeros;
-             u64 length  payload bytes; u64 stored_at, nanoseconds since 1970, 0 where the clock did not know;
-             u64 first block and u32 blocks of the first extent; u16 further extents; u8 flags: 1 parent is known, 2 depth is known; u8 0;
-             u32 depth   pages up to the object's end; u32 namespace id; 8 pool name, ASCII, zero-padded; u64 guard
+    bytes  field      type
+        8  number     u64, big-endian   counts all objects ever stored. So records are sorted by age, and a
+                                        batch is written into one or two LMDB pages
+       64  digest                       of the object key
+       32  parent                       page key, or zeros
+       16  checksum
+       16  mac                          or zeros
+        8  length     u64               payload bytes
+        8  stored_at  u64               nanoseconds since 1970; 0 if the clock was before 1970
+        8  start      u64               first block of the first extent
+        4  blocks     u32               blocks of the first extent
+        2  more       u16               number of further extents
+        1  flags      u8                bit 0: the parent is known. bit 1: the depth is known
+        1  reserved   u8                0
+        4  depth      u32               pages up to the object's end
+        4  namespace  u32               id of the namespace
+        8  pool       ASCII             name, padded with zeros
+        8  guard      u64               weighted sum of the 23 words (of 8 bytes) before it
 
-An extent lies inside one slab. The guard is a weighted sum of the record's other words. It is needed because LMDB does not check its pages,
-and an object whose record has a wrong length would be refused for ever.
+An extent lies inside one slab. All integers except `number` are little-endian.
+
+The guard is needed because LMDB does not check its pages. Without the guard, a damaged length would stay
+unnoticed: every get of the object would be refused, and no set would replace the object.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,64 +37,117 @@ from numpy.lib.stride_tricks import as_strided
 
 from tiercache.core import ObjectKey, ObjectMeta, PoolName
 from tiercache.storage.base import ScanEntry, SetItem
-from tiercache.storage.checksum import Sealed
-from tiercache_backends.file.space import Extent
+from tiercache.storage.checksum import Checksums
 
 RECORD: Final = np.dtype([
-    ("number", ">u8"), ("digest", "V64"), ("parent", "V32"), ("checksum", "V16"), ("mac", "V16"), ("length", "<u8"), ("stored_at", "<u8"),
-    ("start", "<u8"), ("blocks", "<u4"), ("more", "<u2"), ("flags", "u1"), ("reserved", "u1"), ("depth", "<u4"), ("namespace", "<u4"),
+    ("number", ">u8"), ("digest", "V64"), ("parent", "V32"), ("checksum", "V16"), ("mac", "V16"),
+    ("length", "<u8"), ("stored_at", "<u8"),
+    ("start", "<u8"), ("blocks", "<u4"), ("more", "<u2"), ("flags", "u1"), ("reserved", "u1"),
+    ("depth", "<u4"), ("namespace", "<u4"),
     ("pool", "S8"), ("guard", "<u8"),
 ])  # fmt: skip
 PARENT_KNOWN: Final = 1
 DEPTH_KNOWN: Final = 2
 MAX_EXTENTS: Final = 1 + 2**16 - 1
-_MOST_NUMBERS: Final = 2**48
+"""Maximum number of extents of an object: the first one, and 2**16 - 1 that the field `more` can count."""
+_MAX_NUMBERS: Final = 2**48
+"""Limit of record numbers. A record with a larger number counts as damaged."""
 _EXTENT: Final = struct.Struct("<QI")
+"""Extent after the first: start and number of blocks."""
 _POOLS: Final = np.array([pool.encode() for pool in PoolName], "S8")
 _WORDS: Final = RECORD.itemsize // 8
-_WEIGHTS: Final = np.array([(0x9E3779B97F4A7C15 * (2 * i + 1) | 1) % 2**64 for i in range(_WORDS - 1)], np.uint64)
-"""Weights of the guard: odd, so that every flip of a single bit changes the sum."""
+_WEIGHTS: Final = np.array(
+    [(0x9E3779B97F4A7C15 * (2 * i + 1) | 1) % 2**64 for i in range(_WORDS - 1)], np.uint64
+)
+"""Weights of the words in the guard. They are odd, so that every flip of a single bit changes the sum."""
 
 Records = npt.NDArray[Any]
-"""Array of dtype RECORD."""
+"""Array of catalog records, with the dtype RECORD."""
+
+
+class Extent(NamedTuple):
+    """Range of `blocks` adjacent blocks in one slab, from block `start`."""
+
+    start: int
+    blocks: int
+
+
+class Placement(NamedTuple):
+    """Place of an object: its payload bytes, its checksums, and its extents in payload order."""
+
+    length: int
+    checksums: Checksums
+    extents: tuple[Extent, ...]
+
+
+class Facts(NamedTuple):
+    """Contents of an object's catalog record, apart from its keys and its place."""
+
+    number: int
+    length: int
+    """Payload bytes."""
+    depth: int
+    """Pages up to the object's end; 0 if not known."""
+    namespace_id: int
+    checksums: Checksums
+
+
+class CatalogContents(NamedTuple):
+    """Sound records (see `sound`) of a catalog, with their extents."""
+
+    records: Records
+    """Records, oldest first."""
+    extents: dict[int, tuple[Extent, ...]]
+    """Extents after the first, by record number. Only records with several extents have an entry."""
+    damaged: bool = False
+    """Whether some records were unsound or out of order.
+
+    If so, LMDB's lookups are unreliable, and the catalog must be rewritten.
+    """
 
 
 def pack(
-    items: Sequence[SetItem], places: Sequence[tuple[Extent, ...]], seals: Sequence[Sealed], namespaces: Sequence[int], stored_at: int
+    items: Sequence[SetItem],
+    places: Sequence[tuple[Extent, ...]],
+    checksums: Sequence[Checksums],
+    namespaces: Sequence[int],
+    stored_at: int,
 ) -> Records:
     """Return the records of a batch, not yet numbered; `stored_at` is in nanoseconds since 1970."""
     records = np.zeros(len(items), RECORD)
     metas = [item.meta for item in items]
     records["digest"] = _column([item.key.digest for item in items], 64)
     records["parent"] = _column([m.parent or bytes(32) for m in metas], 32)
-    records["checksum"] = _column([sealed.checksum for sealed in seals], 16)
-    records["mac"] = _column([sealed.mac for sealed in seals], 16)
+    records["checksum"] = _column([each.checksum for each in checksums], 16)
+    records["mac"] = _column([each.mac for each in checksums], 16)
     records["length"] = [m.length for m in metas]
     records["stored_at"] = stored_at
     records["start"] = [place[0].start for place in places]
     records["blocks"] = [place[0].blocks for place in places]
     records["more"] = [len(place) - 1 for place in places]
-    records["flags"] = [(m.parent is not None) * PARENT_KNOWN | (m.depth is not None) * DEPTH_KNOWN for m in metas]
+    records["flags"] = [
+        (m.parent is not None) * PARENT_KNOWN | (m.depth is not None) * DEPTH_KNOWN for m in metas
+    ]
     records["depth"] = [m.depth or 0 for m in metas]
     records["namespace"] = namespaces
     records["pool"] = [item.key.pool.encode() for item in items]
     return records
 
 
-def seal(records: Records, first: int) -> None:
+def number_and_guard(records: Records, first: int) -> None:
     """Number records from `first` on and set their guards, in place."""
     records["number"] = np.arange(first, first + len(records))
     records["guard"] = _guards(records)
 
 
 def sound(records: Records) -> npt.NDArray[np.bool_]:
-    """Return which records are as they were written, by a version that knew no pools that this one does not know."""
+    """Return which records have a right guard and a pool that this version knows."""
     found: npt.NDArray[np.bool_] = _guards(records) == records["guard"]
-    return found & np.isin(records["pool"], _POOLS) & (records["number"] < _MOST_NUMBERS)
+    return found & np.isin(records["pool"], _POOLS) & (records["number"] < _MAX_NUMBERS)
 
 
 def entry(record: Any, namespace: bytes) -> ScanEntry:
-    """Return what a record says about its object; `namespace` is the name behind its namespace id."""
+    """Return the scan entry of a record's object. `namespace` is the name for the record's namespace id."""
     flags = int(record["flags"])
     return ScanEntry(
         ObjectKey(PoolName(record["pool"].decode()), record["digest"].tobytes()),
@@ -101,7 +169,7 @@ def rows(records: Records) -> Iterator[bytes]:
 
 
 def words_of(records: Records, name: str) -> npt.NDArray[np.uint64]:
-    """Return a view of a field of byte strings as rows of 64-bit words, without a copy: shape (len(records), words)."""
+    """Return a field of byte strings as 64-bit words, without a copy: shape (len(records), words)."""
     dtype, offset = RECORD.fields[name][:2]  # type: ignore[index]
     return _words(records, offset, dtype.itemsize // 8)
 
@@ -126,4 +194,5 @@ def _guards(records: Records) -> npt.NDArray[np.uint64]:
 
 
 def _words(records: Records, offset: int, count: int) -> npt.NDArray[np.uint64]:
+    """Return a view of `count` words of each record, from byte `offset` of the record."""
     return as_strided(records.getfield(np.uint64, offset), (len(records), count), (records.strides[0], 8))

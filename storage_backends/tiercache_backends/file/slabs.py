@@ -1,69 +1,63 @@
-"""Slab files, which hold the payloads. This module opens, grows, cuts, syncs and proves them; `movement.py` moves the bytes.
+"""Slab files, which hold the payloads, and the split of a capacity into slabs and catalog.
 
-Overwriting a preallocated file runs at memory speed, unlike writing one new file per object, and cannot run out of disk space halfway.
+This module opens, grows, cuts, syncs and tests the files. `io_engine.py` moves the bytes.
+
+    file          000000.slab            000001.slab            000002.slab (the last may be shorter)
+    block         0 ... n-1              n ... 2n-1             2n ...            n = slab_blocks
+    extent                 [start, start + blocks): adjacent blocks in one slab
+    byte offset   (start % n) * 4096 in file start // n
+
+A write into a preallocated file runs at memory speed, and the disk cannot become full in the middle of the
+write. One new file per object would be slower, and each write could find the disk full.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from errno import EDQUOT, ENOSPC, ESTALE
-from mmap import mmap
 from typing import Final, Protocol
 
-import numpy as np
-
 from tiercache.core import BLOCK_ALIGN
-from tiercache.storage.env import Env, let_go
+from tiercache.errors import ConfigError
+from tiercache.storage.env import Env, close_quietly
 from tiercache.storage.vectors import read_all, write_all
-from tiercache_backends.file.records import Records
-from tiercache_backends.file.space import Extent
-from tiercache_backends.local.directory import sync_directory
+from tiercache_backends.file.records import Extent
+from tiercache_backends.local.directory import StoreDirectory, sync_directory
 
-_SMALLEST_GROWTH: Final = (1 << 20) // BLOCK_ALIGN
-"""Smallest growth of a slab, in blocks (1 MiB), that is tried on a disk that has no room for more."""
-_MOST_MISSING: Final = 4096
-"""Slabs beyond the last existing one in which records may name blocks; records that name blocks further on are not believed."""
+MIN_CAPACITY: Final = 4 << 20
+"""Smallest capacity of a store, in bytes."""
+_MIN_SLAB: Final = 1 << 20
+"""Smallest size of a full slab, in bytes."""
+_MIN_MAP: Final = 1 << 20
+"""Smallest size of the catalog's map, in bytes."""
+_SLABS: Final = 64
+"""Maximum number of slabs. A full slab therefore has at least one 64th of the capacity."""
+CATALOG_SHARE: Final = 16
+"""Divisor of the capacity: one byte in 16 is for the catalog.
 
+For an object of one block (4,096 bytes) the catalog needs 195 bytes, one byte in 21. The rest of the share is
+room for copies, because a transaction copies each LMDB page that it changes.
+"""
+_FIXED_BYTES: Final = 256 << 10
+"""Bytes kept free for small files, directories, and the file system's own data about large files."""
+_MIN_GROWTH: Final = (1 << 20) // BLOCK_ALIGN
+"""Smallest growth of a slab, in blocks (1 MiB). On a nearly full disk, no smaller growth is tried."""
+_MAX_MISSING: Final = 4096
+"""Number of missing slabs after the last existing slab that records may name.
 
-def goes_direct(env: Env, directory: str) -> bool:
-    """Return whether files in this directory work with O_DIRECT and the page cache can be asked what it holds.
-
-    Tries both on a file of one block. Without the second, cached blocks could not be told from others and would always be moved past the
-    cache. On a file system where any step fails the store uses plain calls.
-    """
-    path = os.path.join(directory, "probe")
-    block = memoryview(mmap(-1, BLOCK_ALIGN))
-    try:
-        with _opened(env, path, os.O_RDWR | os.O_CREAT) as fd, _opened(env, path, os.O_RDWR | os.O_DIRECT) as straight:
-            moved = env.pwritev(straight, [block], 0) == env.preadv(straight, [block], 0) == BLOCK_ALIGN
-            env.cached(fd, 0, BLOCK_ALIGN)
-            return moved
-    except OSError:
-        return False
-    finally:
-        with suppress(OSError):
-            env.unlink(path)
+Records that name a later slab are ignored.
+"""
 
 
 def blocks_there(env: Env, directory: str, slab_blocks: int) -> int:
     """Return the number of blocks up to the end of the last slab in a directory."""
     count = _count(env, directory)
-    return max(0, count - 1) * slab_blocks + (env.lstat(_path(directory, count - 1)).st_size // BLOCK_ALIGN if count else 0)
-
-
-def blocks_named(records: Records, extents: Iterable[Extent], slab_blocks: int) -> dict[int, int]:
-    """Return, by slab, how many blocks it must have for these records and further extents; impossible extents are left out."""
-    more = list(extents)
-    starts = np.concatenate([records["start"].astype(np.int64), np.array([extent.start for extent in more], np.int64)])
-    counts = np.concatenate([records["blocks"].astype(np.int64), np.array([extent.blocks for extent in more], np.int64)])
-    right = (starts >= 0) & (starts % slab_blocks + counts <= slab_blocks)
-    slabs, owners = np.unique(starts[right] // slab_blocks, return_inverse=True)
-    ends = np.zeros(len(slabs), np.int64)
-    np.maximum.at(ends, owners, (starts % slab_blocks + counts)[right])
-    return dict(zip(slabs.tolist(), ends.tolist(), strict=True))
+    return max(0, count - 1) * slab_blocks + (
+        env.lstat(_path(directory, count - 1)).st_size // BLOCK_ALIGN if count else 0
+    )
 
 
 def _path(directory: str, index: int) -> str:
@@ -71,7 +65,7 @@ def _path(directory: str, index: int) -> str:
 
 
 def _count(env: Env, directory: str) -> int:
-    """Return the number of slabs up to the highest that exists; a missing one before it counts, and is made anew."""
+    """Return 1 + the highest slab number in a directory; missing slabs below it count."""
     try:
         names = env.listdir(directory)
     except FileNotFoundError:
@@ -80,47 +74,107 @@ def _count(env: Env, directory: str) -> int:
     return max((int(n[:-5]) + 1 for n in there), default=0)
 
 
-@contextmanager
-def _opened(env: Env, path: str, flags: int) -> Iterator[int]:
-    fd = env.open(path, flags)
-    try:
-        yield fd
-    finally:
-        let_go(env, fd)
+@dataclass(frozen=True, slots=True)
+class Sizing:
+    """Division of a capacity between the slabs and the catalog's map.
+
+    Even when the catalog fills its map, slabs and map together do not exceed the capacity.
+    """
+
+    capacity: int
+    """Capacity in bytes."""
+    budget_blocks: int
+    """Maximum number of blocks of all slabs."""
+    map_bytes: int
+    """Size of the catalog's map."""
+
+
+def slab_blocks_for(capacity: int) -> int:
+    """Return the blocks per slab of a store that is made with this capacity in bytes."""
+    return max(_MIN_SLAB, 1 << (capacity // _SLABS).bit_length()) // BLOCK_ALIGN
+
+
+def divide(capacity: int, directory: StoreDirectory) -> Sizing:
+    """Divide a capacity between slabs and catalog, less the bytes of other files in the directory.
+
+    Raises ConfigError if too little is left.
+    """
+    #   |-- catalog's map --|-- _FIXED_BYTES --|-- other files --|-- blocks of slabs --|   = capacity
+    map_bytes = _map_bytes(capacity, directory)
+    budget = (capacity - map_bytes - _FIXED_BYTES - directory.foreign_bytes(["slabs"])) // BLOCK_ALIGN
+    if capacity < MIN_CAPACITY or budget < _MIN_SLAB // BLOCK_ALIGN:
+        raise ConfigError(
+            f"the store in {directory.path} cannot work in {capacity} bytes:"
+            f" {capacity - budget * BLOCK_ALIGN} of them go to its catalog and to other files there; set"
+            f" capacity to {max(MIN_CAPACITY, capacity + _MIN_SLAB - budget * BLOCK_ALIGN)} or more"
+        )
+    return Sizing(capacity, budget, map_bytes)
+
+
+def existing_sizes(there: int, directory: StoreDirectory) -> Sizing:
+    """Return the sizes that leave an existing store unchanged.
+
+    `there`: number of blocks in its slabs. All of these blocks stay, even if they exceed the capacity.
+    """
+    besides = _FIXED_BYTES + directory.foreign_bytes(["slabs"])
+    capacity = directory.capacity or directory.database_bytes() + besides + there * BLOCK_ALIGN
+    map_bytes = _map_bytes(capacity, directory)
+    return Sizing(capacity, max(there, (capacity - map_bytes - besides) // BLOCK_ALIGN), map_bytes)
+
+
+def _map_bytes(capacity: int, directory: StoreDirectory) -> int:
+    return max(_MIN_MAP, capacity // CATALOG_SHARE // BLOCK_ALIGN * BLOCK_ALIGN, directory.database_bytes())
 
 
 class Placed(Protocol):
-    """Anything that begins at a block."""
+    """Interface of a range that begins at a block."""
 
     @property
     def start(self) -> int:
-        """Number of its first block."""
+        """Number of the first block."""
 
 
 @dataclass(slots=True)
 class Slab:
-    """Open slab file: `fd` goes through the page cache, `direct` past it (None where that is not possible).
+    """Open slab file.
 
-    Thread safety: `blocks` belongs to the thread that grows or cuts slabs.
+    Thread safety: only the thread that grows or cuts slabs changes `blocks`.
     """
 
     fd: int
+    """Descriptor for I/O through the page cache."""
     direct: int | None
+    """Descriptor for I/O past the page cache; None if the store does not use O_DIRECT."""
     blocks: int = 0
+    """Number of blocks that belong to the store.
+
+    The file may be longer until `Slabs.trim` cuts it. A file that was opened by `Slabs.look` may be shorter.
+    """
 
 
 class Slabs:
-    """Files `000000.slab`, `000001.slab`, ... of one directory, each `slab_blocks` blocks long; the last one may be shorter.
+    """Slab files of one directory, each `slab_blocks` blocks long; the last one may be shorter.
 
-    `looks`: they are opened for reading only, with `look`.
+    `budget_blocks`: maximum number of blocks of all slabs. `read_only`: the caller opens the files for
+    reading only, with `look` instead of `open`.
 
-    Thread safety: `open`, `grow` and `close` need one caller at a time; the rest may run at once on different extents.
+    Thread safety: one thread at a time may call `open`, `grow` or `close`. The other methods may run at the
+    same time on different extents.
     """
 
-    def __init__(self, env: Env, directory: str, slab_blocks: int, budget_blocks: int, *, direct: bool, looks: bool = False) -> None:
+    def __init__(
+        self,
+        env: Env,
+        directory: str,
+        slab_blocks: int,
+        budget_blocks: int,
+        *,
+        direct: bool,
+        read_only: bool = False,
+    ) -> None:
         self._env = env
-        self._looks = looks
-        self._nothing: int | None = None
+        self._read_only = read_only
+        self._nothing: int | None = None  # descriptor of /dev/null, which stands in for missing slabs
         self._directory: Final = directory
         self._direct = direct
         self.slab_blocks: Final = slab_blocks
@@ -128,32 +182,47 @@ class Slabs:
         self._slabs: list[Slab] = []
 
     def open(self) -> list[Extent]:
-        """Open the existing slabs and return the blocks that each has, within the budget. Whatever lies beyond it stays until `trim`."""
+        """Open the existing slabs, and return the part of each slab within the budget as an extent.
+
+        Blocks beyond the budget stay in the files until `trim`.
+        """
         for index in range(_count(self._env, self._directory)):
             self._add(index)
-            self._slabs[index].blocks = min(self._env.fstat(self._slabs[index].fd).st_size // BLOCK_ALIGN, self._target(index))
+            self._slabs[index].blocks = min(
+                self._env.fstat(self._slabs[index].fd).st_size // BLOCK_ALIGN, self._target(index)
+            )
         return self._extents()
 
     def look(self, named: Mapping[int, int]) -> list[Extent]:
-        """Open the existing slabs for reading, as if each had the blocks that the catalog names, and return the blocks of each.
+        """Open the existing slabs for reading, and return the extent of each.
 
-        `named`: the number of blocks that the catalog needs, by slab. Missing blocks read like those of a file that was cut.
+        `named`: the number of blocks that the catalog needs in each slab, by slab number. Each extent has at
+        least this number of blocks, even if the file is shorter. A read of missing blocks returns no bytes.
         """
         there = _count(self._env, self._directory)
-        for index in range(max([there, *(index + 1 for index in named if index < there + _MOST_MISSING)])):
+        for index in range(max([there, *(index + 1 for index in named if index < there + _MAX_MISSING)])):
             self._add(index)
-            self._slabs[index].blocks = max(self._env.fstat(self._slabs[index].fd).st_size // BLOCK_ALIGN, named.get(index, 0))
+            self._slabs[index].blocks = max(
+                self._env.fstat(self._slabs[index].fd).st_size // BLOCK_ALIGN, named.get(index, 0)
+            )
         return self._extents()
 
     def check_there(self) -> None:
-        """Raise OSError unless every slab still lies where it was opened."""
+        """Raise OSError unless the path of every slab still names the open file."""
         for index, slab in enumerate(self._slabs):
+            # If another file has this name now, bytes written to the open file would be lost.
             named, held = self._env.lstat(self.path(index)), self._env.fstat(slab.fd)
             if (named.st_dev, named.st_ino) != (held.st_dev, held.st_ino):
-                raise OSError(ESTALE, f"{self.path(index)} was replaced while it was open; close the store and open it again")
+                raise OSError(
+                    ESTALE,
+                    f"{self.path(index)} was replaced while it was open; close the store and open it again",
+                )
 
     def trim(self) -> None:
-        """Cut off whatever lies beyond the budget or the last whole block. Call it once the catalog names none of it any more."""
+        """Cut off the parts of slabs beyond the budget and after the last whole block.
+
+        Call this when no record of the catalog names these parts any more.
+        """
         for slab in self._slabs:
             if self._env.fstat(slab.fd).st_size != slab.blocks * BLOCK_ALIGN:
                 self._env.ftruncate(slab.fd, slab.blocks * BLOCK_ALIGN)
@@ -162,9 +231,10 @@ class Slabs:
             self._env.unlink(self.path(len(self._slabs)))
 
     def grow(self) -> Extent | None:
-        """Preallocate the next slab, or the missing end of one, and return its new blocks; None when the budget is used up.
+        """Preallocate the next slab, or the missing end of one; return the new extent.
 
-        The new blocks are fewer on a disk that has no room for all. Raises OSError.
+        Returns None if the budget is used up. If the disk has no room for all new blocks, the extent is
+        shorter. Raises OSError if the disk has no room for the smallest growth, and for other failures.
         """
         for index, slab in enumerate(self._slabs):
             if slab.blocks < self._target(index):
@@ -187,8 +257,8 @@ class Slabs:
         """Return the byte offset of a place in its slab's file."""
         return place.start % self.slab_blocks * BLOCK_ALIGN
 
-    def proven(self, extent: Extent) -> bool:
-        """Return whether these blocks keep what is written to them: overwrite them, read them back from the medium and compare."""
+    def keeps_data(self, extent: Extent) -> bool:
+        """Overwrite these blocks and read them back from the medium; return whether the bytes are equal."""
         fd, offset, size = self.slab(extent).fd, self.offset(extent), extent.blocks * BLOCK_ALIGN
         pattern = extent.start.to_bytes(8, "little") * (size // 8)
         found = bytearray(size)
@@ -201,27 +271,35 @@ class Slabs:
             return False
 
     def forget(self, extent: Extent) -> None:
-        """Drop these blocks from the page cache, so that the next read comes from the medium; raise OSError."""
+        """Drop these blocks from the page cache, so that the next read comes from the medium.
+
+        Raises OSError.
+        """
         self._env.forget(self.slab(extent).fd, self.offset(extent), extent.blocks * BLOCK_ALIGN)
 
     @contextmanager
-    def witnesses(self, extents: Iterable[Extent]) -> Iterator[list[int]]:
-        """Open new descriptors of the files of these extents, for a `sync` by this caller alone; raise OSError.
+    def open_for_sync(self, extents: Iterable[Extent]) -> Iterator[list[int]]:
+        """Open new descriptors of the files of these extents, for one call of `sync`. Raises OSError.
 
-        The kernel reports a failed write-back once to each open file. On a shared descriptor another thread's sync could receive the report
-        of a failure of this caller's bytes, and this caller's sync would succeed.
+        The kernel reports a failed write-back only once to each open descriptor. Suppose that threads A and B
+        share a descriptor. (1) The write-back of A's bytes fails. (2) B syncs and gets the error. (3) A
+        syncs, and this call succeeds although A's bytes are lost.
         """
         fds: list[int] = []
         try:
             for index in sorted({extent.start // self.slab_blocks for extent in extents}):
-                fds.append(self._env.open(self.path(index), os.O_RDWR))  # noqa: PERF401 (those opened before a failure must be closed)
+                # Append one by one, so that `finally` closes those that were opened before a failure.
+                fds.append(self._env.open(self.path(index), os.O_RDWR))  # noqa: PERF401
             yield fds
         finally:
             for fd in fds:
-                let_go(self._env, fd)
+                close_quietly(self._env, fd)
 
     def sync(self, fds: Iterable[int] | None = None) -> None:
-        """Return once these files (None: all slabs) are on the medium; raise OSError if that fails."""
+        """Write the data of these files to the medium; None means all slabs.
+
+        Raises OSError if that fails.
+        """
         for fd in [slab.fd for slab in self._slabs] if fds is None else fds:
             self._env.fdatasync(fd)
 
@@ -234,29 +312,32 @@ class Slabs:
         return _path(self._directory, index)
 
     def close(self) -> None:
-        """Close every file; harmless when repeated."""
+        """Close every file. A second call does nothing."""
         while self._slabs:
             self._release(self._slabs.pop())
         if self._nothing is not None:
-            let_go(self._env, self._nothing)
+            close_quietly(self._env, self._nothing)
             self._nothing = None
 
     def _extents(self) -> list[Extent]:
-        return [Extent(i * self.slab_blocks, slab.blocks) for i, slab in enumerate(self._slabs) if slab.blocks]
+        return [
+            Extent(i * self.slab_blocks, slab.blocks) for i, slab in enumerate(self._slabs) if slab.blocks
+        ]
 
     def _add(self, index: int) -> None:
-        if self._looks:
+        if self._read_only:
             self._slabs.append(Slab(self._readable(index), None))
             return
         fd = self._env.open(self.path(index), os.O_RDWR | os.O_CREAT)
         try:
             direct = self._env.open(self.path(index), os.O_RDWR | os.O_DIRECT) if self._direct else None
         except OSError:
-            let_go(self._env, fd)
+            close_quietly(self._env, fd)
             raise
         self._slabs.append(Slab(fd, direct))
 
     def _readable(self, index: int) -> int:
+        """Open a slab for reading; return a descriptor of /dev/null if the slab is missing."""
         try:
             return self._env.open(self.path(index), os.O_RDONLY)
         except FileNotFoundError:
@@ -266,11 +347,12 @@ class Slabs:
 
     def _release(self, slab: Slab) -> None:
         if slab.fd != self._nothing:
-            let_go(self._env, slab.fd)
+            close_quietly(self._env, slab.fd)
         if slab.direct is not None:
-            let_go(self._env, slab.direct)
+            close_quietly(self._env, slab.direct)
 
     def _extend(self, index: int) -> Extent:
+        """Preallocate the missing end of a slab, or as much as the disk has room for."""
         slab, want = self._slabs[index], self._target(index)
         have = slab.blocks
         while True:
@@ -278,14 +360,16 @@ class Slabs:
                 self._env.fallocate(slab.fd, have * BLOCK_ALIGN, (want - have) * BLOCK_ALIGN)
                 break
             except OSError as error:
-                # On a full disk a part stays allocated, which would count towards the cap without being used.
+                # On a full disk, `fallocate` leaves a part of the new blocks allocated. Cut this part off,
+                # because it would take disk space unused.
                 self._env.ftruncate(slab.fd, have * BLOCK_ALIGN)
-                if error.errno not in (ENOSPC, EDQUOT) or want - have < 2 * _SMALLEST_GROWTH:
+                if error.errno not in (ENOSPC, EDQUOT) or want - have < 2 * _MIN_GROWTH:
                     raise
+                # Half as many new blocks may still fit.
                 want = have + (want - have) // 2
         slab.blocks = want
         return Extent(index * self.slab_blocks + have, want - have)
 
     def _target(self, index: int) -> int:
-        """Return how many blocks slab `index` may have."""
+        """Return how many blocks the budget allows slab `index`."""
         return max(0, min(self.slab_blocks, self.budget_blocks - index * self.slab_blocks))

@@ -1,193 +1,354 @@
-"""Sets of a `file` store: reserve blocks -> write -> one catalog transaction -> publish, with the evictions that they need."""
+"""Writes to a `file` store.
+
+    set        reserve blocks -> write the bytes -> one catalog transaction -> publish
+    removal    take the objects out of the state -> remove their records -> free their blocks
+
+An object is removed when it is evicted, deleted or found damaged.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack
-from errno import EIO
+from errno import EDQUOT, EIO, ENOSPC
 from threading import Lock
 from typing import Final
 
 from tiercache.core import Outcome
 from tiercache.storage.base import SetItem
-from tiercache.storage.checksum import NO_MAC, Seal, Sealed
+from tiercache.storage.checksum import NO_MAC, Checksums, MacKey
 from tiercache.storage.env import Env
 from tiercache_backends.file.catalog import Catalog
-from tiercache_backends.file.holdings import Claim, Claims, Departure, Holdings
-from tiercache_backends.file.movement import Mover
-from tiercache_backends.file.objects import Facts
-from tiercache_backends.file.records import MAX_EXTENTS
-from tiercache_backends.file.removal import Removal
-from tiercache_backends.file.runs import Movement
+from tiercache_backends.file.claims import Claim, Claims, Pin, Removal
+from tiercache_backends.file.io_engine import IoEngine
+from tiercache_backends.file.records import MAX_EXTENTS, Extent, Facts
+from tiercache_backends.file.runs import IoRequest
 from tiercache_backends.file.slabs import Slabs
+from tiercache_backends.file.state import StoreState
+
+_log = logging.getLogger(__name__)
 
 BATCH: Final = 4096
-"""Most objects per catalog transaction."""
+"""Maximum number of objects per catalog transaction."""
 _LOW_WATER: Final = 64
-"""With less than 1/64 of its blocks free, a store evicts in the transaction of the next set, so later sets need not wait for blocks."""
-_LEAST: Final = 16
-"""Records that one transaction may remove in any case, however full the catalog is."""
-_FEW: Final = 1024
-"""Most objects that a set evicts in its own transaction, so that it is not delayed for long."""
+"""Divisor of the number of blocks. While less than 1/64 of the blocks is free, a set also evicts objects.
+
+The set removes the records of the evicted objects in its own catalog transaction. Later sets then find free
+blocks and need not wait for an eviction.
+"""
+_MIN_REMOVALS: Final = 16
+"""Number of records that one transaction may remove even if the catalog is full."""
+_MAX_AHEAD: Final = 1024
+"""Maximum number of objects that a set evicts in its own catalog transaction, so that it returns soon."""
 
 
-class Writer:
-    """Writer of what batches have claimed. With `power`, a set is on the medium before it is acknowledged.
+class Remover:
+    """Remover of the records and blocks of objects that were taken out of the state. Counts failures.
+
+    An object that was taken out can no longer be found by any call.
+
+    Thread safety: any thread may call.
+    """
+
+    def __init__(self, path: str, catalog: Catalog, slabs: Slabs, state: StoreState) -> None:
+        self._path = path
+        self._catalog = catalog
+        self._slabs = slabs
+        self._state = state
+
+    def remove(self, removal: Removal, *, keep: bool = True) -> bool:
+        """Remove the records of objects that were taken out; return whether that succeeded.
+
+        After a failure, the objects become resident again if `keep` is set. Otherwise they stay unreadable.
+        """
+        if removal.objects:
+            try:
+                self._catalog.apply(removals=removal.numbers)
+            except OSError as error:
+                self.failed("remove", error)
+                (self._state.undo_removal if keep else self._state.abandon)(removal)
+                return False
+        self.test_blocks(self._state.finish_removal(removal))
+        return True
+
+    def remove_damaged(self, damaged: Sequence[Pin]) -> int:
+        """Remove damaged objects and return their number.
+
+        Their blocks are tested when the last reader has finished.
+        """
+        removal = self._state.take_out_suspects(damaged)
+        self.remove(removal, keep=False)
+        return len(removal.objects)
+
+    def test_blocks(self, suspects: Sequence[Extent]) -> None:
+        """Test blocks that held a damaged object: free the good extents, retire the others.
+
+        A retired block stays unused until the store is opened again.
+        """
+        for extent in suspects:
+            if self._slabs.keeps_data(extent):
+                self._state.give(extent)
+            else:
+                _log.error(
+                    "%d blocks in %s do not keep their data and are retired",
+                    extent.blocks,
+                    self._slabs.locate(extent)[0],
+                )
+                self._state.retire(extent)
+
+    def failed(self, call: str, error: OSError) -> Outcome:
+        """Log and count a failure; return THROTTLED for a full disk or quota, otherwise ERROR.
+
+        The caller of a throttled set tries again later.
+        """
+        _log.warning("a %s in %s failed: %s", call, self._path, error)
+        self._state.count(f"{call}_failures", 1)
+        return Outcome.THROTTLED if error.errno in (ENOSPC, EDQUOT) else Outcome.ERROR
+
+
+class ObjectWriter:
+    """Writer of claimed objects. With `power`, a set returns only when its bytes are on the medium.
 
     Thread safety: any thread may call.
     """
 
     def __init__(
-        self, env: Env, catalog: Catalog, slabs: Slabs, mover: Mover, holdings: Holdings, removal: Removal, seal: Seal, *, power: bool
+        self,
+        env: Env,
+        catalog: Catalog,
+        slabs: Slabs,
+        io: IoEngine,
+        state: StoreState,
+        remover: Remover,
+        mac_key: MacKey,
+        *,
+        power: bool,
     ) -> None:
         self._env = env
         self._catalog = catalog
         self._slabs = slabs
-        self._mover = mover
-        self._holdings = holdings
-        self._removal = removal
-        self._seal = seal
+        self._io = io
+        self._state = state
+        self._remover = remover
+        self._mac_key = mac_key
         self._power = power
         self._growth = Lock()
+        """Held while a slab grows. Lock order: first this lock, then the mutex of the state."""
         self._cramped = False
+        """Whether the last attempt to grow a slab failed because the disk had no room."""
 
     def store(self, items: Sequence[SetItem], claims: Claims, outcomes: list[Outcome]) -> None:
-        """Write what is claimed, set the outcomes by item index, and settle every claim, whatever happens."""
+        """Write claimed objects and set their outcomes by item index. In any case, end every claim."""
         facts: dict[int, Facts] = {}
         try:
             self._reserve(claims.fresh)
-            placed = _rooted(claims.fresh, {claim.index for claim in claims.fresh if not 0 < len(claim.extents) <= MAX_EXTENTS})
+            placed = _with_stored_parents(
+                claims.fresh,
+                {claim.index for claim in claims.fresh if not 0 < len(claim.extents) <= MAX_EXTENTS},
+            )
+            # An object stays THROTTLED if this object or its parent got no blocks. `_write` sets the outcomes
+            # of the other objects.
             for claim in claims.fresh:
                 outcomes[claim.index] = Outcome.THROTTLED
             facts = self._write(items, placed, outcomes)
         finally:
-            self._holdings.publish(claims, facts)
+            self._state.publish(claims, facts)
         self._sweep()
 
     def _reserve(self, claims: Sequence[Claim]) -> None:
-        """Allocate blocks for the claims, by growing the slabs first and then by evicting. Claims that get none keep no extents."""
-        fitting = [c for c in claims if c.blocks <= self._slabs.budget_blocks]
+        """Allocate blocks for the claims: grow the slabs first, then evict.
+
+        A claim without room keeps its empty `extents`.
+        """
+        fitting = self._worthy([c for c in claims if c.blocks <= self._slabs.budget_blocks])
+        # First make room in the catalog, then in the slabs.
         if self._catalog.removable(len(claims)) <= 0:
-            self._evict(0, len(claims), claims)
+            self._evict(0, len(claims), fitting)
         blocks = sum(c.blocks for c in fitting)
         while True:
-            if self._holdings.needs_second_slab(blocks):
+            if self._state.needs_second_slab(blocks):
                 self._grow()
-            missing = self._holdings.allocate(fitting)
-            if not missing or not (self._grow() or self._evict(missing, 1, claims)):
+            missing = self._state.allocate(fitting)
+            # First try to grow: growing is cheaper than evicting, and loses no stored object. Stop when both
+            # fail. Other calls may take the new blocks first, so allocate again in a loop.
+            if not missing:
                 break
+            if self._grow() or self._evict(missing, 1, [c for c in fitting if not c.extents]):
+                continue
+            # The next unit is worth more than at least one of the objects. Go on with the other objects.
+            left = self._worthy(fitting)
+            if len(left) == len(fitting):
+                break
+            fitting = left
+
+    def _worthy(self, claims: Sequence[Claim]) -> list[Claim]:
+        """Return the claims without those that are not worth what must be evicted for them.
+
+        Nothing is left out while there is room, also for the blocks that are kept free for later sets.
+        """
+        valued = [c for c in claims if c.wanted.value is not None and not c.extents]
+        if (
+            not valued
+            or self._state.shortage(None if self._cramped else self._slabs.budget_blocks, _LOW_WATER)
+            + sum(c.blocks for c in claims if not c.extents)
+            <= 0
+        ):
+            return list(claims)
+        refused = self._state.not_worth(valued)
+        if not refused:
+            return list(claims)
+        self._state.count("not_worth", len(refused))
+        return _with_stored_parents(claims, {c.index for c in refused})
 
     def _grow(self) -> bool:
-        """Preallocate one more slab, or a missing end of one; return False where the budget or the disk is used up."""
+        """Preallocate a new slab or the missing end of a slab; return False if budget or disk is used up."""
         with self._growth:
             try:
                 extent = self._slabs.grow()
             except OSError as error:
                 if not self._cramped:
-                    self._removal.failed("grow", error)
+                    self._remover.failed("grow", error)
                 self._cramped = True
                 return False
             if extent is None:
                 return False
             self._cramped = False
-            self._holdings.grow(extent)
+            self._state.grow(extent)
             return True
 
     def _evict(self, blocks: int, objects: int, claims: Sequence[Claim]) -> bool:
-        """Evict objects for `blocks` blocks and `objects` objects, as far as one separate transaction can; False if none was removed."""
-        most = min(BATCH, max(_LEAST, self._catalog.removable(0)))
-        departure = self._holdings.evict(blocks, objects, most, claims)
-        if not self._removal.forget(departure) or not departure.leavers:
+        """Evict in a separate transaction until `blocks` blocks and `objects` objects are taken out.
+
+        Fewer are taken out if one transaction may not remove more, or nothing is left to evict. Returns False
+        if no object was removed.
+        """
+        limit = min(BATCH, max(_MIN_REMOVALS, self._catalog.removable(0)))
+        removal = self._state.evict(blocks, objects, limit, claims)
+        if not self._remover.remove(removal) or not removal.objects:
             return False
-        self._holdings.count("evicted", len(departure.leavers))
+        self._state.count("evicted", len(removal.objects))
         return True
 
     def _sweep(self) -> None:
-        """Remove the rest of an evicted conversation that was too large for one transaction."""
-        while (departure := self._holdings.sweep(min(BATCH, max(_LEAST, self._catalog.removable(0))))).leavers:
-            if not self._removal.forget(departure):
+        """Remove the objects that the last eviction made useless, but that its transaction did not remove."""
+        while True:
+            limit = min(BATCH, max(_MIN_REMOVALS, self._catalog.removable(0)))
+            removal = self._state.sweep(limit)
+            if not removal.objects or not self._remover.remove(removal):
                 return
-            self._holdings.count("evicted", len(departure.leavers))
+            self._state.count("evicted", len(removal.objects))
 
-    def _ahead(self, changes: int) -> Departure:
-        """Take out objects to remove in the transaction that stores `changes` objects, so that the next set finds free blocks."""
-        short = self._holdings.shortage(None if self._cramped else self._slabs.budget_blocks, _LOW_WATER)
-        most = min(_FEW, max(_LEAST, changes, self._catalog.removable(changes)))
-        return self._holdings.evict(short, 1, most) if short > 0 else Departure()
+    def _evict_ahead(self, changes: int) -> Removal:
+        """Take objects out of the state if few blocks are free, so that the next set finds free blocks.
 
-    def _write(self, items: Sequence[SetItem], claims: Sequence[Claim], outcomes: list[Outcome]) -> dict[int, Facts]:
-        """Write the bytes of the claims, add them to the catalog in one transaction, and return the facts of what is stored, by item."""
+        This set stores `changes` objects. Its transaction also removes the records of the objects taken out.
+        """
+        short = self._state.shortage(None if self._cramped else self._slabs.budget_blocks, _LOW_WATER)
+        limit = min(_MAX_AHEAD, max(_MIN_REMOVALS, changes, self._catalog.removable(changes)))
+        return self._state.evict(short, 1, limit) if short > 0 else Removal()
+
+    def _write(
+        self, items: Sequence[SetItem], claims: Sequence[Claim], outcomes: list[Outcome]
+    ) -> dict[int, Facts]:
+        """Write the bytes and the records of the claims; return the facts of stored objects by item index."""
         with ExitStack() as stack:
             try:
-                fds = stack.enter_context(self._slabs.witnesses(e for c in claims for e in c.extents)) if self._power else []
-                written = self._move(items, claims, outcomes)
+                fds = (
+                    stack.enter_context(self._slabs.open_for_sync(e for c in claims for e in c.extents))
+                    if self._power
+                    else []
+                )
+                # Order: (1) write the bytes, (2) with `power`, sync them, (3) write the records. So a record
+                # never names blocks that were not written.
+                written = self._write_payloads(items, claims, outcomes)
                 self._slabs.sync(fds)
                 return self._acknowledge(items, written, outcomes) if written else {}
             except OSError as error:
-                outcome = self._removal.failed("set", error)
+                outcome = self._remover.failed("set", error)
                 for claim in claims:
                     outcomes[claim.index] = outcome
                 return {}
 
-    def _move(self, items: Sequence[SetItem], claims: Sequence[Claim], outcomes: list[Outcome]) -> list[tuple[Claim, Sealed]]:
-        """Write the bytes; return the claims for which that succeeded, with the seals of their objects."""
-        movements: list[Movement] = []
+    def _write_payloads(
+        self, items: Sequence[SetItem], claims: Sequence[Claim], outcomes: list[Outcome]
+    ) -> list[tuple[Claim, Checksums]]:
+        """Write the bytes; return the claims whose write succeeded, with the checksums of their objects."""
+        requests: list[IoRequest] = []
         for claim in claims:
             key, buffers, meta = items[claim.index]
-            proof = None if meta.checksum and not self._seal.fingerprint else self._seal.proof(key, meta.length)
-            movements.append(Movement(claim.extents, buffers, meta.length, proof))
-        self._mover.write(movements)
-        written: dict[int, Sealed] = {}
-        for claim, movement in zip(claims, movements, strict=True):
+            # No verifier is needed if the caller gave a checksum and the store keeps no MACs.
+            verifier = (
+                None
+                if meta.checksum and not self._mac_key.fingerprint
+                else self._mac_key.verifier(key, meta.length)
+            )
+            requests.append(IoRequest(claim.extents, buffers, meta.length, verifier))
+        self._io.write(requests)
+        written: dict[int, Checksums] = {}
+        for claim, request in zip(claims, requests, strict=True):
             given = items[claim.index].meta.checksum
-            if movement.error is None:
-                checksum, mac = movement.proof.seal() if movement.proof else (given, NO_MAC)
-                written[claim.index] = Sealed(given or checksum, mac)
+            if request.error is None:
+                checksum, mac = request.verifier.checksums() if request.verifier else (given, NO_MAC)
+                written[claim.index] = Checksums(given or checksum, mac)
                 continue
-            outcomes[claim.index] = self._removal.failed("set", movement.error)
-            if movement.error.errno == EIO:
+            outcomes[claim.index] = self._remover.failed("set", request.error)
+            # The medium refused to write these blocks. Test them before they are used again.
+            if request.error.errno == EIO:
                 extents, claim.extents = claim.extents, ()
-                self._removal.settle(extents)
-        rooted = claims if len(written) == len(claims) else _rooted(claims, {c.index for c in claims} - written.keys())
-        return [(claim, written[claim.index]) for claim in rooted]
+                self._remover.test_blocks(extents)
+        writable = (
+            claims
+            if len(written) == len(claims)
+            else _with_stored_parents(claims, {c.index for c in claims} - written.keys())
+        )
+        return [(claim, written[claim.index]) for claim in writable]
 
-    def _acknowledge(self, items: Sequence[SetItem], written: Sequence[tuple[Claim, Sealed]], outcomes: list[Outcome]) -> dict[int, Facts]:
-        """Add what was written to the catalog, and remove what is evicted ahead of need, in one transaction; return the facts.
+    def _acknowledge(
+        self, items: Sequence[SetItem], written: Sequence[tuple[Claim, Checksums]], outcomes: list[Outcome]
+    ) -> dict[int, Facts]:
+        """Add the records of written objects and remove the records of evicted ones, in one transaction.
 
-        Raises OSError where the transaction fails.
+        Returns the facts of stored objects by item index. Raises OSError if the transaction fails.
         """
         metas = [items[claim.index].meta for claim, _ in written]
         records, further = self._catalog.pack(
             [items[claim.index] for claim, _ in written],
             [claim.extents for claim, _ in written],
-            [sealed for _, sealed in written],
+            [checksums for _, checksums in written],
             self._env.time_ns(),
         )
-        departure = self._ahead(len(written))
+        removal = self._evict_ahead(len(written))
         try:
-            self._catalog.apply(records, further, removals=departure.numbers)
+            self._catalog.apply(records, further, removals=removal.numbers)
         except OSError:
-            self._holdings.restored(departure)
+            self._state.undo_removal(removal)
             raise
-        self._holdings.count("evicted", len(departure.leavers))
-        self._removal.settle(self._holdings.removed(departure))
+        self._state.count("evicted", len(removal.objects))
+        self._remover.test_blocks(self._state.finish_removal(removal))
         facts: dict[int, Facts] = {}
-        for (claim, sealed), meta, number in zip(written, metas, records["number"].tolist(), strict=True):
-            facts[claim.index] = Facts(number, meta.length, meta.depth or 0, claim.wanted.space, sealed)
+        for (claim, checksums), meta, number in zip(written, metas, records["number"].tolist(), strict=True):
+            facts[claim.index] = Facts(
+                number, meta.length, meta.depth or 0, claim.wanted.namespace_id, checksums
+            )
             outcomes[claim.index] = Outcome.STORED
         return facts
 
 
-def _rooted(claims: Sequence[Claim], failed: AbstractSet[int]) -> list[Claim]:
-    """Return the claims that did not fail and follow none that did. `claims`: parents before what follows them."""
+def _with_stored_parents(claims: Sequence[Claim], failed: AbstractSet[int]) -> list[Claim]:
+    """Return the claims that did not fail and do not depend on a page that failed.
+
+    `claims` must be in an order in which parents come before the pages that follow them. `failed` has item
+    indices.
+    """
     if not failed:
         return list(claims)
-    rooted: list[Claim] = []
+    writable: list[Claim] = []
     missing: set[int] = set()
     for claim in claims:
         if claim.index not in failed and claim.parent not in missing:
-            rooted.append(claim)
+            writable.append(claim)
         elif claim.is_page:
             missing.add(claim.node)
-    return rooted
+    return writable

@@ -1,8 +1,14 @@
-"""The `grpc` store, which is a tiercache daemon on this host or another.
+"""The `grpc` store, whose objects are in a tiercache daemon on this host or on another.
 
-Order of reading: `settings`; `backend` (the store contract); `link` (the current connection, and how it is replaced) with
-`tiercache.storage.breaker` and `failures`; `connection` and `session` (one connection, from its greeting to its end); then how payloads
-travel: `stream` (in messages), and `shared` (through memory that both processes map) with `places`, `staging` and `hazards`.
+Read in this order:
+
+    settings              what the configuration says
+    backend               the store contract
+    connection_manager    the current connection, and how it is replaced; uses `tiercache.storage.breaker`
+    failures              why a call failed
+    connection            one connection, from its greeting to its end
+    stream                payloads that travel in messages
+    shared                payloads that go through memory that client and daemon both map
 """
 
 from tiercache_backends.grpc.backend import GrpcBackend, Pong

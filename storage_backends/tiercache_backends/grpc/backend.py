@@ -1,4 +1,4 @@
-"""Store contract of the `grpc` backend, over a connection to the daemon that may be down."""
+"""The `grpc` backend: the store contract over a connection to a daemon; the daemon may be down."""
 
 # ruff: noqa: D102 (the contract documents these methods)
 
@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import Any, Final, Self, TypeVar
 
-from tiercache.core import ObjectKey, Outcome, Reason
+from tiercache.core import DIGEST_BYTES, ObjectKey, Outcome
 from tiercache.errors import StorageError, WireError
 from tiercache.storage.base import (
-    DIGEST_BYTES,
     Capabilities,
     GetItem,
     NamespaceRecord,
@@ -24,64 +23,78 @@ from tiercache.storage.base import (
     SharedMemory,
     StorageBackend,
     StoreContext,
+    TierReport,
     Usage,
     storable,
 )
 from tiercache.storage.gate import CallGate
+from tiercache.storage.values import usable_hints
 from tiercache.storage.vectors import usable
 from tiercache.storage.wrappers.base import decide
 from tiercache.wire import messages
 from tiercache.wire.v1 import storage_pb2 as pb
 from tiercache_backends.grpc.connection import Connection
+from tiercache_backends.grpc.connection_manager import ConnectionManager
 from tiercache_backends.grpc.failures import CallError, Kind
-from tiercache_backends.grpc.link import Link
-from tiercache_backends.grpc.settings import Settings, read_settings
-from tiercache_backends.grpc.shared import SharedPlane
+from tiercache_backends.grpc.settings import GrpcSettings, read_settings
+from tiercache_backends.grpc.shared.plane import SharedPlane
 from tiercache_backends.grpc.stream import StreamPlane
+from tiercache_backends.grpc.tiers import RemoteTiers
 
 _log = logging.getLogger(__name__)
 
-_AWAY: Final = Capabilities(shared=True)
+_UNCONNECTED: Final = Capabilities(shared=True)
+"""Capabilities of the backend until the first connection."""
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Pong:
-    """Answer to a ping: what a daemon says of itself, and the `seconds` that it took."""
+    """Answer to a ping: what the daemon says of itself and of this client."""
 
     seconds: float
+    """Seconds that the answer took."""
     version: str
     instance: str
-    """Hex digits that differ after each start of the daemon."""
+    """Random hex digits, which the daemon chooses when it starts."""
     principal: str
+    """Name of the principal that the daemon takes this client for."""
     tenant: str
     verbs: tuple[str, ...]
+    """Rights of the principal."""
     transport: str
     """`unix`, `tcp` or `tls`."""
     store: str
+    """Type of the daemon's own store, to show to a user."""
 
 
-class GrpcBackend(StorageBackend):
-    """Store in a tiercache daemon. It opens even while the daemon is down, answers nothing until it is up, and reconnects by itself.
+class GrpcBackend(StorageBackend, RemoteTiers):
+    """Store in a tiercache daemon, whose tiers an operator of the daemon can change.
 
-    Every call returns within its deadline: `timeout` seconds, or `transfer_timeout` seconds for each 64 MiB of payload. See `settings` for
-    the section of the configuration.
+    The backend can be opened while the daemon is down, and reconnects by itself. An item is UNAVAILABLE if
+    the daemon does not answer, and REFUSED if the daemon does not serve this client.
 
-    Thread safety: as the contract says; calls share one connection, and no lock is held during a call.
+    Every call returns within its deadline. A call without payload has `timeout` seconds, a call with payload
+    `transfer_timeout` seconds for each 128 MiB (`stream.CALL_BYTES`). `settings` explains the section of the
+    configuration.
+
+    Thread safety: as the contract says. Calls share one connection, and hold no lock while they wait.
     """
 
-    capabilities = _AWAY
+    capabilities = _UNCONNECTED
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: GrpcSettings) -> None:
         self._settings = settings
         self._gate = CallGate(f"the store at {settings}")
         self._namespaces: dict[bytes, NamespaceRecord] = {}
-        self._naming = Lock()
+        """Records to register on every connection, by namespace."""
+        self._namespaces_lock = Lock()
         self._refused: set[bytes] = set()
-        self._link = Link(settings, self._prepare, self._settled)
-        self._stream = StreamPlane(self._link, settings.transfer_timeout)
-        self._shared = SharedPlane(self._link, settings, self._stream) if settings.shared else None
-        self._link.start()
+        """Namespaces whose refusal by the daemon was logged."""
+        self._manager = ConnectionManager(settings, self._prepare, self._adopt_capabilities)
+        self._stream = StreamPlane(self._manager, settings.transfer_timeout)
+        self._shared = SharedPlane(self._manager, settings, self._stream) if settings.shared else None
+        self._manager.start()
 
     @classmethod
     def from_config(cls, section: Mapping[str, Any], context: StoreContext) -> Self:
@@ -103,7 +116,7 @@ class GrpcBackend(StorageBackend):
     def set(self, items: Sequence[SetItem]) -> list[Outcome]:
         with self._gate:
             plane = self._shared or self._stream
-            return decide(items, self._unwritable, lambda sound: _once(sound, plane.set))
+            return decide(items, self._unwritable, lambda sound: _store_once(sound, plane.set))
 
     def delete(self, keys: Sequence[ObjectKey]) -> list[bool]:
         with self._gate:
@@ -113,9 +126,9 @@ class GrpcBackend(StorageBackend):
         def work(part: Sequence[ObjectKey]) -> list[ScanEntry | None]:
             reply = self._ask("Describe", pb.DescribeRequest(keys=messages.keys(part)))
             present = messages.read_bits(reply.present, len(part))
-            entries = iter(_entries(messages.read_keys(reply.keys, len(part)), reply.metas, reply.stored_at))
+            entries = iter(_entries(messages.read_keys(reply.keys, len(part)), reply))
             if sum(present) != len(reply.metas):
-                raise WireError(f"{sum(present)} objects are present and {len(reply.metas)} described")
+                raise WireError(f"{sum(present)} objects are present, but {len(reply.metas)} are described")
             return [next(entries) if is_there else None for is_there in present]
 
         with self._gate:
@@ -124,30 +137,50 @@ class GrpcBackend(StorageBackend):
             except WireError as error:
                 raise self._unreadable_reply(error) from error
 
+    def advise(self, keys: Sequence[ObjectKey], values: Sequence[float], worker: int = 0) -> None:
+        with self._gate:
+            possible, which = usable_hints(values, worker, len(keys))
+            sound = [
+                (keys[i], value)
+                for i, value in zip(which.tolist(), possible.tolist(), strict=True)
+                if len(keys[i].digest) == DIGEST_BYTES
+            ]
+            try:
+                self._stream.advise([key for key, _ in sound], [value for _, value in sound], worker)
+            except CallError as error:
+                _log.debug("values were not taken: %s", error.text)
+
     def scan(self, namespace: bytes | None = None, cursor: bytes = b"") -> ScanPage:
         with self._gate:
             reply = self._ask("Scan", pb.ScanRequest(namespace=namespace, cursor=cursor))
             try:
                 keys = messages.read_keys(reply.keys, len(reply.keys.pool_of))
-                return ScanPage(_entries(keys, reply.metas, reply.stored_at), reply.cursor)
+                return ScanPage(_entries(keys, reply), reply.cursor)
             except WireError as error:
                 raise self._unreadable_reply(error) from error
 
     def register_namespace(self, record: NamespaceRecord) -> None:
         with self._gate:
-            with self._naming:
+            with self._namespaces_lock:
                 record = record.over(self._namespaces.get(record.namespace))
-                self._namespaces[record.namespace] = record  # before the call, so that a new connection registers it
+                # Keep the record before the call, so that a connection that opens during the call also
+                # registers this record.
+                self._namespaces[record.namespace] = record
             try:
-                self._link.perform(lambda connection, seconds: self._register(connection, record, seconds), self._settings.timeout)
+                self._manager.perform(
+                    lambda connection, seconds: self._register(connection, record, seconds),
+                    self._settings.timeout,
+                )
             except CallError as error:
-                _log.debug("a namespace is registered later: %s", error.text)
+                _log.debug("a namespace will be registered with the next connection: %s", error.text)
 
     def namespaces(self) -> list[NamespaceRecord]:
         with self._gate:
             try:
                 return [
-                    NamespaceRecord(found.namespace, messages.read_mapping(found.texts, found.numbers), found.states)
+                    NamespaceRecord(
+                        found.namespace, messages.read_mapping(found.texts, found.numbers), found.states
+                    )
                     for found in self._ask("Namespaces", pb.NamespacesRequest()).namespaces
                 ]
             except WireError as error:
@@ -156,89 +189,112 @@ class GrpcBackend(StorageBackend):
     def usage(self) -> Usage:
         with self._gate:
             reply = self._ask("Usage", pb.UsageRequest())
-            details = {**reply.texts, **reply.numbers}
-            return Usage(reply.objects, reply.payload_bytes, reply.used_bytes, reply.capacity_bytes, details)
+            return Usage(
+                reply.objects,
+                reply.payload_bytes,
+                reply.used_bytes,
+                reply.capacity_bytes,
+                {**reply.texts, **reply.numbers},
+                [TierReport(**messages.read_tier(tier)) for tier in reply.tiers],
+            )
 
     def flush(self) -> None:
         with self._gate:
             self._ask("Flush", pb.FlushRequest(), self._settings.transfer_timeout)
 
     def ping(self) -> Pong:
-        """Ask the daemon for its identity; raise StorageError where it does not answer."""
+        """Ask the daemon for its identity; raise StorageError if it does not answer."""
         with self._gate:
             started = time.monotonic()
-            hello = self._link.ask(lambda connection, seconds: connection.greet(seconds), "ping")
+            hello = self._manager.ask(lambda connection, seconds: connection.greet(seconds), "ping")
             seconds = time.monotonic() - started
         return Pong(
-            seconds, hello.version, hello.instance.hex(), hello.principal, hello.tenant, tuple(hello.verbs), self._settings.transport,
+            seconds, hello.version, hello.instance.hex(), hello.principal, hello.tenant, tuple(hello.verbs),
+            self._settings.transport,
             hello.store,
         )  # fmt: skip
 
     def close(self) -> None:
-        if self._gate.close() and self._link.close() and self._shared is not None:
+        if self._gate.close() and self._manager.close() and self._shared is not None:
             self._shared.close()
-
-    def outage(self) -> Reason:
-        return self._link.outage
 
     def attach(self, memory: SharedMemory) -> None:
         with self._gate:
             if self._shared is not None:
                 self._shared.attach(memory)
 
-    # --- items -------------------------------------------------------------------------------------------------------------------------
+    # --- items
+    # --------------------------------------------------------------------------------------------------------
 
     def _unreadable(self, item: GetItem) -> Outcome | None:
         if len(item.key.digest) != DIGEST_BYTES:
             return Outcome.MISS
-        sound = usable(item.buffers, item.length, writable=True) and item.length <= self._link.limits.object_bytes
+        fits = item.length <= self._manager.limits.object_bytes
+        sound = fits and usable(item.buffers, item.length, writable=True)
         return None if sound else Outcome.ERROR
 
     def _unwritable(self, item: SetItem) -> Outcome | None:
-        return None if storable(item) and item.meta.length <= self._link.limits.object_bytes else Outcome.ERROR
+        fits = item.meta.length <= self._manager.limits.object_bytes
+        return None if fits and storable(item) else Outcome.ERROR
 
     def _flags(self, keys: Sequence[ObjectKey], name: str, kind: type[Any]) -> list[bool]:
         def work(part: Sequence[ObjectKey]) -> list[bool]:
-            request = kind(keys=messages.keys(part))
-            bits = self._link.perform(lambda connection, seconds: connection.call(name, request, seconds).bits, self._settings.timeout)
-            return messages.read_bits(bits, len(part))
+            reply = self._ask(name, kind(keys=messages.keys(part)))
+            return messages.read_bits(reply.bits, len(part))
 
-        found = [False] * len(keys)
         try:
-            found = self._by_key(keys, work, False)
-        except (CallError, WireError) as error:
-            if isinstance(error, WireError) or error.kind is Kind.WRONG:
-                _log.warning("%s is answered with False: %s", name, error)
-        return found
+            return self._by_key(keys, work, False)
+        except WireError as error:
+            raise self._unreadable_reply(error) from error
 
-    def _by_key(self, keys: Sequence[ObjectKey], work: Callable[[Sequence[ObjectKey]], list[T]], otherwise: T) -> list[T]:
-        """Return what `work` answers for the keys, at most `limits.keys` at a time; `otherwise` for a key of a wrong length."""
+    def _by_key(
+        self, keys: Sequence[ObjectKey], work: Callable[[Sequence[ObjectKey]], list[T]], otherwise: T
+    ) -> list[T]:
+        """Return the answers of `work` for all keys, in order.
+
+        `work` gets at most `limits.keys` keys at a time. A key of a wrong length is not passed to `work`, and
+        gets the answer `otherwise`.
+        """
         possible = [key for key in keys if len(key.digest) == DIGEST_BYTES]
-        most = self._link.limits.keys
-        found = iter([answer for at in range(0, len(possible), most) for answer in work(possible[at : at + most])])
+        step = self._manager.limits.keys
+        found = iter(
+            [answer for at in range(0, len(possible), step) for answer in work(possible[at : at + step])]
+        )
         return [next(found) if len(key.digest) == DIGEST_BYTES else otherwise for key in keys]
 
-    # --- calls -------------------------------------------------------------------------------------------------------------------------
+    # --- calls
+    # --------------------------------------------------------------------------------------------------------
 
     def _ask(self, name: str, request: Any, seconds: float | None = None) -> Any:
-        return self._link.ask(lambda connection, left: connection.call(name, request, left), name.lower(), seconds)
+        return self._manager.ask(
+            lambda connection, left: connection.call(name, request, left), name.lower(), seconds
+        )
+
+    def _ask_of_tiers(self, name: str, request: Any) -> Any:
+        with self._gate:
+            return self._manager.ask(
+                lambda connection, left: connection.call(name, request, left), "a change of tiers"
+            )
 
     def _unreadable_reply(self, error: WireError) -> StorageError:
         return StorageError(f"{self._settings}: {error}; is the daemon another version?")
 
     def _prepare(self, connection: Connection) -> None:
-        """Attach memories and register namespaces that a fresh connection, or one that was checked, does not know yet."""
+        """Attach the memories and register the namespaces that the connection does not have yet.
+
+        The manager calls this method for each new connection, and after each check of the current one.
+        """
         if self._shared is not None:
             self._shared.prepare(connection)
         for record in list(self._namespaces.values()):
             try:
                 self._register(connection, record, self._settings.timeout)
             except CallError as error:
-                if error.kind in (Kind.AWAY, Kind.ENDED):
+                if error.kind in (Kind.UNREACHABLE, Kind.SESSION_ENDED):
                     raise
                 self._log_refusal(record, error)
 
-    def _settled(self, connection: Connection) -> None:
+    def _adopt_capabilities(self, connection: Connection) -> None:
         hello = connection.hello
         self.capabilities = Capabilities(persistent=hello.persistent, shared=True, bounded=hello.bounded)
 
@@ -255,12 +311,19 @@ class GrpcBackend(StorageBackend):
             _log.warning("namespace %s was not registered: %s", record.namespace.hex(), error.text)
 
 
-def _once(items: Sequence[SetItem], store: Callable[[Sequence[SetItem]], list[Outcome]]) -> list[Outcome]:
-    """Store each key once; a repeated item is a HIT if the first one was STORED, else it has the same outcome."""
-    first: dict[bytes, int] = {}
+def _store_once(
+    items: Sequence[SetItem], store: Callable[[Sequence[SetItem]], list[Outcome]]
+) -> list[Outcome]:
+    """Store the first item of each key; return the outcomes of all items.
+
+    A further item of the same key is a HIT if the first item was STORED. Otherwise it has the outcome of the
+    first item.
+    """
+    first: dict[bytes, int] = {}  # position of the first item of each key
     for number, item in enumerate(items):
         first.setdefault(item.key.digest, number)
-    answers = dict(zip(first, store([items[number] for number in first.values()]), strict=True)) if first else {}
+    outcomes = store([items[number] for number in first.values()]) if first else []
+    answers = dict(zip(first, outcomes, strict=True))
 
     def answer(number: int, digest: bytes) -> Outcome:
         found = answers[digest]
@@ -269,7 +332,13 @@ def _once(items: Sequence[SetItem], store: Callable[[Sequence[SetItem]], list[Ou
     return [answer(number, item.key.digest) for number, item in enumerate(items)]
 
 
-def _entries(keys: Sequence[ObjectKey], metas: Sequence[pb.ObjectMeta], times: Sequence[float]) -> list[ScanEntry]:
+def _entries(keys: Sequence[ObjectKey], reply: pb.DescribeReply | pb.ScanReply) -> list[ScanEntry]:
+    metas, times = reply.metas, reply.stored_at
     if not len(keys) == len(metas) == len(times):
         raise WireError(f"{len(keys)} objects came with {len(metas)} descriptions and {len(times)} times")
-    return [ScanEntry(key, messages.read_meta(meta), at or None) for key, meta, at in zip(keys, metas, times, strict=True)]
+    return [
+        ScanEntry(key, messages.read_meta(meta), at or None, tier)
+        for key, meta, at, tier in zip(
+            keys, metas, times, messages.read_tiers(reply.tiers, len(keys)), strict=True
+        )
+    ]

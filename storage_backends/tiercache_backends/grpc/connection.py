@@ -1,4 +1,7 @@
-"""One connection to one daemon: a gRPC channel, the daemon's identity and, on the same host, a session with attached memory."""
+"""One connection to a daemon: a gRPC channel, the daemon's identity and, on the same host, a session.
+
+The session holds the memory that the client has attached (`shared.session`).
+"""
 
 from __future__ import annotations
 
@@ -15,44 +18,55 @@ from tiercache.errors import ConfigError
 from tiercache.storage.base import NamespaceRecord
 from tiercache.wire.methods import ATTACH_SOCKET, METHODS, SESSION_METADATA
 from tiercache.wire.v1 import storage_pb2 as pb
-from tiercache_backends.grpc.failures import CallError, Kind, judge
-from tiercache_backends.grpc.session import Session
-from tiercache_backends.grpc.settings import Settings
+from tiercache_backends.grpc.failures import CallError, Kind, classify
+from tiercache_backends.grpc.settings import GrpcSettings
+from tiercache_backends.grpc.shared.session import Session
 
 _KEEPALIVE_MS: Final = 10_000
+"""Milliseconds between keepalive pings to the daemon. The daemon must answer a ping in half this time."""
 _RECONNECT_MS: Final = 100
-_LEAST_MESSAGE: Final = 64 << 10
-_MOST_MESSAGE: Final = 16 << 20
-"""Most bytes of a received message, which is at most a page of a scan or a chunk of payload."""
+"""Milliseconds until gRPC tries to connect again after its first failure."""
+_MIN_MESSAGE: Final = 64 << 10
+"""Lowest limit on messages, in bytes, with which a daemon is used. A daemon with a lower limit is refused."""
+_MAX_MESSAGE: Final = 16 << 20
+"""Maximum size in bytes of a received message: a batch of a scan, or a chunk of payload."""
 
 
 class Connection:
-    """Connection to a daemon, replaced whenever the daemon was restarted or has been out of reach.
+    """Connection to a daemon; another connection replaces it when the daemon is restarted or does not answer.
 
-    Thread safety: any thread may call, between `begin` and `finish`; one thread opens it.
+    Thread safety: one thread opens the connection; then any thread may make calls, between `begin` and
+    `finish`.
     """
 
     hello: pb.HelloReply
+    """Answer of the daemon to the first greeting."""
 
-    def __init__(self, settings: Settings) -> None:
-        """Make an object that is not connected yet; callers use `open` instead."""
+    def __init__(self, settings: GrpcSettings) -> None:
+        """Make a connection without opening it; callers use `open` instead."""
         self.session: Session | None = None
         self.regions: dict[int, int] = {}
-        """Number of each attached memory in this session, by `id` of the memory's object."""
+        """Region numbers that the daemon gave to attached memory, by the `id` of the SharedMemory object."""
         self.registered: dict[bytes, NamespaceRecord] = {}
         """Records that were registered on this connection, by namespace."""
         self.checked = time.monotonic()
+        """Time of the last greeting that was answered, in seconds of the monotonic clock."""
         self._settings = settings
         self._lock = Lock()
         self._users = 0
+        """Number of calls on this connection that have not ended, under `_lock`."""
         self._retired = False
+        """Whether the connection closes at the end of the last call on it, under `_lock`."""
         self._metadata: tuple[tuple[str, str | bytes], ...] = ()
         self._channel: Any = None
         self._calls: dict[str, Callable[..., Any]] = {}
 
     @classmethod
-    def open(cls, settings: Settings, seconds: float) -> Self:
-        """Connect and greet the daemon, within `seconds`; raise CallError."""
+    def open(cls, settings: GrpcSettings, seconds: float) -> Self:
+        """Return a connection on which the daemon has answered a greeting.
+
+        Raises CallError if that fails or takes more than `seconds`.
+        """
         deadline = time.monotonic() + seconds
         made = cls(settings)
         try:
@@ -73,47 +87,63 @@ class Connection:
 
     @property
     def over(self) -> bool:
-        """Whether its session has ended."""
+        """Whether the connection has a session, and the session has ended."""
         return self.session is not None and self.session.over
 
     def greet(self, seconds: float) -> pb.HelloReply:
-        """Ask the daemon for its identity and limits; raise CallError."""
-        reply: pb.HelloReply = self.call("Hello", pb.HelloRequest(client=f"{os.path.basename(sys.argv[0])[:64]} {os.getpid()}"), seconds)
+        """Ask the daemon for its identity and limits.
+
+        Raises CallError if the call fails or the limits are impossible.
+        """
+        reply: pb.HelloReply = self.call(
+            "Hello", pb.HelloRequest(client=f"{os.path.basename(sys.argv[0])[:64]} {os.getpid()}"), seconds
+        )
         limits = reply.limits
-        if not limits.keys or not limits.object_bytes or limits.message_bytes < _LEAST_MESSAGE:
-            raise CallError(Kind.REFUSED, f"{self._settings} does not tell usable limits; is it a tiercache daemon, and of which version?")
+        if not limits.keys or not limits.object_bytes or limits.message_bytes < _MIN_MESSAGE:
+            raise CallError(
+                Kind.REFUSED,
+                f"{self._settings} reports impossible limits; is it a tiercache daemon of another version?",
+            )
         self.checked = time.monotonic()
         return reply
 
     def call(self, name: str, request: Any, seconds: float) -> Any:
-        """Return the reply to one call within `seconds`; raise CallError. `request`: a message, or an iterator of bytes."""
+        """Return the reply to one call.
+
+        `request`: a message, or an iterator of bytes. Raises CallError if the call fails or takes more than
+        `seconds`.
+        """
         try:
             return self._calls[name](request, timeout=max(0.0, seconds), metadata=self._metadata)
         except grpc.RpcError as error:
-            raise self._judge(error) from error
+            raise self._classify(error) from error
         except ValueError as error:  # another thread closed the channel
-            raise self._gone(error) from error
+            raise self._channel_closed(error) from error
 
     def stream(self, name: str, request: Any, seconds: float) -> Iterator[bytes]:
-        """Yield the messages of a call's reply within `seconds`; raise CallError. Closing the iterator cancels the rest."""
+        """Yield the messages of a call's reply.
+
+        If the iterator is closed early, the call is cancelled. Raises CallError if the call fails or takes
+        more than `seconds`.
+        """
         try:
             call = self._calls[name](request, timeout=max(0.0, seconds), metadata=self._metadata)
         except ValueError as error:
-            raise self._gone(error) from error
+            raise self._channel_closed(error) from error
         try:
             yield from call
         except grpc.RpcError as error:
-            raise self._judge(error) from error
+            raise self._classify(error) from error
         finally:
             call.cancel()
 
     def begin(self) -> None:
-        """Add one use; not allowed after `retire`."""
+        """Count one more call on this connection; not allowed after `retire`."""
         with self._lock:
             self._users += 1
 
     def finish(self) -> None:
-        """Release one use; close the connection if it was retired and this was the last use."""
+        """Count one call less; if the connection was retired and this was the last call, close it."""
         with self._lock:
             self._users -= 1
             last = self._retired and not self._users
@@ -121,7 +151,7 @@ class Connection:
             self.close()
 
     def retire(self) -> None:
-        """Close the connection once it has no uses left, because another one has taken its place."""
+        """Close the connection after the last call on it, because another connection has replaced it."""
         with self._lock:
             self._retired = True
             unused = not self._users
@@ -129,7 +159,10 @@ class Connection:
             self.close()
 
     def close(self) -> None:
-        """Cancel calls under way, and close the session unless `Hazards` watches it; harmless when repeated."""
+        """Cancel calls under way, and close the session; a second `close` does nothing.
+
+        If `AbandonedCalls` still waits for the daemon to close the session, `close` leaves the session open.
+        """
         if self._channel is not None:
             self._channel.close()
         if self.session is not None and not self.session.watched:
@@ -139,14 +172,15 @@ class Connection:
         settings = self._settings
         credentials = settings.credentials()
         options: list[tuple[str, Any]] = [
-            # Subchannels of its own, because those of others to the same address may be in their backoff.
+            # Without this option, channels to one address share subchannels. If a shared subchannel waits
+            # for its next try to connect, a new connection has to wait too.
             ("grpc.use_local_subchannel_pool", 1),
             ("grpc.initial_reconnect_backoff_ms", _RECONNECT_MS),
             ("grpc.min_reconnect_backoff_ms", int(settings.timeout * 1000)),
             ("grpc.max_reconnect_backoff_ms", max(_RECONNECT_MS, int(settings.breaker_pause * 1000))),
             ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
             ("grpc.keepalive_timeout_ms", _KEEPALIVE_MS // 2),
-            ("grpc.max_receive_message_length", _MOST_MESSAGE),
+            ("grpc.max_receive_message_length", _MAX_MESSAGE),
             ("grpc.max_send_message_length", -1),
             ("grpc.enable_http_proxy", 0),
             ("grpc.enable_retries", 0),
@@ -158,15 +192,24 @@ class Connection:
         else:
             self._channel = grpc.secure_channel(settings.target, credentials, options)
         for method in METHODS.values():
-            kind, pack, unpack = self._channel.unary_unary, method.request.SerializeToString, method.reply.FromString
+            kind, pack, unpack = (
+                self._channel.unary_unary,
+                method.request.SerializeToString,
+                method.reply.FromString,
+            )
+            # Streams carry payload: `wire.frames` encodes and decodes their messages, so gRPC gets bytes.
             if method.streams == "request":
                 kind, pack = self._channel.stream_unary, None
             elif method.streams == "reply":
                 kind, unpack = self._channel.unary_stream, None
             self._calls[method.name] = kind(method.path, pack, unpack)
 
-    def _judge(self, error: grpc.RpcError) -> CallError:
-        return judge(error, str(self._settings), session=self.session is not None)
+    def _classify(self, error: grpc.RpcError) -> CallError:
+        return classify(error, str(self._settings), session=self.session is not None)
 
-    def _gone(self, error: ValueError) -> CallError:
-        return CallError(Kind.AWAY, f"{self._settings}: the connection was given up ({error})", untouched=True)
+    def _channel_closed(self, error: ValueError) -> CallError:
+        return CallError(
+            Kind.UNREACHABLE,
+            f"{self._settings}: another thread closed the connection ({error})",
+            untouched=True,
+        )

@@ -1,4 +1,4 @@
-"""Failures of calls to a daemon."""
+"""Failures of calls to a daemon, and the outcome that an item gets when its call fails."""
 
 from __future__ import annotations
 
@@ -8,28 +8,29 @@ from typing import Any, Final
 import grpc
 from grpc import StatusCode
 
+from tiercache.core import Outcome
 from tiercache.wire.methods import UNTOUCHED_METADATA
 
 
 class Kind(enum.Enum):
     """Kinds of failed calls, by their cause and by what the client does next."""
 
-    AWAY = enum.auto()
-    """The daemon did not answer; the breaker counts it."""
-    ENDED = enum.auto()
-    """The daemon does not know the session, or no longer does; the client opens another one."""
+    UNREACHABLE = enum.auto()
+    """The daemon did not answer. Only this kind counts as a failure for the breaker."""
+    SESSION_ENDED = enum.auto()
+    """The daemon does not know the session, or has forgotten it. The client opens another session."""
     REFUSED = enum.auto()
-    """The daemon answers, but does not serve this client or this call. No outage: waiting does not help, and asking costs no deadline."""
+    """The daemon answers, but does not serve this client or this call, now or later."""
     BUSY = enum.auto()
-    """The daemon cannot serve the call now, but later."""
-    WRONG = enum.auto()
-    """This call in particular cannot be served."""
+    """The daemon cannot serve the call now, but may be able to serve it later."""
+    INVALID = enum.auto()
+    """The daemon cannot serve this call, but may serve others."""
 
 
 class CallError(Exception):
-    """Call that got no answer. `text` says what happened, and what to do.
+    """Failure of a call; `text` says what happened, and what to do.
 
-    `untouched`: the daemon does not touch shared memory for this call, now or later.
+    `untouched`: the daemon has said that it does not touch shared memory for this call, now or later.
     """
 
     def __init__(self, kind: Kind, text: str, *, untouched: bool = False) -> None:
@@ -38,30 +39,63 @@ class CallError(Exception):
         self.text: Final = text
         self.untouched: Final = untouched
 
-    def again(self) -> CallError:
-        """Return a copy to keep or to raise again, without the traceback, whose frames would keep a caller's buffers alive."""
+    def without_traceback(self) -> CallError:
+        """Return a copy of the error that can be stored, or raised in another call.
+
+        The copy has no traceback, because the frames of a traceback keep the caller's buffers alive.
+        """
         return CallError(self.kind, self.text, untouched=self.untouched)
 
 
 _KINDS: Final = {
-    StatusCode.UNAVAILABLE: Kind.AWAY,
-    StatusCode.DEADLINE_EXCEEDED: Kind.AWAY,
-    StatusCode.CANCELLED: Kind.AWAY,
-    StatusCode.UNKNOWN: Kind.AWAY,
-    StatusCode.UNAUTHENTICATED: Kind.ENDED,
+    StatusCode.UNAVAILABLE: Kind.UNREACHABLE,
+    StatusCode.DEADLINE_EXCEEDED: Kind.UNREACHABLE,
+    StatusCode.CANCELLED: Kind.UNREACHABLE,
+    StatusCode.UNKNOWN: Kind.UNREACHABLE,
+    StatusCode.UNAUTHENTICATED: Kind.SESSION_ENDED,
     StatusCode.PERMISSION_DENIED: Kind.REFUSED,
     StatusCode.UNIMPLEMENTED: Kind.REFUSED,
     StatusCode.RESOURCE_EXHAUSTED: Kind.BUSY,
 }
 
 
-def judge(error: grpc.RpcError, what: str, *, session: bool) -> CallError:
-    """Return what an error of gRPC means. `what`: names the daemon. `session`: the connection has a session, which can be renewed."""
+def classify(error: grpc.RpcError, what: str, *, session: bool) -> CallError:
+    """Return the CallError for an error of gRPC.
+
+    `what`: the daemon's name in the message. `session`: whether the connection has a session. If the daemon
+    does not know the client, a client with a session can open another session. A client without a session is
+    REFUSED.
+    """
     call: Any = error  # the exception that gRPC raises is also the call
     code = call.code()
-    kind = _KINDS.get(code, Kind.WRONG)
-    if kind is Kind.ENDED and not session:
+    kind = _KINDS.get(code, Kind.INVALID)
+    if kind is Kind.SESSION_ENDED and not session:
         kind = Kind.REFUSED
     details = " ".join(str(call.details() or "").split())[:500]
-    text = f"{what} does not answer in time" if code is StatusCode.DEADLINE_EXCEEDED else f"{what}: {code.name.lower()}, {details}"
-    return CallError(kind, text, untouched=any(key == UNTOUCHED_METADATA for key, _ in call.trailing_metadata() or ()))
+    text = (
+        f"{what} does not answer in time"
+        if code is StatusCode.DEADLINE_EXCEEDED
+        else f"{what}: {code.name.lower()}, {details}"
+    )
+    return CallError(
+        kind, text, untouched=any(key == UNTOUCHED_METADATA for key, _ in call.trailing_metadata() or ())
+    )
+
+
+_OUTCOMES: Final = {
+    Kind.UNREACHABLE: Outcome.UNAVAILABLE,
+    Kind.SESSION_ENDED: Outcome.REFUSED,
+    Kind.REFUSED: Outcome.REFUSED,
+    Kind.BUSY: Outcome.THROTTLED,
+    Kind.INVALID: Outcome.ERROR,
+}
+
+
+def outcome_of(error: CallError) -> Outcome:
+    """Return the outcome of an item whose call failed with this error."""
+    return _OUTCOMES[error.kind]
+
+
+def ends_batch(error: CallError) -> bool:
+    """Return whether the other calls of the batch would fail in the same way, and so are not made."""
+    return error.kind not in (Kind.BUSY, Kind.INVALID)

@@ -1,10 +1,18 @@
-"""Payloads in messages (Get and Set)."""
+"""The calls Get and Set, whose payloads travel in messages.
+
+A message carries pieces of objects; a piece is the part of an object that travels in one message. The header
+of the message names the pieces, and their bytes follow. A large object takes several messages, and several
+small objects may share one:
+
+    message 1   header | object 1, first piece
+    message 2   header | object 1, last piece | object 2 | object 3, first piece
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from threading import Lock
 from typing import Final
@@ -13,97 +21,142 @@ from tiercache.core import ObjectKey, Outcome
 from tiercache.errors import WireError
 from tiercache.storage.base import GetItem, SetItem, checksum_of
 from tiercache.storage.checksum import CHECKSUM_BYTES, checksum
-from tiercache.storage.vectors import take
+from tiercache.storage.vectors import batches, take
 from tiercache.wire import messages
 from tiercache.wire.frames import CHUNK_BYTES, Piece, cut, decode, encode
 from tiercache.wire.v1 import storage_pb2 as pb
 from tiercache_backends.grpc.connection import Connection
-from tiercache_backends.grpc.failures import CallError, Kind
-from tiercache_backends.grpc.link import Link
-from tiercache_backends.grpc.parts import cut_off, parts, unread, unwritten
+from tiercache_backends.grpc.connection_manager import ConnectionManager
+from tiercache_backends.grpc.failures import CallError, Kind, ends_batch, outcome_of
 
-_ASK_FIRST: Final = 256 << 10
-"""Object size in bytes from which on the daemon is first asked for the object. A smaller one is sent at once, which counts as a use."""
+CALL_BYTES: Final = 128 << 20
+"""Maximum payload bytes of one call.
+
+A call of this size takes about a second even over TCP, well within the deadline of a call.
+"""
+
+_ASK_FIRST_BYTES: Final = 256 << 10
+"""Minimum size in bytes of an object for which a Set first asks whether the daemon has the object already.
+
+A smaller object is sent without asking. If the daemon has this object, the Set counts as a use of the object.
+"""
 
 
 class StreamPlane:
-    """Payload transfer in messages, for well-formed items, none larger than the daemon accepts.
+    """Transfer of payloads in messages, for well-formed items that the daemon's limits allow.
 
     Thread safety: any thread may call.
     """
 
-    def __init__(self, link: Link, timeout: float) -> None:
-        self._link = link
+    def __init__(self, manager: ConnectionManager, timeout: float) -> None:
+        self._manager = manager
         self._timeout = timeout
 
     def get(self, items: Sequence[GetItem]) -> list[Outcome]:
         """Read items, as `StorageBackend.get` does.
 
-        An object that arrives damaged is ERROR and not CORRUPT: the stored object is sound, nothing is dropped in the store, and it must
-        not be counted as corrupt.
+        An object that arrives damaged is ERROR, not CORRUPT: the daemon has verified the stored object, so
+        only the copy that arrived is damaged.
         """
         outcomes: list[Outcome] = []
-        for part in parts([item.length for item in items], self._link.limits.keys):
-            incoming = _Incoming(items[part])
+        for part in batches(items, lambda item: item.length, self._manager.limits.keys, CALL_BYTES):
+            incoming = _Incoming(part)
             try:
-                self._link.perform(incoming.receive, self._timeout)
+                self._manager.perform(incoming.receive, self._timeout)
             except CallError as error:
-                incoming.fill(unread(error))
-                if cut_off(error):
-                    return outcomes + incoming.outcomes + [unread(error)] * (len(items) - part.stop)
+                incoming.fill(outcome_of(error))
+                if ends_batch(error):
+                    outcomes += incoming.outcomes
+                    return outcomes + [outcome_of(error)] * (len(items) - len(outcomes))
             outcomes += incoming.outcomes
         return outcomes
 
     def set(self, items: Sequence[SetItem]) -> list[Outcome]:
         """Store items with distinct keys, as `StorageBackend.set` does."""
         outcomes: list[Outcome] = []
-        for part in parts([item.meta.length for item in items], self._link.limits.keys):
+        for part in batches(items, lambda item: item.meta.length, self._manager.limits.keys, CALL_BYTES):
             try:
-                # Later items of a batch often depend on earlier ones, and must not evict them from a full store.
+                # Later items of a batch often depend on earlier items. An item that is THROTTLED shows that
+                # the store is full. To store later items could then evict earlier items of this batch.
                 full = Outcome.THROTTLED in outcomes
-                outcomes += self.held_or_throttled(items[part]) if full else self._set_part(items[part])
+                outcomes += self.held_or_throttled(part) if full else self._set_part(part)
             except CallError as error:
-                outcomes += [unwritten(error)] * (part.stop - part.start)
-                if cut_off(error):
-                    return outcomes + [unwritten(error)] * (len(items) - part.stop)
+                outcomes += [outcome_of(error)] * len(part)
+                if ends_batch(error):
+                    return outcomes + [outcome_of(error)] * (len(items) - len(outcomes))
         return outcomes
 
+    def advise(self, keys: Sequence[ObjectKey], values: Sequence[float], worker: int) -> None:
+        """Send values for keys of the right length; raise CallError if the daemon does not take them."""
+        step = self._manager.limits.keys
+        for at in range(0, len(keys), step):
+            self._advise(keys[at : at + step], values[at : at + step], worker)
+
+    def _advise(self, keys: Sequence[ObjectKey], values: Sequence[float], worker: int) -> None:
+        request = pb.AdviseRequest(keys=messages.keys(keys), values=values, worker=worker)
+        self._manager.perform(lambda c, seconds: c.call("Advise", request, seconds), self._timeout)
+
     def held_or_throttled(self, items: Sequence[SetItem]) -> list[Outcome]:
-        """Return HIT for items that the daemon has, else THROTTLED, once an earlier item found no room; raise CallError."""
+        """Return HIT for each item that the daemon has, else THROTTLED.
+
+        Call this for the items of a batch that follow an item for which the store had no room. Raises
+        CallError if the daemon cannot be asked.
+        """
         held = self._held(items)
         return [Outcome.HIT if item.key in held else Outcome.THROTTLED for item in items]
 
     def _set_part(self, items: Sequence[SetItem]) -> list[Outcome]:
-        held = self._held([item for item in items if item.meta.length >= _ASK_FIRST])
+        held = self._held([item for item in items if item.meta.length >= _ASK_FIRST_BYTES])
         missing = [item for item in items if item.key not in held]
+        # Objects that the daemon has are not sent, but their values are.
+        for worker in {item.meta.worker for item in items if item.key in held}:
+            known = [item for item in items if item.key in held and item.meta.worker == worker]
+            valued = [(item.key, item.meta.value) for item in known if item.meta.value is not None]
+            with suppress(CallError):  # the sets decide whether the daemon answers
+                self.advise([key for key, _ in valued], [value for _, value in valued], worker)
         sums = [checksum_of(item) for item in missing]
-        answers = iter(self._link.perform(lambda c, seconds: self._send(c, missing, sums, seconds), self._timeout) if missing else ())
+        answers = iter(
+            self._manager.perform(lambda c, seconds: self._send(c, missing, sums, seconds), self._timeout)
+            if missing
+            else ()
+        )
         return [Outcome.HIT if item.key in held else next(answers) for item in items]
 
     def _held(self, items: Sequence[SetItem]) -> AbstractSet[ObjectKey]:
-        """Return the keys of those items that the daemon has; raise CallError."""
+        """Return the keys of the items that the daemon has; raise CallError if it gives no answer."""
         if not items:
             return frozenset()
         request = pb.ExistsRequest(keys=messages.keys([item.key for item in items]))
-        bits = self._link.perform(lambda c, seconds: c.call("Exists", request, seconds).bits, self._timeout)
-        return {item.key for item, there in zip(items, messages.read_bits(bits, len(items)), strict=True) if there}
+        reply = self._manager.perform(lambda c, seconds: c.call("Exists", request, seconds), self._timeout)
+        try:
+            present = messages.read_bits(reply.bits, len(items))
+        except WireError as error:
+            raise CallError(Kind.INVALID, str(error)) from error
+        return {item.key for item, is_there in zip(items, present, strict=True) if is_there}
 
-    def _send(self, connection: Connection, items: Sequence[SetItem], sums: Sequence[bytes], seconds: float) -> list[Outcome]:
-        outgoing = _Outgoing(items, sums, min(CHUNK_BYTES, self._link.limits.message_bytes // 2))
+    def _send(
+        self, connection: Connection, items: Sequence[SetItem], sums: Sequence[bytes], seconds: float
+    ) -> list[Outcome]:
+        outgoing = _Outgoing(items, sums, min(CHUNK_BYTES, self._manager.limits.message_bytes // 2))
         try:
             reply = connection.call("Set", outgoing, seconds)
             return messages.read_outcomes(reply.outcomes, len(items))
         except WireError as error:
-            raise CallError(Kind.WRONG, str(error)) from error
+            raise CallError(Kind.INVALID, str(error)) from error
         finally:
             outgoing.end()
 
 
 class _Outgoing:
-    """Messages of a set, each made when gRPC asks for it, on one of gRPC's threads.
+    """Iterator over the messages of a Set.
 
-    gRPC may ask once more after the call has failed, while the caller already reuses the buffers. So `end` waits for a message that is
-    being made; afterwards none is made, and the buffers are not kept.
+    A thread of gRPC asks for each message when gRPC needs the message, perhaps even after the call has
+    failed. By then the caller may use its buffers for something else. After `end` no bytes of these buffers
+    are sent:
+
+        1. The call fails. The caller calls `end`, which waits for a message that is being made.
+        2. The caller uses its buffers for something else.
+        3. gRPC asks for another message, and gets StopIteration.
 
     Thread safety: one thread iterates, another may call `end`.
     """
@@ -124,55 +177,78 @@ class _Outgoing:
             return self._frame(next(self._pieces))
 
     def end(self) -> None:
-        """Stop using the buffers, after any message that is being made."""
+        """Make no more messages; return when no thread uses the buffers any more."""
         with self._lock:
             self._items = ()
 
     def _frame(self, pieces: Sequence[Piece]) -> bytes:
-        begun = [piece.item for piece in pieces if not piece.start]
+        begun = [piece.item for piece in pieces if not piece.start]  # items that begin in this message
         header = pb.SetPieces(
             sizes=[piece.stop - piece.start for piece in pieces],
             begins=[not piece.start for piece in pieces],
             keys=messages.keys([self._items[n].key for n in begun]),
             metas=[messages.meta(replace(self._items[n].meta, checksum=self._sums[n])) for n in begun],
         )
-        return encode(header, [view for piece in pieces for view in take(self._items[piece.item].buffers, piece.start, piece.stop)])
+        return encode(
+            header,
+            [
+                view
+                for piece in pieces
+                for view in take(self._items[piece.item].buffers, piece.start, piece.stop)
+            ],
+        )
 
 
 class _Incoming:
-    """Items of one get, as they arrive.
+    """Receiver of the items of one Get; items and their pieces arrive in order.
 
-    Thread safety: used by the caller's thread only.
+    Thread safety: only the caller's thread uses it.
     """
 
     def __init__(self, items: Sequence[GetItem]) -> None:
         self._items = items
         self._keys = messages.keys([item.key for item in items])
         self.outcomes: list[Outcome] = []
-        """Outcomes of the items that are complete."""
+        """Outcomes of the items that have arrived completely, in order."""
 
     def receive(self, connection: Connection, seconds: float) -> None:
-        """Make the call and fill the buffers; raise CallError, also for an answer that violates the protocol."""
+        """Make the call and fill the buffers.
+
+        Raises CallError if the call fails, or if the answer breaks the protocol.
+        """
         request = pb.GetRequest(keys=self._keys, lengths=[item.length for item in self._items])
         self.outcomes = []
         self._at = 0  # bytes of the current item that have arrived
         try:
-            with closing(connection.stream("Get", request, seconds)) as frames:  # type: ignore[type-var]  # a generator has close
+            # mypy does not know that the iterator is a generator, which has the method `close`
+            with closing(connection.stream("Get", request, seconds)) as frames:  # type: ignore[type-var]
                 for frame in frames:
                     self._take_in(*decode(frame, pb.GetPieces))
         except WireError as error:
-            raise CallError(Kind.WRONG, str(error)) from error
+            raise CallError(Kind.INVALID, str(error)) from error
         if len(self.outcomes) != len(self._items):
-            raise CallError(Kind.WRONG, f"the daemon answered {len(self.outcomes)} of {len(self._items)} items; is it another version?")
+            raise CallError(
+                Kind.INVALID,
+                f"the daemon answered {len(self.outcomes)} of {len(self._items)} items; is it another"
+                " version?",
+            )
 
     def fill(self, outcome: Outcome) -> None:
-        """Give `outcome` to all items that are not complete."""
+        """Give `outcome` to all items that have not arrived completely."""
         self.outcomes += [outcome] * (len(self._items) - len(self.outcomes))
 
     def _take_in(self, header: pb.GetPieces, payload: memoryview) -> None:
-        if not len(header.items) == len(header.outcomes) == len(header.sizes) or sum(header.sizes) != payload.nbytes:
-            raise WireError("the columns of a message of pieces do not have the same length; is the daemon another version?")
-        at = taken = 0
+        if (
+            not len(header.items) == len(header.outcomes) == len(header.sizes)
+            or sum(header.sizes) != payload.nbytes
+        ):
+            raise WireError(
+                "the columns of a message of pieces do not have the same length; is the daemon another"
+                " version?"
+            )
+        # Each column has one value per piece. `outcomes` has an outcome for the first piece of an item, and 0
+        # for its further pieces. `checksums` has one checksum per item that is a HIT and begins here.
+        at = taken = 0  # bytes used of `payload`, and of `checksums`
         for item, number, size in zip(header.items, header.outcomes, header.sizes, strict=True):
             if item != len(self.outcomes) or item >= len(self._items) or bool(number) != (not self._at):
                 raise WireError("a message of pieces is out of order; is the daemon another version?")
@@ -189,7 +265,9 @@ class _Incoming:
     def _copy(self, item: GetItem, payload: memoryview) -> None:
         stop = self._at + payload.nbytes
         if stop > item.length or not payload.nbytes:
-            raise WireError(f"an object of {item.length} bytes comes with {stop}; is the daemon another version?")
+            raise WireError(
+                f"an object of {item.length} bytes comes with {stop} bytes; is the daemon another version?"
+            )
         for view in take(item.buffers, self._at, stop):
             view[:] = payload[: view.nbytes]
             payload = payload[view.nbytes :]

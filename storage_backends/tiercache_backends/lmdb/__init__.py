@@ -1,6 +1,6 @@
-"""The `lmdb` store: values inside LMDB, for small objects and for several processes that share one directory.
+"""The `lmdb` store, which suits small objects, and several processes that share one directory.
 
-Read `records.py` first, then `store.py`.
+Read `records.py` (the format) first, then `store.py`.
 """
 
 from tiercache_backends.lmdb.store import LmdbBackend

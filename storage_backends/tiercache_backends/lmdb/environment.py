@@ -1,82 +1,189 @@
-"""The LMDB environment of a store: one per directory and process, its transactions, and its failures as OSErrors."""
+"""The LMDB environment of a store: its transactions, the lock of its writers, and its failures.
+
+A process has at most one open environment per directory. Failures of LMDB become OSErrors here.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
 import struct
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from errno import EIO, ENOSPC, ESTALE
+from errno import EAGAIN, EDQUOT, EIO, ENOSPC, ESTALE
 from threading import Lock
 from typing import Any, Final, TypeVar
 
 import lmdb
 
+from tiercache.core import Outcome
 from tiercache.errors import ClosedError, StorageError
-from tiercache.storage.env import Env, let_go
-from tiercache_backends.lmdb.queue import Queue
+from tiercache.storage.env import Env, close_quietly
 from tiercache_backends.local.failures import DamagedError, FileLength, os_error
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
 _READERS: Final = 1024
-"""Slots for read transactions of all processes together; 64 bytes each, in the lock file."""
+"""Slots for read transactions of all processes together; a slot takes 64 bytes of the lock file."""
 _SPARE: Final = 8
-"""Ended read transactions that the LMDB binding keeps to begin the next ones with."""
-_NAMES: Final = ("objects", "parts", "ages", "namespaces", "facts")
+"""Number of ended read transactions that the LMDB binding keeps for reuse."""
+_DATABASES: Final = ("objects", "parts", "ages", "namespaces", "facts")
 _open: Final[set[tuple[int, int, int]]] = set()
-"""Process id, device and inode of each environment open here: LMDB's locks do not tell two openers in one process apart."""
+"""Process id, device and inode of each environment that is open in this process.
+
+LMDB's own locks do not work between two openers of one environment in the same process.
+"""
 _open_lock: Final = Lock()
+MAX_WAIT_SECONDS: Final = 5.0
+"""Seconds that a writer waits for other writers before it gives up."""
+_MAX_WAIT_AFTER_TIMEOUT_SECONDS: Final = 0.05
+"""Seconds that a writer waits if the previous wait of this process was in vain."""
+_MIN_PAUSE_SECONDS: Final = 0.0001
+"""First pause, in seconds, between two tries for the lock. Each further pause is twice as long."""
+_MAX_PAUSE_SECONDS: Final = 0.0005
+"""Longest pause, in seconds, between two tries for the lock."""
+_KINDS: Final = {ENOSPC: "full", EDQUOT: "full", EAGAIN: "busy"}
+"""Names by errno of the failures that may pass: a full disk or map, and a lock that is held too long."""
 
 
 class MapFullError(OSError):
-    """LMDB found too few free pages, or too few that lie together, that no reader still needs; the transaction is undone."""
+    """LMDB found no free pages, or not enough adjacent free pages; the transaction is undone.
+
+    A page that a reader may still need is not free.
+    """
+
+
+class BusyError(OSError):
+    """Another writer held the lock for too long; nothing was changed."""
+
+
+class WriterLock:
+    """Lock for writers, a context manager: only one thread of all processes holds the lock at a time.
+
+    LMDB's own lock is a robust mutex in shared memory, which can lose a wake-up:
+
+        1. Processes B and C sleep on the mutex. A releases the mutex, and the kernel wakes B.
+        2. Process D takes the mutex before B runs.
+        3. B is killed before it takes the mutex or sleeps again.
+        4. D releases the mutex, no process is woken, and C sleeps for ever.
+
+    In a test with four writers, one of which was killed, this happened in one of forty runs. A file lock
+    (flock) cannot lose a waiter in this way. So a writer takes the file lock first, and then always finds
+    LMDB's mutex free. A thread can also give up waiting for a file lock, which is necessary if the process
+    that holds the lock is stopped.
+
+    Lock order: first the lock between the threads of this process (`_ours`), then the file lock.
+
+    Entering the context raises BusyError after too long a wait, and OSError for other failures.
+
+    Thread safety: any thread may enter; a thread that is inside must not enter again.
+    """
+
+    def __init__(self, env: Env, path: str) -> None:
+        self._env = env
+        self._path = path
+        self._ours = Lock()
+        self._fd = -1
+        self._timed_out = False
+
+    def __enter__(self) -> None:
+        max_wait = _MAX_WAIT_AFTER_TIMEOUT_SECONDS if self._timed_out else MAX_WAIT_SECONDS
+        if not self._ours.acquire(timeout=max_wait):
+            raise self._busy()
+        try:
+            self._wait(max_wait)
+        except BaseException:
+            self._ours.release()
+            raise
+
+    def __exit__(self, *exc: object) -> None:
+        # Unlock before closing: a forked child may have a copy of the descriptor, which would keep the lock.
+        with suppress(OSError):
+            self._env.unlock(self._fd)
+        close_quietly(self._env, self._fd)
+        self._ours.release()
+
+    def _wait(self, max_wait: float) -> None:
+        # Each use of the lock opens a descriptor of its own, which `__exit__` unlocks and closes.
+        self._fd = self._env.open(self._path, os.O_RDWR | os.O_CREAT)
+        try:
+            deadline = self._env.monotonic() + max_wait
+            pause = _MIN_PAUSE_SECONDS
+            while not self._env.try_lock(self._fd):
+                if self._env.monotonic() > deadline:
+                    self._timed_out = True
+                    raise self._busy()
+                self._env.sleep(pause)
+                pause = min(_MAX_PAUSE_SECONDS, 2 * pause)
+            self._timed_out = False
+        except BaseException:
+            close_quietly(self._env, self._fd)
+            raise
+
+    def _busy(self) -> BusyError:
+        return BusyError(EAGAIN, f"{self._path} is held by another writer, which makes no progress")
 
 
 class Environment:
-    """An open LMDB environment, whose failures are OSErrors; after a fork a transaction in the child raises ClosedError.
+    """Open LMDB environment, whose failures are OSErrors.
 
-    `map_bytes`: size of the map. `last_sync`: whether each commit also syncs LMDB's head page, so that the last transaction survives a
-    power cut. `looks`: the environment is only read. `alone`: no other process has it open; with `looks` LMDB's lock file is not used then.
+    In a forked child every transaction raises ClosedError.
 
-    Thread safety: any thread may call; one thread writes at a time, among all processes. Readers never wait.
+    `map_bytes`: size of the map; 0 means the size that the last writer stored in the file. `last_sync`: each
+    commit also syncs LMDB's head page, so that the last transaction survives a power cut. `read_only`: no
+    call changes the environment. `alone`: no other process has the environment open. With both `read_only`
+    and `alone`, LMDB's lock file is not used.
+
+    Thread safety: any thread may call. Of all processes one thread writes at a time; readers never wait.
     """
 
-    def __init__(self, env: Env, path: str, map_bytes: int, *, last_sync: bool, looks: bool = False, alone: bool = False) -> None:
+    def __init__(
+        self,
+        env: Env,
+        path: str,
+        map_bytes: int,
+        *,
+        last_sync: bool,
+        read_only: bool = False,
+        alone: bool = False,
+    ) -> None:
         self._env = env
         self._pid = env.getpid()
-        self._queue = Queue(env, os.path.join(path, "WRITER"))
+        self._writer_lock = WriterLock(env, os.path.join(path, "WRITER"))
         self._damaged = False
         self._kept = 0
+        """Number of LMDB pages, counted from the file's start, that `reserve` has allocated on the disk."""
         self.path: Final = path
         self._claim()
         try:
             self._lmdb = lmdb.open(
                 path,
                 map_size=map_bytes,
-                max_dbs=len(_NAMES),
+                max_dbs=len(_DATABASES),
                 max_readers=_READERS,
                 max_spare_txns=_SPARE,
                 mode=0o600,
                 metasync=last_sync,
-                readonly=looks,
-                lock=not (looks and alone),
-                create=not looks,
+                readonly=read_only,
+                lock=not (read_only and alone),
+                create=not read_only,
             )
         except lmdb.Error as error:
-            self._let_go()
+            self._close_files()
             raise self._os_error(error) from error
         except BaseException:
-            self._let_go()
+            self._close_files()
             raise
         try:
             self._length = FileLength(env, os.path.join(path, "data.mdb"), self._lmdb)
         except BaseException:
             self._lmdb.close()
-            self._let_go()
+            self._close_files()
             raise
         try:
-            found = self._present() if looks else self.write(self._databases)
+            found = self._present() if read_only else self.write(self._databases)
             self.objects, self.parts, self.ages, self.names, self.facts = found
             self.page_bytes: int = self._lmdb.stat()["psize"]
         except BaseException:
@@ -84,9 +191,10 @@ class Environment:
             raise
 
     def read(self, work: Callable[[Any], T]) -> T:
-        """Run `work`, which is brief, in a read transaction. Raises OSError.
+        """Run `work` in a read transaction, and return its result. Raises OSError.
 
-        The values that it reads are views of the map, and none may outlive the transaction.
+        `work` must be brief, because LMDB reuses no given-up pages while `work` runs. The values that `work`
+        reads are views of the map. Do not use these views after the transaction.
         """
         self._check_process()
         try:
@@ -99,9 +207,12 @@ class Environment:
             raise self._unreadable(error) from error
 
     def write(self, work: Callable[[Any], T]) -> T:
-        """Run `work` in a write transaction: all of it is committed on return, or nothing is and an OSError is raised."""
+        """Run `work` in a write transaction, which is committed as a whole or not at all.
+
+        Raises OSError for a failure; after an error nothing is committed.
+        """
         self._check_process()
-        with self._queue:
+        with self._writer_lock:
             try:
                 self._check_length()
                 txn = self._lmdb.begin(write=True)
@@ -118,31 +229,50 @@ class Environment:
             return result
 
     def resize(self, map_bytes: int) -> None:
-        """Change the map's size to `map_bytes`; no transaction of this process may be under way. Raises OSError."""
+        """Change the map's size to `map_bytes`; no transaction of this process may be under way.
+
+        Raises OSError.
+        """
         try:
             self._lmdb.set_mapsize(map_bytes)
         except lmdb.Error as error:
             raise self._os_error(error) from error
 
     def used_pages(self, txn: Any) -> int:
-        """Return the LMDB pages in use as the transaction sees them, without those of LMDB's own list of free pages."""
-        stats = [self._lmdb.stat(), *(txn.stat(db) for db in (self.objects, self.parts, self.ages, self.names, self.facts))]
-        # The two head pages are in no tree.
+        """Return the number of LMDB pages in use in this transaction.
+
+        The pages that hold LMDB's list of free pages are not counted.
+        """
+        stats = [
+            self._lmdb.stat(),
+            *(txn.stat(db) for db in (self.objects, self.parts, self.ages, self.names, self.facts)),
+        ]
+        # Add the two head pages (LMDB's "meta pages"), which are in no tree.
         return 2 + sum(int(s["branch_pages"] + s["leaf_pages"] + s["overflow_pages"]) for s in stats)
 
     def clear_readers(self) -> int:
-        """Clear the slots of readers that died, and return how many those were; until then no page that they might read is reused."""
+        """Clear the slots of readers that died, and return the number of these slots.
+
+        While such a slot exists, LMDB reuses no page that its reader might have read.
+        """
         with suppress(lmdb.Error):
             return int(self._lmdb.reader_check())
         return 0
 
     def lagging(self) -> int:
-        """Return the number of read transactions that began two or more transactions ago: they hold back pages given up since.
+        """Return the number of read transactions that began two or more transactions ago.
 
-        `clear_readers` comes first, so that only those of living processes count.
+        Pages that were given up after such a read transaction began cannot be reused before it ends. Call
+        `clear_readers` first, so that only transactions of living processes are counted.
         """
+        # Transaction ids rise by one with each commit. A read transaction has the id that was newest when it
+        # began. LMDB lists readers as lines of "pid thread txnid", after a heading; an idle slot shows "-".
         newest = self._lmdb.info()["last_txnid"]
-        began = [int(line.split()[2]) for line in self._lmdb.readers().splitlines()[1:] if line.split()[2].isdigit()]
+        began = [
+            int(line.split()[2])
+            for line in self._lmdb.readers().splitlines()[1:]
+            if line.split()[2].isdigit()
+        ]
         return sum(1 for txn in began if txn + 1 < newest)
 
     def readers(self) -> int:
@@ -154,10 +284,13 @@ class Environment:
         return int(self._lmdb.info()["map_size"])
 
     def reserve(self, least: int, pages: int) -> None:
-        """Allocate `pages` LMDB pages on the disk behind the file's last one, if fewer than `least` are known to be there; raises OSError.
+        """Allocate `pages` LMDB pages on the disk behind the last used page, if fewer than `least` are left.
 
-        Deletions need new pages as well, and on a disk that other programs have filled there are no others.
+        Raises OSError. Even a deletion needs new LMDB pages. When other programs have filled the disk, only
+        pages that were allocated before are available for a deletion.
         """
+        #   | pages that the file has used | allocated in advance |          |
+        #   0                            there                 _kept     end of the map
         there = int(self._lmdb.info()["last_pgno"]) + 1
         if self._kept >= min(there + least, self.map_bytes() // self.page_bytes):
             return
@@ -167,45 +300,47 @@ class Environment:
             self._env.fallocate(fd, 0, wanted * self.page_bytes)
             self._env.fdatasync(fd)
         finally:
-            let_go(self._env, fd)
+            close_quietly(self._env, fd)
         self._kept = wanted
 
     def pages_on_disk(self) -> int:
-        """Return the number of the file's pages that are allocated on the disk, whether in use or not; raises OSError."""
+        """Return the number of LMDB pages allocated on the disk, whether used or free. Raises OSError."""
         found = self._env.lstat(os.path.join(self.path, "data.mdb"))
+        # st_blocks counts units of 512 bytes, whatever the file system's block size.
         return min(found.st_size, found.st_blocks * 512) // self.page_bytes
 
     def sync(self) -> None:
-        """Return once all data of the file is on the medium; raises OSError."""
-        # The same as LMDB's own sync, through the store's Env: any descriptor of the file syncs the same cached pages.
+        """Return when all data of the file is on the medium; raises OSError if that fails."""
+        # LMDB's own sync does the same, but not through the store's Env. A new descriptor will do: a sync of
+        # any descriptor of a file writes all cached data of the file.
         fd = self._env.open(os.path.join(self.path, "data.mdb"), os.O_RDWR)
         try:
             self._env.fdatasync(fd)
         finally:
-            let_go(self._env, fd)
+            close_quietly(self._env, fd)
 
     def is_damaged(self) -> bool:
-        """Return whether a damaged page was met since the environment was opened."""
+        """Return whether any call has met damage since the environment was opened."""
         return self._damaged
 
     def is_ours(self) -> bool:
-        """Return whether the environment was opened in this process, and not before a fork."""
+        """Return whether this process opened the environment; False in a forked child."""
         return self._env.getpid() == self._pid
 
     def close(self) -> bool:
-        """Close the environment; return False where it was found damaged while it was open."""
+        """Close the environment; return False if any call met damage while the environment was open."""
         self._length.close()
         self._lmdb.close()
-        self._let_go()
+        self._close_files()
         return not self._damaged
 
     def _databases(self, txn: Any) -> list[Any]:
-        return [self._lmdb.open_db(name.encode(), txn) for name in _NAMES]
+        return [self._lmdb.open_db(name.encode(), txn) for name in _DATABASES]
 
     def _present(self) -> list[Any]:
         try:
             self._check_length()
-            return [self._lmdb.open_db(name.encode(), create=False) for name in _NAMES]
+            return [self._lmdb.open_db(name.encode(), create=False) for name in _DATABASES]
         except lmdb.Error as error:
             raise self._os_error(error) from error
 
@@ -218,12 +353,17 @@ class Environment:
 
     def _check_process(self) -> None:
         if self._env.getpid() != self._pid:
-            raise ClosedError(f"the store in {self.path} was opened before this process was forked; open it again in this process")
+            raise ClosedError(
+                f"the store in {self.path} was opened before this process was forked; open it again in this"
+                " process"
+            )
 
     def check_there(self) -> None:
-        """Raise OSError unless the file still lies where it was opened."""
+        """Raise OSError unless the file is still at the path where it was opened."""
         if not self._length.same():
-            raise OSError(ESTALE, f"{self.path} was replaced while it was open; close the store and open it again")
+            raise OSError(
+                ESTALE, f"{self.path} was replaced while it was open; close the store and open it again"
+            )
 
     def _check_length(self) -> None:
         try:
@@ -237,15 +377,18 @@ class Environment:
         self._identity = (self._pid, found.st_dev, found.st_ino)
         with _open_lock:
             if self._identity in _open:
-                raise StorageError(f"{self.path} is open in this process already; use that store from all threads, or close it first")
+                raise StorageError(
+                    f"{self.path} is open in this process already; use that store from all threads, or close"
+                    " it first"
+                )
             _open.add(self._identity)
 
-    def _let_go(self) -> None:
+    def _close_files(self) -> None:
         with _open_lock:
             _open.discard(self._identity)
 
     def _os_error(self, error: lmdb.Error) -> OSError:
-        """Return the OSError that an error of LMDB's stands for, and note damage."""
+        """Return the OSError for an error of LMDB; if the error means damage, record the damage."""
         if isinstance(error, lmdb.MapFullError):
             return MapFullError(ENOSPC, str(error))
         found = os_error(error, self._env, self.path)
@@ -253,6 +396,44 @@ class Environment:
         return found
 
     def _unreadable(self, error: struct.error) -> DamagedError:
-        """Return the error for an entry whose length is not the one that was written, and note the damage."""
+        """Return the error for an entry of a wrong length, and record that damage was met."""
         self._damaged = True
         return DamagedError(EIO, f"an entry has another length than it was written with: {error}")
+
+
+class ErrorCounters:
+    """Counters of failed calls of this process, by kind.
+
+        full               the disk or the map was full
+        busy               another writer held the lock for too long
+        failures           all other failures
+        chores_dropped     small writes (see `Maintenance`) dropped because of a damaged LMDB page
+        refused_...        objects that a set refused, by the reason (see `Attempt`)
+
+    Thread safety: any thread may call.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path: Final = path
+        self._mutex = Lock()
+        self._counts: Counter[str] = Counter()
+
+    def count(self, what: str, by: int = 1) -> None:
+        """Add `by` to the count named `what`."""
+        with self._mutex:
+            self._counts[what] += by
+
+    def failed(self, what: str, error: OSError) -> Outcome:
+        """Count and log a failure, and return the outcome of the objects concerned.
+
+        The outcome is THROTTLED if the failure may pass, so that the same set may succeed later; else ERROR.
+        """
+        kind = _KINDS.get(error.errno or 0, "failures")
+        self.count(kind)
+        _log.warning("%s in %s failed: %s", what, self._path, error)
+        return Outcome.ERROR if kind == "failures" else Outcome.THROTTLED
+
+    def figures(self) -> dict[str, int]:
+        """Return all counts by name."""
+        with self._mutex:
+            return {"full": 0, "busy": 0, "failures": 0, "chores_dropped": 0, **self._counts}

@@ -1,97 +1,167 @@
-"""A copy in memory of what an `lmdb` store holds, so that this process evicts in the order that all stores have in common.
+"""In-memory copy of the records of an `lmdb` store, which keeps the objects in their eviction order.
 
-The truth is in LMDB, and other processes change it. A mirror is read once, when the store must first evict or report its worth, and is then
-kept up to date with what has a newer tick: the database `ages` names what was stored or used, and the log of removals in `facts` names what
-was removed. Every change has a tick of its own, and ticks rise from transaction to transaction, so nothing is missed. The log is bounded; a
-mirror that is behind its beginning reads everything again.
+Only the records in LMDB are authoritative, and other processes change them. The mirror reads all records
+once, when the store must first evict or report its worth (how many bytes are restorable). After that the
+mirror reads only the changes. Every change takes the next tick, so the changes that the mirror does not know
+yet have ticks from `_seen` on:
+
+    database `ages`      objects that were stored or used
+    log in `facts`       objects that were removed; the log keeps only the latest removals
+
+    ticks   | log of removals ........................... |
+                         |<- read by the next `keep_up` ->|
+                       _seen                          next_tick
+
+If the log has already lost removals since `_seen`, the mirror reads all records again.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import groupby
 from threading import RLock
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from tiercache.policy import Lru
+from tiercache.storage.coldest import Found, Survey
 from tiercache.storage.eviction import EvictionOrder
 from tiercache.storage.pages import column_of
-from tiercache.storage.residents import Loaded, Residents, Worth
+from tiercache.storage.residents import ObjectColumns, Residents
+from tiercache.storage.restorable import Worth
+from tiercache.storage.values import HALF_LIFE, usable_hints
 from tiercache_backends.lmdb.environment import Environment
-from tiercache_backends.lmdb.ledger import Ledger
-from tiercache_backends.lmdb.names import names_in
-from tiercache_backends.lmdb.records import FACTS, HALF, Facts, Record, gone_since, named_at, place_of, removals, tick_key, tick_of
+from tiercache_backends.lmdb.records import (
+    FACTS,
+    HALF,
+    Record,
+    StoreTotals,
+    log_start,
+    named_tick,
+    place_of,
+    removals,
+    tick_key,
+    tick_of,
+)
+from tiercache_backends.lmdb.transaction import Transaction, names_in
 from tiercache_backends.local.failures import DAMAGE
 
-_AT_ONCE: Final = 4096
-"""Objects read in one transaction while the mirror is read."""
-_MOST_NOTED: Final = 1 << 16
-"""Uses of objects remembered until the next transaction applies them; beyond that the oldest are forgotten."""
+_OBJECTS_PER_TRANSACTION: Final = 4096
+"""Maximum number of records that one transaction reads when all records are read."""
+_MAX_NOTED: Final = 1 << 16
+"""Maximum number of uses that wait for `keep_up`; if there are more, the oldest uses are dropped."""
 
 
-class Known(NamedTuple):
-    """Result of one part of a walk over all objects, ordered by tick.
+class _Hint(NamedTuple):
+    """Value of an object that was given to this process and waits for `keep_up`."""
 
-    `objects`: places and records. `following`: the tick at which the next part begins; 0 at the end. `damaged`: whether a damaged page
-    ended this part early.
-    """
+    digest: bytes
+    value: float
+    worker: int
+    seconds: float
+    """Time at which it was given, on the mirror's clock."""
+
+
+class WalkResult(NamedTuple):
+    """Result of one part of a walk over all objects, ordered by tick."""
 
     objects: list[tuple[bytes, Record]]
+    """Places and records."""
     following: int
+    """Tick at which the next part begins; 0 at the end."""
     damaged: bool = False
+    """Whether a damaged LMDB page ended this part early."""
 
 
 class Mirror:
-    """The objects of a store as of one transaction, and the order in which they are evicted.
+    """Objects of a store as of one transaction, and the order in which they are evicted.
 
-    Around a write transaction the caller holds `lock` and calls `keep_up`, then `evict` or `sweep`, and after its end `settled` or
-    `undone`. A `row` is that of an object in `Residents`.
+    During a write transaction that may evict, the caller holds `lock` and calls these methods:
 
-    Thread safety: any thread that holds `lock`; `note`, `read`, `is_read` and `unfinished` may be called without it.
+        1. `keep_up`                         applies what other transactions changed
+        2. `evict` or `sweep`                takes objects out
+        3. `committed` or `rolled_back`      makes step 2 final, or undoes it
+
+    Values that callers give (`hint`) are known to this process alone, and are forgotten when all records are
+    read again. `clock` gives the seconds by which they age.
+
+    The parameter `row` of many methods is the row of an object in the table `Residents`.
+
+    Thread safety: the thread that holds `lock` may call; `note`, `read`, `is_read` and `unfinished` may be
+    called without it.
     """
 
-    def __init__(self, environment: Environment) -> None:
-        self._in = environment
+    def __init__(self, environment: Environment, clock: Callable[[], float]) -> None:
+        self._environment = environment
+        self._clock = clock
+        self._hints: deque[_Hint] = deque(maxlen=_MAX_NOTED)
         self.lock: Final = RLock()
         self._leaving: list[tuple[int, bytes, bytes | None]] = []
-        self._noted: deque[tuple[bytes, bool]] = deque(maxlen=_MOST_NOTED)
-        self._start_again()
+        """Objects that the open transaction removes: row, digest, and parent if known."""
+        self._noted: deque[tuple[bytes, bool]] = deque(maxlen=_MAX_NOTED)
+        """Places of objects that were used, each with `brought` (see `note`)."""
+        self._reset()
 
     def note(self, places: Iterable[bytes], *, brought: bool = False) -> None:
-        """Note, without waiting, that objects were read, or `brought` by a writer and already stored; the next `keep_up` applies it."""
+        """Record, without a lock, that objects were used; the next `keep_up` applies these uses.
+
+        `brought`: the objects were used by a set that found them stored already, and not by a get.
+        """
         if self.is_read:
             self._noted.extend((place, brought) for place in places)
 
+    def hint(self, digests: Sequence[bytes], values: Sequence[float], worker: int) -> None:
+        """Record, without a lock, the values of objects; the next `keep_up` applies them.
+
+        At most `_MAX_NOTED` of them wait; if there are more, the oldest are dropped.
+        """
+        possible, which = usable_hints(values, worker, len(digests))
+        now = self._clock()
+        self._hints.extend(
+            _Hint(digests[i], value, worker, now)
+            for i, value in zip(which.tolist(), possible.tolist(), strict=True)
+        )
+
+    def is_worth(self, value: float) -> bool:
+        """Return whether an object of this value would be stored if room had to be made for it."""
+        return self._order.is_worth(self._residents.rank(value))
+
     @property
     def is_read(self) -> bool:
-        """Whether all objects have been read."""
+        """Whether all records have been read."""
         return self._seen > 0
 
     def read(self) -> None:
-        """Read all objects anew; the caller has no transaction open. Raises OSError, and the mirror counts as not read then."""
+        """Empty the mirror and read all records; the caller has no transaction open.
+
+        Raises OSError; after an error `is_read` is False.
+        """
         with self.lock:
-            self._start_again()
+            self._reset()
             self._read()
 
     def _read(self) -> None:
-        facts, spaces = self._in.read(self._facts)
+        facts, namespace_ids = self._environment.read(self._facts)
         found: dict[bytes, Record] = {}
-        tick, damaged = 1, self._in.is_damaged()
+        tick, damaged = 1, self._environment.is_damaged()
+        # LMDB reuses no given-up pages while a read transaction lasts, so read in short parts. Other
+        # processes write between the parts. Their changes have ticks from `facts.next_tick` on, so the next
+        # `keep_up` applies them.
         while tick:
-            some = self._in.read(partial(self._by_age, tick))
+            some = self._environment.read(partial(self._walk_by_age, tick))
             found.update(some.objects)
             tick, damaged = some.following, damaged or some.damaged
         if len(found) < facts.objects and not damaged:
-            # Earlier releases removed the age of an object on which others depend.
-            self._in.read(partial(self._without_age, found))
+            # An earlier release wrote the store: some objects have no entry in `ages` (see records.py).
+            self._environment.read(partial(self._find_without_age, found))
         ordered = sorted(found.items(), key=lambda entry: entry[1].tick)
         records = [record for _, record in ordered]
         known = [i for i, record in enumerate(records) if record.depends_on]
         self._residents.load(
-            Loaded(
+            ObjectColumns(
                 column_of([place_of(place) for place, _ in ordered], 2 * HALF).copy(),
                 column_of([record.parent for record in records], HALF).copy(),
                 np.array(known, np.int64),
@@ -101,34 +171,44 @@ class Mirror:
                 np.array([record.namespace for record in records], np.uint32),
             )
         )
-        for number in spaces:
-            self._residents.require_states(number)
+        for number in namespace_ids:
+            self._residents.pages.require_states(number)
         self._seen = facts.next_tick
 
     def keep_up(self, txn: Any) -> bool:
-        """Apply what has changed since the last call; return False where everything must be read again.
+        """Apply the changes since the last call; return False if all records must be read again.
 
-        In a write transaction the caller does this before it changes anything.
+        In a write transaction, call this method before any change.
         """
-        facts = Facts.unpack(txn.get(FACTS, db=self._in.facts))
-        if not self._seen or facts.next_tick < self._seen or gone_since(txn, self._in.facts) > self._seen:
+        facts = StoreTotals.unpack(txn.get(FACTS, db=self._environment.facts))
+        # The mirror was never read, or the store's ticks began anew, or the log has lost removals.
+        if (
+            not self._seen
+            or facts.next_tick < self._seen
+            or log_start(txn, self._environment.facts) > self._seen
+        ):
             return False
-        self._reckon()
+        self._apply_noted()
         if facts.next_tick == self._seen:
+            self._apply_hints()
             return True
-        if named_at(txn, self._in.facts) >= self._seen:
-            for space in self._facts(txn)[1]:
-                self._residents.require_states(space)
-        for tick, place, number in sorted([*removals(txn, self._in.facts, self._seen), *self._changes(txn)]):
+        if named_tick(txn, self._environment.facts) >= self._seen:
+            for namespace_id in self._facts(txn)[1]:
+                self._residents.pages.require_states(namespace_id)
+        for tick, place, number in sorted(
+            [*removals(txn, self._environment.facts, self._seen), *self._changes(txn)]
+        ):
             row = self._residents.find(place_of(place))
-            if number:  # a removal; a row with a larger number was stored after it
+            # A place can be used again: object 3 is removed at tick 7, object 8 is stored there at tick 9. If
+            # the mirror has object 8 already, the removal must not forget it. Numbers rise, so compare them.
+            if number:
                 if row >= 0 and self._residents.number[row] <= number:
                     self._forget(row)
                 continue
-            value = txn.get(place, db=self._in.objects)
+            value = txn.get(place, db=self._environment.objects)
             record = None if value is None else Record.unpack(value)
             if record is None or record.tick != tick:
-                continue  # the age is stale: the object is gone, or has a newer one
+                continue  # the entry in `ages` is outdated: the object is gone, or has a newer tick
             if row >= 0 and self._residents.number[row] == record.number:
                 self._residents.renew(row)
                 continue
@@ -136,71 +216,96 @@ class Mirror:
                 self._forget(row)
             self._add(place, record)
         self._seen = facts.next_tick
+        self._apply_hints()
         return True
 
-    def evict(self, ledger: Ledger, eviction: Eviction, held: Sequence[bytes], *, promising: bool) -> None:
-        """Evict objects in the transaction of `ledger`, within the bounds of `eviction`; the pages in `held`, and all before them, stay.
+    def evict(
+        self,
+        transaction: Transaction,
+        eviction: Eviction,
+        held: Sequence[bytes],
+        *,
+        promising: bool,
+        value: float | None = None,
+    ) -> None:
+        """Evict objects in `transaction`, within the bounds of `eviction`.
 
-        `promising`: see `EvictionOrder.evict`.
+        `value`: lowest value of the objects that need the room; None if none of them has a value.
+
+        `held`: keys of pages that stay, with all pages before them. `promising`: whether a restore could use
+        one of the objects that need the room as soon as it is stored (see `EvictionOrder.evict`).
         """
-        nodes = [self._residents.hold(page) for page in held]
+        nodes = [self._residents.pages.hold(page) for page in held]
         try:
-            self._order.evict(_Evicting(self, ledger, eviction), promising=promising)
+            rank = None if value is None else self._residents.rank(value)
+            taker = _EvictionTaker(self, transaction, eviction)
+            self._order.evict(taker, nodes, promising=promising, rank=rank)
         finally:
             for node in nodes:
-                self._residents.release(node)
+                self._residents.pages.release(node)
 
     @property
     def unfinished(self) -> bool:
-        """Whether the last eviction stopped before it had removed all that belongs together."""
+        """Whether the last eviction removed only a part of a unit; no restore can use the rest of it."""
         return self._order.unfinished
 
-    def sweep(self, ledger: Ledger, eviction: Eviction) -> None:
-        """Evict what cannot be restored, such as the rest that an eviction left, as far as one transaction may."""
-        self._order.sweep(_Evicting(self, ledger, eviction))
+    def sweep(self, transaction: Transaction, eviction: Eviction) -> None:
+        """Evict objects that no restore can use, such as the rest of a unit (see `unfinished`)."""
+        self._order.sweep(_EvictionTaker(self, transaction, eviction))
 
-    def settled(self) -> None:
-        """Drop for good the objects that the transaction evicted: it was committed."""
+    def committed(self) -> None:
+        """Drop the objects that the transaction removed; call this after its commit."""
         for row, _, _ in self._leaving:
             self._residents.drop(row)
         self._leaving = []
 
-    def undone(self) -> None:
-        """Take back the objects that the transaction evicted: it was not committed, and they are still stored."""
+    def rolled_back(self) -> None:
+        """Put back the objects that the transaction removed; call this if the commit did not happen."""
         for row, digest, parent in reversed(self._leaving):
             self._residents.enter(row, digest, parent)
         self._leaving = []
 
-    def require_states(self, space: int) -> None:
-        """Note that prefixes of the namespace with the id `space` need states."""
-        self._residents.require_states(space)
+    def require_states(self, namespace_id: int) -> None:
+        """Note that a restore in the namespace with the id `namespace_id` needs a state."""
+        self._residents.pages.require_states(namespace_id)
 
     def depth(self, page: bytes) -> int:
-        """Return the number of pages up to the end of this one; 0 where that is not known."""
+        """Return the depth of a page in pages, up to its end; 0 where the depth is not known."""
         node = self._residents.pages.find(page)
         return int(self._residents.pages.depth[node]) if node >= 0 else 0
 
-    def is_promising(self, page: bytes, space: int, *, hangs: bool) -> bool:
-        """Return whether an object on this page would be of use as soon as it is stored; see `Residents.is_promising`."""
-        node = self._residents.hold(page)
-        promising = self._residents.is_promising(node, space, hangs=hangs)
-        self._residents.release(node)
+    def is_promising(self, page: bytes, namespace_id: int, *, attached: bool) -> bool:
+        """Return whether a restore could use a new object on this page as soon as the object is stored.
+
+        `attached`: the object is attached to the page, as a state is; otherwise the object is the page.
+        """
+        node = self._residents.pages.hold(page)
+        promising = self._residents.pages.is_promising(node, namespace_id, attached=attached)
+        self._residents.pages.release(node)
         return promising
 
+    def survey(self) -> Survey:
+        """Return copies of the columns that determine the eviction order; see `EvictionOrder.survey`."""
+        return self._order.survey()
+
+    def places(self, found: Found) -> list[bytes]:
+        """Return the places of the found objects that are still stored."""
+        return [self.place(row) for row in self._residents.still_there(*found).tolist()]
+
     def worth(self) -> Worth:
-        """Return what the store holds, by what it is good for."""
-        return self._residents.worth()
+        """Return the restorable and the dead bytes, and the number of orphans."""
+        return self._residents.pages.worth()
 
     def leave(self, row: int) -> None:
-        """Take an object out because this transaction removes it; `settled` or `undone` follows."""
+        """Take out an object that the open transaction removes, until `committed` or `rolled_back`."""
         self._leaving.append((row, *self._residents.leave(row)))
 
     def forget(self, row: int) -> None:
-        """Drop an object that another process has removed."""
+        """Drop an object that is no longer stored."""
         self._forget(row)
 
-    def spare(self, row: int) -> None:
-        """Exclude an object from eviction for good, because it cannot be removed."""
+    def exclude(self, row: int) -> None:
+        """Exclude an object from all further evictions, because it cannot be removed."""
         self._residents.pins[row] += 1
 
     def place(self, row: int) -> bytes:
@@ -211,22 +316,24 @@ class Mirror:
         """Return the object's number."""
         return int(self._residents.number[row])
 
-    def _start_again(self) -> None:
-        self._residents = Residents()
+    def _reset(self) -> None:
+        self._residents = Residents(clock=self._clock)
         self._order = EvictionOrder(self._residents, Lru())
         self._leaving = []
         self._seen = 0
 
     def _add(self, place: bytes, record: Record) -> None:
         residents, page = self._residents, place[:HALF]
-        node = residents.hold(page)
-        parent = residents.hold(record.depends_on) if record.depends_on else None
-        residents.add(place_of(place), node, parent, record.number, record.length, record.namespace, record.depth)
-        residents.release(node)
+        node = residents.pages.hold(page)
+        parent = residents.pages.hold(record.depends_on) if record.depends_on else None
+        residents.add(
+            place_of(place), node, parent, record.number, record.length, record.namespace, record.depth
+        )
+        residents.pages.release(node)
         if parent is not None:
-            residents.release(parent)
+            residents.pages.release(parent)
 
-    def _reckon(self) -> None:
+    def _apply_noted(self) -> None:
         """Apply the uses that `note` recorded."""
         for _ in range(len(self._noted)):
             place, brought = self._noted.popleft()
@@ -234,42 +341,56 @@ class Mirror:
             if row >= 0:
                 (self._residents.renew if brought else self._residents.touch)(row)
 
+    def _apply_hints(self) -> None:
+        """Apply the values that `hint` recorded, as old as they are."""
+        now = self._clock()
+        waiting = [self._hints.popleft() for _ in range(len(self._hints))]
+        for worker, group in groupby(waiting, key=lambda hint: hint.worker):
+            hints = list(group)
+            aged = [hint.value * 2.0 ** ((hint.seconds - now) / HALF_LIFE) for hint in hints]
+            self._residents.advise([hint.digest for hint in hints], aged, worker)
+
     def _forget(self, row: int) -> None:
         self._residents.leave(row)
         self._residents.drop(row)
 
-    def _facts(self, txn: Any) -> tuple[Facts, list[int]]:
-        facts = Facts.unpack(txn.get(FACTS, db=self._in.facts))
-        return facts, [name.number for name in names_in(self._in, txn).values() if name.states]
+    def _facts(self, txn: Any) -> tuple[StoreTotals, list[int]]:
+        facts = StoreTotals.unpack(txn.get(FACTS, db=self._environment.facts))
+        return facts, [name.number for name in names_in(self._environment, txn).values() if name.states]
 
-    def _by_age(self, tick: int, txn: Any) -> Known:
-        """Return the next objects from a tick on, found by their ages.
+    def _walk_by_age(self, tick: int, txn: Any) -> WalkResult:
+        """Return the next objects from a tick on, found by their entries in `ages`.
 
-        A walk over the database `objects` itself would end the process where one of its leaves is damaged.
+        A walk over `objects` would be simpler, but if it meets a damaged leaf, LMDB kills the process.
         """
         objects: list[tuple[bytes, Record]] = []
-        with txn.cursor(self._in.ages) as walk:
+        with txn.cursor(self._environment.ages) as walk:
             found = walk.set_range(tick_key(tick))
-            while found and len(objects) < _AT_ONCE:
+            while found and len(objects) < _OBJECTS_PER_TRANSACTION:
                 tick, place = tick_of(walk.key()), bytes(walk.value())
                 try:
-                    value = txn.get(place, db=self._in.objects)
+                    value = txn.get(place, db=self._environment.objects)
                 except DAMAGE:
-                    return Known(objects, tick + 1, damaged=True)  # no more can be read in this transaction
+                    # After damage LMDB's transaction is useless, so the next part begins behind this object.
+                    return WalkResult(objects, tick + 1, damaged=True)
                 record = None if value is None else Record.unpack(value)
                 if record is not None and record.tick == tick:
                     objects.append((place, record))
                 found = walk.next()
-            return Known(objects, tick_of(walk.key()) if found else 0)
+            return WalkResult(objects, tick_of(walk.key()) if found else 0)
 
-    def _without_age(self, found: dict[bytes, Record], txn: Any) -> None:
-        for key, value in txn.cursor(self._in.objects):
+    def _find_without_age(self, found: dict[bytes, Record], txn: Any) -> None:
+        for key, value in txn.cursor(self._environment.objects):
             record = Record.unpack(value) if len(key) == 2 * HALF and bytes(key) not in found else None
             if record is not None:
                 found[bytes(key)] = record
 
     def _changes(self, txn: Any) -> Iterable[tuple[int, bytes, int]]:
-        with txn.cursor(self._in.ages) as walk:
+        """Yield (tick, place, 0) of every object stored or used since the last `keep_up`.
+
+        The triples of `removals` have the object's number instead of 0.
+        """
+        with txn.cursor(self._environment.ages) as walk:
             found = walk.set_range(tick_key(self._seen))
             while found:
                 yield tick_of(walk.key()), bytes(walk.value()), 0
@@ -277,45 +398,46 @@ class Mirror:
 
 
 class Eviction:
-    """Bounds and count of the evictions in one transaction.
-
-    It goes on until at most `pages` LMDB pages are in use, and removes at most `most` objects; `objects` counts those removed.
+    """Limits of the evictions in one transaction, and their count.
 
     Thread safety: only the thread of the transaction uses it.
     """
 
-    def __init__(self, pages: int, most: int, damaged: set[bytes]) -> None:
+    def __init__(self, pages: int, max_objects: int, damaged: set[bytes]) -> None:
         self.pages = pages
-        self.most = most
+        """Number of LMDB pages in use at which the eviction ends."""
+        self.max_objects = max_objects
+        """Maximum number of objects to remove."""
         self.damaged = damaged
-        """Places of objects that cannot be removed; where a removal fails its place is added, and the transaction is lost."""
+        """Places of objects that cannot be removed. A removal that meets damage adds the object's place."""
         self.objects = 0
+        """Number of objects removed so far."""
 
 
-class _Evicting:
-    """The `eviction.Taker` of one transaction: it removes objects from the database and from the mirror.
+class _EvictionTaker:
+    """Remover of objects from the databases and from the mirror, in one transaction (an `eviction.Taker`).
 
     Thread safety: that of its mirror.
     """
 
-    def __init__(self, mirror: Mirror, ledger: Ledger, eviction: Eviction) -> None:
+    def __init__(self, mirror: Mirror, transaction: Transaction, eviction: Eviction) -> None:
         self._mirror = mirror
-        self._ledger = ledger
+        self._transaction = transaction
         self._eviction = eviction
 
     def take(self, rows: list[int]) -> None:
-        """Remove these objects, as far as they are still stored and can be removed."""
+        """Remove these objects; skip those that are no longer stored or cannot be removed."""
         for row in rows:
             place = self._mirror.place(row)
             if place in self._eviction.damaged:
-                self._mirror.spare(row)
+                self._mirror.exclude(row)
                 continue
             try:
-                record = self._ledger.find(place)
+                record = self._transaction.find(place)
                 if record is None or record.number != self._mirror.number(row):
                     self._mirror.forget(row)
                     continue
-                self._ledger.remove(place, record)
+                self._transaction.remove(place, record)
             except DAMAGE:
                 self._eviction.damaged.add(place)
                 raise
@@ -323,9 +445,9 @@ class _Evicting:
             self._eviction.objects += 1
 
     def enough(self) -> bool:
-        """Return whether as many LMDB pages are free as were wanted."""
-        return self._ledger.used_pages() <= self._eviction.pages
+        """Return whether enough LMDB pages are free."""
+        return self._transaction.used_pages() <= self._eviction.pages
 
     def full(self) -> bool:
         """Return whether this transaction may remove no more objects."""
-        return self._eviction.objects >= self._eviction.most
+        return self._eviction.objects >= self._eviction.max_objects

@@ -1,4 +1,8 @@
-"""Opening of an `lmdb` store's directory: its other owners, whether its data can be trusted, and how large the store may be."""
+"""Opening of the directory of an `lmdb` store: lock it, check or repair its data, and agree on its size.
+
+While one process opens the store for writing, no other process can open it: `StoreDirectory.claim` takes a
+lock, which `admit_others` releases.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +12,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from tiercache.errors import ConfigError, StorageError, StoreDamagedError
-from tiercache.storage.checksum import Seal
+from tiercache.storage.checksum import MacKey
 from tiercache.storage.env import Env
-from tiercache_backends.lmdb.budget import SMALLEST_CAPACITY, Budget, capacity_for, map_bytes
+from tiercache_backends.lmdb.budget import SMALLEST_CAPACITY, PageBudget, capacity_for, map_bytes
 from tiercache_backends.lmdb.environment import Environment
 from tiercache_backends.lmdb.records import SIZE, Size
 from tiercache_backends.lmdb.salvage import data_file, salvage
@@ -23,14 +27,14 @@ KIND: Final = "tiercache.lmdb"
 VERSION: Final = 1
 _DATABASE: Final = "database"
 _REPAIR: Final = "database.new"
-"""Name of the environment that a repair writes."""
+"""Name of the directory in which a repair writes the new environment."""
 _ASIDE_SHARE: Final = 16
-"""Damaged data are kept for inspection while they take at most one in so many bytes of the capacity: the rest is for new objects."""
+"""Divisor of the capacity: damaged data that was put aside for inspection may take one byte in 16."""
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """The parts of an open store. `capacity`: bytes that its directory may take.
+    """Parts of an open store.
 
     Thread safety: immutable; one thread calls `close`, once.
     """
@@ -38,8 +42,9 @@ class Opened:
     env: Env
     directory: StoreDirectory
     environment: Environment
-    budget: Budget
+    budget: PageBudget
     capacity: int
+    """Bytes that the directory may take."""
 
     @property
     def path(self) -> str:
@@ -47,33 +52,46 @@ class Opened:
         return self.directory.path
 
     def disk_bytes(self) -> int:
-        """Return the bytes that the directory and everything in it take on the disk now; raises OSError."""
+        """Return the bytes that the directory and everything in it take on the disk now. Raises OSError."""
         return tree_bytes(self.env, self.path)
 
     def data_bytes(self) -> int:
-        """Return the bytes that LMDB's file takes on the disk; it grows up to the map's size and never shrinks. Raises OSError."""
+        """Return the bytes that LMDB's file takes on the disk. Raises OSError.
+
+        The file grows up to the map's size and never shrinks.
+        """
         return tree_bytes(self.env, os.path.join(self.directory.database, "data.mdb"))
 
     def close(self) -> None:
-        """Close the environment and release the directory; do nothing in a forked child, where both are the parent's."""
+        """Close the environment and release the directory; do nothing in a forked child."""
         if self.environment.is_ours():
             sound = self.environment.close()
             self.directory.release(clean=sound, suspect=not sound)
 
 
-def open_environment(env: Env, path: str, capacity: int | None, seal: Seal, *, last_sync: bool, looks: bool) -> Opened:
+def open_environment(
+    env: Env, path: str, capacity: int | None, mac_key: MacKey, *, last_sync: bool, read_only: bool
+) -> Opened:
     """Open the store in `path`, or make it where there is none.
 
-    `capacity` None: open the store that is there, as it is. `looks`: open it for reading only. `last_sync`: see `Environment`.
+    `capacity` None: open an existing store, with the capacity that it has. `last_sync`: see `Environment`.
 
-    Raises ConfigError, StorageError or what StoreDirectory raises, and then leaves nothing open.
+    Raises ConfigError, StorageError and the errors of StoreDirectory. After an error nothing stays open.
     """
-    directory = StoreDirectory(env, path, kind=KIND, version=VERSION, database=_DATABASE, as_found=capacity is None, looks=looks)
+    directory = StoreDirectory(
+        env,
+        path,
+        kind=KIND,
+        version=VERSION,
+        database=_DATABASE,
+        must_exist=capacity is None,
+        read_only=read_only,
+    )
     check_capacity(capacity, capacity or 0)
     directory.claim(shared=True)
     try:
-        opened = _open(env, directory, capacity, seal, last_sync, looks)
-        directory.opened()
+        opened = _open(env, directory, capacity, mac_key, last_sync, read_only)
+        directory.admit_others()
     except BaseException as error:
         directory.release(clean=False)
         if isinstance(error, OSError) and not isinstance(error, StorageError):
@@ -82,66 +100,84 @@ def open_environment(env: Env, path: str, capacity: int | None, seal: Seal, *, l
     return opened
 
 
-def _open(env: Env, directory: StoreDirectory, capacity: int | None, seal: Seal, last_sync: bool, looks: bool) -> Opened:
-    seal.match(directory.settle({"mac": seal.fingerprint}).get("mac"), directory.path)
-    sound = directory.prove(closely=False)
-    if looks and not sound:
+def _open(
+    env: Env,
+    directory: StoreDirectory,
+    capacity: int | None,
+    mac_key: MacKey,
+    last_sync: bool,
+    read_only: bool,
+) -> Opened:
+    mac_key.match(directory.settle_format({"mac": mac_key.fingerprint}).get("mac"), directory.path)
+    sound = directory.check_environment(closely=False)
+    if read_only and not sound:
         raise StoreDamagedError(
-            f"{directory.database} is damaged; whoever opens the store to change it writes it anew from what can be read"
+            f"{directory.database} is damaged; open the store for writing, which rewrites it from what can be"
+            " read"
         )
-    if directory.sole and not looks:
+    if directory.sole and not read_only:
         _clear(env, directory)
         if not sound:
-            _repair(env, directory, capacity, seal)
+            _repair(env, directory, capacity, mac_key)
         elif directory.suspect:
-            directory.healed()  # `prove` has looked at every page
-    for name in ("data.mdb", "lock.mdb"):  # LMDB itself would follow a link
+            directory.mark_repaired()  # `check_environment` has found every LMDB page sound
+    for name in ("data.mdb", "lock.mdb"):  # `stat` refuses symbolic links; LMDB would follow them
         directory.stat(os.path.join(_DATABASE, name))
-    wanted = None if capacity is None else _wanted(env, directory, capacity)
-    # Without a size LMDB maps what the last writer had mapped.
+    wanted = None if capacity is None else _size_for(env, directory, capacity)
+    # A size of 0 makes LMDB use the map size that the last writer stored in the file.
     environment = Environment(
-        env, directory.database, wanted.map_bytes if wanted else 0, last_sync=last_sync, looks=looks, alone=directory.sole
+        env,
+        directory.database,
+        wanted.map_bytes if wanted else 0,
+        last_sync=last_sync,
+        read_only=read_only,
+        alone=directory.sole,
     )
     try:
-        if not looks:
+        if not read_only:
             environment.clear_readers()
-        size = _agree(directory, environment, wanted) if wanted else _found(directory, environment)
-        budget = Budget(size.map_bytes // environment.page_bytes, environment.page_bytes)
+        size = (
+            _agreed_size(directory, environment, wanted) if wanted else _existing_size(directory, environment)
+        )
+        budget = PageBudget(size.map_bytes // environment.page_bytes, environment.page_bytes)
         return Opened(env, directory, environment, budget, size.capacity)
     except BaseException:
         environment.close()
         raise
 
 
-def _repair(env: Env, directory: StoreDirectory, capacity: int | None, seal: Seal) -> None:
-    """Write what can be read of a damaged environment into a new one beside it, which then replaces it atomically."""
+def _repair(env: Env, directory: StoreDirectory, capacity: int | None, mac_key: MacKey) -> None:
+    """Copy the readable objects of a damaged environment into a new one, which replaces the old file."""
     beside = directory.at(_REPAIR)
-    directory.part(beside, make=True)
-    # Twice the size of all that there may be, because the new pages may be less full.
-    environment = Environment(env, beside, 2 * max(directory.database_bytes(), capacity or 0, SMALLEST_CAPACITY), last_sync=True)
+    directory.make_part(beside, make=True)
+    # The new LMDB pages may be less full than the old ones, so the new map is twice as large as the old file.
+    environment = Environment(
+        env, beside, 2 * max(directory.database_bytes(), capacity or 0, SMALLEST_CAPACITY), last_sync=True
+    )
     try:
-        copied = salvage(env, data_file(directory.database), environment, seal)
+        copied = salvage(env, data_file(directory.database), environment, mac_key)
         environment.sync()
     finally:
         environment.close()
     _log.error("%s is damaged; it was written anew from %d objects", directory.database, copied)
-    directory.replace(data_file(beside))
-    directory.healed()
+    directory.replace(data_file(beside))  # atomic
+    directory.mark_repaired()
     _clear(env, directory)
 
 
 def _clear(env: Env, directory: StoreDirectory) -> None:
-    """Remove what a finished or unfinished repair left behind."""
+    """Remove the files that a finished or an interrupted repair left behind."""
     beside = directory.at(_REPAIR)
     if directory.stat(_REPAIR) is not None:
         for name in env.listdir(beside):
             env.unlink(os.path.join(beside, name))
 
 
-def _wanted(env: Env, directory: StoreDirectory, capacity: int) -> Size:
-    """Return the size that a capacity stands for; raises ConfigError where the store has outgrown it.
+def _size_for(env: Env, directory: StoreDirectory, capacity: int) -> Size:
+    """Return the sizes for a capacity; raise ConfigError if the store is larger already.
 
-    A sole owner first removes what it must of data put aside as damaged.
+    If no other process has the store open, this function first removes damaged data that was put aside and
+    that exceeds its share of the capacity.
     """
     if directory.sole:
         _trim_aside(env, directory, capacity)
@@ -149,26 +185,31 @@ def _wanted(env: Env, directory: StoreDirectory, capacity: int) -> Size:
     wanted = Size(capacity, map_bytes(capacity, foreign, directory.path))
     if directory.sole and directory.database_bytes() > wanted.map_bytes:
         raise ConfigError(
-            f"the store in {directory.path} has grown to {directory.database_bytes()} bytes, which a capacity of {capacity} does not hold;"
-            f" set capacity to {capacity_for(directory.database_bytes(), foreign)} or more, or remove the directory to start empty"
+            f"the store in {directory.path} has grown to {directory.database_bytes()} bytes, which a capacity"
+            f" of {capacity} does not hold; set capacity to"
+            f" {capacity_for(directory.database_bytes(), foreign)} or more, or remove the directory to start"
+            " empty"
         )
     return wanted
 
 
-def _found(directory: StoreDirectory, environment: Environment) -> Size:
-    """Return the size that the store has, and map that much; raises StorageError where it has none yet."""
+def _existing_size(directory: StoreDirectory, environment: Environment) -> Size:
+    """Return the stored sizes and resize the map to them; raise StorageError if none are stored yet."""
     found = environment.read(lambda txn: Size.unpack(txn.get(SIZE, db=environment.facts)))
     if found is None:
-        raise StorageError(f"{directory.database} does not say how large it may be, and so holds nothing; open it with a capacity first")
+        raise StorageError(
+            f"{directory.database} has no stored size, and so no objects; open it with a capacity first"
+        )
     if environment.map_bytes() != found.map_bytes:
         environment.resize(found.map_bytes)
     return found
 
 
-def _agree(directory: StoreDirectory, environment: Environment, wanted: Size) -> Size:
-    """Return the size that all owners of the store use.
+def _agreed_size(directory: StoreDirectory, environment: Environment, wanted: Size) -> Size:
+    """Return the sizes that all processes that have the store open use.
 
-    A sole owner decides it; with others it is the one that they use, and another capacity raises ConfigError.
+    If no other process has the store open, these are the `wanted` sizes. Otherwise they are the stored sizes,
+    and ConfigError is raised if the stored capacity differs from `wanted.capacity`.
     """
     found = environment.read(lambda txn: Size.unpack(txn.get(SIZE, db=environment.facts)))
     if directory.sole or found is None:
@@ -177,8 +218,9 @@ def _agree(directory: StoreDirectory, environment: Environment, wanted: Size) ->
         return wanted
     if found.capacity != wanted.capacity:
         raise ConfigError(
-            f"the store in {directory.path} is in use with a capacity of {found.capacity} bytes and cannot be opened with"
-            f" {wanted.capacity}; give the same capacity, or close it in all other processes first"
+            f"the store in {directory.path} is in use with a capacity of {found.capacity} bytes and cannot be"
+            f" opened with {wanted.capacity}; give the same capacity, or close it in all other processes"
+            " first"
         )
     if found.map_bytes != wanted.map_bytes:
         environment.resize(found.map_bytes)
@@ -186,7 +228,7 @@ def _agree(directory: StoreDirectory, environment: Environment, wanted: Size) ->
 
 
 def _trim_aside(env: Env, directory: StoreDirectory, capacity: int) -> None:
-    """Remove data that were put aside as damaged, the oldest first, while they take too large a part of the capacity."""
+    """Remove damaged data that was put aside, the oldest first, until the rest is within its share."""
     asides = directory.asides()
     left = sum(tree_bytes(env, aside) for aside in asides)
     for aside in asides:

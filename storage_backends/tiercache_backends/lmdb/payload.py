@@ -1,60 +1,89 @@
-"""Payloads of objects: their pieces, and how these move between LMDB's map and the caller's buffers.
+"""Payloads of objects: their division into pieces, and the copies between LMDB's map and a caller's buffers.
 
-LMDB gives a value of more than half a page a run of pages of its own, with 16 bytes of header. Pieces of 64 KiB less a little fill sixteen
-pages of 4 KiB each: long runs are hard to find in a map that was full once, and glibc maps and unmaps every larger block of memory anew,
-which made writing pieces of 256 KiB four times slower (3 against 12 GB/s). A rest of at most 1 KiB that would take one more page is a
-piece of its own, which lies in a leaf of the tree.
+LMDB stores a value of more than half an LMDB page in a run of adjacent LMDB pages, behind a header of 16
+bytes. A full piece has 64 KiB less 64 bytes, and so fills sixteen LMDB pages of 4 KiB each. Larger pieces
+have two drawbacks. First, a map that was once full has few long runs of free pages. Second, glibc gets the
+memory for a larger buffer from the kernel, and gives it back after each piece. In a measurement, pieces of
+256 KiB were written at 3 GB/s, and pieces of 64 KiB at 12 GB/s.
+
+The last run of a payload may end with an LMDB page that holds at most 1 KiB of the payload. These last bytes
+become a piece of their own (`rest`), which LMDB stores in a leaf of its tree, beside other small values:
+
+    payload   |------ full piece ------|------ full piece ------|--- cut ---|rest|
+    LMDB      |header| 16 LMDB pages   |header| 16 LMDB pages   |header| n  | in a leaf
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Iterable, Sequence
 from errno import EIO
 from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from tiercache_backends.lmdb.records import part_key
-
 PART_PAGES: Final = 16
-"""LMDB pages of a full piece, usually."""
-_HEADER: Final = 16
+"""Number of LMDB pages of a full piece, unless the file has too few long runs of free pages."""
+_PART: Final = struct.Struct(">QI")
+"""Key of a piece: number of the object, index of the piece in the payload."""
+_HEADER_BYTES: Final = 16
 """Bytes of LMDB's header at the beginning of a run."""
-_MARGIN: Final = 64
-"""Bytes of a run that hold no payload: the header, and as many more that a piece is a whole number of the checksum's strides."""
-_PIECES_A_LEAF: Final = 128
-"""Pieces for which `pages_for` reckons one page of the tree."""
-_INLINE: Final = 1024
-"""Bytes of the largest piece that lies in a leaf, beside others."""
-_IN_CACHE: Final = 256 << 10
-"""Bytes that are copied before they are checked, few enough to be still in the processor's cache."""
-_SMALL: Final = 32 << 10
-"""Bytes below which letting other threads run during a copy costs more than the copy."""
+_MARGIN_BYTES: Final = 64
+"""Bytes of a full run that hold no payload: the header and padding.
+
+The padding makes the payload of a run a multiple of 64 bytes, the stride of the checksum.
+"""
+_PIECES_PER_LEAF: Final = 128
+"""Number of pieces for which `pages_for` counts one leaf page of LMDB's tree."""
+_INLINE_BYTES: Final = 1024
+"""Maximum bytes of a piece that lies in a leaf of LMDB's tree."""
+_CACHED_BYTES: Final = 256 << 10
+"""Number of bytes that are copied before they are checked. The processor's cache still holds all of them."""
+_SMALL_BYTES: Final = 32 << 10
+"""Size of a copy in bytes below which the GIL is kept, because releasing the GIL costs more than the copy."""
 
 
-Add: TypeAlias = Callable[[Sequence[memoryview]], None]
+Verify: TypeAlias = Callable[[Sequence[memoryview]], None]
+"""A function that takes the next bytes of a payload, such as the checksum's `add`."""
+
+
+def part_key(number: int, part: int) -> bytes:
+    """Return the key of piece `part` of an object's payload."""
+    return _PART.pack(number, part)
+
+
+def number_of(key: bytes) -> int:
+    """Return the number of the object to which the piece with this key belongs."""
+    return int(_PART.unpack(key)[0])
 
 
 def piece_sizes(length: int, page_bytes: int, part_pages: int = PART_PAGES) -> list[int]:
     """Return the sizes of a payload's pieces in bytes, in order; the payload has `length` bytes."""
-    full = part_pages * page_bytes - _MARGIN
+    full = part_pages * page_bytes - _MARGIN_BYTES
     sizes = [full] * (length // full)
     rest = length % full
-    cut = (_run(rest, page_bytes) - 1) * page_bytes - _MARGIN
-    if cut > 0 and rest - cut <= _INLINE:
+    # `cut` is the payload that fits into the last run without its last page. If that page would hold only
+    # few bytes (`_INLINE_BYTES`), these become a piece of their own.
+    cut = (_run(rest, page_bytes) - 1) * page_bytes - _MARGIN_BYTES
+    if cut > 0 and rest - cut <= _INLINE_BYTES:
         sizes.append(cut)
         rest -= cut
     return [*sizes, rest] if rest else sizes
 
 
 def pages_for(length: int, page_bytes: int, part_pages: int = PART_PAGES) -> int:
-    """Return the LMDB pages that a payload of `length` bytes takes, its share of the trees included."""
+    """Estimate the LMDB pages that a payload of `length` bytes takes, with its share of LMDB's trees."""
     sizes = piece_sizes(length, page_bytes, part_pages)
-    return 1 + len(sizes) // _PIECES_A_LEAF + sum(_run(size, page_bytes) for size in sizes if size > _INLINE)
+    # Sum of: one page for small pieces and tree entries, the leaf pages for the keys of pieces, the runs.
+    return (
+        1
+        + len(sizes) // _PIECES_PER_LEAF
+        + sum(_run(size, page_bytes) for size in sizes if size > _INLINE_BYTES)
+    )
 
 
-class Strip:
-    """The bytes of many buffers as one strip, handed out in order.
+class BufferCursor:
+    """Cursor that hands out the bytes of many buffers in order.
 
     Thread safety: one thread uses it.
     """
@@ -67,7 +96,7 @@ class Strip:
         self._offset = 0
 
     def take(self, size: int) -> list[memoryview]:
-        """Return views of the next `size` bytes; the caller guarantees that the strip has them."""
+        """Return views of the next `size` bytes; the caller guarantees that `size` bytes are left."""
         views: list[memoryview] = []
         while size:
             buffer = self._buffers[self._index]
@@ -83,125 +112,135 @@ class Strip:
 
 
 def write(txn: Any, db: Any, number: int, buffers: Sequence[memoryview], sizes: Iterable[int]) -> None:
-    """Put a payload's pieces into LMDB. Raises OSError where the store holds a piece of this or a larger number already.
+    """Put a payload's pieces into LMDB.
 
-    `number` is larger than all that were written before. A piece that lies inside one buffer is not copied on the way.
+    `number`: the number of the object, larger than the numbers of all stored objects. Raises OSError where
+    the store already holds a piece with this number or a larger number.
     """
-    strip = Strip(buffers)
+    cursor = BufferCursor(buffers)
     for part, size in enumerate(sizes):
-        views = strip.take(size)
-        if not txn.put(part_key(number, part), views[0] if len(views) == 1 else b"".join(views), db=db, append=True):
+        views = cursor.take(size)
+        # Join a piece only if it lies in several buffers, because joining costs a copy. `append` puts the key
+        # behind all others without a search of the tree, and fails unless the key is the largest.
+        if not txn.put(
+            part_key(number, part), views[0] if len(views) == 1 else b"".join(views), db=db, append=True
+        ):
             raise OSError(EIO, f"the store holds a part of object {number}, which was never stored")
 
 
-def read(cursor: Any, number: int, length: int, buffers: Sequence[memoryview], add: Add) -> bool:
+def read(cursor: Any, number: int, length: int, buffers: Sequence[memoryview], verify: Verify) -> bool:
     """Copy a payload into the caller's buffers; return False where a piece is missing or too long.
 
-    `add` gets every view of the buffers soon after it was filled, while it is in the processor's cache, so that what is checked is what the
-    caller will see.
+    Each part of the buffers is passed to `verify` soon after the copy, while its bytes are in the processor's
+    cache. `verify` gets views of the buffers and not of the map, because the caller will use the bytes in the
+    buffers.
     """
     if not cursor.set_range(part_key(number, 0)):
         return False
-    fill = Whole(buffers[0], add) if len(buffers) == 1 else Scattered(buffers, add)
+    target = BufferWriter(buffers[0], verify) if len(buffers) == 1 else ScatterWriter(buffers, verify)
     for part, (key, piece) in enumerate(cursor.iternext()):
         length -= piece.nbytes
         if length < 0 or key != part_key(number, part):
             return False
-        fill.put(piece)
+        target.put(piece)
         if not length:
-            fill.end()
+            target.end()
             return True
     return False
 
 
-def look(cursor: Any, number: int, length: int, add: Add) -> bool:
-    """Show a payload to `add` in the map, which no caller can change; return False where a piece is missing or too long."""
+def verify_in_map(cursor: Any, number: int, length: int, verify: Verify) -> bool:
+    """Pass views of a payload in the map to `verify`; return False where a piece is missing or too long.
+
+    A caller can change its buffers at any time, but not the map.
+    """
     if not cursor.set_range(part_key(number, 0)):
         return False
     for part, (key, piece) in enumerate(cursor.iternext()):
         length -= piece.nbytes
         if length < 0 or key != part_key(number, part):
             return False
-        add((piece,))
+        verify((piece,))
         if not length:
             return True
     return False
 
 
-class Whole:
-    """Writer of pieces into one buffer, from its start, which shows what it has filled to `add`.
+class BufferWriter:
+    """Writer that copies pieces into one buffer, from its start, and passes the filled bytes to `verify`.
 
     Thread safety: one thread uses it.
     """
 
-    __slots__ = ("_add", "_at", "_seen", "_target", "_view")
+    __slots__ = ("_filled", "_target", "_verified", "_verify", "_view")
 
-    def __init__(self, buffer: memoryview, add: Add) -> None:
+    def __init__(self, buffer: memoryview, verify: Verify) -> None:
         self._view = buffer
         self._target = np.frombuffer(buffer, np.uint8)
-        self._add = add
-        self._at = 0
-        self._seen = 0
+        self._verify = verify
+        self._filled = 0
+        self._verified = 0
 
     def put(self, piece: memoryview) -> None:
         """Copy the next piece."""
-        at = self._at
-        self._at = end = at + piece.nbytes
-        if piece.nbytes < _SMALL:
+        at = self._filled
+        self._filled = end = at + piece.nbytes
+        if piece.nbytes < _SMALL_BYTES:
             self._view[at:end] = piece
         else:
             np.copyto(self._target[at:end], np.frombuffer(piece, np.uint8))
-        if end - self._seen >= _IN_CACHE:
+        if end - self._verified >= _CACHED_BYTES:
             self.end()
 
     def end(self) -> None:
-        """Show what was filled and not shown yet."""
-        self._add((self._view[self._seen : self._at],))
-        self._seen = self._at
+        """Pass the bytes that were filled since the last call to `verify`."""
+        self._verify((self._view[self._verified : self._filled],))
+        self._verified = self._filled
 
 
-class Scattered:
-    """Writer of pieces into many buffers, in order, which shows what it has filled to `add`.
+class ScatterWriter:
+    """Writer that copies pieces into many buffers, in order, and passes the filled bytes to `verify`.
 
     Thread safety: one thread uses it.
     """
 
-    __slots__ = ("_add", "_strip")
+    __slots__ = ("_cursor", "_verify")
 
-    def __init__(self, buffers: Sequence[memoryview], add: Add) -> None:
-        self._strip = Strip(buffers)
-        self._add = add
+    def __init__(self, buffers: Sequence[memoryview], verify: Verify) -> None:
+        self._cursor = BufferCursor(buffers)
+        self._verify = verify
 
     def put(self, piece: memoryview) -> None:
         """Copy the next piece."""
-        views = self._strip.take(piece.nbytes)
+        views = self._cursor.take(piece.nbytes)
         at = 0
         for view in views:
             _copy(view, piece[at : at + view.nbytes])
             at += view.nbytes
-        self._add(views)
+        self._verify(views)
 
     def end(self) -> None:
-        """Do nothing: everything has been shown."""
+        """Do nothing: `put` has passed every view to `verify`."""
 
 
 def remove(txn: Any, db: Any, number: int) -> None:
     """Delete every piece of an object."""
+    prefix = part_key(number, 0)[:8]  # the object's number, with which the keys of all its pieces begin
     with txn.cursor(db) as cursor:
         found = cursor.set_range(part_key(number, 0))
-        while found and cursor.key()[:8] == part_key(number, 0)[:8]:
+        while found and cursor.key()[:8] == prefix:
             cursor.delete()
             found = bool(cursor.key())
 
 
 def _run(size: int, page_bytes: int) -> int:
-    """Return the pages of a run that holds a value of `size` bytes."""
-    return -(-(size + _HEADER) // page_bytes)
+    """Return the number of LMDB pages of a run that holds a value of `size` bytes."""
+    return -(-(size + _HEADER_BYTES) // page_bytes)
 
 
 def _copy(target: memoryview, source: memoryview) -> None:
-    if target.nbytes < _SMALL and target.format == "B":
+    if target.nbytes < _SMALL_BYTES and target.format == "B":
         target[:] = source
     else:
-        # Unlike an assignment of views, numpy lets other threads run while it copies.
+        # numpy releases the GIL while it copies; an assignment of views does not.
         np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))

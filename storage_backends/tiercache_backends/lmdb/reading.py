@@ -1,4 +1,4 @@
-"""Gets of the `lmdb` store: one object at a time, from LMDB's map into the caller's buffers, verified on the way."""
+"""Gets of the `lmdb` store: each object is copied from LMDB's map into the caller's buffers and verified."""
 
 from __future__ import annotations
 
@@ -6,109 +6,125 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple
 
-from tiercache.core import Outcome
-from tiercache.storage.base import DIGEST_BYTES, GetItem
-from tiercache.storage.checksum import Seal, Sealed
+from tiercache.core import DIGEST_BYTES, Outcome
+from tiercache.storage.base import GetItem
+from tiercache.storage.checksum import Checksums, MacKey
 from tiercache.storage.vectors import usable
 from tiercache_backends.lmdb import payload
-from tiercache_backends.lmdb.chores import Chores
-from tiercache_backends.lmdb.environment import Environment
+from tiercache_backends.lmdb.environment import Environment, ErrorCounters
+from tiercache_backends.lmdb.maintenance import Maintenance
 from tiercache_backends.lmdb.records import Record, place_of
-from tiercache_backends.lmdb.tally import Tally
 from tiercache_backends.local.failures import DamagedError
 
-_AT_ONCE: Final = 1024
-"""Keys looked up in one transaction, at most: LMDB pages that are given up meanwhile cannot be reused before it ends."""
+_KEYS_PER_TRANSACTION: Final = 1024
+"""Maximum number of keys looked up in one transaction.
+
+Transactions are short, because LMDB reuses no given-up pages while a read transaction lasts.
+"""
 
 
-class Found(NamedTuple):
-    """Result of a get. `number`: the number of the object that it met.
-
-    Where the outcome is CORRUPT, that object is to be removed; None stands for one without a readable record.
-    """
+class ReadResult(NamedTuple):
+    """Result of a get for one object. If the outcome is CORRUPT, the caller removes the object."""
 
     outcome: Outcome
     number: int | None = None
+    """Number of the object that was read; None if it has no readable record."""
 
 
 class Reader:
-    """Reader of objects. Its methods raise no OSError: failures are counted, and become outcomes or False.
+    """Reader of objects, whose methods raise no OSError: failures are counted, and become outcomes or False.
 
     Thread safety: any thread may call; readers never wait.
     """
 
-    def __init__(self, environment: Environment, seal: Seal, chores: Chores, tally: Tally) -> None:
+    def __init__(
+        self, environment: Environment, mac_key: MacKey, maintenance: Maintenance, errors: ErrorCounters
+    ) -> None:
         self._environment = environment
-        self._seal = seal
-        self._chores = chores
-        self._tally = tally
+        self._mac_key = mac_key
+        self._maintenance = maintenance
+        self._errors = errors
 
     def present(self, places: Sequence[bytes]) -> list[bool]:
-        """Return which objects are there and not known to be damaged; False for all that cannot be looked up."""
+        """Return for each place whether an undamaged object is stored there; False if the look-up fails."""
         answers: list[bool] = []
-        for start in range(0, len(places), _AT_ONCE):
-            some = places[start : start + _AT_ONCE]
+        for start in range(0, len(places), _KEYS_PER_TRANSACTION):
+            some = places[start : start + _KEYS_PER_TRANSACTION]
             try:
                 answers += self._look_up(some)
             except OSError as error:
-                self._tally.failed("a look-up", error)
+                self._errors.failed("a look-up", error)
                 answers += [False] * len(some)
         return answers
 
-    def fetch(self, item: GetItem) -> Found:
+    def fetch(self, item: GetItem) -> ReadResult:
         """Read one object into its buffers and verify it."""
         if len(item.key.digest) != DIGEST_BYTES:
-            return Found(Outcome.MISS)
+            return ReadResult(Outcome.MISS)
         met: list[int] = []
         try:
             return self._environment.read(partial(self._fetch, item, met))
         except DamagedError as error:
-            self._tally.failed("a get", error)
-            return Found(Outcome.CORRUPT, met[0]) if met else Found(Outcome.ERROR)
+            self._errors.failed("a get", error)
+            # With a number in `met`, the damage is in the object's payload; otherwise it may be anywhere.
+            return ReadResult(Outcome.CORRUPT, met[0]) if met else ReadResult(Outcome.ERROR)
         except OSError as error:
-            self._tally.failed("a get", error)
-            return Found(Outcome.ERROR)
+            self._errors.failed("a get", error)
+            return ReadResult(Outcome.ERROR)
 
     def _look_up(self, places: Sequence[bytes]) -> list[bool]:
-        """Return which objects are there; where damage is met, look up halves, so that only what cannot be read counts as absent."""
+        """Return which objects are stored; if the look-up meets damage, look up each half by itself.
+
+        In the end only objects that cannot be read count as absent.
+        """
         try:
             return self._environment.read(partial(self._present, places))
         except DamagedError as error:
             if len(places) == 1:
-                self._tally.failed("a look-up", error)
+                self._errors.failed("a look-up", error)
                 return [False]
         middle = len(places) // 2
         return self._look_up(places[:middle]) + self._look_up(places[middle:])
 
     def _present(self, places: Sequence[bytes], txn: Any) -> list[bool]:
+        # In `objects` a key of another length than a place holds a count of dependents (records.py).
         get, objects = txn.get, self._environment.objects
-        if not self._chores.any_spoiled():
+        if not self._maintenance.any_damaged():
             return [len(place) == DIGEST_BYTES and get(place, db=objects) is not None for place in places]
-        found = ((place, Record.unpack(get(place, b"", db=objects)) if len(place) == DIGEST_BYTES else None) for place in places)
-        return [record is not None and not self._chores.is_spoiled(place, record.number) for place, record in found]
+        answers: list[bool] = []
+        for place in places:
+            record = Record.unpack(get(place, b"", db=objects)) if len(place) == DIGEST_BYTES else None
+            answers.append(record is not None and not self._maintenance.is_damaged(place, record.number))
+        return answers
 
-    def _fetch(self, item: GetItem, met: list[int], txn: Any) -> Found:
+    def _fetch(self, item: GetItem, met: list[int], txn: Any) -> ReadResult:
         """Read and verify one object; append its number to `met` before its payload is read."""
         key, buffers, length = item
         place = place_of(key.digest)
         value = txn.get(place, db=self._environment.objects)
         if value is None:
-            return Found(Outcome.MISS)
+            return ReadResult(Outcome.MISS)
         record = Record.unpack(value)
         if record is None:
-            return Found(Outcome.CORRUPT)
-        if self._chores.is_spoiled(place, record.number):
-            return Found(Outcome.MISS)
+            return ReadResult(Outcome.CORRUPT)
+        if self._maintenance.is_damaged(place, record.number):
+            return ReadResult(Outcome.MISS)
         if record.length != length or not usable(buffers, length, writable=True):
-            return Found(Outcome.ERROR)
+            return ReadResult(Outcome.ERROR)
         met.append(record.number)
-        proof = self._seal.proof(key, length)
+        verifier = self._mac_key.verifier(key, length)
         with txn.cursor(self._environment.parts) as cursor:
-            whole = payload.read(cursor, record.number, length, buffers, proof.add)
-            sealed = Sealed(record.checksum, record.mac)
-            if whole and proof.holds(sealed):
-                return Found(Outcome.HIT, record.number)
-            # Another process may have written to the buffers meanwhile, which is no reason to drop a sound object: look at it in the map.
-            again = self._seal.proof(key, length)
-            sound = payload.look(cursor, record.number, length, again.add) and again.holds(sealed)
-        return Found(Outcome.ERROR, record.number) if sound else Found(Outcome.CORRUPT, record.number)
+            whole = payload.read(cursor, record.number, length, buffers, verifier.add)
+            checksums = Checksums(record.checksum, record.mac)
+            if whole and verifier.matches(checksums):
+                return ReadResult(Outcome.HIT, record.number)
+            # A mismatch has two possible causes: another process wrote to the caller's (shared) buffers
+            # during the copy, or the stored bytes are damaged. Only damage is a reason to drop the object. So
+            # check the bytes in the map, which no caller can change.
+            again = self._mac_key.verifier(key, length)
+            sound = payload.verify_in_map(cursor, record.number, length, again.add) and again.matches(
+                checksums
+            )
+        return (
+            ReadResult(Outcome.ERROR, record.number) if sound else ReadResult(Outcome.CORRUPT, record.number)
+        )

@@ -1,8 +1,9 @@
-"""Salvage of a damaged `lmdb` store: what its environment still holds is written into a new one.
+"""Salvage of a damaged `lmdb` store: the readable objects are copied into a new environment.
 
-The damaged file is read without LMDB, each page in use by itself. An object is copied if its record and all its pieces are found and its
-checksum holds, so that only what lay on the damaged pages is missing. Where the list of free pages or a head page is damaged, an object
-that was deleted lately may come back.
+The damaged file is read without LMDB. Every LMDB page in use is read by itself, whether or not the tree still
+leads to it. An object is copied if its record and all pieces of its payload are found and its checksum is
+right. So only the objects on damaged LMDB pages are lost. If the list of free LMDB pages or a head page is
+damaged, free pages are read too, and an object that was deleted shortly before may come back.
 """
 
 from __future__ import annotations
@@ -13,50 +14,59 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from tiercache.storage.base import DIGEST_BYTES, NamespaceRecord, SetItem
-from tiercache.storage.checksum import Seal
+from tiercache.core import DIGEST_BYTES
+from tiercache.storage.base import NamespaceRecord, SetItem
+from tiercache.storage.checksum import MacKey
 from tiercache.storage.env import Env
 from tiercache_backends.lmdb.environment import Environment
-from tiercache_backends.lmdb.ledger import Ledger
-from tiercache_backends.lmdb.payload import PART_PAGES
-from tiercache_backends.lmdb.records import SIZE, Record, Size, part_key
-from tiercache_backends.local.lmdb_file import LmdbFile, Pages
-from tiercache_backends.local.lmdb_file import Place as Value
+from tiercache_backends.lmdb.payload import PART_PAGES, part_key
+from tiercache_backends.lmdb.records import SIZE, Record, Size
+from tiercache_backends.lmdb.transaction import Transaction
+from tiercache_backends.local.lmdb_file import LmdbFile, LmdbPages
+from tiercache_backends.local.lmdb_file import LmdbPlace as Value
 from tiercache_backends.local.names import unpack_name
 
 _PART_KEY_BYTES: Final = len(part_key(0, 0))
-_LONGEST_NAME: Final = 64
-"""Bytes of a namespace, at most."""
-_LONGEST_VALUE: Final = 1 << 16
-"""Bytes of a value that may be a record, a namespace or the size; longer ones are not read."""
+_MAX_NAME_BYTES: Final = 64
+"""Maximum length of a namespace in bytes."""
+_MAX_VALUE_BYTES: Final = 1 << 16
+"""Maximum bytes of a value that may be a record, a namespace or the size; longer values are not read."""
 _BATCH_OBJECTS: Final = 64
-"""Objects written in one transaction."""
+"""Maximum number of objects written in one transaction."""
 
 
 @dataclass(slots=True)
-class Found:
-    """Everything that was found in the damaged file.
+class SalvagedData:
+    """Everything of use that was found in the damaged file.
 
-    `records`: records by place, in the order of their pages. `pieces`: where the pieces of payloads lie, by their keys. `size`: the stored
-    `Size`, empty where none was found. `names`: namespaces by their numbers. `registered`: namespace records by namespace.
+    A damaged file may hold outdated copies of an entry, so a key can have several records or pieces. They are
+    in the order of their LMDB pages in the file.
 
     Thread safety: one thread uses it.
     """
 
     records: dict[bytes, list[Record]] = field(default_factory=dict)
+    """Records by the place of their object."""
     pieces: dict[bytes, list[Value]] = field(default_factory=dict)
+    """Places of the pieces of payloads in the file, by their keys in the database `parts`."""
     size: bytes = b""
+    """The stored `Size`, packed; empty where none was found."""
     names: dict[int, bytes] = field(default_factory=dict)
+    """Namespaces by their numbers."""
     registered: dict[bytes, NamespaceRecord] = field(default_factory=dict)
+    """Namespace records by namespace."""
 
 
-def salvage(env: Env, source: str, target: Environment, seal: Seal) -> int:
-    """Copy what can be read of the file `source` into the empty environment `target`; return the number of objects. Raises OSError."""
+def salvage(env: Env, source: str, target: Environment, mac_key: MacKey) -> int:
+    """Copy all readable objects of the file `source` into the empty environment `target`.
+
+    Returns the number of objects copied. Raises OSError.
+    """
     copied = 0
     with closing(LmdbFile(env, source)) as file:
         found = _find(file)
         batch: list[tuple[bytes, SetItem, Record]] = []
-        for place, item, record in _objects(file, found, seal):
+        for place, item, record in _objects(file, found, mac_key):
             batch.append((place, item, record))
             if len(batch) == _BATCH_OBJECTS:
                 copied += _write(target, batch)
@@ -66,34 +76,36 @@ def salvage(env: Env, source: str, target: Environment, seal: Seal) -> int:
     return copied
 
 
-def _find(file: LmdbFile) -> Found:
-    found = Found()
+def _find(file: LmdbFile) -> SalvagedData:
+    found = SalvagedData()
     inside = 0
     for number, page in _pages(file):
-        # Pages that continue a large value hold payload, which could look like any page.
+        # A run of LMDB pages holds one large value, and only its first page has a header. Skip the others,
+        # because payload bytes could look like a header:
+        #   | header, piece ... | ... piece ... | ... piece |    `inside` is the page behind the run
         if number < inside or not file.is_whole(page, number):
             continue
         inside = number + file.run_of(page)
         for value in file.places(page, number):
             if len(value.key) == _PART_KEY_BYTES:
                 found.pieces.setdefault(value.key, []).append(value)
-            elif value.size <= _LONGEST_VALUE:
-                _note(found, value.key, bytes(file.read(value)))
+            elif value.size <= _MAX_VALUE_BYTES:
+                _keep(found, value.key, bytes(file.read(value)))
     return found
 
 
-def _pages(file: LmdbFile) -> Iterator[tuple[int, Pages]]:
+def _pages(file: LmdbFile) -> Iterator[tuple[int, LmdbPages]]:
     for first, pages in file.pages():
         yield from enumerate(pages, first)
 
 
-def _note(found: Found, key: bytes, value: bytes) -> None:
+def _keep(found: SalvagedData, key: bytes, value: bytes) -> None:
     record = Record.unpack(value) if len(key) == DIGEST_BYTES else None
     if key == SIZE and Size.unpack(value) is not None:
         found.size = value
     elif record is not None and record.key(key) is not None:
         found.records.setdefault(key, []).append(record)
-    elif 0 < len(key) <= _LONGEST_NAME:
+    elif 0 < len(key) <= _MAX_NAME_BYTES:
         with suppress(ValueError):
             number, named = unpack_name(key, value)
             found.names[number] = key
@@ -101,54 +113,65 @@ def _note(found: Found, key: bytes, value: bytes) -> None:
                 found.registered[key] = named
 
 
-def _objects(file: LmdbFile, found: Found, seal: Seal) -> Iterator[tuple[bytes, SetItem, Record]]:
-    """Yield the objects that are whole, the least recently used first; of several records at a place the newest that is whole."""
+def _objects(file: LmdbFile, found: SalvagedData, mac_key: MacKey) -> Iterator[tuple[bytes, SetItem, Record]]:
+    """Yield each whole object with its place and record, the least recently used object first.
+
+    If a place has several records, only the newest record whose object is whole is used.
+    """
     ordered = sorted(found.records.items(), key=lambda entry: max(record.tick for record in entry[1]))
     for place, records in ordered:
         for record in sorted(records, key=lambda record: (record.number, record.tick), reverse=True):
-            item = _object(file, found, seal, place, record)
+            item = _object(file, found, mac_key, place, record)
             if item is not None:
                 yield place, item, record
                 break
 
 
-def _object(file: LmdbFile, found: Found, seal: Seal, place: bytes, record: Record) -> SetItem | None:
+def _object(
+    file: LmdbFile, found: SalvagedData, mac_key: MacKey, place: bytes, record: Record
+) -> SetItem | None:
+    """Return the object of a record; None where a piece is missing or the checksum does not match."""
     key = record.key(place)
     assert key is not None, "records of unknown pools were left out"
     payload = bytearray()
     part = 0
     while len(payload) < record.length:
+        # If there are several copies of a piece, use the last. The checksum tells whether all pieces match.
         pieces = found.pieces.get(part_key(record.number, part))
         if not pieces or pieces[-1].size == 0 or len(payload) + pieces[-1].size > record.length:
             return None
         payload += file.read(pieces[-1])
         part += 1
-    proof = seal.proof(key, record.length)
-    proof.add([memoryview(payload)])
+    verifier = mac_key.verifier(key, record.length)
+    verifier.add([memoryview(payload)])
     return (
-        SetItem(key, [memoryview(payload)], record.meta(found.names.get(record.namespace, b"unknown namespace %d" % record.namespace)))
-        if proof.holds(record.sealed)
+        SetItem(
+            key,
+            [memoryview(payload)],
+            record.meta(found.names.get(record.namespace, b"unknown namespace %d" % record.namespace)),
+        )
+        if verifier.matches(record.checksums)
         else None
     )
 
 
 def _write(target: Environment, batch: list[tuple[bytes, SetItem, Record]]) -> int:
     def work(txn: Any) -> None:
-        ledger = Ledger(target, txn)
+        transaction = Transaction(target, txn)
         for place, item, record in batch:
-            ledger.add(item, place, record.sealed, PART_PAGES)
-        ledger.save()
+            transaction.add(item, place, record.checksums, PART_PAGES)
+        transaction.save()
 
     if batch:
         target.write(work)
     return len(batch)
 
 
-def _finish(target: Environment, txn: Any, found: Found) -> None:
-    ledger = Ledger(target, txn)
+def _finish(target: Environment, txn: Any, found: SalvagedData) -> None:
+    transaction = Transaction(target, txn)
     for named in found.registered.values():
-        ledger.register(named)
-    ledger.save()
+        transaction.register(named)
+    transaction.save()
     if found.size:
         txn.put(SIZE, found.size, db=target.facts)
 

@@ -1,8 +1,9 @@
-"""The `lmdb` store: values inside LMDB, shared by the processes of one host without a daemon.
+"""The `lmdb` store: objects as values in LMDB, shared by the processes of one host without a daemon.
 
-A set: look up which objects are missing -> one write transaction per few megabytes, which first evicts what it needs. A get: one short
-read transaction per object, which is checked while it is copied. Readers never wait; a writer waits for the other writers of all processes,
-one of which writes at a time.
+A set looks up which of its objects are missing, and stores these objects in write transactions of a few
+megabytes each. Each transaction first evicts as much as it needs. A get uses one short read transaction per
+object, and verifies the object while it is copied. Readers never wait. Only one thread of all processes
+writes at a time; the other writers wait.
 """
 
 # ruff: noqa: D102 (the contract documents these methods)
@@ -13,10 +14,9 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Final, Self
 
-from tiercache.core import ObjectKey, Outcome
+from tiercache.core import DIGEST_BYTES, ObjectKey, Outcome
 from tiercache.errors import StorageError
 from tiercache.storage.base import (
-    DIGEST_BYTES,
     Capabilities,
     GetItem,
     NamespaceRecord,
@@ -28,70 +28,85 @@ from tiercache.storage.base import (
     Usage,
     storable,
 )
-from tiercache.storage.checksum import Seal
+from tiercache.storage.checksum import MacKey
 from tiercache.storage.env import Env
 from tiercache.storage.gate import CallGate
-from tiercache_backends.lmdb import audit
-from tiercache_backends.lmdb.budget import SMALLEST_CAPACITY
-from tiercache_backends.lmdb.chores import Chores
-from tiercache_backends.lmdb.disk import Disk
+from tiercache_backends.lmdb.attempt import WriteContext
+from tiercache_backends.lmdb.budget import SMALLEST_CAPACITY, Disk
+from tiercache_backends.lmdb.environment import ErrorCounters
+from tiercache_backends.lmdb.maintenance import Maintenance, check, orphans
 from tiercache_backends.lmdb.mirror import Mirror
-from tiercache_backends.lmdb.names import names_in
 from tiercache_backends.lmdb.opening import KIND, VERSION, Opened, open_environment
 from tiercache_backends.lmdb.reading import Reader
-from tiercache_backends.lmdb.records import FACTS, Facts, Record, place_of
-from tiercache_backends.lmdb.tally import Tally
-from tiercache_backends.lmdb.writing import Writer
+from tiercache_backends.lmdb.records import FACTS, Record, StoreTotals, place_of
+from tiercache_backends.lmdb.transaction import names_in
+from tiercache_backends.lmdb.writing import BatchWriter
 from tiercache_backends.local.directory import StoreDirectory
 from tiercache_backends.local.failures import DamagedError
-from tiercache_backends.local.settings import check_capacity, local_settings, looks, refused
+from tiercache_backends.local.settings import check_capacity, local_settings, opens_read_only, refused
 
 _EXAMPLE: Final = "lmdb:///var/lib/tiercache-lmdb?capacity=8GiB"
-_SCAN_PAGE: Final = 1024
-"""Entries of `objects` that one transaction of a scan or a description looks at."""
+_ENTRIES_PER_TRANSACTION: Final = 1024
+"""Maximum entries of the database `objects` that one transaction of `scan` or `describe` looks at."""
 
 
 class LmdbBackend(StorageBackend):
     """Objects inside one LMDB environment, shared by any number of processes of one host.
 
-    `capacity`: bytes that the directory may take, everything beside the objects included. All processes give the same capacity, or None
-    ("kept" in a URL), which opens a store that exists already, with the capacity that it has. The processes must see each other's process
-    ids: containers that share a directory share their pid namespace.
+    `capacity`: bytes that the whole directory may take. All processes give the same capacity, or None ("kept"
+    in a URL). None opens an existing store with the capacity that it has. The processes must see each other's
+    process ids, so containers that share a directory must share a pid namespace too.
 
-    `access`: with capacity None the store is opened for reading only, unless this is "write". A store opened for reading is never changed:
-    sets are THROTTLED (HIT where the object is stored), deletions answer False, and corrupt objects stay. While a process reads a store in
-    this way that no other process has open, processes that open it to write wait.
+    `access`: with capacity None the store is opened for reading only, unless `access` is "write". A process
+    never changes a store that it opened for reading: its sets are THROTTLED (HIT where the object is stored),
+    its deletions answer False, and it leaves corrupt objects in place. If a process opens a store for reading
+    and no other process has the store open, later processes can open the store only for reading, and a
+    process that wants to write waits. This ends when all readers have closed the store.
 
-    `durability`: with "process" acknowledged objects survive the death of any process, and after a power cut the store is as it was after
-    some transaction; only the last transaction may be missing, and never a deletion. With "power" the last one survives as well, at the
-    price of a second sync per transaction.
+    `durability`: with "process", acknowledged objects survive the death of any process. A power cut can undo
+    the last transaction, unless that transaction was a deletion; all earlier transactions are complete. With
+    "power" the last transaction survives too, but every transaction syncs the file twice instead of once.
 
-    A process that forks opens the store again in the child. While a process is stopped within a write, the sets of all others are
-    THROTTLED, until it goes on or dies. A process that is stopped within a get holds up no other until the map is full. Nothing may cut
-    LMDB's file while it is open: if that happens in the middle of a transaction, reading the mapped file behind its end ends the process.
+    After a fork, the child opens the store again. While a process is stopped (SIGSTOP) within a write, the
+    sets of all other processes are THROTTLED, until that process continues or dies. A process that is stopped
+    within a get does no harm to the others until the map is full. No program may shorten LMDB's file while a
+    process has it open: a process that reads its map behind the file's new end is killed.
 
-    Thread safety: as the contract says; reads run in parallel, and writes one at a time, among all processes.
+    Thread safety: as the contract says. Reads run in parallel; of all processes one thread writes at a time.
     """
 
     capabilities = Capabilities(persistent=True, shared=True, bounded=True)
 
     def __init__(
-        self, path: str, capacity: int | None, durability: str = "process", env: Env | None = None, *, seal: Seal | None = None,
+        self, path: str, capacity: int | None, durability: str = "process", env: Env | None = None, *,
+        mac_key: MacKey | None = None,
         access: str = "",
     ) -> None:  # fmt: skip
-        env, seal = env or Env(), seal or Seal()
-        self._looks = looks(access, capacity)
+        env, mac_key = env or Env(), mac_key or MacKey()
+        self._read_only = opens_read_only(access, capacity)
         self._gate = CallGate(f"the store in {path}", env.getpid)
         self._power = durability == "power"
-        self._store: Opened = open_environment(env, path, capacity, seal, last_sync=self._power, looks=self._looks)
+        self._store: Opened = open_environment(
+            env, path, capacity, mac_key, last_sync=self._power, read_only=self._read_only
+        )
         self._capacity = self._store.capacity
         self._environment = self._store.environment
-        self._tally = Tally(path)
-        self._chores = Chores(self._environment, self._store.budget, self._tally)
-        self._reader = Reader(self._environment, seal, self._chores, self._tally)
+        self._errors = ErrorCounters(path)
+        self._maintenance = Maintenance(self._environment, self._store.budget, self._errors)
+        self._reader = Reader(self._environment, mac_key, self._maintenance, self._errors)
         self._disk = Disk(env, self._environment, self._store.budget)
-        self._mirror = Mirror(self._environment)
-        self._writer = Writer(self._environment, self._mirror, self._disk, seal, self._chores, self._tally)
+        self._mirror = Mirror(self._environment, env.monotonic)
+        self._writer = BatchWriter(
+            WriteContext(
+                self._environment,
+                self._mirror,
+                self._disk,
+                self._maintenance,
+                self._errors,
+                unremovable=set(),
+            ),
+            mac_key,
+        )
 
     @classmethod
     def from_config(cls, section: Mapping[str, Any], context: StoreContext) -> Self:
@@ -101,59 +116,87 @@ class LmdbBackend(StorageBackend):
     def check_config(cls, section: Mapping[str, Any], context: StoreContext) -> None:
         values = local_settings("lmdb", section, context, _EXAMPLE)
         capacity = values["capacity"]
-        looks(values.get("access", ""), capacity)
-        check_capacity(capacity, capacity or 0, least=SMALLEST_CAPACITY)
-        StoreDirectory(context.env, values["path"], kind=KIND, version=VERSION, database="", as_found=capacity is None).check_place()
+        opens_read_only(values.get("access", ""), capacity)
+        check_capacity(capacity, capacity or 0, min_bytes=SMALLEST_CAPACITY)
+        StoreDirectory(
+            context.env, values["path"], kind=KIND, version=VERSION, database="", must_exist=capacity is None
+        ).check_place()
 
     def exists(self, keys: Sequence[ObjectKey]) -> list[bool]:
         with self._gate:
             return self._reader.present([place_of(key.digest) for key in keys])
 
     def get(self, items: Sequence[GetItem]) -> list[Outcome]:
+        return self._get(items)
+
+    def peek(self, items: Sequence[GetItem]) -> list[Outcome]:
+        return self._get(items, is_use=False)
+
+    def _get(self, items: Sequence[GetItem], *, is_use: bool = True) -> list[Outcome]:
         with self._gate:
             found = [self._reader.fetch(item) for item in items]
             outcomes = [f.outcome for f in found]
-            if self._looks:
+            if self._read_only:  # do not remove damaged objects, and record no use
                 return outcomes
-            if Outcome.CORRUPT in outcomes:
-                damaged = ((i.key.digest, f.number) for i, f in zip(items, found, strict=True) if f.outcome is Outcome.CORRUPT)
-                self._chores.drop({place_of(digest): number for digest, number in damaged})
-            used = [place_of(item.key.digest) for item, outcome in zip(items, outcomes, strict=True) if outcome is Outcome.HIT]
-            self._chores.touch(used)
+            damaged = {
+                place_of(item.key.digest): result.number
+                for item, result in zip(items, found, strict=True)
+                if result.outcome is Outcome.CORRUPT
+            }
+            if damaged:
+                self._maintenance.drop(damaged)
+            if not is_use:
+                return outcomes
+            # A get never waits for a writer: some later write transaction writes these uses to LMDB.
+            used = [
+                place_of(item.key.digest)
+                for item, outcome in zip(items, outcomes, strict=True)
+                if outcome is Outcome.HIT
+            ]
+            self._maintenance.touch(used)
             self._mirror.note(used)
             return outcomes
 
     def set(self, items: Sequence[SetItem]) -> list[Outcome]:
         with self._gate:
-            if self._looks:
+            if self._read_only:
                 return refused(items, self._reader.present([place_of(item.key.digest) for item in items]))
             try:
                 self._store.directory.check_there()
             except OSError as error:
-                failed = self._tally.failed("a set", error)
+                failed = self._errors.failed("a set", error)
                 return [failed if storable(item) else Outcome.ERROR for item in items]
-            sound = {i: place_of(item.key.digest) for i, item in enumerate(items) if storable(item)}
-            first: dict[bytes, int] = {}
-            for i, place in sound.items():
+            # An object may occur several times in a batch: the first item is stored, the others are HITs.
+            storable_places = {i: place_of(item.key.digest) for i, item in enumerate(items) if storable(item)}
+            first: dict[bytes, int] = {}  # index of the first item of each place
+            for i, place in storable_places.items():
                 first.setdefault(place, i)
+            # Look the objects up in read transactions first: stored objects need no writer lock.
             there = dict(zip(first, self._reader.present(list(first)), strict=True))
-            stored = self._writer.store({place: items[i] for place, i in first.items() if not there[place]}, list(first))
-            self._chores.touch([place for place in first if there[place]])
+            stored = self._writer.store(
+                {place: items[i] for place, i in first.items() if not there[place]}, list(first)
+            )
+            self._maintenance.touch([place for place in first if there[place]])
             outcomes = [Outcome.ERROR] * len(items)
-            for i, place in sound.items():
+            for i, place in storable_places.items():
                 outcome = stored.get(place, Outcome.HIT)
                 outcomes[i] = Outcome.HIT if outcome is Outcome.STORED and first[place] != i else outcome
+            for item, outcome in zip(items, outcomes, strict=True):
+                if item.meta.value is not None and outcome in (Outcome.STORED, Outcome.HIT):
+                    self._mirror.hint([item.key.digest], [item.meta.value], item.meta.worker)
             return outcomes
 
     def delete(self, keys: Sequence[ObjectKey]) -> list[bool]:
         with self._gate:
-            if self._looks:
+            if self._read_only:
                 return [False] * len(keys)
             places = dict.fromkeys(place_of(key.digest) for key in keys if len(key.digest) == DIGEST_BYTES)
-            gone = self._chores.remove(list(places))
+            gone = self._maintenance.remove(list(places))
+            # Without this sync, a power cut could undo the last transaction and bring deleted objects back.
             if gone and not self._power:
-                self._make_last()
+                self._sync_deletions()
             answers: list[bool] = []
+            # Only the first mention of a key in the batch is answered True.
             for key in keys:
                 answers.append(place_of(key.digest) in gone)
                 gone.discard(place_of(key.digest))
@@ -162,25 +205,46 @@ class LmdbBackend(StorageBackend):
     def scan(self, namespace: bytes | None = None, cursor: bytes = b"") -> ScanPage:
         with self._gate:
             try:
-                return self._environment.read(partial(self._page, namespace, cursor))
+                return self._environment.read(partial(self._scan_batch, namespace, cursor))
             except OSError as error:
                 raise self._unreadable("a scan", error) from error
 
     def describe(self, keys: Sequence[ObjectKey]) -> list[ScanEntry | None]:
         with self._gate:
-            places = [place_of(key.digest) for key in keys]
-            entries: list[ScanEntry | None] = []
             try:
-                for start in range(0, len(places), _SCAN_PAGE):
-                    entries += self._environment.read(partial(self._entries, places[start : start + _SCAN_PAGE]))
+                return self._described([place_of(key.digest) for key in keys])
             except OSError as error:
                 raise self._unreadable("a description", error) from error
-            return entries
+
+    def _described(self, places: Sequence[bytes]) -> list[ScanEntry | None]:
+        entries: list[ScanEntry | None] = []
+        for start in range(0, len(places), _ENTRIES_PER_TRANSACTION):
+            entries += self._environment.read(
+                partial(self._entries, places[start : start + _ENTRIES_PER_TRANSACTION])
+            )
+        return entries
+
+    def coldest(self, nbytes: int) -> Sequence[ScanEntry]:
+        with self._gate:
+            try:
+                with self._mirror.lock:
+                    self._keep_up()
+                    survey = self._mirror.survey()
+                found = survey.coldest(nbytes)
+                with self._mirror.lock:
+                    places = self._mirror.places(found)
+                return [entry for entry in self._described(places) if entry is not None]
+            except OSError as error:
+                raise self._unreadable("looking for the coldest objects", error) from error
+
+    def advise(self, keys: Sequence[ObjectKey], values: Sequence[float], worker: int = 0) -> None:
+        with self._gate:
+            self._mirror.hint([key.digest for key in keys], values, worker)
 
     def register_namespace(self, record: NamespaceRecord) -> None:
         with self._gate:
-            if not self._looks:
-                self._chores.register(record)
+            if not self._read_only:
+                self._maintenance.register(record)
 
     def namespaces(self) -> list[NamespaceRecord]:
         with self._gate:
@@ -194,46 +258,59 @@ class LmdbBackend(StorageBackend):
         with self._gate:
             try:
                 facts, pages = self._environment.read(self._totals)
-                hidden = self._chores.hidden()
+                hidden = self._maintenance.hidden()
                 disk = self._store.disk_bytes()
-                # Pages of the file that are not in use do not count: they are used before the file grows.
+                # Do not count free LMDB pages of the file: LMDB uses them before it lets the file grow.
                 used = disk - max(0, self._store.data_bytes() - pages * self._environment.page_bytes)
-                figures = {"map_pages_used": pages, "disk_bytes": disk, "readers": self._environment.readers()}
+                figures = {
+                    "map_pages_used": pages,
+                    "disk_bytes": disk,
+                    "readers": self._environment.readers(),
+                }
                 figures |= self._worth()
             except OSError as error:
                 raise self._unreadable("counting what is used", error) from error
-            figures |= self._tally.figures() | {
+            figures |= self._errors.figures() | {
                 "evicted": facts.evicted,
                 "corrupt": facts.corrupt,
                 "map_pages": self._store.budget.map_pages,
                 "map_pages_limit": self._disk.budget().limit,
                 "disk_is_short": int(self._disk.is_short()),
-                "recency_waiting": self._chores.waiting(),
+                "recency_waiting": self._maintenance.waiting(),
             }
-            return Usage(facts.objects - hidden.objects, facts.payload_bytes - hidden.payload_bytes, used, self._capacity, figures)
+            return Usage(
+                facts.objects - hidden.objects,
+                facts.payload_bytes - hidden.payload_bytes,
+                used,
+                self._capacity,
+                figures,
+            )
 
     def flush(self) -> None:
         with self._gate:
-            if self._looks:
+            if self._read_only:
                 return
             try:
                 self._store.directory.check_there()
                 self._environment.check_there()
-                self._chores.settle()
+                self._maintenance.flush()
                 self._environment.sync()
             except OSError as error:
                 raise StorageError(f"the store in {self._store.path} cannot be flushed: {error}") from error
 
     def close(self) -> None:
         if self._gate.close():
-            if self._environment.is_ours() and not self._looks:
-                self._chores.settle()
+            if self._environment.is_ours() and not self._read_only:
+                self._maintenance.flush()
             self._store.close()
 
     def orphans(self) -> int:
-        """Return the number of objects that a deletion left behind: their page is known and not stored. Walks over all; raises OSError."""
+        """Return the number of objects whose parent is known but not stored.
+
+        Deletions leave such objects behind. The count walks over all objects. Raises OSError.
+        """
         with self._gate:
-            return audit.orphans(self._environment)
+            return orphans(self._environment)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless all databases agree, and OSError where they cannot be read.
@@ -241,39 +318,47 @@ class LmdbBackend(StorageBackend):
         The caller guarantees that no other thread is inside the store.
         """
         with self._gate:
-            audit.check(self._environment)
+            check(self._environment)
 
     def _worth(self) -> dict[str, int]:
-        """Return the details of `usage` that say which bytes are of use; none where a damaged page keeps that from being known."""
+        """Return the figures of `usage` about restorable and dead bytes; an empty dict after damage."""
         try:
             with self._mirror.lock:
-                while not self._mirror.is_read or not self._environment.read(self._mirror.keep_up):
-                    self._mirror.read()
+                self._keep_up()
                 return self._mirror.worth()._asdict()
         except DamagedError:
             return {}
 
+    def _keep_up(self) -> None:
+        """Let the mirror apply all changes; the caller holds its lock. Raises OSError."""
+        # Other processes may remove so much between `read` and `keep_up` that the mirror has to read all
+        # records once more.
+        while not self._mirror.is_read or not self._environment.read(self._mirror.keep_up):
+            self._mirror.read()
+
     def _unreadable(self, what: str, error: OSError) -> StorageError:
-        self._tally.failed(what, error)
+        self._errors.failed(what, error)
         return StorageError(f"the store in {self._store.path} cannot be read: {error}")
 
-    def _make_last(self) -> None:
-        """Sync, so that the last transaction survives a power cut: an object that was deleted must not come back."""
+    def _sync_deletions(self) -> None:
+        """Write the last transaction to the medium, so that no power cut brings deleted objects back."""
         try:
             self._environment.sync()
         except OSError as error:
-            self._tally.failed("making a deletion last", error)
+            self._errors.failed("syncing a deletion", error)
 
-    def _totals(self, txn: Any) -> tuple[Facts, int]:
-        return Facts.unpack(txn.get(FACTS, db=self._environment.facts)), self._environment.used_pages(txn)
+    def _totals(self, txn: Any) -> tuple[StoreTotals, int]:
+        return StoreTotals.unpack(txn.get(FACTS, db=self._environment.facts)), self._environment.used_pages(
+            txn
+        )
 
-    def _page(self, namespace: bytes | None, cursor: bytes, txn: Any) -> ScanPage:
+    def _scan_batch(self, namespace: bytes | None, cursor: bytes, txn: Any) -> ScanPage:
         names = self._names(txn)
         entries: list[ScanEntry] = []
         seen = 0
         with txn.cursor(self._environment.objects) as walk:
             found = walk.set_range(cursor[:DIGEST_BYTES] + b"\0" if cursor else b"\0")
-            while found and seen < _SCAN_PAGE:
+            while found and seen < _ENTRIES_PER_TRANSACTION:
                 place = bytes(walk.key())
                 entry = self._entry(place, walk.value(), names)
                 seen += 1
@@ -284,14 +369,18 @@ class LmdbBackend(StorageBackend):
 
     def _entries(self, places: Sequence[bytes], txn: Any) -> list[ScanEntry | None]:
         names = self._names(txn)
-        values = ((place, txn.get(place, db=self._environment.objects) if len(place) == DIGEST_BYTES else None) for place in places)
-        return [None if value is None else self._entry(place, value, names) for place, value in values]
+        entries: list[ScanEntry | None] = []
+        for place in places:
+            # In `objects` a key of another length holds a count of dependents (records.py).
+            value = txn.get(place, db=self._environment.objects) if len(place) == DIGEST_BYTES else None
+            entries.append(None if value is None else self._entry(place, value, names))
+        return entries
 
     def _entry(self, place: bytes, value: Any, names: Mapping[int, bytes]) -> ScanEntry | None:
-        """Return the scan entry of the object at a place; None where there is none, or none that a caller could read."""
+        """Return the scan entry of the object at a place; None where the object cannot be read."""
         record = Record.unpack(value) if len(place) == DIGEST_BYTES else None
         key = record.key(place) if record is not None else None
-        if record is None or key is None or self._chores.is_spoiled(place, record.number):
+        if record is None or key is None or self._maintenance.is_damaged(place, record.number):
             return None
         return ScanEntry(key, record.meta(names.get(record.namespace, b"")))
 

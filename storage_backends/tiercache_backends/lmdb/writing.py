@@ -1,428 +1,313 @@
-"""Sets of the `lmdb` store: a batch is written in small transactions, each of which first evicts what it needs."""
+"""Sets of the `lmdb` store: a batch is cut into chunks, each of which should fit into one transaction.
+
+If a transaction finds no free LMDB pages, it is tried again with shorter pieces of payload, then with one
+object at a time, then under lower limits on the pages in use. In this tree each method calls the methods
+below it that are indented further; `|` marks an alternative:
+
+    _store -> _store_splitting        after damage to an LMDB page: each half of the chunk by itself
+      -> _store_in_map                usually
+       | _store_on_full_disk          while the disk is full
+         -> _store_in_file            only in pages that the file already has
+        -> _store_retrying            with each of `_limits_to_try`, then one object at a time
+          -> _store_under_lower_limits
+            -> _run                   transactions (`attempt.py`), until one stores the chunk
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, TypeVar
 
 from tiercache.core import Outcome
 from tiercache.storage.base import SetItem, checksum_of
-from tiercache.storage.checksum import Seal, Sealed
-from tiercache.storage.residents import Standing, parents_first
-from tiercache_backends.lmdb.budget import Budget
-from tiercache_backends.lmdb.chores import Chores, Done
-from tiercache_backends.lmdb.disk import Disk
-from tiercache_backends.lmdb.environment import Environment, MapFullError
-from tiercache_backends.lmdb.ledger import Ledger
-from tiercache_backends.lmdb.mirror import Eviction, Mirror
+from tiercache.storage.checksum import Checksums, MacKey
+from tiercache.storage.residents import parents_first
+from tiercache_backends.lmdb.attempt import (
+    Attempt,
+    Batch,
+    MirrorBehindError,
+    NewObject,
+    WriteContext,
+    WriteLimits,
+)
+from tiercache_backends.lmdb.budget import PageBudget
+from tiercache_backends.lmdb.environment import MapFullError
+from tiercache_backends.lmdb.mirror import Eviction
 from tiercache_backends.lmdb.payload import PART_PAGES, pages_for
 from tiercache_backends.lmdb.records import HALF
-from tiercache_backends.lmdb.tally import Tally
+from tiercache_backends.lmdb.transaction import Transaction
 from tiercache_backends.local.failures import DamagedError, is_full
 
 _SHORTER_PART_PAGES: Final = 4
-"""LMDB pages of a payload piece where the file has few long runs of free pages."""
+"""Number of LMDB pages of a piece of payload, if the file has few long runs of adjacent free pages."""
 _SINGLE_PAGES: Final = 1
-"""LMDB pages of a payload piece where no runs are found: a single page is always found where any is free."""
-_MOST_OBJECTS: Final = 256
-"""Objects stored in one transaction, at most."""
-_MOST_DAMAGED: Final = 4096
-"""Number of known damaged objects at which a chunk that meets damage is split instead of tried again."""
-_WARY: Final = 32
-"""Chunks, at most, that begin with the short pieces that an earlier one needed, before longer pieces are tried again."""
-
+"""Number of LMDB pages of a piece of payload, if LMDB finds no runs of free pages at all."""
+_MAX_OBJECTS: Final = 256
+"""Maximum number of objects stored in one transaction."""
+_MAX_DAMAGED: Final = 4096
+"""Number of known unremovable objects above which a chunk that meets damage is split, and not tried again."""
+_CAUTIOUS_CHUNKS: Final = 32
+"""Number of chunks that begin with the short pieces that worked last, before long pieces are tried again."""
 
 T = TypeVar("T")
 
 
-class Wish(NamedTuple):
-    """One object to store.
-
-    `place`: its key in the database `objects`. `pages`: the LMDB pages that its payload takes. `page`: the key of the page that the object
-    is, or on which it hangs (`hangs`).
-    """
-
-    place: bytes
-    item: SetItem
-    sealed: Sealed
-    pages: int
-    page: bytes
-    hangs: bool
-
-
-class Room(NamedTuple):
-    """Limits of one transaction's use of the file.
-
-    `limit`: LMDB pages in use at most. `part_pages`: LMDB pages of a payload piece. `evictions`: objects evicted at most. `patient`: a
-    transaction that has evicted stores nothing, so that objects go only into room that earlier transactions made.
-    """
-
-    limit: int
-    part_pages: int
-    evictions: int
-    patient: bool
-
-
-class Attempt(NamedTuple):
-    """Result of one transaction.
-
-    `done`: the waiting work that it wrote down. `outcomes`: by place; None if it only evicted, so that another transaction must follow.
-    `used`: LMDB pages in use at its end.
-    """
-
-    done: Done
-    outcomes: Mapping[bytes, Outcome] | None
-    used: int
-
-
-class Batch:
-    """State of one `set` call: the pages that it must not evict, and the outcomes of the objects that were missing.
-
-    Thread safety: only the thread of the call uses it.
-    """
-
-    def __init__(self, places: Sequence[bytes], items: Iterable[SetItem]) -> None:
-        # The first objects of a batch begin a sequence, and the last ones are worth nothing without them: a batch never evicts its own.
-        self.held: Final = list({*(place[:HALF] for place in places), *(item.meta.parent for item in items if item.meta.parent)})
-        self.outcomes: dict[bytes, Outcome] = {}
-        self.missing: set[bytes] = set()
-        """Keys of pages that this batch brought and that were not stored."""
-
-
-class _BehindError(Exception):
-    """The mirror must be read, or read again, before this transaction can go on; the transaction is undone."""
-
-
-class Writer:
+class BatchWriter:
     """Writer of batches of objects.
 
     Thread safety: any thread may call; the environment runs one write transaction at a time.
     """
 
-    def __init__(self, environment: Environment, mirror: Mirror, disk: Disk, seal: Seal, chores: Chores, tally: Tally) -> None:
-        self._environment = environment
-        self._mirror = mirror
-        self._disk = disk
-        self._seal = seal
-        self._chores = chores
-        self._tally = tally
+    def __init__(self, context: WriteContext, mac_key: MacKey) -> None:
+        self._context = context
+        self._environment = context.environment
+        self._mirror = context.mirror
+        self._disk = context.disk
+        self._maintenance = context.maintenance
+        self._errors = context.errors
+        self._unremovable = context.unremovable
+        self._mac_key = mac_key
         self._used = 0
-        self._scarce, self._wary = PART_PAGES, 0
-        self._damaged: set[bytes] = set()
-        """Places of objects that cannot be evicted, because they lie on a damaged page."""
+        """Number of LMDB pages in use after the last transaction of this process."""
+        self._part_pages = PART_PAGES
+        """Number of LMDB pages of the pieces that worked last."""
+        self._cautious = 0
+        """Number of chunks that still begin with pieces of `_part_pages`."""
 
     def store(self, items: Mapping[bytes, SetItem], places: Sequence[bytes]) -> dict[bytes, Outcome]:
-        """Store `items`, the missing objects of a batch whose places are `places`; return their outcomes by place."""
+        """Store `items`, the missing objects of a batch, and return their outcomes by place.
+
+        `places`: the places of all objects of the batch, also of those that are stored already.
+        """
         batch = Batch(places, items.values())
         self._mirror.note((place for place in places if place not in items), brought=True)
         missing = list(items)
-        ordered = (missing[i] for i in parents_first([(place[:HALF], items[place].meta.parent) for place in missing]))
-        for chunk in self._chunks(self._wish(place, items[place]) for place in ordered):
+        ordered = (
+            missing[i] for i in parents_first([(place[:HALF], items[place].meta.parent) for place in missing])
+        )
+        for chunk in self._chunks(self._prepare(place, items[place]) for place in ordered):
             self._store(chunk, batch)
         while self._mirror.unfinished and self._sweep():
             pass
         return batch.outcomes
 
     def _sweep(self) -> bool:
-        """Evict more of a conversation that was too long for one transaction; return False where nothing was evicted."""
+        """Evict the rest of a unit (pages of one conversation) that earlier transactions evicted in part.
+
+        Returns False if nothing was evicted.
+        """
 
         def work(txn: Any) -> int:
             if not self._mirror.keep_up(txn):
                 return 0
-            ledger, eviction = Ledger(self._environment, txn), Eviction(0, self._disk.budget().changes, self._damaged)
-            self._mirror.sweep(ledger, eviction)
-            ledger.facts = ledger.facts._replace(evicted=ledger.facts.evicted + eviction.objects)
-            ledger.save()
+            transaction = Transaction(self._environment, txn)
+            eviction = Eviction(0, self._disk.budget().changes, self._unremovable)
+            self._mirror.sweep(transaction, eviction)
+            transaction.count_evicted(eviction.objects)
+            transaction.save()
             return eviction.objects
 
         try:
-            return self._written(work) > 0
+            return self._write(work) > 0
         except OSError as error:
-            self._tally.failed("an eviction", error)
+            self._errors.failed("an eviction", error)
             return False
 
-    def _wish(self, place: bytes, item: SetItem) -> Wish:
+    def _prepare(self, place: bytes, item: SetItem) -> NewObject:
         length = item.meta.length
-        # Checksum and MAC are passes over the payload, so they are made before other writers wait for our transaction.
-        sealed = Sealed(checksum_of(item), self._seal.stamp(item.key, item.buffers, length))
+        # Compute checksum and MAC before this thread takes the writer lock: they read the whole payload.
+        checksums = Checksums(checksum_of(item), self._mac_key.mac(item.key, item.buffers, length))
         page = place[:HALF]
-        return Wish(place, item, sealed, pages_for(length, self._environment.page_bytes), page, item.meta.parent == page)
+        pages = pages_for(length, self._environment.page_bytes)
+        return NewObject(place, item, checksums, pages, page, attached=item.meta.parent == page)
 
-    def _chunks(self, wishes: Iterable[Wish], budget: Budget | None = None) -> Iterator[list[Wish]]:
-        """Yield the batch cut into chunks, one per transaction: long ones where much is free, short ones where the file is nearly full."""
-        chunk: list[Wish] = []
-        room = 0
-        for wish in wishes:
+    def _chunks(
+        self, objects: Iterable[NewObject], budget: PageBudget | None = None
+    ) -> Iterator[list[NewObject]]:
+        """Yield the objects in chunks for one transaction each; the fuller the file, the shorter the chunks.
+
+        `budget`: the limits of a transaction; None means the disk's present budget.
+        """
+        chunk: list[NewObject] = []
+        room = 0  # LMDB pages that the chunk may still change
+        for new in objects:
             now = budget or self._disk.budget()
-            if chunk and (now.cost(wish.pages) > room or len(chunk) == _MOST_OBJECTS):
+            if chunk and (now.cost(new.pages) > room or len(chunk) == _MAX_OBJECTS):
                 yield chunk
                 chunk = []
             if not chunk:
                 room = now.burst(self._used)
-            chunk.append(wish)
-            room -= now.cost(wish.pages)
+            chunk.append(new)
+            room -= now.cost(new.pages)
         if chunk:
             yield chunk
 
-    def _store(self, chunk: Sequence[Wish], batch: Batch) -> None:
+    def _store(self, chunk: Sequence[NewObject], batch: Batch) -> None:
         try:
-            self._store_around(chunk, batch)
+            self._store_splitting(chunk, batch)
         except OSError as error:
-            left = (wish.place for wish in chunk if wish.place not in batch.outcomes)
-            batch.outcomes.update(dict.fromkeys(left, self._tally.failed("a set", error)))
+            left = (new.place for new in chunk if new.place not in batch.outcomes)
+            batch.outcomes.update(dict.fromkeys(left, self._errors.failed("a set", error)))
 
-    def _store_around(self, chunk: Sequence[Wish], batch: Batch) -> None:
-        """Store a chunk; where it meets a damaged page, try again, then store its halves apart, so that only what needs that page fails."""
-        known = -1
+    def _store_splitting(self, chunk: Sequence[NewObject], batch: Batch) -> None:
+        """Store a chunk; if it meets a damaged LMDB page, try again, then store each half by itself.
+
+        In the end only the objects that need the damaged page fail.
+        """
+        # The first try also writes waiting work (see `Maintenance`), and this work may have caused the error.
+        # So the second try is without waiting work. If a try finds one more object that cannot be evicted, a
+        # further try leaves this object out.
+        known = -1  # number of unremovable objects after the last try
         while True:
             try:
-                self._store_now(chunk, batch)
+                self._store_whole(chunk, batch)
                 return
             except DamagedError as error:
                 damage = error
-            if known == len(self._damaged) or known >= _MOST_DAMAGED:
+            if known == len(self._unremovable) or known >= _MAX_DAMAGED:
                 break
-            known = len(self._damaged)
-            self._chores.sift()
+            known = len(self._unremovable)
+            self._maintenance.flush_one_by_one()
         if len(chunk) == 1:
             raise damage
         middle = len(chunk) // 2
         for half in (chunk[:middle], chunk[middle:]):
             self._store(half, batch)
 
-    def _store_now(self, chunk: Sequence[Wish], batch: Batch) -> None:
+    def _store_whole(self, chunk: Sequence[NewObject], batch: Batch) -> None:
         if self._disk.is_short():
-            self._replace(chunk, batch)
+            self._store_on_full_disk(chunk, batch)
         else:
-            self._grow(chunk, batch)
+            self._store_in_map(chunk, batch)
 
-    def _grow(self, chunk: Sequence[Wish], batch: Batch) -> None:
-        """Store a chunk within the whole map, or, where the disk is full, within the pages that the file already has on it."""
+    def _store_in_map(self, chunk: Sequence[NewObject], batch: Batch) -> None:
+        """Store a chunk in the whole map or, if the disk is full, in the pages that the file has."""
         try:
-            self._climb(chunk, batch, self._disk.whole)
+            self._store_retrying(chunk, batch, self._disk.whole)
         except OSError as error:
             if not is_full(error):
                 raise
-            self._disk.refused()
-            self._squeeze(chunk, batch)
+            self._disk.note_full()
+            self._store_in_file(chunk, batch)
 
-    def _replace(self, chunk: Sequence[Wish], batch: Batch) -> None:
-        """Store a chunk within the pages that the file has on the disk; if all of it is THROTTLED, try whether the disk has more room."""
-        self._squeeze(chunk, batch)
-        throttled = [wish for wish in chunk if batch.outcomes[wish.place] is Outcome.THROTTLED]
+    def _store_on_full_disk(self, chunk: Sequence[NewObject], batch: Batch) -> None:
+        """Store a chunk in the pages that the file has; if every object is THROTTLED, try the whole map."""
+        self._store_in_file(chunk, batch)
+        throttled = [new for new in chunk if batch.outcomes[new.place] is Outcome.THROTTLED]
         if len(throttled) == len(chunk):
-            self._disk.lift()
-            self._grow(chunk, batch)
+            self._disk.use_whole_map()
+            self._store_in_map(chunk, batch)
 
-    def _squeeze(self, chunk: Sequence[Wish], batch: Batch) -> None:
+    def _store_in_file(self, chunk: Sequence[NewObject], batch: Batch) -> None:
+        """Store a chunk in the LMDB pages that the file already has on the disk."""
         for small in self._chunks(chunk, self._disk.budget()):
             try:
-                self._climb(small, batch, self._disk.budget())
+                self._store_retrying(small, batch, self._disk.budget())
             except OSError as error:
                 if not is_full(error):
                     raise
-                # An eviction changes pages as well: the fewer at once, the sooner it finds the free pages that it needs.
-                room = Room(self._disk.refused().limit, _SINGLE_PAGES, evictions=1, patient=True)
-                self._transact(small, batch, room)
+                # An eviction changes LMDB pages too. Evict only one object per transaction, because such a
+                # transaction needs the fewest free pages.
+                limits = WriteLimits(
+                    self._disk.note_full().limit, _SINGLE_PAGES, evictions=1, evicts_apart=True
+                )
+                self._run(small, batch, limits)
 
-    def _climb(self, chunk: Sequence[Wish], batch: Batch, budget: Budget) -> None:
-        """Store a chunk, with the next `Room` each time LMDB finds no free pages.
+    def _store_retrying(self, chunk: Sequence[NewObject], batch: Batch, budget: PageBudget) -> None:
+        """Store a chunk; whenever LMDB finds no free pages, try the next `WriteLimits`.
 
-        Where no room is enough the objects are stored one by one, and a single one under lower limits.
+        If all limits fail, store the objects one by one. If even a single object fails, try it under lower
+        limits.
         """
-        large = sum(budget.cost(wish.pages) for wish in chunk) > budget.burst(self._used)
-        for room in self._rooms(budget, large):
+        large = sum(budget.cost(new.pages) for new in chunk) > budget.burst(self._used)
+        for limits in self._limits_to_try(budget, large):
             try:
-                self._transact(chunk, batch, room)
-                self._went(room)
+                self._run(chunk, batch, limits)
+                self._note_success(limits)
                 return
             except MapFullError:
                 self._environment.clear_readers()
                 if self._environment.lagging():
-                    # More evictions help where the free pages are scattered. Where a reader holds them back, they only lose objects.
-                    self._turn()
-                    self._transact(chunk, batch, room._replace(part_pages=_SHORTER_PART_PAGES, patient=True))
+                    # A slow reader keeps LMDB from reusing pages. The pages of further evictions could not be
+                    # reused either. So try only once more, with shorter pieces.
+                    self._commit_nothing()
+                    self._run(
+                        chunk, batch, limits._replace(part_pages=_SHORTER_PART_PAGES, evicts_apart=True)
+                    )
                     return
-                self._turn()
+                self._commit_nothing()
         if len(chunk) > 1:
-            for wish in chunk:
-                self._climb([wish], batch, budget)
+            for new in chunk:
+                self._store_retrying([new], batch, budget)
             return
-        self._lower(chunk, batch, budget)
+        self._store_under_lower_limits(chunk, batch, budget)
 
-    def _lower(self, chunk: Sequence[Wish], batch: Batch, budget: Budget) -> None:
-        """Store a chunk under ever lower limits of pages in use, which leave more pages free than the budget asks for."""
-        *limits, last = (Room(limit, _SINGLE_PAGES, budget.changes, patient=True) for limit in budget.lower_limits)
-        for room in limits:
+    def _store_under_lower_limits(self, chunk: Sequence[NewObject], batch: Batch, budget: PageBudget) -> None:
+        """Store a chunk; try lower and lower limits on the LMDB pages in use, so that more pages are free."""
+        *lower, last = (
+            WriteLimits(limit, _SINGLE_PAGES, budget.changes, evicts_apart=True)
+            for limit in budget.lower_limits
+        )
+        for limits in lower:
             try:
-                self._transact(chunk, batch, room)
+                self._run(chunk, batch, limits)
                 return
             except MapFullError:
-                self._turn()
-        self._transact(chunk, batch, last)
+                self._commit_nothing()
+        self._run(chunk, batch, last)
 
-    def _rooms(self, budget: Budget, large: bool) -> list[Room]:
-        if self._disk.is_short():  # a run that is not found would make the file grow
-            return [Room(budget.limit, _SINGLE_PAGES, budget.changes, patient=True)]
-        self._wary -= 1
-        usual = self._scarce if self._wary > 0 else PART_PAGES
+    def _limits_to_try(self, budget: PageBudget, large: bool) -> list[WriteLimits]:
+        """Return the limits to try in turn.
+
+        `large`: the chunk changes more LMDB pages than one transaction should.
+        """
+        if self._disk.is_short():
+            # A piece of several pages needs a run of free pages. Without one, LMDB would let the file grow.
+            return [WriteLimits(budget.limit, _SINGLE_PAGES, budget.changes, evicts_apart=True)]
+        self._cautious -= 1
+        usual = self._part_pages if self._cautious > 0 else PART_PAGES
         shorter = [pages for pages in (PART_PAGES, _SHORTER_PART_PAGES, _SINGLE_PAGES) if pages <= usual]
-        # The same piece size twice: the pages that the last transaction gave up may have been all that was missing.
-        first = Room(budget.limit, usual, budget.changes, patient=large)
-        return [first, *(first._replace(part_pages=pages, patient=True) for pages in shorter)]
+        # Try the usual piece size twice, because the second try can use pages given up before the first try.
+        first = WriteLimits(budget.limit, usual, budget.changes, evicts_apart=large)
+        return [first, *(first._replace(part_pages=pages, evicts_apart=True) for pages in shorter)]
 
-    def _went(self, room: Room) -> None:
-        """Note that a room was enough; where its pieces were short the next chunks begin with them."""
-        if self._wary <= 0 and room.part_pages < PART_PAGES:
-            self._scarce, self._wary = room.part_pages, _WARY
+    def _note_success(self, limits: WriteLimits) -> None:
+        """Record limits that were enough; if the pieces were short, the next chunks begin with short ones."""
+        if self._cautious <= 0 and limits.part_pages < PART_PAGES:
+            self._part_pages, self._cautious = limits.part_pages, _CAUTIOUS_CHUNKS
 
-    def _transact(self, chunk: Sequence[Wish], batch: Batch, room: Room) -> None:
+    def _run(self, chunk: Sequence[NewObject], batch: Batch, limits: WriteLimits) -> None:
+        """Run transactions until one stores the chunk, and record the outcomes in `batch`."""
         while True:
             try:
-                attempt = self._written(lambda txn: self._attempt(txn, chunk, batch, room))
-            except _BehindError:
+                result = self._write(lambda txn: Attempt(self._context, txn, chunk, batch, limits).run())
+            except MirrorBehindError:
                 self._mirror.read()
                 continue
-            self._chores.settled(attempt.done)
-            self._used = attempt.used
+            self._maintenance.committed(result.applied)
+            self._used = result.used
             self._disk.keep_reserve()
-            if attempt.outcomes is not None:
-                batch.outcomes.update(attempt.outcomes)
-                pages = (wish for wish in chunk if not wish.hangs)
-                batch.missing.update(wish.page for wish in pages if attempt.outcomes[wish.place] in (Outcome.THROTTLED, Outcome.ERROR))
+            if result.outcomes is not None:
+                batch.settle(chunk, result.outcomes)
                 return
-            if room.patient:
-                self._turn()
+            if limits.evicts_apart:
+                # Transaction N + 2 is the first that can use the pages that transaction N gave up.
+                self._commit_nothing()
 
-    def _written(self, work: Callable[[Any], T]) -> T:
-        """Run `work`, which may evict, in a write transaction; the mirror takes over its removals on commit, and none on failure."""
+    def _write(self, work: Callable[[Any], T]) -> T:
+        """Run `work`, which may evict, in a write transaction, and keep the mirror in step.
+
+        After a commit the mirror drops the evicted objects; after a failure the mirror puts them back.
+        """
         with self._mirror.lock:
             try:
                 result = self._environment.write(work)
             except BaseException:
-                self._mirror.undone()
+                self._mirror.rolled_back()
                 raise
-            self._mirror.settled()
+            self._mirror.committed()
             return result
 
-    def _turn(self) -> None:
-        """Commit a transaction that stores nothing: pages that transaction N gives up can be used by N + 2."""
-        self._environment.write(lambda txn: Ledger(self._environment, txn).save())
-
-    def _attempt(self, txn: Any, chunk: Sequence[Wish], batch: Batch, room: Room) -> Attempt:
-        """Evict for a chunk in one transaction, and store the chunk in it if there is room then."""
-        if self._mirror.is_read and not self._mirror.keep_up(txn):
-            raise _BehindError
-        ledger = Ledger(self._environment, txn)
-        done = self._chores.do(ledger)
-        missing = [wish for wish in chunk if not self._is_there(ledger, wish)]
-        refused = self._refused(ledger, missing, batch)
-        needs = {wish.place: self._pages(wish, room) for wish in missing if wish.place not in refused}
-        fitting = [wish for wish in missing if needs.get(wish.place, room.limit + 1) <= room.limit]
-        outcomes: dict[bytes, Outcome] | None = None
-        if self._make_room(ledger, fitting, sum(needs[wish.place] for wish in fitting), batch, room):
-            outcomes = dict.fromkeys((wish.place for wish in chunk), Outcome.HIT)
-            outcomes |= dict.fromkeys(needs, Outcome.THROTTLED)
-            outcomes |= refused
-            outcomes |= dict.fromkeys(self._add(ledger, fitting, needs, room), Outcome.STORED)
-        ledger.save()
-        return Attempt(done, outcomes, ledger.used_pages())
-
-    def _add(self, ledger: Ledger, fitting: Sequence[Wish], needs: Mapping[bytes, int], room: Room) -> Iterator[bytes]:
-        """Store the objects that fit, except those whose parent is in `fitting` and was not stored; yield the places stored."""
-        used = ledger.used_pages()
-        # Pages not stored (yet): parents come first, so a parent found here was left out.
-        left: set[bytes] = {wish.page for wish in fitting if not wish.hangs}
-        for wish in fitting:
-            if used + needs[wish.place] <= room.limit and wish.item.meta.parent not in left:
-                used += needs[wish.place]
-                ledger.add(wish.item, wish.place, wish.sealed, room.part_pages)
-                left.discard(wish.page)
-                yield wish.place
-
-    def _refused(self, ledger: Ledger, wishes: Sequence[Wish], batch: Batch) -> dict[bytes, Outcome]:
-        """Return the outcomes of the objects that must not be stored, by place.
-
-        THROTTLED: its page or the page before it is absent, so it could never be read. ERROR: it contradicts what is stored. In `wishes`
-        parents come first.
-        """
-        refused: dict[bytes, Outcome] = {}
-        coming: dict[bytes, SetItem] = {}
-        lost: set[bytes] = set()
-        for wish in wishes:
-            standing = self._standing(ledger, wish, coming)
-            if standing is Standing.FINE and wish.hangs and (wish.page in lost or wish.page in batch.missing):
-                standing = Standing.ABSENT_PARENT
-            if standing is not Standing.FINE:
-                if not wish.hangs:
-                    lost.add(wish.page)
-                refused[wish.place] = Outcome.ERROR if standing is Standing.IMPOSSIBLE else Outcome.THROTTLED
-                self._tally.count(f"refused_{standing.value}")
-            elif not wish.hangs:
-                coming[wish.page] = wish.item
-        return refused
-
-    def _standing(self, ledger: Ledger, wish: Wish, coming: Mapping[bytes, SetItem]) -> Standing:
-        """Return what `Residents.standing` would, from the database, among objects of the same layout.
-
-        `coming`: accepted page objects of this transaction, by page key.
-        """
-        meta, parent = wish.item.meta, None if wish.hangs else wish.item.meta.parent
-        known = self._mirror.depth(wish.page) if self._mirror.is_read else 0
-        if meta.depth and known and meta.depth != known:
-            return Standing.IMPOSSIBLE
-        if parent is None:
-            return Standing.FINE
-        before = parent + wish.place[HALF:]
-        beside = coming.get(parent)
-        if beside is not None and beside.meta.namespace == meta.namespace:
-            depth = beside.meta.depth
-        elif (above := ledger.find(before)) is not None and above.namespace == ledger.namespace_id(meta.namespace):
-            depth = above.depth
-        else:
-            return Standing.ABSENT_PARENT
-        if meta.depth and depth and meta.depth != depth + 1:
-            return Standing.IMPOSSIBLE
-        if ledger.dependents(wish.page) and ledger.follows(before, wish.place):
-            return Standing.IMPOSSIBLE
-        return Standing.FINE
-
-    def _pages(self, wish: Wish, room: Room) -> int:
-        if room.part_pages == PART_PAGES:
-            return wish.pages
-        return pages_for(wish.item.meta.length, self._environment.page_bytes, room.part_pages)
-
-    def _is_there(self, ledger: Ledger, wish: Wish) -> bool:
-        """Return whether another process or thread has stored the object meanwhile; mark it as used, or remove it if it is damaged."""
-        record = ledger.find(wish.place)
-        if record is None:
-            return False
-        if self._chores.is_spoiled(wish.place, record.number):
-            ledger.remove(wish.place, record)
-            return False
-        ledger.touch(wish.place)
-        return True
-
-    def _make_room(self, ledger: Ledger, fresh: Sequence[Wish], pages: int, batch: Batch, room: Room) -> bool:
-        """Evict so that `fresh` fits, which takes `pages`; return False where another transaction must evict more, or store it."""
-        target = room.limit - pages
-        if ledger.used_pages() <= target:
-            return True
-        if not self._mirror.is_read:
-            raise _BehindError
-        eviction = Eviction(target - self._disk.whole.slack, room.evictions, self._damaged)
-        promising = {self._is_promising(ledger, wish, fresh) for wish in fresh}
-        self._mirror.evict(ledger, eviction, batch.held, promising=True in promising)
-        ledger.facts = ledger.facts._replace(evicted=ledger.facts.evicted + eviction.objects)
-        if room.patient and eviction.objects:
-            return False
-        return eviction.objects < eviction.most or ledger.used_pages() <= target
-
-    def _is_promising(self, ledger: Ledger, wish: Wish, fresh: Sequence[Wish]) -> bool:
-        namespace = wish.item.meta.namespace
-        space = ledger.namespace_id(namespace)
-        if ledger.has_states(namespace):
-            self._mirror.require_states(space)
-        if wish.hangs and any(other.page == wish.page and not other.hangs for other in fresh):
-            return True
-        return self._mirror.is_promising(wish.page, space, hangs=wish.hangs)
+    def _commit_nothing(self) -> None:
+        """Commit an empty transaction, so that pages given up by the transaction before it can be used."""
+        self._environment.write(lambda txn: Transaction(self._environment, txn).save())

@@ -1,1 +1,1 @@
-"""Parts that the stores on a local disk share: their directory, the check of the LMDB environment inside it, settings, and threads."""
+"""Parts that the stores on a local disk share: directory, checks of LMDB's file, settings, threads."""

@@ -1,7 +1,8 @@
-"""Check of a catalog in a process of its own, by reading it from end to end: `python check.py DIR`.
+"""Check of an LMDB environment in a separate process, which reads all records: `python check.py DIR`.
 
-LMDB maps its file into memory, so a truncated or overwritten one ends the reading process with a signal (SIGBUS, SIGSEGV, SIGABRT). In a
-child process that harms nothing else. This file imports nothing of tiercache, so that it starts in some 50 ms.
+LMDB maps its file into memory. A truncated or overwritten file may therefore kill the reading process by a
+signal (SIGBUS, SIGSEGV, SIGABRT). If the reader is a child process, the signal does not end its parent. This
+file imports nothing of tiercache, so that the child starts in about 50 ms.
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ import lmdb
 
 
 def main(path: str) -> int:
-    """Return 0 if every record can be read, 1 if LMDB reports damage. On other damage a signal ends the process."""
+    """Return 0 if every record can be read, 1 if LMDB reports damage.
+
+    Damage that LMDB does not notice may kill the process by a signal.
+    """
     try:
         with (
             lmdb.open(path, readonly=True, lock=False, create=False, max_dbs=8) as env,
@@ -21,7 +25,8 @@ def main(path: str) -> int:
         ):
             for name, _ in names:
                 with txn.cursor(env.open_db(bytes(name), txn, create=False)) as cursor:
-                    # First and last byte: the end of a value of many pages may lie behind the end of a truncated file.
+                    # Read the first and the last byte: the end of a value of many pages may lie behind the
+                    # end of a truncated file.
                     sum(value[0] + value[-1] for _, value in cursor if len(value))
     except lmdb.Error:
         return 1

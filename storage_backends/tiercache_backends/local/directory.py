@@ -1,14 +1,14 @@
-"""The directory of a local store: its ownership, its format, and whether the LMDB environment inside can be trusted.
+"""Directory of a local store: its format, its state, and the soundness of the LMDB environment inside.
 
-DIR/LOCK        locked with flock: exclusively by a single owner, or shared by several owners or by read-only openers (`looks`);
-                a single owner writes its pid into it, in ASCII
-DIR/OPENING     shared stores only, locked with flock: exclusively while an owner opens or closes the store; shared by read-only openers
-                that found no owner, for as long as they are open
-DIR/format      JSON {"kind": ..., "version": N, ...}: written when the store is created
-DIR/state       JSON {"boot_id": ..., "database": [size, mtime_ns] after a clean shutdown, null while open, "capacity": where it is known,
-                "suspect": true if the environment is damaged and has not been repaired yet}
-DIR/<database>/ the LMDB environment
-DIR/<database>.damaged, .damaged.1, ... damaged environments that were put aside
+DIR/LOCK, OPENING   see `ownership.py`
+DIR/format          JSON {"kind": ..., "version": N, ...}: written when the store is created
+DIR/state           JSON {"boot_id": ...,
+                          "database": null while the environment is in use; after a clean shutdown
+                                      [size, mtime_ns] of LMDB's file,
+                          "capacity": bytes, if known,
+                          "suspect": true if the environment is damaged and not repaired yet}
+DIR/<database>/     the LMDB environment
+DIR/<database>.damaged, .damaged.1, ...   damaged environments that were put aside
 """
 
 from __future__ import annotations
@@ -17,45 +17,47 @@ import json
 import logging
 import os
 import stat
-import struct
-import sys
 from collections.abc import Iterable, Mapping
-from contextlib import closing, suppress
-from errno import EDQUOT, ENOENT, ENOSPC, ESTALE
+from contextlib import suppress
+from errno import EACCES, EDQUOT, ELOOP, ENAMETOOLONG, ENOSPC, ENOTDIR, EPERM
 from itertools import count
 from typing import Any, Final
 
-from tiercache.errors import ConfigError, StorageError, StoreFormatError, StoreLockedError
-from tiercache.storage.env import Env, let_go
+from tiercache.errors import ConfigError, StorageError, StoreFormatError, UnavailableError
+from tiercache.storage.env import Env, close_quietly
 from tiercache.storage.vectors import read_all, write_all
-from tiercache_backends.local import check
-from tiercache_backends.local.lmdb_file import LmdbFile, UnsoundError
+from tiercache_backends.local.ownership import OwnerLock, is_there
+from tiercache_backends.local.soundness import is_damaged, is_plausible, is_whole
 
 _log = logging.getLogger(__name__)
 
-LARGEST_CAPACITY: Final = (1 << 48) - 1
-"""Largest capacity of a store in bytes, 256 TiB less one: blocks of slabs can be numbered, and LMDB can map, up to it on every machine."""
-_CHECK_SECONDS: Final = 120.0
-"""Seconds that the check in a child process may take before the environment counts as damaged."""
-_OPENING_SECONDS: Final = _CHECK_SECONDS + 30
-"""Seconds to wait for another process that opens or closes a shared store; it may be running its check."""
-_POLL_SECONDS: Final = 0.01
-_LMDB_MAGIC: Final = 0xBEEFC0DE
-_LMDB_META: Final = struct.Struct("<16xIIQQI92xQQ")
-"""LMDB head page: page header; magic, version, address, map size, page size; rest of two tree roots; last page, transaction."""
+MAX_CAPACITY: Final = (1 << 48) - 1
+"""Maximum capacity of a store in bytes: 256 TiB less one byte.
+
+Up to this capacity, block numbers and map sizes fit into the integer fields in which they are stored.
+"""
+
+_MISTAKES: Final = frozenset({EACCES, EPERM, ENOTDIR, ELOOP, ENAMETOOLONG})
+"""Errors of a path that another path would not have; other errors are those of a disk."""
 
 
 def sync_directory(env: Env, path: str) -> None:
-    """Flush the names in a directory to the medium, so that they survive a power cut. Raises OSError."""
+    """Flush the names in a directory to the medium, so that they survive a power cut.
+
+    Raises OSError if that fails.
+    """
     fd = env.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         env.fsync(fd)
     finally:
-        let_go(env, fd)
+        close_quietly(env, fd)
 
 
 def tree_bytes(env: Env, path: str) -> int:
-    """Return the bytes that a path and everything below it take on the disk; what is removed meanwhile counts as 0. Raises OSError."""
+    """Return the bytes that a path and everything below it take on the disk.
+
+    Files that are removed during the call count as 0. Raises OSError.
+    """
     try:
         found = env.lstat(path)
         inner = env.listdir(path) if stat.S_ISDIR(found.st_mode) else []
@@ -65,165 +67,211 @@ def tree_bytes(env: Env, path: str) -> int:
 
 
 class StoreDirectory:
-    """One store directory, locked by this object from `claim` to `release`.
+    """Directory of one store, locked from `claim` to `release`.
 
-    Call in this order: `claim`, `settle`, `prove`, open the environment, `opened`; at the end close the environment, then `release`. With
-    `as_found` nothing is created or started anew: where that would be needed, StorageError is raised. With `looks` (read-only, needs
-    `as_found`) nothing at all is written.
+    Order of the calls:
+
+        opening    `claim`, `settle_format`, `check_environment`, open the environment, `admit_others`
+        closing    close the environment, `release`
+
+    With `must_exist` nothing is created; if anything is missing, StorageError is raised. With `read_only`,
+    which needs `must_exist`, nothing is written at all.
 
     Thread safety: one caller at a time, while the store opens and closes; any thread may call `check_there`.
     """
 
-    def __init__(self, env: Env, path: str, *, kind: str, version: int, database: str, as_found: bool = False, looks: bool = False) -> None:
-        assert as_found or not looks, "who looks finds"
+    def __init__(
+        self,
+        env: Env,
+        path: str,
+        *,
+        kind: str,
+        version: int,
+        database: str,
+        must_exist: bool = False,
+        read_only: bool = False,
+    ) -> None:
+        assert must_exist or not read_only, "a read-only opener creates nothing"
         self._env = env
-        self._looks = looks
+        self._read_only = read_only
         self._kind = kind
         self._version = version
-        self._as_found = as_found
+        self._must_exist = must_exist
         self.path: Final = os.path.abspath(path)
         self.database: Final = self.at(database)
-        self.sole = True
-        """Whether no other process has the store open. Always true for an exclusive owner; for a shared one it holds until `opened`."""
+        self._lock = OwnerLock(env, self.path, read_only=read_only)
         self.suspect = False
-        """Whether the environment was found to contradict itself, now or by the last owner. Known from `prove` on, until `healed`."""
+        """Whether this owner or an earlier one found the environment damaged, and nobody has repaired it.
+
+        Set by `check_environment`, and cleared by `mark_repaired`.
+        """
         self.capacity: int | None = None
-        """Capacity of the last owner's store in bytes, None where it is not known. Set by `prove`."""
-        self._shared = False
-        self._lock_fd: int | None = None
-        self._opening_fd: int | None = None
+        """Capacity of the last owner in bytes; None if it is not known. `check_environment` sets it."""
 
     def check_place(self) -> None:
-        """Raise ConfigError or StoreFormatError if the directory holds something that `claim` or `settle` would refuse. Changes nothing."""
+        """Raise ConfigError or StoreFormatError if `claim` or `settle_format` would refuse the directory.
+
+        Changes nothing. Raises UnavailableError if the disk fails, so that nothing can be said.
+        """
         try:
             names = self._env.listdir(self.path)
             found = self._read("format") if "format" in names else {}
         except FileNotFoundError:
             return
         except OSError as error:
-            raise ConfigError(f"{self.path} cannot be looked into ({error.strerror or error}); name a directory of this user's") from error
-        if names and "LOCK" not in names and not self._as_found:
-            raise ConfigError(f"{self.path} is not empty and holds no tiercache store; give the store an empty directory of its own")
+            if error.errno not in _MISTAKES:
+                raise UnavailableError(f"{self.path} cannot be looked into now: {error}") from error
+            raise ConfigError(
+                f"{self.path} cannot be looked into ({error.strerror or error}); name a directory of this"
+                " user's"
+            ) from error
+        if names and "LOCK" not in names and not self._must_exist:
+            raise ConfigError(
+                f"{self.path} is not empty and holds no tiercache store; give the store an empty directory of"
+                " its own"
+            )
         if isinstance(found.get("kind"), str):
             self._check_format(found)
 
     def claim(self, *, shared: bool = False) -> None:
-        """Lock the directory, exclusively or (`shared`) as one of several owners; create it where it is missing.
+        """Lock the directory, exclusively or (`shared`) as one of several owners.
 
-        Raises StorageError or StoreLockedError.
+        Creates the directory if it is missing. Raises StorageError or StoreLockedError.
         """
-        self._shared = shared
         try:
-            if self._as_found and not self._is_there(self.at("format")):
-                raise StorageError(f"{self.path} holds no tiercache store; name the directory of one, or give a capacity to make one there")
-            if self._looks:
-                self._look()
+            if self._must_exist and not is_there(self._env, self.at("format")):
+                raise StorageError(
+                    f"{self.path} holds no tiercache store; name the directory of one, or give a capacity to"
+                    " make one there"
+                )
+            if self._read_only:
+                self._lock.look(shared=shared)
                 return
             self._make(self.path, parents=True)
             names = self._env.listdir(self.path)
             if "LOCK" not in names and names:
-                raise StorageError(f"{self.path} is not empty and holds no tiercache store; give the store an empty directory of its own")
-            self._lock_fd = self._env.open(self.at("LOCK"), os.O_RDWR | os.O_CREAT)
-            if shared:
-                self._join()
-            else:
-                self._own()
-            self._identity = self._env.fstat(self._lock_fd)
+                raise StorageError(
+                    f"{self.path} is not empty and holds no tiercache store; give the store an empty"
+                    " directory of its own"
+                )
+            self._lock.take(shared=shared)
         except OSError as error:
-            self._let_go()
+            self._lock.release()
             if isinstance(error, StorageError):
                 raise
             raise StorageError(f"the store in {self.path} cannot be opened: {error}") from error
         except BaseException:
-            self._let_go()
+            self._lock.release()
             raise
 
-    def settle(self, fresh: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the store's format: the one written when it was created, or `fresh` if it is created now or has an older version.
+    def settle_format(self, fresh: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the stored format; for a new store or an older version, store and return `fresh`.
 
-        The environment of an older version is put aside; with `as_found` such a store raises StoreFormatError instead. Raises
-        StoreFormatError also for a newer version, another kind of store, or a format file that is unreadable or incomplete.
+        An environment of an older version is put aside; with `must_exist`, StoreFormatError is raised
+        instead. StoreFormatError is also raised for a newer version, for another kind of store, and for a
+        format file that is unreadable or incomplete.
         """
         if self.stat("format") is None:
             self._env.chmod(self.path, 0o700)
-            return self.settle_anew(fresh)
+            return self.reset_format(fresh)
         found = self._read("format")
         version = found.get("version")
         if not isinstance(version, int) or not isinstance(found.get("kind"), str):
-            raise StoreFormatError(f"{self.at('format')} cannot be read; remove {self.path} to start with an empty store")
+            raise StoreFormatError(
+                f"{self.at('format')} cannot be read; remove {self.path} to start with an empty store"
+            )
         self._check_format(found)
         if version < self._version:
-            if self._as_found:
+            if self._must_exist:
                 raise StoreFormatError(
-                    f"{self.path} has format {version}, which this tiercache does not read any more; look at it with the one that made it"
+                    f"{self.path} has format {version}, which this tiercache does not read any more; look at"
+                    " it with the one that made it"
                 )
             _log.error("%s has format %d, which this tiercache does not read any more", self.path, version)
             if self.stat(os.path.basename(self.database)) is not None:
                 self.set_aside()
-            return self.settle_anew(fresh)
+            return self.reset_format(fresh)
         if not fresh.keys() <= found.keys():
-            raise StoreFormatError(f"{self.at('format')} is incomplete; remove {self.path} to start with an empty store")
+            raise StoreFormatError(
+                f"{self.at('format')} is incomplete; remove {self.path} to start with an empty store"
+            )
         return found
 
-    def settle_anew(self, fresh: Mapping[str, Any]) -> dict[str, Any]:
-        """Write and return the format of a store that holds nothing."""
+    def reset_format(self, fresh: Mapping[str, Any]) -> dict[str, Any]:
+        """Write and return the format of an empty store."""
         settled = {"kind": self._kind, "version": self._version, **fresh}
         self._write("format", settled)
         return settled
 
-    def prove(self, *, closely: bool) -> bool:
-        """Create the environment's directory if it is missing; return whether the environment in it can be opened safely.
+    def check_environment(self, *, closely: bool) -> bool:
+        """Create the environment's directory if it is missing; return whether LMDB may open the environment.
 
-        LMDB maps its file, so opening a damaged one ends the process. A damaged environment stays `suspect`, also for the next owner, until
-        `healed`. `closely`: check every page, even after a clean shutdown. While another process has the store open, nothing is checked.
+        LMDB maps its file, so a damaged file may kill the process. A damaged environment stays `suspect`,
+        also for the next owner, until `mark_repaired`. While another process has the store open, nothing is
+        checked and the result is True. `closely`: check every page in use, even after a clean shutdown.
         """
-        self.part(self.database)
+        self.make_part(self.database)
         if not self.sole:
             return True
         state = self._read("state")
         kept = state.get("capacity")
-        self.capacity = kept if isinstance(kept, int) and 0 < kept <= LARGEST_CAPACITY else None
+        self.capacity = kept if isinstance(kept, int) and 0 < kept <= MAX_CAPACITY else None
         self.suspect = bool(state.get("suspect"))
         found = self._data()
         sound = found is None or self._is_sound(found, state, closely)
         self.suspect |= not sound
-        if not self._looks:
+        # Mark the environment as in use. If this process dies, the next owner sees that the environment was
+        # not closed in order.
+        if not self._read_only:
             self._mark_open()
         return sound
 
-    def healed(self) -> None:
-        """Record that the environment is a new one or was repaired."""
+    def mark_repaired(self) -> None:
+        """Record that the environment was repaired or replaced by a new one."""
         self.suspect = False
         self._mark_open()
 
+    @property
+    def sole(self) -> bool:
+        """Whether this process alone has the store open.
+
+        Always true for an exclusive owner. For a shared owner, the value is valid until `admit_others`.
+        """
+        return self._lock.sole
+
+    def admit_others(self) -> None:
+        """Let other processes open a shared store, now that the environment is open."""
+        self._lock.admit_others()
+
     def check_there(self) -> None:
         """Raise OSError if the directory that was opened is no longer found under its name."""
-        try:
-            found = self._env.lstat(self.at("LOCK"))
-        except FileNotFoundError as error:
-            raise OSError(ENOENT, f"{self.path} was removed or moved while it was open; close the store and open it again") from error
-        if (found.st_dev, found.st_ino) != (self._identity.st_dev, self._identity.st_ino):
-            raise OSError(ESTALE, f"{self.path} was replaced while it was open; close the store and open it again")
+        self._lock.check_there()
 
     def replace(self, path: str) -> None:
-        """Put a new environment's file, which must be complete and on the medium, atomically in the place of the old one."""
+        """Replace the file of the environment atomically by the file at `path`.
+
+        The new file must be complete and on the medium.
+        """
         self._env.rename(path, os.path.join(self.database, "data.mdb"))
         sync_directory(self._env, self.database)
 
     def remove(self, path: str) -> None:
-        """Remove a file that a process may have left incomplete when it died; a missing file is no error."""
+        """Remove a file that a dead process may have left incomplete; a missing file is no error."""
         with suppress(FileNotFoundError):
             self._env.unlink(path)
 
     def set_aside(self) -> None:
-        """Rename a useless environment, so that it can be examined later, and create an empty one in its place.
+        """Move a useless environment aside, where it can be examined, and create an empty one.
 
-        Environments that were put aside earlier are kept. Raises StorageError with `as_found`.
+        Environments that were put aside earlier are kept. Raises StorageError if `must_exist` is set.
         """
-        if self._as_found:
-            raise StorageError(f"{self.database} is damaged and says nothing any more; whoever opens the store to use it starts empty")
+        if self._must_exist:
+            raise StorageError(
+                f"{self.database} is damaged beyond reading; open the store for writing, which starts with an"
+                " empty one"
+            )
         if self._env.listdir(self.database):
-            aside = next(name for n in count() if self.stat(name := self._aside(n)) is None)
+            aside = next(name for name in map(self._aside, count()) if self.stat(name) is None)
             self._env.rename(self.database, self.at(aside))
             _log.error("%s was put aside as %s; the store starts empty", self.database, aside)
         self._make(self.database)
@@ -236,51 +284,47 @@ class StoreDirectory:
             found.append(self.at(name))
         return found
 
-    def keep(self, capacity: int) -> None:
-        """Record the capacity in bytes with which the store opens, for a later opener with `as_found`."""
+    def record_capacity(self, capacity: int) -> None:
+        """Record the capacity of the store in bytes; later openers with `must_exist` use it."""
         if capacity != self.capacity:
             self.capacity = capacity
             self._mark_open()
 
-    def part(self, path: str, *, make: bool = False) -> None:
+    def make_part(self, path: str, *, make: bool = False) -> None:
         """Create a directory of the store if it is missing, and set its mode to 0700.
 
-        With `as_found` a missing one is a StorageError, unless `make` is set. With `looks` nothing is created or changed.
+        With `must_exist`, a missing directory raises StorageError, unless `make` is set. With `read_only`
+        nothing is created or changed.
         """
-        if self._as_found and not make and not self._is_there(path):
-            raise StorageError(f"{path} is missing, so nothing was stored in {self.path} yet, or it was removed; nothing can be shown")
-        if self._looks:
+        if self._must_exist and not make and not is_there(self._env, path):
+            raise StorageError(
+                f"{path} is missing, so nothing was stored in {self.path} yet, or it was removed; nothing can"
+                " be shown"
+            )
+        if self._read_only:
             return
         self._make(path)
         self._env.chmod(path, 0o700)
 
-    def opened(self) -> None:
-        """Let other processes open a shared store, now that the environment is open.
-
-        A read-only opener that found no owner keeps them out until `release`.
-        """
-        if not (self._looks and self.sole):
-            self._close(self._opening_fd)
-            self._opening_fd = None
-
     def release(self, *, clean: bool, suspect: bool = False) -> None:
         """Unlock the directory, and record how the environment was left.
 
-        `clean`: the environment was closed in order, and the next owner need not check it; `suspect`: the next owner must check it, even
-        within this boot.
+        `clean`: the environment was closed in order, and the next owner may rely on that. `suspect`: the
+        environment may be damaged, so the next owner must check it.
         """
         try:
-            if self._looks:
+            if self._read_only:
                 return
             if suspect or self.suspect:
                 self.suspect = True
                 self._write_state(None)
-            elif clean and (not self._shared or self._is_last()) and (found := self._data()) is not None:
+            # Only the last owner records a clean shutdown, because other owners may still write.
+            elif clean and self._lock.is_last() and (found := self._data()) is not None:
                 self._write_state([found.st_size, found.st_mtime_ns])
         except OSError as error:
             _log.warning("%s cannot be marked as it was left: %s", self.path, error)
         finally:
-            self._let_go()
+            self._lock.release()
 
     def database_bytes(self) -> int:
         """Return the length of the environment's file in bytes; 0 if there is none."""
@@ -288,107 +332,39 @@ class StoreDirectory:
         return found.st_size if found else 0
 
     def foreign_bytes(self, own: Iterable[str] = ()) -> int:
-        """Return the disk bytes of foreign names in the directory: neither the files of this class nor the parts named in `own`.
+        """Return the disk bytes of foreign files in the directory, which also count towards the capacity.
 
-        They count towards a capacity as well.
+        All names are foreign except the files of this class, the environment, and the names in `own`.
         """
         ours = {"LOCK", "OPENING", "format", "state", os.path.basename(self.database), *own}
-        return sum(tree_bytes(self._env, self.at(name)) for name in self._env.listdir(self.path) if name not in ours)
+        return sum(
+            tree_bytes(self._env, self.at(name)) for name in self._env.listdir(self.path) if name not in ours
+        )
 
     def stat(self, name: str) -> os.stat_result | None:
-        """Return the status of a regular file or directory in the store, None if it is missing; raises StorageError for anything else."""
+        """Return the status of a regular file or directory in the store; None if it is missing.
+
+        Raises StorageError for anything else.
+        """
         try:
             found = self._env.lstat(self.at(name))
         except FileNotFoundError:
             return None
         if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
-            raise StorageError(f"{self.at(name)} is neither a file nor a directory; a store follows no links, so remove it")
+            raise StorageError(
+                f"{self.at(name)} is neither a file nor a directory; a store follows no links, so remove it"
+            )
         return found
 
     def at(self, name: str) -> str:
         """Return the path of a name in the directory."""
         return os.path.join(self.path, name)
 
-    def _look(self) -> None:
-        """Keep writers out without writing anything.
-
-        An exclusive store: share its LOCK. A shared store: share OPENING while it has no owner, or else share LOCK with the owners.
-        """
-        if not self._shared:
-            if not self._is_there(self.at("LOCK")):
-                return  # a copy of a store that was never opened
-            self._lock_fd = self._env.open(self.at("LOCK"), os.O_RDONLY)
-            if not self._env.try_share(self._lock_fd):
-                raise self._locked(self._lock_fd)
-            return
-        if not self._is_there(self.at("OPENING")) or not self._is_there(self.at("LOCK")):
-            return
-        self._begin(os.O_RDONLY)
-        self._lock_fd = self._env.open(self.at("LOCK"), os.O_RDONLY)
-        self.sole = self._env.try_lock(self._lock_fd)
-        if self.sole:
-            # The exclusive lock must not stay: other read-only openers have to find the store without an owner as well.
-            self._close(self._lock_fd)
-            self._lock_fd = None
-        elif not self._env.try_share(self._lock_fd):
-            raise self._locked(self._lock_fd)
-
-    def _locked(self, fd: int) -> StoreLockedError:
-        owner = bytearray(32)
-        self._env.preadv(fd, [memoryview(owner)], 0)
-        pid = owner.rstrip(b"\0").decode("ascii", "replace").strip() or "unknown"
-        who = "this process" if pid == str(self._env.getpid()) else f"process {pid}"
-        return StoreLockedError(f"{self.path} is in use by {who} (pid {pid}); close that store, or give this one a directory of its own")
-
-    def _own(self) -> None:
-        fd = self._held()
-        if not self._env.try_lock(fd):
-            if self._env.try_share(fd):
-                raise StoreLockedError(f"{self.path} is being looked at by another process; try again when that is done")
-            raise self._locked(fd)
-        with suppress(OSError):  # the pid is for error messages only; a full disk must not keep a store from opening
-            self._env.ftruncate(fd, 0)
-            self._env.pwritev(fd, [memoryview(f"{self._env.getpid()}\n".encode())], 0)
-
-    def _join(self) -> None:
-        """Become one of the owners. No other process opens or closes the store until `opened`, so `sole` cannot change until then."""
-        self._begin()
-        fd = self._held()
-        self.sole = self._env.try_lock(fd)
-        if not self._env.try_share(fd):
-            raise StoreLockedError(f"{self.path} is in use by a process that shares it with nobody; close that one first")
-
-    def _begin(self, flags: int = os.O_RDWR | os.O_CREAT) -> None:
-        self._opening_fd = self._env.open(self.at("OPENING"), flags)
-        take = self._env.try_share if self._looks else self._env.try_lock
-        deadline = self._env.monotonic() + _OPENING_SECONDS
-        while not take(self._opening_fd):
-            if self._env.monotonic() > deadline:
-                raise StoreLockedError(f"{self.path} is being opened or closed by another process that does not get on; end that one")
-            self._env.sleep(_POLL_SECONDS)
-
-    def _is_last(self) -> bool:
-        self._begin()
-        return self._env.try_lock(self._held())
-
-    def _held(self) -> int:
-        assert self._lock_fd is not None, "the directory is claimed"
-        return self._lock_fd
-
-    def _let_go(self) -> None:
-        for fd in (self._lock_fd, self._opening_fd):
-            if fd is not None:
-                with suppress(OSError):  # closing alone keeps the lock where a forked process has the descriptor too
-                    self._env.unlock(fd)
-                self._close(fd)
-        self._lock_fd = self._opening_fd = None
-
-    def _close(self, fd: int | None) -> None:
-        if fd is not None:
-            let_go(self._env, fd)
-
     def _mark_open(self) -> None:
-        """Record that the environment is in use. On a full disk, remove the record instead: without one it is not trusted either."""
+        """Record that the environment is in use.
+
+        On a full disk, remove the record instead: an environment without a record is not trusted either.
+        """
         try:
             self._write_state(None)
         except OSError as error:
@@ -404,56 +380,26 @@ class StoreDirectory:
         self._write("state", {"boot_id": self._env.boot_id(), "database": database, **known})
 
     def _is_sound(self, found: os.stat_result, state: Mapping[str, Any], closely: bool) -> bool:
+        #   environment                                what is read
+        #   trusted, closed in order, not `closely`    the head pages; if they look wrong, every page in use
+        #   trusted, but not closed or `closely`       every page in use
+        #   not trusted                                every page in use, then all records by a child process
         trusted = not self.suspect and self._trusted(found, state)
         clean = trusted and state.get("database") is not None
-        if (closely or not clean or not self._plausible(found.st_size)) and not self._is_whole():
+        checked = clean and not closely and is_plausible(self._env, self.database, found.st_size)
+        if not checked and not is_whole(self._env, self.database):
             return False
-        return trusted or not self._damaged()
-
-    def _is_whole(self) -> bool:
-        """Return whether every page of the environment's file, including its list of free pages, has the form that LMDB gives it."""
-        try:
-            with closing(LmdbFile(self._env, os.path.join(self.database, "data.mdb"))) as file:
-                file.check()
-        except UnsoundError as error:
-            _log.error("the database in %s is damaged: %s", self.database, error)
-            return False
-        return True
+        return trusted or not is_damaged(self._env, self.database)
 
     def _trusted(self, found: os.stat_result, state: Mapping[str, Any]) -> bool:
-        """Return whether the environment is as LMDB left it.
+        """Return whether only LMDB has written to the environment, and all its writes are in the file.
 
-        After a clean shutdown it is, if the file's size and mtime are unchanged. After a crash of the owner it is within the same boot,
-        because everything that LMDB has written is in the page cache.
+        After a clean shutdown, the file's size and mtime must be unchanged. After a crash of the owner, the
+        environment is trusted until the next boot, because everything that LMDB wrote is in the page cache.
         """
         if state.get("database") is not None:
             return bool(state["database"] == [found.st_size, found.st_mtime_ns])
         return bool(state.get("boot_id")) and state["boot_id"] == self._env.boot_id()
-
-    def _plausible(self, size: int) -> bool:
-        """Return whether LMDB's two head pages look right and the file is as long as the newer one says.
-
-        An intact file may be shorter too, where its last pages are free; False therefore only asks for a closer check.
-        """
-        fd = self._env.open(os.path.join(self.database, "data.mdb"), os.O_RDONLY)
-        try:
-            heads = []
-            page = 0
-            for _ in range(2):
-                raw = bytearray(_LMDB_META.size)
-                read_all(self._env, fd, [memoryview(raw)], page)
-                magic, _, _, _, page, last, txn = _LMDB_META.unpack(raw)
-                heads.append((magic == _LMDB_MAGIC, txn, (last + 1) * page))
-            return all(right for right, _, _ in heads) and size >= max(heads, key=lambda h: h[1])[2]
-        finally:
-            let_go(self._env, fd)
-
-    def _damaged(self) -> bool:
-        """Return whether a child process finds damage; a child, because reading a damaged environment may end the process."""
-        status = self._env.run([sys.executable, "-P", check.__file__, self.database], _CHECK_SECONDS)
-        if status:
-            _log.error("the database in %s is damaged (its check ended with status %d)", self.database, status)
-        return status != 0
 
     def _aside(self, n: int) -> str:
         return os.path.basename(self.database) + ".damaged" + (f".{n}" if n else "")
@@ -462,26 +408,28 @@ class StoreDirectory:
         return self.stat(os.path.join(os.path.basename(self.database), "data.mdb"))
 
     def _make(self, path: str, *, parents: bool = False) -> None:
-        """Create a directory of the store unless it exists; raises StorageError if something else is in its place."""
-        if parents and not self._is_there(os.path.dirname(path)):
-            self._make(os.path.dirname(path), parents=True)
-        if not self._is_there(path):
-            with suppress(FileExistsError):  # another opener of a shared store may have made it since the check
-                self._env.mkdir(path)
-        # The path of the store itself may be a link made by the administrator; directories inside the store may not be links.
-        elif not stat.S_ISDIR(self._env.lstat(os.path.realpath(path) if parents else path).st_mode):
-            raise StorageError(f"{path} is not a directory; remove it, or give the store a directory of its own")
+        """Create a directory of the store unless it exists.
 
-    def _is_there(self, path: str) -> bool:
-        try:
-            self._env.lstat(path)
-        except FileNotFoundError:
-            return False
-        return True
+        Raises StorageError if something else is in its place.
+        """
+        if parents and not is_there(self._env, os.path.dirname(path)):
+            self._make(os.path.dirname(path), parents=True)
+        if not is_there(self._env, path):
+            # Another opener of a shared store may have made the directory since the check.
+            with suppress(FileExistsError):
+                self._env.mkdir(path)
+        # The store's own path may be a link that the administrator made. Directories inside the store must
+        # not be links.
+        elif not stat.S_ISDIR(self._env.lstat(self._env.realpath(path) if parents else path).st_mode):
+            raise StorageError(
+                f"{path} is not a directory; remove it, or give the store a directory of its own"
+            )
 
     def _check_format(self, found: Mapping[str, Any]) -> None:
         if found["kind"] != self._kind:
-            raise StoreFormatError(f"{self.path} holds a store of kind {found['kind']}, not {self._kind}; use another directory")
+            raise StoreFormatError(
+                f"{self.path} holds a store of kind {found['kind']}, not {self._kind}; use another directory"
+            )
         version = found.get("version")
         if isinstance(version, int) and version > self._version:
             raise StoreFormatError(
@@ -490,7 +438,10 @@ class StoreDirectory:
             )
 
     def _read(self, name: str) -> dict[str, Any]:
-        """Return the content of a small JSON file, of which 4096 bytes are read; an empty dict if it is missing or malformed."""
+        """Return the content of a JSON file of at most 4096 bytes.
+
+        Returns an empty dict if the file is missing or malformed.
+        """
         found = self.stat(name)
         raw = bytearray(min(found.st_size if found else 0, 4096))
         if not raw:
@@ -502,16 +453,16 @@ class StoreDirectory:
         except ValueError:
             return {}
         finally:
-            let_go(self._env, fd)
+            close_quietly(self._env, fd)
         return value if isinstance(value, dict) else {}
 
     def _write(self, name: str, value: dict[str, Any]) -> None:
-        """Replace a small JSON file atomically."""
+        """Replace a small JSON file atomically: after a power cut it has the old or the new content."""
         fd = self._env.open(self.at(name + ".new"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         try:
             write_all(self._env, fd, [memoryview(json.dumps(value).encode())], 0)
             self._env.fsync(fd)
         finally:
-            let_go(self._env, fd)
+            close_quietly(self._env, fd)
         self._env.rename(self.at(name + ".new"), self.at(name))
         sync_directory(self._env, self.path)

@@ -1,6 +1,8 @@
-"""Record of a namespace in a store on a disk, as one LMDB value: msgpack [number, identity without its salt or nil, states].
+"""Table of the namespaces of a store on a disk, and the LMDB value of each.
 
-Values of two members, without `states`, come from earlier releases; they are read as `states` = false.
+A value is msgpack [number, identity (without its salt) or nil, whether the namespace has states].
+
+Earlier releases wrote only the first two members. Such a namespace is read as one without states.
 """
 
 from __future__ import annotations
@@ -13,10 +15,12 @@ from tiercache.storage.base import NamespaceRecord
 
 
 class Name(NamedTuple):
-    """A namespace's `number`, which stands for it in records of objects, and its `record`, None until the namespace is registered."""
+    """Content of the LMDB value of a namespace."""
 
     number: int
+    """Number that stands for the namespace in records of objects."""
     record: NamespaceRecord | None
+    """Record of the namespace; None if its identity is not known."""
 
     @property
     def states(self) -> bool:
@@ -32,11 +36,55 @@ def pack_name(name: Name) -> bytes:
 
 
 def unpack_name(namespace: bytes, value: bytes) -> Name:
-    """Return the name that an LMDB value describes; raises ValueError for a malformed value."""
+    """Return the name that an LMDB value describes; raise ValueError for a malformed value."""
     try:
         number, identity, states = (*msgpack.unpackb(value), False)[:3]
     except (ValueError, TypeError, msgpack.UnpackException) as error:
-        raise ValueError(f"what is known of namespace {namespace.hex()} is not readable: {error}") from error
-    if type(number) is not int or not 0 < number < 2**31 or not (identity is None or isinstance(identity, dict)):
-        raise ValueError(f"what is known of namespace {namespace.hex()} is not readable: {number!r}, {identity!r}")
+        raise ValueError(f"the record of namespace {namespace.hex()} is not readable: {error}") from error
+    if (
+        type(number) is not int
+        or not 0 < number < 2**31
+        or not (identity is None or isinstance(identity, dict))
+    ):
+        raise ValueError(
+            f"the record of namespace {namespace.hex()} is not readable: {number!r}, {identity!r}"
+        )
     return Name(number, None if identity is None else NamespaceRecord(namespace, identity, bool(states)))
+
+
+class Names:
+    """Table of namespaces, by name and by number.
+
+    Thread safety: none of its own; the catalog changes the table under its writer lock.
+    """
+
+    def __init__(self) -> None:
+        self.ids: dict[bytes, int] = {}
+        """Number of each namespace."""
+        self.records: dict[bytes, NamespaceRecord] = {}
+        """Record of each namespace whose identity is known."""
+        self.last = 0
+        """Largest number of any namespace, including those whose names cannot be read any more."""
+        self._by_id: dict[int, bytes] = {}
+
+    def add(self, namespace: bytes, number: int, record: NamespaceRecord | None = None) -> None:
+        """Add a namespace that already has a number."""
+        self.ids[namespace] = number
+        self._by_id[number] = namespace
+        self.last = max(self.last, number)
+        if record is not None:
+            self.records[namespace] = record
+
+    def number(self, namespace: bytes) -> int:
+        """Return the number of a namespace; a namespace without one gets the next number."""
+        if namespace not in self.ids:
+            self.add(namespace, self.last + 1)
+        return self.ids[namespace]
+
+    def name(self, number: int) -> bytes:
+        """Return the namespace with this number, or b"" if there is none."""
+        return self._by_id.get(number, b"")
+
+    def packed(self, namespace: bytes) -> bytes:
+        """Return the value that the catalog stores under a namespace."""
+        return pack_name(Name(self.ids[namespace], self.records.get(namespace)))

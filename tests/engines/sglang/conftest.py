@@ -1,6 +1,7 @@
-"""What SGLang needs before it can be imported on a machine without CUDA.
+"""Replacements for packages that SGLang imports, for a machine without CUDA; and fixtures.
 
-Its host pools import model configs, which import torchvision for pictures that no test here shows. The real one wants a torch of its own.
+SGLang's host pools import model configs, and these import torchvision for images, which no test here
+uses. The real torchvision needs a version of torch of its own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""One rank of an SGLang server, as a process: `python rank.py RANK SIZE DIRECTORY URL WORK...`. Prints one JSON line per piece of work.
+"""One rank of an SGLang server, as a process: `python rank.py RANK SIZE DIRECTORY URL WORK...`.
+
+Prints one JSON line per piece of work.
 
 write:LAST      back up five pages and the states at pages 2 and LAST
 fetch           query all five pages and their state, fetch what hits, and compare every byte
@@ -31,7 +33,9 @@ def say(**what: Any) -> None:
 
 def main(rank: int, size: int, directory: Path, url: str, *work: str) -> None:
     """Do the work in order."""
-    torch.distributed.init_process_group("gloo", init_method=f"file://{directory}/ranks", rank=rank, world_size=size)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{directory}/ranks", rank=rank, world_size=size
+    )
     kv, mamba = rig.kv_pool(), rig.mamba_pool()
     rig.fill(kv, seed=rank)
     rig.fill(mamba, seed=rank + 100)
@@ -62,7 +66,12 @@ def _fetch(made: Any, key: Any, kv: Any, mamba: Any, expected: Any) -> dict[str,
     found.pool_transfers[0].host_indices = torch.tensor([9])
     tokens, hits = rig.fetch(made, found, range(10, 10 + pages))
     right = [rig.page(kv, 10 + i) == expected[0][i] for i in range(pages)]
-    return {"hit": pages, "tokens": tokens, "states": hits["mamba"], "right": all(right) and rig.page(mamba, 9) == expected[1][pages - 1]}
+    return {
+        "hit": pages,
+        "tokens": tokens,
+        "states": hits["mamba"],
+        "right": all(right) and rig.page(mamba, 9) == expected[1][pages - 1],
+    }
 
 
 if __name__ == "__main__":

@@ -19,7 +19,13 @@ import torch
 from sglang.srt import runtime_context
 from sglang.srt.managers import cache_controller
 from sglang.srt.mem_cache import l2_transfer
-from sglang.srt.mem_cache.device_pool_info import KVBufferLayout, KVBuffers, MambaStateBufferInfo, MHABufferInfo, MLABufferInfo
+from sglang.srt.mem_cache.device_pool_info import (
+    KVBufferLayout,
+    KVBuffers,
+    MambaStateBufferInfo,
+    MHABufferInfo,
+    MLABufferInfo,
+)
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolHitPolicy, PoolName, PoolTransfer
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
@@ -40,18 +46,45 @@ MAMBA_LAYOUTS = ["page_first", "page_first_direct"]
 DTYPES = ["bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2"]
 
 
-def kv_pool(layout: str = "page_first", dtype: torch.dtype = torch.bfloat16, layers: int = 3, pages: int = PAGES, heads: int = 2) -> Any:
+def kv_pool(
+    layout: str = "page_first",
+    dtype: torch.dtype = torch.bfloat16,
+    layers: int = 3,
+    pages: int = PAGES,
+    heads: int = 2,
+) -> Any:
     """A host pool of `pages` pages, filled with noise."""
-    tensors = [torch.zeros(PAGE * 4, heads, 64, dtype=torch.uint8 if dtype.itemsize == 1 else dtype).view(dtype) for _ in range(2 * layers)]
+    tensors = [
+        torch.zeros(PAGE * 4, heads, 64, dtype=torch.uint8 if dtype.itemsize == 1 else dtype).view(dtype)
+        for _ in range(2 * layers)
+    ]
     pointers = torch.zeros(layers, dtype=torch.uint64)
     buffers = KVBuffers(
-        k=tuple(tensors[:layers]), v=tuple(tensors[layers:]), k_data_ptrs=pointers, v_data_ptrs=pointers, layout=KVBufferLayout.NHD
+        k=tuple(tensors[:layers]),
+        v=tuple(tensors[layers:]),
+        k_data_ptrs=pointers,
+        v_data_ptrs=pointers,
+        layout=KVBufferLayout.NHD,
     )
     info = MHABufferInfo(
-        buffers=buffers, page_size=PAGE, head_num=heads, head_dim=64, v_head_dim=64, dtype=dtype, device=torch.device("cpu")
+        buffers=buffers,
+        page_size=PAGE,
+        head_num=heads,
+        head_dim=64,
+        v_head_dim=64,
+        dtype=dtype,
+        device=torch.device("cpu"),
     )
     pool = MHATokenToKVPoolHost(
-        info, 2.0, 0, PAGE, layout, pin_memory=False, device_capacity_tokens=PAGE * pages // 2, start_layer=0, end_layer=layers
+        info,
+        2.0,
+        0,
+        PAGE,
+        layout,
+        pin_memory=False,
+        device_capacity_tokens=PAGE * pages // 2,
+        start_layer=0,
+        end_layer=layers,
     )
     fill(pool)
     return pool
@@ -61,11 +94,14 @@ def mla_pool(layout: str = "page_first", dtype: torch.dtype = torch.bfloat16, la
     """A host pool of latent attention's pages, filled with noise."""
     buffers = tuple(torch.zeros(PAGE * 4, 1, 576, dtype=dtype) for _ in range(layers))
     info = MLABufferInfo(
-        buffers=buffers, data_ptrs=torch.zeros(layers, dtype=torch.uint64), layer_indices=tuple(range(layers)), device_layer_num=layers,
-        page_size=PAGE, kv_lora_rank=512, qk_rope_head_dim=64, kv_cache_dim=576, dtype=dtype, device=torch.device("cpu"),
+        buffers=buffers, data_ptrs=torch.zeros(layers, dtype=torch.uint64),
+        layer_indices=tuple(range(layers)), device_layer_num=layers,
+        page_size=PAGE, kv_lora_rank=512, qk_rope_head_dim=64, kv_cache_dim=576, dtype=dtype,
+        device=torch.device("cpu"),
     )  # fmt: skip
     pool = MLATokenToKVPoolHost(
-        info, 2.0, 0, PAGE, layout, pin_memory=False, device_capacity_tokens=PAGE * PAGES // 2, start_layer=0, end_layer=layers,
+        info, 2.0, 0, PAGE, layout, pin_memory=False, device_capacity_tokens=PAGE * PAGES // 2, start_layer=0,
+        end_layer=layers,
         target_layer_num=layers,
     )  # fmt: skip
     fill(pool)
@@ -74,19 +110,36 @@ def mla_pool(layout: str = "page_first", dtype: torch.dtype = torch.bfloat16, la
 
 @contextlib.contextmanager
 def server_says(kv_cache_dtype: str = "auto", **more: Any) -> Iterator[dict[str, Any]]:
-    """A process in which SGLang has published its configuration, as every server does before it makes pools."""
-    model = dict.fromkeys(server._MODEL) | {"model_path": "some/model", "quantization_param_path": None, "dtype": "auto"}
-    spec = dict.fromkeys(server._DRAFT) | {name: value for name, value in more.items() if name.startswith("speculative")}
-    model |= {"kv_cache_dtype": kv_cache_dtype} | {name: value for name, value in more.items() if name not in spec}
+    """A process in which SGLang has published its configuration, as every server does before it makes
+    pools.
+    """
+    model = dict.fromkeys(server.MODEL_SETTINGS) | {
+        "model_path": "some/model",
+        "quantization_param_path": None,
+        "dtype": "auto",
+    }
+    spec = dict.fromkeys(server.DRAFT_SETTINGS) | {
+        name: value for name, value in more.items() if name.startswith("speculative")
+    }
+    model |= {"kv_cache_dtype": kv_cache_dtype} | {
+        name: value for name, value in more.items() if name not in spec
+    }
     bags = {"model": SimpleNamespace(**model), "spec": SimpleNamespace(**spec)}
+    # private: SGLang publishes its configuration from a whole server's arguments only
     with mock.patch.object(runtime_context._CONTEXT, "_config_bags", bags):
         yield bags
 
 
 def mamba_pool(
-    layout: str = "page_first", dtype: torch.dtype = torch.float32, conv: torch.dtype = torch.bfloat16, *, side: bool = False
+    layout: str = "page_first",
+    dtype: torch.dtype = torch.float32,
+    conv: torch.dtype = torch.bfloat16,
+    *,
+    side: bool = False,
 ) -> Any:
-    """A host pool of `SLOTS` states, filled with noise; with `side` each has something beside it, for which SGLang has no addresses."""
+    """A host pool of `SLOTS` states, filled with noise; with `side` each has something beside it, for which
+    SGLang has no addresses.
+    """
     info = MambaStateBufferInfo(
         temporal=torch.zeros(4, 6, 8, 16, 16, dtype=dtype),
         conv=(torch.zeros(4, 6, 40, 3, dtype=conv),),
@@ -99,14 +152,18 @@ def mamba_pool(
 
 def fill(pool: Any, seed: int = 1) -> None:
     generator = torch.Generator().manual_seed(seed)
-    for buffer in pool.get_hybrid_pool_buffer() if hasattr(pool, "get_hybrid_pool_buffer") else [pool.kv_buffer]:
+    for buffer in (
+        pool.get_hybrid_pool_buffer() if hasattr(pool, "get_hybrid_pool_buffer") else [pool.kv_buffer]
+    ):
         flat = buffer.reshape(-1).view(torch.uint8)
         flat.copy_(torch.randint(0, 256, flat.shape, dtype=torch.uint8, generator=generator))
 
 
 def wipe(pool: Any, *pages: int) -> None:
     for index in pages:
-        pool.set_from_flat_data_page(index * (pool.page_size or 1), torch.zeros_like(pool.get_dummy_flat_data_page()))
+        pool.set_from_flat_data_page(
+            index * (pool.page_size or 1), torch.zeros_like(pool.get_dummy_flat_data_page())
+        )
 
 
 def keys(*names: object) -> list[str]:
@@ -121,25 +178,31 @@ def rows(*pages: int, size: int = PAGE) -> torch.Tensor:
 
 def page(pool: Any, index: int) -> bytes:
     """The bytes of one page, through SGLang's own eyes."""
-    return bytes(pool.get_data_page(index * (pool.page_size or 1), flat=True).contiguous().view(torch.uint8).numpy())
+    return bytes(
+        pool.get_data_page(index * (pool.page_size or 1), flat=True).contiguous().view(torch.uint8).numpy()
+    )
 
 
 def extra_config(url: str, *, v1: int = 1, **settings: Any) -> dict[str, Any]:
-    """What an operator writes into --hicache-storage-backend-extra-config."""
+    """Make the value that an operator passes as --hicache-storage-backend-extra-config."""
     return {
-        "backend_name": "tiercache", "module_path": "tiercache.integrations.sglang", "class_name": "TierCacheStorage", "interface_v1": v1,
+        "backend_name": "tiercache", "module_path": "tiercache.integrations.sglang",
+        "class_name": "TierCacheStorage", "interface_v1": v1,
         "storage": url, "revision": "r1",
     } | settings  # fmt: skip
 
 
 def backend(
-    url: str, kv: Any, mamba: Any = None, *, v1: int = 1, rank: int = 0, size: int = 1, mla: bool = False, model: str = MODEL,
-    metrics: bool = False, more: dict[Any, Any] | None = None, stage: tuple[int, int] = (0, 1), context: tuple[int, int] = (0, 1),
+    url: str, kv: Any, mamba: Any = None, *, v1: int = 1, rank: int = 0, size: int = 1, mla: bool = False,
+    model: str = MODEL,
+    metrics: bool = False, more: dict[Any, Any] | None = None, stage: tuple[int, int] = (0, 1),
+    context: tuple[int, int] = (0, 1),
     **settings: Any,
 ) -> Any:  # fmt: skip
     """A backend as the controller makes and registers one, through SGLang's own factory."""
     config = HiCacheStorageConfig(
-        tp_rank=rank, tp_size=size, pp_rank=stage[0], pp_size=stage[1], attn_cp_rank=context[0], attn_cp_size=context[1],
+        tp_rank=rank, tp_size=size, pp_rank=stage[0], pp_size=stage[1], attn_cp_rank=context[0],
+        attn_cp_size=context[1],
         is_mla_model=mla, enable_storage_metrics=metrics,
         is_page_first_layout=True, model_name=model, extra_config=extra_config(url, v1=v1, **settings),
     )  # fmt: skip
@@ -157,16 +220,35 @@ def backend(
 
 
 def state_at(key: str, slot: int) -> PoolTransfer:
-    return PoolTransfer(name=PoolName.MAMBA, host_indices=torch.tensor([slot]), keys=[key], hit_policy=PoolHitPolicy.TRAILING_PAGES)
+    return PoolTransfer(
+        name=PoolName.MAMBA,
+        host_indices=torch.tensor([slot]),
+        keys=[key],
+        hit_policy=PoolHitPolicy.TRAILING_PAGES,
+    )
+
+
+def store_of(made: Any) -> Any:
+    """The store below a storage backend."""
+    # private: SGLang's interface tells neither the parents of pages nor what is stored of other models
+    return made._store
+
+
+def page_keys_of(made: Any, names: Sequence[str]) -> list[bytes]:
+    """The keys under which a storage backend stores these pages."""
+    # private: SGLang knows its own hashes of pages only
+    return list(made._keys.of(names))
 
 
 def any_state() -> PoolTransfer:
     """How a query names a pool of states: only the number of keys counts."""
-    return PoolTransfer(name=PoolName.MAMBA, keys=["__placeholder__"], hit_policy=PoolHitPolicy.TRAILING_PAGES)
+    return PoolTransfer(
+        name=PoolName.MAMBA, keys=["__placeholder__"], hit_policy=PoolHitPolicy.TRAILING_PAGES
+    )
 
 
 class _Event:
-    """What a CPU has of a device's event."""
+    """Stand-in on the CPU for a device's event and stream; all work is complete at once."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
     def record(self, *_: Any) -> None: ...
@@ -192,7 +274,8 @@ class _Devices(SimpleNamespace):
 def on_a_cpu(rank: int = 0, size: int = 1) -> Iterator[None]:
     """The four replaced symbols, for a controller of tensor-parallel rank `rank` of `size`."""
     parallel = SimpleNamespace(
-        attn_dcp_size=1, attn_dcp_rank=0, tp_rank=rank, tp_size=size, attn_tp_rank=rank, attn_tp_size=size, attn_dp_rank=0, pp_rank=0,
+        attn_dcp_size=1, attn_dcp_rank=0, tp_rank=rank, tp_size=size, attn_tp_rank=rank, attn_tp_size=size,
+        attn_dp_rank=0, pp_rank=0,
         pp_size=1,
     )  # fmt: skip
     with (
@@ -207,7 +290,8 @@ def on_a_cpu(rank: int = 0, size: int = 1) -> Iterator[None]:
 def controller(kv: Any, mamba: Any, group: Any, layers: int = 3) -> HybridCacheController:
     """SGLang's controller over these host pools; nothing is attached yet."""
     device = MHATokenToKVPool(
-        size=PAGE * 4, page_size=PAGE, dtype=torch.bfloat16, head_num=2, head_dim=64, layer_num=layers, device="cpu",
+        size=PAGE * 4, page_size=PAGE, dtype=torch.bfloat16, head_num=2, head_dim=64, layer_num=layers,
+        device="cpu",
         enable_memory_saver=False,
     )  # fmt: skip
     entries = [
@@ -215,22 +299,37 @@ def controller(kv: Any, mamba: Any, group: Any, layers: int = 3) -> HybridCacheC
         PoolEntry(PoolName.MAMBA, mamba, None, lambda layer: layer),
     ]
     return HybridCacheController(
-        SimpleNamespace(get_kvcache=lambda: device), HostPoolGroup(entries), PAGE, group, threading.Event(), model_name=MODEL
+        SimpleNamespace(get_kvcache=lambda: device),
+        HostPoolGroup(entries),
+        PAGE,
+        group,
+        threading.Event(),
+        model_name=MODEL,
     )
 
 
 def attach(made: HybridCacheController, url: str, **settings: Any) -> None:
     made.attach_storage_backend(
-        "dynamic", prefetch_threshold=PAGE, model_name=MODEL, storage_backend_extra_config=extra_config(url, **settings),
+        "dynamic", prefetch_threshold=PAGE, model_name=MODEL,
+        storage_backend_extra_config=extra_config(url, **settings),
         host_pools=made.mem_pool_host.entries,
     )  # fmt: skip
 
 
-def write(made: HybridCacheController, tokens: Sequence[int], hashes: list[str], pages: Sequence[int], states: dict[int, int]) -> Any:
-    """Back up pages of the KV, and states: page number in the sequence -> slot. Returns the acknowledged operation."""
+def write(
+    made: HybridCacheController,
+    tokens: Sequence[int],
+    hashes: list[str],
+    pages: Sequence[int],
+    states: dict[int, int],
+) -> Any:
+    """Back up pages of the KV, and states: page number in the sequence -> slot.
+
+    Returns the acknowledged operation.
+    """
     transfers = [state_at(hashes[at], slot) for at, slot in states.items()]
     made.write_storage(rows(*pages), list(tokens), hash_value=hashes, extra_pools=transfers or None)
-    return made.ack_backup_queue.get(timeout=20)
+    return made.ack_backup_queue.get(timeout=60)
 
 
 def hashed(tokens: Sequence[int]) -> tuple[RadixKey, list[str]]:
@@ -242,16 +341,19 @@ def hashed(tokens: Sequence[int]) -> tuple[RadixKey, list[str]]:
 def query(made: HybridCacheController, key: RadixKey, *transfers: PoolTransfer) -> Any:
     """Ask storage what it has of a sequence; returns the operation with its hit."""
     made.prefetch(SimpleNamespace(rid="request"), key, None, None, extra_pools=list(transfers) or None)
-    return made.prefetch_hit_queue.get(timeout=20)
+    return made.prefetch_hit_queue.get(timeout=60)
 
 
 def fetch(made: HybridCacheController, operation: Any, pages: Sequence[int]) -> tuple[int, dict[str, int]]:
-    """Bring a hit into these pages of the host pool, as the tree would. Returns the tokens that arrived, and what each sidecar got."""
+    """Bring a hit into these pages of the host pool, as the tree would.
+
+    Returns the tokens that arrived, and what each sidecar got.
+    """
     operation.host_indices = rows(*pages)
     made.prefetch_buffer.put(operation)
     tokens, hits = 0, {}
     while True:
-        ack = made.ack_prefetch_queue.get(timeout=20)
+        ack = made.ack_prefetch_queue.get(timeout=60)
         tokens = tokens if ack.completed_tokens is None else ack.completed_tokens
         hits = hits if ack.pool_hits is None else ack.pool_hits
         if ack.completed_req:
@@ -261,7 +363,9 @@ def fetch(made: HybridCacheController, operation: Any, pages: Sequence[int]) -> 
 @contextlib.contextmanager
 def group_of_one(directory: Path) -> Iterator[Any]:
     """A process group that agrees with itself."""
-    torch.distributed.init_process_group("gloo", init_method=f"file://{directory}/group", rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{directory}/group", rank=0, world_size=1
+    )
     try:
         yield torch.distributed.group.WORLD
     finally:

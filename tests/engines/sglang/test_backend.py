@@ -1,4 +1,7 @@
-"""The storage backend under SGLang's own factory and host pools. Needs the environment of `make test-engines`."""
+"""The storage backend under SGLang's own factory and host pools.
+
+Needs the environment of `make test-engines`.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,36 @@ import pytest
 
 pytestmark = pytest.mark.integration
 torch = pytest.importorskip("torch")
-pytest.importorskip("sglang.srt.mem_cache.hicache_storage", reason="SGLang is not installed: make test-engines")
+pytest.importorskip(
+    "sglang.srt.mem_cache.hicache_storage", reason="SGLang is not installed: make test-engines"
+)
 
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo, PoolHitPolicy, PoolName, PoolTransfer  # noqa: E402
+from sglang.srt.mem_cache.hicache_storage import (  # noqa: E402
+    HiCacheStorageExtraInfo,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransfer,
+)
 from sglang.srt.mem_cache.memory_pool_host import LogicalHostPool  # noqa: E402
 
 from tests.engines.damage import flip, truncate  # noqa: E402
 from tests.engines.sglang import rig  # noqa: E402
-from tests.engines.sglang.rig import PAGE, PAGES, SLOTS, any_state, backend, keys, kv_pool, mamba_pool, page, rows, state_at  # noqa: E402
+from tests.engines.sglang.rig import (  # noqa: E402
+    PAGE,
+    PAGES,
+    SLOTS,
+    any_state,
+    backend,
+    keys,
+    kv_pool,
+    mamba_pool,
+    page,
+    page_keys_of,
+    rows,
+    state_at,
+    store_of,
+)
+from tiercache.errors import RefusedError, StorageError, UnavailableError  # noqa: E402
 from tiercache.storage.registry import open_backend  # noqa: E402
 from tiercache.testing.faults import FaultEnv  # noqa: E402
 
@@ -65,12 +90,17 @@ def test_states_come_back_into_other_slots(url: str, layout: str, dtype: str) ->
     store.close()
 
 
-def test_zero_copy_where_addresses_are_told_and_a_copy_where_not(url: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_zero_copy_where_addresses_are_told_and_a_copy_where_not(
+    url: str, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO", "tiercache")
     kv, mamba = kv_pool(), mamba_pool(side=True)
     store = backend(url, kv, mamba)
     assert "pool kv, layout page_first" in caplog.text
-    assert [r.message.split(", ")[-1] for r in caplog.records if "bytes a page" in r.message] == ["zero copy", "page by page"]
+    assert [r.message.split(", ")[-1] for r in caplog.records if "bytes a page" in r.message] == [
+        "zero copy",
+        "page by page",
+    ]
     expected, copies = page(mamba, 3), []
     copying = mamba.get_data_page
     mamba.get_data_page = lambda *args, **kwargs: copies.append(args) or copying(*args, **kwargs)
@@ -98,11 +128,17 @@ def test_pools_that_go_with_the_kv(url: str, name: str) -> None:
     assert store.batch_set_v1(names, rows(0, 1, 2)) == [True] * 3
     assert store.batch_set_v2([PoolTransfer(pool, rows(0, 1), keys=names[:2])]) == {pool: [True, True]}
     found = store.batch_exists_v2(names, [PoolTransfer(pool)])
-    assert (found.kv_hit_pages, found.extra_pool_hit_pages, found.restorable_prefix_pages) == (2, {"kv": 3, pool.value: 2}, [1, 2])
+    assert (found.kv_hit_pages, found.extra_pool_hit_pages, found.restorable_prefix_pages) == (
+        2,
+        {"kv": 3, pool.value: 2},
+        [1, 2],
+    )
     assert store.batch_get_v2([PoolTransfer(pool, rows(9, 8, 7), keys=names)]) == {pool: [True, True, False]}
     assert [page(side, 9), page(side, 8)] == expected[:2]
     # A window of two pages is stored at the end of page 2 only.
-    windows = store.batch_exists_v2(names, [PoolTransfer(pool, keys=["_", "_"], hit_policy=PoolHitPolicy.TRAILING_PAGES)])
+    windows = store.batch_exists_v2(
+        names, [PoolTransfer(pool, keys=["_", "_"], hit_policy=PoolHitPolicy.TRAILING_PAGES)]
+    )
     assert windows.restorable_prefix_pages == [1, 2]
     store.close()
 
@@ -115,9 +151,17 @@ def test_states_and_pages_are_restorable_together(url: str) -> None:
     for slot, at in ((2, 1), (3, 3)):
         assert store.batch_set_v2([state_at(names[at], slot)]) == {PoolName.MAMBA: [True]}
     found = store.batch_exists_v2([*names, *keys("x")], [any_state()])
-    assert (found.kv_hit_pages, found.extra_pool_hit_pages, found.restorable_prefix_pages) == (4, {"kv": 5, "mamba": 4}, [2, 4])
-    # A pool that is not kept, and a policy that we do not know: nothing is restorable, and what the others have is told all the same.
-    for unknown in (PoolTransfer(PoolName.DEEPSEEK_V4_C4), PoolTransfer(PoolName.MAMBA, hit_policy=PoolHitPolicy.BLOCK_GROUPS)):
+    assert (found.kv_hit_pages, found.extra_pool_hit_pages, found.restorable_prefix_pages) == (
+        4,
+        {"kv": 5, "mamba": 4},
+        [2, 4],
+    )
+    # A pool that is not kept, and a policy that we do not know: nothing is restorable, and what the others
+    # have is told all the same.
+    for unknown in (
+        PoolTransfer(PoolName.DEEPSEEK_V4_C4),
+        PoolTransfer(PoolName.MAMBA, hit_policy=PoolHitPolicy.BLOCK_GROUPS),
+    ):
         found = store.batch_exists_v2(names, [unknown])
         assert (found.kv_hit_pages, found.restorable_prefix_pages) == (0, [])
         assert found.extra_pool_hit_pages == {"kv": 5, unknown.name.value: 0}
@@ -129,7 +173,9 @@ def test_states_and_pages_are_restorable_together(url: str) -> None:
 @pytest.mark.parametrize("v1", [0, 1])
 @pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn"])
-def test_pages_of_latent_attention(url: str, layout: str, dtype: str, v1: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_pages_of_latent_attention(
+    url: str, layout: str, dtype: str, v1: int, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO", "tiercache")
     latent = rig.mla_pool(layout, getattr(torch, dtype))
     store = backend(url, latent, v1=v1, mla=True)
@@ -173,7 +219,10 @@ def test_one_bad_page_of_a_batch_fails_alone(url: str) -> None:
     assert store.batch_set_v1(names, rows(0, 1, 2)) == [True] * 3
     assert store.batch_get_v1([names[0], *keys("absent"), names[2]], rows(10, 11, 12)) == [True, False, True]
     wrong = PoolTransfer(PoolName.SWA, rows(0), keys=keys("a"))  # never registered
-    assert store.batch_set_v2([wrong, state_at(names[0], 1)]) == {PoolName.SWA: [False], PoolName.MAMBA: [True]}
+    assert store.batch_set_v2([wrong, state_at(names[0], 1)]) == {
+        PoolName.SWA: [False],
+        PoolName.MAMBA: [True],
+    }
     assert store.batch_get_v2([state_at(names[0], SLOTS), state_at(names[0], 5)]) == {PoolName.MAMBA: [True]}
     store.close()
 
@@ -183,7 +232,16 @@ def test_indices_that_are_not_pages_of_the_pool_are_refused(url: str) -> None:
     store = backend(url, kv)
     before = bytes(kv.kv_buffer.reshape(-1).view(torch.uint8).numpy())
     assert store.batch_set_v1(keys("a"), rows(0)) == [True]
-    for indices in (rows(kv.page_num), rows(-1), rows(0) + 1, rows(0).flip(0), rows(0)[:-1], rows(0, 1), rows(0) * 2, None):
+    for indices in (
+        rows(kv.page_num),
+        rows(-1),
+        rows(0) + 1,
+        rows(0).flip(0),
+        rows(0)[:-1],
+        rows(0, 1),
+        rows(0) * 2,
+        None,
+    ):
         assert store.batch_get_v1(keys("a"), indices) == [False]
         assert store.batch_set_v1(keys("b"), indices) == [False]
     assert not store.exists(keys("b")[0])
@@ -200,8 +258,10 @@ def test_addresses_that_are_not_the_pools_are_refused(url: str, monkeypatch: pyt
     base, end = kv.kv_buffer.data_ptr(), kv.kv_buffer.data_ptr() + kv.kv_buffer.nbytes
     [k, v], sizes = truth(rows(5))
     for told in [
-        ([other.kv_buffer.data_ptr(), v], sizes), ([base - 1, v], sizes), ([k, end - sizes[1] + 1], sizes), ([0, v], sizes),
-        ([k], sizes[:1]), ([k, v, v], [*sizes, sizes[1]]), ([k, v], [sizes[0] * 2, sizes[1]]), ([k, v], [sizes[0] - 1, sizes[1] + 1]),
+        ([other.kv_buffer.data_ptr(), v], sizes), ([base - 1, v], sizes), ([k, end - sizes[1] + 1], sizes),
+        ([0, v], sizes),
+        ([k], sizes[:1]), ([k, v, v], [*sizes, sizes[1]]), ([k, v], [sizes[0] * 2, sizes[1]]),
+        ([k, v], [sizes[0] - 1, sizes[1] + 1]),
     ]:  # fmt: skip
         monkeypatch.setattr(kv, "get_page_buffer_meta", lambda _, told=told: told)
         assert store.batch_get_v1(names, rows(5)) == [False], told
@@ -230,11 +290,32 @@ def test_nothing_raises_into_the_controller(url: str, caplog: pytest.LogCaptureF
     assert "batch_get_v1 failed" in caplog.text
 
 
+@pytest.mark.parametrize("error", [UnavailableError, RefusedError, StorageError])
+def test_a_store_that_cannot_be_asked_has_nothing_and_takes_writes(
+    url: str, caplog: pytest.LogCaptureFixture, error: type[Exception]
+) -> None:
+    kv = kv_pool("layer_first")
+    store = backend(url, kv, mamba_pool())
+
+    def fail(found: object) -> list[bool]:
+        raise error("no answer")
+
+    asking, store_of(store).exists = store_of(store).exists, fail
+    assert store.batch_exists(keys("a")) == 0
+    assert store.batch_exists_v2(keys("a"), [any_state()]).kv_hit_pages == 0
+    assert store.batch_set_v1(keys("a", "b"), rows(0, 1)) == [True] * 2
+    assert not [record for record in caplog.records if record.exc_info]
+    store_of(store).exists = asking
+    assert store.batch_exists(keys("a", "b")) == 2
+    store.close()
+
+
 def test_a_disk_that_fails_is_a_miss(url: str) -> None:
     kv = kv_pool()
     store = backend(url, kv)
     store.close()
     env = FaultEnv()
+    # private: SGLang has no setting for an environment with faults
     store._store, store._closed = open_backend(url, env=env), False
     names = keys(*range(4))
     env.fail("pwritev", times=1000, error=errno.ENOSPC)
@@ -257,7 +338,11 @@ def test_a_pool_that_cannot_be_kept_ends_the_attach(url: str, shared: str) -> No
     heads = kv_pool()
     for more, settings, sentence in [
         ({PoolName.MAMBA: broken}, {}, r"prefixes need all of its pools: mamba \(SimpleNamespace: "),
-        ({PoolName.DEEPSEEK_V4_C4: unknown}, {}, r"deepseek_v4_c4 \(MHATokenToKVPoolHost: its kind is not known\)"),
+        (
+            {PoolName.DEEPSEEK_V4_C4: unknown},
+            {},
+            r"deepseek_v4_c4 \(MHATokenToKVPoolHost: its kind is not known\)",
+        ),
         (
             {PoolName.DRAFT: heads},
             {"mla": True, "rank": 1, "size": 2, "storage": shared},
@@ -265,13 +350,19 @@ def test_a_pool_that_cannot_be_kept_ends_the_attach(url: str, shared: str) -> No
         ),
     ]:
         with pytest.raises(ValueError, match=sentence):
-            backend(settings.pop("storage", url), rig.mla_pool() if settings else kv_pool(), more=more, **settings)
+            backend(
+                settings.pop("storage", url), rig.mla_pool() if settings else kv_pool(), more=more, **settings
+            )
         backend(url, kv_pool()).close()  # nothing is left open
 
 
-def test_a_pool_that_comes_after_the_attach_and_cannot_be_kept(url: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_pool_that_comes_after_the_attach_and_cannot_be_kept(
+    url: str, caplog: pytest.LogCaptureFixture
+) -> None:
     store = backend(url, kv_pool())
-    store.register_mem_host_pool_v2(SimpleNamespace(page_size=1, size=4, dtype=torch.bfloat16), PoolName.MAMBA)
+    store.register_mem_host_pool_v2(
+        SimpleNamespace(page_size=1, size=4, dtype=torch.bfloat16), PoolName.MAMBA
+    )
     assert "pool mamba is not kept" in caplog.text
     assert store.batch_set_v1(keys("a"), rows(0)) == [True]
     assert store.batch_exists_v2(keys("a"), [any_state()]).kv_hit_pages == 0
@@ -281,7 +372,12 @@ def test_a_pool_that_comes_after_the_attach_and_cannot_be_kept(url: str, caplog:
 
 def test_a_model_without_pages_of_its_own_is_refused_in_a_sentence(url: str) -> None:
     anchor = LogicalHostPool(PAGE * PAGES, PAGE)  # that of DeepSeek-V4, whose bytes are all in sidecars
-    with pytest.raises(ValueError, match="cannot keep this model: its host pool LogicalHostPool shows no pages"), rig.server_says("auto"):
+    with (
+        pytest.raises(
+            ValueError, match="cannot keep this model: its host pool LogicalHostPool shows no pages"
+        ),
+        rig.server_says("auto"),
+    ):
         backend(url, anchor)
 
 
@@ -312,7 +408,10 @@ def test_queries_reads_and_writes_at_once(url: str) -> None:
 
     def query(_: int) -> None:
         found = store.batch_exists_v2(names, [any_state()])
-        assert found.restorable_prefix_pages == [p for p in range(1, 5) if p <= found.kv_hit_pages] or not found.kv_hit_pages
+        assert (
+            found.restorable_prefix_pages == [p for p in range(1, 5) if p <= found.kv_hit_pages]
+            or not found.kv_hit_pages
+        )
 
     def read(turn: int) -> None:
         for i, there in enumerate(store.batch_get_v1(names, rows(*range(8 + 8 * turn, 16 + 8 * turn)))):
@@ -326,7 +425,9 @@ def test_queries_reads_and_writes_at_once(url: str) -> None:
             what(turn)
 
     with ThreadPoolExecutor(9) as threads:
-        for work in [threads.submit(repeat, what, turn) for turn in range(3) for what in (write, query, read)]:
+        for work in [
+            threads.submit(repeat, what, turn) for turn in range(3) for what in (write, query, read)
+        ]:
             work.result(60)
     store.close()
 
@@ -355,11 +456,11 @@ def test_clear_forgets_this_model_only(shared: str) -> None:
 def test_a_clear_that_leaves_something_says_so(url: str) -> None:
     store = backend(url, kv_pool())
     assert store.batch_set_v1(keys("a", "b"), rows(0, 1)) == [True] * 2
-    deleting = store._store.delete
-    store._store.delete = lambda found: [False] * len(found)
+    deleting = store_of(store).delete
+    store_of(store).delete = lambda found: [False] * len(found)
     with pytest.raises(OSError, match="2 of 2 objects of this model could not be deleted"):
         store.clear()
-    store._store.delete = deleting
+    store_of(store).delete = deleting
     store.clear()
     assert store.batch_exists(keys("a")) == 0
     store.close()
@@ -387,15 +488,17 @@ def test_pages_hang_on_the_pages_before_them(shared: str) -> None:
     store.batch_set_v1(names[:2], rows(0, 1))
     store.batch_set_v1(names[2:], rows(2, 3), HiCacheStorageExtraInfo(prefix_keys=names[:2]))
     store.batch_set_v2([state_at(names[3], 1)])
-    pages = store._keys.of(names)
-    entries = list(store._store.scan_all())
-    assert {e.key.page_key: e.meta.parent for e in entries if e.key.pool == "kv"} == dict(zip(pages, [None, *pages[:-1]], strict=True))
+    pages = page_keys_of(store, names)
+    entries = list(store_of(store).scan_all())
+    assert {e.key.page_key: e.meta.parent for e in entries if e.key.pool == "kv"} == dict(
+        zip(pages, [None, *pages[:-1]], strict=True)
+    )
     assert [e.meta.parent for e in entries if e.key.pool == "mamba"] == [pages[3]]
     store.close()
 
 
 def parents_in(store: Any) -> dict[bytes, bytes | None]:
-    return {e.key.page_key: e.meta.parent for e in store._store.scan_all() if e.key.pool == "kv"}
+    return {e.key.page_key: e.meta.parent for e in store_of(store).scan_all() if e.key.pool == "kv"}
 
 
 @pytest.mark.parametrize("v1", [0, 1])
@@ -416,26 +519,39 @@ def test_pages_of_a_writer_that_tells_no_prefix_hang_on_those_that_queries_name_
     store.batch_exists_v2(other[:3], [any_state()], HiCacheStorageExtraInfo())
     store.batch_exists_v2(one[5:7], [any_state()], HiCacheStorageExtraInfo(prefix_keys=one[:5]))
     caplog.clear()
-    for names, *at in ((one[:2], 0, 1), (other[:2], 8, 9), (one[2:4], 2, 3), (other[2:], 10, 11), (one[4:5], 4), (one[5:], 5, 6, 7)):
+    for names, *at in (
+        (one[:2], 0, 1),
+        (other[:2], 8, 9),
+        (one[2:4], 2, 3),
+        (other[2:], 10, 11),
+        (one[4:5], 4),
+        (one[5:], 5, 6, 7),
+    ):
         write(names, *at)
-    first, then = store._keys.of(one), store._keys.of(other)
-    expected = dict(zip(first, [None, *first[:-1]], strict=True)) | dict(zip(then, [None, *then[:-1]], strict=True))
-    assert parents_in(store) == expected | {first[4]: None}, "nobody said what comes before page 4: the write before it was a stranger's"
-    assert all(e.meta.depth is None for e in store._store.scan_all())
+    first, then = page_keys_of(store, one), page_keys_of(store, other)
+    expected = dict(zip(first, [None, *first[:-1]], strict=True)) | dict(
+        zip(then, [None, *then[:-1]], strict=True)
+    )
+    assert parents_in(store) == expected | {first[4]: None}, (
+        "nobody said what comes before page 4: the write before it was a stranger's"
+    )
+    assert all(e.meta.depth is None for e in store_of(store).scan_all())
     told = [r.getMessage() for r in caplog.records if "hicache_storage_pass_prefix_keys" in r.getMessage()]
     assert len(told) == 1
     assert ("interface_v1 to 1" in told[0]) == (not v1)
     store.close()
 
 
-def test_where_the_prefix_is_told_nothing_is_concluded_and_depths_are_known(shared: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_where_the_prefix_is_told_nothing_is_concluded_and_depths_are_known(
+    shared: str, caplog: pytest.LogCaptureFixture
+) -> None:
     store = backend(shared, kv_pool(), mamba_pool())
     names = keys(*range(5))
     store.batch_set_v1(names[:2], rows(0, 1), HiCacheStorageExtraInfo(prefix_keys=[]))
     store.batch_set_v1(names[2:4], rows(2, 3), HiCacheStorageExtraInfo(prefix_keys=names[:2]))
     store.batch_set_v2([state_at(names[3], 1)], HiCacheStorageExtraInfo(prefix_keys=names[:3]))
-    pages = store._keys.of(names)
-    entries = [e for e in store._store.scan_all() if e.key.pool == "kv"]
+    pages = page_keys_of(store, names)
+    entries = [e for e in store_of(store).scan_all() if e.key.pool == "kv"]
     assert {e.key.page_key: (e.meta.parent, e.meta.depth) for e in entries} == {
         page: (parent, i + 1) for i, (page, parent) in enumerate(zip(pages[:4], [None, *pages], strict=False))
     }
@@ -449,26 +565,35 @@ def test_where_the_prefix_is_told_nothing_is_concluded_and_depths_are_known(shar
 def test_a_namespace_has_states_as_soon_as_there_is_a_pool_of_them(shared: str) -> None:
     kv = kv_pool()
     store = backend(shared, kv)
-    assert [record.states for record in store._store.namespaces()] == [False]
+    assert [record.states for record in store_of(store).namespaces()] == [False]
     store.batch_exists_v2(keys(0), [any_state()])
-    assert [record.states for record in store._store.namespaces()] == [True], "a query may be the first to say so"
+    assert [record.states for record in store_of(store).namespaces()] == [True], (
+        "a query may be the first to say so"
+    )
     store.close()
     store = backend(shared, kv, mamba_pool(), revision="r2")
-    assert {record.identity["revision"]: record.states for record in store._store.namespaces()} == {"r1": True, "r2": True}
+    assert {record.identity["revision"]: record.states for record in store_of(store).namespaces()} == {
+        "r1": True,
+        "r2": True,
+    }
     store.close()
     store = backend(shared, kv, more={PoolName.INDEXER: kv_pool()}, revision="r3")
-    assert {record.identity["revision"]: record.states for record in store._store.namespaces()}["r3"] is False
+    assert {record.identity["revision"]: record.states for record in store_of(store).namespaces()}[
+        "r3"
+    ] is False
     store.close()
 
 
-def test_pages_that_are_copied_hang_on_the_pages_before_them(shared: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_that_are_copied_hang_on_the_pages_before_them(
+    shared: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kv = kv_pool()
     monkeypatch.delattr(type(kv), "get_page_buffer_meta")  # a pool that tells no addresses
     store = backend(shared, kv)
     names = keys(*range(5))
     store.batch_set_v1([names[3]], rows(3))
     store.batch_set_v1(names[2:], rows(2, 3, 4), HiCacheStorageExtraInfo(prefix_keys=names[:2]))
-    pages = store._keys.of(names)
-    parents = {e.key.page_key: e.meta.parent for e in store._store.scan_all()}
+    pages = page_keys_of(store, names)
+    parents = {e.key.page_key: e.meta.parent for e in store_of(store).scan_all()}
     assert parents == {pages[2]: pages[1], pages[3]: None, pages[4]: pages[3]}
     store.close()

@@ -1,4 +1,7 @@
-"""What differs in anything that bytes depend on never meets. Needs the environment of `make test-engines`."""
+"""Identity of objects: servers that differ in anything that the bytes depend on share no object.
+
+All tests here need the environment of `make test-engines`.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,26 @@ import pytest
 
 pytestmark = pytest.mark.integration
 torch = pytest.importorskip("torch")
-pytest.importorskip("sglang.srt.mem_cache.hicache_storage", reason="SGLang is not installed: make test-engines")
+pytest.importorskip(
+    "sglang.srt.mem_cache.hicache_storage", reason="SGLang is not installed: make test-engines"
+)
 
 from sglang.srt.arg_groups.arg_utils import namespace_of  # noqa: E402
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer  # noqa: E402
 from sglang.srt.server_args import ServerArgs  # noqa: E402
 
 from tests.engines.sglang import rig  # noqa: E402
-from tests.engines.sglang.rig import PAGES, any_state, backend, keys, kv_pool, mamba_pool, page, rows, state_at  # noqa: E402
+from tests.engines.sglang.rig import (  # noqa: E402
+    PAGES,
+    any_state,
+    backend,
+    keys,
+    kv_pool,
+    mamba_pool,
+    page,
+    rows,
+    state_at,
+)
 from tiercache.integrations.sglang import server  # noqa: E402
 
 
@@ -36,9 +51,11 @@ def test_a_restart_finds_everything_and_another_identity_nothing(shared: str) ->
     tagged = kv_pool()
     tagged.storage_format_tag = "another"
     for pool, changes in [
-        (kv, {"revision": "r2"}), (kv, {"tenant": "other"}), (kv, {"quantization": "fp8"}), (kv, {"model": "some/other"}),
+        (kv, {"revision": "r2"}), (kv, {"tenant": "other"}), (kv, {"quantization": "fp8"}),
+        (kv, {"model": "some/other"}),
         (kv, {"rank": 1, "size": 2}), (kv, {"rank": 0, "size": 2}), (kv, {"v1": 0}), (tagged, {}),
-        (kv_pool("layer_first"), {}), (kv_pool("page_head"), {}), (kv_pool(dtype=torch.float16), {}), (kv_pool(layers=2), {}),
+        (kv_pool("layer_first"), {}), (kv_pool("page_head"), {}), (kv_pool(dtype=torch.float16), {}),
+        (kv_pool(layers=2), {}),
         (kv_pool(heads=4), {}), (kv_pool(dtype=torch.float8_e4m3fn), {}),
     ]:  # fmt: skip
         other = backend(shared, pool, **changes)
@@ -70,15 +87,19 @@ def test_the_kinds_of_eight_bits_never_meet(url: str) -> None:
     assert not there(kv_dtype="fp8_e5m2")
 
 
-def test_what_the_server_was_told_is_part_of_the_identity(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_server_was_told_is_part_of_the_identity(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pools = {PoolName.DRAFT: kv_pool(layers=1)}
 
     def there(**settings: Any) -> tuple[bool, bool]:
-        """Are the page of the KV and that of the draft model there? They are afterwards."""
+        """Look for the KV page and for the draft model's page, then store both; return what was found."""
         store = backend(url, kv_pool(), more=pools, **settings)
         found = store.batch_exists_v2(keys("a"), [PoolTransfer(PoolName.DRAFT)]).extra_pool_hit_pages
         assert store.batch_set_v1(keys("a"), rows(0)) == [True]
-        assert store.batch_set_v2([PoolTransfer(PoolName.DRAFT, rows(0), keys=keys("a"))]) == {PoolName.DRAFT: [True]}
+        assert store.batch_set_v2([PoolTransfer(PoolName.DRAFT, rows(0), keys=keys("a"))]) == {
+            PoolName.DRAFT: [True]
+        }
         store.close()
         return bool(found["kv"]), bool(found["draft"])
 
@@ -88,8 +109,10 @@ def test_what_the_server_was_told_is_part_of_the_identity(url: str, tmp_path: Pa
     scales = tmp_path / "scales.json"
     scales.write_text("{}")
     for told in (
-        {"model_path": "some/fine-tune"}, {"revision": "abc"}, {"json_model_override_args": '{"rope_scaling": 4}'}, {"quantization": "fp8"},
-        {"dtype": "half"}, {"kv_cache_dtype": "fp8_e4m3"}, {"load_format": "dummy"}, {"context_length": 131072},
+        {"model_path": "some/fine-tune"}, {"revision": "abc"},
+        {"json_model_override_args": '{"rope_scaling": 4}'}, {"quantization": "fp8"},
+        {"dtype": "half"}, {"kv_cache_dtype": "fp8_e4m3"}, {"load_format": "dummy"},
+        {"context_length": 131072},
         {"quantization_param_path": str(scales)},
     ):  # fmt: skip
         with rig.server_says(**told):
@@ -103,7 +126,10 @@ def test_what_the_server_was_told_is_part_of_the_identity(url: str, tmp_path: Pa
         pytest.raises(ValueError, match="the KV scales in"),
     ):
         there()
-    for told in ({"speculative_draft_model_path": "/eagle/v2"}, {"speculative_draft_kv_cache_dtype": "fp8_e5m2"}):
+    for told in (
+        {"speculative_draft_model_path": "/eagle/v2"},
+        {"speculative_draft_kv_cache_dtype": "fp8_e5m2"},
+    ):
         with rig.server_says(**told):
             assert there() == (True, False), told
             assert there() == (True, True), told
@@ -115,12 +141,15 @@ def test_what_the_server_was_told_is_part_of_the_identity(url: str, tmp_path: Pa
 
 def test_the_real_server_says_all_of_that(url: str, caplog: pytest.LogCaptureFixture) -> None:
     bags = namespace_of(ServerArgs)
-    assert {bags.get(name) for name in (*server._MODEL, "quantization_param_path")} == {"model"}
-    assert {bags.get(name) for name in server._DRAFT} == {"spec"}
+    assert {bags.get(name) for name in (*server.MODEL_SETTINGS, "quantization_param_path")} == {"model"}
+    assert {bags.get(name) for name in server.DRAFT_SETTINGS} == {"spec"}
     with rig.server_says() as said:
         del said["model"].context_length  # as in another release
         backend(url, kv_pool()).close()
-    assert "this SGLang does not say context_length; what you set of that belongs into revision" in caplog.text
+    assert (
+        "this SGLang does not report context_length; if you set any of these, add its value to tiercache's"
+        " setting revision" in caplog.text
+    )
 
 
 def test_latent_pages_are_one_ranks_and_everybodys_but_states_are_not(shared: str) -> None:
@@ -150,7 +179,9 @@ def test_every_rank_has_its_own(shared: str, mla: bool) -> None:
     ranks = [(tensor, stage, context) for tensor in range(2) for stage in range(2) for context in range(2)]
 
     def of(tensor: int, stage: int, context: int) -> Any:
-        return backend(shared, kv, mamba, rank=tensor, size=2, stage=(stage, 2), context=(context, 2), mla=mla)
+        return backend(
+            shared, kv, mamba, rank=tensor, size=2, stage=(stage, 2), context=(context, 2), mla=mla
+        )
 
     first = of(1, 0, 1)
     assert first.batch_set_v1([name], rows(0)) == [True]
@@ -175,7 +206,8 @@ def test_hashes_of_another_form_are_kept_apart(url: str) -> None:
     expected = [page(kv, index) for index in range(len(odd))]
     assert store.batch_get_v1(odd, rows(*range(20, 20 + len(odd)))) == [True] * len(odd)
     assert [page(kv, 20 + index) for index in range(len(odd))] == expected
-    assert store.batch_get_v1(["0" * 64, "0" * 128], rows(30, 31)) == [True, True]  # two hashes, whose hex is as long as three
+    # two hashes, whose hex is as long as three
+    assert store.batch_get_v1(["0" * 64, "0" * 128], rows(30, 31)) == [True, True]
     assert [page(kv, 30), page(kv, 31)] == [expected[5], expected[6]]
     store.close()
 
@@ -183,17 +215,25 @@ def test_hashes_of_another_form_are_kept_apart(url: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"revision": ""}, "revision is empty; the settings are storage, revision, quantization, kv_dtype, state_dtype, tenant"),
+        (
+            {"revision": ""},
+            (
+                "revision is empty; the settings are storage, revision, quantization, kv_dtype, state_dtype,"
+                " tenant"
+            ),
+        ),
         ({"revision": 7}, "revision is wrong: Input should be a valid string"),
         ({"storage": []}, "storage names no store; the settings are"),
-        ({"storage": ["file:///a", "file:///b"]}, "storage names several stores, and chains of stores are not there yet"),
+        ({"storage": ["file:///a", "file:///a"]}, "are both at /a; a directory or daemon can be one tier"),
         ({"colour": "red"}, "colour is not a setting; the settings are storage"),
         ({"storage": "nowhere"}, "is not a URL"),
         ({"size": 2}, "can be opened by one process at a time, and this engine has several"),
         ({"storage": "file:///tmp/{rank}?capacity=64MiB", "size": 2, "mla": True}, "one rank writes the KV"),
     ],
 )
-def test_a_wrong_setting_ends_the_attach_in_one_sentence(url: str, changes: dict[str, Any], sentence: str) -> None:
+def test_a_wrong_setting_ends_the_attach_in_one_sentence(
+    url: str, changes: dict[str, Any], sentence: str
+) -> None:
     changes = dict(changes)
     with pytest.raises(ValueError, match=sentence) as error:
         backend(changes.pop("storage", url), kv_pool(), **changes)

@@ -1,4 +1,7 @@
-"""SGLang's controller over every store that a URL can name, and over a daemon that dies. Needs the environment of `make test-engines`."""
+"""SGLang's controller over every store that a URL can name, and over a daemon that dies.
+
+Needs the environment of `make test-engines`.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,12 @@ import pytest
 
 pytestmark = pytest.mark.integration
 torch = pytest.importorskip("torch")
-pytest.importorskip("sglang.srt.mem_cache.hicache_storage", reason="SGLang is not installed: make test-engines")
+pytest.importorskip(
+    "sglang.srt.mem_cache.hicache_storage", reason="SGLang is not installed: make test-engines"
+)
 
 from tests.engines.sglang import rig  # noqa: E402
-from tests.grpc.daemon import Daemon  # noqa: E402
+from tests.storage_backends.grpc.daemon import Daemon  # noqa: E402
 
 TOKENS = range(rig.PAGE * 6)
 
@@ -46,7 +51,9 @@ def restored(made: Any, kv: Any, mamba: Any, expected: list[bytes], state: bytes
 
 @pytest.mark.parametrize("v1", [0, 1])
 @pytest.mark.parametrize("kind", ["file", "lmdb", "memory", "grpc"])
-def test_every_store_gives_back_what_it_was_given(group: Any, tmp_path: Path, request: pytest.FixtureRequest, kind: str, v1: int) -> None:
+def test_every_store_gives_back_what_it_was_given(
+    group: Any, tmp_path: Path, request: pytest.FixtureRequest, kind: str, v1: int
+) -> None:
     url = {"memory": "memory://?capacity=64MiB"}.get(kind, f"{kind}://{tmp_path}/store?capacity=64MiB")
     if kind == "grpc":
         url = f"grpc://{request.getfixturevalue('daemon').where}"
@@ -79,7 +86,7 @@ def test_a_daemon_that_dies_is_a_miss_and_hits_come_back_with_it(group: Any, dae
     for left in daemon.directory.glob("*.sock"):
         os.unlink(left)
     daemon.start()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while restored(made, kv, mamba, expected, state) != 6:
         assert time.monotonic() < deadline, "hits did not come back"
         time.sleep(0.2)

@@ -1,6 +1,6 @@
-"""What vLLM needs before its offloading tiers can be imported without the packages and the CUDA that it depends on.
+"""Replacements for modules that vLLM's offloading tiers import, for a machine without CUDA.
 
-Where vLLM is installed whole, nothing is replaced.
+Some of vLLM's dependencies are not needed either. Nothing is replaced where all of them are installed.
 """
 
 from __future__ import annotations
@@ -25,19 +25,23 @@ class OffloadingConnectorStats:
 
 
 class CudaRTLibrary:
-    """Is named in an annotation."""
+    """Placeholder for a class that vLLM names in an annotation."""
 
 
 class CPUOffloadingWorker:
-    """Is named in annotations: it copies between the GPU and the primary tier, in other processes than ours."""
+    """Placeholder for a class that vLLM names in annotations.
+
+    The real one copies between the GPU and the primary tier, in vLLM's worker processes, which the tests
+    do not start.
+    """
 
 
 def check_shm_free_space(*_: Any, **__: Any) -> None:
-    """Is there room in /dev/shm? There is for tests."""
+    """Accept every size: the tests do not check the free space in /dev/shm."""
 
 
 def is_local_first_rank() -> bool:
-    """Is this the process that logs?"""
+    """Tell vLLM's logger that this process is the one that logs."""
     return True
 
 
@@ -48,9 +52,11 @@ def _stub(name: str, what: Any) -> None:
 
 
 if importlib.util.find_spec("vllm") is not None and importlib.util.find_spec("zmq") is None:
-    # Prometheus metrics of the connector; imports every connector there is, and with them the engine, transformers and an HTTP server.
+    # Prometheus metrics of the connector; imports every connector there is, and with them the engine,
+    # transformers and an HTTP server.
     _stub("vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics", OffloadingConnectorStats)
-    # Of the message queue between processes only one function is used; imports torch.distributed's groups, zmq and psutil.
+    # Of the message queue between processes only one function is used; imports torch.distributed's groups,
+    # zmq and psutil.
     _stub("vllm.distributed.device_communicators.shm_broadcast", check_shm_free_space)
     # The CUDA runtime, with which workers pin the region; imports the same.
     _stub("vllm.distributed.device_communicators.cuda_wrapper", CudaRTLibrary)

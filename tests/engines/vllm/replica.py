@@ -1,6 +1,7 @@
 """One data-parallel replica of an engine, as a process: `python -m tests.engines.vllm.replica INDEX STORAGE`.
 
-It says `ready`, or the error that it ends with. Then, for each line it reads: `store NAME` and `found NAME`, answered in one line.
+It says `ready`, or the error that it ends with. Then, for each line it reads: `store NAME` and `found NAME`,
+answered in one line.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from tiercache.errors import TierCacheError
 
 def main(index: str, storage: str) -> None:
     try:
-        engine = Engine({"storage": storage, "revision": "r1"}, data_parallel_index=int(index), data_parallel_size=2)
+        engine = Engine(
+            {"storage": storage, "revision": "r1"}, data_parallel_index=int(index), data_parallel_size=2
+        )
     except TierCacheError as error:
         print(f"answer: {type(error).__name__}: {error}", flush=True)
         return

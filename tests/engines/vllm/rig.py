@@ -1,4 +1,6 @@
-"""vLLM's own manager, primary tier, shared region and factory over a tier of ours, driven as its scheduler drives them."""
+"""vLLM's own manager, primary tier, shared region and factory over a tier of ours, driven as its scheduler
+drives them.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,12 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from tiercache.integrations.vllm import TierCacheTier
 
-HIT, MISS, RETRY, HIT_PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY, LookupResult.HIT_PENDING
+HIT, MISS, RETRY, HIT_PENDING = (
+    LookupResult.HIT,
+    LookupResult.MISS,
+    LookupResult.RETRY,
+    LookupResult.HIT_PENDING,
+)
 ROWS = 8
 WORKER_BYTES = 12_000
 ROW = 12_288
@@ -52,7 +59,10 @@ def groups(*, window: int = 1, **changes: Any) -> tuple[OffloadingGroupConfig, .
 
 
 def config(tier: dict[str, Any], **changes: Any) -> OffloadingConfig:
-    """What vLLM would make of its settings; `changes` to the fields of the parts, by name."""
+    """Make the configuration that vLLM would make of its settings.
+
+    `changes` replaces fields of the configuration or of its parts, by the field's name.
+    """
     parallel = {name: changes.pop(name) for name in tuple(changes) if hasattr(PARALLEL, name)}
     rows = changes.pop("rows", ROWS)
     named = {"type": "TierCacheTier", "module_path": "tiercache.integrations.vllm"} | tier
@@ -66,12 +76,24 @@ def config(tier: dict[str, Any], **changes: Any) -> OffloadingConfig:
             dtype=changes.pop("dtype", "bfloat16"),
             max_model_len=changes.pop("max_model_len", 4096),
         ),
-        "cache": OffloadingCacheConfig(tokens_per_hash=16, blocks_per_chunk=changes.pop("blocks_per_chunk", 1)),
+        "cache": OffloadingCacheConfig(
+            tokens_per_hash=16, blocks_per_chunk=changes.pop("blocks_per_chunk", 1)
+        ),
         "parallel": OffloadingParallelConfig(**(vars(PARALLEL) | parallel)),
         "kv_cache_layout": "LBNHC",
     } | changes
-    row = -(-fields["worker_kv_bytes_per_block"] * fields["parallel"].world_size * fields["cache"].blocks_per_chunk // 4096) * 4096
-    return OffloadingConfig(extra_config={"cpu_bytes_to_use": rows * row, "secondary_tiers": [named]}, **fields)
+    row = (
+        -(
+            -fields["worker_kv_bytes_per_block"]
+            * fields["parallel"].world_size
+            * fields["cache"].blocks_per_chunk
+            // 4096
+        )
+        * 4096
+    )
+    return OffloadingConfig(
+        extra_config={"cpu_bytes_to_use": rows * row, "secondary_tiers": [named]}, **fields
+    )
 
 
 def key(name: object, group: int = FULL) -> OffloadKey:
@@ -83,12 +105,14 @@ def keys(*names: object, group: int = FULL) -> list[OffloadKey]:
 
 
 def content(name: object, size: int = ROW) -> bytes:
-    """What a row of this name holds: no two places of it are alike."""
+    """Make the bytes of the row of this name: random, so that a misplaced part is noticed."""
     return random.Random(f"content of {name}").randbytes(size)
 
 
 class Engine:
-    """A scheduler's side of vLLM, without a GPU: what a worker would copy, `store` and `read` put into the rows and take out of them."""
+    """A scheduler's side of vLLM, without a GPU: what a worker would copy, `store` and `read` put into the
+    rows and take out of them.
+    """
 
     def __init__(self, tier: dict[str, Any], **changes: Any) -> None:
         self.spec = TieringOffloadingSpec(config(tier, **changes))
@@ -109,10 +133,16 @@ class Engine:
     def step(self) -> None:
         self.manager.on_schedule_end(ScheduleEndContext((), ()))
 
+    @property
+    def jobs(self) -> Any:
+        """The jobs of which the manager has no result yet, by number."""
+        # private: vLLM tells nobody which jobs are under way
+        return self.manager._jobs
+
     def settle(self, until: Callable[[], bool] | None = None) -> None:
         """Step until no transfer is under way, or until something is so."""
-        deadline = time.monotonic() + 20
-        done = until or (lambda: not self.manager._jobs)
+        deadline = time.monotonic() + 60
+        done = until or (lambda: not self.jobs)
         while True:
             self.step()
             self.manager._maybe_process_finished_jobs()
@@ -121,7 +151,9 @@ class Engine:
             assert time.monotonic() < deadline, "it never settled"
             time.sleep(0.002)
 
-    def offer(self, wanted: Sequence[OffloadKey], names: Iterable[object], context: ReqContext | None = None) -> ReqContext:
+    def offer(
+        self, wanted: Sequence[OffloadKey], names: Iterable[object], context: ReqContext | None = None
+    ) -> ReqContext:
         """The GPU has computed these blocks: bring them into the primary tier, which passes them on."""
         context = context or self.request()
         for i, each in enumerate(wanted):
@@ -136,7 +168,7 @@ class Engine:
         return context
 
     def store(self, *names: object, group: int = FULL) -> None:
-        """As `offer`, to the end."""
+        """Offer blocks as `offer` does, wait until all transfers have ended, and finish the request."""
         context = self.offer(keys(*names, group=group), names)
         self.settle()
         self.finish(context)
@@ -146,11 +178,13 @@ class Engine:
         self.manager.reset_cache()
         self.manager.on_reset_flushed()
 
-    def answers(self, wanted: Sequence[OffloadKey], context: ReqContext | None = None) -> list[list[LookupResult]]:
-        """What lookups say, step by step, until they say HIT or MISS for good."""
+    def answers(
+        self, wanted: Sequence[OffloadKey], context: ReqContext | None = None
+    ) -> list[list[LookupResult]]:
+        """Look keys up step by step until all are HIT or MISS; return each change of the answers."""
         mine = context or self.request()
         said: list[list[LookupResult]] = []
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while not said or not {RETRY, HIT_PENDING}.isdisjoint(said[-1]):
             assert time.monotonic() < deadline, f"the last answers were {said[-1]}"
             now = [self.manager.lookup(each, mine) for each in wanted]
@@ -163,7 +197,7 @@ class Engine:
         return said
 
     def found(self, *names: object, group: int = FULL) -> list[bool]:
-        """Which of them are in the primary tier in the end, or come there; what is there must be right."""
+        """Look names up until the answers are final; return which hit, after a check of their bytes."""
         wanted = keys(*names, group=group)
         last = [said is HIT for said in self.answers(wanted)[-1]]
         for name, each, there in zip(names, wanted, last, strict=True):
@@ -207,7 +241,7 @@ def job(number: int, wanted: Sequence[bytes], chunks: Sequence[int], *, load: bo
 
 def outcome(tier: TierCacheTier, number: int) -> Any:
     """The result of one job, once it is there; nothing else may end."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not (results := list(tier.get_finished_jobs())):
         assert time.monotonic() < deadline, "the job never ended"
         time.sleep(0.002)

@@ -1,4 +1,7 @@
-"""What differs in anything that the bytes depend on never hits; and settings that are wrong leave nothing behind."""
+"""Identity of objects: engines that differ in anything that the bytes depend on share no object.
+
+Wrong settings are refused, and nothing stays behind.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,9 @@ def full(tier: dict[str, object]) -> dict[str, object]:
     return tier
 
 
-@pytest.mark.parametrize("change", [{"revision": "r2"}, {"tenant": "other"}, {"quantization": "fp8"}], ids=str)
+@pytest.mark.parametrize(
+    "change", [{"revision": "r2"}, {"tenant": "other"}, {"quantization": "fp8"}], ids=str
+)
 def test_other_settings_never_hit(full: dict[str, object], change: dict[str, Any]) -> None:
     with Engine(full | change) as engine:
         assert engine.answers([*keys("a"), *keys("a", group=WINDOW)])[-1] == [MISS, MISS]
@@ -92,18 +97,37 @@ def test_another_engine_never_hits(full: dict[str, object], change: dict[str, An
     ],
     ids=str,
 )
-def test_a_group_that_is_made_otherwise_never_hits_and_the_others_do(full: dict[str, object], change: dict[str, Any]) -> None:
+def test_a_group_that_is_made_otherwise_never_hits_and_the_others_do(
+    full: dict[str, object], change: dict[str, Any]
+) -> None:
     with Engine(full, groups=groups(**change)) as engine:
         assert engine.found("a") == [False]
         assert engine.found("a", group=WINDOW) == [True]
 
 
-@pytest.mark.parametrize("part", ["world_size", "tp_size", "pp_size", "pcp_size", "dcp_size", "blocks_per_chunk", "tokens_per_hash", "row"])
+@pytest.mark.parametrize(
+    "part",
+    [
+        "world_size",
+        "tp_size",
+        "pp_size",
+        "pcp_size",
+        "dcp_size",
+        "blocks_per_chunk",
+        "tokens_per_hash",
+        "row",
+    ],
+)
 def test_each_of_these_alone_makes_another_object(part: str) -> None:
     def made(row: int = ROW, **change: int) -> ObjectKey | None:
         plain = config({})
-        parallel, cache = ({name: value for name, value in change.items() if hasattr(at, name)} for at in (plain.parallel, plain.cache))
-        changed = replace(plain, parallel=replace(plain.parallel, **parallel), cache=replace(plain.cache, **cache))
+        parallel, cache = (
+            {name: value for name, value in change.items() if hasattr(at, name)}
+            for at in (plain.parallel, plain.cache)
+        )
+        changed = replace(
+            plain, parallel=replace(plain.parallel, **parallel), cache=replace(plain.cache, **cache)
+        )
         return Keys(changed, row, StoreSettings(storage=["memory://"], revision="r1")).of(key("a"))
 
     assert made() == made() != made(**{part: 8})
@@ -126,7 +150,9 @@ def test_another_version_of_vllm_never_hits(full: dict[str, object], monkeypatch
         assert engine.found("a") == [False]
 
 
-@pytest.mark.parametrize("change", [{"data_parallel_index": 1}, {"rows": 30}, {"engine_id": "another"}], ids=str)
+@pytest.mark.parametrize(
+    "change", [{"data_parallel_index": 1}, {"rows": 30}, {"engine_id": "another"}], ids=str
+)
 def test_what_the_bytes_do_not_depend_on_hits(full: dict[str, object], change: dict[str, Any]) -> None:
     with Engine(full, **change) as engine:
         assert engine.found("a") == engine.found("a", group=WINDOW) == [True]
@@ -143,10 +169,15 @@ def test_what_the_bytes_do_not_depend_on_hits(full: dict[str, object], change: d
         ({"queued_rows": 0}, "secondary tier TierCacheTier: queued_rows 0 is not possible"),
         ({"queued_rows": True}, "secondary tier TierCacheTier: queued_rows True is not possible"),
         ({"queued_rows": "4"}, "secondary tier TierCacheTier: queued_rows '4' is not possible"),
-        ({"locality": "NEAR"}, "secondary tier TierCacheTier: locality 'NEAR' is unknown; it is LOCAL or REMOTE"),
+        (
+            {"locality": "NEAR"},
+            "secondary tier TierCacheTier: locality 'NEAR' is unknown; it is LOCAL or REMOTE",
+        ),
     ],
 )
-def test_a_wrong_setting_is_one_sentence_and_leaves_nothing(tier: dict[str, Any], change: dict[str, Any], says: str) -> None:
+def test_a_wrong_setting_is_one_sentence_and_leaves_nothing(
+    tier: dict[str, Any], change: dict[str, Any], says: str
+) -> None:
     given = {name: value for name, value in (tier | change).items() if value is not None}
     refused(given, says)
     with Engine(tier) as engine:
@@ -154,10 +185,20 @@ def test_a_wrong_setting_is_one_sentence_and_leaves_nothing(tier: dict[str, Any]
 
 
 def test_replicas_that_cannot_share_a_store_are_told_so(tier: dict[str, Any]) -> None:
-    refused(tier, "can be opened by one process at a time, and this engine has several; use lmdb://", data_parallel_size=2)
-    with Engine(tier | {"storage": str(tier["storage"]).replace("store", "store-{rank}")}, data_parallel_size=2, data_parallel_index=1):
+    refused(
+        tier,
+        "can be opened by one process at a time, and this engine has several; use lmdb://",
+        data_parallel_size=2,
+    )
+    with Engine(
+        tier | {"storage": str(tier["storage"]).replace("store", "store-{rank}")},
+        data_parallel_size=2,
+        data_parallel_index=1,
+    ):
         pass
-    assert sorted(path.name for path in Path(str(tier["storage"]).removeprefix("file://")).parent.glob("store-*")) == ["store-1"]
+    assert sorted(
+        path.name for path in Path(str(tier["storage"]).removeprefix("file://")).parent.glob("store-*")
+    ) == ["store-1"]
 
 
 def test_a_quantized_kv_hides_the_dtype_of_states_which_has_to_be_said(tier: dict[str, Any]) -> None:

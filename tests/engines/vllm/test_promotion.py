@@ -1,4 +1,4 @@
-"""What is stored comes back: vLLM's manager, primary tier and shared region over stores of ours.
+"""Storing and reading back: vLLM's manager, primary tier and shared region over tiercache's stores.
 
 All tests here need the environment of `make test-engines`.
 """
@@ -31,8 +31,8 @@ from tests.engines.vllm.rig import (  # noqa: E402
     key,
     keys,
 )
-from tests.grpc.daemon import Daemon  # noqa: E402
-from tests.grpc.hooks import scratch  # noqa: E402
+from tests.storage_backends.grpc.daemon import Daemon  # noqa: E402
+from tests.storage_backends.grpc.nodes import scratch  # noqa: E402
 from tiercache.core import PoolName  # noqa: E402
 from tiercache.storage.registry import open_backend  # noqa: E402
 
@@ -60,14 +60,18 @@ def test_a_lookup_says_retry_then_pending_then_hit_and_the_bytes_are_right(tier:
             assert engine.read(keys(name)[0]) == content(name)
 
 
-def test_the_store_takes_rows_from_the_primary_tier_and_fills_only_those_it_is_given(tier: dict[str, object]) -> None:
+def test_the_store_takes_rows_from_the_primary_tier_and_fills_only_those_it_is_given(
+    tier: dict[str, object],
+) -> None:
     with Engine(tier) as engine:
         engine.store("a", "b")
         engine.evict()
         before = engine.memory()
         assert engine.found("b") == [True]
         after = engine.memory()
-        changed = [i for i in range(ROWS) if after[i * ROW : (i + 1) * ROW] != before[i * ROW : (i + 1) * ROW]]
+        changed = [
+            i for i in range(ROWS) if after[i * ROW : (i + 1) * ROW] != before[i * ROW : (i + 1) * ROW]
+        ]
         assert len(changed) == 1
 
 
@@ -87,7 +91,11 @@ def test_groups_do_not_meet(tier: dict[str, object]) -> None:
         engine.settle()
         engine.finish(context)
         engine.evict()
-        assert engine.answers([*keys("a"), *keys("a", group=WINDOW), *keys("a", group=1)])[-1] == [HIT, HIT, MISS]
+        assert engine.answers([*keys("a"), *keys("a", group=WINDOW), *keys("a", group=1)])[-1] == [
+            HIT,
+            HIT,
+            MISS,
+        ]
         assert engine.read(keys("a")[0]) == content("full")
         assert engine.read(keys("a", group=WINDOW)[0]) == content("window")
 
@@ -109,13 +117,15 @@ def test_what_is_stored_again_is_not_written_again(file_tier: dict[str, object],
         engine.store("a")
         engine.evict()
         engine.store("a", "b")
-        assert not any(engine.manager._jobs)
+        assert not any(engine.jobs)
     with open_backend(str(file_tier["storage"])) as store:
         assert store.usage().objects == 2
 
 
 def test_objects_know_what_they_depend_on(file_tier: dict[str, object]) -> None:
-    """A page on the page before it, what has a window on its page; so a store that evicts keeps prefixes whole."""
+    """A page on the page before it, what has a window on its page; so a store that evicts keeps prefixes
+    whole.
+    """
     with Engine(file_tier) as engine:
         engine.store("a", "b", "c")
         context = engine.request()
@@ -127,16 +137,26 @@ def test_objects_know_what_they_depend_on(file_tier: dict[str, object]) -> None:
         [record] = store.namespaces()
     pages = {entry.meta.depth: entry for entry in entries if entry.key.pool is PoolName.KV}
     [window] = [entry for entry in entries if entry.key.pool is PoolName.SWA]
-    assert [pages[depth].meta.parent for depth in (1, 2, 3)] == [None, pages[1].key.page_key, pages[2].key.page_key]
+    assert [pages[depth].meta.parent for depth in (1, 2, 3)] == [
+        None,
+        pages[1].key.page_key,
+        pages[2].key.page_key,
+    ]
     assert window.meta.parent == window.key.page_key == pages[3].key.page_key
     assert window.meta.depth == 3
     assert {entry.meta.namespace for entry in entries} == {record.namespace}
     assert record.states
-    assert (record.identity["model"], record.identity["revision"], record.identity["kv_dtype"]) == ("some/model", "r1", "bfloat16")
+    assert (record.identity["model"], record.identity["revision"], record.identity["kv_dtype"]) == (
+        "some/model",
+        "r1",
+        "bfloat16",
+    )
 
 
 def test_pages_of_a_later_job_hang_on_those_before_them(file_tier: dict[str, object]) -> None:
-    """A request computes page after page, and other requests between; those that it found on the GPU were not offered by it at all."""
+    """A request computes page after page, and other requests between; those that it found on the GPU were not
+    offered by it at all.
+    """
     with Engine(file_tier) as engine:
         engine.store("a", "b")
         one, other = engine.request(), engine.request()
@@ -146,11 +166,22 @@ def test_pages_of_a_later_job_hang_on_those_before_them(file_tier: dict[str, obj
         for context, name in ((one, "c"), (other, "x"), (one, "d"), (other, "y"), (one, "e")):
             engine.offer([key(name)], [name], context)
             engine.settle()
+        # private: vLLM knows its own hashes of blocks only
         page = {name: engine.tier._jobs._keys.of(key(name)).page_key for name in "abcdexy"}
     with open_backend(str(file_tier["storage"])) as store:
         found = {entry.key.page_key: (entry.meta.parent, entry.meta.depth) for entry in store.scan_all()}
-    expected = {"a": (None, 1), "b": ("a", 2), "c": ("b", 3), "d": ("c", 4), "e": ("d", 5), "x": ("a", 2), "y": ("x", 3)}
-    assert found == {page[name]: (parent and page[parent], depth) for name, (parent, depth) in expected.items()}
+    expected = {
+        "a": (None, 1),
+        "b": ("a", 2),
+        "c": ("b", 3),
+        "d": ("c", 4),
+        "e": ("d", 5),
+        "x": ("a", 2),
+        "y": ("x", 3),
+    }
+    assert found == {
+        page[name]: (parent and page[parent], depth) for name, (parent, depth) in expected.items()
+    }
 
 
 def test_depths_count_what_is_stored(tmp_path: Path) -> None:
@@ -164,7 +195,9 @@ def test_depths_count_what_is_stored(tmp_path: Path) -> None:
         engine.offer([key("tail"), key("b"), key("a"), key("b", WINDOW)], ["tail", "b", "a", "b"], context)
         engine.settle()
     with open_backend(str(tier["storage"])) as store:
-        entries = {entry.key.page_key: entry.meta for entry in store.scan_all() if entry.key.pool is PoolName.KV}
+        entries = {
+            entry.key.page_key: entry.meta for entry in store.scan_all() if entry.key.pool is PoolName.KV
+        }
         [window] = [entry for entry in store.scan_all() if entry.key.pool is PoolName.SWA]
     depths = {meta.depth: (page, meta.parent) for page, meta in entries.items()}
     assert [depths[depth][1] for depth in (1, 2, 3)] == [None, depths[1][0], depths[2][0]]
@@ -195,6 +228,8 @@ def test_keys_are_told_apart_by_all_of_their_bytes(file_tier: dict[str, object])
         engine.store("a")
         engine.evict()
         whole = bytes(keys("a")[0][:-4])
-        near = [make_offload_key(h, FULL) for h in (whole[:-1], whole + b"\0", bytes([whole[0] ^ 1]) + whole[1:])]
+        near = [
+            make_offload_key(h, FULL) for h in (whole[:-1], whole + b"\0", bytes([whole[0] ^ 1]) + whole[1:])
+        ]
         assert engine.answers(near)[-1] == [MISS] * 3
         assert engine.answers([make_offload_key(whole, FULL)])[-1] == [HIT]

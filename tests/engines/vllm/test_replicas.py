@@ -13,8 +13,8 @@ import pytest
 pytestmark = pytest.mark.integration
 pytest.importorskip("vllm.v1.kv_offload.tiering.base", reason="vLLM is not installed: make test-engines")
 
-from tests.grpc.daemon import Daemon  # noqa: E402
-from tests.grpc.hooks import scratch  # noqa: E402
+from tests.storage_backends.grpc.daemon import Daemon  # noqa: E402
+from tests.storage_backends.grpc.nodes import scratch  # noqa: E402
 
 ROOT = Path(__file__).parents[3]
 
@@ -24,7 +24,9 @@ class Replica:
 
     def __init__(self, index: int, storage: str) -> None:
         command = [sys.executable, "-m", "tests.engines.vllm.replica", str(index), storage]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+        )
 
     def answer(self) -> str:
         """Its next answer; vLLM's log goes the same way."""
@@ -50,7 +52,7 @@ def replicas(storage: str) -> Iterator[list[Replica]]:
             stack.callback(each.process.kill)
         yield made
         for each in made:
-            each.process.communicate(timeout=20)
+            each.process.communicate(timeout=120)
             assert each.process.returncode == 0
 
 

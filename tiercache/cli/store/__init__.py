@@ -1,4 +1,5 @@
-"""The operator's verbs: show, check and empty a store, through the interface that every storage backend has.
+"""The operator's verbs: they show, check and empty a store, through the interface of all storage backends.
 
-A stopped store is opened from its directory, without resizing it; the store of a running daemon is reached through the `grpc` backend.
+A stopped store is opened from its directory, without resizing it. The store of a running daemon is reached
+through the `grpc` backend.
 """

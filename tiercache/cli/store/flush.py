@@ -1,94 +1,137 @@
-"""`tiercache flush`: deletes the objects that its options name, except those that other objects still need."""
+"""The verb `tiercache flush`: deletes the objects that match its options, unless other objects need them."""
 
 from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
 
-from tiercache.cli.exits import Exit
-from tiercache.cli.output import Output, OutputOption, clean, console, count_text, document, line, progress, safe, size_text, table
-from tiercache.cli.store import rows
-from tiercache.cli.store.filters import Filter, make_filter
+from tiercache.cli.store.batches import check_removable, remove
 from tiercache.cli.store.forest import Forest
-from tiercache.cli.store.names import Namespaces, check_hex, one_key
-from tiercache.cli.store.options import MacKeyOption, OlderOption, PoolOption, StoreOption
-from tiercache.cli.store.removal import check_removable, remove
-from tiercache.cli.store.target import opened, resolve
+from tiercache.cli.store.names import Namespaces, check_hex, object_record, one_key
+from tiercache.cli.store.options import (
+    Filter,
+    MacKeyOption,
+    OlderOption,
+    PoolOption,
+    StoresOption,
+    make_filter,
+)
+from tiercache.cli.store.target import opened, resolve_all
+from tiercache.cli.terminal import (
+    Exit,
+    Output,
+    OutputOption,
+    clean,
+    console,
+    count_text,
+    document,
+    line,
+    progress,
+    safe,
+    table,
+)
 from tiercache.errors import ConfigError, StorageError
 from tiercache.storage.base import ScanEntry, StorageBackend
+from tiercache.text import readable_size
 
 _KEY_DIGITS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The objects to delete, in order of removal; `kept`: chosen objects that stay, because a remaining object depends on them."""
+    """Plan of a flush."""
 
-    going: Sequence[ScanEntry]
+    to_delete: Sequence[ScanEntry]
+    """Objects to delete, in order of removal."""
     kept: Sequence[ScanEntry]
+    """Objects that match the options, but stay because objects that do not match depend on them."""
     names: Namespaces
 
 
 def flush(
-    store: StoreOption = "",
+    store: StoresOption = None,
     namespace: Annotated[
-        str, typer.Option(help="Of this namespace: the first digits of its id or a part of its label, if no other has it.")
+        str,
+        typer.Option(
+            help="Objects of this namespace; give the first digits of its id, or an unambiguous part of"
+            " its label."
+        ),
     ] = "",
-    tenant: Annotated[str, typer.Option(help="Of this tenant's namespaces.")] = "",
+    tenant: Annotated[str, typer.Option(help="Objects of this tenant's namespaces.")] = "",
     pool: PoolOption = "",
-    prefix: Annotated[str, typer.Option(metavar="KEY", help="Of this page and of everything below it.")] = "",
+    prefix: Annotated[
+        str, typer.Option(metavar="KEY", help="Objects of this page and all pages below.")
+    ] = "",
     older: OlderOption = "",
     everything: Annotated[bool, typer.Option("--all", help="All objects.")] = False,
-    cascade: Annotated[bool, typer.Option("--cascade", help="What depends on them goes too; without it, what is needed stays.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    cascade: Annotated[
+        bool,
+        typer.Option(
+            "--cascade", help="Also delete objects that depend on matching ones, instead of keeping both."
+        ),
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be deleted.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
     mac_key: MacKeyOption = "",
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Delete objects: those that meet all of the options given.
+    """Delete the objects that match all of the given options.
 
-    It deletes the deepest first, so that one that is interrupted leaves no
-    orphans. Objects that others need, such as an old page in front of a new
-    one, stay unless --cascade takes the others along.
+    The deepest objects are deleted first, so that an interruption leaves no
+    orphans. Objects that other objects need are kept, such as an old page
+    before a new page; with --cascade both are deleted.
 
         tiercache flush -s /var/lib/tiercache --tenant acme --dry-run
 
         tiercache flush -s grpc://node7:7070 --namespace qwen3 --older 7d --yes
 
-    JSON fields: dry_run, objects, bytes, deleted, failed, kept (they are
-    needed), groups (namespace, label, pool, objects, bytes). With jsonl one
-    line per object: deleted, and the fields of ls; and a last line with
+    All copies of an object in the tiers of a chain are deleted. A stopped chain
+    is named with all of its tiers; one that is out would keep its copies.
+
+    JSON fields: dry_run, objects, bytes, deleted, failed, kept (objects that
+    others need), groups (namespace, label, pool, objects, bytes), tiers (of a
+    chain: objects by the first tier that had each). jsonl has one
+    line for each object (deleted, and the fields of ls), and a last line with
     summary.
     """
     if not (namespace or tenant or pool or prefix or older or everything):
         raise ConfigError(
-            "flush without --namespace, --tenant, --pool, --prefix or --older would delete everything; say --all if you mean that"
+            "flush without --namespace, --tenant, --pool, --prefix or --older would delete everything; give"
+            " --all if you want that"
         )
     if everything and (namespace or tenant or pool or prefix or older):
-        raise ConfigError("--all goes with no other filter; leave one of them away")
+        raise ConfigError("--all cannot be combined with other filters; omit --all or the others")
     if not (dry_run or yes or sys.stdin.isatty()):
-        raise ConfigError("flush asks before it deletes, and there is no terminal to ask on; give --yes, or --dry-run to see what would go")
+        raise ConfigError(
+            "flush asks before it deletes, and there is no terminal to ask on; give --yes, or --dry-run to"
+            " see what would be deleted"
+        )
     wanted = make_filter(time.time(), pool=pool, older=older)
     digits = check_hex(prefix, "--prefix", _KEY_DIGITS) if prefix else ""
-    target = resolve(store, mac_key)
+    target = resolve_all(store, mac_key)
     with opened(target) as found:
         if not dry_run:
             check_removable(target, found)
         plan = _plan(found, wanted, namespace, tenant, digits, cascade)
-    if dry_run or not plan.going:
-        _report(plan, plan.going, [], output, dry_run=dry_run)
+    if dry_run or not plan.to_delete:
+        _report(plan, plan.to_delete, [], output, dry_run=dry_run)
         return
+    # The store is not open here, so that it is not locked while the operator thinks.
     if not yes:
         _ask(plan, target.name)
     deleted: list[ScanEntry] = []
     failed: list[ScanEntry] = []
-    with opened(target, change=True) as found, progress("deleting", sum(entry.meta.length for entry in plan.going)) as advance:
-        for removed in remove(target, found, plan.going):
+    with (
+        opened(target, change=True) as found,
+        progress("deleting", sum(entry.meta.length for entry in plan.to_delete)) as advance,
+    ):
+        for removed in remove(target, found, plan.to_delete):
             left = {entry.key.digest for entry in removed.failed}
             deleted += (entry for entry in removed.entries if entry.key.digest not in left)
             failed += removed.failed
@@ -98,12 +141,15 @@ def flush(
     _report(plan, deleted, failed, output, dry_run=False)
     if failed:
         raise StorageError(
-            f"{count_text(len(failed), 'object')} could not be deleted from {target.name}; see the store's log, and try again"
+            f"{count_text(len(failed), 'object')} could not be deleted from {target.name}; see the store's"
+            " log, and try again"
         )
 
 
-def _plan(store: StorageBackend, wanted: Filter, namespace: str, tenant: str, prefix: str, cascade: bool) -> Plan:
-    """Choose the objects, put them into the order of removal, and set aside those that remaining objects depend on."""
+def _plan(
+    store: StorageBackend, wanted: Filter, namespace: str, tenant: str, prefix: str, cascade: bool
+) -> Plan:
+    """Choose the objects to delete; with `cascade`, also delete the objects that depend on them."""
     names = Namespaces.of(store)
     forest = Forest(store.scan_all())
     entries = [entry for key in forest.order for entry in forest.pages[key].entries]
@@ -128,36 +174,48 @@ def _plan(store: StorageBackend, wanted: Filter, namespace: str, tenant: str, pr
 def _owned(names: Namespaces, tenant: str) -> set[bytes]:
     owned = {namespace for namespace, identity in names.records.items() if identity.get("tenant") == tenant}
     if not owned:
-        known = sorted({clean(str(identity.get("tenant") or "")) for identity in names.records.values()} - {""})
-        raise ConfigError(f"--tenant {clean(tenant)!r} has no namespace here; tenants are {', '.join(known) or 'not used in this store'}")
+        known = sorted(
+            {clean(str(identity.get("tenant") or "")) for identity in names.records.values()} - {""}
+        )
+        raise ConfigError(
+            f"--tenant {clean(tenant)!r} has no namespace in this store; its tenants:"
+            f" {', '.join(known) or 'none'}"
+        )
     return owned
 
 
 def _ask(plan: Plan, name: str) -> None:
-    typer.echo(f"{_sum(plan.going)} will be deleted from {name}:", err=True)
-    for group in _groups(plan.going, plan.names):
-        typer.echo(f"  {group['label']} {clean(group['pool'])}: {group['objects']:,}, {size_text(group['bytes'])}", err=True)
+    typer.echo(f"{_sum(plan.to_delete)} will be deleted from {name}:", err=True)
+    for group in _groups(plan.to_delete, plan.names):
+        typer.echo(
+            f"  {group['label']} {clean(group['pool'])}: {group['objects']:,},"
+            f" {readable_size(group['bytes'])}",
+            err=True,
+        )
     typer.echo("Go on? [y/N] ", err=True, nl=False)
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
         typer.echo("nothing was deleted", err=True)
         raise typer.Exit(Exit.NO)
 
 
-def _report(plan: Plan, gone: Sequence[ScanEntry], failed: Sequence[ScanEntry], output: Output, *, dry_run: bool) -> None:
+def _report(
+    plan: Plan, gone: Sequence[ScanEntry], failed: Sequence[ScanEntry], output: Output, *, dry_run: bool
+) -> None:
     summary = {
         "dry_run": dry_run,
-        "objects": len(plan.going),
-        "bytes": sum(entry.meta.length for entry in plan.going),
+        "objects": len(plan.to_delete),
+        "bytes": sum(entry.meta.length for entry in plan.to_delete),
         "deleted": 0 if dry_run else len(gone),
         "failed": len(failed),
         "kept": len(plan.kept),
         "groups": _groups(gone, plan.names),
+        "tiers": dict(Counter(entry.tier for entry in gone if entry.tier)),
     }
     if output is Output.JSON:
         document(summary)
     elif output is Output.JSONL:
         if dry_run:
-            _lines(plan.going, {entry.key.digest for entry in plan.going})
+            _lines(plan.to_delete, {entry.key.digest for entry in plan.to_delete})
         line({"summary": summary})
     else:
         _print(plan, gone, summary)
@@ -169,17 +227,25 @@ def _print(plan: Plan, gone: Sequence[ScanEntry], summary: dict[str, Any]) -> No
         shown = table(("namespace", "pool", "objects", "bytes"), left=("namespace", "pool"))
         for group in summary["groups"]:
             name = f"{group['namespace'][:8]} {group['label']}"
-            shown.add_row(safe(name), safe(group["pool"]), f"{group['objects']:,}", size_text(group["bytes"]))
+            shown.add_row(
+                safe(name), safe(group["pool"]), f"{group['objects']:,}", readable_size(group["bytes"])
+            )
         to.print(shown)
     done = "would be deleted" if summary["dry_run"] and gone else "deleted"
     to.print(f"{_sum(gone)} {done}" if gone else "nothing to delete", markup=False)
+    if summary["tiers"]:
+        counts = ", ".join(f"{tier} {count:,}" for tier, count in summary["tiers"].items())
+        to.print(f"by the first tier that has an object: {counts}", markup=False)
     if plan.kept:
-        to.print(f"{_sum(plan.kept)} stay: what is not meant depends on them; --cascade takes that along", markup=False)
+        to.print(
+            f"{_sum(plan.kept)} are kept, because other objects depend on them; --cascade deletes both",
+            markup=False,
+        )
 
 
 def _lines(entries: Iterable[ScanEntry], left: set[bytes]) -> None:
     for entry in entries:
-        line({"deleted": entry.key.digest not in left, **rows.record(entry)})
+        line({"deleted": entry.key.digest not in left, **object_record(entry)})
 
 
 def _groups(entries: Iterable[ScanEntry], names: Namespaces) -> list[dict[str, Any]]:
@@ -189,10 +255,18 @@ def _groups(entries: Iterable[ScanEntry], names: Namespaces) -> list[dict[str, A
         total[0] += 1
         total[1] += entry.meta.length
     return [
-        {"namespace": namespace.hex(), "label": names.label(namespace), "pool": pool, "objects": count, "bytes": nbytes}
+        {
+            "namespace": namespace.hex(),
+            "label": names.label(namespace),
+            "pool": pool,
+            "objects": count,
+            "bytes": nbytes,
+        }
         for (namespace, pool), (count, nbytes) in sorted(totals.items())
     ]
 
 
 def _sum(entries: Sequence[ScanEntry]) -> str:
-    return f"{count_text(len(entries), 'object')}, {size_text(sum(entry.meta.length for entry in entries))}"
+    return (
+        f"{count_text(len(entries), 'object')}, {readable_size(sum(entry.meta.length for entry in entries))}"
+    )

@@ -1,6 +1,6 @@
-"""The stored objects as trees of pages: parents and children, orphans, and the order in which objects may be removed.
+"""Trees of the stored pages: parents and children, orphans, and the order in which objects may be removed.
 
-No function here recurses, because a sequence may be a hundred thousand pages deep.
+No function recurses, because a sequence may be a hundred thousand pages long.
 """
 
 from __future__ import annotations
@@ -8,39 +8,40 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from tiercache.cli.store.rows import hangs
+from tiercache.cli.store.names import is_attached
 from tiercache.storage.base import ScanEntry
 
 
 @dataclass(slots=True)
 class Page:
-    """The objects stored under one page key. `parent` is None if the page has no parent or the parent is not known.
+    """Objects stored under one page key.
 
     Thread safety: one thread.
     """
 
     key: bytes
     parent: bytes | None = None
+    """Key of the page before this one; None if there is none, or if the objects do not record a parent."""
     pages: list[ScanEntry] = field(default_factory=list)
     """Objects of the page itself, in all pools and layouts."""
     states: list[ScanEntry] = field(default_factory=list)
     """Objects attached to the page, such as states."""
     children: list[bytes] = field(default_factory=list)
-    """Keys of the stored pages whose parent this page is."""
+    """Keys of the stored pages that follow this page directly."""
 
     @property
     def entries(self) -> list[ScanEntry]:
-        """All objects under the key; those attached to the page come last."""
+        """All objects under the key; objects attached to the page come last."""
         return [*self.pages, *self.states]
 
     @property
     def depth(self) -> int | None:
-        """Depth of the end of the page, counted in pages, as its objects record it; None if none does."""
+        """Depth of the page, counted in pages from 1 at a root; None if no object records a depth."""
         return next((entry.meta.depth for entry in self.entries if entry.meta.depth is not None), None)
 
     @property
     def namespace(self) -> bytes:
-        """The namespace of the objects, taken from the first of them."""
+        """Namespace of the objects, taken from the first object."""
         return self.entries[0].meta.namespace
 
 
@@ -57,24 +58,31 @@ class Forest:
             page = self.pages.get(key)
             if page is None:
                 page = self.pages[key] = Page(key)
-            if hangs(entry):
+            if is_attached(entry):
                 page.states.append(entry)
             else:
                 page.pages.append(entry)
                 page.parent = page.parent or entry.meta.parent
         self.roots: list[bytes] = []
-        """Keys of the pages at which a walk begins: those whose parent is unknown or not stored."""
+        """Keys of the pages whose parent is not known or not stored."""
         for page in self.pages.values():
             if page.parent in self.pages and page.parent is not None:
                 self.pages[page.parent].children.append(page.key)
             else:
                 self.roots.append(page.key)
         self.order: list[bytes] = self.below(self.roots)
-        """Every page key after its parent's. Pages whose parents form a cycle, which no correct writer makes, come last."""
+        """All page keys, each after its parent.
+
+        Pages whose parents form a cycle come last; no correct writer stores such pages.
+        """
         if len(self.order) < len(self.pages):
             self.order += self.pages.keys() - set(self.order)
         self.broken = self._find_broken()
-        """Unreachable pages, each with the key of the missing page that it depends on, directly or through other pages."""
+        """Unreachable pages, each with the key of the missing page on which it depends.
+
+            A ◀── B ◀── C ◀── D      an arrow points to the parent
+            stored: A, C, D          broken: {C: B, D: B}
+        """
 
     def below(self, keys: Iterable[bytes]) -> list[bytes]:
         """Return the keys of these pages and of all their descendants, each after its parent."""
@@ -87,17 +95,23 @@ class Forest:
                 stack += self.pages[key].children
         return list(found)
 
-    def cut_off_by(self, entry: ScanEntry) -> bytes | None:
-        """Return the key of the missing page that makes an object unreachable; None if the object is reachable."""
+    def missing_ancestor(self, entry: ScanEntry) -> bytes | None:
+        """Return the key of the missing page that makes an object unreachable; None if it is reachable."""
+        # A page key under which only states are stored is the key of a missing page.
         key = entry.key.page_key
         return self.broken.get(key) or (None if self.pages[key].pages else key)
 
     def orphans(self) -> list[ScanEntry]:
-        """Return the unreachable objects, each page's after those of its parent."""
-        return [entry for key in self.order for entry in self.pages[key].entries if self.cut_off_by(entry) is not None]
+        """Return the unreachable objects; a page's objects come after the objects of its parent."""
+        return [
+            entry
+            for key in self.order
+            for entry in self.pages[key].entries
+            if self.missing_ancestor(entry) is not None
+        ]
 
     def chain(self, key: bytes) -> list[bytes]:
-        """Return the keys of the stored ancestors of a page, nearest first, up to the root or to the first missing page."""
+        """Return the keys of a page's stored ancestors, nearest first, up to the root or a missing page."""
         found: dict[bytes, None] = {}
         page = self.pages.get(key)
         while page is not None and page.parent is not None and page.parent not in found:
@@ -109,7 +123,10 @@ class Forest:
         return list(found)
 
     def end_of(self, key: bytes) -> tuple[str, bytes | None]:
-        """Return how the chain of ancestors ends: "root", "missing" (with the missing page), or "unknown" if no parent is recorded."""
+        """Return how the chain of ancestors ends, and the key of the missing page, if one is missing.
+
+        The end is "root", "missing", or "unknown" if the last stored page does not record its parent.
+        """
         top = self.pages[(self.chain(key) or [key])[-1]]
         if not top.pages:
             return "missing", top.key
@@ -118,25 +135,29 @@ class Forest:
         return ("unknown" if (top.depth or 1) > 1 else "root"), None
 
     def removal_order(self, wanted: Iterable[ScanEntry]) -> list[ScanEntry]:
-        """Return these objects sorted so that every object comes after all objects that depend on it."""
+        """Return these objects sorted, so that each object comes after all objects that depend on it."""
         rank = {key: n for n, key in enumerate(self.order)}
-        return sorted(wanted, key=lambda entry: (-rank[entry.key.page_key], not hangs(entry)))
+        return sorted(wanted, key=lambda entry: (-rank[entry.key.page_key], not is_attached(entry)))
 
     def dependents(self, wanted: Sequence[ScanEntry]) -> list[ScanEntry]:
-        """Return the objects that depend on these objects and are not among them."""
+        """Return the objects that depend on `wanted` objects, but are not `wanted` themselves."""
         have = {entry.key.digest for entry in wanted}
-        tops = {entry.key.page_key for entry in wanted if not hangs(entry)}
+        tops = {entry.key.page_key for entry in wanted if not is_attached(entry)}
         below = self.below(child for key in tops for child in self.pages[key].children)
-        # A page of `tops` that is below another one goes in all its layouts; of the topmost, the other layouts stay reachable.
+        # Add all objects of the pages below, in all layouts. For a page in `tops` itself, add only the
+        # states. Its page objects in other layouts stay reachable, unless the page is below another page in
+        # `tops`.
         found = [entry for key in below for entry in self.pages[key].entries]
         found += [entry for key in tops for entry in self.pages[key].states]
-        return [entry for entry in {e.key.digest: e for e in found}.values() if entry.key.digest not in have]
+        unique = {entry.key.digest: entry for entry in found}
+        return [entry for digest, entry in unique.items() if digest not in have]
 
     def needed(self, wanted: Sequence[ScanEntry]) -> list[ScanEntry]:
-        """Return those of these objects on which an object depends that is not among them."""
+        """Return the `wanted` objects that must stay, because objects that are not `wanted` need them."""
         going = {entry.key.digest for entry in wanted}
-        held: set[bytes] = set()
+        held: set[bytes] = set()  # keys of the pages whose objects must stay
         kept: list[ScanEntry] = []
+        # Go from the deepest pages up, because a page that stays makes the page before it stay too.
         for key in reversed(self.order):
             page = self.pages[key]
             if any(entry.key.digest not in going for entry in page.states):
@@ -157,7 +178,7 @@ class Forest:
             if page.parent is None:
                 continue
             above = self.pages.get(page.parent)
-            # A parent that comes later in the order is part of a cycle.
+            # `order` has a page before its parent only if both pages are part of a cycle of parents.
             if above is None or not above.pages or above.key not in seen:
                 broken[key] = page.parent
             elif above.key in broken:

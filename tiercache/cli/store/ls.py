@@ -1,4 +1,4 @@
-"""`tiercache ls`: lists the objects of a store, one per line, in the order of the store unless sorted."""
+"""The verb `tiercache ls`: lists the objects of a store, in the order of the store or sorted."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from tiercache.cli.output import SHORTER, Output, OutputOption, console, count_text, records, safe, say, size_text, table
-from tiercache.cli.store import rows
-from tiercache.cli.store.filters import Filter, make_filter
-from tiercache.cli.store.names import Namespaces
+from tiercache.cli.store.names import Namespaces, object_header, object_record, object_row
 from tiercache.cli.store.options import (
     DepthOption,
+    Filter,
     MacKeyOption,
     MaxSizeOption,
     MinSizeOption,
@@ -24,14 +22,27 @@ from tiercache.cli.store.options import (
     NewerOption,
     OlderOption,
     PoolOption,
-    StoreOption,
+    StoresOption,
+    make_filter,
 )
-from tiercache.cli.store.target import opened, resolve
+from tiercache.cli.store.target import opened, resolve_all
+from tiercache.cli.terminal import (
+    SHORTER,
+    Output,
+    OutputOption,
+    console,
+    count_text,
+    records,
+    safe,
+    say,
+    table,
+)
 from tiercache.storage.base import ScanEntry, StorageBackend
+from tiercache.text import readable_size
 
 
 class Sort(StrEnum):
-    """The field by which rows are sorted."""
+    """Field by which rows are sorted."""
 
     KEY = "key"
     SIZE = "size"
@@ -48,7 +59,7 @@ _ORDERS: Final[dict[Sort, Callable[[ScanEntry], Any]]] = {
 
 
 def ls(
-    store: StoreOption = "",
+    store: StoresOption = None,
     namespace: NamespaceOption = "",
     pool: PoolOption = "",
     depth: DepthOption = "",
@@ -56,31 +67,40 @@ def ls(
     max_size: MaxSizeOption = "",
     older: OlderOption = "",
     newer: NewerOption = "",
-    sort: Annotated[Sort | None, typer.Option(help="Order; size and age: largest and oldest first. Without it rows come at once.")] = None,
-    limit: Annotated[int, typer.Option(min=0, help="At most so many rows; 0: all.")] = 0,
-    namespaces: Annotated[bool, typer.Option("--namespaces", help="List the namespaces instead, with their objects and bytes.")] = False,
+    sort: Annotated[
+        Sort | None,
+        typer.Option(
+            help="Sort rows (size, age: largest and oldest first). Unsorted rows are printed at once."
+        ),
+    ] = None,
+    limit: Annotated[int, typer.Option(min=0, help="Maximum number of rows; 0: all.")] = 0,
+    namespaces: Annotated[
+        bool, typer.Option("--namespaces", help="List namespaces with their objects and bytes instead.")
+    ] = False,
     mac_key: MacKeyOption = "",
     output: OutputOption = Output.TABLE,
 ) -> None:
     """List the stored objects.
 
-    The hundred largest states of a daemon, and all of a model's pages that are
-    older than a day, for a script:
+    List the hundred largest states of a daemon; list the pages of a model that
+    are older than a day, for a script:
 
         tiercache ls -s /var/lib/tiercache --pool mamba --sort size --limit 100
 
         tiercache ls -s grpc://node7:7070 --namespace qwen3 --older 1d -o jsonl
 
     JSON fields: page_key, pool, namespace, depth (pages), bytes, stored_at
-    (seconds since 1970), parent (its own page key where it hangs on that page,
-    as a state does), layout, checksum; null where it is not known. With
-    --namespaces: namespace, label, identity, objects, bytes.
+    (seconds since 1970), parent (the object's own page key if the object is
+    attached to that page, as a state is), layout, checksum, tier (of a chain). A field is null if
+    its value is not known. With --namespaces the fields are: namespace, label,
+    identity, objects, bytes.
     """
     now = time.time()
     wanted = make_filter(
-        now, namespace=namespace, pool=pool, depth=depth, min_size=min_size, max_size=max_size, older=older, newer=newer
+        now, namespace=namespace, pool=pool, depth=depth, min_size=min_size, max_size=max_size, older=older,
+        newer=newer
     )  # fmt: skip
-    with opened(resolve(store, mac_key)) as found:
+    with opened(resolve_all(store, mac_key)) as found:
         if namespaces:
             _namespaces(wanted, found, limit, output)
             return
@@ -92,15 +112,15 @@ def ls(
 
 def _show(entries: Iterable[ScanEntry], now: float, output: Output) -> None:
     if output is not Output.TABLE:
-        records(map(rows.record, entries), output)
+        records(map(object_record, entries), output)
     else:
         count = nbytes = 0
         for entry in entries:
             if not count:
-                sys.stdout.write(rows.header() + "\n")
-            sys.stdout.write(rows.row(entry, now) + "\n")
+                sys.stdout.write(object_header(tiers=bool(entry.tier)) + "\n")
+            sys.stdout.write(object_row(entry, now) + "\n")
             count, nbytes = count + 1, nbytes + entry.meta.length
-        say(f"{count_text(count, 'object')}, {size_text(nbytes)}")
+        say(f"{count_text(count, 'object')}, {readable_size(nbytes)}")
 
 
 def _namespaces(wanted: Filter, store: StorageBackend, limit: int, output: Output) -> None:
@@ -119,7 +139,13 @@ def _namespaces(wanted: Filter, store: StorageBackend, limit: int, output: Outpu
         shown = table(("namespace", "label", "page", "objects", "bytes"), left=("namespace", "label"))
         for record in found:
             page = str(record["identity"].get("page_size", "-"))
-            cells = (record["namespace"][:SHORTER], safe(record["label"]), safe(page), f"{record['objects']:,}", size_text(record["bytes"]))
+            cells = (
+                record["namespace"][:SHORTER],
+                safe(record["label"]),
+                safe(page),
+                f"{record['objects']:,}",
+                readable_size(record["bytes"]),
+            )
             shown.add_row(*cells)
         console().print(shown)
 

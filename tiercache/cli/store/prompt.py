@@ -11,53 +11,64 @@ from typing import Any, Final
 import numpy as np
 from numpy.lib import format as npy
 
-from tiercache.cli.output import clean
+from tiercache.cli.terminal import clean
 from tiercache.core import TokenArray, as_tokens
 from tiercache.errors import ConfigError, TokenError
 
-_MOST_BYTES: Final = 256 << 20
-"""Bytes that a file with a prompt may have."""
+_MAX_BYTES: Final = 256 << 20
+"""Maximum bytes of a file with a prompt."""
 _NPY: Final = b"\x93NUMPY"
 """The first bytes of a .npy file."""
 
 
 def tokens_of(tokens: str, text: str | None, text_file: str, tokenizer: str) -> TokenArray:
-    """Return the prompt that exactly one of `tokens`, `text` and `text_file` gives; raises ConfigError."""
+    """Return the tokens of a prompt, given by exactly one of `tokens`, `text` and `text_file`.
+
+    Raises ConfigError.
+    """
     if tokens:
         if tokenizer:
-            raise ConfigError("--tokenizer goes with --text or --text-file; --tokens are numbers already, so leave it away")
-        return _of_file(tokens)
+            raise ConfigError(
+                "--tokenizer is for --text and --text-file; omit it, because --tokens are numbers already"
+            )
+        return _read_tokens(tokens)
     if not tokenizer:
-        raise ConfigError("--text needs --tokenizer, the directory of the model's tokenizer.json; or give token ids with --tokens")
+        raise ConfigError(
+            "--text needs --tokenizer, the directory of the model's tokenizer.json; or give token ids with"
+            " --tokens"
+        )
     if text is None:
         try:
             text = _read("--text-file", text_file).decode()
         except UnicodeDecodeError as error:
-            raise ConfigError(f"--text-file {clean(text_file)} is not UTF-8 text; convert it, or give token ids with --tokens") from error
+            raise ConfigError(
+                f"--text-file {clean(text_file)} is not UTF-8 text; convert it, or give token ids with"
+                " --tokens"
+            ) from error
     return _encode(text, tokenizer)
 
 
-def _of_file(name: str) -> TokenArray:
+def _read_tokens(name: str) -> TokenArray:
     raw = _read("--tokens", name)
     try:
-        return as_tokens(_of_npy(raw) if raw.startswith(_NPY) else _of_text(raw.decode()))
+        return as_tokens(_parse_npy(raw) if raw.startswith(_NPY) else _parse_text(raw.decode()))
     except TokenError as error:
         raise ConfigError(f"--tokens {clean(name)}: {clean(str(error))}") from error
     except (ValueError, EOFError, RecursionError) as error:
         raise ConfigError(
-            f"--tokens {clean(name)} is neither a JSON list of integers, nor integers separated by blanks or commas, nor a .npy file of"
-            f" integers ({clean(str(error))[:80]}); convert it"
+            f"--tokens {clean(name)} is neither a JSON list of integers, nor integers separated by blanks or"
+            f" commas, nor a .npy file of integers ({clean(str(error))[:80]}); convert it"
         ) from error
 
 
-def _of_npy(raw: bytes) -> Any:
+def _parse_npy(raw: bytes) -> Any:
     from io import BytesIO
 
-    # Not numpy.load, which also reads archives, and pickles if allowed.
+    # numpy.load is not used, because it would also read archives.
     return npy.read_array(BytesIO(raw), allow_pickle=False)
 
 
-def _of_text(text: str) -> Any:
+def _parse_text(text: str) -> Any:
     if text.lstrip().startswith(("[", "{")):
         found = json.loads(text)
         if not isinstance(found, list):
@@ -70,11 +81,14 @@ def _of_text(text: str) -> Any:
 def _read(option: str, name: str) -> bytes:
     try:
         with sys.stdin.buffer if name == "-" else Path(name).open("rb") as file:
-            raw = file.read(_MOST_BYTES + 1)
+            raw = file.read(_MAX_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"{option} {clean(name)} cannot be read: {error.strerror}; name a file") from error
-    if len(raw) > _MOST_BYTES:
-        raise ConfigError(f"{option} {clean(name)} has more than 256 MiB, which is no prompt; name another file")
+    if len(raw) > _MAX_BYTES:
+        raise ConfigError(
+            f"{option} {clean(name)} has more than 256 MiB, which is too large for a prompt; name"
+            " another file"
+        )
     return raw
 
 
@@ -82,13 +96,21 @@ def _encode(text: str, directory: str) -> TokenArray:
     path = Path(directory)
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
-        raise ConfigError(f"--tokenizer {clean(directory)} has no tokenizer.json; name the directory of a model, or the file")
+        raise ConfigError(
+            f"--tokenizer {clean(directory)} has no tokenizer.json; name the directory of a model, or the"
+            " file"
+        )
     try:
         library = import_module("tokenizers")
     except ImportError as error:
-        raise ConfigError("--text needs the tokenizers library; install it with: pip install tokenizers, or give --tokens") from error
+        raise ConfigError(
+            "--text needs the tokenizers library; install it with: pip install tokenizers, or give --tokens"
+        ) from error
     try:
         made = library.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises plain Exception
-        raise ConfigError(f"--tokenizer {clean(str(file))} cannot be read: {clean(str(error))[:80]}; is it a tokenizer.json?") from error
+        raise ConfigError(
+            f"--tokenizer {clean(str(file))} cannot be read: {clean(str(error))[:80]}; is it a"
+            " tokenizer.json?"
+        ) from error
     return as_tokens([int(token) for token in made.encode(text).ids])

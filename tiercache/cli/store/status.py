@@ -1,57 +1,83 @@
-"""`tiercache status` and `tiercache ping`: the description of a store, and the round trips to a daemon."""
+"""The verbs `tiercache status` and `tiercache ping`: what a store holds, and round trips to a daemon."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Annotated, Any, Final, cast
 
 import typer
 
 import tiercache
-from tiercache.cli.output import SHORTER, Output, OutputOption, console, count_text, document, line, safe, size_text, table, whole
 from tiercache.cli.store.names import Namespaces
-from tiercache.cli.store.options import MacKeyOption, StoreOption
-from tiercache.cli.store.target import Target, check_reached, opened, resolve
+from tiercache.cli.store.options import MacKeyOption, StoreOption, StoresOption
+from tiercache.cli.store.target import Target, opened, resolve, resolve_all
+from tiercache.cli.terminal import (
+    SHORTER,
+    Output,
+    OutputOption,
+    console,
+    count_text,
+    document,
+    line,
+    safe,
+    table,
+    whole,
+)
 from tiercache.errors import ConfigError
 from tiercache.storage.base import ScanEntry, StorageBackend
+from tiercache.text import readable_age, readable_size
 
-_PONG: Final = ("version", "instance", "principal", "tenant", "verbs", "transport", "store")
+_PING_FIELDS: Final = ("version", "instance", "principal", "tenant", "verbs", "transport", "store")
 """Fields of a daemon's answer to a ping that are shown."""
 _PAUSE: Final = 0.1
-"""Seconds between two pings, where there are at most 100."""
-_WORTH: Final = ("restorable_bytes", "dead_bytes", "orphans")
-"""Keys of a store's usage details about what can be restored; stores that do not know it leave them out."""
+"""Seconds between two pings if there are at most 100 pings. With more pings there is no pause."""
+_RESTORABLE_FIELDS: Final = ("restorable_bytes", "dead_bytes", "orphans")
+"""Keys in the details of a store's usage that concern restores. Some stores omit these keys."""
 
 
 def status(
-    store: StoreOption = "",
+    store: StoresOption = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Without the figures per namespace and pool, which take a look at every object.")
+        bool,
+        typer.Option(
+            "--quick", help="Leave out the figures per namespace and pool, which need a scan of all objects."
+        ),
     ] = False,
     mac_key: MacKeyOption = "",
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Say what a store is and what it holds. Exit code 3 if a daemon does not answer.
+    """Show what a store is and what it holds. Exit code 3 if a daemon does not answer.
 
-    A stopped store, a daemon on this machine, and a check for a monitor:
+    Show a stopped store; show a daemon of this machine, as input for a monitor:
 
         tiercache status -s /var/lib/tiercache
 
         tiercache status -s grpc:///run/tiercache --quick -o json
 
+    Show the tiers of a stopped chain, which are only read here:
+
+        tiercache status -s file:///ssd/kv?tier_name=ssd -s /hdd/kv
+
     JSON fields: name, kind, live, directory, owner (process id of the daemon),
     version, daemon (instance, principal, tenant, verbs, transport, store; null
     for a stopped store), objects, payload_bytes, used_bytes, capacity_bytes (0:
-    no cap), restorable_bytes, dead_bytes (payload of which a restore can make
-    use, or never), orphans (objects whose parent is gone; null where the store
-    does not say), details (the store's own counters: corrupt, evicted, ...),
+    no limit), restorable_bytes (payload that a restore can use), dead_bytes
+    (payload that no restore can use), orphans (objects whose parent is
+    missing), details (the store's own counters: corrupt, evicted, ...),
     namespaces (namespace, label, identity, objects, bytes, pools: pool,
-    objects, bytes; null with --quick). With jsonl the same on one line.
+    objects, bytes; null with --quick), tiers (of a chain, the fastest first:
+    name, kind, health = serving, read-only or out, why (it is not serving),
+    objects, payload_bytes, used_bytes, capacity_bytes, read_objects,
+    read_bytes, written_objects, written_bytes, waiting, dropped, lost_calls,
+    last_read, details). The figures of a chain are sums, in which every copy of
+    an object counts. restorable_bytes, dead_bytes and orphans are null if the
+    store does not report them. jsonl has the same on one line.
     """
-    target = resolve(store, mac_key)
-    with opened(target) as found:
+    target = resolve_all(store, mac_key)
+    with opened(target, tells=False) as found:
         record = _describe(target, found)
         names = Namespaces.of(found)
         record["namespaces"] = None if quick else _totals(found.scan_all(), names)
@@ -63,22 +89,25 @@ def status(
 
 def ping(
     store: StoreOption = "",
-    count: Annotated[int, typer.Option(min=1, max=100_000, help="Round trips.")] = 5,
+    count: Annotated[int, typer.Option(min=1, max=100_000, help="Number of round trips.")] = 5,
     output: OutputOption = Output.TABLE,
 ) -> None:
     """Measure round trips to a daemon. Exit code 3 if it does not answer.
 
-    The daemon is named by its directory, or by its address:
+    Name the daemon by its directory or by its address:
 
         tiercache ping -s /var/lib/tiercache --count 20
 
     JSON fields: count, min_seconds, median_seconds, max_seconds, version,
-    instance, principal, tenant, verbs, transport, store. With jsonl one line
-    per round trip: seconds, and the same of the daemon.
+    instance, principal, tenant, verbs, transport, store. jsonl has one line for
+    each round trip: seconds, and the fields from version on.
     """
     target = resolve(store)
     if not target.live:
-        raise ConfigError(f"{target.name} is not served by a daemon, so nobody can answer; start one there with: tiercache serve")
+        raise ConfigError(
+            f"{target.name} is not served by a daemon, which could answer; start one there with: tiercache"
+            " serve"
+        )
     times: list[float] = []
     with opened(target) as found:
         call = _ping_of(found, target)
@@ -86,7 +115,6 @@ def ping(
             if n:
                 time.sleep(_PAUSE if count <= 100 else 0)
             pong = call()
-            check_reached(target, found)
             times.append(float(pong.seconds))
             if output is Output.JSONL:
                 line({"seconds": times[-1], **_pong(pong)})
@@ -102,19 +130,21 @@ def ping(
     elif output is Output.TABLE:
         low, middle, high = (f"{record[f'{name}_seconds'] * 1e3:.2f} ms" for name in ("min", "median", "max"))
         shown = console()
-        shown.print(f"{count_text(count, 'round trip')}: min {low}, median {middle}, max {high}", markup=False)
-        shown.print(", ".join(f"{name} {safe(_text(record[name]))}" for name in _PONG if record[name]))
+        shown.print(
+            f"{count_text(count, 'round trip')}: min {low}, median {middle}, max {high}", markup=False
+        )
+        shown.print(", ".join(f"{name} {safe(_text(record[name]))}" for name in _PING_FIELDS if record[name]))
 
 
 def _ping_of(store: StorageBackend, target: Target) -> Callable[[], Any]:
     call = getattr(store, "ping", None)
     if not callable(call):
-        raise ConfigError(f"{target.name} is not a daemon's; ping asks daemons, such as grpc://host:port")
+        raise ConfigError(f"{target.name} is not a daemon; ping measures daemons, such as grpc://host:port")
     return cast("Callable[[], Any]", call)
 
 
 def _pong(pong: Any) -> dict[str, Any]:
-    found = {name: getattr(pong, name, "") for name in _PONG}
+    found = {name: getattr(pong, name, "") for name in _PING_FIELDS}
     return found | {"verbs": list(found["verbs"])}
 
 
@@ -133,8 +163,9 @@ def _describe(target: Target, store: StorageBackend) -> dict[str, Any]:
         "payload_bytes": usage.payload_bytes,
         "used_bytes": usage.used_bytes,
         "capacity_bytes": usage.capacity_bytes,
-        **{name: usage.details.get(name) for name in _WORTH},
+        **{name: usage.details.get(name) for name in _RESTORABLE_FIELDS},
         "details": dict(usage.details),
+        "tiers": [asdict(tier) for tier in usage.tiers],
     }
 
 
@@ -149,7 +180,9 @@ def _totals(entries: Iterable[ScanEntry], names: Namespaces) -> list[dict[str, A
             **names.record(namespace),
             "objects": sum(n for n, _ in pools.values()),
             "bytes": sum(nbytes for _, nbytes in pools.values()),
-            "pools": [{"pool": pool, "objects": n, "bytes": nbytes} for pool, (n, nbytes) in sorted(pools.items())],
+            "pools": [
+                {"pool": pool, "objects": n, "bytes": nbytes} for pool, (n, nbytes) in sorted(pools.items())
+            ],
         }
         for namespace, pools in sorted(counts.items())
     ]
@@ -163,32 +196,82 @@ def _print(record: dict[str, Any]) -> None:
     rows = [
         ("store", record["name"]),
         ("kind", f"{record['kind']}, {'served by a daemon' if record['live'] else 'not served'}"),
-        ("owner", f"process {record['owner']}" if record["owner"] else "nobody" if record["kind"] == "file" else ""),
+        (
+            "owner",
+            f"process {record['owner']}" if record["owner"] else "none" if record["kind"] == "file" else "",
+        ),
         ("tiercache", record["version"]),
         *((name, _text(value)) for name, value in (record["daemon"] or {}).items()),
         ("objects", f"{record['objects']:,}"),
-        ("payload", size_text(record["payload_bytes"])),
-        ("used", size_text(record["used_bytes"]) + share),
-        ("capacity", size_text(capacity) if capacity else "no cap"),
-        ("restorable", _worth(record)),
-        *((name.replace("_", " "), _text(value)) for name, value in record["details"].items() if name not in _WORTH),
+        ("payload", readable_size(record["payload_bytes"])),
+        ("used", readable_size(record["used_bytes"]) + share),
+        ("capacity", readable_size(capacity) if capacity else "no limit"),
+        ("restorable", _restorable_text(record)),
+        *(
+            (name.replace("_", " "), _text(value))
+            for name, value in record["details"].items()
+            if name not in _RESTORABLE_FIELDS
+        ),
     ]
     for name, value in rows:
         if value:
             shown.add_row(safe(name), safe(value))
     to = console()
     to.print(shown)
+    if record["tiers"]:
+        to.print(tier_table(record["tiers"], time.time()))
+    for tier in record["tiers"]:
+        # A stopped chain is only read here, so that no tier of it takes objects.
+        if tier["why"] and (record["live"] or tier["health"] == "out"):
+            to.print(f"tier {tier['name']} is {tier['health']}: {tier['why']}", markup=False, soft_wrap=True)
     if record["namespaces"]:
         to.print(_pools(record["namespaces"]))
 
 
-def _worth(record: dict[str, Any]) -> str:
-    """Return the restorable and the dead bytes and the orphans as text; empty if the store does not report them."""
-    restorable, dead, orphans = (record[name] for name in _WORTH)
+def _restorable_text(record: dict[str, Any]) -> str:
+    """Return the restorable bytes, dead bytes and orphans as text; "" if the store does not report them."""
+    restorable, dead, orphans = (record[name] for name in _RESTORABLE_FIELDS)
     if None in (restorable, dead, orphans):
         return ""
     share = f" ({restorable / (restorable + dead):.0%})" if restorable + dead else ""
-    return f"{size_text(restorable)}{share}, dead {size_text(dead)}, {count_text(orphans, 'orphan')}"
+    return f"{readable_size(restorable)}{share}, dead {readable_size(dead)}, {count_text(orphans, 'orphan')}"
+
+
+def tier_table(tiers: Sequence[Mapping[str, Any]], now: float) -> Any:
+    """Return a table of the tiers of a chain; `now` is in seconds since 1970."""
+    columns = (
+        "tier",
+        "kind",
+        "health",
+        "objects",
+        "used",
+        "read",
+        "written",
+        "waiting",
+        "dropped",
+        "last read",
+    )
+    shown = table(columns, left=columns[:3])
+    for tier in tiers:
+        capacity = f" of {readable_size(tier['capacity_bytes'])}" if tier["capacity_bytes"] else ""
+        last = tier["last_read"]
+        holds = (f"{tier['objects']:,}", readable_size(tier["used_bytes"]) + capacity)
+        if tier["health"] == "out":
+            holds = ("-", "-")
+        shown.add_row(
+            safe(tier["name"]),
+            safe(tier["kind"]),
+            safe(tier["health"]),
+            *holds,
+            *(
+                f"{tier[f'{way}_objects']:,}, {readable_size(tier[f'{way}_bytes'])}"
+                for way in ("read", "written")
+            ),
+            f"{tier['waiting']:,}",
+            f"{tier['dropped']:,}",
+            readable_age(None if last is None else now - last),
+        )
+    return shown
 
 
 def _pools(namespaces: list[dict[str, Any]]) -> Any:
@@ -196,7 +279,7 @@ def _pools(namespaces: list[dict[str, Any]]) -> Any:
     for space in namespaces:
         start = (space["namespace"][:SHORTER], safe(space["label"]))
         for pool in space["pools"] or [{"pool": "-", "objects": 0, "bytes": 0}]:
-            shown.add_row(*start, safe(pool["pool"]), f"{pool['objects']:,}", size_text(pool["bytes"]))
+            shown.add_row(*start, safe(pool["pool"]), f"{pool['objects']:,}", readable_size(pool["bytes"]))
             start = ("", "")
     return shown
 

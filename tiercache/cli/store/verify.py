@@ -1,4 +1,4 @@
-"""`tiercache verify`: reads every object and reports those that are not as they were stored."""
+"""The verb `tiercache verify`: reads every object, and reports damaged, missing and unreachable objects."""
 
 from __future__ import annotations
 
@@ -7,18 +7,16 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Annotated, Any, Final
 
 import typer
 
-from tiercache.cli.exits import Exit
-from tiercache.cli.output import SHORT, SHORTER, Output, OutputOption, clean, console, count_text, document, line, progress, size_text
-from tiercache.cli.store import rows
-from tiercache.cli.store.filters import make_filter
+from tiercache.cli.store.batches import Checked, ObjectReader, check_removable, remove
 from tiercache.cli.store.forest import Forest
+from tiercache.cli.store.names import object_record
 from tiercache.cli.store.options import (
     DepthOption,
+    Filter,
     MacKeyOption,
     MaxSizeOption,
     MinSizeOption,
@@ -26,16 +24,30 @@ from tiercache.cli.store.options import (
     NewerOption,
     OlderOption,
     PoolOption,
-    StoreOption,
+    StoresOption,
+    make_filter,
 )
-from tiercache.cli.store.reading import Checked, Reading
-from tiercache.cli.store.removal import check_removable, remove
-from tiercache.cli.store.target import Target, check_reached, opened, resolve
+from tiercache.cli.store.target import Target, check_answered, opened, resolve_all
+from tiercache.cli.terminal import (
+    SHORT,
+    SHORTER,
+    Exit,
+    Output,
+    OutputOption,
+    clean,
+    console,
+    count_text,
+    document,
+    line,
+    progress,
+    say,
+)
 from tiercache.core import ObjectKey, Outcome
-from tiercache.errors import StoreDamagedError
+from tiercache.errors import ConfigError, StorageError, StoreDamagedError
 from tiercache.storage.base import ScanEntry, StorageBackend
+from tiercache.text import readable_size
 
-_WORDS: Final = {
+_RESULT_OF: Final = {
     Outcome.HIT: "ok",
     Outcome.CORRUPT: "corrupt",
     Outcome.MISS: "missing",
@@ -43,14 +55,17 @@ _WORDS: Final = {
     Outcome.THROTTLED: "unreadable",
 }
 _ORPHANS: Final = 20
-"""Lines about orphans in a table at most; one missing page can make thousands of orphans."""
+"""Maximum number of lines about orphans in a table; one missing page can make thousands of orphans."""
 _RESULTS: Final = ("ok", "corrupt", "missing", "unreadable", "orphan")
 
 
 def verify(
-    store: StoreOption = "",
+    store: StoresOption = None,
     repair: Annotated[
-        bool, typer.Option("--repair", help="Remove what is corrupt, and orphans: objects of pages whose ancestors are gone.")
+        bool,
+        typer.Option(
+            "--repair", help="Remove corrupt objects, and orphans (objects of pages with missing ancestors)."
+        ),
     ] = False,
     namespace: NamespaceOption = "",
     pool: PoolOption = "",
@@ -62,68 +77,113 @@ def verify(
     mac_key: MacKeyOption = "",
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Read every object and check it. Exit code 4 if one was corrupt, 1 if one could not be read.
+    """Read and check every object. Exit code 4 if an object was corrupt, 1 if one could not be read.
 
-    Corrupt is also what lay in a slab that is missing or was cut, and a catalog
-    that is damaged. Of a stopped store nothing is changed, so that every run
-    says the same until --repair removes what is corrupt and writes a damaged
-    catalog anew; that run still has exit code 4, and the next one 0. A daemon
-    cannot be looked at only: it drops what it finds corrupt by itself, so that
-    it is stored anew the next time, and a second run finds nothing.
+    Objects of a slab file that is missing or truncated count as corrupt. A
+    damaged catalog gives exit code 4 too. Without --repair a stopped store is
+    not changed, and every run has the same result. --repair removes corrupt
+    objects and rewrites a damaged catalog; the run with --repair still has exit
+    code 4, but the next run has 0.
+    A daemon always drops the objects that it finds corrupt, so that they can be
+    stored again. So a second run does not find these objects any more.
 
-    Orphans are objects that nothing can reach, because a page in front of them
-    is gone: they take room and do no harm, and are of use again once that page
-    is stored anew.
+    Orphans are objects that cannot be reached, because a page before them is
+    missing. Orphans use space, but do no harm. They can be reached again when
+    the missing page is stored again.
 
         tiercache verify -s /var/lib/tiercache
 
         tiercache verify -s grpc://node7:7070 --namespace qwen3 --repair -o jsonl
 
+    The tiers of a stopped chain are checked one after the other, every copy of
+    an object by itself. Through a daemon, an object of a chain is ok if any of
+    its copies is.
+
+        tiercache verify -s file:///ssd/kv?tier_name=ssd -s /hdd/kv
+
     JSON fields: found (the objects that are not ok: result = corrupt, missing,
-    unreadable or orphan; action = dropped, listed, deleted or none; and the
-    fields of ls), summary (objects, bytes, seconds, bytes_per_second, ok,
-    corrupt, missing, unreadable, orphan, repaired, catalog = sound or damaged).
-    With jsonl each of found on
-    a line as it is found, and a last line with summary.
+    unreadable or orphan; action = dropped, listed (still stored), deleted or
+    none; and the fields of ls), summary (objects, bytes, seconds,
+    bytes_per_second, ok, corrupt, missing, unreadable, orphan, repaired,
+    catalog = sound or damaged). jsonl prints one line for each object of found
+    at once, and summary as the last line.
     """
     wanted = make_filter(
-        time.time(), namespace=namespace, pool=pool, depth=depth, min_size=min_size, max_size=max_size, older=older, newer=newer
+        time.time(), namespace=namespace, pool=pool, depth=depth, min_size=min_size, max_size=max_size,
+        older=older, newer=newer
     )  # fmt: skip
-    target = resolve(store, mac_key)
-    tally = Tally()
+    target = resolve_all(store, mac_key)
+    tally = VerifyCounts()
     found: list[dict[str, Any]] = []
-    listed: list[ScanEntry] = []
-    if repair and not target.live:
-        # A store that is opened for change drops entries whose place is gone; opened for reading before, it still lists them.
-        tally.damaged = True
-        with suppress(StoreDamagedError), opened(target) as looked:
-            tally.damaged = False
-            listed = list(looked.scan_all())
-            tally.look(looked)
-    with _opened(target, repair) as opened_store:
-        if repair:
-            check_removable(target, opened_store)
-        tally.look(opened_store)
-        everything = list(opened_store.scan_all())
-        there = {entry.key.digest for entry in everything}
-        dropped = list(wanted.scan(opened_store, [entry for entry in listed if entry.key.digest not in there]))
-        wanted_entries = list(wanted.scan(opened_store, everything))
-        orphans = 0
-        tally.counts["corrupt"] += len(dropped)
-        records = _all(target, opened_store, everything, wanted_entries, repair, tally)
-        for record in chain((_record("corrupt", "dropped", entry) for entry in dropped), records):
-            orphans += record["result"] == "orphan"
-            if output is Output.JSONL:
-                line(record)
-            elif output is Output.JSON:
-                found.append(record)
-            elif orphans <= _ORPHANS:
-                _print(record)
+    orphans = 0
+    for record in _verify(target, wanted, repair, tally):
+        orphans += record["result"] == "orphan"
+        if output is Output.JSONL:
+            line(record)
+        elif output is Output.JSON:
+            found.append(record)
+        elif orphans <= _ORPHANS:
+            _print(record)
     _finish(found, tally.summary(), output)
     if tally.counts["corrupt"] or tally.damaged:
         raise typer.Exit(Exit.CORRUPT)
-    if tally.counts["unreadable"]:
+    if tally.counts["unreadable"] or tally.is_partial:
         raise typer.Exit(Exit.FAILED)
+
+
+def _verify(target: Target, wanted: Filter, repair: bool, tally: VerifyCounts) -> Iterator[dict[str, Any]]:
+    """Check a store, or every tier of a chain by itself, so that every copy of an object is checked."""
+    if not target.tiers:
+        yield from _verify_one(target, wanted, repair, tally, ())
+        return
+    held: dict[str, list[ScanEntry]] = {}
+    for tier in target.tiers:
+        try:
+            with suppress(StoreDamagedError), opened(tier) as store:
+                held[tier.tier] = list(store.scan_all())
+            held.setdefault(tier.tier, [])
+        except (StorageError, ConfigError) as error:
+            say(f"tier {tier.tier} is out, and its objects are not checked: {error}")
+            tally.is_partial = True
+    for tier in target.tiers:
+        if tier.tier in held:
+            elsewhere = [entry for name, entries in held.items() if name != tier.tier for entry in entries]
+            yield from _verify_one(tier, wanted, repair, tally, elsewhere)
+
+
+def _verify_one(
+    target: Target, wanted: Filter, repair: bool, tally: VerifyCounts, elsewhere: Sequence[ScanEntry]
+) -> Iterator[dict[str, Any]]:
+    """Check one store; `elsewhere` has the objects of the other tiers of its chain."""
+    listed: list[ScanEntry] = []
+    if repair and not target.live:
+        # Opening a store for change drops the entries of objects whose slab is missing. Therefore the store
+        # is first opened for reading, to list these entries.
+        can_be_read = False
+        with suppress(StoreDamagedError), opened(target) as looked:
+            can_be_read = True
+            listed = _entries_of(target, looked)
+            tally.check_catalog(looked)
+        tally.damaged |= not can_be_read
+    with _opened(target, repair) as opened_store:
+        if repair:
+            check_removable(target, opened_store)
+        tally.check_catalog(opened_store)
+        everything = _entries_of(target, opened_store)
+        there = {entry.key.digest for entry in everything}
+        dropped = list(
+            wanted.scan(opened_store, [entry for entry in listed if entry.key.digest not in there])
+        )
+        wanted_entries = list(wanted.scan(opened_store, everything))
+        tally.counts["corrupt"] += len(dropped)
+        yield from (_record("corrupt", "dropped", entry) for entry in dropped)
+        yield from _check_objects(target, opened_store, everything, wanted_entries, repair, tally, elsewhere)
+
+
+def _entries_of(target: Target, store: StorageBackend) -> list[ScanEntry]:
+    """Return all objects of a store, with its name if it is a tier of a chain."""
+    found = store.scan_all()
+    return [entry._replace(tier=target.tier) for entry in found] if target.tier else list(found)
 
 
 @contextmanager
@@ -133,12 +193,12 @@ def _opened(target: Target, repair: bool) -> Iterator[StorageBackend]:
         with opened(target, change=repair) as store:
             yield store
     except StoreDamagedError as error:
-        typer.echo(f"{clean(str(error))}; verify --repair does", err=True)
+        typer.echo(f"{clean(str(error))}; `tiercache verify --repair` repairs the store", err=True)
         raise typer.Exit(Exit.CORRUPT) from error
 
 
 @dataclass(slots=True)
-class Tally:
+class VerifyCounts:
     """Counts of objects by result, and the bytes and seconds of reading them.
 
     Thread safety: one thread.
@@ -148,10 +208,12 @@ class Tally:
     nbytes: int = 0
     seconds: float = 0.0
     damaged: bool = False
-    """Whether the catalog is damaged, or was at the start of this run."""
+    """Whether the catalog was damaged when this run began."""
+    is_partial: bool = False
+    """Whether a tier was out, so that its objects were not checked."""
 
-    def look(self, store: StorageBackend) -> None:
-        """Record whether the store reports a damaged catalog."""
+    def check_catalog(self, store: StorageBackend) -> None:
+        """Set `damaged` if the store reports a damaged catalog."""
         self.damaged |= bool(store.usage().details.get("catalog_damaged"))
 
     def summary(self) -> dict[str, Any]:
@@ -166,59 +228,88 @@ class Tally:
         }
 
 
-def _all(
+def _check_objects(
     target: Target,
     store: StorageBackend,
     everything: Sequence[ScanEntry],
     wanted: Sequence[ScanEntry],
     repair: bool,
-    tally: Tally,
+    tally: VerifyCounts,
+    elsewhere: Sequence[ScanEntry] = (),
 ) -> Iterator[dict[str, Any]]:
-    """Yield a record for each object that is not sound, as it is found; count all in `tally`, and delete orphans with `repair`."""
-    gone: set[bytes] = set()
+    """Check all `wanted` objects; yield a record for each object that is not ok.
+
+    A record is yielded as soon as its object is found. All objects are counted in `tally`. With `repair`,
+    orphans are deleted. An object whose ancestors are `elsewhere`, in other tiers, is no orphan; none is
+    looked for while a tier is out.
+    """
+    gone: set[bytes] = set()  # digests of objects that are corrupt, or not stored any more
     with progress("checking", sum(entry.meta.length for entry in wanted)) as advance:
         started = time.monotonic()
-        for batch in Reading(store).check(wanted):
+        for batch in ObjectReader(store).check(wanted):
             nbytes = sum(checked.entry.meta.length for checked in batch)
             tally.nbytes, tally.seconds = tally.nbytes + nbytes, time.monotonic() - started
-            if all(checked.outcome is not Outcome.HIT for checked in batch):
-                check_reached(target, store)
-            tally.counts.update(_WORDS[checked.outcome] for checked in batch)
-            yield from _bad(store, [checked for checked in batch if checked.outcome is not Outcome.HIT], gone)
+            check_answered(target, [checked.outcome for checked in batch])
+            tally.counts.update(_RESULT_OF[checked.outcome] for checked in batch)
+            yield from _bad_records(
+                store, [checked for checked in batch if checked.outcome is not Outcome.HIT], gone
+            )
             advance(nbytes)
-    lost = _orphans(store, everything, {entry.key.digest for entry in wanted} - gone, gone)
-    tally.counts["orphan"] = len(lost)
-    kept = set(_kept(target, store, lost)) if repair else set()
+    if tally.is_partial:
+        return
+    own = [entry for entry in everything if entry.key.digest not in gone]
+    digests = {entry.key.digest for entry in own}
+    others = [entry for entry in elsewhere if entry.key.digest not in digests]
+    lost = _orphans(store, [*own, *others], {entry.key.digest for entry in wanted} - gone, gone)
+    tally.counts["orphan"] += len(lost)
+    kept = set(_delete_orphans(target, store, lost)) if repair else set()
     for entry in lost:
         deleted = repair and entry.key.digest not in kept
         tally.counts["repaired"] += deleted
         yield _record("orphan", "deleted" if deleted else "none", entry)
 
 
-def _bad(store: StorageBackend, bad: Sequence[Checked], gone: set[bytes]) -> Iterator[dict[str, Any]]:
+def _bad_records(store: StorageBackend, bad: Sequence[Checked], gone: set[bytes]) -> Iterator[dict[str, Any]]:
     there = store.exists([checked.entry.key for checked in bad]) if bad else []
     for (entry, outcome), still in zip(bad, there, strict=True):
         if not still or outcome is Outcome.CORRUPT:
             gone.add(entry.key.digest)
         action = "none" if outcome is not Outcome.CORRUPT else "listed" if still else "dropped"
-        yield _record(_WORDS[outcome], action, entry)
+        yield _record(_RESULT_OF[outcome], action, entry)
 
 
-def _orphans(store: StorageBackend, everything: Sequence[ScanEntry], wanted: set[bytes], gone: set[bytes]) -> list[ScanEntry]:
-    """Return the wanted unreachable objects in order of removal, without those whose missing page was stored since the scan."""
-    forest = Forest(entry for entry in everything if entry.key.digest not in gone)
+def _orphans(
+    store: StorageBackend, everything: Sequence[ScanEntry], wanted: set[bytes], gone: set[bytes]
+) -> list[ScanEntry]:
+    """Return the wanted objects of `everything` that cannot be reached, in order of removal.
+
+    An orphan of the scan is left out if it can be reached by now:
+
+        1. The scan finds page C, but not its parent B.
+        2. A worker stores B, so that C can be reached.
+        3. `exists` finds B here, and C is left out.
+    """
+    forest = Forest(everything)
     lost = forest.orphans()
     if not lost:
         return []
     layouts = {(entry.key.pool, entry.key.layout) for page in forest.pages.values() for entry in page.pages}
-    absent = sorted({missing for entry in lost if (missing := forest.cut_off_by(entry)) is not None})
+    ancestors = {forest.missing_ancestor(entry) for entry in lost}
+    absent = sorted(missing for missing in ancestors if missing is not None)
     keys = [ObjectKey(pool, layout + page) for page in absent for pool, layout in sorted(layouts)]
-    came = {key.page_key for key, there in zip(keys, store.exists(keys), strict=True) if there and key.digest not in gone}
-    return forest.removal_order(entry for entry in lost if entry.key.digest in wanted and forest.cut_off_by(entry) not in came)
+    # Pages that are stored now; a corrupt page does not count.
+    came = {
+        key.page_key
+        for key, there in zip(keys, store.exists(keys), strict=True)
+        if there and key.digest not in gone
+    }
+    return forest.removal_order(
+        entry for entry in lost if entry.key.digest in wanted and forest.missing_ancestor(entry) not in came
+    )
 
 
-def _kept(target: Target, store: StorageBackend, lost: Sequence[ScanEntry]) -> Iterator[bytes]:
-    """Delete these objects; yield the digests of those that are still stored."""
+def _delete_orphans(target: Target, store: StorageBackend, lost: Sequence[ScanEntry]) -> Iterator[bytes]:
+    """Delete orphans; yield the digests of the orphans that are still stored."""
     with progress("deleting", sum(entry.meta.length for entry in lost)) as advance:
         for removed in remove(target, store, lost):
             yield from (entry.key.digest for entry in removed.failed)
@@ -226,14 +317,20 @@ def _kept(target: Target, store: StorageBackend, lost: Sequence[ScanEntry]) -> I
 
 
 def _record(result: str, action: str, entry: ScanEntry) -> dict[str, Any]:
-    return {"result": result, "action": action, **rows.record(entry)}
+    return {"result": result, "action": action, **object_record(entry)}
 
 
 def _print(record: dict[str, Any]) -> None:
-    happened = {"dropped": ", dropped", "listed": ", still listed", "deleted": ", deleted"}.get(record["action"], "")
-    where = f"page {record['page_key'][:SHORT]} {record['pool']} {record['namespace'][:SHORTER]} layout {record['layout'][:SHORTER]}"
+    happened = {"dropped": ", dropped", "listed": ", still listed", "deleted": ", deleted"}.get(
+        record["action"], ""
+    )
+    tier = f"in tier {record['tier']}: " if record["tier"] else ""
+    where = (
+        f"{tier}page {record['page_key'][:SHORT]} {record['pool']} {record['namespace'][:SHORTER]} layout"
+        f" {record['layout'][:SHORTER]}"
+    )
     depth = "" if record["depth"] is None else f" depth {record['depth']}"
-    typer.echo(clean(f"{record['result']}{happened}: {where}{depth} {size_text(record['bytes'])}"))
+    typer.echo(clean(f"{record['result']}{happened}: {where}{depth} {readable_size(record['bytes'])}"))
 
 
 def _finish(found: list[dict[str, Any]], summary: dict[str, Any], output: Output) -> None:
@@ -243,11 +340,22 @@ def _finish(found: list[dict[str, Any]], summary: dict[str, Any], output: Output
         line({"summary": summary})
     else:
         rate = f"{summary['bytes_per_second'] / 1e9:.2f} GB/s"
-        parts = ", ".join(f"{summary[name]:,} {name}" for name in (*_RESULTS, "repaired") if summary[name] or name == "ok")
+        parts = ", ".join(
+            f"{summary[name]:,} {name}" for name in (*_RESULTS, "repaired") if summary[name] or name == "ok"
+        )
         if summary["orphan"] > _ORPHANS:
-            console().print(f"and {summary['orphan'] - _ORPHANS:,} more orphans, which -o jsonl lists", markup=False)
-        console().print(f"{count_text(summary['objects'], 'object')}, {size_text(summary['bytes'])}, {rate}: {parts}", markup=False)
+            console().print(
+                f"and {summary['orphan'] - _ORPHANS:,} more orphans; -o jsonl lists all", markup=False
+            )
+        console().print(
+            f"{count_text(summary['objects'], 'object')}, {readable_size(summary['bytes'])}, {rate}: {parts}",
+            markup=False,
+        )
         if summary["catalog"] == "damaged":
-            console().print("the catalog was damaged: what could be read of it is listed, and --repair writes it anew", markup=False)
+            console().print(
+                "the catalog was damaged: the objects that could be read from it are listed; --repair"
+                " rewrites it",
+                markup=False,
+            )
         if summary["orphan"] > summary["repaired"]:
             console().print("orphans cannot be reached any more; verify --repair deletes them", markup=False)

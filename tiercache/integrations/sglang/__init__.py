@@ -1,12 +1,22 @@
-"""A storage backend for SGLang's hierarchical cache. These options of SGLang's server select it:
+"""Storage backend for SGLang's hierarchical cache, selected by options of SGLang's server.
 
-    --enable-hierarchical-cache --hicache-storage-backend dynamic
-    --hicache-storage-backend-extra-config '{"backend_name": "tiercache", "module_path": "tiercache.integrations.sglang",
+    --enable-hierarchical-cache --hicache-storage-backend dynamic --hicache-storage-backend-extra-config
+    '{"backend_name": "tiercache", "module_path": "tiercache.integrations.sglang",
         "class_name": "TierCacheStorage", "interface_v1": 1, "hicache_storage_pass_prefix_keys": true,
         "storage": "file:///var/lib/tiercache?capacity=200GiB", "revision": "<of the weights>"}'
 
-`tiercache.integrations.settings` lists the settings in the JSON. Modules to read: `keys`, `server` (settings of SGLang's server), `pools`
-(the pages of SGLang's host pools), `backend`.
+`tiercache.integrations.settings` explains `storage`, `revision` and further settings.
+
+Words of SGLang that the modules use:
+
+    host pool       the host memory for one kind of cached object; its pages are named by indices
+    anchor pool     the host pool of the KV, which is registered first
+    sidecar pool    any other host pool, such as that of the recurrent states
+    flat page       a copy of one page as a tensor of one dimension
+    attach          the start, in which SGLang makes the backend and registers all host pools
+
+Read the modules in this order: `keys` (page keys), `server` (settings of SGLang's server), `pools` (the pages
+of host pools), `traffic` (counters), `backend`.
 """
 
 from tiercache.integrations.sglang.backend import TierCacheStorage

@@ -1,4 +1,8 @@
-"""The storage backend class that SGLang calls; a tiercache store answers."""
+"""The class that SGLang calls as its storage backend, with a tiercache store behind it.
+
+The docstring of `tiercache.integrations.sglang` explains SGLang's words: host pool, anchor pool, sidecar
+pool, flat page, attach.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,6 @@ from dataclasses import replace
 from threading import Lock
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
-import numpy as np
 import torch
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorage,
@@ -22,9 +25,9 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
-from tiercache.core import HitPolicy, ObjectMeta, Outcome, PoolName, PoolPresence, Reason, restorable_prefixes
-from tiercache.errors import ConfigError, StorageError
-from tiercache.integrations.parents import Once, Successions
+from tiercache.core import HitPolicy, ObjectKey, ObjectMeta, Outcome, PoolName
+from tiercache.errors import ConfigError, RefusedError, StorageError, UnavailableError
+from tiercache.integrations.parents import Once, PageOrder
 from tiercache.integrations.settings import settings_of
 from tiercache.integrations.sglang.keys import PageKeys
 from tiercache.integrations.sglang.pools import HostPages, flat_bytes, is_trailing, kind_of
@@ -32,24 +35,31 @@ from tiercache.integrations.sglang.server import Server
 from tiercache.integrations.sglang.traffic import Traffic
 from tiercache.keys import Shard, namespace_of
 from tiercache.storage.base import GetItem, NamespaceRecord, SetItem, StorageBackend
+from tiercache.storage.hybrid import PoolQuery, answer, wanted_objects
 
 _log = logging.getLogger(__name__)
 
 _PLACE: Final = "hicache-storage-backend-extra-config"
+"""Name of the settings in error messages."""
 _OF_SGLANG: Final = frozenset({
-    "backend_name", "module_path", "class_name", "interface_v1", "tp_lcm_size", "prefetch_threshold", "prefetch_timeout_base",
+    "backend_name", "module_path", "class_name", "interface_v1", "tp_lcm_size", "prefetch_threshold",
+    "prefetch_timeout_base",
     "prefetch_timeout_per_ki_token", "hicache_storage_pass_prefix_keys",
 })  # fmt: skip
 """Keys of the extra config that SGLang itself reads; all other keys are settings of tiercache."""
 
-_POLICIES: Final = {PoolHitPolicy.ALL_PAGES: HitPolicy.ALL_PAGES, PoolHitPolicy.TRAILING_PAGES: HitPolicy.TRAILING_PAGES}
+_POLICIES: Final = {
+    PoolHitPolicy.ALL_PAGES: HitPolicy.ALL_PAGES,
+    PoolHitPolicy.TRAILING_PAGES: HitPolicy.TRAILING_PAGES,
+}
 _KV: Final = PoolName.KV.value
 _DELETE_AT_ONCE: Final = 1024
-"""Objects that one `delete` call of `clear` removes at most."""
+"""Maximum number of objects that one `delete` call of `clear` removes."""
 
-_UNTOLD: Final = (
-    "tiercache: SGLang does not say which pages come before those that it writes. What queries tell makes up for a part of that, but a full"
-    " store keeps less that can be restored; in %s set %shicache_storage_pass_prefix_keys to true"
+_ORDER_UNKNOWN: Final = (
+    "tiercache: SGLang does not say which pages come before those that it writes. Queries show this for some"
+    " pages only, so a full store evicts pages that restores would need; in %s set"
+    " %shicache_storage_pass_prefix_keys to true"
 )
 
 _P = ParamSpec("_P")
@@ -58,16 +68,17 @@ _Method = Callable[Concatenate["TierCacheStorage", _P], _T]
 
 
 def _never_raises(nothing: Callable[..., _T]) -> Callable[[_Method[_P, _T]], _Method[_P, _T]]:
-    """Decorate a method that SGLang's threads call: log any exception and return `nothing(*args, **kwargs)` instead.
+    """Decorate a method that SGLang's threads call, so that it logs exceptions and never raises.
 
-    `nothing` makes the answer that says that nothing was found or kept.
+    If the method fails, the result is `nothing(*args, **kwargs)`, an answer that means "nothing found" or
+    "nothing stored".
     """
 
     def wrap(call: _Method[_P, _T]) -> _Method[_P, _T]:
         def guarded(self: TierCacheStorage, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
             try:
                 return call(self, *args, **kwargs)
-            except Exception:  # noqa: BLE001  SGLang's threads are none of ours
+            except Exception:  # noqa: BLE001  the thread belongs to SGLang and must not end
                 _log.exception("tiercache: %s failed", call.__name__)
                 return nothing(*args, **kwargs)
 
@@ -86,27 +97,33 @@ def _none_of_each(transfers: Sequence[PoolTransfer], *_: Any, **__: Any) -> dict
 
 
 class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no types
-    """A tiercache store that serves as SGLang's third tier.
+    """Store of tiercache that serves as SGLang's third tier.
 
-    The key of a page is SGLang's hash of its prefix, bound to the identity (model, revision, dtype, page size, quantization, tenant), to
-    the layout of its host pool, and to the rank; a difference in any of these gives another object. Every byte that is read is verified.
+    The key of an object is made from SGLang's hash of the prefix, the identity (model, revision, dtype, page
+    size, quantization, tenant), the layout of the host pool, and the rank. If any of these differs, the
+    object is another object. Every byte that is read is verified.
 
-    Construction and registration raise ConfigError or StorageError if a setting is wrong or the store cannot be opened; that ends the
-    attach. Reads, writes and queries never raise: a read that fails counts as a miss, a write that fails as not kept. `clear` raises
-    StorageError.
+    Construction and registration raise ConfigError or StorageError if a setting is wrong or the store cannot
+    be opened; SGLang then gives up the attach. Reads, writes and queries never raise: a failed read counts as
+    a miss, a failed write as not stored. `clear` raises StorageError.
 
-    Thread safety: any number of threads at once; registration comes first and alone, `close` last.
+    Thread safety: any number of threads may call at once. No other call overlaps with a registration, and
+    `close` is the last call.
     """
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any] | None = None) -> None:
         extra = storage_config.extra_config or {}
         self._config = storage_config
         self._flat_kv = not extra.get("interface_v1")
-        self._settings = settings_of(_PLACE, {key: value for key, value in extra.items() if key not in _OF_SGLANG})
+        """Whether SGLang passes pages of the KV as flat pages."""
+        self._settings = settings_of(
+            _PLACE, {key: value for key, value in extra.items() if key not in _OF_SGLANG}
+        )
         self._pools: dict[str, HostPages] = {}
-        self._unkept: dict[str, str] = {}
-        self._successions = Successions()
-        self._untold = Once()
+        self._refused_pools: dict[str, str] = {}
+        """Reasons why pools cannot be kept, by name."""
+        self._page_order = PageOrder()
+        self._order_warning = Once()
         self._traffic = Traffic(sampled=storage_config.enable_storage_metrics)
         self._closing = Lock()
         self._closed = False
@@ -119,21 +136,26 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         ranks = c.tp_size * c.pp_size * c.attn_cp_size
         if c.is_mla_model and c.tp_size > 1 and self._settings.per_rank:
             raise ConfigError(
-                f"{_PLACE}: one rank writes the KV of this model for all {c.tp_size}, so a store per rank is never read; use lmdb:// or grpc://"
+                f"{_PLACE}: one rank writes the KV of this model for all {c.tp_size}, so a store per rank is"
+                " never read; use lmdb:// or grpc://"
             )
-        return self._settings.open(f"tp{c.tp_rank}pp{c.pp_rank}cp{c.attn_cp_rank}dp{c.dp_rank}", max(ranks, c.dp_rank + 1))
+        return self._settings.open(
+            f"tp{c.tp_rank}pp{c.pp_rank}cp{c.attn_cp_rank}dp{c.dp_rank}", max(ranks, c.dp_rank + 1)
+        )
 
     # Registration.
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         """Register the anchor pool; its dtype and page size become part of the identity.
 
-        Raises ConfigError if the pool shows no pages, or holds plain bytes of an unknown dtype.
+        Raises ConfigError if the pool gives no access to its pages, or holds plain bytes of an unknown dtype.
         """
         super().register_mem_pool_host(mem_pool_host)
         self._server = Server(self._config.pp_size)
         if mem_pool_host.dtype is torch.uint8 and not self._server.known and not self._settings.kv_dtype:
-            raise ConfigError(f"{_PLACE}: the host pool holds plain bytes, and nothing says of which dtype; set kv_dtype")
+            raise ConfigError(
+                f"{_PLACE}: the host pool holds plain bytes, and nothing says of which dtype; set kv_dtype"
+            )
         dtype = str(mem_pool_host.dtype).removeprefix("torch.")
         identity = self._settings.identity(self._config.model_name or "", dtype, int(mem_pool_host.page_size))
         self._namespace = namespace_of(identity)
@@ -142,35 +164,45 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
             self._register(_KV, mem_pool_host)
         except (AttributeError, NotImplementedError, ValueError) as error:
             raise ConfigError(
-                f"tiercache cannot keep this model: its host pool {type(mem_pool_host).__name__} shows no pages ({error})"
+                f"tiercache cannot keep this model: its host pool {type(mem_pool_host).__name__} shows no"
+                f" pages ({error})"
             ) from error
         self._record = NamespaceRecord(self._namespace, identity.public_record())
         self._store.register_namespace(self._record)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        """Register the pool of a sidecar, or the anchor pool once more; SGLang may also call this after the attach."""
+        """Register a sidecar pool, or the anchor pool again.
+
+        SGLang may also call this method after the attach.
+        """
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         name = str(host_pool_name)
         if name in self._pools and self._pools[name].pool is host_pool:
             return
         try:
             self._register(name, host_pool)
-        except Exception as error:  # noqa: BLE001  whatever a pool of theirs raises
-            # `on_host_pools_registered` reports it: at this point SGLang cannot undo the registration of one pool.
+        except Exception as error:  # noqa: BLE001  a pool of SGLang may raise anything
+            # Do not raise here, where SGLang cannot undo the registration of a single pool. If the attach is
+            # still going on, `on_host_pools_registered` raises.
             self._pools.pop(name, None)
-            self._unkept[name] = f"{type(host_pool).__name__}: {error}"
-            _log.warning("tiercache: pool %s is not kept, and prefixes that need it are never restored: %r", name, error)
+            self._refused_pools[name] = f"{type(host_pool).__name__}: {error}"
+            _log.warning(
+                "tiercache: pool %s is not kept, and prefixes that need it are never restored: %r",
+                name,
+                error,
+            )
 
     def on_host_pools_registered(self) -> None:
-        """End the attach.
+        """End the attach; if any pool cannot be kept, close the store and raise ConfigError.
 
-        Raises ConfigError, after closing the store, if a pool cannot be kept: prefixes need all pools, so nothing that is written could
-        be restored.
+        A restore needs the objects of all pools, so without one pool nothing could ever be restored.
         """
-        if self._unkept:
+        if self._refused_pools:
             self.close()
-            pools = "; ".join(f"{name} ({why})" for name, why in self._unkept.items())
-            raise ConfigError(f"tiercache cannot keep this model, for prefixes need all of its pools: {pools}")
+            pools = "; ".join(f"{name} ({why})" for name, why in self._refused_pools.items())
+            raise ConfigError(
+                f"tiercache cannot keep this model, because prefixes need all of its pools: {pools}"
+            )
 
     def _register(self, name: str, pool: Any) -> None:
         if (
@@ -186,22 +218,35 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         if is_trailing(name):
             self._needs_states()
         how = "zero copy" if made.zero_copy else "page by page"
-        _log.info("tiercache: pool %s, layout %s, %d bytes a page, %s", name, getattr(pool, "layout", "?"), made.nbytes, how)
+        _log.info(
+            "tiercache: pool %s, layout %s, %d bytes a page, %s",
+            name,
+            getattr(pool, "layout", "?"),
+            made.nbytes,
+            how,
+        )
 
     def _needs_states(self) -> None:
-        """Tell the store, once, that a prefix of this model needs states besides KV."""
+        """Tell the store, once, that prefixes of this model need states besides KV."""
         if not self._record.states:
             self._record = replace(self._record, states=True)
             self._store.register_namespace(self._record)
 
     def _shard(self, name: str, pool: Any) -> Shard:
-        """Return the shard of a page that a pool of this rank holds.
+        """Return which shard of a page a pool of this rank holds.
 
-        Latent attention is the same on all tensor-parallel ranks, so the tensor-parallel rank is left out; states and heads differ.
+        The KV of latent attention (MLA) is the same on all tensor-parallel ranks, so its shard does not
+        depend on the tensor-parallel rank. States and heads differ from rank to rank.
         """
+        # Shards are ordered by pipeline rank first, then by context rank, and last by tensor rank. If all
+        # tensor ranks hold the same bytes, the tensor rank is left out.
         c = self._config
         rank, size = c.pp_rank * c.attn_cp_size + c.attn_cp_rank, c.pp_size * c.attn_cp_size
-        if c.is_mla_model and kind_of(name) is not PoolName.MAMBA and not isinstance(pool, MHATokenToKVPoolHost):
+        if (
+            c.is_mla_model
+            and kind_of(name) is not PoolName.MAMBA
+            and not isinstance(pool, MHATokenToKVPoolHost)
+        ):
             return Shard(rank, size)
         return Shard(rank * c.tp_size + c.tp_rank, size * c.tp_size)
 
@@ -212,8 +257,9 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         """Return the number of leading pages of `keys` whose KV is stored."""
         page_keys = self._keys.of(keys)
         self._note(page_keys, extra_info)
-        found = self._store.exists(self._pools[_KV].objects(page_keys))
-        return found.index(False) if False in found else len(found)
+        queries = {_KV: PoolQuery(self._pools[_KV].objects(page_keys))}
+        there = self._ask(wanted_objects(queries))
+        return 0 if there is None else answer(queries, len(keys), there, _KV).kv_run_pages
 
     def exists(self, key: str) -> bool:
         """Return whether the KV of this page is stored."""
@@ -221,58 +267,80 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
 
     @_never_raises(lambda *_, **__: PoolTransferResult.empty())
     def batch_exists_v2(
-        self, keys: list[str], pool_transfers: list[PoolTransfer] | None = None, extra_info: HiCacheStorageExtraInfo | None = None
+        self,
+        keys: list[str],
+        pool_transfers: list[PoolTransfer] | None = None,
+        extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        """Return the depths, in pages, at which everything is stored that a restore needs. One call of the store asks for all pools.
+        """Return the depths, in pages, at which everything that a restore needs is stored.
 
-        A pool that is not kept, or that comes with an unknown hit policy, has no pages.
+        One call of the store looks up all pools. A pool that is not kept, or that comes with an unknown hit
+        policy, counts as a pool without pages.
         """
         transfers = pool_transfers or []
-        names = [_KV, *(str(t.name) for t in transfers)]
-        pools = [self._pools.get(name) for name in names]
         page_keys = self._keys.of(keys)
         self._note(page_keys, extra_info)
-        wanted = [key for pool in pools if pool is not None for key in pool.objects(page_keys)]
-        found = np.array(self._store.exists(wanted), np.bool_)
-        if self._store.outage() is not Reason.NONE:
-            return PoolTransferResult.empty()  # during an outage only the KV gets a verdict, which SGLang always makes; no other pool does
-        masks = iter(found.reshape(-1, len(keys)))
-        presence: dict[Any, PoolPresence] = {}
-        for name, pool, transfer in zip(names, pools, [None, *transfers], strict=True):
-            mask = next(masks) if pool is not None else np.zeros(len(keys), np.bool_)
-            policy = HitPolicy.ALL_PAGES if transfer is None else _POLICIES.get(transfer.hit_policy)
-            if policy is HitPolicy.TRAILING_PAGES:
-                self._needs_states()
-            if policy is None:
-                policy, mask = HitPolicy.ALL_PAGES, np.zeros(len(keys), np.bool_)
-            presence[name] = PoolPresence(policy, mask, max(1, len(transfer.keys or ())) if transfer is not None else 1)
-        folded = restorable_prefixes(presence, anchor=_KV)  # type: ignore[arg-type]  # several pools of SGLang's can be of one kind
-        hits = {_KV: folded.kv_run_pages} | {str(name): pages for name, pages in folded.extra_pool_hit_pages.items()}
+        queries = {_KV: PoolQuery(self._objects(_KV, page_keys))}
+        for transfer in transfers:
+            queries[str(transfer.name)] = self._query(transfer, page_keys)
+        there = self._ask(wanted_objects(queries))
+        if there is None:
+            # The store gave no answer. The empty result says that no page of the KV is stored. SGLang does
+            # not need results for the other pools.
+            return PoolTransferResult.empty()
+        if any(query.hit_policy is HitPolicy.TRAILING_PAGES for query in queries.values()):
+            self._needs_states()
+        folded = answer(queries, len(keys), there, _KV)
+        hits = {_KV: folded.kv_run_pages} | {
+            str(name): pages for name, pages in folded.extra_pool_hit_pages.items()
+        }
         return PoolTransferResult(folded.kv_hit_pages, hits, list(folded.restorable_prefix_pages))
+
+    def _query(self, transfer: PoolTransfer, page_keys: Sequence[bytes]) -> PoolQuery:
+        policy = _POLICIES.get(transfer.hit_policy)
+        if policy is None:
+            return PoolQuery(None)
+        # The number of keys that SGLang passes is the number of trailing pages that a prefix needs.
+        return PoolQuery(
+            self._objects(str(transfer.name), page_keys), policy, max(1, len(transfer.keys or ()))
+        )
+
+    def _objects(self, name: str, page_keys: Sequence[bytes]) -> list[ObjectKey] | None:
+        """Return the keys of a pool's objects; None for a pool that is not kept."""
+        pool = self._pools.get(name)
+        return None if pool is None else pool.objects(page_keys)
 
     # Reads and writes.
 
     @_never_raises(_none_of)
-    def batch_get_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None) -> list[bool]:
+    def batch_get_v1(
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> list[bool]:
         """Read KV pages into the anchor pool; return for each page whether it arrived."""
         return self._get(self._pools[_KV], keys, host_indices)
 
     @_never_raises(_none_of)
-    def batch_set_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None) -> list[bool]:
+    def batch_set_v1(
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> list[bool]:
         """Store KV pages of the anchor pool; return for each page whether it is stored now."""
         return self._set(self._pools[_KV], keys, host_indices, extra_info)
 
     @_never_raises(_none_of_each)
-    def batch_get_v2(self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None) -> dict[str, list[bool]]:
+    def batch_get_v2(
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[str, list[bool]]:
         """Read objects into sidecar pools; return for each pool and object whether it arrived."""
         return {t.name: self._sidecar(t, self._get) for t in transfers}
 
     @_never_raises(_none_of_each)
-    def batch_set_v2(self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None) -> dict[str, list[bool]]:
+    def batch_set_v2(
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[str, list[bool]]:
         """Store objects of sidecar pools; return for each pool and object whether it is stored now.
 
-        The objects of a pool that shares its indices with the KV come first, all in one call. That call shows which page follows which,
-        so it is noted.
+        A pool may share its indices with the KV. SGLang writes the objects of such a pool in one call, before
+        the KV of the same pages. This call shows which page follows which, so the order is noted.
         """
         for t in transfers:
             if getattr(t, "indices_from_pool", None) == _KV and t.keys:
@@ -280,8 +348,13 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         return {t.name: self._sidecar(t, functools.partial(self._set, extra=extra_info)) for t in transfers}
 
     @_never_raises(lambda keys, *_, **__: [None] * len(keys))
-    def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> list[torch.Tensor | None]:
-        """Read flat KV pages into `target_locations`, or into new pages; return None for each page that is not there."""
+    def batch_get(
+        self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
+    ) -> list[torch.Tensor | None]:
+        """Read flat KV pages into `target_locations`, or into new pages.
+
+        Returns None for each page that could not be read.
+        """
         pool = self._pools[_KV]
         targets = target_locations or [pool.pool.get_dummy_flat_data_page() for _ in keys]
         arrived = self._read(pool, keys, [[flat_bytes(target)] for target in targets])
@@ -293,9 +366,13 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         return found  # type: ignore[no-any-return]  # torch is Any here
 
     @_never_raises(lambda *_, **__: False)
-    def batch_set(self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None) -> bool:
+    def batch_set(
+        self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
+    ) -> bool:
         """Store flat KV pages; return whether all of them are stored now."""
-        return all(self._write(self._pools[_KV], keys, [[flat_bytes(value.contiguous())] for value in values]))
+        return all(
+            self._write(self._pools[_KV], keys, [[flat_bytes(value.contiguous())] for value in values])
+        )
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
         """Store one flat KV page; return whether it is stored now."""
@@ -304,7 +381,10 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
     # The rest.
 
     def clear(self) -> None:
-        """Delete all objects of this identity, of all pools and ranks. Raises StorageError, as SGLang expects, if some are left."""
+        """Delete all objects of this identity, of all pools and ranks.
+
+        Raises StorageError, as SGLang expects, if some objects could not be deleted.
+        """
         found = [entry.key for entry in self._store.scan_all(self._namespace)]
         deleted = left = 0
         for start in range(0, len(found), _DELETE_AT_ONCE):
@@ -316,12 +396,13 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         _log.info("tiercache: %d objects of this model deleted", deleted)
         if left:
             raise StorageError(
-                f"{left} of {len(found)} objects of this model could not be deleted and may still be restored; clear it again"
+                f"{left} of {len(found)} objects of this model could not be deleted and may still be"
+                " restored; clear it again"
             )
 
     @_never_raises(lambda *_, **__: None)
     def get_stats(self) -> Any:
-        """Return the pages and the GB/s of each read and write since the last call, as SGLang's StorageMetrics."""
+        """Return the pages and the GB/s of each read and write since the last call, as a StorageMetrics."""
         return self._traffic.take()
 
     def close(self) -> None:
@@ -332,8 +413,10 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
             _log.info("tiercache: closed; %s", self._traffic.summary() or "nothing was read or written")
             self._store.close()
 
-    def _sidecar(self, transfer: PoolTransfer, work: Callable[[HostPages, list[str], torch.Tensor], list[bool]]) -> list[bool]:
-        """Run `work` on one pool; if that pool fails, or is not kept, the others are not affected."""
+    def _sidecar(
+        self, transfer: PoolTransfer, work: Callable[[HostPages, list[str], torch.Tensor], list[bool]]
+    ) -> list[bool]:
+        """Run `work` on one pool; if the pool fails, or is not kept, return False for each of its objects."""
         keys, pool = list(transfer.keys or ()), self._pools.get(str(transfer.name))
         if _POLICIES.get(transfer.hit_policy) is HitPolicy.TRAILING_PAGES:
             self._needs_states()
@@ -341,7 +424,7 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
             return [False] * len(keys)
         try:
             return work(pool, keys, transfer.host_indices)
-        except Exception:  # noqa: BLE001  the other pools go on
+        except Exception:  # noqa: BLE001  the other pools are still served
             _log.exception("tiercache: pool %s failed", transfer.name)
             return [False] * len(keys)
 
@@ -356,23 +439,41 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
                 pool.pool.set_from_flat_data_page(page, flat)
         return arrived
 
-    def _set(self, pool: HostPages, keys: Sequence[str], indices: torch.Tensor, extra: HiCacheStorageExtraInfo | None = None) -> list[bool]:
+    def _set(
+        self,
+        pool: HostPages,
+        keys: Sequence[str],
+        indices: torch.Tensor,
+        extra: HiCacheStorageExtraInfo | None = None,
+    ) -> list[bool]:
         pages = pool.pages(indices, len(keys))
         before = extra.prefix_keys if extra is not None else None
         if pool.zero_copy:
             return self._write(pool, keys, pool.buffers(indices, len(keys)), before)
-        # A flat page has to be copied out of the pool, so pages that are stored already are left out.
-        there = self._store.exists(pool.objects(self._keys.of(keys)))
+        # Flat pages are copies, so make them only for pages that are not stored yet.
+        there = self._ask(pool.objects(self._keys.of(keys))) or [False] * len(keys)
         missing = [i for i, is_there in enumerate(there) if not is_there]
         flats = [[flat_bytes(pool.pool.get_data_page(pages[i], flat=True).contiguous())] for i in missing]
         for i, kept in zip(missing, self._write(pool, keys, flats, before, missing), strict=True):
             there[i] = kept
         return there
 
+    def _ask(self, keys: Sequence[ObjectKey]) -> list[bool] | None:
+        """Return which objects the store has, or None if the store gives no answer."""
+        try:
+            return self._store.exists(keys)
+        except (UnavailableError, RefusedError):  # the store has logged the failure
+            return None
+        except StorageError as error:
+            _log.warning("tiercache: a query got no answer: %s", error)
+            return None
+
     def _read(self, pool: HostPages, keys: Sequence[str], buffers: Sequence[list[memoryview]]) -> list[bool]:
         objects = pool.objects(self._keys.of(keys))
         start = time.perf_counter()
-        outcomes = self._store.get([GetItem(key, views, pool.nbytes) for key, views in zip(objects, buffers, strict=True)])
+        outcomes = self._store.get(
+            [GetItem(key, views, pool.nbytes) for key, views in zip(objects, buffers, strict=True)]
+        )
         arrived = [outcome is Outcome.HIT for outcome in outcomes]
         there = sum(arrived)
         self._traffic.read(pool.name, len(keys), there, there * pool.nbytes, time.perf_counter() - start)
@@ -386,22 +487,27 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         before: Sequence[str] | None = None,
         chosen: Sequence[int] | None = None,
     ) -> list[bool]:
-        """Store the pages of all `keys`, or only those at the indices `chosen`; return for each whether it is stored now.
+        """Store the pages of all `keys`, or only the pages at the positions `chosen` in `keys`.
 
-        `before` holds the keys from the start of the sequence up to these, or None where SGLang does not tell them. A KV page depends on
-        the page before it; an object of any other pool depends on the page on which it ends.
+        Returns for each of these pages whether it is stored now.
+
+        `buffers`: the memory of each page to store. `before`: SGLang's names of all pages before `keys` in
+        the sequence, or None if SGLang does not pass them.
+
+        A KV page depends on the page before it. An object of any other pool depends on its own page.
         """
         page_keys = self._keys.of(keys)
         parents: Sequence[bytes | None] = page_keys
         if pool.name == _KV:
             parents = self._parents(page_keys, before)
-        # The depth of the first page, in pages from the start of the sequence; the first page of a sequence has depth 1.
+        # Depth of the page keys[0], in pages; the first page of a sequence has depth 1.
         first = len(before) + 1 if before is not None and pool.name == _KV else None
         objects = pool.objects(page_keys)
-        items = [
-            SetItem(objects[i], views, ObjectMeta(self._namespace, pool.nbytes, b"", parents[i], None if first is None else first + i))
-            for i, views in zip(range(len(keys)) if chosen is None else chosen, buffers, strict=True)
-        ]
+        items: list[SetItem] = []
+        for i, views in zip(range(len(keys)) if chosen is None else chosen, buffers, strict=True):
+            depth = None if first is None else first + i
+            meta = ObjectMeta(self._namespace, pool.nbytes, b"", parents[i], depth)
+            items.append(SetItem(objects[i], views, meta))
         start = time.perf_counter()
         outcomes = self._store.set(items)
         kept = [outcome is Outcome.STORED or outcome is Outcome.HIT for outcome in outcomes]
@@ -410,16 +516,19 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         return kept
 
     def _parents(self, page_keys: Sequence[bytes], before: Sequence[str] | None) -> list[bytes | None]:
-        """Return the page that comes before each page of a write; None where it is not known or there is none."""
+        """Return the page before each page of a write.
+
+        The entry is None for the first page of a sequence, and if the page before is not known.
+        """
         if before is None:
-            if self._untold.first():
-                _log.warning(_UNTOLD, _PLACE, "" if not self._flat_kv else "interface_v1 to 1 and ")
-            return self._successions.parents(page_keys)
+            if self._order_warning.first():
+                _log.warning(_ORDER_UNKNOWN, _PLACE, "" if not self._flat_kv else "interface_v1 to 1 and ")
+            return self._page_order.parents(page_keys)
         last = self._keys.of(before[-1:])
-        self._successions.note([*last, *page_keys])
+        self._page_order.note([*last, *page_keys])
         return [last[0] if last else None, *page_keys[:-1]]
 
     def _note(self, page_keys: Sequence[bytes], extra: HiCacheStorageExtraInfo | None) -> None:
-        """Note what a query tells about the order of pages: its pages are one sequence, behind the last of `extra.prefix_keys`."""
+        """Record the order of the pages in a call. They come after `extra.prefix_keys` in one sequence."""
         before = extra.prefix_keys if extra is not None else None
-        self._successions.note([*self._keys.of((before or [])[-1:]), *page_keys])
+        self._page_order.note([*self._keys.of((before or [])[-1:]), *page_keys])

@@ -15,11 +15,16 @@ _HEX: Final = 2 * KEY_BYTES
 
 
 class PageKeys:
-    """The conversion of SGLang's page hashes to page keys that are bound to one namespace.
+    """Conversion of SGLang's page hashes to page keys that are bound to one namespace.
 
-    SGLang names a page by the SHA-256 of its prefix, in hex, which stands for tokens alone. The key is that hash XOR a digest of the
-    namespace, which keeps keys as distinct as hashing does: for keys of two namespaces to be equal, two hashes would have to differ in
-    exactly the bits in which the digests do. XOR costs 0.08 us a page; hashing again would cost 0.36 us.
+    SGLang names a page by the SHA-256 of its prefix, in hex. The hash depends on the tokens only, not on the
+    model. So the page key is the hash XOR a digest of the namespace:
+
+        page key  =  SHA-256 of the prefix  XOR  digest of the namespace          32 bytes each
+
+    Within a namespace, different hashes give different keys. Keys of two namespaces are equal only if the two
+    hashes differ in exactly the bits in which the two digests differ. This does not happen by chance. XOR
+    takes 0.08 us per page; hashing again would take 0.36 us.
 
     Thread safety: immutable.
     """
@@ -29,7 +34,11 @@ class PageKeys:
         self._mask = np.frombuffer(blake3(b"tiercache.sglang.mask" + namespace).digest(), np.uint64)
 
     def of(self, hashes: Sequence[str]) -> list[bytes]:
-        """Return the page keys, 32 bytes each, of SGLang's hashes; a name that is not 64 hex digits is hashed instead."""
+        """Return the page keys, 32 bytes each, for SGLang's names of pages.
+
+        For a name that is not 64 hex digits, the key is a digest of namespace and name.
+        """
+        # Convert all names in one step. If one of them is not 64 hex digits, convert each name by itself.
         raw = _bytes_of("".join(hashes))
         if len(raw) == len(hashes) * KEY_BYTES and set(map(len, hashes)) == {_HEX}:
             mixed = np.frombuffer(raw, np.uint64).reshape(-1, len(self._mask)) ^ self._mask
@@ -40,7 +49,7 @@ class PageKeys:
 
 
 def _bytes_of(text: str) -> bytes:
-    """Return the bytes of hex digits; empty for a text of another form."""
+    """Return the bytes that hex digits stand for; empty if the text is not hex."""
     try:
         return bytes.fromhex(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Settings of SGLang's server that change the bytes of a cache and that no pool shows."""
+"""Settings of SGLang's server that change the cached bytes, but are not attributes of its host pools."""
 
 from __future__ import annotations
 
@@ -16,29 +16,31 @@ from tiercache.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 
-_MODEL: Final = (
-    "model_path", "revision", "load_format", "json_model_override_args", "context_length", "dtype", "quantization", "kv_cache_dtype",
+MODEL_SETTINGS: Final = (
+    "model_path", "revision", "load_format", "json_model_override_args", "context_length", "dtype",
+    "quantization", "kv_cache_dtype",
 )  # fmt: skip
-"""Settings that say which model it is, and with which rope; the served name of a model is only an alias.
+"""Settings that identify the model and its rotary embedding.
 
-FP8 of both kinds is plain bytes in a pool; `kv_cache_dtype` tells them apart, and "auto" is what the checkpoint says.
+The name under which the model is served is left out, because it is only an alias. A pool holds both kinds of
+FP8 (E4M3 and E5M2) as plain bytes, so only `kv_cache_dtype` tells the kind. The value "auto" of
+`kv_cache_dtype` means the dtype that the checkpoint names.
 """
 
-_DRAFT: Final = (
+DRAFT_SETTINGS: Final = (
     "speculative_draft_model_path", "speculative_draft_model_revision", "speculative_draft_load_format",
     "speculative_draft_model_quantization", "speculative_draft_kv_cache_dtype",
 )  # fmt: skip
-"""Settings that say the same of a draft model."""
+"""Settings that identify the draft model."""
 
-_MOST_SCALES: Final = 64 << 20
-"""Bytes of the largest file of KV scales that is read; real files have kilobytes."""
+_MAX_SCALE_BYTES: Final = 64 << 20
+"""Maximum size in bytes of a file of KV scales. Real files have a few kilobytes."""
 
 
 class Server:
-    """The settings of the server as facts for the layout digest of a pool.
+    """Settings of the server, as facts for the layout digest of a pool.
 
-    `known` says whether a server has published its configuration; in a script it has not. Raises ConfigError if a file that the
-    configuration names cannot be read.
+    Construction raises ConfigError if a file that the configuration names cannot be read.
 
     Thread safety: immutable.
     """
@@ -49,36 +51,53 @@ class Server:
         except ValueError:
             model = spec = None
         self.known = model is not None
-        # AMD cards have an E4M3 format of their own under the same name.
+        """Whether a server has published its configuration; False in a script without a server."""
+        # GPUs of AMD and NVIDIA have different FP8 formats with the name E4M3.
         self._platform = ["sglang", sglang_version, "rocm" if torch.version.hip else "cuda"]
-        # No pool of states shows how layers are divided among pipeline stages.
+        # A pool of states does not tell how layers are divided among pipeline stages (pp).
         self._stages = [pp_size, os.environ.get("SGLANG_PP_LAYER_PARTITION") if pp_size > 1 else None]
-        self._model = [*_said(model, _MODEL), ["scales", _scales(model)]]
-        self._draft = _said(spec, _DRAFT)
+        self._model = [*_said(model, MODEL_SETTINGS), ["scales", _scales(model)]]
+        self._draft = _said(spec, DRAFT_SETTINGS)
 
     def facts(self, *, draft: bool) -> list[Any]:
-        """Return the settings that a pool's bytes depend on; with `draft` also those of a draft model."""
+        """Return the settings on which a pool's bytes depend; with `draft`, also those of a draft model."""
         return [*self._platform, self._stages, self._model, self._draft if draft else None]
 
 
 def _said(published: Any, names: Sequence[str]) -> list[list[str]]:
-    """Return (name, value) of published settings, None where one is absent; warn of those that this SGLang lacks."""
+    """Return the name and the value of each setting as text; "None" stands for no value.
+
+    Logs a warning about settings that this version of SGLang does not have.
+    """
     absent = [name for name in names if published is not None and not hasattr(published, name)]
     if absent:
-        _log.warning("tiercache: this SGLang does not say %s; what you set of that belongs into revision", ", ".join(absent))
+        _log.warning(
+            "tiercache: this SGLang does not report %s; if you set any of these, add its value to tiercache's"
+            " setting revision",
+            ", ".join(absent),
+        )
     return [[name, str(getattr(published, name, None))] for name in names]
 
 
 def _scales(model: Any) -> str | None:
-    """Return the digest of the file of KV scales, which become part of keys and values; None if there is no such file."""
+    """Return the digest of the file of KV scales, or None if the configuration names no such file.
+
+    KV scales are the factors with which keys and values are converted to FP8, so the cached bytes depend on
+    them.
+    """
     path = getattr(model, "quantization_param_path", None)
     if not path:
         return None
     try:
         with open(path, "rb") as file:
-            content = file.read(_MOST_SCALES + 1)
+            content = file.read(_MAX_SCALE_BYTES + 1)
     except OSError as error:
-        raise ConfigError(f"the KV scales in {path} cannot be read, and cached bytes depend on them: {error}") from error
-    if len(content) > _MOST_SCALES:
-        raise ConfigError(f"the KV scales in {path} have more than {_MOST_SCALES} bytes; nothing of that size can be KV scales")
+        raise ConfigError(
+            f"the KV scales in {path} cannot be read, and cached bytes depend on them: {error}"
+        ) from error
+    if len(content) > _MAX_SCALE_BYTES:
+        raise ConfigError(
+            f"the KV scales in {path} have more than {_MAX_SCALE_BYTES} bytes; nothing of that size can be KV"
+            " scales"
+        )
     return blake3(content).hexdigest()

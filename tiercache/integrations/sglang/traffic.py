@@ -1,4 +1,4 @@
-"""Counts the reads and writes of a backend, for SGLang's metrics and for a log line."""
+"""Counters of the reads and writes of a backend, for SGLang's metrics and for a log line."""
 
 from __future__ import annotations
 
@@ -7,45 +7,58 @@ from threading import Lock
 from typing import Any, Final, NamedTuple
 
 _KEPT: Final = 1024
-"""Reads, and as many writes, that are kept at most between two calls of `take`; older ones are forgotten."""
+"""Maximum number of samples between two calls of `take`, for reads and for writes each.
+
+If there are more, the oldest are dropped.
+"""
 
 
-class Call(NamedTuple):
-    """One read or write that moved at least one page: its pages, and its speed in GB/s (10^9 bytes)."""
+class TrafficSample(NamedTuple):
+    """Sample of one read or write that moved at least one page."""
 
     pages: int
+    """Number of pages that were moved."""
     gb_per_s: float
+    """Speed in units of 10^9 bytes per second."""
 
 
 class Traffic:
-    """Totals of reads and writes by pool and, with `sampled`, each call since the last `take`.
+    """Totals of the pages read and written, for each pool.
 
-    Thread safety: any thread.
+    `sampled`: keep a sample of each call that moved pages, until the next `take`.
+
+    Thread safety: any thread may call.
     """
 
     def __init__(self, *, sampled: bool) -> None:
         self._sampled = sampled
         self._lock = Lock()
         self._totals: Counter[tuple[str, str]] = Counter()
-        self._reads: deque[Call] = deque(maxlen=_KEPT)
-        self._writes: deque[Call] = deque(maxlen=_KEPT)
+        self._reads: deque[TrafficSample] = deque(maxlen=_KEPT)
+        self._writes: deque[TrafficSample] = deque(maxlen=_KEPT)
 
     def read(self, pool: str, wanted: int, arrived: int, nbytes: int, seconds: float) -> None:
-        """Count a read of `wanted` pages, of which `arrived` came with `nbytes` bytes in all, in `seconds`."""
+        """Count a read of `wanted` pages, of which `arrived` pages were found.
+
+        `nbytes`: bytes of the pages that were found. `seconds`: duration of the read.
+        """
         with self._lock:
             self._totals[pool, "wanted"] += wanted
             self._totals[pool, "arrived"] += arrived
             self._note(self._reads, arrived, nbytes, seconds)
 
     def wrote(self, pool: str, given: int, stored: int, nbytes: int, seconds: float) -> None:
-        """Count a write of `given` pages, of which `stored` were new and are kept now, `nbytes` bytes in all, in `seconds`."""
+        """Count a write of `given` pages, of which `stored` pages were new and were stored.
+
+        `nbytes`: bytes of the pages that were stored. `seconds`: duration of the write.
+        """
         with self._lock:
             self._totals[pool, "given"] += given
             self._totals[pool, "stored"] += stored
             self._note(self._writes, stored, nbytes, seconds)
 
     def summary(self) -> str:
-        """Return a phrase for each pool; empty if nothing was read or written."""
+        """Return the totals as text, one phrase per pool; empty if nothing was read or written."""
         with self._lock:
             total = self._totals.copy()
         return "; ".join(
@@ -55,8 +68,9 @@ class Traffic:
         )
 
     def take(self) -> Any:
-        """Return the sampled calls as SGLang's StorageMetrics and forget them."""
-        from sglang.srt.observability.metrics_collector import StorageMetrics  # late: it imports half of SGLang
+        """Return the samples as SGLang's StorageMetrics, and forget them."""
+        # Import StorageMetrics only when it is needed: the import loads half of SGLang.
+        from sglang.srt.observability.metrics_collector import StorageMetrics
 
         with self._lock:
             reads, writes = list(self._reads), list(self._writes)
@@ -69,6 +83,6 @@ class Traffic:
             backup_bandwidth=[c.gb_per_s for c in writes],
         )
 
-    def _note(self, calls: deque[Call], pages: int, nbytes: int, seconds: float) -> None:
+    def _note(self, calls: deque[TrafficSample], pages: int, nbytes: int, seconds: float) -> None:
         if self._sampled and pages:
-            calls.append(Call(pages, nbytes / 1e9 / max(seconds, 1e-9)))
+            calls.append(TrafficSample(pages, nbytes / 1e9 / max(seconds, 1e-9)))

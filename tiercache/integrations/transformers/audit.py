@@ -1,14 +1,16 @@
-"""Checks a worker's answers by recomputing them, from the tokens alone, with the same cuts.
+"""Audit of a worker's answers: each answer is recomputed from the tokens alone, with the same cuts.
 
-A cached sequence may be put together from several runs: pages that one request computed, and a state that another request took later,
-after the same tokens but with other cuts. Rounding depends on the cuts, so "the same cuts" means the same cuts *for every part*. The audit
-recomputes each run once, keeps all pages and states of the recomputation in plain memory, and builds every later run on those. It reads
-bytes of the cache only to compare them.
+The parts of a cached sequence may come from several runs (a run: the computation of one request). One request
+computed the pages, for example; another request computed the same tokens later, with other cuts, and left the
+state. Rounding depends on the cuts, so every part is recomputed with the cuts of its own run.
+
+The audit recomputes each run once and keeps all pages and states of the recomputation in plain memory. The
+recomputation of a later run starts from these objects. The bytes of the cache itself are only compared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -25,29 +27,40 @@ from tiercache.keys import page_keys
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A record of how one request was computed, in plain numbers.
-
-    The forward passes began after `restored` tokens and ended at `bounds`; `states` are the depths at which states were kept. `parts` says,
-    for each restored page and last for the state, which of the runs that computed it gave it (0: the first). The forward pass that ends at
-    `anew` began with an empty cache; 0 if there was none.
-    """
+    """A record of how one request was computed, in plain numbers; depths are in tokens."""
 
     tokens: tuple[int, ...]
+    """The prompt and the answer."""
     prompt_tokens: int
     restored: int
+    """Depth after which the first forward pass began."""
     bounds: tuple[int, ...]
+    """Depth at the end of each forward pass."""
     states: tuple[int, ...]
+    """Depths at which states were kept."""
     parts: tuple[int, ...]
+    """Origin of each restored page and, last, of the restored state.
+
+    Several runs may have computed the same object (page or state). For each object, these runs are numbered
+    from 0, in the order in which the audit checked them. The origin of a restored object is the number of the
+    run that computed its bytes.
+    """
     anew: int = 0
+    """Depth up to which the sequence was computed again from an empty cache; 0 if it never was.
+
+    A sequence is computed again when the answer grows beyond the worker's limit.
+    """
 
     def to_json(self) -> dict[str, Any]:
-        """Return the run as JSON values, from which `from_json` makes it again in another process."""
+        """Return the run as JSON values, from which `from_json` can restore it in another process."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Run:
         """Make a run from the values of `to_json`."""
-        values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in record.items()}
+        values: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in record.items()
+        }
         return cls(**values)
 
 
@@ -55,20 +68,24 @@ class Run:
 class Verdict:
     """The comparison of a generation with its recomputation.
 
-    Logit differences are the largest absolute ones at the first new token: `max_logit_diff` to the recomputation with the same cuts,
-    `max_logit_diff_uncut` to an uncut prefill. `same_text` says that the answers are equal, `same_bytes` that every restored page and
-    state equals, bit for bit, one that the recomputation of a run gave.
+    Differences are the largest absolute differences of the logits at the first new token.
     """
 
     run: Run
     max_logit_diff: float
+    """Difference to the recomputation with the same cuts."""
     max_logit_diff_uncut: float
+    """Difference to an uncut prefill."""
     same_text: bool
+    """Whether the answers are equal."""
     same_bytes: bool
+    """Whether every restored page and state equals, bit for bit, a page or state of a recomputed run."""
 
 
 class Audit:
-    """Recomputed runs of one model, to check later generations against; `page_slots` and `state_slots` bound its memory.
+    """Recomputed runs of one model, with which later generations are compared.
+
+    `page_slots` and `state_slots` bound the memory of the audit.
 
     Thread safety: one owner thread.
     """
@@ -76,6 +93,7 @@ class Audit:
     def __init__(self, runner: ModelRunner, page_slots: int = 4096, state_slots: int = 512) -> None:
         self._runner = runner
         self._pool = runner.allocate_pools(page_slots, state_slots)
+        # The slots of a page or state by its page key, one slot for each run that computed it.
         self._pages: dict[bytes, list[int]] = {}
         self._states: dict[bytes, list[int]] = {}
         self._free_page = 0
@@ -84,21 +102,27 @@ class Audit:
     def check(self, generation: Generation, uncut: torch.Tensor | None = None) -> Verdict:
         """Recompute a generation and compare the two.
 
-        `uncut` are the first logits `[vocab]` of an uncut prefill, if the caller has them already; without them that prefill is run here.
-        Raises InputError for a generation that was served without `audit`, or that restored something that no checked generation
-        computed, and PoolFullError if the audit's memory is full.
+        `uncut` holds the first logits `[vocab]` of an uncut prefill; without it, that prefill is run here.
+        Raises InputError for a generation that restored a state but was served without `audit`, or that
+        restored something that no checked generation computed. Raises PoolFullError if the audit's memory is
+        full.
         """
         if generation.restored and self._pool.states and not generation.restored_state:
-            raise InputError("this generation kept no copy of the state it restored; serve it with audit=True")
+            raise InputError(
+                "this generation kept no copy of the state it restored; serve it with audit=True"
+            )
         keys = self._keys(as_tokens(generation.tokens))[: generation.restored // self._runner.page_size]
         parts, same_bytes = self._find_parts(generation, keys)
         run = Run(
-            tuple(generation.tokens.tolist()), generation.prompt_tokens, generation.restored, generation.bounds, generation.states, parts,
+            tuple(generation.tokens.tolist()), generation.prompt_tokens, generation.restored,
+            generation.bounds, generation.states, parts,
             generation.anew,
         )  # fmt: skip
-        first, answer = self.replay(run)
+        first, answer = self.recompute(run)
         if uncut is None:
-            uncut = self._runner.prefill(self._runner.new_cache(), generation.tokens[: generation.prompt_tokens])
+            uncut = self._runner.prefill(
+                self._runner.new_cache(), generation.tokens[: generation.prompt_tokens]
+            )
         return Verdict(
             run,
             max_logit_diff=float((generation.first_logits - first).abs().max()),
@@ -107,10 +131,15 @@ class Audit:
             same_bytes=same_bytes,
         )
 
-    def replay(self, run: Run) -> tuple[torch.Tensor, tuple[int, ...]]:
-        """Recompute a run and keep its pages and states; return the first new token's logits and the greedy answer."""
+    def recompute(self, run: Run) -> tuple[torch.Tensor, tuple[int, ...]]:
+        """Recompute a run and keep its pages and states.
+
+        Returns the first new token's logits and the greedy answer.
+        """
         tokens, page_size = as_tokens(list(run.tokens)), self._runner.page_size
         keys = self._keys(tokens)
+        # 0 ........ restored .... bounds[0] .... bounds[1] .... bounds[-1]
+        # |from the `parts`|  forward  |   forward   |   forward   |
         cache = self._build(keys[: run.restored // page_size], run.parts)
         first, answer, start = torch.empty(0), [], run.restored
         for end in run.bounds:
@@ -135,9 +164,12 @@ class Audit:
     def _build(self, keys: Sequence[bytes], parts: Sequence[int]) -> DynamicCache:
         if not keys:
             return self._runner.new_cache()
-        if not all(key in self._pages for key in keys) or (self._pool.states and keys[-1] not in self._states):
+        if not all(key in self._pages for key in keys) or (
+            self._pool.states and keys[-1] not in self._states
+        ):
             raise InputError(
-                "this generation restored what the audit has not seen computed; check generations in the order they were served"
+                "this generation restored a page or state that no checked generation computed; check"
+                " generations in the order in which they were served"
             )
         slots = np.array([self._pages[key][part] for key, part in zip(keys, parts, strict=False)])
         state = self._states[keys[-1]][parts[-1]] if self._pool.states else None
@@ -160,30 +192,42 @@ class Audit:
         self._free_state += 1
 
     def _find_parts(self, generation: Generation, keys: Sequence[bytes]) -> tuple[tuple[int, ...], bool]:
-        """Find by its bytes which run each restored object is from; return the runs, and whether every object was found.
+        """Find the run that computed each restored object, by comparing bytes.
 
-        An object that equals none is given as 0.
+        Returns the `parts` of the run, and whether a run was found for every object. Where no run was found,
+        the part is 0.
         """
-        held = [(self._pool.pages(t.layer, t.name), self._by_page(generation, t.layer, t.name)) for t in self._runner.layout.kv_tensors()]
-        found = [
-            _first_equal(self._pages.get(key, []), lambda slot, n=n: all(torch.equal(pool[slot], pages[n]) for pool, pages in held))
-            for n, key in enumerate(keys)
+        held = [
+            (self._pool.pages(t.layer, t.name), self._by_page(generation, t.layer, t.name))
+            for t in self._runner.layout.kv_tensors()
         ]
-        if keys and generation.restored_state:
-            candidates = self._states.get(keys[-1], [])
+        found = []
+        for n, key in enumerate(keys):
             found.append(
-                _first_equal(
-                    candidates, lambda slot: all(torch.equal(self._pool.states[n][slot], t) for n, t in generation.restored_state.items())
+                _first_true(
+                    all(torch.equal(pool[slot], pages[n]) for pool, pages in held)
+                    for slot in self._pages.get(key, ())
+                )
+            )
+        if keys and generation.restored_state:
+            restored = generation.restored_state.items()
+            found.append(
+                _first_true(
+                    all(torch.equal(self._pool.states[name][slot], tensor) for name, tensor in restored)
+                    for slot in self._states.get(keys[-1], ())
                 )
             )
         return tuple(max(part, 0) for part in found), all(part >= 0 for part in found)
 
     def _by_page(self, generation: Generation, layer: int, name: str) -> torch.Tensor:
-        """Return the restored KV of one tensor, `[pages, page_size, heads, head_dim]`, from the live cache, which kept it unchanged."""
+        """Return the restored KV of one tensor, `[pages, page_size, heads, head_dim]`, from the live cache.
+
+        The answer has made the cache longer since the restore, but has not changed the restored KV.
+        """
         held = self._runner.layout.tensor_of(generation.cache, layer, name)[0, :, : generation.restored]
         return held.permute(1, 0, 2).reshape(-1, self._runner.page_size, held.shape[0], held.shape[2])
 
 
-def _first_equal(slots: Sequence[int], equal: Any) -> int:
-    """Return the index of the first slot for which `equal` holds; -1 if there is none."""
-    return next((part for part, slot in enumerate(slots) if equal(slot)), -1)
+def _first_true(matches: Iterable[bool]) -> int:
+    """Return the index of the first true value; -1 if there is none."""
+    return next((n for n, match in enumerate(matches) if match), -1)

@@ -1,4 +1,4 @@
-"""The device side of the reference worker: pool tensors with slots, and copies between them and a Hugging Face cache."""
+"""Pool tensors of the reference worker, and copies between them and a Hugging Face cache."""
 
 from __future__ import annotations
 
@@ -23,12 +23,10 @@ Tensors: TypeAlias = Mapping[tuple[int, str], torch.Tensor]
 
 @dataclass(frozen=True)
 class PoolTensors:
-    """The tensors that hold the slots of one worker, keyed by (layer, name) as the segments of the geometries are.
+    """The tensors that hold the slots of one worker, by (layer, name) as in the geometries.
 
-    Tensors of `kv` are `[page_slots * page_size, heads, head_dim]`; slot s owns rows `[s * page_size, (s + 1) * page_size)`. Tensors of
-    `states` are `[state_slots, ...]`; the mapping is empty for a model without states.
-    On a device, the functions of this module queue their copies in torch's current stream; a caller that hands a slot on to another
-    stream must tell it when they are over, for example by a fence.
+    On a device, the functions of this module queue their copies in torch's current stream. Before another
+    stream uses a slot, the caller must make that stream wait for these copies, for example by a fence.
 
     Thread safety: not synchronised; only the owner of a slot may use it.
     """
@@ -37,7 +35,12 @@ class PoolTensors:
     page_slots: int
     state_slots: int
     kv: Tensors
+    """Tensors `[page_slots * page_size, heads, head_dim]`.
+
+    Slot s owns the rows `[s * page_size, (s + 1) * page_size)`.
+    """
     states: Tensors
+    """Tensors `[state_slots, ...]`; none for a model without states."""
 
     def pages(self, layer: int, name: str) -> torch.Tensor:
         """Return one KV tensor by slot: a view `[page_slots, page_size, heads, head_dim]`."""
@@ -52,13 +55,19 @@ def allocate_pools(layout: CacheLayout, page_slots: int, state_slots: int) -> Po
     """
     try:
         kv = {
-            (t.layer, t.name): torch.zeros((page_slots * layout.page_size, *t.shape), dtype=t.dtype, device=t.device)
+            (t.layer, t.name): torch.zeros(
+                (page_slots * layout.page_size, *t.shape), dtype=t.dtype, device=t.device
+            )
             for t in layout.kv_tensors()
         }
-        states = {(t.layer, t.name): torch.zeros((state_slots, *t.shape), dtype=t.dtype, device=t.device) for t in layout.state_tensors()}
+        states = {
+            (t.layer, t.name): torch.zeros((state_slots, *t.shape), dtype=t.dtype, device=t.device)
+            for t in layout.state_tensors()
+        }
     except torch.OutOfMemoryError as error:
         raise ConfigError(
-            f"the device has no room for {page_slots} pages and {state_slots} states beside the model; ask for fewer"
+            f"the device has no room for {page_slots} pages and {state_slots} states beside the model; ask"
+            " for fewer"
         ) from error
     return PoolTensors(layout, page_slots, state_slots if states else 0, kv, states)
 
@@ -66,25 +75,34 @@ def allocate_pools(layout: CacheLayout, page_slots: int, state_slots: int) -> Po
 def export_pages(cache: DynamicCache, pool: PoolTensors, first_page: int, slots: Slots) -> None:
     """Copy pages `[first_page, first_page + len(slots))` of the cache into `slots`.
 
-    Raises TokenError if the cache does not hold all of these tokens, SlotError for a slot that the pool does not have; nothing is copied
-    in either case.
+    Raises TokenError if the cache does not hold all of these tokens, SlotError for a slot that the pool does
+    not have; nothing is copied in either case.
     """
     index, layout = _slots(slots, pool.page_slots), pool.layout
     start, stop = first_page * layout.page_size, (first_page + len(index)) * layout.page_size
     if not 0 <= start <= stop <= layout.length(cache):
         raise TokenError(
-            f"the cache holds {layout.length(cache)} tokens, not the pages of tokens [{start}, {stop}); export full pages only"
+            f"the cache holds {layout.length(cache)} tokens, not the pages of tokens [{start}, {stop});"
+            " export full pages only"
         )
     with torch.inference_mode():
         at = _on_devices(index, layout)
         for t in layout.kv_tensors() if len(index) else ():
+            # [heads, tokens, head_dim] -> [heads, pages, page_size, head_dim]
+            #                           -> [pages, page_size, heads, head_dim]
             held = layout.tensor_of(cache, t.layer, t.name)[0, :, start:stop]
-            by_page = held.reshape(held.shape[0], len(index), layout.page_size, held.shape[-1]).permute(1, 2, 0, 3)
+            by_page = held.reshape(held.shape[0], len(index), layout.page_size, held.shape[-1]).permute(
+                1, 2, 0, 3
+            )
             pool.pages(t.layer, t.name).index_copy_(0, at[t.device], by_page)
 
 
 def export_state(cache: DynamicCache, pool: PoolTensors, slot: int) -> None:
-    """Copy the cache's recurrent tensors, which belong to exactly its length, into `slot`. Raises SlotError for an unknown slot."""
+    """Copy the cache's recurrent tensors into `slot`.
+
+    The state in `slot` stands for exactly the tokens that the cache holds now. Raises SlotError for an
+    unknown slot.
+    """
     _slots([slot], pool.state_slots)
     with torch.inference_mode():
         for t in pool.layout.state_tensors():
@@ -92,21 +110,28 @@ def export_state(cache: DynamicCache, pool: PoolTensors, slot: int) -> None:
 
 
 def fill(
-    cache: DynamicCache, pool: PoolTensors, page_slots: Slots, state_slot: int | None, wait_layer: Callable[[int], None]
+    cache: DynamicCache,
+    pool: PoolTensors,
+    page_slots: Slots,
+    state_slot: int | None,
+    wait_layer: Callable[[int], None],
 ) -> DynamicCache:
-    """Fill a *new* cache from slots and return it; it shares no memory with the pool, because a forward writes states in place.
+    """Fill a *new* cache from slots and return it.
 
-    `wait_layer(n)` is called before the first read of layer n's slots is made or queued, layers ascending. An exception that it raises is
-    passed on, and the cache must not be used then.
-    Raises SlotError for an unknown slot, for a state slot that is missing or that the model has no use for, and for a state slot without
-    pages.
+    The cache shares no memory with the pool, because a forward writes states in place.
+
+    `wait_layer(n)` is called before the first read of layer n's slots is made or queued, in ascending order
+    of layers. An exception of `wait_layer` is passed on; after such an exception, do not use the cache.
+    Raises SlotError for an unknown slot, for a missing state slot, for a state slot without pages, and for a
+    state slot of a model without states.
     """
     index = _slots(page_slots, pool.page_slots)
     if len(index) == 0 and state_slot is None:
         return cache
     if (state_slot is not None) != bool(pool.states) or len(index) == 0:
         raise SlotError(
-            f"{len(index)} pages and state slot {state_slot} are no prefix of this model; a hit has pages, and a state if the model has one"
+            f"{len(index)} pages and state slot {state_slot} are no prefix of this model; a hit has pages,"
+            " and a state if the model has one"
         )
     if state_slot is not None:
         _slots([state_slot], pool.state_slots)
@@ -127,11 +152,13 @@ def fill(
 
 
 def _on_devices(index: torch.Tensor, layout: CacheLayout) -> dict[torch.device, torch.Tensor]:
-    """Copy an index to every device that holds KV, once for all layers."""
+    """Copy an index to every device that holds KV, once for all layers of that device."""
     return {device: to_device(index, device) for device in {t.device for t in layout.kv_tensors()}}
 
 
-def _fill_attention(held: Any, pool: PoolTensors, layer: LayerLayout, at: Mapping[torch.device, torch.Tensor]) -> None:
+def _fill_attention(
+    held: Any, pool: PoolTensors, layer: LayerLayout, at: Mapping[torch.device, torch.Tensor]
+) -> None:
     if layer.k is None or layer.v is None:
         return
     keys, values = _gather(pool, layer.k, at[layer.k.device]), _gather(pool, layer.v, at[layer.v.device])
@@ -143,7 +170,9 @@ def _gather(pool: PoolTensors, t: TensorLayout, at: torch.Tensor) -> torch.Tenso
     """Gather pages into the form of the cache: a new contiguous tensor `[1, heads, tokens, head_dim]`."""
     pages, (heads, dim) = pool.pages(t.layer, t.name), t.shape
     gathered = torch.empty((heads, len(at), pool.layout.page_size, dim), dtype=t.dtype, device=t.device)
-    for head in range(heads):  # straight to its place; a gather of whole pages would need a transposition, which is a second copy
+    # Gather rows directly into their final place. A gather of whole pages would need a transposition, which
+    # is a second copy.
+    for head in range(heads):
         torch.index_select(pages[:, :, head], 0, at, out=gathered[head])
     return gathered.view(1, heads, len(at) * pool.layout.page_size, dim)
 
@@ -152,9 +181,12 @@ def _fill_state(held: Any, pool: PoolTensors, state: StateLayout, slot: int) -> 
     t = state.tensor
     source = pool.states[t.layer, t.name][slot][None]
     template = torch.empty_strided(source.shape, (source.numel(), *t.stride), dtype=t.dtype, device=t.device)
-    # The layer allocates its own zeroed tensor of this form; writing into it keeps the address, which graphs take as static.
+    # The layer itself allocates a zeroed tensor in the form of the template. The state is copied into that
+    # tensor, because CUDA graphs require that its address stays the same.
     if state.conv_kernel_size is not None:
-        held.lazy_initialization(conv_states=template, state_idx=state.index, conv_kernel_size=state.conv_kernel_size)
+        held.lazy_initialization(
+            conv_states=template, state_idx=state.index, conv_kernel_size=state.conv_kernel_size
+        )
         held.conv_states[state.index].copy_(source)
     else:
         held.lazy_initialization(recurrent_states=template, state_idx=state.index)
@@ -162,17 +194,21 @@ def _fill_state(held: Any, pool: PoolTensors, state: StateLayout, slot: int) -> 
 
 
 def _slots(slots: Slots, capacity: int) -> torch.Tensor:
-    """Return slots as an int64 tensor on the CPU. Raises SlotError for one outside `[0, capacity)`."""
+    """Return slots as an int64 tensor on the CPU. Raises SlotError for a slot outside `[0, capacity)`."""
     index = torch.as_tensor(np.asarray(slots if isinstance(slots, np.ndarray) else list(slots), np.int64))
     if len(index) and not 0 <= int(index.min()) <= int(index.max()) < capacity:
         raise SlotError(
-            f"slots {int(index.min())} to {int(index.max())} are not all in a pool of {capacity}; use slots that the pool handed out"
+            f"slots {int(index.min())} to {int(index.max())} are not all in a pool of {capacity}; use slots"
+            " that the pool handed out"
         )
     return index
 
 
 def differences(layout: CacheLayout, a: DynamicCache, b: DynamicCache) -> tuple[str, ...]:
-    """Return where two caches differ, in bits or in flags that the next forward reads; empty if they are interchangeable."""
+    """Return the places where two caches differ in bits, or in flags that the next forward reads.
+
+    If there are none, the caches are interchangeable.
+    """
     found = []
     for layer in layout.layers:
         left, right = _flags(a.layers[layer.layer]), _flags(b.layers[layer.layer])
@@ -180,15 +216,21 @@ def differences(layout: CacheLayout, a: DynamicCache, b: DynamicCache) -> tuple[
             found += [f"layer {layer.layer} {name}" for name in left if left[name] != right[name]]
             continue
         for t in (layer.k, layer.v, *(s.tensor for s in layer.states)):
-            if t and not _same_bits(layout.tensor_of(a, t.layer, t.name), layout.tensor_of(b, t.layer, t.name)):
+            if t and not _same_bits(
+                layout.tensor_of(a, t.layer, t.name), layout.tensor_of(b, t.layer, t.name)
+            ):
                 found.append(f"layer {t.layer} {t.name}")
     return tuple(found)
 
 
 def _flags(held: Any) -> dict[str, object]:
-    """Return the attributes of a cache layer that the next forward reads; None for those that its class lacks."""
+    """Return the attributes of a cache layer that the next forward reads.
+
+    Attributes that the layer's class lacks are None.
+    """
     names = (
-        "is_initialized", "has_previous_state", "is_conv_states_initialized", "is_recurrent_states_initialized", "conv_kernel_size",
+        "is_initialized", "has_previous_state", "is_conv_states_initialized",
+        "is_recurrent_states_initialized", "conv_kernel_size",
         "number_of_states", "record_past", "dtype", "device",
     )  # fmt: skip
     return {name: getattr(held, name, None) for name in names}

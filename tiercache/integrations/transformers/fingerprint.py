@@ -1,8 +1,8 @@
-"""Collects everything that a model's forward could read as named facts, to compare two models or to find what changed in one.
+"""Facts about a model: a text for everything that a forward could read, so that changes can be detected.
 
-`state_dict()` is not enough: which adapter is active, by how much it is scaled, which attention is called, the frequencies of rotary
-embeddings and the hooks of a layer are all outside it. Therefore the whole object is walked: modules, parameters, persistent and other
-buffers, plain attributes, configurations, and functions (by their code).
+`state_dict()` is not enough: it lacks the active adapter and its scale, the attention function, the
+frequencies of rotary embeddings, and the hooks of a layer. Therefore the whole object is walked: modules,
+parameters, persistent and other buffers, plain attributes, configurations, and functions (by their code).
 """
 
 from __future__ import annotations
@@ -26,69 +26,101 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from tiercache.errors import UnsupportedModelError
 
 UNREAD: Final = 1 << 20
-"""Bytes of the largest tensor whose content is read even where the caller vouches for the weights (`contents=False`)."""
+"""Size in bytes up to which the content of a tensor is always read.
+
+With `contents=False`, larger tensors are not read; the caller has named the weights in the identity instead.
+"""
 CHUNK: Final = 4 << 20
-"""Bytes of a tensor that are hashed at once."""
+"""Maximum bytes of a tensor that one step hashes."""
 
 _NOT_COMPUTED: Final = frozenset({
     # notes of saving, loading and generating
-    "_name_or_path", "name_or_path", "base_model_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version",
-    "_commit_hash", "_auto_class", "auto_mapping", "generation_config", "warnings_issued", "_is_hf_initialized", "_post_init_done",
-    "id2label", "label2id", "problem_type", "loss_type", "_loss_function", "_init_kwargs", "inference_mode", "model_type", "_use_kernels",
+    "_name_or_path", "name_or_path", "base_model_name_or_path", "architectures", "dtype", "torch_dtype",
+    "transformers_version",
+    "_commit_hash", "_auto_class", "auto_mapping", "generation_config", "warnings_issued",
+    "_is_hf_initialized", "_post_init_done",
+    "id2label", "label2id", "problem_type", "loss_type", "_loss_function", "_init_kwargs", "inference_mode",
+    "model_type", "_use_kernels",
     # how weights are loaded, saved, distributed and trained
-    "_tp_plan", "_ep_plan", "_pp_plan", "_fsdp_plan", "_tp_size", "_ep_size", "_device_mesh", "all_tied_weights_keys", "_tied_weights_keys",
-    "_keep_in_fp32_modules", "_keep_in_fp32_modules_strict", "_no_split_modules", "_skip_keys_device_placement",
-    "_keys_to_ignore_on_load_unexpected", "_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_save", "_weight_conversions",
-    "_non_persistent_buffers_set", "_is_full_backward_hook", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks",
+    "_tp_plan", "_ep_plan", "_pp_plan", "_fsdp_plan", "_tp_size", "_ep_size", "_device_mesh",
+    "all_tied_weights_keys", "_tied_weights_keys",
+    "_keep_in_fp32_modules", "_keep_in_fp32_modules_strict", "_no_split_modules",
+    "_skip_keys_device_placement",
+    "_keys_to_ignore_on_load_unexpected", "_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_save",
+    "_weight_conversions",
+    "_non_persistent_buffers_set", "_is_full_backward_hook", "_backward_hooks", "_backward_pre_hooks",
+    "_state_dict_hooks",
     "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks", "initializer_range",
     "gradient_checkpointing", "_gradient_checkpointing_func", "__weakref__",
 })  # fmt: skip
-"""Names of attributes that do not change what a forward computes; the walk leaves them out."""
+"""Names of attributes without effect on the results of a forward; the walk leaves them out."""
 _HOOKS: Final = frozenset({
-    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"
+    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs"
 })  # fmt: skip
-"""Names of the hooks of a module that run in a forward."""
+"""Names of the attributes in which a module keeps the hooks that run in a forward."""
 _REWRITTEN: Final = re.compile(r"(?<!original_)(?<!long_)inv_freq$")
-"""Names of the frequencies that a switching rotary embedding (longrope) uses.
+"""Pattern of the name of the frequencies that a switching rotary embedding (longrope) uses.
 
-Every forward writes them, before it reads them, from one of the two tables between which it switches; so they are no facts.
+Such an embedding has two tables of frequencies, for short and for long sequences. Every forward first makes a
+copy of one table under this name, and then reads the copy. The walk covers the tables and leaves out the
+copy.
 """
 _SCALARS: Final = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis))
-_FUNCTIONS: Final = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.MethodWrapperType, functools.partial)
+_FUNCTIONS: Final = (
+    types.FunctionType,
+    types.MethodType,
+    types.BuiltinFunctionType,
+    types.MethodWrapperType,
+    functools.partial,
+)
 
 
 class Facts:
-    """The facts of one object, by path, and the containers they were read from, so that a later check whether they still hold is cheap.
+    """Facts of one object, by path, and a record of the containers (mappings, lists, sets) inside the object.
 
-    `values` maps a path to a short text, which for a tensor holds a digest of its content. `tensors` maps a path to a tensor. `mappings`
-    and `sequences` hold every container that was walked, with the items that it had. `known` holds digests of tensors from an earlier
-    walk, by the `id` of the tensor. `contents=False` leaves tensors of more than `UNREAD` bytes unread.
+    To check cheaply whether the facts still hold, compare each container with the items in the record.
+
+    `known` holds digests of tensors from an earlier walk, by the `id` of the tensor. `contents=False` leaves
+    tensors of more than `UNREAD` bytes unread.
 
     Thread safety: one owner thread.
     """
 
-    def __init__(self, root: object, *, contents: bool = True, known: Mapping[int, tuple[str, ...]] | None = None) -> None:
+    def __init__(
+        self, root: object, *, contents: bool = True, known: Mapping[int, tuple[str, ...]] | None = None
+    ) -> None:
         self.values: dict[str, str] = {}
+        """A short text for each path; the text of a tensor holds a digest of its content."""
         self.tensors: dict[str, torch.Tensor] = {}
+        """The tensors by path."""
         self.digests: dict[int, tuple[str, ...]] = {}
-        """Digests of a tensor's `chunks`, by the `id` of the tensor, which `tensors` keeps alive."""
+        """Digests of each tensor's `chunks`, by the tensor's `id`.
+
+        An `id` stays valid, because `tensors` keeps the tensor alive.
+        """
         self.mappings: list[tuple[Mapping[Any, Any], tuple[Any, ...], tuple[Any, ...]]] = []
+        """Each mapping that was walked, its keys and its values at the time of the walk.
+
+        For the attributes of a module the keys are left out.
+        """
         self.sequences: list[tuple[Sequence[Any] | set[Any] | frozenset[Any], Any]] = []
+        """Each list and set that was walked, and its items at the time of the walk."""
         self.classes: dict[type, Any] = {}
-        """Classes of modules, with the `forward` that each had."""
-        self.interfaces: list[tuple[Mapping[str, Any], str, Any]] = []
-        """Tables of functions, each with a name that is looked up there and the function that was found."""
+        """The `forward` of each class of modules, at the time of the walk."""
+        self.lookups: list[tuple[Mapping[str, Any], str, Any]] = []
+        """Lookups by name in tables and modules: the table, the name looked up, and what was found."""
         self._contents = contents
         self._known = known or {}
-        self._seen: dict[int, str] = {}
-        self._kept: list[object] = []  # keeps every object that was seen alive, so that no `id` is used twice
+        self._seen: dict[int, str] = {}  # the first path of each walked object, by its `id`
+        self._kept: list[object] = []  # keeps all walked objects alive, so that no `id` is used twice
         self._walk("", root)
         for name in ("_global_forward_pre_hooks", "_global_forward_hooks"):
             self._hooks(f"torch.nn.modules.module.{name}", getattr(torch_module, name))
         self._interfaces()
 
     def digest(self) -> str:
-        """Return the digest of all facts, hexadecimal; equal facts give equal digests, in any process."""
+        """Return a hexadecimal digest of all facts; equal facts give equal digests, in any process."""
         hasher = blake3()
         for path, value in sorted(self.values.items()):
             hasher.update(f"{len(path)} {path} {len(value)} {value}\n".encode())
@@ -96,15 +128,21 @@ class Facts:
 
     def _walk(self, path: str, value: Any) -> None:
         if isinstance(value, _SCALARS) and not isinstance(value, Enum):
-            self.values[path] = repr(value) if type(value) in _SCALARS else f"{type(value).__qualname__} {value!r}"
+            self.values[path] = (
+                repr(value) if type(value) in _SCALARS else f"{type(value).__qualname__} {value!r}"
+            )
             return
-        if isinstance(value, Enum | torch.dtype | torch.layout | torch.memory_format | np.generic | np.dtype | range):
+        if isinstance(
+            value, Enum | torch.dtype | torch.layout | torch.memory_format | np.generic | np.dtype | range
+        ):
             self.values[path] = f"{type(value).__qualname__} {value!s}"
             return
         if isinstance(value, torch.device):
-            self.values[path] = value.type  # the ordinal of the card does not change what is computed
+            self.values[path] = value.type  # the number of the device does not change what is computed
             return
-        if not isinstance(value, tuple | frozenset):  # Python may share immutable containers or not, so identity says nothing
+        # Python may use one object for two equal tuples, or two objects. So it means nothing whether two
+        # paths lead to the same tuple, and each tuple is walked as often as it is found.
+        if not isinstance(value, tuple | frozenset):
             if id(value) in self._seen:
                 self.values[path] = f"as {self._seen[id(value)]}"
                 return
@@ -116,7 +154,10 @@ class Facts:
         if isinstance(value, torch.Tensor):
             self._tensor(path, value)
         elif isinstance(value, np.ndarray):
-            self.values[path] = f"array {value.dtype} {value.shape} {blake3(np.ascontiguousarray(value).tobytes()).hexdigest()}"
+            self.values[path] = (
+                f"array {value.dtype} {value.shape}"
+                f" {blake3(np.ascontiguousarray(value).tobytes()).hexdigest()}"
+            )
         elif isinstance(value, torch.nn.Module):
             self._module(path, value)
         elif isinstance(value, Mapping):
@@ -128,7 +169,11 @@ class Facts:
             for n, item in enumerate(value):
                 self._walk(f"{path}[{n}]", item)
         elif isinstance(value, set | frozenset):
-            self.values[path] = f"set {sorted(map(repr, value))}" if all(isinstance(item, _SCALARS) for item in value) else "set"
+            self.values[path] = (
+                f"set {sorted(map(repr, value))}"
+                if all(isinstance(item, _SCALARS) for item in value)
+                else "set"
+            )
             self.sequences.append((value, type(value)(value)))
         elif isinstance(value, type):
             self.values[path] = _name(value)
@@ -143,21 +188,29 @@ class Facts:
         self._items(path, vars(module), names=False, without=_REWRITTEN if switching else None)
 
     def _class(self, kind: type) -> str:
-        """Return the name of a class and the code of its forward, which a patch may have replaced; note both in `classes`."""
-        forward = getattr(kind, "forward", None)
-        self.classes[kind] = forward
-        return f"{_name(kind)} {_code(forward)}"
+        """Return the name of a class, and walk its forward, which a patch may have replaced."""
+        if kind not in self.classes:
+            self.classes[kind] = forward = getattr(kind, "forward", None)
+            self._walk(f"class {_name(kind)}.forward", forward)
+        return _name(kind)
 
     def _mapping(self, path: str, value: Mapping[Any, Any]) -> None:
         self.values[path] = f"mapping of {len(value)}"
         self._items(path, value)
 
-    def _items(self, path: str, items: Mapping[Any, Any], *, names: bool = True, without: re.Pattern[str] | None = None) -> None:
+    def _items(
+        self,
+        path: str,
+        items: Mapping[Any, Any],
+        *,
+        names: bool = True,
+        without: re.Pattern[str] | None = None,
+    ) -> None:
         self.mappings.append((items, tuple(items) if names else (), tuple(items.values())))
         for key, item in items.items():
             if key in _NOT_COMPUTED:
                 continue
-            name = key if isinstance(key, str) else repr(key) if isinstance(key, _SCALARS) else _name(type(key))
+            name = _key_text(key)
             if name in _HOOKS:
                 self._hooks(f"{path}.{name}", item)
             elif name in ("_modules", "_parameters", "_buffers"):
@@ -166,7 +219,7 @@ class Facts:
                 self._walk(f"{path}.{name}" if path else name, item)
 
     def _hooks(self, path: str, hooks: Mapping[Any, Any]) -> None:
-        """Walk hooks by their order, because their keys are numbers that count up within a process."""
+        """Walk hooks by their order; their keys are numbers that differ between processes."""
         self.mappings.append((hooks, tuple(hooks), tuple(hooks.values())))
         for n, hook in enumerate(hooks.values()):
             self._walk(f"{path}[{n}]", hook)
@@ -174,13 +227,20 @@ class Facts:
     def _interfaces(self) -> None:
         """Walk the attention and mask functions that the configurations name.
 
-        They are looked up in global tables, whose entries may be replaced at any time.
+        A forward looks them up in global tables, whose entries may be replaced at any time.
         """
-        chosen = {value.strip("'") for path, value in self.values.items() if path.endswith("._attn_implementation_internal")}
-        for table, functions in (("attention", ALL_ATTENTION_FUNCTIONS), ("mask", ALL_MASK_ATTENTION_FUNCTIONS)):
+        chosen = {
+            value.strip("'")
+            for path, value in self.values.items()
+            if path.endswith("._attn_implementation_internal")
+        }
+        for table, functions in (
+            ("attention", ALL_ATTENTION_FUNCTIONS),
+            ("mask", ALL_MASK_ATTENTION_FUNCTIONS),
+        ):
             for name in sorted(chosen):
                 function = functions.get(name)
-                self.interfaces.append((functions, name, function))
+                self.lookups.append((functions, name, function))
                 self._walk(f"{table} function {name}", function)
 
     def _function(self, path: str, value: Any) -> None:
@@ -190,14 +250,27 @@ class Facts:
             self._walk(f"{path}.arguments", [value.args, value.keywords])
             return
         self.values[path] = f"{_name(value)} {_code(value)}"
-        if (owner := getattr(value, "__self__", None)) is not None and not isinstance(owner, types.ModuleType):
+        if (owner := getattr(value, "__self__", None)) is not None and not isinstance(
+            owner, types.ModuleType
+        ):
             self._walk(f"{path}.self", owner)
         for n, cell in enumerate(getattr(value, "__closure__", None) or ()):
             try:
                 held = cell.cell_contents
-            except ValueError:  # not filled yet
+            except ValueError:  # the variable of the closure has no value yet
                 continue
             self._walk(f"{path}.closure[{n}]", held)
+        self._walk(f"{path}.defaults", getattr(value, "__defaults__", None))
+        self._walk(f"{path}.keyword defaults", getattr(value, "__kwdefaults__", None))
+        self._globals(f"{path}.globals", value)
+
+    def _globals(self, path: str, function: Any) -> None:
+        """Walk the numbers and texts that a function reads from its module by name."""
+        table, code = getattr(function, "__globals__", {}), getattr(function, "__code__", None)
+        for name in sorted(_names(code)) if isinstance(code, types.CodeType) else ():
+            if isinstance(held := table.get(name), int | float | complex | str | bytes):
+                self.lookups.append((table, name, held))
+                self._walk(f"{path}.{name}", held)
 
     def _other(self, path: str, value: Any) -> None:
         kind = type(value)
@@ -234,28 +307,41 @@ class Facts:
 
 
 def content_of(tensor: torch.Tensor, path: str) -> tuple[str, ...]:
-    """Return the digests of a tensor's chunks, hexadecimal. Raises UnsupportedModelError for a tensor that cannot be read."""
+    """Return the hexadecimal digests of a tensor's `chunks`.
+
+    Raises UnsupportedModelError for a tensor that cannot be read.
+    """
     try:
         return tuple(digest_of(chunk) for chunk in chunks(tensor))
     except (RuntimeError, TypeError, NotImplementedError) as error:
         first = str(error).strip().partition("\n")[0]
         raise UnsupportedModelError(
-            f"{path} is a {type(tensor).__name__} on {tensor.device} whose content cannot be read ({first}), so the cache could not be "
-            "bound to it; load the weights into memory, unpacked"
+            f"{path} is a {type(tensor).__name__} on {tensor.device} whose content cannot be read ({first}),"
+            " so the cache could not be bound to it; load the weights into memory, unpacked"
         ) from error
 
 
 def chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Return a tensor's elements in order, at most `CHUNK` bytes at a time; the parts are views if the tensor is contiguous."""
+    """Iterate over a tensor's elements in order, at most `CHUNK` bytes at a time.
+
+    The chunks are views if the tensor is contiguous.
+    """
     flat = tensor.detach().reshape(-1)
     step = max(1, CHUNK // max(1, flat.element_size()))
     return (flat[n : n + step] for n in range(0, flat.numel(), step))
 
 
 def digest_of(chunk: torch.Tensor) -> str:
-    """Return the digest of the bytes of a one-dimensional tensor, hexadecimal."""
+    """Return the hexadecimal digest of the bytes of a one-dimensional tensor."""
     raw: Any = chunk.cpu().contiguous().view(torch.uint8).numpy()
     return blake3(raw, max_threads=blake3.AUTO).hexdigest()
+
+
+def _key_text(key: Any) -> str:
+    """Return a key of a mapping as text; for an object without a stable text, return its type."""
+    if isinstance(key, str):
+        return key
+    return repr(key) if isinstance(key, _SCALARS) else _name(type(key))
 
 
 def _name(value: Any) -> str:
@@ -270,7 +356,15 @@ def _code_digest(code: types.CodeType) -> str:
     return hasher.hexdigest()[:16]
 
 
+def _names(code: types.CodeType) -> set[str]:
+    """Return the names of globals and attributes in the byte code of a function and its inner functions."""
+    inner = (_names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return set(code.co_names).union(*inner)
+
+
 def _constants(code: types.CodeType) -> Iterator[str]:
+    # Byte code refers to names and constants by index. So two functions with equal byte code may do different
+    # things, unless their names and constants are equal too.
     yield repr((code.co_names, code.co_varnames, code.co_argcount))
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -280,7 +374,10 @@ def _constants(code: types.CodeType) -> Iterator[str]:
 
 
 def _code(value: Any) -> str:
-    """Return a digest of what a function does: its byte code and constants, and those of what it wraps; empty if it has no code."""
+    """Return a digest of a function's byte code and constants; empty if the function has no Python code.
+
+    For a wrapper, a digest of the wrapped function's code follows.
+    """
     wrapped = getattr(value, "__wrapped__", None)
     code = getattr(value, "__code__", None)
     own = _code_digest(code) if isinstance(code, types.CodeType) else ""

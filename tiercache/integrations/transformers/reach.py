@@ -1,12 +1,17 @@
-"""Finds the length up to which a model's cache equals a recomputation, with growing prompts, past every length that is named.
+"""Search for the length up to which a model's cache equals a recomputation, with growing prompts.
 
-Some models compute differently from some length on: rotary embeddings switch, windows begin to forget, attention becomes sparse. A cache
-from below such a length is wrong above it. Therefore a prefill is cut a few tokens before each length that the configuration names and
-continued past it, a little and to twice its length; prompts are also doubled up to the greatest named length. The first failure bounds the
-cache: sequences up to the longest proven one are restored and kept, longer ones are computed without the cache.
+Some models compute differently beyond some length: rotary embeddings switch, windows begin to forget,
+attention becomes sparse. A cache that was computed below such a length is wrong for a sequence that grows
+beyond the length. Therefore prefills are cut near each length that the configuration names, and continued
+past the length. Between the named lengths, the search tries prompts of 2, 4, 8, ... times the usual length.
 
-`seconds` bounds the time that this takes at load. A length that is not reached in that time bounds the cache as well; but if it is a number
-of positions, short prompts that begin a little before it are run instead, which shows everything that depends on positions.
+The first failure ends the search. The longest prompt that passed until then is the limit of the cache:
+sequences up to the limit are restored and kept, longer sequences are computed without the cache.
+
+The search at load takes about `seconds` at most. A named length that is too long to try in this time ends the
+search like a failure. There is one exception: a length that is a number of positions, such as the original
+length of a stretched rotary embedding, needs no long prompt. A short prompt is run instead, whose positions
+begin a little before this length. The short prompt shows everything that depends on positions.
 """
 
 from __future__ import annotations
@@ -20,34 +25,38 @@ from typing import Final, Protocol
 import torch
 
 from tiercache.errors import UnsupportedModelError
-from tiercache.integrations.transformers.runner import TailMode
+from tiercache.integrations.transformers.lengths import TailMode
 
 SECONDS: Final = 20.0
 """Seconds that longer prompts may take by default."""
 BEFORE: Final = 5
-"""Tokens before a named length at which a prefill is cut."""
+"""Distance in tokens from a cut to the named length after the cut."""
 BEYOND: Final = 7
-"""Tokens after a named length up to which that prefill continues."""
-LEAST: Final = 24
-"""Tokens of the shortest prompt that shows anything."""
+"""Number of tokens by which a prefill goes beyond a named length."""
+MIN_TOKENS: Final = 24
+"""Minimum number of tokens of a prompt; a check of fewer tokens would mean little."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """The result of prompts longer than the usual ones.
-
-    `limit` is the number of tokens of the longest sequence that is restored and kept; None for no limit. `why` says what bounds it.
-    `lengths` maps the lengths that the configuration names, such as `sliding_window 4096`, to what was found about each. `tokens` is the
-    length of the longest prompt that was run, `seconds` the time that all took.
-    """
+    """The result of a search with prompts that are longer than usual."""
 
     limit: int | None = None
+    """Tokens of the longest sequence that is restored and kept; None for no limit."""
     why: str = ""
+    """The reason for the limit."""
     tokens: int = 0
+    """Length of the longest prompt that was run."""
     lengths: Mapping[str, str] = field(default_factory=dict)
+    """The finding at each length that the configuration names.
+
+    A key is the name and the length, such as `sliding_window 4096`; its value is the finding, such as
+    `crossed`.
+    """
     seconds: float = 0.0
+    """Time of all prompts."""
 
 
 UNBOUNDED: Final = Reach()
@@ -64,8 +73,9 @@ class Prompt(Protocol):
 class Explorer:
     """One search for the reach of a model.
 
-    `make(tokens, first_position)` gives a prompt. `checked` is the prompt length that all checks were made with, `usual` the length that
-    they are meant for, and `lengths` are the named lengths, all in tokens. The search takes about `seconds` at most.
+    All lengths are in tokens. `make(tokens, first_position)` returns a prompt. `usual` is the length with
+    which a `Trial` begins. `checked` is the length at which a `Trial` passed; it is smaller than `usual` if
+    only shorter prompts passed. `lengths` are the named lengths. The search takes about `seconds` at most.
 
     Thread safety: one owner thread.
     """
@@ -79,29 +89,44 @@ class Explorer:
         lengths: Mapping[str, int],
         seconds: float = SECONDS,
     ) -> None:
-        self._make, self._mode, self._checked, self._usual, self._lengths = make, mode, checked, usual, lengths
+        self._make, self._mode, self._checked, self._usual, self._lengths = (
+            make,
+            mode,
+            checked,
+            usual,
+            lengths,
+        )
         self._seconds = seconds
         self._done: dict[str, str] = {}
         self._began = time.monotonic()
-        self._last = (usual, 0.0)
-        self._proven = 0
+        self._last = (usual, 0.0)  # the longest prompt so far: its tokens, and the seconds that it took
+        self._passed = 0  # tokens of the longest prompt that passed
 
     def explore(self, positions: int | None) -> Reach:
-        """Try the named lengths and the doublings between them, ascending, up to the first that fails or cannot be reached.
+        """Try the named lengths and the doubled lengths between them, ascending, up to the first failure.
+
+        A named length that cannot be tried in the time that is left counts as a failure.
 
         `positions` is the number of positions of the model; None for a model without a limit.
         """
         end = positions or 1 << 62
         named = set(self._lengths.values())
-        steps = sorted({*named, self._checked, self._usual, *self._doublings(min(max(named, default=0), end))})
+        steps = sorted(
+            {*named, self._checked, self._usual, *self._doublings(min(max(named, default=0), end))}
+        )
         why = ""
         for length in steps:
-            if why := self._cross(length, end) if length in named else self._double(length):
-                _log.warning("sequences of more than %d tokens are computed without the cache: %s", self._proven, why)
+            why = self._cross(length, end) if length in named else self._double(length)
+            if why:
+                _log.warning(
+                    "sequences of more than %d tokens are computed without the cache: %s", self._passed, why
+                )
                 break
         for name, length in self._lengths.items():
-            self._done.setdefault(f"{name} {length}", "not tried, after what came before it")
-        return Reach(self._proven if why else None, why, self._last[0], self._done, time.monotonic() - self._began)
+            self._done.setdefault(f"{name} {length}", "not tried, because the search ended below it")
+        return Reach(
+            self._passed if why else None, why, self._last[0], self._done, time.monotonic() - self._began
+        )
 
     def _doublings(self, top: int) -> Iterator[int]:
         """Yield the usual length doubled, and doubled again, while it is below `top`."""
@@ -111,16 +136,28 @@ class Explorer:
             length *= 2
 
     def _cross(self, length: int, end: int) -> str:
-        """Return why sequences that grow past a named length, a little and to twice it, cannot be continued; empty if they can."""
+        """Return why sequences that grow past a named length cannot be continued; empty if they can.
+
+        The sequences grow to a little more than the length, and to twice the length.
+        """
         names = [f"{name} {at}" for name, at in self._lengths.items() if at == length]
         fault: str | None = ""
         below, above = max(1, length - BEFORE), length + max(1, length // 2)
-        # Sparse attention shows at a cut after the length: a prefix fed by itself keeps more than the same tokens in a whole prompt.
-        for tokens, cuts in ((length + BEYOND, (below,)), (2 * length + BEYOND, (below, above)), (2 * length + BEYOND, (above,))):
+        # 0 ........... length ....... 1.5 * length ........ 2 * length
+        # |------- cut ----|-> BEYOND
+        # |------- cut --------------------- cut ---------------|-> BEYOND
+        # |--------------------------------- cut ---------------|-> BEYOND
+        # The cut beyond the length reveals sparse attention: a prefix that is fed alone keeps the KV of more
+        # tokens than the same prefix keeps at the beginning of a longer prompt.
+        for tokens, cuts in (
+            (length + BEYOND, (below,)),
+            (2 * length + BEYOND, (below, above)),
+            (2 * length + BEYOND, (above,)),
+        ):
             if fault == "":
-                fed = min(max(tokens, LEAST), end)
+                fed = min(max(tokens, MIN_TOKENS), end)
                 fault = self._try(fed, tuple(cut for cut in cuts if cut < fed) or (below,))
-        if fault is None:
+        if fault is None:  # not enough time or memory: run a short prompt at the positions around the length
             fault = self._run(self._checked, (self._checked // 2,), max(0, length - self._checked // 2))
             if fault == "" and all("position" in name for name in names):
                 self._done |= dict.fromkeys(names, "crossed by positions alone")
@@ -129,20 +166,30 @@ class Explorer:
         if not fault:
             self._done |= dict.fromkeys(names, "crossed")
             return ""
-        if length >= LEAST and self._try(length, (min(self._proven or length // 2, length - BEFORE - 1), length - BEFORE)) == "":
-            self._proven = length
+        # The length itself may still be the limit: try a sequence of exactly this length.
+        middle = min(self._passed or length // 2, length - BEFORE - 1)
+        if length >= MIN_TOKENS and self._try(length, (middle, length - BEFORE)) == "":
+            self._passed = length
         self._done |= dict.fromkeys(names, fault)
         return f"{', '.join(names)}: {fault}"
 
     def _double(self, tokens: int) -> str:
-        """Return why a prompt of a length without a name cannot be continued; empty if it can, or if the length cannot be reached."""
+        """Return why a prompt of this length, which is no named length, cannot be continued; empty if it can.
+
+        The result is empty too if the length cannot be reached in time.
+        """
         fault = "" if tokens == self._checked else self._try(tokens, (tokens // 2, tokens - BEYOND))
         if fault == "":
-            self._proven = max(self._proven, tokens)
-        return fault or ""  # a length that cannot be reached is reported by the named length above it
+            self._passed = max(self._passed, tokens)
+        # If time ran out (None), the next named length, which is longer, will run out of time too. The search
+        # ends there with a reason, so this prompt need not give one.
+        return fault or ""
 
     def _try(self, tokens: int, cuts: tuple[int, ...]) -> str | None:
-        """Return why a cut makes a difference, empty if it makes none; None if there is not enough time or memory to find out."""
+        """Return why a cut makes a difference; empty if it makes none.
+
+        Returns None if there is not enough time or memory to find out.
+        """
         begun, (last, seconds) = time.monotonic(), self._last
         # At worst, time grows with the square of the length.
         if begun - self._began + seconds * max(1.0, tokens / last) ** 2 > self._seconds:

@@ -1,4 +1,4 @@
-"""Serves one request of the reference worker, from the restore of its prompt to the last commit of its answer."""
+"""One request of the reference worker, from the restore of its prompt to the last commit."""
 
 from __future__ import annotations
 
@@ -24,36 +24,64 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 DECODE_SNAPSHOTS: Final = 2
-"""State slots between which decoding alternates, so that the newest complete snapshot survives while the next is taken."""
+"""Number of state slots that decoding uses in turn.
+
+With two, the newest complete snapshot survives while the next one is taken.
+"""
 COPY_SECONDS: Final = 1.0
-"""Seconds that a request waits at most for slots that copies of the previous request to the host still hold."""
+"""Maximum seconds to wait for free slots.
+
+The slots of the previous request become free when their content has been copied to the host.
+"""
 CHECKPOINTS: Final = 3
-"""State slots for one prefill: branch point, prompt end, and a prompt that ends on a page boundary. Rules may ask for more."""
+"""Number of state slots for the checkpoints of one prefill.
+
+One is for the place where the prompt leaves a known path, one for the last page boundary before the prompt's
+end, and one for the end itself if the end is a page boundary. The checkpoint rules may ask for more states.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
     """The result of one request.
 
-    `tokens` are prompt and answer; `bounds` is the depth after every forward pass; `states` are the depths at which states were committed.
-    Depths and `restored` are in tokens. Times are in seconds: `restore_seconds` until the cache was filled, `ttft_seconds` until the first
-    logits `[vocab]` were there (on a device: by its own clock, and after waiting for it). `anew` is the bound whose forward pass began with
-    an empty cache, because the answer grew beyond the worker's limit; 0 if there was none.
+    Depths are in tokens. Times are in seconds from the start of the request.
     """
 
     prompt_tokens: int
     tokens: npt.NDArray[np.int64]
+    """The prompt and the answer."""
     first_logits: torch.Tensor
+    """Logits `[vocab]` after the prompt, from which the first new token was chosen."""
     restored: int
+    """Depth up to which the prompt was restored."""
     sources: Sources
     reason: Reason
     bounds: tuple[int, ...]
+    """Depth at the end of every forward pass."""
     states: tuple[int, ...]
+    """Depths at which states were committed."""
     restore_seconds: float
+    """Time until the cache is filled with the restored pages and state.
+
+    It is computed backwards: `ttft_seconds` minus the time from the filled cache to the first logits. On CUDA
+    the device's clock measures the time that is subtracted.
+    """
     ttft_seconds: float
+    """Time until the first logits are computed. On CUDA, this includes all work that was queued before."""
     cache: DynamicCache = field(repr=False)
+    """The cache at the end of the request.
+
+    If the sequence was recomputed (see `anew`), this is the new cache; with `audit` it is still the old
+    cache, which holds the restored pages.
+    """
     restored_state: Mapping[tuple[int, str], torch.Tensor] = field(repr=False, default_factory=dict)
+    """Copy of the restored state by (layer, name), for `Audit`; empty without `audit`."""
     anew: int = 0
+    """Number of tokens of the sequence when all of them were recomputed with an empty cache; 0 if never.
+
+    A sequence is recomputed when the answer grows beyond the worker's limit.
+    """
 
     @property
     def answer(self) -> npt.NDArray[np.int64]:
@@ -67,15 +95,22 @@ class Generation:
 
 
 class Request:
-    """One call of `Worker.serve`: the live cache and what has been committed of it.
+    """One call of `Worker.serve`, with its live cache and the progress of its commits.
 
-    Without an admission nothing is restored or committed; `reason` says why. Times count from `started` (`time.perf_counter` seconds).
+    Without an admission nothing is restored or committed, and the generation's `reason` is the argument
+    `reason`. Times count from `started` (`time.perf_counter` seconds).
 
     Thread safety: one owner thread.
     """
 
     def __init__(
-        self, worker: Worker, admission: Admission | None, prompt: TokenArray, audit: bool, started: float, reason: Reason = Reason.BUSY
+        self,
+        worker: Worker,
+        admission: Admission | None,
+        prompt: TokenArray,
+        audit: bool,
+        started: float,
+        reason: Reason = Reason.BUSY,
     ) -> None:
         self._worker = worker
         self._runner = worker.runner
@@ -91,22 +126,25 @@ class Request:
         self._restored_state: dict[tuple[int, str], torch.Tensor] = {}
         self._bounds: list[int] = []
         self._states: list[int] = []
+        # _exported: the number of tokens whose pages are in the admission's slots
         self._cache, self._exported = self._restore()
         self._restored = self._exported
         self._filled = worker.stream.mark()
 
     @property
     def admission(self) -> Admission | None:
-        """The admission that the controller gave; None once the request continues without the cache."""
+        """The admission that the controller gave; None if the request runs without the cache."""
         return self._admission
 
     def run(self, new_tokens: int, stop: frozenset[int]) -> Generation:
-        """Compute the prompt and decode up to `new_tokens` tokens; end early after a token of `stop`."""
+        """Compute the prompt and decode up to `new_tokens` tokens; end early after a token in `stop`."""
         cuts = self._cuts()
-        logits = first = self._runner.prefill(self._cache, self._prompt, self._restored, cuts, self._hand_over)
+        logits = first = self._runner.prefill(
+            self._cache, self._prompt, self._restored, cuts, self._hand_over
+        )
         self._bounds += [*(c for c in cuts if c < len(self._prompt)), len(self._prompt)]
         computed = self._worker.stream.mark()
-        self._worker.stream.synchronize()  # without this, the time would be that of queueing the work
+        self._worker.stream.synchronize()  # without this, only the queueing of the work would be measured
         ttft = time.perf_counter() - self._started
         self._decode(logits, new_tokens, stop)
         return Generation(
@@ -126,7 +164,10 @@ class Request:
         )
 
     def _cuts(self) -> tuple[int, ...]:
-        """Return the depths at which to cut the prefill; only the deepest ones if rules ask for more states than there are slots."""
+        """Return the depths at which to cut the prefill.
+
+        If the checkpoint rules ask for more states than there are slots, only the deepest cuts are returned.
+        """
         if self._admission is None:
             return ()
         cuts = self._admission.checkpoints
@@ -139,7 +180,7 @@ class Request:
         return cuts
 
     def _restore(self) -> tuple[DynamicCache, int]:
-        """Return the cache to continue from, and how many tokens it holds."""
+        """Return the cache from which to continue, and the number of tokens that it holds."""
         while self._admission is not None and (depth := self._settled_depth()):
             pages = self._admission.pages[PoolName.KV][: depth // self._runner.page_size]
             state = self._admission.restored_states.get(PoolName.MAMBA)
@@ -148,7 +189,9 @@ class Request:
                 cache = self._runner.restore(self._worker.tensors, pages, state, wait_layer=wait_layer)
             except TransferError as error:
                 _log.warning("a layer could not be loaded: %s", error)
-                self._worker.controller.tick(wait=0.01)  # once the load has ended, the next poll tells what can still be restored
+                # The next call of `_settled_depth` waits for the rest of the failed load, and returns the
+                # depth that can still be restored.
+                self._worker.controller.tick(wait=0.01)
                 continue
             if self._audit:
                 self._keep_state(cache)
@@ -156,9 +199,10 @@ class Request:
         return self._runner.new_cache(), 0
 
     def _settled_depth(self) -> int:
-        """Wait for the admission and return the depth to restore, in tokens.
+        """Wait until the admission is ready, and return the depth to restore, in tokens.
 
-        After a failed load there may be too few slots to compute in; then the request continues without the cache, and 0 is returned.
+        After a failed load, the request may have too few slots for the tokens that it now has to compute. In
+        that case it runs without the cache, and the result is 0.
         """
         assert self._admission is not None
         deadline = time.monotonic() + COPY_SECONDS
@@ -172,24 +216,34 @@ class Request:
                     return 0
 
     def _keep_state(self, cache: DynamicCache) -> None:
-        """Copy the restored state for the audit from the tensors that the next forward reads, before that forward writes to them.
+        """Copy the restored state for the audit, before the next forward overwrites it.
 
-        The time of the copy is taken off the measured time.
+        The copy takes time. The start of the request is moved by that time, so that the figures of the
+        request leave the copy out.
         """
         self._worker.stream.synchronize()
         began = time.perf_counter()
         layout = self._runner.layout
-        self._restored_state = {(t.layer, t.name): layout.tensor_of(cache, t.layer, t.name)[0].clone() for t in layout.state_tensors()}
+        self._restored_state = {
+            (t.layer, t.name): layout.tensor_of(cache, t.layer, t.name)[0].clone()
+            for t in layout.state_tensors()
+        }
         self._worker.stream.synchronize()
         self._started += time.perf_counter() - began
 
     def _hand_over(self, depth: int) -> None:
-        """Commit pages and a state of the prefill, which has reached a checkpoint; nothing if `depth` is not on a page boundary."""
+        """Commit the pages up to a checkpoint that the prefill has reached, and the state at the checkpoint.
+
+        Does nothing if `depth` is not on a page boundary.
+        """
         if self._admission is not None and depth % self._runner.page_size == 0:
             self._commit(depth, self._snapshot())
 
     def _decode(self, logits: torch.Tensor, new_tokens: int, stop: frozenset[int]) -> None:
-        """Decode greedily; save the state at each page boundary to one of two slots in turn, and commit the newest at the end."""
+        """Decode greedily, take a snapshot of the state at each page boundary, and commit the newest one.
+
+        Snapshots use two slots of each state pool in turn.
+        """
         slots = [self._take() for _ in range(DECODE_SNAPSHOTS)]
         newest: tuple[int, Mapping[PoolName, int]] | None = None
         for count in range(new_tokens):
@@ -203,6 +257,11 @@ class Request:
             else:
                 logits = self._runner.forward(self._cache, [token], len(self._tokens) - 1)
             self._bounds.append(len(self._tokens))
+            # The slots are used in turn. slots[0] is the one for the next snapshot; slots[1] holds the newest
+            # one, so that the newest snapshot is never overwritten:
+            #
+            #     page boundary of the answer     1   2   3   4
+            #     slot that takes the snapshot    a   b   a   b
             if len(self._tokens) % self._runner.page_size == 0 and not self._beyond:
                 newest = (len(self._tokens), slots[0])
                 self._export_state(slots[0])
@@ -212,14 +271,14 @@ class Request:
 
     @property
     def _beyond(self) -> bool:
-        """Whether the live cache holds more tokens than may be kept."""
+        """Whether the live cache holds more tokens than a stored cache may have."""
         return self._limit is not None and self._runner.layout.length(self._cache) > self._limit
 
     def _commit_end(self, newest: tuple[int, Mapping[PoolName, int]] | None) -> None:
-        """Commit everything that the cache holds, with the newest snapshot, if there is one and the rules keep it."""
+        """Commit everything that the cache holds, and the newest snapshot if the rules keep it."""
         if self._admission is None:
             return
-        # The last token was never fed, so the cache holds one token less than the sequence.
+        # The last token was never fed to the model, so the cache holds one token less than the sequence.
         held = self._runner.layout.length(self._cache)
         if not self._admission.keeps_end:
             newest = None
@@ -228,7 +287,8 @@ class Request:
     def _compute_anew(self) -> torch.Tensor:
         """Feed all tokens to an empty cache and return the logits after the last one.
 
-        Beyond the limit the model may compute cached values differently, so this gives what a server without a cache would compute.
+        Beyond the limit, the model may compute other values than those in the cache for the same tokens. With
+        an empty cache, the logits are those of a server without a cache.
         """
         self._restored_cache = self._cache if self._audit else None
         self._cache = self._runner.new_cache()
@@ -241,7 +301,10 @@ class Request:
         return slots
 
     def _take(self) -> Mapping[PoolName, int]:
-        """Take a slot per state pool for one state; return none if slots are short, so that there is no state at that depth."""
+        """Take one slot of each state pool for a state.
+
+        If too few slots are free, or there is no admission, the result is empty and no state is kept.
+        """
         try:
             return self._admission.take_states() if self._admission is not None else {}
         except PoolFullError as error:
@@ -253,18 +316,28 @@ class Request:
             self._runner.export_state(self._cache, self._worker.tensors, slot)
 
     def _commit(self, depth: int, slots: Mapping[PoolName, int], at: int | None = None) -> None:
-        """Commit the first `depth` tokens and, if there are `slots`, the state in them at depth `at` (default: `depth`).
+        """Commit the first `depth` tokens and, if there are `slots`, the state in them.
 
-        Raises ConfigError if the model is no longer the one under whose identity this would be stored.
+        The state is at depth `at` (default: `depth`).
+
+        Raises ConfigError if the model or a numeric setting has changed, so that nothing is stored under the
+        identity of the model before the change.
         """
         assert self._admission is not None
         self._worker.watch.check()
+        # pages   0 .................. first ................ last
+        #         |<- already exported ->|<- exported now ->|
         page_size = self._runner.page_size
         first, last = self._exported // page_size, depth // page_size
         if last > first:
-            self._runner.export_pages(self._cache, self._worker.tensors, first, self._admission.pages[PoolName.KV][first:last])
+            self._runner.export_pages(
+                self._cache, self._worker.tensors, first, self._admission.pages[PoolName.KV][first:last]
+            )
             self._exported = last * page_size
         states = {depth if at is None else at: slots} if slots else {}
-        # All work that writes these slots is queued by now; the fence makes copies to the host begin after it.
-        self._worker.controller.commit(self._admission, as_tokens(self._tokens[:depth]), states, fence=self._worker.stream.fence())
+        # All work that writes these slots is queued by now. The fence delays the copies to the host until
+        # that work is over.
+        self._worker.controller.commit(
+            self._admission, as_tokens(self._tokens[:depth]), states, fence=self._worker.stream.fence()
+        )
         self._states += states

@@ -1,9 +1,11 @@
-"""Runs a Hugging Face model in chunks, and moves its cache to and from slots of device pools; does not depend on the controller."""
+"""Runner of a Hugging Face model, chunk by chunk, with copies of its cache to and from device pools.
+
+This module does not depend on the controller.
+"""
 
 from __future__ import annotations
 
 import copy
-import enum
 import inspect
 import itertools
 import logging
@@ -21,24 +23,18 @@ from tiercache.errors import InputError, TierCacheError, TokenError, Unsupported
 from tiercache.integrations.transformers import device
 from tiercache.integrations.transformers.device import PoolTensors, Slots
 from tiercache.integrations.transformers.layout import CacheLayout, inspect_cache
-from tiercache.integrations.transformers.lengths import positions_of
+from tiercache.integrations.transformers.lengths import TailMode, positions_of
 from tiercache.integrations.transformers.stream import to_device
 
 TINY: Final = 16
-"""Tokens of the forward that shows the layout: more than any convolution kernel keeps, so that all tensors have their usual size."""
+"""Tokens of the forward pass after which the layout of the cache is read.
+
+These are more tokens than any convolution keeps, so all tensors have their usual size after the pass.
+"""
 
 
-class TailMode(enum.StrEnum):
-    """The way in which tokens are fed once the cache is not empty."""
-
-    CHUNK = "chunk"
-    """Any number of tokens per forward."""
-    TOKEN = "token"  # noqa: S105  (a mode of feeding)
-    """One token per forward, for models that drop their recurrent state when they are given more."""
-
-
-def nowhere(layer: int) -> None:
-    """Return at once: a `wait_layer` for pools that are already filled."""
+def no_wait(layer: int) -> None:
+    """Do nothing: a `wait_layer` for pools that are filled already."""
 
 
 def no_cut(depth: int) -> None:
@@ -46,28 +42,34 @@ def no_cut(depth: int) -> None:
 
 
 class ModelRunner:
-    """Runs one model on sequences of batch size 1, from token ids to logits; sampling is left to the caller.
+    """Runner of one model at batch size 1, from token ids to logits; the caller chooses the next token.
 
-    Two runs that make the same calls on equal caches return equal bits, on one device and with one number of threads (on CUDA: with
-    deterministic kernels, see `stream.compute_repeatably`). In CHUNK mode the positions of all cuts are part of "the same calls"; in
-    TOKEN mode only the end of the first chunk is.
-    Construction raises UnsupportedModelError if the cache could not be saved and restored exactly; `probe.load` also checks that by
-    running the model. A cache belongs to one sequence.
+    Two runs that make the same calls on equal caches return equal bits, on one device and with one number of
+    threads (on CUDA: with deterministic kernels, see `stream.compute_repeatably`). In CHUNK mode, the bits
+    depend on the depths of all cuts. In TOKEN mode, they depend only on the depth at which the first chunk
+    ends. A cache belongs to one sequence.
+
+    Construction reads the layout of the cache, and raises UnsupportedModelError if a cache with this layout
+    could not be saved and restored exactly. `probe.load` also checks this by running the model.
 
     Thread safety: one owner thread.
     """
 
-    def __init__(self, model: PreTrainedModel, page_size: int, *, tail_mode: TailMode = TailMode.CHUNK) -> None:
+    def __init__(
+        self, model: PreTrainedModel, page_size: int, *, tail_mode: TailMode = TailMode.CHUNK
+    ) -> None:
         if page_size < 1:
-            raise InputError(f"page size {page_size} is not possible; use a positive number of tokens, such as 64")
+            raise InputError(
+                f"page size {page_size} is not possible; use a positive number of tokens, such as 64"
+            )
         self.model: Any = model
-        self.model.train(False)  # with dropout every run would give other bits
+        self.model.train(False)  # dropout would make every run return different bits
         self.page_size = page_size
         self.tail_mode = tail_mode
         self.first_position = 0
-        """The position of a sequence's first token: 0, except in the probe."""
+        """Position of a sequence's first token; only the probe sets another number than 0."""
         self.positions = positions_of(model.config)
-        """Tokens that a sequence can have at most; None for a model without a limit."""
+        """Maximum number of tokens of a sequence; None for a model without a limit."""
         self._takes = _parameters(model)
         self._vocab_size = _vocabulary(model)
         self._layout = self._inspect()
@@ -85,7 +87,7 @@ class ModelRunner:
 
     @property
     def vocab_size(self) -> int:
-        """Number of token ids, which go from 0 to this minus 1."""
+        """Number of token ids; the ids are 0 to `vocab_size` - 1."""
         return self._vocab_size
 
     def new_cache(self) -> DynamicCache:
@@ -93,45 +95,67 @@ class ModelRunner:
         return DynamicCache(config=self.model.config)
 
     def forward(self, cache: DynamicCache, tokens: Any, start: int) -> torch.Tensor:
-        """Feed the sequence's tokens from position `start` on and return the logits after the last one; see `logits`.
+        """Feed the sequence's tokens from position `start` on; return the logits after the last one.
 
-        `start` is the number of tokens that `cache` holds. The logits are `[vocab]` float32 on the model's device.
+        See `logits` for the errors.
+
+        `start` is the number of tokens that `cache` holds. The logits are `[vocab]` float32 on the model's
+        device.
         """
         return self.logits(cache, tokens, start, keep=1)[0]
 
     def logits(self, cache: DynamicCache, tokens: Any, start: int, *, keep: int) -> torch.Tensor:
         """Feed `tokens` and return the logits after each of the last `keep` of them, `[keep, vocab]` float32.
 
-        `tokens` is a one-dimensional array, tensor or list of ids; at least one. Raises TokenError, and changes nothing, for ids outside
-        the vocabulary and for a `start` that is not the cache's length.
+        `tokens` is a one-dimensional array, tensor or list of one id or more. Raises TokenError, and changes
+        nothing, for ids outside the vocabulary and for a `start` that is not the cache's length.
         """
         ids = self._ids(tokens)
         if not 1 <= keep <= len(ids):
-            raise TokenError(f"{keep} rows of logits were asked for, of {len(ids)} tokens; feed at least one token")
+            raise TokenError(
+                f"{keep} rows of logits were asked for, of {len(ids)} tokens; feed at least one token"
+            )
         if start != (held := self._layout.length(cache)):
-            raise TokenError(f"the cache holds {held} tokens, so the next position is {held}, not {start}; pass start={held}")
+            raise TokenError(
+                f"the cache holds {held} tokens, so the next position is {held}, not {start}; pass"
+                f" start={held}"
+            )
         if self.tail_mode is TailMode.CHUNK or start == 0 or len(ids) == 1:
             return self._step(cache, ids, start, keep)
         rows = [self._step(cache, ids[n : n + 1], start + n, 1) for n in range(len(ids))]
         return torch.cat(rows[-keep:])
 
     def prefill(
-        self, cache: DynamicCache, tokens: Any, start: int = 0, cuts: Sequence[int] = (), on_cut: Callable[[int], None] = no_cut
+        self,
+        cache: DynamicCache,
+        tokens: Any,
+        start: int = 0,
+        cuts: Sequence[int] = (),
+        on_cut: Callable[[int], None] = no_cut,
     ) -> torch.Tensor:
-        """Feed `tokens[start:]` of the *whole* sequence `tokens` in chunks that end at `cuts` and at the end; return the last logits.
+        """Feed `tokens[start:]` in chunks that end at `cuts` and at the last token; return the last logits.
 
-        `cuts` are depths in tokens, ascending. `on_cut(depth)` is called when the cache holds exactly `depth` tokens, also for a cut at
-        the end of the tokens. In TOKEN mode any cuts are allowed: the first chunk of an empty cache is fed at once and everything after
-        it token by token, so that only the first cut affects the result.
-        The logits are those of the last position, `[vocab]` float32. Raises TokenError for cuts outside `(start, len(tokens)]` or out of
-        order, and if `start` leaves no token to feed.
+        `tokens` is the *whole* sequence. `cuts` are depths in tokens, ascending. `on_cut(depth)` is called
+        when the cache holds exactly `depth` tokens, also for a cut at the end of the tokens. In TOKEN mode,
+        the first chunk of an empty cache is fed at once and all later tokens one by one, so only the first
+        cut affects the result. The logits are those of the last position, `[vocab]` float32. Raises
+        TokenError for cuts outside `(start, len(tokens)]` or out of order, and if `start` leaves no token to
+        feed.
         """
-        ids = self.checked(tokens)  # kept on the host: each chunk is copied to the device by itself, and no id is ever read back
+        # The ids stay on the host; each chunk is copied to the device, and no id is ever copied back.
+        ids = self.checked(tokens)
         if not start < len(ids):
-            raise TokenError(f"{len(ids)} tokens leave nothing to compute from position {start}; restore at most all but the last token")
+            raise TokenError(
+                f"{len(ids)} tokens leave nothing to compute from position {start}; restore less, so that at"
+                " least the last token is computed"
+            )
+        # bounds: start < cuts[0] < ... < len(ids); each neighbouring pair is one chunk.
         bounds = [start, *cuts]
         if any(a >= b for a, b in itertools.pairwise(bounds)) or bounds[-1] > len(ids):
-            raise TokenError(f"cuts {list(cuts)} must ascend within ({start}, {len(ids)}]; leave out what is already cached")
+            raise TokenError(
+                f"cuts {list(cuts)} must ascend within ({start}, {len(ids)}]; leave out what is already"
+                " cached"
+            )
         logits = torch.empty(0)
         if bounds[-1] < len(ids):
             bounds.append(len(ids))
@@ -146,27 +170,38 @@ class ModelRunner:
         return device.allocate_pools(self._layout, page_slots, state_slots)
 
     def export_pages(self, cache: DynamicCache, pool: PoolTensors, first_page: int, slots: Slots) -> None:
-        """Copy `len(slots)` pages of the cache, from page `first_page` on, into `slots`; see `device.export_pages`."""
+        """Copy `len(slots)` pages of the cache, from page `first_page` on; see `device.export_pages`."""
         device.export_pages(cache, pool, first_page, slots)
 
     def export_state(self, cache: DynamicCache, pool: PoolTensors, slot: int) -> None:
-        """Copy the cache's state, which belongs to exactly its present length, into `slot`."""
+        """Copy the recurrent state into `slot`; the state stands for exactly the tokens in the cache now."""
         device.export_state(cache, pool, slot)
 
     def restore(
-        self, pool: PoolTensors, page_slots: Slots, state_slot: int | None, *, wait_layer: Callable[[int], None] = nowhere
+        self,
+        pool: PoolTensors,
+        page_slots: Slots,
+        state_slot: int | None,
+        *,
+        wait_layer: Callable[[int], None] = no_wait,
     ) -> DynamicCache:
         """Return a new cache filled from slots; see `device.fill`.
 
-        The next forward gives bitwise what it would have given on the cache that was exported.
+        The next forward gives the same bits with this cache as with the exported one.
         """
         return device.fill(self.new_cache(), pool, page_slots, state_slot, wait_layer)
 
     def checked(self, tokens: Any) -> TokenArray:
-        """Return token ids (array, tensor or list) as an array. Raises TokenError if one of them is outside the vocabulary."""
+        """Return token ids (array, tensor or list) as an array.
+
+        Raises TokenError if one of them is outside the vocabulary.
+        """
         ids = as_tokens(tokens.cpu().numpy() if isinstance(tokens, torch.Tensor) else tokens)
         if len(ids) and int(ids.max()) >= self.vocab_size:
-            raise TokenError(f"token id {int(ids.max())} is outside the model's vocabulary of {self.vocab_size}; use its own tokenizer")
+            raise TokenError(
+                f"token id {int(ids.max())} is outside the model's vocabulary of {self.vocab_size}; use its"
+                " own tokenizer"
+            )
         return ids
 
     def _ids(self, tokens: Any) -> torch.Tensor:
@@ -178,27 +213,44 @@ class ModelRunner:
 
     def _logits(self, out: Any, keep: int) -> torch.Tensor:
         logits = getattr(out, "logits", None)
-        if not isinstance(logits, torch.Tensor) or logits.dim() != 3 or logits.shape[0] != 1 or logits.shape[1] < keep:
-            raise UnsupportedModelError(f"{self._name} returns no logits [1, tokens, vocabulary]; load the causal language model")
+        if (
+            not isinstance(logits, torch.Tensor)
+            or logits.dim() != 3
+            or logits.shape[0] != 1
+            or logits.shape[1] < keep
+        ):
+            raise UnsupportedModelError(
+                f"{self._name} returns no logits [1, tokens, vocabulary]; load the causal language model"
+            )
         return logits[0, -keep:].float()
 
     def _call(self, cache: DynamicCache, ids: torch.Tensor, start: int, keep: int) -> Any:
         end = start + len(ids)
         if self.positions is not None and end > self.positions:
-            raise TokenError(f"{end} tokens are more than the {self.positions} positions of {self._name}; use a shorter sequence")
+            raise TokenError(
+                f"{end} tokens are more than the {self.positions} positions of {self._name}; use a shorter"
+                " sequence"
+            )
         arguments: dict[str, Any] = {"past_key_values": cache, "use_cache": True}
-        # Without explicit positions, some models number every chunk from 0.
+        # Without explicit positions, some models number the tokens of every chunk from 0.
         arguments["position_ids"] = torch.arange(start, end, device=ids.device)[None] + self.first_position
         return self._run(ids, keep, arguments)
 
     def without_cache(self, tokens: Any, keep: int) -> torch.Tensor:
-        """Run the model without a cache or positions; return the logits after each of the last `keep` tokens, `[keep, vocab]` float32."""
-        return self._logits(self._run(self._ids(tokens), keep, {"use_cache": False} if "use_cache" in self._takes else {}), keep)
+        """Run the model without a cache or positions; return the logits after each of the last `keep` tokens.
+
+        The logits have shape `[keep, vocab]` and are float32.
+        """
+        return self._logits(
+            self._run(self._ids(tokens), keep, {"use_cache": False} if "use_cache" in self._takes else {}),
+            keep,
+        )
 
     def _run(self, ids: torch.Tensor, keep: int, arguments: dict[str, Any]) -> Any:
         """Call the model and return its output.
 
-        Whatever the model raises becomes UnsupportedModelError, but torch.OutOfMemoryError and errors of tiercache are passed on.
+        Every exception of the model becomes UnsupportedModelError, except torch.OutOfMemoryError and errors
+        of tiercache, which are passed on.
         """
         if "logits_to_keep" in self._takes:
             arguments["logits_to_keep"] = keep
@@ -211,7 +263,9 @@ class ModelRunner:
                 raise
             except Exception as error:
                 over = "over a DynamicCache" if "past_key_values" in arguments else "without a cache"
-                raise UnsupportedModelError(f"{self._name} cannot run {over}, fed {len(ids)} tokens: {first_line(error)}") from error
+                raise UnsupportedModelError(
+                    f"{self._name} cannot run {over}, fed {len(ids)} tokens: {first_line(error)}"
+                ) from error
 
     @property
     def _name(self) -> str:
@@ -221,23 +275,33 @@ class ModelRunner:
         for name in ("input_ids", "past_key_values", "position_ids"):
             if name not in self._takes:
                 raise UnsupportedModelError(
-                    f"{type(self.model).__name__}.forward takes no {name}, so its cache cannot be handed to it and continued at a given "
-                    "position; only decoders over a DynamicCache are served"
+                    f"{type(self.model).__name__}.forward takes no {name}, so its cache cannot be handed to"
+                    " it and continued at a given position; only decoders over a DynamicCache are served"
                 )
         if self.positions is not None and self.positions < TINY:
-            raise UnsupportedModelError(f"{self._name} has {self.positions} positions; at least {TINY} are needed to look at its cache")
+            raise UnsupportedModelError(
+                f"{self._name} has {self.positions} positions; at least {TINY} are needed to inspect its"
+                " cache"
+            )
         try:
             cache = self.new_cache()
-        except Exception as error:  # DynamicCache reads attributes that another kind of configuration may lack
-            raise UnsupportedModelError(f"{self._name} cannot have a DynamicCache: {first_line(error)}") from error
+        # DynamicCache reads attributes that another kind of configuration may lack.
+        except Exception as error:
+            raise UnsupportedModelError(
+                f"{self._name} cannot have a DynamicCache: {first_line(error)}"
+            ) from error
         ids = torch.arange(TINY, device=self.model.device) % self.vocab_size
         out = self._call(cache, ids, 0, 1)
         if getattr(out, "past_key_values", None) is not cache:
             raise UnsupportedModelError(
-                f"{type(self.model).__name__} does not hand back the cache that it was given, so it keeps its past elsewhere"
+                f"{type(self.model).__name__} does not return the cache that it was given, so it keeps its"
+                " past elsewhere"
             )
         if getattr(out, "logits", None) is None:
-            raise UnsupportedModelError(f"{type(self.model).__name__} returns no logits; load the causal language model, not its backbone")
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} returns no logits; load the causal language model, not its"
+                " backbone"
+            )
         return inspect_cache(cache, self.page_size, TINY)
 
 
@@ -251,7 +315,9 @@ def _vocabulary(model: PreTrainedModel) -> int:
         embedding: Any = model.get_input_embeddings()
         return int(embedding.weight.shape[0])
     except (AttributeError, NotImplementedError, IndexError, TypeError) as error:
-        raise UnsupportedModelError(f"{type(model).__name__} has no embedding of tokens; load a causal language model") from error
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no embedding of tokens; load a causal language model"
+        ) from error
 
 
 def _parameters(model: PreTrainedModel) -> frozenset[str]:
@@ -260,7 +326,10 @@ def _parameters(model: PreTrainedModel) -> frozenset[str]:
 
 @contextmanager
 def _quiet(where: torch.device) -> Iterator[None]:
-    """Suppress the advice to install CUDA kernels while the model runs on a CPU, where they do not exist; on a GPU the advice is right."""
+    """Suppress the advice to install CUDA kernels while the model runs on a CPU.
+
+    These kernels do not exist for CPUs; on a GPU the advice is right.
+    """
     logger = logging.getLogger("transformers.integrations.hub_kernels")
     if where.type == "cpu":
         logger.addFilter(_not_a_fallback)

@@ -1,7 +1,8 @@
-"""The stream in which torch works, and how other streams and threads wait for it.
+"""Stream in which torch works, and ways for other streams and threads to wait for it.
 
-On a CPU, a torch call is over when it returns. On CUDA it is only queued, and without synchronisation three things go wrong: copies to the
-host start before the pages are written, loads arrive after the pages were read, and clocks stop before the work is done.
+On a CPU, a torch call has finished its work when it returns. On CUDA, the call has only queued its work.
+Without synchronisation three things would go wrong: copies to the host would start before the pages are
+written, loads would arrive after the pages were read, and clocks would stop before the work is done.
 """
 
 from __future__ import annotations
@@ -12,26 +13,29 @@ from typing import Any, Final, TypeAlias
 
 import torch
 
-from tiercache.controller.state import Fence
+from tiercache.controller.allocation import DeviceFence
 from tiercache.errors import ConfigError
 
 Mark: TypeAlias = Any
-"""A place in a stream, for measuring times: seconds of `time.perf_counter`, or a `torch.cuda.Event`."""
+"""Position in a stream, for measuring times: seconds of `time.perf_counter`, or a `torch.cuda.Event`."""
 
 _WORKSPACE: Final = ":4096:8"
-"""Workspace that cuBLAS must use for sums: if it chose one itself, it could add in another order from call to call."""
+"""Workspaces that cuBLAS must use: 8 of 4,096 KiB each.
+
+If cuBLAS chose its workspaces itself, it could add in a different order in each call.
+"""
 
 
 class TorchStream:
-    """The stream of a CPU, where no work is ever pending after a call; subclasses stand for other devices.
+    """Stream of a CPU, where no work is pending after a call; subclasses are for other devices.
 
     Thread safety: one owner thread, the one that computes.
     """
 
     handle: int | None = None
-    """CUDA's handle of the stream that must wait for a restored layer; None for the calling thread."""
+    """CUDA's handle of the stream that must wait for a restored layer; None if the calling thread waits."""
 
-    def fence(self) -> Fence | None:
+    def fence(self) -> DeviceFence | None:
         """Return a fence that is passed when all work queued so far is over; None if it is over already."""
         return None
 
@@ -39,7 +43,7 @@ class TorchStream:
         """Wait until all work queued so far is over."""
 
     def mark(self) -> Mark:
-        """Return a mark of where the stream is now."""
+        """Return a mark of the present position in the stream."""
         return time.perf_counter()
 
     def seconds(self, start: Mark, end: Mark) -> float:
@@ -58,8 +62,9 @@ class CudaStream(TorchStream):
         """CUDA's handle of the current stream; 0 is the default stream."""
         return int(self._current.cuda_stream)
 
-    def fence(self) -> Fence:  # noqa: D102
-        event: Fence = self._current.record_event()  # a new event each time: recording an event again would move a fence that is in use
+    def fence(self) -> DeviceFence:  # noqa: D102
+        # A new event each time: recording an event again would move a fence that is in use.
+        event: DeviceFence = self._current.record_event()
         return event
 
     def synchronize(self) -> None:  # noqa: D102
@@ -78,16 +83,22 @@ class CudaStream(TorchStream):
 
 
 def stream_of(device: torch.device) -> TorchStream:
-    """Return the stream of a device. Raises ConfigError for a kind of device whose work could not be waited for."""
+    """Return the stream of a device.
+
+    Raises ConfigError for any device that is neither a CPU nor CUDA, because this module cannot wait for the
+    work of such a device.
+    """
     if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"the model's cache is on {device}, and only CPU and CUDA memory are served; move the model there")
+        raise ConfigError(
+            f"the model's cache is on {device}, and only CPU and CUDA memory are served; move the model there"
+        )
     return CudaStream(device) if device.type == "cuda" else TorchStream()
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copy a CPU tensor to `device` without waiting for work that is queued there.
 
-    CUDA copies asynchronously only from page-locked memory, so the tensor is page-locked first.
+    CUDA copies asynchronously only from page-locked memory, so this page-locks the tensor first.
     """
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
@@ -95,17 +106,23 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def find_device(name: str) -> torch.device:
     """Return the device `cpu`, `cuda` or `cuda:N`; make a CUDA device torch's current one.
 
-    Raises ConfigError, saying what to do, if the device is not there.
+    Raises ConfigError, saying what to do, if the device does not exist.
     """
     if name == "cpu":
         return torch.device("cpu")
     if torch.version.cuda is None:
-        raise ConfigError(f"device {name} needs a torch that was built for CUDA; pip install 'tiercache[cuda]', or name one that torch has")
+        raise ConfigError(
+            f"device {name} needs a torch that was built for CUDA; pip install 'tiercache[cuda]', or name one"
+            " that torch has"
+        )
     count = torch.cuda.device_count()
     ordinal = int(name.partition(":")[2] or 0)
     if ordinal >= count:
-        raise ConfigError(f"there is no device {name}, torch sees {count}; see `nvidia-smi` and CUDA_VISIBLE_DEVICES")
-    torch.cuda.set_device(ordinal)  # kernels compiled for a model run on the thread's current device, not on that of the tensors
+        raise ConfigError(
+            f"there is no device {name}, torch sees {count}; see `nvidia-smi` and CUDA_VISIBLE_DEVICES"
+        )
+    # Kernels compiled for a model run on the thread's current device, not on that of the tensors.
+    torch.cuda.set_device(ordinal)
     return torch.device("cuda", ordinal)
 
 
@@ -117,25 +134,33 @@ def describe(device: torch.device) -> str:
 
 
 def rounds_parts(device: torch.device) -> bool:
-    """Return whether products of 16-bit tensors may round the parts of a sum, and not only the whole.
+    """Return whether products of 16-bit tensors may round partial sums, and not only the final sum.
 
-    cuBLAS does so unless it is told not to.
+    cuBLAS may do so unless both settings of torch that allow it are off.
     """
     products = torch.backends.cuda.matmul
-    allowed = (products.allow_bf16_reduced_precision_reduction, products.allow_fp16_reduced_precision_reduction)
+    allowed = (
+        products.allow_bf16_reduced_precision_reduction,
+        products.allow_fp16_reduced_precision_reduction,
+    )
     return device.type == "cuda" and any(allowed)
 
 
 def compute_repeatably() -> None:
-    """Make equal calls on CUDA give equal bits, for the whole process; call it before the first matrix product. Costs speed.
+    """Make equal calls on CUDA give equal bits, for the whole process.
 
-    Atomic sums are added in any order, and sums of cuBLAS may be too. Where torch has only a kernel that it calls non-deterministic (sums
-    along a vector), it warns; the probe then finds out whether the model repeats itself. TF32 and narrow sums do not affect the order, but
-    with them a cut moves the logits by more than the probe attributes to rounding.
+    Call this function before the first matrix product; products become slower. Without this call, atomic
+    additions are done in any order, and cuBLAS may also add in any order. For some operations, such as
+    cumulative sums, torch has no kernel that it calls deterministic. Torch then warns, and the probe finds
+    out whether equal calls of the model give equal results.
+
+    This function also switches off TF32 and 16-bit partial sums. They do not change the order of additions,
+    but with them a cut prefill differs by more than the probe accepts as rounding.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", _WORKSPACE)
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # every restored page would be written twice
+    # In deterministic mode torch fills new tensors, so every restored page would be written twice.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False

@@ -1,54 +1,82 @@
 """The reference worker: a Hugging Face model behind a `HybridCacheController`, one request at a time.
 
-It shows what an engine has to do and in which order: restore, cut the prefill at the checkpoints, hand pages and states over at each, take
-snapshots at page boundaries while decoding, commit the newest at the end; and, on a device that works asynchronously, which stream waits
-for what.
+The worker shows what an engine has to do, and in which order:
+
+1. Restore the part of the prompt that is cached.
+2. Cut the prefill at the checkpoints; at each checkpoint commit the pages and the state.
+3. While decoding, take a snapshot of the state at every page boundary.
+4. At the end, commit the remaining pages and the newest snapshot.
+
+The worker also shows which stream waits for which work on a device that works asynchronously.
 """
 
 from __future__ import annotations
 
 import logging
+import operator
 import os
 import sys
 import time
 from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import UnionType
 from typing import Any, Literal, Self
 
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from tiercache.controller import Admission, ControllerOptions, EngineFactory, HybridCacheController, Lookup
-from tiercache.controller.state import Fence
-from tiercache.core import PoolName, Reason
+from tiercache.controller import (
+    Admission,
+    ControllerOptions,
+    EngineFactory,
+    HybridCacheController,
+    Lookup,
+    PrefetchTicket,
+)
+from tiercache.controller.allocation import DeviceFence
+from tiercache.core import PoolName, Reason, TokenArray
 from tiercache.errors import ConfigError, InputError, PoolFullError, TokenError
 from tiercache.geometry import Geometry
-from tiercache.integrations.transformers.arguments import count_of, extra_of, model_of, require, size_of, stops_of
-from tiercache.integrations.transformers.identity import identity_of
-from tiercache.integrations.transformers.probe import ProbeReport, load
-from tiercache.integrations.transformers.request import CHECKPOINTS, COPY_SECONDS, DECODE_SNAPSHOTS, Generation, Request
+from tiercache.integrations.transformers.probe import load
+from tiercache.integrations.transformers.request import (
+    CHECKPOINTS,
+    COPY_SECONDS,
+    DECODE_SNAPSHOTS,
+    Generation,
+    Request,
+)
+from tiercache.integrations.transformers.runner import first_line
 from tiercache.integrations.transformers.stream import TorchStream, stream_of
-from tiercache.integrations.transformers.watch import Watch
+from tiercache.integrations.transformers.trial import ProbeReport
+from tiercache.integrations.transformers.watch import Watch, identity_of
 from tiercache.keys import Identity
 from tiercache.policy import ModelProfile, profile_of
 from tiercache.pools import DevicePool, HostArena, HostPool
 from tiercache.storage.base import StorageBackend
-from tiercache.storage.registry import open_backend
+from tiercache.storage.registry import Spec, open_backend
+from tiercache.text import parse_size
 from tiercache.transfer import TransferEngine, engine_for
 
 _log = logging.getLogger(__name__)
 
 
 class Worker:
-    """Serves a causal language model with attention, recurrent or mixed layers; greedy decoding.
+    """Server of one causal language model, which decodes greedily.
 
-    `model` may be a directory that `save_pretrained` made, with weights as safetensors. `device_bytes` and `host_bytes` bound the pools,
-    in bytes or as "4GiB" ("auto" chooses the host size by the machine's memory). `storage` is an open store, or the URL or section of
-    one; it is closed with the worker. The identity defaults to a digest of everything that the model computes with (see `Watch`), so that
-    no two models ever share a byte. Where hashing large weights takes too long, pass an identity whose revision stands for the weights;
-    everything else, such as active adapters, is bound to it here.
+    The layers of the model may be attention, recurrent or mixed layers. `model` may be a directory that
+    `save_pretrained` made, with weights as safetensors. `device_bytes` and `host_bytes` bound the pools in
+    the device and the host tier, in bytes or as "4GiB"; with "auto" the host size depends on the machine's
+    memory. `storage` is an open store, the URL of a store, a mapping with its settings, or a list of URLs and
+    mappings for a chain of tiers; closing the worker also closes the store. `engine` makes the transfer
+    engine that copies between device and host (default: the one for the model's device). `stream` is the
+    stream in which torch queues its work (default: the current stream of that device).
 
-    Raises UnsupportedModelError for a model that the probe refuses, GeometryError for one that is spread over several devices, ConfigError
-    for a device that is not served or has no room. `engine` makes the transfer engine that copies between device and host (default: the
-    one for the model's device); `stream` is the stream in which torch's work is queued (default: the current stream of that device).
+    The default identity is a digest of everything that the model computes with (see `Watch`), so that two
+    different models never share a cached byte. If hashing large weights takes too long, pass an identity
+    whose revision stands for the weights. The worker still binds such an identity to everything else, for
+    example to active adapters.
+
+    Raises UnsupportedModelError for a model that the probe refuses, GeometryError for a model that is spread
+    over several devices, and ConfigError for a device that is not served or has no room.
 
     Thread safety: one owner thread.
     """
@@ -59,7 +87,7 @@ class Worker:
         *,
         device_bytes: int | str,
         host_bytes: int | str = "auto",
-        storage: StorageBackend | str | Mapping[str, Any] | None = None,
+        storage: StorageBackend | Spec | None = None,
         page_size: int = 64,
         identity: Identity | None = None,
         options: ControllerOptions | None = None,
@@ -67,49 +95,73 @@ class Worker:
         stream: TorchStream | None = None,
     ) -> None:
         device_size = size_of("device_bytes", device_bytes)
-        host_size: int | Literal["auto"] = "auto" if host_bytes == "auto" else size_of("host_bytes", host_bytes)
-        require("storage", storage, StorageBackend | str | Mapping, "a store, its URL such as file:///var/lib/tiercache, or its section")
+        host_size: int | Literal["auto"] = (
+            "auto" if host_bytes == "auto" else size_of("host_bytes", host_bytes)
+        )
+        require(
+            "storage",
+            storage,
+            StorageBackend | str | Mapping | list | tuple,
+            "a store, its URL such as file:///var/lib/tiercache, its section, or a list of URLs for a chain",
+        )
         require("identity", identity, Identity, "an Identity of tiercache.keys")
         require("stream", stream, TorchStream, "a TorchStream")
         if not callable(engine):
-            raise InputError(f"engine is of type {type(engine).__name__}; give a function that makes a transfer engine")
+            raise InputError(
+                f"engine is of type {type(engine).__name__}; give a function that makes a transfer engine"
+            )
         page_size = count_of("page_size", page_size)
         require("options", options, ControllerOptions, "ControllerOptions of tiercache.controller")
         model = model_of(model)
         self.watch = Watch(model, contents=identity is None)
-        """The check whether the model is still the one that the cache is bound to; made before every request and every commit."""
+        """Record of the model to which the cache is bound.
+
+        Before every request and every commit, the model is compared with this record.
+        """
         self.runner, self.report = load(model, page_size)
         self.watch.settle()
         self.limit = self.report.reach.limit
-        """Tokens of the longest sequence that is restored and kept; None for no limit. Longer ones are computed without the cache."""
+        """Tokens of the longest sequence that is restored and kept; None for no limit.
+
+        Longer sequences are computed without the cache.
+        """
         geometries = self.runner.layout.geometries
         page_slots, state_slots = split_device_bytes(device_size, geometries)
         self.tensors = self.runner.allocate_pools(page_slots, state_slots)
         self.device = next(self.runner.layout.kv_tensors()).device
         self.stream = stream or stream_of(self.device)
-        self.stream.synchronize()  # the first load runs in another stream; the pools' zeros must not overwrite it
-        self._released: Fence | None = None
+        # The first load into the pools runs in another stream. Without this wait, the zeros of the allocation
+        # could overwrite what that load has copied.
+        self.stream.synchronize()
+        self._released: DeviceFence | None = None  # passed when the last request's device work is over
         pools = {
-            name: DevicePool.from_tensors(g, self.tensors.states if name is PoolName.MAMBA else self.tensors.kv)
+            name: DevicePool.from_tensors(
+                g, self.tensors.states if name is PoolName.MAMBA else self.tensors.kv
+            )
             for name, g in geometries.items()
         }
         block = geometries[PoolName.KV].padded_nbytes
         arena = HostArena(host_size, block)
         self.sizes = (
-            f"device: {page_slots} pages and {state_slots} states, {sum(map(pool_bytes, pools.values())) >> 10} KiB; {arena.report}"
+            f"device: {page_slots} pages and {state_slots} states,"
+            f" {sum(map(pool_bytes, pools.values())) >> 10} KiB; {arena.report}"
         )
-        """A line for people: the sizes of the pools and, for the host arena, the reason for its size."""
+        """Sizes of the device pools and of the host arena, and the reason for the arena's size, as text."""
         _log.info("%s", self.sizes)
         self.engine_report = ""
-        """The report of the transfer engine about its start; empty if it makes none."""
+        """Report of the transfer engine about its start; empty if it has none."""
 
-        def reporting(devices: Mapping[PoolName, DevicePool], hosts: Mapping[PoolName, HostPool]) -> TransferEngine:
+        def reporting(
+            devices: Mapping[PoolName, DevicePool], hosts: Mapping[PoolName, HostPool]
+        ) -> TransferEngine:
             made = engine(devices, hosts)
             self.engine_report = getattr(made, "report", "")
             return made
 
-        bound = self.watch.bound(identity) if identity else identity_of(model, self.runner, page_size, self.watch)
-        opened = open_backend(storage) if isinstance(storage, str | Mapping) else storage
+        bound = (
+            self.watch.bound(identity) if identity else identity_of(model, self.runner, page_size, self.watch)
+        )
+        opened = storage if storage is None or isinstance(storage, StorageBackend) else open_backend(storage)
         try:
             self.controller = HybridCacheController(
                 bound, pools, arena, opened, options=options, profile=_profile_of(model), engine=reporting
@@ -124,24 +176,33 @@ class Worker:
         """The report of the checks at load."""
         return self.report
 
-    def serve(self, tokens: Any, new_tokens: int, *, stop: int | Iterable[int] = (), extra: bytes = b"", audit: bool = False) -> Generation:
+    def serve(
+        self,
+        tokens: Any,
+        new_tokens: int,
+        *,
+        stop: int | Iterable[int] = (),
+        extra: bytes = b"",
+        audit: bool = False,
+    ) -> Generation:
         """Answer a prompt with up to `new_tokens` greedy tokens; end early after a token of `stop`.
 
-        With `audit`, the generation keeps a copy of the restored state for `Audit`; the time of that copy is not counted. Where the device
-        pools are too small, the request is computed without the cache, with reason `busy`; where the prompt is longer than `limit`, with
-        reason `disabled`.
+        With `audit`, the generation keeps a copy of the restored state for `Audit`; the measured times leave
+        out that copy. The request is computed without the cache if the device pools are too small (the reason
+        is `busy`), or if the prompt is longer than `limit` (the reason is `disabled`).
 
-        Raises TokenError for an empty prompt, for ids outside the vocabulary and for more tokens than the model has positions, InputError
-        for `new_tokens` below 1, ConfigError if the model or torch's numeric settings are no longer what they were when the worker was
-        made.
+        Raises TokenError for an empty prompt, for ids outside the vocabulary and for more tokens than the
+        model has positions; InputError for `new_tokens` below 1; ConfigError if the model or torch's numeric
+        settings have changed since the worker was made.
         """
         count, stops, context = count_of("new_tokens", new_tokens), stops_of(stop), extra_of(extra)
         prompt = self.runner.checked(tokens)
-        fed, positions = len(prompt) + count - 1, self.runner.positions  # the last token is not fed
+        # The last new token is never fed to the model, so it needs no position.
+        fed, positions = len(prompt) + count - 1, self.runner.positions
         if positions is not None and fed > positions:
             raise TokenError(
-                f"a prompt of {len(prompt)} tokens and {count} new ones need {fed} positions, and the model has {positions}; "
-                "shorten the prompt, or ask for fewer"
+                f"a prompt of {len(prompt)} tokens and {count} new ones need {fed} positions, and the model"
+                f" has {positions}; shorten the prompt, or ask for fewer"
             )
         self.watch.check()
         started = time.perf_counter()
@@ -157,8 +218,43 @@ class Worker:
                 self._released = self.stream.fence()
                 self.controller.release(admission, fence=self._released)
 
+    def prefetch(self, tokens: Any, *, extra: bytes = b"") -> PrefetchTicket:
+        """Begin to bring what storage has of `tokens` to the host (see `HybridCacheController.prefetch`).
+
+        The ticket goes on whenever the worker serves or synchronizes. Raises TokenError for no tokens and for
+        ids outside the vocabulary.
+        """
+        return self.controller.prefetch(self._prefix(tokens), extra_of(extra))
+
+    def pin(self, tokens: Any, ttl: float, *, extra: bytes = b"") -> int:
+        """Keep the whole pages of `tokens` on the host for `ttl` seconds (see `HybridCacheController.pin`).
+
+        Returns the number of tokens of these pages. Raises also TokenError as `prefetch` does.
+        """
+        return self.controller.pin(self._prefix(tokens), ttl, extra_of(extra))
+
+    def unpin(self, tokens: Any, *, extra: bytes = b"") -> bool:
+        """End the pin of `tokens`; return whether there was one. Raises TokenError as `prefetch` does."""
+        return self.controller.unpin(self._prefix(tokens), extra_of(extra))
+
+    def hint(self, tokens: Any, expected_in: float, *, extra: bytes = b"") -> int:
+        """Expect a continuation of `tokens` in `expected_in` seconds (see `HybridCacheController.hint`).
+
+        Returns the number of tokens whose restore the hint protects. Raises also TokenError as `prefetch`
+        does.
+        """
+        return self.controller.hint(self._prefix(tokens), expected_in, extra_of(extra))
+
+    def _prefix(self, tokens: Any) -> TokenArray:
+        """Return the part of checked tokens that the cache may hold (see `limit`)."""
+        return self.runner.checked(tokens)[: self.limit]
+
     def synchronize(self) -> None:
-        """Wait until the device has finished the last request; its slots are free then, and its pages and states can be evicted."""
+        """Wait until the device has finished the last request.
+
+        After that, the slots of the request are free, and the pages and states that it committed can be
+        evicted.
+        """
         if self._released is not None:
             self._released.synchronize()
             self._released = None
@@ -167,7 +263,8 @@ class Worker:
     def _admit(self, lookup: Lookup, tokens: int, states: int) -> Admission | None:
         """Admit a request; return None if the device pools have no room for it.
 
-        Copies of the last request still hold slots, for milliseconds, so a full pool is tried again for up to `COPY_SECONDS`.
+        The slots of the last request stay taken for milliseconds, until their content is copied to the host.
+        Therefore a failed admission is tried again for up to `COPY_SECONDS`.
         """
         deadline = time.monotonic() + COPY_SECONDS
         while True:
@@ -175,7 +272,7 @@ class Worker:
                 return self.controller.admit(lookup, tokens=tokens, states=states)
             except PoolFullError as error:
                 if self._released is not None:
-                    self.synchronize()  # copies of its pages begin only after that
+                    self.synchronize()  # the copies to the host begin when the last request's work is over
                     deadline = time.monotonic() + COPY_SECONDS
                     continue
                 possible = -(-tokens // self.controller.page_size) <= self.tensors.page_slots
@@ -184,7 +281,7 @@ class Worker:
                     return None
 
     def close(self) -> bool:
-        """Drain and close the controller; return whether everything was drained and no call hangs."""
+        """Drain and close the controller; return whether all its operations ended and no thread hangs."""
         return self.controller.close()
 
     def __enter__(self) -> Self:
@@ -200,28 +297,110 @@ def pool_bytes(pool: DevicePool) -> int:
 
 
 def _profile_of(model: PreTrainedModel) -> ModelProfile | None:
-    """Return the model profile by which the eviction policy weighs; None, which stands for the default, if the architecture is unknown."""
+    """Return the model profile, from which the eviction policy estimates the cost of a recomputation.
+
+    Returns None if the architecture is unknown; the policy then uses the default profile.
+    """
     try:
         return profile_of(model.config.to_dict())
     except ConfigError as error:
-        _log.info("weighing by the default model profile: %s", error)
+        _log.info("using the default model profile: %s", error)
         return None
 
 
 def split_device_bytes(device_bytes: int, geometries: Mapping[PoolName, Geometry]) -> tuple[int, int]:
     """Return the numbers of page slots and state slots for `device_bytes`.
 
-    Half of the bytes go to states, because without a state no page can be restored. Raises ConfigError if the bytes are too few to hold a
-    single request.
+    Half of the bytes go to states, because without a state no page can be restored. Raises ConfigError if the
+    bytes are too few to hold a single request.
     """
     page = geometries[PoolName.KV].nbytes
     state = geometries[PoolName.MAMBA].nbytes if PoolName.MAMBA in geometries else 0
-    # Two more than a request fills: the state that it restores, and the slot that its admission reserves to bring that state up.
+    # A request needs state slots for the states that it leaves, one slot for the state that it restores, and
+    # one that its admission reserves for loading that state from the host.
     least = CHECKPOINTS + DECODE_SNAPSHOTS + 2 if state else 0
     states = max(least, min(device_bytes // 2 // state, 1 << 16)) if state else 0
     pages = (device_bytes - states * state) // page
     if pages < 2:
         raise ConfigError(
-            f"{device_bytes} device bytes are too few; {least} states and 2 pages of this model take {least * state + 2 * page}"
+            f"{device_bytes} device bytes are too few; {least} states and 2 pages of this model take"
+            f" {least * state + 2 * page}"
         )
     return pages, states
+
+
+def size_of(name: str, value: Any) -> int:
+    """Return the bytes of a size such as 4294967296, "4GiB" or a NumPy integer.
+
+    Raises ConfigError, naming the argument, for anything else.
+    """
+    try:
+        return parse_size(value if isinstance(value, str | bool) else operator.index(value))
+    except (ConfigError, TypeError) as error:
+        raise ConfigError(f"{name} is {value!r}; give a number of bytes, or a size such as 4GiB") from error
+
+
+def require(name: str, value: object, kind: type | UnionType, wanted: str) -> None:
+    """Raise InputError, which says what is `wanted`, unless `value` is None or of type `kind`."""
+    if value is not None and not isinstance(value, kind):
+        raise InputError(f"{name} is of type {type(value).__name__}; give {wanted}")
+
+
+def model_of(model: Any) -> PreTrainedModel:
+    """Return the model, loaded first if `model` is a local directory.
+
+    Raises ConfigError for a directory without a model that can be loaded, and InputError for anything else.
+    """
+    if isinstance(model, PreTrainedModel):
+        return model
+    if not isinstance(model, str | os.PathLike):
+        raise InputError(
+            "a model is a PreTrainedModel of transformers or a directory with one, not of type"
+            f" {type(model).__name__}"
+        )
+    if not Path(model, "config.json").is_file():
+        raise ConfigError(
+            f"{os.fspath(model)} holds no config.json; pass a directory that save_pretrained or a download"
+            " made"
+        )
+    try:
+        loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            model, local_files_only=True, use_safetensors=True
+        )
+    except Exception as error:  # the exception depends on the file that the loader cannot read
+        raise ConfigError(
+            f"{os.fspath(model)} holds no causal language model that can be loaded: {first_line(error)}"
+        ) from error
+    return loaded
+
+
+def count_of(name: str, value: Any) -> int:
+    """Return a number of tokens. Raises InputError unless it is a Python or NumPy integer of at least 1."""
+    try:
+        count = operator.index(value)
+    except TypeError:
+        count = 0
+    if count < 1 or isinstance(value, bool):
+        raise InputError(f"{name} is {value!r}; give an integer, at least one")
+    return count
+
+
+def stops_of(value: Any) -> frozenset[int]:
+    """Return stop tokens, given as one id or several. Raises InputError for anything else."""
+    try:
+        return frozenset(map(operator.index, value if isinstance(value, Iterable) else (value,)))
+    except TypeError as error:
+        raise InputError(f"stop is {value!r}; give token ids, as integers") from error
+
+
+def extra_of(value: Any) -> bytes:
+    """Return, as bytes, the extra data on which the cache of a request depends.
+
+    Raises InputError for anything but bytes.
+    """
+    if not isinstance(value, bytes | bytearray | memoryview):
+        raise InputError(
+            f"extra is {value!r}; give bytes, for example from sequence_extra of tiercache.keys, or encode"
+            " text by .encode()"
+        )
+    return bytes(value)

@@ -1,6 +1,9 @@
-"""Keys of objects made from vLLM's offload keys.
+"""Object keys made from vLLM's offload keys.
 
-An offload key is the hash of a block and the index of its group; the key of the object is bound to everything that its bytes depend on.
+    offload key   =  hash of a block (any length)  |  index of the group (4 bytes, big-endian)
+
+A group is a set of layers whose KV cache vLLM manages together. An object key depends on the offload key and
+on everything else on which the object's bytes depend.
 """
 
 from __future__ import annotations
@@ -21,55 +24,80 @@ from tiercache.keys import Shard, layout_digest, namespace_of, object_key
 from tiercache.storage.base import NamespaceRecord
 
 _OF_MODELS: Final = frozenset({"bfloat16", "float16", "float32"})
-"""Dtypes of KV that are the model's own dtype; its states then have the same one, unless the engine was told otherwise."""
+"""KV dtypes that show the model's own dtype.
+
+With one of these, recurrent states have the same dtype, unless a setting says otherwise.
+"""
 _GROUP_BYTES: Final = 4
-"""Bytes at the end of an offload key that hold the index of its KV cache group, big-endian, after the hash of the block."""
+"""Number of bytes of the group's index at the end of an offload key."""
 
 
 class Keys:
-    """The keys of one engine: its `identity`, the `namespace` of that, the `record` for a store, and a layout for each group.
+    """Object keys and metadata of one engine.
 
-    Engines that run the same vLLM on the same model in the same way have the same keys; so do data-parallel replicas. `row_bytes` is the
-    size of a row of the primary tier, and a row is what is stored: the bytes of all workers for one chunk of one group, with padding.
-    Construction raises ConfigError if vLLM does not tell the dtype of the states and the settings do not either.
+    Engines that run the same vLLM on the same model in the same way have the same keys. Data-parallel
+    replicas therefore have the same keys too.
+
+    An object is a row of vLLM's primary tier: the bytes of all workers for one chunk of one group, with
+    padding. `row_bytes` is the size of a row. Construction raises ConfigError if neither vLLM nor the
+    settings name the dtype of recurrent states.
 
     Thread safety: immutable.
     """
 
     def __init__(self, config: OffloadingConfig, row_bytes: int, settings: StoreSettings) -> None:
-        self.identity: Final = settings.identity(config.model.name, config.model.dtype, config.cache.tokens_per_hash)
+        self.identity: Final = settings.identity(
+            config.model.name, config.model.dtype, config.cache.tokens_per_hash
+        )
         windows = any(group.sliding_window_size_in_chunks is not None for group in config.groups)
         if windows and not settings.state_dtype and config.model.dtype not in _OF_MODELS:
             raise ConfigError(
-                f"the KV is {config.model.dtype}, and then vLLM does not tell the dtype of recurrent states; set state_dtype, or"
-                " 'none' for a model that has none"
+                f"for KV of dtype {config.model.dtype} vLLM does not tell the dtype of recurrent states;"
+                " set state_dtype, or 'none' for a model that has no states"
             )
         self.namespace: Final = namespace_of(self.identity)
         self.record: Final = NamespaceRecord(self.namespace, self.identity.public_record(), states=windows)
         self.row_bytes: Final = row_bytes
-        # Keyed by the index in vLLM's own list of groups, which may have more groups than are offloaded. Values are tokens per chunk.
+        # Tokens per chunk, by the index of the group among all groups of vLLM. Some groups may not be
+        # offloaded.
         per_chunk = config.cache.blocks_per_chunk
         self._chunks: Final = {group.group_id: group.tokens_per_block * per_chunk for group in config.groups}
-        paged = {self._chunks[group.group_id] for group in config.groups if group.sliding_window_size_in_chunks is None}
+        paged = {
+            self._chunks[group.group_id]
+            for group in config.groups
+            if group.sliding_window_size_in_chunks is None
+        }
         self._page_chunk: Final = paged.pop() if len(paged) == 1 else 0
+        """Tokens per chunk of the groups without a window; 0 if these groups have different chunks."""
         self._layouts: Final[Mapping[int, tuple[PoolName, bytes]]] = {
             group.group_id: _layout(config, group, row_bytes) for group in config.groups
         }
 
     def of(self, key: bytes) -> ObjectKey | None:
-        """Return the object of an offload key; None for a key that this engine cannot have made."""
+        """Return the object of an offload key; None for a key that does not belong to this engine."""
         block_hash, found = key[:-_GROUP_BYTES], self._layouts.get(_group_of(key))
         if not block_hash or found is None:
             return None
         pool, layout = found
         return object_key(pool, layout, self._page_key(key))
 
-    def metas(self, keys: Sequence[bytes], objects: Sequence[ObjectKey], ends: Mapping[bytes, int]) -> list[ObjectMeta]:
-        """Return what a store keeps beside the bytes of `objects`, which are the objects of `keys`.
+    def metas(
+        self, keys: Sequence[bytes], objects: Sequence[ObjectKey], ends: Mapping[bytes, int]
+    ) -> list[ObjectMeta]:
+        """Return the metadata of `objects`, which are the objects of `keys`.
 
-        `ends` maps keys of the request to the number of tokens up to their end, as far as that is known. A page depends on the page of its
-        group before it; an object of a group with a window depends on the page on which it ends, if pages end there. Depths count chunks,
-        so that a page is one deeper than the page that it depends on.
+        `ends` has, for a key of the request, the number of tokens up to the end of its chunk. A key whose end
+        is not known is left out.
+
+        A page is an object of a group without a window, and depends on the page before it in its group. An
+        object of a group with a window depends on the page that ends at the same token, if there is one. In
+        chunks of 64 tokens:
+
+            tokens         0        64       128      192
+            pages          |-- 1 ---|-- 2 ---|-- 3 ---|      parents: 3 -> 2 -> 1
+            with window                               W      parent: page 3
+
+        A depth is a number of chunks, so that a page is one deeper than its parent.
         """
         places = {(_group_of(key), end): key for key, end in ends.items()}
         metas: list[ObjectMeta] = []
@@ -80,8 +108,11 @@ class Keys:
                 chunk = self._page_chunk
                 if chunk and end is not None and end % chunk == 0:
                     parent = page.page_key
-            elif end is not None and (before := places.get((_group_of(key), (end - 1) // chunk * chunk))) is not None:
-                parent = self._page_key(before)
+            elif end is not None:
+                # The page before this one ends where this page begins: at a multiple of `chunk` tokens.
+                before = places.get((_group_of(key), (end - 1) // chunk * chunk))
+                if before is not None:
+                    parent = self._page_key(before)
             depth = None if end is None or not chunk else -(-end // chunk)
             metas.append(ObjectMeta(self.namespace, self.row_bytes, b"", parent, depth))
         return metas
@@ -97,18 +128,20 @@ def _group_of(key: bytes) -> int:
 def _layout(config: OffloadingConfig, group: OffloadingGroupConfig, row_bytes: int) -> tuple[PoolName, bytes]:
     """Return the pool and the layout digest of a group.
 
-    vLLM does not say whether a group with a window is attention or a state, so any such group goes to the SWA pool.
+    A group with a window holds either sliding-window attention or recurrent states. vLLM does not say which,
+    so every group with a window belongs to the SWA pool.
     """
     window = group.sliding_window_size_in_chunks
     pool = PoolName.KV if window is None else PoolName.SWA
     parallel = config.parallel
     facts = [
         "vllm",
-        vllm.__version__,  # only vLLM defines the meaning of a layout's bytes, and another version may change it
+        # Another version of vLLM may give the bytes of the same layout another meaning.
+        vllm.__version__,
         [group.group_id, group.tokens_per_block, list(group.layer_names), window],
         [config.cache.blocks_per_chunk, row_bytes, config.worker_kv_bytes_per_block],
         [config.kv_cache_layout, config.canonical_layout, config.replicated_layout],
-        config.model.max_model_len,  # some models choose the factors of their rotary embedding by it
+        config.model.max_model_len,  # some models choose the factors of their rotary embedding by this number
         [parallel.world_size, parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size],
         os.environ.get("VLLM_PP_LAYER_PARTITION") if parallel.pp_size > 1 else None,
     ]

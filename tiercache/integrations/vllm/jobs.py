@@ -1,4 +1,8 @@
-"""Transfers between rows of the primary tier and a store, on threads of tiercache."""
+"""Transfers between rows of vLLM's primary tier and a store, on threads of tiercache.
+
+A row is a range of shared memory that holds one object. A job of vLLM is a list of rows to store or to load.
+A load is also called a promotion.
+"""
 
 from __future__ import annotations
 
@@ -22,25 +26,25 @@ from tiercache.storage.base import GetItem, SetItem, StorageBackend
 _log = logging.getLogger(__name__)
 
 _LOADERS: Final = 2
-"""Threads for loads."""
+"""Number of threads for loads."""
 _QUIET_S: Final = 60.0
-"""Seconds at least between two log lines about the same kind of failure."""
+"""Minimum seconds between two log lines about the same kind of failure."""
 
 
 class Ended(NamedTuple):
-    """A job that has ended: the result for vLLM, and the keys whose rows were not transferred.
-
-    `error` is an exception that the transfer raised: a bug of tiercache or of the store.
-    """
+    """Job that has ended."""
 
     job: TransferJob
     result: JobResult
+    """Result for vLLM."""
     missing: tuple[OffloadKey, ...] = ()
+    """Keys whose rows were not transferred."""
     error: Exception | None = None
+    """Exception that the transfer raised, because of a bug of tiercache or of the store."""
 
 
 class _Part(NamedTuple):
-    """One row of a job, with its key and its object."""
+    """One row of a job, with its offload key and its object key."""
 
     key: OffloadKey
     object: ObjectKey
@@ -49,50 +53,58 @@ class _Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """A job whose end has not been fetched yet."""
+    """Job whose result vLLM has not fetched yet."""
 
     job: TransferJob
     future: Future[None] | None
-    """The future of the transfer; None if no thread took the job."""
+    """Future of the transfer; None if the job was refused."""
 
     @property
     def pinned(self) -> int:
-        """Number of rows of the primary tier that this job, if it is a store, keeps from being evicted."""
+        """Number of rows that vLLM cannot evict because this job stores them; 0 for a load."""
         return 0 if self.job.is_promotion or self.future is None else len(self.job.keys)
 
 
 class Jobs:
-    """Runs load and store jobs, each job as one batch of the store.
+    """Executor of load and store jobs.
 
-    Store jobs have a thread of their own, so that they never delay loads. Rows are read and written in place. Every job that is given ends
-    exactly once, even if it fails, and nothing is raised. A store job with which more than `queued_rows` rows would wait or be written
-    fails at once, unless no other store job is pending: vLLM cannot evict these rows until it has the result, and a slow disk must not
-    block the primary tier.
+    One job is one batched call of the store. Store jobs have a thread of their own, so that they never delay
+    loads. Rows are read and written in place.
+    Every job ends exactly once, even if it fails, and no method raises.
 
-    Thread safety: one call at a time, from any thread; the manager's lock ensures that.
+    vLLM cannot evict the rows of a store job until it has the job's result, and a slow disk must not block
+    the primary tier. Therefore at most `queued_rows` rows may be pending in store jobs. A store job beyond
+    this limit fails at once, unless no other store job is pending.
+
+    Thread safety: one call at a time, from any thread. vLLM makes all calls under a lock of its own.
     """
 
     def __init__(self, store: StorageBackend, keys: Keys, rows: memoryview, queued_rows: int) -> None:
         self._store = store
         self._keys = keys
         self._rows: Final = rows.shape[0] if rows.shape else 0
-        self._bytes: Final = rows.cast("B")  # views of two dimensions cannot be sliced
+        self._bytes: Final = rows.cast("B")  # Python cannot slice a memoryview of two dimensions
         self._queued_rows: Final = queued_rows
         self._loaders: Final = _started(_LOADERS, "tiercache-load")
         self._storer: Final = _started(1, "tiercache-store")
         self._pending: dict[JobId, _Pending] = {}
         self._ended: SimpleQueue[Ended] = SimpleQueue()
         self._pinned = 0
-        self._refusals = _Seldom("the store is too slow: %d stores were refused so far, of rows that stay in the primary tier alone")
-        self._failures = _Seldom("%d stores failed so far, in part at least; what is missing is computed again")
-        self._surprises = _Seldom("%d transfers raised so far")
+        self._refusals = _Seldom(
+            "the store is too slow: %d store jobs were refused so far; their rows are in the primary tier"
+            " alone"
+        )
+        self._failures = _Seldom(
+            "%d store jobs failed since the start, at least in part; the missing rows will be recomputed"
+        )
+        self._surprises = _Seldom("%d transfers raised exceptions since the start")
 
     def load(self, job: TransferJob) -> None:
         """Start to fill the job's rows from the store."""
         self._begin(job, self._loaders, self._load)
 
     def store(self, job: TransferJob) -> None:
-        """Start to write the job's rows to the store, or fail the job if too many rows are pending."""
+        """Start to write the job's rows to the store; if too many rows are pending, fail the job."""
         if self._pinned and self._pinned + len(job.keys) > self._queued_rows:
             self._refusals.note()
             self._give_up(job)
@@ -115,7 +127,10 @@ class Jobs:
             yield ended
 
     def drain(self) -> None:
-        """Cancel the jobs that wait and wait for those that run; after that every job has ended and none touches a row."""
+        """Cancel the jobs that have not begun, and wait for the others.
+
+        When this returns, every job has ended, and no thread uses a row.
+        """
         running = []
         for pending in list(self._pending.values()):
             if pending.future is None or pending.future.cancelled():
@@ -133,7 +148,9 @@ class Jobs:
         self._storer.shutdown()
         self._bytes.release()
 
-    def _begin(self, job: TransferJob, pool: ThreadPoolExecutor, work: Callable[[TransferJob], Ended]) -> None:
+    def _begin(
+        self, job: TransferJob, pool: ThreadPoolExecutor, work: Callable[[TransferJob], Ended]
+    ) -> None:
         try:
             future = pool.submit(self._run, job, work)
         except RuntimeError:  # the pool is shut down
@@ -149,15 +166,21 @@ class Jobs:
     def _run(self, job: TransferJob, work: Callable[[TransferJob], Ended]) -> None:
         try:
             ended = work(job)
-        except Exception as error:  # noqa: BLE001  logged where it is fetched; a result that never comes would pin rows for ever
+        except Exception as error:  # noqa: BLE001
+            # Return a result in any case: without a result, vLLM would keep the rows for ever. `finished`
+            # logs the exception.
             ended = _failed(job, error)
-        self._ended.put(ended)  # before the future is done, so that a thread that waited for the future finds the result
+        # Put the result in the queue here, before the future is done. A thread that waits for the future
+        # (`drain`) can rely on finding the result afterwards.
+        self._ended.put(ended)
 
     def _load(self, job: TransferJob) -> Ended:
         with ExitStack() as views:
             parts = self._parts(job, views)
             started = time.monotonic()
-            outcomes = self._store.get([GetItem(part.object, [part.row], self._keys.row_bytes) for part in parts])
+            outcomes = self._store.get(
+                [GetItem(part.object, [part.row], self._keys.row_bytes) for part in parts]
+            )
         loaded = {part.key for part, outcome in zip(parts, outcomes, strict=True) if outcome is Outcome.HIT}
         return self._over(job, started, loaded)
 
@@ -165,15 +188,24 @@ class Jobs:
         with ExitStack() as views:
             parts = self._parts(job, views)
             started = time.monotonic()
-            metas = self._keys.metas([part.key for part in parts], [part.object for part in parts], _ends(job))
-            outcomes = self._store.set([SetItem(part.object, [part.row], meta) for part, meta in zip(parts, metas, strict=True)])
-        kept = {part.key for part, outcome in zip(parts, outcomes, strict=True) if outcome in (Outcome.STORED, Outcome.HIT)}
+            metas = self._keys.metas(
+                [part.key for part in parts], [part.object for part in parts], _ends(job)
+            )
+            outcomes = self._store.set(
+                [SetItem(part.object, [part.row], meta) for part, meta in zip(parts, metas, strict=True)]
+            )
+        kept = {
+            part.key
+            for part, outcome in zip(parts, outcomes, strict=True)
+            if outcome in (Outcome.STORED, Outcome.HIT)
+        }
         return self._over(job, started, kept)
 
     def _parts(self, job: TransferJob, views: ExitStack) -> list[_Part]:
-        """Return the valid parts of a job: keys of this engine, with a row that exists. Their memory is released when `views` ends.
+        """Return the parts of a job whose key belongs to this engine and whose row exists.
 
-        Raises ValueError if the job does not have exactly one row for each key, or names a row twice.
+        `views`: a stack that releases the views of the rows when it is closed. Raises ValueError if the job
+        does not have exactly one row for each key, or names a row twice.
         """
         size, chunks = self._keys.row_bytes, job.chunk_ids.tolist()
         if len(chunks) != len(job.keys) or len(set(chunks)) != len(chunks):
@@ -187,7 +219,10 @@ class Jobs:
         return parts
 
     def _over(self, job: TransferJob, started: float, done: Set[OffloadKey]) -> Ended:
-        """Return the end of a job that transferred the rows of the keys `done`; `started` is in `time.monotonic` seconds."""
+        """Return the result of a job that transferred the rows of the keys `done`.
+
+        `started`: when the transfer began, in seconds of the monotonic clock.
+        """
         missing = tuple(key for key in job.keys if key not in done)
         seconds, nbytes = time.monotonic() - started, len(done) * self._keys.row_bytes
         kept = tuple(done) if missing and job.is_promotion else None
@@ -195,20 +230,25 @@ class Jobs:
 
 
 def _ends(job: TransferJob) -> dict[OffloadKey, int]:
-    """Return the tokens up to the end of each key of the request, including keys of earlier jobs where this vLLM shows them."""
+    """Return the number of tokens up to the end of each chunk of the request, by offload key.
+
+    Chunks of earlier jobs are included if this version of vLLM shows them.
+    """
     told = getattr(job.req_context, "_offload_key_positions", None)
     if isinstance(told, dict):
-        return told.copy()  # one atomic step, because the scheduler's thread adds to it
+        return told.copy()  # the scheduler's thread adds entries meanwhile, but a copy is one atomic step
     ends = {key: job.req_context.get_offload_key_position(key) for key in job.keys}
     return {key: end for key, end in ends.items() if end is not None}
 
 
 def _started(threads: int, name: str) -> ThreadPoolExecutor:
-    """Return a pool whose threads are all started.
+    """Return a pool of threads that have all been started.
 
-    If a thread could not be started later, `submit` would raise and the work would be done nevertheless.
+    A pool that starts threads later has a flaw: `submit` queues the work and then starts a thread. If the
+    thread cannot be started, `submit` raises, but another thread may still do the work.
     """
     pool, go = ThreadPoolExecutor(threads, name), Event()
+    # All earlier threads wait for `go`. So no submission finds an idle thread, and each starts a new one.
     for _ in range(threads):
         pool.submit(go.wait)
     go.set()
@@ -220,7 +260,7 @@ def _failed(job: TransferJob, error: Exception | None = None) -> Ended:
 
 
 class _Seldom:
-    """A warning for many events: it is logged at most every `_QUIET_S` seconds and gives the number of events so far.
+    """Warning about repeated events and their number, logged at most once in `_QUIET_S` seconds.
 
     Thread safety: one call at a time.
     """
@@ -229,7 +269,7 @@ class _Seldom:
         self._message, self._count, self._next = message, 0, 0.0
 
     def note(self, error: Exception | None = None) -> None:
-        """Count one more event, and log the warning if it is due."""
+        """Count one more event, and log the warning unless it was logged less than `_QUIET_S` ago."""
         self._count += 1
         if time.monotonic() >= self._next:
             self._next = time.monotonic() + _QUIET_S

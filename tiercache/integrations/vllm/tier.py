@@ -1,4 +1,4 @@
-"""The tier class that vLLM calls; a tiercache store answers."""
+"""The class that vLLM calls as its secondary tier, with a tiercache store behind it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
-from tiercache.errors import ConfigError
+from tiercache.errors import ConfigError, RefusedError, UnavailableError
 from tiercache.integrations.settings import settings_of
 from tiercache.integrations.vllm.identity import Keys
 from tiercache.integrations.vllm.jobs import Jobs
@@ -35,21 +35,26 @@ PLACE: Final = "secondary tier TierCacheTier"
 """Name of the settings in error messages."""
 
 PATIENCE_S: Final = 5.0
-"""Seconds after which a store that has not answered a lookup is taken to hold nothing, until it answers.
+"""Seconds that a lookup may take; after that the answer is MISS until the store has answered.
 
-Longer waits would delay requests: vLLM holds a request back while it is told RETRY. `shutdown` waits as long for the lookup thread.
+vLLM does not start a request while the answer is RETRY, so a longer wait would delay requests. `shutdown`
+waits for the lookup thread for the same time.
 """
 
 
 class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM has no types
-    """A tiercache store below vLLM's primary tier.
+    """Store of tiercache below vLLM's primary tier.
 
-    A lookup answers RETRY until a background thread has asked the store, then HIT or MISS; HIT_PENDING comes from the manager, for a row
-    that is being filled. Stored bytes are checked when they are read: each row of a load gets the right bytes or fails, and a key that
-    failed is a MISS from then on. Construction raises ConfigError for settings that are missing or wrong and StorageError for a store that
-    cannot be opened; later failures are logged, and nothing is raised.
+    A lookup answers RETRY until a background thread has asked the store, then HIT or MISS. (The answer
+    HIT_PENDING, for a row that is being filled, comes from vLLM's manager of tiers and not from this class.)
 
-    Thread safety: vLLM makes all calls under the manager's lock, as for every tier; `shutdown` comes last.
+    Stored bytes are verified when they are read. Each row of a load gets the right bytes or fails; the key of
+    a row that failed is a MISS from then on.
+
+    Construction raises ConfigError for settings that are missing or wrong, and StorageError for a store that
+    cannot be opened. Later failures are logged, and no method raises.
+
+    Thread safety: vLLM makes all calls under the lock of its manager of tiers; `shutdown` is the last call.
     """
 
     medium: ClassVar[Medium] = Medium.STORAGE
@@ -68,15 +73,15 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM has no 
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         chosen = settings_of(PLACE, settings)
         self.locality = _locality(locality)
-        most = _queued_rows(queued_rows, len(primary_kv_view))
+        max_rows = _queued_rows(queued_rows, len(primary_kv_view))
         keys = Keys(offloading_spec.config, self.block_size_bytes, chosen)
         parallel = offloading_spec.config.parallel
         with ExitStack() as undo:
-            # The scheduler's process opens the store, and every data-parallel replica has a scheduler.
+            # Only the scheduler's process opens the store. Every data-parallel replica has a scheduler.
             self._store = chosen.open(str(parallel.data_parallel_index), parallel.data_parallel_size)
             undo.callback(self._store.close)
             self._store.register_namespace(keys.record)
-            self._jobs = Jobs(self._store, keys, primary_kv_view, most)
+            self._jobs = Jobs(self._store, keys, primary_kv_view, max_rows)
             undo.callback(self._jobs.close)
             self._lookups = _Lookups(self._store, keys, tier_type)
             undo.pop_all()
@@ -91,7 +96,7 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM has no 
         self._lookups.cleanup(req_context.req_id)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        """Return whether a key is stored, as far as is known by now."""
+        """Return HIT if a key is stored and MISS if not, or RETRY while the store has not answered."""
         if self._closed:
             return LookupResult.MISS
         found = self._lookups.lookup(key, req_context)
@@ -104,17 +109,18 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM has no 
         self._lookups.flush()
 
     def submit_store(self, job_metadata: TransferJob) -> None:
-        """Start to write rows to the store; `get_finished_jobs` gives the result."""
+        """Start to write rows to the store; `get_finished_jobs` returns the result later."""
         self._jobs.store(job_metadata)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
-        """Start to fill rows from the store; `get_finished_jobs` gives the result."""
+        """Start to fill rows from the store; `get_finished_jobs` returns the result later."""
         self._jobs.load(job_metadata)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        """Return the results of the jobs that ended.
+        """Return the results of the jobs that ended since the last call.
 
-        Keys that a load did not bring are misses from now on; otherwise vLLM would ask for them again and again.
+        Keys that a load could not fetch are misses from now on. Otherwise vLLM would find and load the same
+        keys again and again.
         """
         results: list[JobResult] = []
         for ended in self._jobs.finished():
@@ -124,7 +130,7 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM has no 
         return results
 
     def drain_jobs(self) -> None:
-        """Cancel the jobs that wait and wait for those that run."""
+        """Cancel the jobs that have not begun, and wait for the others."""
         self._jobs.drain()
 
     def shutdown(self) -> None:
@@ -135,32 +141,36 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM has no 
         if answered:
             self._store.close()
         else:
-            # A lookup touches no memory of the engine, so a hanging one must not delay the engine; closing the store waits for it.
-            _log.warning("the store does not answer a lookup; it is closed when it does")
+            # `close` of the store waits for the lookup that hangs, so call it on a thread of its own. The
+            # engine need not wait, because a lookup uses no memory of the engine.
+            _log.warning("the store has not answered a lookup; the store is closed after its answer")
             Thread(target=self._store.close, name="tiercache-close", daemon=True).start()
 
 
 class _Lookups(AsyncLookupManager):  # type: ignore[misc]  # vLLM has no types
-    """Asks the store which objects it has, on the lookup thread of vLLM's base class; keys of other engines are never there.
+    """Lookups of stored objects, on the lookup thread of vLLM's base class.
 
-    Thread safety: as in the base class, `batch_lookup` runs on that thread and everything else under the manager's lock.
+    A key of another engine counts as not stored.
+
+    Thread safety: as in the base class, the lookup thread calls `batch_lookup`, and vLLM makes all other
+    calls under the lock of its manager of tiers.
     """
 
     def __init__(self, store: StorageBackend, keys: Keys, tier_type: str) -> None:
         self._store = store
         self._keys = keys
-        self._asked: float | None = None  # `time.monotonic` when the pending call of the store began
-        super().__init__(tier_type)  # starts the thread
+        self._asked: float | None = None  # when the pending call of the store began (monotonic clock)
+        super().__init__(tier_type)  # starts the lookup thread, so this comes last
 
     def end(self) -> bool:
-        """Stop the lookup thread; return whether it ended within `PATIENCE_S`."""
+        """Stop the lookup thread; return whether it has ended within `PATIENCE_S`."""
         self._lookup_queue.put(None)
         self._thread.join(PATIENCE_S)
         return not self._thread.is_alive()
 
     @property
     def overdue(self) -> bool:
-        """Whether the store takes longer to answer than a request should wait."""
+        """Whether the pending call of the store has taken longer than `PATIENCE_S`."""
         asked = self._asked
         return asked is not None and time.monotonic() - asked > PATIENCE_S
 
@@ -170,6 +180,8 @@ class _Lookups(AsyncLookupManager):  # type: ignore[misc]  # vLLM has no types
         self._asked = time.monotonic()
         try:
             found = iter(self._store.exists([known for known in objects if known is not None]))
+        except (UnavailableError, RefusedError):  # the store has logged the failure
+            return [False] * len(keys)
         finally:
             self._asked = None
         return [known is not None and next(found) for known in objects]
@@ -179,7 +191,9 @@ def _locality(given: str | None) -> Locality | None:
     try:
         return None if given is None else Locality(given)
     except ValueError:
-        raise ConfigError(f"{PLACE}: locality {given!r} is unknown; it is {' or '.join(each.value for each in Locality)}") from None
+        raise ConfigError(
+            f"{PLACE}: locality {given!r} is unknown; it is {' or '.join(each.value for each in Locality)}"
+        ) from None
 
 
 def _queued_rows(given: int | None, rows: int) -> int:

@@ -1,11 +1,12 @@
-"""Wrappers: stores around stores, each of which adds one thing to any backend, in one place instead of behind a flag in each backend.
+"""Wrappers: stores that contain another store and add one feature to it.
 
-Read `base` (what a wrapper passes on), then `metered`, `read_only`, `verified`. `tiercache.testing` has `faulty`, `latency` and `outage`.
+A feature in a wrapper is written once, and works for all backends.
+
+Read `base` (a wrapper that adds nothing), then `metered`. More wrappers are in `tiercache.testing`: `faulty`,
+`latency` and `outage`.
 """
 
 from tiercache.storage.wrappers.base import Wrapper, unwrap
 from tiercache.storage.wrappers.metered import Metered, StoreMetrics
-from tiercache.storage.wrappers.read_only import ReadOnly
-from tiercache.storage.wrappers.verified import Verified
 
-__all__ = ["Metered", "ReadOnly", "StoreMetrics", "Verified", "Wrapper", "unwrap"]
+__all__ = ["Metered", "StoreMetrics", "Wrapper", "unwrap"]

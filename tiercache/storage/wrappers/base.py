@@ -1,4 +1,4 @@
-"""Base class of all wrappers: passes each call on to the store inside, and closes only when no call is under way."""
+"""Base class of wrappers, which passes each call on to the store inside."""
 
 # ruff: noqa: D102 (the contract documents these methods)
 
@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, ParamSpec, Self, TypeVar
 
-from tiercache.core import ObjectKey, Outcome, Reason
+from tiercache.core import ObjectKey, Outcome
 from tiercache.errors import ConfigError
 from tiercache.storage.base import (
     GetItem,
@@ -28,12 +28,16 @@ Item = TypeVar("Item", GetItem, SetItem)
 
 
 class Wrapper(StorageBackend):
-    """A store that passes every call on to `inner`, which belongs to it from now on: closing the wrapper closes `inner`.
+    """Store that passes every call on to the store `inner`, which it owns.
 
-    Subclasses override the calls that they change and make them through `_perform`; `capabilities` stay those of `inner`.
+    Closing the wrapper closes `inner`.
 
-    Thread safety: as the contract says, and as good as the inner store's. A wrapper has a gate of its own, because a call of the wrapper
-    may be between two calls of the inner store when `close` begins, and must still end as if it had not begun.
+    Subclasses override the calls that they change, and call the inner store through `_perform`. A wrapper has
+    the `capabilities` of `inner`.
+
+    Thread safety: as the contract says, if the inner store keeps the contract. A wrapper has a gate of its
+    own (`CallGate`), because one call of the wrapper may make several calls of the inner store: `close` must
+    not close the inner store between these calls.
     """
 
     def __init__(self, inner: StorageBackend) -> None:
@@ -43,14 +47,20 @@ class Wrapper(StorageBackend):
 
     @classmethod
     def from_config(cls, section: Mapping[str, Any], context: StoreContext) -> Self:
-        """Raise ConfigError always: a wrapper needs a store to wrap, which no section can name."""
-        raise ConfigError(f"{cls.__name__} is put around a store in code and has no section; construct it with the store that it wraps")
+        """Always raise ConfigError: a section cannot name the store to wrap."""
+        raise ConfigError(
+            f"{cls.__name__} is put around a store in code and has no section; construct it with the store"
+            " that it wraps"
+        )
 
     def exists(self, keys: Sequence[ObjectKey]) -> list[bool]:
         return self._perform("exists", self.inner.exists, keys)
 
     def get(self, items: Sequence[GetItem]) -> list[Outcome]:
         return self._perform("get", self.inner.get, items)
+
+    def peek(self, items: Sequence[GetItem]) -> list[Outcome]:
+        return self._perform("peek", self.inner.peek, items)
 
     def set(self, items: Sequence[SetItem]) -> list[Outcome]:
         return self._perform("set", self.inner.set, items)
@@ -73,6 +83,12 @@ class Wrapper(StorageBackend):
     def usage(self) -> Usage:
         return self._perform("usage", self.inner.usage)
 
+    def coldest(self, nbytes: int) -> Sequence[ScanEntry] | None:
+        return self._perform("coldest", self.inner.coldest, nbytes)
+
+    def advise(self, keys: Sequence[ObjectKey], values: Sequence[float], worker: int = 0) -> None:
+        self._perform("advise", self.inner.advise, keys, values, worker)
+
     def flush(self) -> None:
         self._perform("flush", self.inner.flush)
 
@@ -80,19 +96,33 @@ class Wrapper(StorageBackend):
         if self._gate.close():
             self.inner.close()
 
-    def outage(self) -> Reason:
-        return self.inner.outage()
-
     def attach(self, memory: SharedMemory) -> None:
         self.inner.attach(memory)
 
     def _perform(self, operation: str, call: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
-        """Make one call of the contract, named `operation`. Subclasses override this for what concerns all calls."""
+        """Make one call of the contract, named `operation`.
+
+        Subclasses override this to change all calls in the same way.
+        """
         with self._gate:
             return call(*arguments, **named)
 
 
-OPERATIONS: Final = ("exists", "get", "set", "delete", "scan", "describe", "register_namespace", "namespaces", "usage", "flush")
+OPERATIONS: Final = (
+    "exists",
+    "get",
+    "peek",
+    "set",
+    "delete",
+    "scan",
+    "describe",
+    "register_namespace",
+    "namespaces",
+    "usage",
+    "coldest",
+    "advise",
+    "flush",
+)
 """Names of the calls that go through `Wrapper._perform`."""
 
 
@@ -103,8 +133,15 @@ def unwrap(store: StorageBackend) -> StorageBackend:
     return store
 
 
-def decide(items: Sequence[Item], verdict: Callable[[Item], Outcome | None], rest: Callable[[list[Item]], list[Outcome]]) -> list[Outcome]:
-    """Answer each item by `verdict` if it gives an outcome, and the others, in order and in one call, by `rest`."""
+def decide(
+    items: Sequence[Item],
+    verdict: Callable[[Item], Outcome | None],
+    rest: Callable[[list[Item]], list[Outcome]],
+) -> list[Outcome]:
+    """Answer the items for which `verdict` gives an outcome, and pass the other items to `rest`.
+
+    `rest` gets the other items in one call, in their order. It is not called if there are none.
+    """
     verdicts = [verdict(item) for item in items]
     left = [item for item, known in zip(items, verdicts, strict=True) if known is None]
     answers = iter(rest(left) if left else ())

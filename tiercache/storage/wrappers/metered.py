@@ -5,9 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Final, ParamSpec, TypeVar
-
-from prometheus_client import CollectorRegistry
+from typing import TYPE_CHECKING, Final, ParamSpec, TypeVar
 
 from tiercache.core import ObjectKey, Outcome
 from tiercache.metrics import table
@@ -16,17 +14,20 @@ from tiercache.storage.base import GetItem, ScanEntry, ScanPage, SetItem, Storag
 from tiercache.storage.env import Env
 from tiercache.storage.wrappers.base import OPERATIONS, Wrapper
 
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
-assert table.OPERATIONS == OPERATIONS, "the table of metrics knows every call"
+assert table.OPERATIONS == OPERATIONS, "metrics.table.OPERATIONS does not list the calls of a store"
 
 
 class StoreMetrics(Families):
-    """The metric families `metrics.table.STORE`, shared by metered stores and told apart by the label `store`.
+    """Metric families of stores (`metrics.table.STORE`), in which the label `store` names the store.
 
-    They lie in `registry`, or without one in a registry of their own. A registry takes one `StoreMetrics`; hand it to every `Metered` whose
-    figures belong there.
+    The families are registered in `registry` (None: in a registry of their own). Make only one `StoreMetrics`
+    per registry, and pass it to every `Metered` whose metrics belong in that registry.
 
     Thread safety: as `Families`.
     """
@@ -35,17 +36,28 @@ class StoreMetrics(Families):
         super().__init__(table.STORE, registry)
 
     def value(self, name: str, **labels: str) -> float:
-        """Return the sum over all samples `tiercache_store_<name>` that agree with `labels`, for tests and status pages."""
+        """Return the sum over all samples of `tiercache_store_<name>` that have these labels.
+
+        Meant for tests and status pages.
+        """
         return self.total(f"store_{name}", **labels)
 
 
 class Metered(Wrapper):
-    """Wrapper that counts the calls of `inner` under the name `store` in `metrics` (default: a new one). The clock is that of `env`.
+    """Wrapper that counts the calls of `inner` in `metrics`, under the label `store`.
+
+    `metrics` is a new `StoreMetrics` by default. Times come from the clock of `env`.
 
     Thread safety: as `Wrapper`.
     """
 
-    def __init__(self, inner: StorageBackend, store: str = "store", metrics: StoreMetrics | None = None, env: Env | None = None) -> None:
+    def __init__(
+        self,
+        inner: StorageBackend,
+        store: str = "store",
+        metrics: StoreMetrics | None = None,
+        env: Env | None = None,
+    ) -> None:
         super().__init__(inner)
         self.metrics: Final = metrics or StoreMetrics()
         self._env: Final = env or Env()
@@ -54,7 +66,8 @@ class Metered(Wrapper):
         self._under_way: Final = self.metrics.gauge("store_calls_under_way", store)
         self._seconds: Final = {name: histogram("store_seconds", store, name) for name in OPERATIONS}
         self._calls: Final = {
-            result: {name: counter("store_calls_total", store, name, result) for name in OPERATIONS} for result in ("returned", "raised")
+            result: {name: counter("store_calls_total", store, name, result) for name in OPERATIONS}
+            for result in ("returned", "raised")
         }
         self._items: Final = {
             name: [(outcome, counter("store_items_total", store, name, outcome)) for outcome in outcomes]
@@ -70,13 +83,23 @@ class Metered(Wrapper):
     def get(self, items: Sequence[GetItem]) -> list[Outcome]:
         answers = super().get(items)
         self._count("get", answers)
-        self._moved("get", sum(item.length for item, answer in zip(items, answers, strict=True) if answer is Outcome.HIT))
+        self._moved(
+            "get",
+            sum(item.length for item, answer in zip(items, answers, strict=True) if answer is Outcome.HIT),
+        )
         return answers
 
     def set(self, items: Sequence[SetItem]) -> list[Outcome]:
         answers = super().set(items)
         self._count("set", answers)
-        self._moved("set", sum(item.meta.length for item, answer in zip(items, answers, strict=True) if answer is Outcome.STORED))
+        self._moved(
+            "set",
+            sum(
+                item.meta.length
+                for item, answer in zip(items, answers, strict=True)
+                if answer is Outcome.STORED
+            ),
+        )
         return answers
 
     def delete(self, keys: Sequence[ObjectKey]) -> list[bool]:

@@ -2,25 +2,28 @@
 
     class TestMyBackend(BackendConformance):
         def open_store(self, path, capacity=None): ...
-        def corrupt(self, store, key): ...          # behind the store's back
+        def corrupt(self, store, key): ...          # without the store's knowledge
         def swap(self, store, a, b): ...
 
-Tests of capabilities that a backend does not declare in its `Capabilities` are skipped. Sizes are small, and no test waits on a clock.
-`hooks` has all hooks; the other modules are the suite, one for each theme.
+The tests of a capability are skipped if the backend does not declare the capability (`Capabilities`). Sizes
+are small, and no test sleeps. `hooks` has all hooks, and `peer` a second process. Each of the other modules
+has the tests of one theme.
 """
 
-# ruff: noqa: E402 (pytest explains the assertions of a module only if it is named before its first import)
+# ruff: noqa: E402 (pytest rewrites the assertions of a module only if it is registered before its import)
 
 import pytest
 
 _THEMES = (
-    "attaching", "batches", "damage", "describing", "eviction", "figures", "full_disk", "objects", "persistence", "refusals",
-    "restorable", "sharing", "threads",
+    "attaching", "batches", "coldest", "damage", "describing", "eviction", "figures", "full_disk", "objects",
+    "persistence", "refusals",
+    "restorable", "sharing", "threads", "values",
 )  # fmt: skip
 pytest.register_assert_rewrite(*(f"{__name__}.{theme}" for theme in _THEMES))
 
 from tiercache.testing.conformance.attaching import Attaching
 from tiercache.testing.conformance.batches import Batches
+from tiercache.testing.conformance.coldest import Coldest
 from tiercache.testing.conformance.damage import Damage
 from tiercache.testing.conformance.describing import Describing
 from tiercache.testing.conformance.eviction import Eviction
@@ -33,14 +36,32 @@ from tiercache.testing.conformance.refusals import Refusals
 from tiercache.testing.conformance.restorable import Restorable
 from tiercache.testing.conformance.sharing import Sharing
 from tiercache.testing.conformance.threads import Threads
+from tiercache.testing.conformance.values import Values
 
 __all__ = ["BackendConformance", "BackendHooks"]
 
 
 class BackendConformance(
-    Objects, Batches, Refusals, Damage, FullDisk, Figures, Describing, Threads, Eviction, Restorable, Persistence, Sharing, Attaching
+    Objects,
+    Batches,
+    Refusals,
+    Damage,
+    FullDisk,
+    Figures,
+    Describing,
+    Coldest,
+    Threads,
+    Eviction,
+    Restorable,
+    Values,
+    Persistence,
+    Sharing,
+    Attaching,
 ):
-    """Conformance tests of a store: subclass it and supply the hooks (see `BackendHooks`), and pytest runs the contract over the store.
+    """Conformance tests of a store, as a base class for a test class.
+
+    A subclass supplies the hooks (see `BackendHooks`). pytest then runs all tests of the contract on the
+    store that the hooks open.
 
     Thread safety: pytest makes one instance per test.
     """

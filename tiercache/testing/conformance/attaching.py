@@ -1,36 +1,28 @@
-"""Tests of a store's relation to its callers: memory that is attached, and outages that a healthy store must not report."""
-
-# ruff: noqa: D102 (a test is named for what it checks)
+"""Tests of memory that callers attach to a store."""
 
 from __future__ import annotations
 
 import pytest
 
-from tiercache.core import Reason
 from tiercache.pools import HostArena
 from tiercache.storage.base import GetItem, SetItem, StorageBackend
 from tiercache.testing.conformance.hooks import HIT, MISS, STORED, BackendHooks
-from tiercache.testing.objects import fetch, key, payload, put, to_get, to_set
+from tiercache.testing.objects import fetch, key, payload, to_get, to_set
 
 BLOCK = 4096
 SIZE = 3 * BLOCK - 100
 
 
 class Attaching(BackendHooks):
-    """Tests of attached memory and of `outage`.
+    """Tests of attached memory.
 
     Thread safety: as `BackendHooks`.
     """
 
-    def test_a_store_that_is_well_has_no_outage(self, store: StorageBackend) -> None:
-        assert store.outage() is Reason.NONE
-        put(store, key("a"), payload("a", 100))
-        store.exists([key("a"), key("x")])
-        store.get([to_get(key("x"), 100)])
-        assert store.outage() is Reason.NONE
-
     @pytest.mark.parametrize("late", [False, True])
-    def test_objects_go_through_attached_memory_as_through_any(self, store: StorageBackend, late: bool) -> None:
+    def test_objects_go_through_attached_memory_as_through_any(
+        self, store: StorageBackend, late: bool
+    ) -> None:
         """With `late`, the memory is attached after the store has stored an object."""
         arena = HostArena(16 * BLOCK, BLOCK, huge_pages=False)
         blocks = arena.alloc(12).reshape(4, 3)[:, ::-1]
@@ -44,13 +36,15 @@ class Attaching(BackendHooks):
             _fill(place, b"".join(item.buffers))
         inside = [SetItem(item.key, place, item.meta) for item, place in zip(items, views, strict=False)]
         assert store.set(inside) == [HIT if late else STORED, STORED, STORED]
-        assert fetch(store, key(1), SIZE) == payload(1, SIZE), "memory elsewhere serves as before"
+        assert fetch(store, key(1), SIZE) == payload(1, SIZE), "buffers in other memory work as before"
         for n in range(3):
             _fill(views[3], b"\xaa" * 3 * BLOCK)
             outside = to_get(key((n + 1) % 3), SIZE)
-            assert store.get([GetItem(key(n), views[3], SIZE), outside, GetItem(key("x"), views[0], SIZE)]) == [HIT, HIT, MISS]
+            assert store.get(
+                [GetItem(key(n), views[3], SIZE), outside, GetItem(key("x"), views[0], SIZE)]
+            ) == [HIT, HIT, MISS]
             assert b"".join(views[3])[:SIZE] == payload(n, SIZE)
-        assert b"".join(views[0])[:SIZE] == payload(0, SIZE), "what is absent leaves its buffers alone"
+        assert b"".join(views[0])[:SIZE] == payload(0, SIZE), "an absent object leaves the buffers unchanged"
         self.check(store)
         store.close()
         for place in views:

@@ -1,4 +1,7 @@
-"""Tests of many objects in one call: answers in input order, duplicates, empty and huge batches, bad items among good ones."""
+"""Tests of many objects in one call.
+
+The themes are the order of the answers, duplicates, empty and huge batches, and bad items among good items.
+"""
 
 # ruff: noqa: D102 (a test is named for what it checks)
 
@@ -26,7 +29,13 @@ class Batches(BackendHooks):
         names = ["a", "b", "c", "d", "e"]
         sizes = dict(zip(names, SIZES, strict=False))
         assert store.set([to_set(key(n), payload(n, sizes[n])) for n in ("a", "c", "e")]) == [STORED] * 3
-        assert store.set([to_set(key(n), payload(n, sizes[n])) for n in names]) == [HIT, STORED, HIT, STORED, HIT]
+        assert store.set([to_set(key(n), payload(n, sizes[n])) for n in names]) == [
+            HIT,
+            STORED,
+            HIT,
+            STORED,
+            HIT,
+        ]
         assert store.delete([key("d"), key("x"), key("b"), key("d")]) == [True, False, True, False]
         assert store.exists([key(n) for n in names]) == [True, False, True, False, True]
         items = [to_get(key(n), sizes[n]) for n in reversed(names)]
@@ -36,17 +45,32 @@ class Batches(BackendHooks):
     def test_empty_batches(self, store: StorageBackend) -> None:
         put(store, key("a"), payload("a", 10))
         assert (store.exists([]), store.get([]), store.set([]), store.delete([])) == ([], [], [], [])
-        assert store.usage().objects == 1
+        assert self.usage(store).objects == 1
 
     def test_duplicates_in_a_batch(self, store: StorageBackend) -> None:
         data = payload("a", 5000)
-        assert store.set([to_set(key("a"), data), to_set(key("b"), data), to_set(key("a"), data)]) == [STORED, STORED, HIT]
-        items = [to_get(key("a"), 5000), to_get(key("x"), 5000), to_get(key("a"), 5000), to_get(key("x"), 5000)]
+        assert store.set([to_set(key("a"), data), to_set(key("b"), data), to_set(key("a"), data)]) == [
+            STORED,
+            STORED,
+            HIT,
+        ]
+        items = [
+            to_get(key("a"), 5000),
+            to_get(key("x"), 5000),
+            to_get(key("a"), 5000),
+            to_get(key("x"), 5000),
+        ]
         assert store.get(items) == [HIT, MISS, HIT, MISS]
         assert {content(i) for i in items[::2]} == {data}
         assert store.exists([key("a"), key("x"), key("a"), key("x")]) == [True, False, True, False]
-        assert store.delete([key("a"), key("x"), key("a"), key("b"), key("b")]) == [True, False, False, True, False]
-        assert store.usage().objects == 0
+        assert store.delete([key("a"), key("x"), key("a"), key("b"), key("b")]) == [
+            True,
+            False,
+            False,
+            True,
+            False,
+        ]
+        assert self.usage(store).objects == 0
 
     def test_the_first_of_two_different_duplicates_is_kept(self, store: StorageBackend) -> None:
         assert store.set([to_set(key("a"), payload(n, 5000 + n)) for n in range(3)]) == [STORED, HIT, HIT]
@@ -64,13 +88,17 @@ class Batches(BackendHooks):
         assert store.set(items) == [HIT] * (MANY // 2) + [STORED] * (MANY // 2)
         wanted = [to_get(item.key, item.meta.length) for item in items]
         assert store.get([*wanted, to_get(key(MANY), 1)]) == [HIT] * MANY + [MISS]
-        assert all(content(found) == b"".join(item.buffers) for found, item in zip(wanted, items, strict=True))
+        assert all(
+            content(found) == b"".join(item.buffers) for found, item in zip(wanted, items, strict=True)
+        )
         assert store.exists([item.key for item in items] * 2 + [key(MANY)]) == [True] * (2 * MANY) + [False]
         seen = [entry.key for entry in store.scan_all()]
         assert len(seen) == MANY
         assert set(seen) == {item.key for item in items}
-        assert store.usage().objects == MANY
-        assert store.delete([item.key for item in items[::2]] * 2) == [True] * (MANY // 2) + [False] * (MANY // 2)
+        assert self.usage(store).objects == MANY
+        assert store.delete([item.key for item in items[::2]] * 2) == [True] * (MANY // 2) + [False] * (
+            MANY // 2
+        )
         assert store.exists([item.key for item in items]) == [False, True] * (MANY // 2)
 
     def test_one_bad_item_never_fails_a_batch(self, store: StorageBackend) -> None:
@@ -90,10 +118,13 @@ class Batches(BackendHooks):
         odd = ObjectKey(PoolName.KV, digest)
         put(store, key("a"), payload("a", 5000))
         item = to_get(odd, 5000)
-        assert store.set([to_set(odd, payload("x", 5000)), to_set(key("b"), payload("b", 5000))]) == [ERROR, STORED]
+        assert store.set([to_set(odd, payload("x", 5000)), to_set(key("b"), payload("b", 5000))]) == [
+            ERROR,
+            STORED,
+        ]
         assert store.exists([odd, key("a"), odd]) == [False, True, False]
         first, second = store.get([item, to_get(key("a"), 5000)])
         assert (first in (MISS, ERROR), second) == (True, HIT)
         assert content(item) == b"\xaa" * 5000
         assert store.delete([odd, key("a"), odd]) == [False, True, False]
-        assert store.usage().objects == 1
+        assert self.usage(store).objects == 1

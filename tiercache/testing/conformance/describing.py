@@ -1,4 +1,4 @@
-"""Tests of `describe`: what it says of objects by their keys, and that asking changes nothing."""
+"""Tests of `describe`: it answers as a scan does, and does not count as a use of the objects."""
 
 # ruff: noqa: D102 (a test is named for what it checks)
 
@@ -14,11 +14,11 @@ from tiercache.testing.objects import OTHER_NAMESPACE, fetch, key, page_key, pay
 
 SIZE = 60_000
 CLOCKS = 60.0
-"""Largest difference in seconds between the store's clock and the test's."""
+"""Largest difference in seconds that is allowed between the store's clock and the test's."""
 
 
 class Describing(BackendHooks):
-    """Tests of `describe`.
+    """Tests of descriptions.
 
     Thread safety: as `BackendHooks`.
     """
@@ -61,7 +61,10 @@ class Describing(BackendHooks):
 
     def test_the_digest_alone_names_what_is_described(self, store: StorageBackend) -> None:
         put(store, key("a"), payload("a", 5000))
-        others = [ObjectKey(PoolName.SWA, key("a").digest), *(ObjectKey(PoolName.KV, bytes(n)) for n in (0, 5, 32, 63, 65, 700))]
+        others = [
+            ObjectKey(PoolName.SWA, key("a").digest),
+            *(ObjectKey(PoolName.KV, bytes(n)) for n in (0, 5, 32, 63, 65, 700)),
+        ]
         [found, *none] = store.describe(others)
         assert found is not None
         assert found.key == key("a")

@@ -1,4 +1,4 @@
-"""Tests of the information that a store gives about its contents: scans, usage, namespaces."""
+"""Tests of what a store reports about its contents: scans, usage, namespaces."""
 
 # ruff: noqa: D102 (a test is named for what it checks)
 
@@ -48,7 +48,12 @@ class Figures(BackendHooks):
 
     def test_a_scan_of_a_namespace_goes_through_all_pages(self, store: StorageBackend) -> None:
         rare = range(0, 2600, 650)
-        store.set([to_set(key(n), payload(n, 16), namespace=OTHER_NAMESPACE if n in rare else NAMESPACE) for n in range(2600)])
+        store.set(
+            [
+                to_set(key(n), payload(n, 16), namespace=OTHER_NAMESPACE if n in rare else NAMESPACE)
+                for n in range(2600)
+            ]
+        )
         assert {e.key for e in store.scan_all(OTHER_NAMESPACE)} == {key(n) for n in rare}
         assert len(list(store.scan_all(NAMESPACE))) == 2600 - len(rare)
 
@@ -77,13 +82,13 @@ class Figures(BackendHooks):
             put(store, key(n), payload("again", size))
         store.delete([key(0), key(0)])
         fetch(store, key(1), 17)
-        usage = store.usage()
+        usage = self.usage(store)
         assert (usage.objects, usage.payload_bytes) == (len(SIZES) - 1, sum(SIZES[1:]))
         assert usage.used_bytes >= usage.payload_bytes
         assert usage.payload_bytes == sum(entry.meta.length for entry in store.scan_all())
         store.delete([key(n) for n in range(len(SIZES))])
-        assert (store.usage().objects, store.usage().payload_bytes) == (0, 0)
-        assert store.usage().used_bytes <= usage.used_bytes
+        assert (self.usage(store).objects, self.usage(store).payload_bytes) == (0, 0)
+        assert self.usage(store).used_bytes <= usage.used_bytes
 
     def test_namespaces_are_remembered(self, store: StorageBackend) -> None:
         records = [
@@ -97,12 +102,17 @@ class Figures(BackendHooks):
         store.set([to_set(key("b"), payload("b", 10), namespace=OTHER_NAMESPACE)])
         found = store.namespaces()
         assert len(found) == len(records)
-        assert {r.namespace: dict(r.identity) for r in found} == {r.namespace: dict(r.identity) for r in records}
+        assert {r.namespace: dict(r.identity) for r in found} == {
+            r.namespace: dict(r.identity) for r in records
+        }
         store.delete([key("a"), key("b")])
         assert len(store.namespaces()) == len(records)
 
     def test_that_there_are_states_is_never_taken_back(self, store: StorageBackend) -> None:
-        plain, hybrid = NamespaceRecord(NAMESPACE, {"model": "m"}), NamespaceRecord(NAMESPACE, {"model": "m"}, states=True)
+        plain, hybrid = (
+            NamespaceRecord(NAMESPACE, {"model": "m"}),
+            NamespaceRecord(NAMESPACE, {"model": "m"}, states=True),
+        )
         store.register_namespace(plain)
         store.register_namespace(NamespaceRecord(OTHER_NAMESPACE, {}))
         assert _states(store) == {NAMESPACE: False, OTHER_NAMESPACE: False}

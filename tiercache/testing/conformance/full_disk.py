@@ -1,4 +1,4 @@
-"""Tests of a medium that takes no more bytes: new objects are throttled, and no stored object is lost."""
+"""Tests of a full medium: new objects are throttled, and no stored object is lost."""
 
 # ruff: noqa: D102 (a test is named for what it checks)
 
@@ -21,7 +21,7 @@ class FullDisk(BackendHooks):
 
     @pytest.fixture
     def full(self, store: StorageBackend) -> Iterator[StorageBackend]:
-        """Provide a store that holds the objects 0 to 4, of which 0 is damaged, and whose medium is full."""
+        """Provide a store with the objects 0 to 4 on a full medium; object 0 is damaged."""
         if not self.has("fill_disk"):
             pytest.skip("the hooks cannot fill the medium")
         for n in range(5):
@@ -36,7 +36,7 @@ class FullDisk(BackendHooks):
         assert full.set(items) == [THROTTLED, HIT, THROTTLED, HIT]
         assert full.exists([key(7), key(1), key(8)]) == [False, True, False]
         assert [fetch(full, key(n), 9000) for n in range(1, 5)] == [payload(n, 9000) for n in range(1, 5)]
-        assert full.usage().objects == len(list(full.scan_all())) == 5
+        assert self.usage(full).objects == len(list(full.scan_all())) == 5
         self.free_disk(full)
         assert full.set(items) == [STORED, HIT, STORED, HIT]
         assert fetch(full, key(7), 9000) == payload(7, 9000)
@@ -53,7 +53,7 @@ class FullDisk(BackendHooks):
         assert fetch(full, key(0), 9000) is CORRUPT
         assert fetch(full, key(0), 9000) is MISS
         assert full.exists([key(0)]) == [False]
-        assert full.usage().objects == len(list(full.scan_all())) == 4
+        assert self.usage(full).objects == len(list(full.scan_all())) == 4
         assert put(full, key(0), payload(0, 9000)) is THROTTLED
         self.free_disk(full)
         assert put(full, key(0), payload(0, 9000)) is STORED

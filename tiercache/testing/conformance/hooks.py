@@ -1,8 +1,8 @@
-"""Hooks that the suite needs from a store: how to open it, and how to change its medium behind its back."""
+"""Hooks of the conformance suite: they open a store, and change its medium without the store's knowledge."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import ClassVar
@@ -11,7 +11,7 @@ import pytest
 
 from tiercache.core import ObjectKey, ObjectMeta, Outcome
 from tiercache.errors import ClosedError
-from tiercache.storage.base import StorageBackend
+from tiercache.storage.base import StorageBackend, TierReport, Usage
 
 HIT, MISS, STORED = Outcome.HIT, Outcome.MISS, Outcome.STORED
 CORRUPT, THROTTLED, ERROR = Outcome.CORRUPT, Outcome.THROTTLED, Outcome.ERROR
@@ -20,55 +20,96 @@ SIZES = (1, 4095, 4096, 4097, 10_000, 65_536)
 
 
 class BackendHooks:
-    """The hooks of the suite; a subclass must supply `open_store`, `corrupt` and `swap`. While a hook runs, no call is inside the store.
+    """The hooks of the suite; a subclass must supply `open_store`, `corrupt` and `swap`.
+
+    While a hook runs, no call is inside the store.
 
     Thread safety: one instance per test, on one thread.
     """
 
     large = 1 << 30
-    """Capacity in bytes that holds everything that a test without `capacity` stores."""
+    """Capacity in bytes of a store that is opened without `capacity`. No such test needs more."""
 
     small = 8 << 20
     """Smallest capacity in bytes with which a bounded store works well; not below 4 MiB."""
 
+    copies: int = 1
+    """Largest number of copies of an object that the store keeps, each of which takes capacity."""
+
+    obeys_values: bool = False
+    """Whether the store evicts by the values that callers give."""
+
     faults: ClassVar[AbstractSet[Outcome]] = frozenset()
-    """Outcomes that any item may get at any time, without a reason that a test could see; only the state machines can handle them."""
+    """Outcomes that any item may get at any time without a reason that a test could see.
+
+    The tests allow no such outcomes; only the state machines do (`testing.stateful`).
+    """
 
     def open_store(self, path: Path, capacity: int | None = None) -> StorageBackend:
-        """Open a store that keeps its data, if it keeps any, in `path`; `capacity` None means enough for everything (see `large`)."""
+        """Open a store with a capacity in bytes; None means enough for all tests (see `large`).
+
+        A persistent store keeps its data in `path`.
+        """
         raise NotImplementedError
 
     def corrupt(self, store: StorageBackend, k: ObjectKey) -> None:
-        """Change a bit of the stored payload behind the store's back."""
+        """Change a bit of the stored payload without the store's knowledge."""
         raise NotImplementedError
 
     def swap(self, store: StorageBackend, a: ObjectKey, b: ObjectKey) -> None:
-        """Exchange the stored payloads of two objects of equal length behind the store's back."""
+        """Exchange the stored payloads of two objects of equal length without the store's knowledge."""
         raise NotImplementedError
 
+    @property
+    def third(self) -> int:
+        """Bytes of different objects that a full store of the small capacity has at least: a third."""
+        return self.small // self.copies // 3
+
+    def usage(self, store: StorageBackend) -> Usage:
+        """Return the usage of a store, with every object counted once.
+
+        Default: the store's own usage. A store that keeps several copies counts every copy, so it needs this
+        hook.
+        """
+        return store.usage()
+
+    def media(self, store: StorageBackend) -> Sequence[Usage | TierReport]:
+        """Return the usage of each medium of a store. Default: the store's own usage."""
+        return [store.usage()]
+
     def check(self, store: StorageBackend) -> None:
-        """Raise AssertionError unless the store's own counts agree with each other; no call is inside the store."""
+        """Raise AssertionError unless the store's own counts agree with each other."""
 
     def flip(self, store: StorageBackend, k: ObjectKey, bit: int) -> None:
-        """Change bit number `bit` of the stored payload behind the store's back. Default: the bit that `corrupt` changes."""
+        """Change bit number `bit` of the stored payload without the store's knowledge.
+
+        Default: change the bit that `corrupt` changes.
+        """
         self.corrupt(store, k)
 
     def truncate(self, store: StorageBackend, k: ObjectKey) -> None:
-        """Cut the medium in the middle of an object's payload; objects that were stored later may be lost with it.
+        """Cut off the medium in the middle of an object's payload.
 
-        Without this hook, the tests that cut the medium are skipped.
+        Objects that were stored later may be lost too. Without this hook, the tests of a cut medium are
+        skipped.
         """
 
     def kill(self, store: StorageBackend, path: Path, capacity: int | None = None) -> StorageBackend:
-        """Open, in `path`, the data that a process leaves if it is killed now. Default: close `store` normally, and open it again."""
+        """Open the data in `path` that the process of `store` would leave if that process was killed now.
+
+        Default: close `store` normally, and open the data again.
+        """
         store.close()
         return self.open_store(path, capacity)
 
     def fill_disk(self, store: StorageBackend) -> None:
-        """Make the medium take no more bytes from now on. Without this hook, no test fills the disk."""
+        """Make the medium take no more bytes. Without this hook, no test fills the disk."""
 
     def free_disk(self, store: StorageBackend) -> None:
         """Undo `fill_disk`."""
+
+    def pass_time(self, store: StorageBackend, seconds: float) -> None:
+        """Advance the monotonic clock of the store. Without this hook, no test lets values age."""
 
     def scanned(self, meta: ObjectMeta) -> ObjectMeta:
         """Return the part of an object's `meta` that a scan returns. Default: all of it."""
@@ -86,14 +127,14 @@ class BackendHooks:
 
     @pytest.fixture
     def store(self, tmp_path: Path) -> Iterator[StorageBackend]:
-        """Provide a store with room; it is checked and closed at the end, if it is still open."""
+        """Provide a store with enough room; check and close the store at the end, if it is still open."""
         opened = self.open_store(tmp_path / "store")
         yield opened
         self._finish(opened)
 
     @pytest.fixture
     def bounded(self, tmp_path: Path) -> Iterator[StorageBackend]:
-        """Provide a store of the small capacity; it is checked and closed at the end, if it is still open."""
+        """Provide a store of the small capacity; check and close it at the end, if it is still open."""
         opened = self.open_store(tmp_path / "store", self.small)
         self.need(opened, "bounded")
         yield opened

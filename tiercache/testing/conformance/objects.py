@@ -1,4 +1,8 @@
-"""Tests of one object at a time: it comes back as stored, only its key names it, and no store keeps the caller's buffers."""
+"""Tests of one object at a time.
+
+A get returns an object as it was stored, an object is identified by its key alone, and a store does not keep
+the caller's buffers.
+"""
 
 # ruff: noqa: D102 (a test is named for what it checks)
 
@@ -33,12 +37,14 @@ class Objects(BackendHooks):
         assert store.delete([key("a")]) == [False]
         assert list(store.scan_all()) == []
         assert store.namespaces() == []
-        usage = store.usage()
+        usage = self.usage(store)
         assert (usage.objects, usage.payload_bytes) == (0, 0)
 
     @pytest.mark.parametrize("size", SIZES)
     @pytest.mark.parametrize(("pieces", "slack"), [(1, 0), (7, 0), (1, 4096), (5, 10_000)])
-    def test_what_is_stored_comes_back(self, store: StorageBackend, size: int, pieces: int, slack: int) -> None:
+    def test_what_is_stored_comes_back(
+        self, store: StorageBackend, size: int, pieces: int, slack: int
+    ) -> None:
         data = payload("a", size)
         assert store.set([to_set(key("a"), data, pieces=pieces, slack=slack)]) == [STORED]
         assert store.exists([key("a")]) == [True]
@@ -47,7 +53,9 @@ class Objects(BackendHooks):
         assert content(item) == data
 
     @pytest.mark.parametrize("size", SIZES)
-    def test_a_set_without_a_checksum_gets_the_one_of_its_bytes(self, store: StorageBackend, size: int) -> None:
+    def test_a_set_without_a_checksum_gets_the_one_of_its_bytes(
+        self, store: StorageBackend, size: int
+    ) -> None:
         item = to_set(key("a"), payload("a", size), pieces=3, slack=100)
         assert store.set([item._replace(meta=replace(item.meta, checksum=b""))]) == [STORED]
         assert fetch(store, key("a"), size) == payload("a", size)
@@ -66,7 +74,7 @@ class Objects(BackendHooks):
         assert put(store, key("a"), payload("other", 5000)) is HIT
         assert put(store, key("a"), payload("longer", 9000)) is HIT
         assert fetch(store, key("a"), 5000) == payload("first", 5000)
-        assert store.usage().payload_bytes == 5000
+        assert self.usage(store).payload_bytes == 5000
 
     def test_a_deleted_object_can_be_another_one(self, store: StorageBackend) -> None:
         put(store, key("a"), payload("first", 5000))
@@ -81,7 +89,10 @@ class Objects(BackendHooks):
         put(store, page, payload("kv", 5000))
         assert store.exists([page, state]) == [True, False]
         put(store, state, payload("state", 9000))
-        assert (fetch(store, page, 5000), fetch(store, state, 9000)) == (payload("kv", 5000), payload("state", 9000))
+        assert (fetch(store, page, 5000), fetch(store, state, 9000)) == (
+            payload("kv", 5000),
+            payload("state", 9000),
+        )
         assert store.delete([page]) == [True]
         assert fetch(store, state, 9000) == payload("state", 9000)
 
@@ -115,7 +126,7 @@ class Objects(BackendHooks):
         for view, owner in ((item.buffers[0], data), (wanted.buffers[0], target)):
             view.release()
             owner[:] = bytes(9000)
-            owner.clear()  # raises BufferError while any view of it is left
+            owner.clear()  # raises BufferError while any view of `owner` exists
         assert fetch(store, key("a"), 9000) == payload("a", 9000)
 
     def test_what_is_left_behind_a_payload_is_nobody_s(self, store: StorageBackend) -> None:

@@ -1,6 +1,9 @@
-"""A second process on a store: opens it through the hooks of the suite, and executes commands, one JSON line at a time.
+"""A second process that uses the same store.
 
-python -m tiercache.testing.conformance.peer MODULE:CLASS PATH
+The process opens the store through the hooks of the suite. Then it reads commands from its standard input
+and writes one answer to each. A command or an answer is one line of JSON.
+
+    python -m tiercache.testing.conformance.peer MODULE:CLASS PATH
 """
 
 from __future__ import annotations
@@ -22,13 +25,15 @@ from tiercache.testing.objects import content, key, payload, to_get, to_set
 
 
 class Peer:
-    """A handle of the other process in its parent. Objects are named by text, and have the bytes that `payload` gives for the name.
+    """Handle of the second process in its parent.
+
+    Objects are named by text. The name of an object gives its key and its payload (see `testing.objects`).
 
     Thread safety: one thread at a time.
     """
 
     def __init__(self, hooks: type[BackendHooks], path: Path) -> None:
-        """Start the process and wait until it has opened the store; raise AssertionError if it could not."""
+        """Start the process, and wait until it has opened the store; raise AssertionError if that fails."""
         supplier = next(cls for cls in hooks.__mro__ if "open_store" in vars(cls))
         self._process = subprocess.Popen(
             [sys.executable, "-m", __name__, f"{supplier.__module__}:{supplier.__qualname__}", str(path)],
@@ -44,7 +49,10 @@ class Peer:
         return [bool(there) for there in self._ask("exists", names)]
 
     def get(self, names: Sequence[str], size: int) -> list[Outcome]:
-        """Return the answers of the store's `get`; raise AssertionError if a HIT returned other bytes than those of the name."""
+        """Return the answers of the store's `get`.
+
+        Raises AssertionError if the second process got a HIT with bytes other than the payload of the name.
+        """
         return [Outcome(answer) for answer in self._ask("get", names, size)]
 
     def set(self, names: Sequence[str], size: int) -> list[Outcome]:
@@ -76,9 +84,12 @@ class Peer:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._process.communicate(timeout=60)  # closes its input, at which the process closes the store and ends
+        # `communicate` ends the input of the process, which then closes the store and ends.
+        self._process.communicate(timeout=60)
         killed = self._process.returncode == -9
-        assert killed or self._process.returncode == 0, f"the other process ended with {self._process.returncode}"
+        assert killed or self._process.returncode == 0, (
+            f"the other process ended with {self._process.returncode}"
+        )
 
     def _ask(self, do: str, names: Sequence[str] = (), size: int = 0) -> list[Any]:
         self._tell(do, names, size)
@@ -88,16 +99,18 @@ class Peer:
 
     def _tell(self, do: str, names: Sequence[str], size: int) -> None:
         assert self._process.stdin is not None
-        print(json.dumps({"do": do, "names": list(names), "size": size}), file=self._process.stdin, flush=True)
+        print(
+            json.dumps({"do": do, "names": list(names), "size": size}), file=self._process.stdin, flush=True
+        )
 
     def _answer(self) -> Any:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
-        assert line, f"the other process ended with {self._process.wait(30)}; what it said is above"
+        assert line, f"the other process ended with {self._process.wait(30)}; its error output is above"
         return json.loads(line)
 
 
-def perform(store: StorageBackend, order: Mapping[str, Any]) -> list[Any]:
+def perform(hooks: BackendHooks, store: StorageBackend, order: Mapping[str, Any]) -> list[Any]:
     """Execute one command on the store, and return its answers."""
     names, size = order["names"], order["size"]
     if order["do"] == "exists":
@@ -107,33 +120,36 @@ def perform(store: StorageBackend, order: Mapping[str, Any]) -> list[Any]:
     if order["do"] == "delete":
         return store.delete([key(n) for n in names])
     if order["do"] == "objects":
-        return [store.usage().objects]
+        return [hooks.usage(store).objects]
     if order["do"] == "namespaces":
         return [len(store.namespaces())]
     items = [to_get(key(n), size) for n in names]
     answers = store.get(items)
     for n, item, answer in zip(names, items, answers, strict=True):
-        assert answer is not Outcome.HIT or content(item) == payload(n, size), f"{n} has the bytes of something else"
+        assert answer is not Outcome.HIT or content(item) == payload(n, size), (
+            f"a get of {n} returned the bytes of another object"
+        )
     return answers
 
 
 @contextmanager
-def opened(hooks: str, path: str) -> Iterator[StorageBackend]:
+def opened(hooks: str, path: str) -> Iterator[tuple[BackendHooks, StorageBackend]]:
     """Open the store in `path` through the hooks that `MODULE:CLASS` names, and close it at the end."""
     module, name = hooks.split(":")
     found: Any = import_module(module)
     for part in name.split("."):
         found = getattr(found, part)
-    with found().open_store(Path(path)) as store:
-        yield store
+    made: BackendHooks = found()
+    with made.open_store(Path(path)) as store:
+        yield made, store
 
 
 def main() -> None:
-    """Answer the commands on the standard input until it ends."""
-    with opened(*sys.argv[1:]) as store:
+    """Open the store, and answer commands until the standard input ends."""
+    with opened(*sys.argv[1:]) as (hooks, store):
         print(json.dumps("ready"), flush=True)  # noqa: T201
         for line in sys.stdin:
-            print(json.dumps(perform(store, json.loads(line))), flush=True)  # noqa: T201
+            print(json.dumps(perform(hooks, store, json.loads(line))), flush=True)  # noqa: T201
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""Tests of items that a store must refuse: wrong lengths, unusable buffers, malformed metadata. The caller's buffers stay unchanged."""
+"""Tests of items that a store must refuse: wrong lengths, unusable buffers, malformed metadata.
+
+The caller's buffers stay unchanged.
+"""
 
 # ruff: noqa: D102 (a test is named for what it checks)
 
@@ -17,7 +20,10 @@ SIZE = 5000
 
 
 def odd_view(kind: str, data: bytearray) -> memoryview:
-    """Return a view of SIZE bytes that is not a C-contiguous, one-dimensional view of unsigned bytes; `data` has 2 * SIZE bytes."""
+    """Return a view of SIZE bytes that is not a C-contiguous, one-dimensional view of unsigned bytes.
+
+    `data` has 2 * SIZE bytes.
+    """
     if kind == "every other byte":
         return memoryview(data)[::2]
     if kind == "backwards":
@@ -109,4 +115,4 @@ class Refusals(BackendHooks):
         mixed = [*bad[:6], good, *bad[6:]]
         assert store.set(mixed) == [ERROR] * 6 + [STORED] + [ERROR] * (len(bad) - 6)
         assert [entry.key for entry in store.scan_all()] == [key("good")]
-        assert store.usage().objects == 1
+        assert self.usage(store).objects == 1

@@ -1,4 +1,7 @@
-"""Tests of bounded stores: objects that are kept can be restored; objects that never could be are refused or evicted first."""
+"""Tests of bounded stores: the objects that are kept can be restored.
+
+Objects that no restore could use are refused, or evicted first.
+"""
 
 # ruff: noqa: D102 (a test is named for what it checks)
 
@@ -14,12 +17,13 @@ from tiercache.storage.base import NamespaceRecord, SetItem, StorageBackend
 from tiercache.testing.conformance.hooks import ERROR, STORED, THROTTLED, BackendHooks
 from tiercache.testing.objects import NAMESPACE, OTHER_NAMESPACE, chain, key, payload, put, state_of, to_set
 
-# Bytes of a page, of half a page, and of a state.
 PAGE = 20_000
+"""Bytes of a page."""
 HALF = PAGE // 2
 STATE = 30_000
+"""Bytes of a state."""
 EVERY = 5
-"""Pages of a turn, which also leaves a state behind its last page."""
+"""Number of pages that each turn of a conversation adds. The turn also adds a state on the last page."""
 
 
 class Restorable(BackendHooks):
@@ -33,9 +37,11 @@ class Restorable(BackendHooks):
         last = _converse(bounded, "long", turns)
         assert THROTTLED in last
         depth = _restorable(bounded, "long", turns)
-        assert depth * PAGE > self.small // 3
-        assert _worth(bounded)[0] >= 0.9 * bounded.usage().payload_bytes
-        assert set(bounded.set(_turn("long", turns))) == {THROTTLED}, "what is behind the part that is not stored is worth nothing"
+        assert depth * PAGE > self.third
+        assert self._restorable_share(bounded) >= 0.9
+        assert set(bounded.set(_turn("long", turns))) == {THROTTLED}, (
+            "pages after the end of the stored part are useless"
+        )
         assert _restorable(bounded, "long", turns) == depth
 
     def test_another_conversation_takes_over_from_its_end(self, bounded: StorageBackend) -> None:
@@ -45,25 +51,27 @@ class Restorable(BackendHooks):
         assert set(_converse(bounded, "second", 6)) == {STORED}
         assert _restorable(bounded, "second", 6) == 6 * EVERY
         assert 0 < _restorable(bounded, "first", turns) < depth
-        assert _worth(bounded)[0] >= 0.9 * bounded.usage().payload_bytes
+        assert self._restorable_share(bounded) >= 0.9
 
     def test_many_conversations_leave_what_can_be_restored(self, bounded: StorageBackend) -> None:
         conversations = 2 * self.small // _nbytes(6)
         for turn in range(6):
             for name in range(conversations):
                 bounded.set(_turn(name, turn))
-        assert _worth(bounded)[0] >= 0.9 * bounded.usage().payload_bytes
-        assert bounded.usage().payload_bytes > self.small // 3
+        assert self._restorable_share(bounded) >= 0.9
+        assert self.usage(bounded).payload_bytes > self.third
 
     @pytest.mark.parametrize("states_first", [True, False])
-    def test_states_may_come_before_their_pages_or_after(self, bounded: StorageBackend, states_first: bool) -> None:
+    def test_states_may_come_before_their_pages_or_after(
+        self, bounded: StorageBackend, states_first: bool
+    ) -> None:
         bounded.register_namespace(NamespaceRecord(NAMESPACE, {}, states=True))
         for name in range(2 * self.small // _nbytes(2)):
             for turn in range(2):
                 *pages, state = _turn(name, turn)
                 for call in ([state], pages) if states_first else (pages, [state]):
                     assert set(bounded.set(call)) == {STORED}
-        assert _worth(bounded)[0] >= 0.9 * bounded.usage().payload_bytes
+        assert self._restorable_share(bounded) >= 0.9
 
     def test_what_is_dead_goes_before_what_can_be_restored(self, bounded: StorageBackend) -> None:
         _converse(bounded, "old", 3)
@@ -76,52 +84,60 @@ class Restorable(BackendHooks):
             if left:
                 assert _restorable(bounded, "old", 3) == 3 * EVERY
             elif before:
-                assert before < len(dead), "it went little by little"
+                assert before < len(dead), "it was evicted in several steps"
         assert not left
 
-    def test_a_conversation_without_states_does_not_push_out_the_others(self, bounded: StorageBackend) -> None:
+    def test_a_conversation_without_states_does_not_push_out_the_others(
+        self, bounded: StorageBackend
+    ) -> None:
         _converse(bounded, "kept", self.small // 2 // _nbytes(1))
         for n, (k, parent) in enumerate(chain("endless", 3 * self.small // PAGE)):
             bounded.set([to_set(k, payload(k, PAGE), parent=parent, depth=n + 1)])
         assert _restorable(bounded, "kept", self.small // 2 // _nbytes(1)) >= EVERY
-        assert 8 * _worth(bounded)[0] >= bounded.usage().payload_bytes
+        assert self._restorable_share(bounded) >= 1 / 8
         assert set(_converse(bounded, "next", 3)) == {STORED}
         assert _restorable(bounded, "next", 3) == 3 * EVERY
 
     def test_states_of_one_namespace_say_nothing_of_another(self, bounded: StorageBackend) -> None:
-        plain = [to_set(k, payload(k, PAGE), parent=parent, namespace=OTHER_NAMESPACE) for k, parent in chain("plain", 20)]
+        plain = [
+            to_set(k, payload(k, PAGE), parent=parent, namespace=OTHER_NAMESPACE)
+            for k, parent in chain("plain", 20)
+        ]
         assert set(bounded.set(plain)) == {STORED}
         for name in range(5):
             _converse(bounded, name, 1)
-        assert _worth(bounded) == (20 * PAGE + 5 * _nbytes(1), 0, 0)
+        assert self._worth(bounded) == (20 * PAGE + 5 * _nbytes(1), 0, 0)
         for name in range(5, 2 * self.small // _nbytes(1)):
             _converse(bounded, name, 1)
             bounded.set(plain)
         assert all(bounded.exists([item.key for item in plain])), "they were used all the time"
 
     def test_what_it_holds_is_told_by_what_it_is_good_for(self, bounded: StorageBackend) -> None:
-        items = [to_set(k, payload(k, PAGE), parent=parent, depth=n + 1) for n, (k, parent) in enumerate(chain("a", 4))]
+        items = [
+            to_set(k, payload(k, PAGE), parent=parent, depth=n + 1)
+            for n, (k, parent) in enumerate(chain("a", 4))
+        ]
         assert set(bounded.set(items)) == {STORED}
-        assert _worth(bounded) == (4 * PAGE, 0, 0), "nobody said that states are needed"
+        assert self._worth(bounded) == (4 * PAGE, 0, 0), "the namespace is not known to need states"
         bounded.register_namespace(NamespaceRecord(NAMESPACE, {}, states=True))
-        assert _worth(bounded) == (0, 4 * PAGE, 0)
+        assert self._worth(bounded) == (0, 4 * PAGE, 0)
         state = state_of(("a", 1))
         put(bounded, state, payload(state, STATE), state.page_key)
-        assert _worth(bounded) == (2 * PAGE + STATE, 2 * PAGE, 0)
+        assert self._worth(bounded) == (2 * PAGE + STATE, 2 * PAGE, 0)
         bounded.delete([items[0].key])
-        assert _worth(bounded) == (0, 0, 4)
+        assert self._worth(bounded) == (0, 0, 4)
         assert bounded.set(items[:1]) == [STORED]
-        assert _worth(bounded) == (2 * PAGE + STATE, 2 * PAGE, 0)
+        assert self._worth(bounded) == (2 * PAGE + STATE, 2 * PAGE, 0)
         bounded.delete([state])
-        assert _worth(bounded) == (0, 4 * PAGE, 0)
+        assert self._worth(bounded) == (0, 4 * PAGE, 0)
         bounded.delete([item.key for item in items])
-        assert _worth(bounded) == (0, 0, 0)
+        assert self._worth(bounded) == (0, 0, 0)
 
     def test_a_page_behind_one_that_is_not_stored_waits_for_it(self, bounded: StorageBackend) -> None:
         first, second, third = [to_set(k, payload(k, PAGE), parent=parent) for k, parent in chain("s", 3)]
         assert bounded.set([third]) == bounded.set([second]) == [THROTTLED]
         assert bounded.set([second, third]) == [THROTTLED] * 2
-        assert bounded.usage().objects == 0
+        assert self.usage(bounded).objects == 0
         assert bounded.set([first]) == [STORED]
         assert bounded.set([third]) == [THROTTLED]
         assert bounded.set([second]) == bounded.set([third]) == [STORED]
@@ -129,12 +145,12 @@ class Restorable(BackendHooks):
         fourth = to_set(key("t"), payload("t", PAGE), parent=second.key.page_key)
         assert bounded.set([fourth]) == [THROTTLED]
         other = to_set(key("u"), payload("u", PAGE), parent=first.key.page_key, namespace=OTHER_NAMESPACE)
-        assert bounded.set([other]) == [THROTTLED], "the page of another namespace is not its own"
+        assert bounded.set([other]) == [THROTTLED], "a page of another namespace is no parent"
 
     def test_a_batch_may_come_in_any_order(self, bounded: StorageBackend) -> None:
         items = [*_turn("s", 0, every=40), *_turn("t", 0)]
         assert bounded.set(items[::-1]) == [STORED] * len(items)
-        assert _worth(bounded) == (45 * PAGE + 2 * STATE, 0, 0)
+        assert self._worth(bounded) == (45 * PAGE + 2 * STATE, 0, 0)
         assert bounded.set(items[::-1]) == [Outcome.HIT] * len(items)
 
     def test_a_page_that_does_not_fit_takes_what_follows_it_along(self, bounded: StorageBackend) -> None:
@@ -147,7 +163,7 @@ class Restorable(BackendHooks):
             to_set(key("x"), payload("x", PAGE)),
         ]
         assert bounded.set(items) == [STORED, THROTTLED, THROTTLED, THROTTLED, STORED]
-        assert _worth(bounded) == (2 * PAGE, 0, 0)
+        assert self._worth(bounded) == (2 * PAGE, 0, 0)
 
     def test_a_wrong_depth_is_an_error_and_costs_nothing(self, bounded: StorageBackend) -> None:
         _fill(bounded, self.small)
@@ -161,10 +177,12 @@ class Restorable(BackendHooks):
         assert bounded.set([to_set(state, payload(state, STATE), parent=state.page_key, depth=2)]) == [ERROR]
         assert {entry.key for entry in bounded.scan_all()} == before
         assert bounded.set([_deep(pages, 3, 4), _deep(pages, 4, 9)]) == [STORED, ERROR]
-        assert bounded.set([_deep(pages, 4, None)]) == [STORED], "who does not know says nothing"
+        assert bounded.set([_deep(pages, 4, None)]) == [STORED], "the depth may be left out"
 
-    def test_pages_that_follow_each_other_in_a_circle_are_refused(self, bounded: StorageBackend, tmp_path: Path) -> None:
-        """Pages in a circle, whatever their tenant declares, cost no other tenant an object."""
+    def test_pages_that_follow_each_other_in_a_circle_are_refused(
+        self, bounded: StorageBackend, tmp_path: Path
+    ) -> None:
+        """Pages that form a circle never make the store drop or refuse objects of another namespace."""
         others = [to_set(key(n), payload(n, PAGE), namespace=OTHER_NAMESPACE) for n in range(30)]
         assert set(bounded.set(others)) == {STORED}
         for size in range(2, 40):
@@ -173,8 +191,10 @@ class Restorable(BackendHooks):
             items = [to_set(k, payload(k, 2000), parent=parent) for k, parent in chain(("d", name), 3)]
             assert set(bounded.set(items)) == {STORED}
             bounded.delete([items[0].key])
-            assert bounded.set([_behind(items[0], items[2])]) == [ERROR], "it would follow itself"
-            assert bounded.set([_behind(items[1], items[2])]) == [Outcome.HIT], "what is stored stays as it is"
+            assert bounded.set([_behind(items[0], items[2])]) == [ERROR], "it would be its own ancestor"
+            assert bounded.set([_behind(items[1], items[2])]) == [Outcome.HIT], (
+                "a stored object is not changed"
+            )
         assert all(bounded.exists([item.key for item in others]))
         if bounded.capabilities.persistent:
             path = tmp_path / "store"
@@ -185,9 +205,24 @@ class Restorable(BackendHooks):
         else:
             _go_on(bounded, others, self.small)
 
+    def _restorable_share(self, store: StorageBackend) -> float:
+        """Return the fraction of a medium's payload that a restore can use; the smallest of all media."""
+        return min(int(one.details["restorable_bytes"]) / one.payload_bytes for one in self.media(store))
+
+    def _worth(self, store: StorageBackend) -> tuple[int, int, int]:
+        """Return the restorable bytes, the dead bytes and the number of orphans.
+
+        Bytes are rounded down to a multiple of half a page, because a wrapper may add bytes to each object.
+        """
+        details = self.usage(store).details
+        restorable, dead, orphans = (
+            int(details[name]) for name in ("restorable_bytes", "dead_bytes", "orphans")
+        )
+        return restorable // HALF * HALF, dead // HALF * HALF, orphans
+
 
 def _turn(name: object, turn: int, every: int = EVERY) -> list[SetItem]:
-    """Return the objects that a turn of a conversation stores: its pages, and the state behind the last one."""
+    """Return the objects of turn number `turn` of a conversation: pages, and the state of the last page."""
     pages = list(enumerate(chain(name, (turn + 1) * every), 1))[turn * every :]
     items = [to_set(k, payload(k, PAGE), parent=parent, depth=depth) for depth, (k, parent) in pages]
     state = state_of((name, pages[-1][0] - 1))
@@ -206,21 +241,15 @@ def _nbytes(turns: int) -> int:
 
 
 def _restorable(store: StorageBackend, name: object, turns: int) -> int:
-    """Return the number of leading pages of a conversation that can be restored, up to the deepest usable state."""
+    """Return the largest number of leading pages of a conversation that a restore can use.
+
+    A restore ends at a page that has a state.
+    """
     pages = store.exists([k for k, _ in chain(name, turns * EVERY)])
     run = pages.index(False) if False in pages else len(pages)
     depths = range(EVERY, run + 1, EVERY)
     states = store.exists([state_of((name, depth - 1)) for depth in depths])
     return max((depth for depth, there in zip(depths, states, strict=True) if there), default=0)
-
-
-def _worth(store: StorageBackend) -> tuple[int, int, int]:
-    """Return the restorable bytes, the dead bytes and the number of orphans.
-
-    Bytes are rounded down to half a page, because a wrapper may add some to each object.
-    """
-    restorable, dead, orphans = (int(store.usage().details[name]) for name in ("restorable_bytes", "dead_bytes", "orphans"))
-    return restorable // HALF * HALF, dead // HALF * HALF, orphans
 
 
 def _deep(pages: Sequence[tuple[ObjectKey, bytes | None]], n: int, depth: int | None) -> SetItem:
@@ -241,13 +270,16 @@ def _behind(item: SetItem, other: SetItem) -> SetItem:
 
 
 def _fill(store: StorageBackend, capacity: int) -> None:
-    """Store pages without parents, about as many bytes as the capacity, so that the store begins to evict."""
+    """Store pages without parents: about `capacity` bytes, so that the store begins to evict."""
     for n in range(capacity // PAGE):
         put(store, key(("fill", n)), payload(n, PAGE))
 
 
 def _go_on(store: StorageBackend, items: Sequence[SetItem], capacity: int) -> None:
-    """Fill a store while `items` stay in use; check that every other object is stored and that `items` stay."""
+    """Check that a store goes on: it stores new objects, and keeps `items`, which stay in use.
+
+    The new objects have twice as many bytes as `capacity`.
+    """
     for n in range(2 * capacity // PAGE):
         assert store.set([to_set(key(("on", n)), payload(n, PAGE), namespace=OTHER_NAMESPACE)]) == [STORED]
         if n % 4 == 0:

@@ -1,4 +1,4 @@
-"""Tests of shared stores: two processes on one directory see the same store."""
+"""Tests of shared stores: two processes that open one store see the same objects."""
 
 # ruff: noqa: D102 (a test is named for what it checks)
 
@@ -35,15 +35,20 @@ class Sharing(BackendHooks):
             assert fetch(store, key("theirs"), SIZE) == payload("theirs", SIZE)
             assert put(store, key("theirs"), payload("theirs", SIZE)) is HIT
             assert {entry.key for entry in store.scan_all()} == {key("mine"), key("theirs")}
-            assert [entry is not None for entry in store.describe([key("theirs"), key("nobody's")])] == [True, False]
-            assert store.usage().objects == peer.objects() == 2
+            assert [entry is not None for entry in store.describe([key("theirs"), key("nobody's")])] == [
+                True,
+                False,
+            ]
+            assert self.usage(store).objects == peer.objects() == 2
             assert store.delete([key("theirs")]) == [True]
             assert peer.exists(["theirs"]) == [False]
             assert peer.delete(["mine"]) == [True]
             assert fetch(store, key("mine"), SIZE) is MISS
-            assert store.usage().objects == peer.objects() == 0
+            assert self.usage(store).objects == peer.objects() == 0
             assert peer.namespaces() == 1
-        assert put(store, key("after"), payload("after", SIZE)) is STORED, "the end of one process is nothing to the other"
+        assert put(store, key("after"), payload("after", SIZE)) is STORED, (
+            "the end of one process does not affect the other"
+        )
         self.check(store)
 
     def test_both_store_the_same_objects_at_once(self, store: StorageBackend, tmp_path: Path) -> None:
@@ -83,5 +88,5 @@ class Sharing(BackendHooks):
             assert put(store, key(turn), payload(turn, SIZE)) is STORED
         for entry in list(store.scan_all()):
             found: bytes | Outcome = fetch(store, entry.key, SIZE)
-            assert isinstance(found, bytes), "what a killed process left half written is not to be seen"
+            assert isinstance(found, bytes), "an object left half written by a killed process is not visible"
         self.check(store)

@@ -21,11 +21,17 @@ from tiercache.testing.conformance.hooks import CORRUPT, HIT, MISS, STORED, Back
 from tiercache.testing.objects import NAMESPACE, content, fetch, key, payload, put, to_get, to_set
 
 LARGE = 1_500_000
-"""Bytes of a large object, copied and hashed without the interpreter's lock: a window in which other threads can run."""
+"""Bytes of a large object.
+
+Large objects are copied and hashed without the interpreter's lock, so that other threads run meanwhile.
+"""
 
 
 def run_all(*tasks: Callable[[], Any]) -> list[Any]:
-    """Run each task in a thread of its own, all starting together and switching often; raise what one of them raises."""
+    """Run each task in a thread of its own, and return the results.
+
+    The threads start together and switch often. If a task raises, its exception is raised here.
+    """
     start = Barrier(len(tasks))
 
     def run(task: Callable[[], Any]) -> Any:
@@ -33,7 +39,7 @@ def run_all(*tasks: Callable[[], Any]) -> list[Any]:
         return task()
 
     interval = sys.getswitchinterval()
-    sys.setswitchinterval(20e-6)
+    sys.setswitchinterval(20e-6)  # seconds; the default is 5 ms
     try:
         with ThreadPoolExecutor(len(tasks)) as pool:
             return [future.result() for future in [pool.submit(run, task) for task in tasks]]
@@ -56,7 +62,7 @@ class Threads(BackendHooks):
                 answers += store.set([to_set(key(n), payload(n, 20_000))])
                 items = [to_get(key(m), 20_000) for m in (n, (n + 7) % 24)]
                 first, second = store.get(items)
-                assert first is HIT, "what is acknowledged is there"
+                assert first is HIT, "an acknowledged object is stored"
                 assert content(items[0]) == payload(n, 20_000)
                 assert second in (HIT, MISS)
                 assert second is MISS or content(items[1]) == payload((n + 7) % 24, 20_000)
@@ -65,27 +71,29 @@ class Threads(BackendHooks):
         parts = run_all(*(lambda turn=turn: work(turn) for turn in range(4)))
         answers = [answer for part in parts for answer in part]
         assert (answers.count(STORED), answers.count(HIT)) == (24, 72)
-        assert (store.usage().objects, store.usage().payload_bytes) == (24, 24 * 20_000)
+        assert (self.usage(store).objects, self.usage(store).payload_bytes) == (24, 24 * 20_000)
 
     def test_one_key_from_many_threads_is_stored_once(self, store: StorageBackend) -> None:
-        """Each thread sets other bytes under the key; the object has the bytes of the thread whose answer was STORED."""
+        """Each thread sets different bytes; the object has the bytes of the thread that got STORED."""
         for n in range(15):
             size = LARGE if n % 2 else 1000
             items = [to_set(key(n), payload((n, turn), size)) for turn in range(4)]
             answers = [answer for [answer] in run_all(*(partial(store.set, [item]) for item in items))]
             assert sorted(answers) == [HIT] * 3 + [STORED]
             assert fetch(store, key(n), size) == payload((n, answers.index(STORED)), size)
-        assert store.usage().payload_bytes == sum(entry.meta.length for entry in store.scan_all())
+        assert self.usage(store).payload_bytes == sum(entry.meta.length for entry in store.scan_all())
 
     def test_batches_that_overlap_in_opposite_order(self, store: StorageBackend) -> None:
-        """Two calls that wait for each other's objects would deadlock."""
+        """Calls that wait for each other's objects must not deadlock."""
         for turn in range(15):
             names = [(turn, n) for n in range(12)]
             orders = [names, names[::-1], names[6:] + names[:6], names + names]
-            parts = run_all(*(lambda o=o: store.set([to_set(key(n), payload(n, 3000)) for n in o]) for o in orders))
+            parts = run_all(
+                *(lambda o=o: store.set([to_set(key(n), payload(n, 3000)) for n in o]) for o in orders)
+            )
             answers = [answer for part in parts for answer in part]
             assert (answers.count(STORED), answers.count(HIT)) == (12, 48)
-        assert store.usage().objects == 15 * 12
+        assert self.usage(store).objects == 15 * 12
 
     def test_threads_that_delete_while_others_read(self, store: StorageBackend) -> None:
         data = payload("a", 30_000)
@@ -106,10 +114,14 @@ class Threads(BackendHooks):
 
         run_all(write, write, read, read)
         assert store.exists([key("a")]) == [False]
-        assert (store.usage().objects, store.usage().payload_bytes) == (0, 0)
+        assert (self.usage(store).objects, self.usage(store).payload_bytes) == (0, 0)
 
     def test_a_corrupt_object_is_dropped_once_and_what_replaces_it_stays(self, store: StorageBackend) -> None:
-        """A second reader that finds the old object corrupt must not drop the object that another thread stored anew meanwhile."""
+        """A reader that finds the old object corrupt must not drop a new object under the same key.
+
+        1. Threads A and B read the corrupt object.   2. A drops it and stores a new object.
+        3. B finds that what it has read is corrupt.   4. The new object must stay.
+        """
         data = payload("a", LARGE)
         item = to_set(key("a"), data)
 
@@ -145,12 +157,12 @@ class Threads(BackendHooks):
                 seen: list[ObjectKey] = [entry.key for entry in store.scan_all()]
                 assert len(seen) == len(set(seen))
                 assert steady <= set(seen)
-                assert store.usage().objects >= len(steady)
+                assert self.usage(store).objects >= len(steady)
                 scans += 1
             return scans
 
         run_all(write, watch)
-        assert store.usage().objects == len(steady) + 250
+        assert self.usage(store).objects == len(steady) + 250
 
     def test_close_twice_and_use_after_it(self, store: StorageBackend) -> None:
         put(store, key("a"), payload("a", 100))
@@ -180,12 +192,14 @@ class Threads(BackendHooks):
         with self.open_store(tmp_path / "store") as store:
             put(store, key("a"), payload("a", 100))
         with pytest.raises(ClosedError):
-            store.usage()
+            self.usage(store)
 
     def test_close_while_calls_are_inside(self, store: StorageBackend, tmp_path: Path) -> None:
-        """Calls either complete normally or raise ClosedError as a whole; acknowledged objects persist."""
+        """A call either completes or raises ClosedError; acknowledged objects of a persistent store stay."""
         batches = {
-            (turn, n): [to_set(key((turn, n, m)), payload((turn, n, m), LARGE)) for m in range(2)] for turn in range(4) for n in range(4)
+            (turn, n): [to_set(key((turn, n, m)), payload((turn, n, m), LARGE)) for m in range(2)]
+            for turn in range(4)
+            for n in range(4)
         }
         about_to = [Event() for _ in range(4)]
 
@@ -202,7 +216,7 @@ class Threads(BackendHooks):
                     assert fetch(store, key(turn), 9000) == payload(turn, 9000)
             except ClosedError:
                 return stored
-            raise AssertionError("the store was closed and nobody noticed")
+            raise AssertionError("no call raised ClosedError although the store was closed")
 
         def close() -> list[SetItem]:
             for event in about_to:
@@ -218,6 +232,9 @@ class Threads(BackendHooks):
             with self.open_store(tmp_path / "store") as again:
                 wanted = [to_get(item.key, LARGE) for item in stored]
                 assert again.get(wanted) == [HIT] * len(stored)
-                assert all(content(found) == b"".join(item.buffers) for found, item in zip(wanted, stored, strict=True))
-                assert again.usage().objects == len(stored) + 4
+                assert all(
+                    content(found) == b"".join(item.buffers)
+                    for found, item in zip(wanted, stored, strict=True)
+                )
+                assert self.usage(again).objects == len(stored) + 4
                 self.check(again)

@@ -1,15 +1,15 @@
 """Copies between a CUDA device and the host arena.
 
-Reading order: `device` (the interface to CUDA), `copying` (the methods), `ticket`, `lane` (one direction), `proof` (the trial of the
-methods), `calibration` (their speeds), `kept` (calibrations in files), `watch` (whether a calibration still holds), `locked` (the
-page-locked arena), `engine`; `hardware` is the real device.
+Reading order: `device` (the interface to CUDA), `copying` (page-locked memory and the methods of copying),
+`lane` (one direction), `calibration` (which methods work, and how fast they are), `calibration_files`,
+`calibration_watch` (whether a calibration is still right), `engine`, `hardware` (the real device).
 """
 
 from tiercache.transfer.cuda.calibration import Calibration, Cell, calibrate
+from tiercache.transfer.cuda.calibration_files import calibrated, calibration_directory, read_calibration
 from tiercache.transfer.cuda.device import Card, CudaDevice, Direction, Method
 from tiercache.transfer.cuda.engine import CudaEngine
 from tiercache.transfer.cuda.hardware import CupyDevice
-from tiercache.transfer.cuda.kept import calibrated, calibration_directory, read_calibration
 
 __all__ = [
     "Calibration",

@@ -1,44 +1,76 @@
-"""Queueing of copies in a stream by one of the methods, with the resources that they need until they are over."""
+"""Page-locked host memory, and queues of copies in a CUDA stream, by driver calls or by a kernel."""
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Final, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from tiercache_kernels.table import ROW_BYTES, fill_table
+from tiercache_kernels.kernel import ROW_BYTES, fill_table
 
-from tiercache.transfer.cuda.device import MOST_COPIES, CudaDevice, Method
+from tiercache.errors import ConfigError
+from tiercache.pools.blocks import BlockArena
+from tiercache.transfer.cuda.device import MAX_COPIES, CudaDevice, Method
 from tiercache.transfer.descriptors import Copies, Descriptors
 
-_LEAST_ROWS: Final = 4096
-"""Rows of the first table, enough for some 80 pages of Qwen3-Next; a larger transfer makes it grow."""
-GROUP_BYTES: Final = 4 << 20
-"""Bytes of a group, 80 us on the bus: queueing less at a time takes a thread as long as that, so no layer would land sooner."""
-MOST_QUEUED: Final = 768
-"""Most calls that may wait in one stream of a lane, events included: eight loads of 48 groups.
+_MIN_ROWS: Final = 4096
+"""Rows of the first table (the list of copies that the kernel reads), one per copy.
 
-A driver has room for some 1,024. It blocks the caller of one more until there is room, which behind a fence may take as long as the fence.
+This is enough for about 80 pages of Qwen3-Next. A larger transfer makes a larger table.
+"""
+GROUP_BYTES: Final = 4 << 20
+"""Minimum bytes of a group (layers of a load that are queued together). The last group may be smaller.
+
+The bus moves this many bytes in about 80 us. A thread takes about as long to queue one group, even a small
+group. With smaller groups, no layer would therefore land sooner.
+"""
+MAX_QUEUED: Final = 768
+"""Maximum number of calls that wait in one stream of a lane.
+
+This is enough for eight loads of 48 groups, with a copy and an event for each group.
+
+A driver has room for about 1,024 calls of a stream. A further call blocks until the stream has finished some
+calls. While a stream waits for a fence, it does not finish any call.
 """
 _STEP: Final = 64
-"""Calls between two marks of a `Pace`."""
+"""Calls between two marks (events) of a `Pace`."""
 Table: TypeAlias = npt.NDArray[np.uint64]
 _NO_TABLE: Final[Table] = np.empty((0, ROW_BYTES // 8), np.uint64)
-_LEAST_BLOCKS: Final = 4
+_MIN_BLOCKS: Final = 4
 _SHARE: Final = 16
-"""Multiprocessors per block that copies: a block keeps 32 KiB on the bus, and a latency of 2 us at 55 GB/s needs 110 KiB."""
+"""A device with N multiprocessors runs N / 16 thread blocks of the kernel, but at least `_MIN_BLOCKS`.
+
+Each thread block has 32 KiB in flight. PCIe 5 x16 (55 GB/s, a latency of 2 us) needs 110 KiB in flight to be
+fully used, that is, four thread blocks.
+"""
 
 
 def bus_blocks(multiprocessors: int) -> int:
-    """Return the blocks for a kernel that copies across the bus: enough to fill it, too few to starve the model's computation."""
-    return max(_LEAST_BLOCKS, multiprocessors // _SHARE)
+    """Return the number of thread blocks of a kernel that copies across the bus.
+
+    The number is large enough to use the whole bus, and small enough to leave room for the model's
+    computation.
+    """
+    return max(_MIN_BLOCKS, multiprocessors // _SHARE)
 
 
 def layer_groups(descriptors: Descriptors, least: int = GROUP_BYTES) -> list[tuple[Sequence[int], slice]]:
-    """Return the groups of a load (layers, rows) in the order of layers; small layers share a group until it has `least` bytes."""
+    """Return the groups of a load in the order of layers, each with its layers and its rows.
+
+    Small layers share a group until it has `least` bytes:
+
+        layer     0    1    2    3    4
+        MiB       3    3    6    1    1       least: 4 MiB
+        group    |   0    |  1 |   2   |      layers 0 and 1 land together, with one event
+    """
+    # Rows 0 to i have `ends[i]` bytes together. The present group begins at row `first`; the rows before it
+    # have `begun` bytes.
     ends = np.cumsum(descriptors.length).tolist()
     groups: list[tuple[Sequence[int], slice]] = []
     layers: list[int] = []
@@ -52,9 +84,10 @@ def layer_groups(descriptors: Descriptors, least: int = GROUP_BYTES) -> list[tup
 
 
 class Pace:
-    """Limit of `MOST_QUEUED` calls that wait in a stream: before one more, the calling thread blocks until the oldest are over.
+    """Limit of `MAX_QUEUED` on the calls that wait in a stream.
 
-    It blocks on an event and not in a call for which the stream has no room: there it would hold up every thread that computes.
+    At the limit, a caller waits here until the stream has finished some calls. Without the limit, the caller
+    would wait in the driver, and so would every other thread that calls the driver.
 
     Thread safety: one thread at a time, with the device current.
     """
@@ -62,23 +95,28 @@ class Pace:
     def __init__(self, device: CudaDevice) -> None:
         self._device = device
         self._marks: deque[int] = deque()
-        """Events, one behind each `_STEP` calls, the oldest first."""
+        """Events, the oldest first. There are `_STEP` calls between an event and the next."""
         self._calls = 0
+        """Number of calls since the last event."""
 
     def step(self, stream: int) -> None:
-        """Wait for room for one more call in `stream`. Call it before every call that queues work there."""
+        """Wait for room for one more call in `stream`. Call this before each call that queues work there."""
         if self._calls == _STEP:
             self._mark(stream)
             self._calls = 0
         self._calls += 1
 
     def destroy(self) -> None:
-        """Release all events, once nothing is under way. A second call does nothing."""
+        """Release all events, once no work is in the streams. A second call does nothing."""
         while self._marks:
             self._device.destroy_event(self._marks.pop())
 
     def _mark(self, stream: int) -> None:
-        if len(self._marks) < MOST_QUEUED // _STEP - 1:
+        # The marks are a ring of MAX_QUEUED / _STEP - 1 = 11 events. When all are in use, wait until the
+        # stream has passed the oldest mark, and record that mark again. After this wait, at most MAX_QUEUED -
+        # _STEP = 704 calls are still waiting in the stream:
+        #   calls    0 ... 63 m0 64 ... 127 m1 ... m10 704 ... 767      then wait for m0, and record it again
+        if len(self._marks) < MAX_QUEUED // _STEP - 1:
             self._marks.append(self._device.create_event())
         else:
             self._device.synchronize_event(self._marks[0])
@@ -87,12 +125,14 @@ class Pace:
 
 
 class CopySet:
-    """Device resources of one transfer until it is over: an event for each group, two timed events, and the kernel's table of copies.
+    """Device resources of one transfer: an event for each group, two timed events, and the kernel's table.
 
-    All are made by the constructor, and grow when they must: allocating or releasing memory may hold up the device and every thread that
-    queues work there. `pace`: that of the set's stream, which several sets may share.
+    The constructor makes what most transfers need. The set grows only for a transfer that needs more, because
+    allocating or releasing memory may delay the device and every thread that queues work there.
 
-    The caller guarantees that nothing which was queued with the set is under way when the set is used anew.
+    `pace` limits the calls in the stream. All sets that use the same stream share one pace.
+
+    All work that was queued with the set must be over before another transfer uses the set.
 
     Thread safety: one thread at a time.
     """
@@ -103,20 +143,23 @@ class CopySet:
         self._events: list[int] = []
         self._ends: list[int] = []
         self._tables: list[tuple[int, Table]] = []
-        """Device address and host memory of each table: the last one is in use, the others were outgrown."""
+        """Device address and host memory of each table. The last is in use; earlier tables were too small."""
         try:
             self.event(0)
             self._ends += [device.create_event(timed=True)]
             self._ends += [device.create_event(timed=True)]
             if Method.KERNEL not in device.unavailable:
-                self._grow(_LEAST_ROWS)
+                self._grow(_MIN_ROWS)
         except BaseException:
             self.destroy()
             raise
 
     @classmethod
     def make(cls, device: CudaDevice, count: int) -> list[Self]:
-        """Make `count` sets that share one pace, or none if the driver refuses one."""
+        """Make `count` sets that share one pace.
+
+        If a set cannot be made, the sets made before are destroyed, and the error is raised.
+        """
         made: list[Self] = []
         pace = Pace(device)
         with ExitStack() as undo:
@@ -127,34 +170,44 @@ class CopySet:
         return made
 
     def event(self, number: int) -> int:
-        """Return the event of group `number`; it is made at the first call."""
+        """Return the event of group `number`. The first call makes the event."""
         while len(self._events) <= number:
             self._events.append(self._device.create_event())
         return self._events[number]
 
     def begin(self, stream: int) -> None:
-        """Record the start of the transfer. Call it just before the first copy is queued."""
+        """Record the start of the transfer. Call this just before the first copy is queued."""
         self.pace.step(stream)
         self._device.record(self._ends[0], stream)
 
     def end(self, stream: int) -> None:
-        """Record the end of the transfer. Call it just after the last copy was queued."""
+        """Record the end of the transfer. Call this just after the last copy was queued."""
         self.pace.step(stream)
         self._device.record(self._ends[1], stream)
 
     def seconds(self) -> float:
-        """Return the seconds from `begin` to `end` on the device. Both must be over."""
+        """Return the seconds on the device from `begin` to `end`, which must both have passed."""
         return self._device.seconds_between(*self._ends)
 
-    def queue(self, copies: Copies, groups: Sequence[tuple[slice, Method]], blocks: int, stream: int) -> Queue:
-        """Return a queue for `groups` of `copies`. If a kernel copies any group, the upload of the table is queued now."""
+    def queue(
+        self, copies: Copies, groups: Sequence[tuple[slice, Method]], blocks: int, stream: int
+    ) -> Queue:
+        """Return a queue for `groups` of `copies`.
+
+        If the kernel copies any group, the upload of the table to the device is queued now.
+        """
+        # The table has the rows of all groups, so one upload serves all of them. The stream finishes the
+        # upload before it starts the kernels that read the table.
         if any(method is Method.KERNEL for _, method in groups):
             self._upload(copies, stream)
         address, table = self._tables[-1] if self._tables else (0, _NO_TABLE)
         return Queue(self._device, copies, table, address, blocks, stream, self.pace)
 
     def destroy(self) -> None:
-        """Release everything, the events of the pace too. Nothing of this set, or of others with its pace, may be under way."""
+        """Release all resources, and the events of the pace.
+
+        All work that was queued with this set, or with a set that shares its pace, must be over.
+        """
         self.pace.destroy()
         for events in (self._events, self._ends):
             while events:
@@ -165,7 +218,8 @@ class CopySet:
     def _upload(self, copies: Copies, stream: int) -> None:
         rows = len(copies) + 1
         if not self._tables or rows > len(self._tables[-1][1]):
-            self._grow(max(_LEAST_ROWS, 2 * rows))
+            # A table that is too small is kept until `destroy`: releasing memory may delay the device.
+            self._grow(max(_MIN_ROWS, 2 * rows))
         address, table = self._tables[-1]
         fill_table(table[:rows], copies.source, copies.destination, copies.length)
         self.pace.step(stream)
@@ -177,9 +231,24 @@ class CopySet:
 
 
 class Queue:
-    """Queue that puts groups of one list of copies into one stream. Thread safety: one thread."""
+    """List of copies that is queued group by group in one stream.
 
-    def __init__(self, device: CudaDevice, copies: Copies, table: Table, address: int, blocks: int, stream: int, pace: Pace) -> None:
+    `table` has the same copies for the kernel, which finds them at `address` on the device and runs on up to
+    `blocks` thread blocks.
+
+    Thread safety: one thread at a time.
+    """
+
+    def __init__(
+        self,
+        device: CudaDevice,
+        copies: Copies,
+        table: Table,
+        address: int,
+        blocks: int,
+        stream: int,
+        pace: Pace,
+    ) -> None:
         self._device, self._copies, self._stream, self._pace = device, copies, stream, pace
         self._table, self._address, self._blocks = table, address, blocks
 
@@ -193,9 +262,13 @@ class Queue:
                 self._pace.step(self._stream)
                 self._device.copy_batch(piece, self._stream)
         elif method is Method.KERNEL:
+            # Column 3 has the number of the row's first chunk (a piece that the kernel copies at a time), so
+            # the difference is the number of chunks in these rows.
             chunks = int(self._table[rows.stop, 3]) - int(self._table[rows.start, 3])
             self._pace.step(self._stream)
-            self._device.copy_table(self._address + rows.start * ROW_BYTES, len(copies), chunks, self._blocks, self._stream)
+            self._device.copy_table(
+                self._address + rows.start * ROW_BYTES, len(copies), chunks, self._blocks, self._stream
+            )
         else:
             for source, destination, length in zip(
                 copies.source.tolist(), copies.destination.tolist(), copies.length.tolist(), strict=True
@@ -205,5 +278,70 @@ class Queue:
 
 
 def _pieces(copies: Copies) -> Iterator[Copies]:
-    """Yield the copies in pieces of at most `MOST_COPIES`, the most that the driver is given in one call."""
-    return (copies[first : first + MOST_COPIES] for first in range(0, len(copies), MOST_COPIES))
+    """Yield the copies in pieces of at most `MAX_COPIES`, which is the maximum of one call of the driver."""
+    return (copies[first : first + MAX_COPIES] for first in range(0, len(copies), MAX_COPIES))
+
+
+PIECE_BYTES: Final = 1 << 30
+"""Bytes that are page-locked in one call of the driver.
+
+The driver holds a lock during such a call. Between two calls, threads that compute can take this lock.
+"""
+
+
+class LockedArena:
+    """The memory of an arena, kept page-locked and mapped until `unlock`.
+
+    The memory is locked in pieces of `period` bytes: as many whole blocks as fit in `piece_bytes`, at least
+    one. The driver treats two pieces as unrelated memory, so no copy may cross from one piece into the next.
+
+    Most devices use the host's addresses for the pieces, but some have addresses of their own.
+    `device_addresses` translates the host's addresses into those of the device.
+
+    Raises ConfigError, with nothing locked, if the driver refuses.
+
+    Thread safety: one thread at a time, with the device current.
+    """
+
+    def __init__(self, arena: BlockArena, device: CudaDevice, piece_bytes: int = PIECE_BYTES) -> None:
+        self.period = max(1, piece_bytes // arena.block_bytes) * arena.block_bytes
+        self._device = device
+        self._region = arena.hold()
+        self._pieces: list[int] = []
+        self._origin = arena.address
+        shifts: list[int] = []
+        started = time.monotonic()
+        try:
+            # The last piece may be shorter: arena [0, 10) with period 4 has pieces [0, 4), [4, 8), [8, 10).
+            for start in range(0, arena.nbytes, self.period):
+                on_device = device.lock(arena.address + start, min(self.period, arena.nbytes - start))
+                self._pieces.append(arena.address + start)
+                shifts.append(on_device - self._pieces[-1])
+        except RuntimeError as error:
+            self.unlock()
+            raise ConfigError(
+                f"{arena.nbytes >> 20} MiB of host memory could not be page-locked for the device ({error});"
+                " make the host arena smaller"
+            ) from error
+        self._shifts = np.array(shifts, np.int64)
+        """Device's address of each piece minus the host's address, in bytes; shape [pieces]."""
+        self.report = f"{arena.nbytes >> 20} MiB page-locked in {time.monotonic() - started:.2f} s"
+
+    def device_addresses(self, descriptors: Descriptors) -> Descriptors:
+        """Return the same copies with the device's addresses of host memory.
+
+        The caller guarantees that no copy crosses the end of a piece.
+        """
+        if not self._shifts.any():
+            return descriptors
+        host = descriptors.host.astype(np.int64)
+        return replace(
+            descriptors, host=(host + self._shifts[(host - self._origin) // self.period]).astype(np.uint64)
+        )
+
+    def unlock(self) -> None:
+        """Unlock the memory and release the arena's mapping. A second call does nothing."""
+        while self._pieces:
+            with contextlib.suppress(RuntimeError):  # a lost device has unlocked its memory already
+                self._device.unlock(self._pieces.pop())
+        self._region.release()

@@ -1,10 +1,11 @@
-"""The interface to CUDA: everything that the engine asks of the driver.
+"""Interface to CUDA: all calls of the driver that the transfer engine makes.
 
-`hardware` implements it with a real device; `tiercache.testing.cuda` has a device without hardware that keeps to the same contract.
+`hardware` implements this interface with a real device, `tests.transfer.simulated_cuda` without hardware.
 """
 
 from __future__ import annotations
 
+import time
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -12,20 +13,24 @@ from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
-from tiercache_kernels.batch import MOST_COPIES as MOST_COPIES
+from tiercache_kernels.batch import MAX_COPIES as MAX_COPIES
 
 from tiercache.transfer.descriptors import Copies
 
 
 class Method(StrEnum):
-    """A way to copy across the bus. Of equally fast ones the first is preferred: copy engines leave the multiprocessors alone."""
+    """Method of copying across the bus.
+
+    Of equally fast methods, the first in this list is preferred. The first two use the device's copy engines,
+    which take no multiprocessors from the model's computation.
+    """
 
     BATCH = "batch"
-    """One `cuMemcpyBatchAsync` for all copies of a group (up to `MOST_COPIES` a call), done by the copy engines."""
+    """One `cuMemcpyBatchAsync` for up to `MAX_COPIES` copies, made by the copy engines."""
     MEMCPY = "memcpy"
-    """One `cudaMemcpyAsync` per copy, done by the copy engines."""
+    """One `cudaMemcpyAsync` per copy, made by the copy engines."""
     KERNEL = "kernel"
-    """Tiercache's own kernel, which reads or writes page-locked host memory."""
+    """Tiercache's own kernel, which reads or writes page-locked host memory itself."""
 
 
 class Direction(StrEnum):
@@ -36,22 +41,24 @@ class Direction(StrEnum):
 
 
 DEFAULT_STREAMS: Final = (0, 1, 2)
-"""CUDA's handles of the default streams, in which a batch of copies cannot be queued."""
+"""CUDA's handles of the default streams, which take no batch of copies."""
 
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """Description of a device.
-
-    `driver` and `runtime` are CUDA's version numbers, 13000 for 13.0. `uuid` identifies the device, or its MIG instance; empty if unknown.
-    """
+    """Description of a device."""
 
     name: str
     bus: str
+    """Address on the PCI bus."""
     driver: int
+    """CUDA version of the driver, 13000 for 13.0."""
     runtime: int
+    """Version of CUDA's runtime, 13000 for 13.0."""
     multiprocessors: int
+    """Number of multiprocessors."""
     uuid: str = ""
+    """Identity of the device, or of its MIG instance (a part of a divided device); empty if unknown."""
 
     def __str__(self) -> str:
         return f"{self.name} at {self.bus}, driver for CUDA {_version(self.driver)}"
@@ -60,12 +67,14 @@ class Card:
 class CudaDevice(Protocol):
     """One CUDA device. Streams, events and addresses are CUDA's own, as integers.
 
-    Every call may raise any error of the driver, as a RuntimeError. An error that the driver calls sticky is raised by every later call.
+    Every call may raise any error of the driver, as a RuntimeError. After an error that CUDA calls sticky,
+    every later call raises the same error.
 
-    Calls that wait for the device release the GIL. A call on a thread that has not entered is an error, for the driver would answer it with
-    a context on device 0.
+    Calls that wait for the device release the GIL. Before any other call, a thread must *enter* the device,
+    by `activate` or in `current()`. For a thread that has not entered, the driver would create a context on
+    device 0.
 
-    Thread safety: any thread that has entered `current()`, or a thread of the engine's own that has called `activate` once.
+    Thread safety: any thread that has entered the device.
     """
 
     ordinal: int
@@ -79,17 +88,21 @@ class CudaDevice(Protocol):
         return [method for method in Method if method not in self.unavailable]
 
     def activate(self) -> None:
-        """Make this the calling thread's device for good, on a thread of the engine's own."""
+        """Make this the calling thread's device until the thread ends. Meant for threads of the engine."""
 
     def current(self) -> AbstractContextManager[object]:
-        """Make this the calling thread's device within a `with` block, on a caller's thread; its former device is restored afterwards.
+        """Make this the calling thread's device within a `with` block. Meant for threads of callers.
 
-        Neither this nor `activate` touches another device. Both let the thread call the driver, from the very first call on, while another
-        thread captures a CUDA graph.
+        Afterwards, the thread has its former device again. Neither this method nor `activate` touches another
+        device. A thread that has entered the device may call the driver even while another thread captures a
+        CUDA graph.
         """
 
     def create_stream(self, *, urgent: bool) -> int:
-        """Create a stream that does not wait for the default one, with the highest (`urgent`) or the lowest priority."""
+        """Create a stream of the highest priority if `urgent`, of the lowest otherwise.
+
+        Work in the stream does not wait for work in the default stream.
+        """
 
     def destroy_stream(self, stream: int) -> None: ...  # noqa: D102
 
@@ -97,49 +110,63 @@ class CudaDevice(Protocol):
         """Block until everything in the stream is over."""
 
     def create_event(self, *, timed: bool = False) -> int:
-        """Create an event whose waiting threads sleep; with `timed`, one for `seconds_between`."""
+        """Create an event. A thread that waits for it sleeps. `seconds_between` needs `timed` events."""
 
     def destroy_event(self, event: int) -> None: ...  # noqa: D102
 
     def record(self, event: int, stream: int) -> None:
-        """Let the event stand for everything that is in the stream now."""
+        """Record the event behind everything that is in the stream now."""
 
     def wait_event(self, stream: int, event: int) -> None:
-        """Let work that is queued in the stream from now on wait for what the event stands for now."""
+        """Make work that is queued in the stream from now on wait for the event's latest recording."""
 
     def synchronize_event(self, event: int) -> None:
-        """Block until what the event stands for is over."""
+        """Block until all work before the recorded event is over."""
 
     def has_passed(self, event: int) -> bool:
-        """Return whether what the event stands for is over."""
+        """Return whether all work before the recorded event is over."""
+
+    def now(self) -> float:
+        """Return the time in seconds by the host's clock, with which calibrations are measured."""
+        return time.perf_counter()
 
     def seconds_between(self, first: int, second: int) -> float:
-        """Return the device's seconds from one timed event to another. Both must be over."""
+        """Return the seconds on the device between two timed events, which must both have passed."""
 
     def allocate(self, nbytes: int) -> int:
-        """Allocate `nbytes` of device memory and return its address; RuntimeError if there is not enough."""
+        """Allocate `nbytes` bytes on the device and return the address; RuntimeError if memory is short."""
 
     def release(self, address: int) -> None: ...  # noqa: D102
 
     def allocate_host(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        """Allocate page-locked host memory, shape [nbytes]. The caller keeps the array until nothing uses its address any more."""
+        """Allocate page-locked host memory, shape [nbytes].
+
+        The memory is freed with the array, so the caller keeps the array while any copy uses the memory.
+        """
 
     def lock(self, address: int, nbytes: int) -> int:
-        """Page-lock memory of this process for all devices; return the address that every copy of this device must use for it."""
+        """Page-lock memory of this process for all devices, and return this device's address of the memory.
+
+        Every copy by this device must use the returned address.
+        """
 
     def unlock(self, address: int) -> None:
-        """Undo `lock`. `address`: the one that was passed to it."""
+        """Undo `lock`. `address` is the address that was passed to `lock`."""
 
     def copy(self, source: int, destination: int, nbytes: int, stream: int) -> None:
         """Queue one copy; the addresses decide its direction."""
 
     def copy_batch(self, copies: Copies, stream: int) -> None:
-        """Queue up to `MOST_COPIES` copies as one piece of work, in no order among themselves. Not possible in a default stream."""
+        """Queue up to `MAX_COPIES` copies as one piece of work. The device makes the copies in any order.
+
+        The stream must not be a default stream.
+        """
 
     def copy_table(self, table: int, rows: int, chunks: int, blocks: int, stream: int) -> None:
-        """Queue tiercache's kernel over `rows` rows, `chunks` chunks together, of a table in device memory, on at most `blocks` blocks.
+        """Queue tiercache's kernel for some rows of a table on the device, on up to `blocks` thread blocks.
 
-        `tiercache_kernels.table` describes the table.
+        `table` is the address of the first of `rows` rows on the device. These rows have `chunks` chunks.
+        `tiercache_kernels.kernel` describes the table and its chunks.
         """
 
 

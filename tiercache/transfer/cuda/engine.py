@@ -1,4 +1,4 @@
-"""The CUDA transfer engine: two streams beside those of the inference engine."""
+"""Transfer engine for one CUDA device, with a stream for stores and a stream for loads."""
 
 from __future__ import annotations
 
@@ -17,41 +17,49 @@ from tiercache.pools.blocks import BlockArena
 from tiercache.pools.device import DevicePool
 from tiercache.pools.host import HostPool
 from tiercache.transfer.base import LayerTicket
-from tiercache.transfer.cuda.calibration import Calibration
-from tiercache.transfer.cuda.copying import GROUP_BYTES, CopySet
+from tiercache.transfer.cuda.calibration import Calibration, self_test
+from tiercache.transfer.cuda.calibration_files import calibrated, forget_calibration
+from tiercache.transfer.cuda.calibration_watch import CalibrationWatch
+from tiercache.transfer.cuda.copying import GROUP_BYTES, PIECE_BYTES, CopySet, LockedArena
 from tiercache.transfer.cuda.device import CudaDevice, Direction, Method
 from tiercache.transfer.cuda.hardware import CupyDevice
-from tiercache.transfer.cuda.kept import calibrated, forget_calibration
-from tiercache.transfer.cuda.lane import LOADS_IN_FLIGHT, STORES_IN_FLIGHT, Lane
-from tiercache.transfer.cuda.locked import PIECE_BYTES, LockedArena
-from tiercache.transfer.cuda.proof import prove
-from tiercache.transfer.cuda.ticket import CudaLayerTicket
-from tiercache.transfer.cuda.watch import Watch
+from tiercache.transfer.cuda.lane import LOADS_IN_FLIGHT, STORES_IN_FLIGHT, CudaLayerTicket, Lane
 from tiercache.transfer.descriptors import Copies
 from tiercache.transfer.fences import Fence, event_of, pass_fence
-from tiercache.transfer.jobs import Sides
-from tiercache.transfer.lanes import LaneEngine
+from tiercache.transfer.lanes import LaneEngine, Sides
 
 _log = logging.getLogger(__name__)
 
 _IN_FLIGHT: Final = 8
-"""Forks that may be on the device at once."""
+"""Maximum number of forks that may be on the device at once."""
 _FORK_BLOCKS: Final = 4
-"""Kernel blocks per multiprocessor for a fork. It may fill the device, for the work behind it in the stream waits for it anyway."""
+"""Thread blocks per multiprocessor for a fork.
+
+A fork may fill the device, because the work behind the fork in the stream waits for it anyway.
+"""
 
 
 class CudaEngine(LaneEngine):
-    """Engine that copies between the pools of one CUDA device and the host arena, which it keeps page-locked until it is closed.
+    """Engine that copies between the pools of one CUDA device and the host arena.
 
-    Loads have a stream of high priority, stores one of low. Each direction has one thread that queues transfers and one that waits for
-    their end. For a fence that is a `torch.cuda.Event`, and for `wait_layer` with a stream, the device waits and no thread does.
+    The engine keeps the arena page-locked until the engine is closed. Loads have a stream of high priority,
+    and stores have a stream of low priority. Each direction has a thread that queues transfers and a thread
+    that waits for their end. No thread waits for a fence that is a `torch.cuda.Event`, nor in `wait_layer`
+    with a stream: in both cases the device waits.
 
-    `device`: the device to use instead of CuPy's. `calibration`: which method copies what (default: measured at the first start on a
-    machine, see `calibration`). `method`: one method for everything. `piece_bytes`: bytes of host memory that are page-locked in one call.
-    `group_bytes`: layers of a load are queued together until they have this many bytes.
+    - `device` replaces the device that CuPy opens.
+    - `calibration` has the measurements by which a method is chosen for each group of copies. By default they
+      are read from a file, or made now.
+    - `method` is one method for all copies, instead of a calibration.
+    - `piece_bytes` is the number of bytes that are page-locked in one call.
+    - `group_bytes` is the minimum size of a group (layers of a load that are queued together).
 
-    Raises ConfigError for pools that are not on one CUDA device, for a missing device or CuPy, a method that cannot be used, and an arena
-    that the driver does not page-lock; GeometryError where the two sides differ; TransferError if the driver fails otherwise.
+    Raises:
+
+    - ConfigError if the pools are not on one CUDA device and in one arena, if the device or CuPy is missing,
+      if the given `method` or every method is unavailable, or if the driver does not page-lock the arena;
+    - GeometryError for a pool whose geometry is not the same on both sides;
+    - TransferError for any other failure of the driver.
 
     Thread safety: as `TransferEngine`. Callbacks run on the threads `tiercache-store` and `tiercache-load`.
     """
@@ -71,12 +79,15 @@ class CudaEngine(LaneEngine):
         ordinal, arena = _ordinal(device_pools), _arena(host_pools)
         self.device = device or CupyDevice(ordinal)
         if self.device.ordinal != ordinal:
-            raise ConfigError(f"the pools are on cuda:{ordinal} and `device` is cuda:{self.device.ordinal}; give that of the pools")
+            raise ConfigError(
+                f"the pools are on cuda:{ordinal} and `device` is cuda:{self.device.ordinal}; give the device"
+                " of the pools"
+            )
         self._lanes_left = 2
         self._group_bytes = group_bytes
-        with _starting(self.device), self.device.current(), ExitStack() as undo:
-            prove(self.device)
-            self.calibration, how = _how_to_copy(self.device, calibration, method)
+        with _start_errors(self.device), self.device.current(), ExitStack() as undo:
+            self_test(self.device)
+            self.calibration, how = _choose_calibration(self.device, calibration, method)
             self._watch = _watch(self.device, self.calibration) if calibration is None else None
             self._locked = LockedArena(arena, self.device, piece_bytes)
             undo.callback(self._locked.unlock)
@@ -88,12 +99,13 @@ class CudaEngine(LaneEngine):
             undo.pop_all()
         missing = "".join(f"; no {name}: {reason}" for name, reason in self.device.unavailable.items())
         self.report = f"cuda:{ordinal}: {self.device.card}; {how}{missing}; {self._locked.report}"
-        """Outcome of the start in words, for a log: device, calibration, unavailable methods, page-locked memory."""
+        """Text for a log: the device, the calibration, the unavailable methods and the page-locked memory."""
         _log.info("%s", self.report)
 
     def fork(self, units: Sequence[CacheTransferUnits], *, stream: int = 0) -> None:  # noqa: D102
         copies = self._sides.forks(units)
-        with self._submitting:  # else `close` could release the device's resources meanwhile
+        # While this lock is held, the last lane cannot release the resources that forks use.
+        with self._submitting:
             self._require_open()
             try:
                 with self.device.current():
@@ -106,7 +118,7 @@ class CudaEngine(LaneEngine):
 
     def order(self, fences: Sequence[Fence], *, stream: int | None = None) -> None:  # noqa: D102
         try:
-            with self.device.current():  # the handle of a default stream means that of the current device
+            with self.device.current():  # the handle of a default stream refers to the current device
                 for fence in fences:
                     event = event_of(fence)
                     if event is None or stream is None:
@@ -132,12 +144,15 @@ class CudaEngine(LaneEngine):
             urgent=loads,
             in_flight=LOADS_IN_FLIGHT if loads else STORES_IN_FLIGHT,
             group_bytes=self._group_bytes,
-            saw=None if self._watch is None else partial(self._watch.saw, direction),
+            on_measured=None if self._watch is None else partial(self._watch.record, direction),
             ended=self._lane_ended,
         )
 
     def _lane_ended(self) -> None:
-        """Release what both lanes share once both have ended; called on the last thread of each lane."""
+        """Release the resources that both lanes share, when both have ended.
+
+        Each lane calls this method once, at the end of its last thread.
+        """
         with self._submitting:
             self._lanes_left -= 1
             if self._lanes_left:
@@ -149,7 +164,8 @@ class CudaEngine(LaneEngine):
 class _Forks:
     """Queue of copies within the device, in streams of the caller.
 
-    Must not be used while a CUDA graph is being captured in the stream: a replay would read the table of another fork.
+    A fork must not be captured in a CUDA graph: a later launch of the graph would read the table of another
+    fork.
 
     Thread safety: one thread at a time, with the device current.
     """
@@ -160,16 +176,25 @@ class _Forks:
         self._used = 0
 
     def queue(self, copies: Copies, stream: int) -> None:
-        """Queue the copies. Blocks until the eighth fork before this one is over."""
+        """Queue the copies. If `_IN_FLIGHT` forks are on the device, wait until the oldest is over."""
         if not len(copies):
             return
+        # A set has one table of copies, and the device reads the table only when the fork's kernel starts:
+        #   1. fork 0 fills the table of set 0; its kernel waits in the stream behind the forward pass
+        #   2. forks 1 to 7 use sets 1 to 7
+        #   3. fork 8 takes set 0 again, and waits for fork 0. Without this wait, the kernel of fork 0 would
+        #      read the table of fork 8
         resources = self._ring[0]
         if self._used >= _IN_FLIGHT:
             self._device.synchronize_event(resources.event(0))
         self._ring.rotate(-1)
         self._used += 1
-        # Without the kernel, copy one by one: batches are done by the copy engines, which are slow within a device.
-        rows, method = slice(0, len(copies)), Method.MEMCPY if Method.KERNEL in self._device.unavailable else Method.KERNEL
+        # If the kernel is not available, use one memcpy per copy and not a batch: a batch is made by the copy
+        # engines, which are slow within a device.
+        rows, method = (
+            slice(0, len(copies)),
+            Method.MEMCPY if Method.KERNEL in self._device.unavailable else Method.KERNEL,
+        )
         blocks = _FORK_BLOCKS * self._device.card.multiprocessors
         try:
             resources.queue(copies, [(rows, method)], blocks, stream).put(rows, method)
@@ -186,7 +211,7 @@ class _Forks:
 
 
 @contextlib.contextmanager
-def _starting(device: CudaDevice) -> Iterator[None]:
+def _start_errors(device: CudaDevice) -> Iterator[None]:
     try:
         yield
     except TierCacheError:
@@ -195,8 +220,10 @@ def _starting(device: CudaDevice) -> Iterator[None]:
         raise TransferError(f"the transfer engine could not start on {device.card}: {error}") from error
 
 
-def _how_to_copy(device: CudaDevice, calibration: Calibration | None, method: Method | None) -> tuple[Calibration | None, str]:
-    """Return the calibration to use, None if `method` copies everything, and its description for the report."""
+def _choose_calibration(
+    device: CudaDevice, calibration: Calibration | None, method: Method | None
+) -> tuple[Calibration | None, str]:
+    """Return the calibration to use (None if `method` makes all copies), and a description in words."""
     if method is None:
         return (calibration, "calibration as given") if calibration else calibrated(device)
     if method in device.unavailable:
@@ -204,24 +231,32 @@ def _how_to_copy(device: CudaDevice, calibration: Calibration | None, method: Me
     return None, f"every copy by {method}"
 
 
-def _watch(device: CudaDevice, calibration: Calibration | None) -> Watch | None:
-    """Return a watch that removes the calibration's file if copies prove slower or faster, so that the next start measures anew."""
-    return Watch(calibration, partial(forget_calibration, calibration, device.methods)) if calibration else None
+def _watch(device: CudaDevice, calibration: Calibration | None) -> CalibrationWatch | None:
+    """Return a watch that removes the calibration's file when real copies show that it is wrong."""
+    return (
+        CalibrationWatch(calibration, partial(forget_calibration, calibration, device.methods))
+        if calibration
+        else None
+    )
 
 
 def _ordinal(pools: Mapping[PoolName, DevicePool]) -> int:
-    """Return the number of the one CUDA device that all pools are on; ConfigError if there is none."""
+    """Return the number of the CUDA device that all pools are on; raise ConfigError if there is none."""
     devices = sorted({pool.device for pool in pools.values()})
     if len(devices) != 1 or not re.fullmatch(r"cuda(:\d{1,3})?", devices[0]):
         raise ConfigError(
-            f"the pools are on {', '.join(devices) or 'no device'} and this transfer engine serves one CUDA device; use one engine a device"
+            f"the pools are on {', '.join(devices) or 'no device'} and this transfer engine serves one CUDA"
+            " device; use one engine for each device"
         )
     return int(devices[0].partition(":")[2] or 0)
 
 
 def _arena(pools: Mapping[PoolName, HostPool]) -> BlockArena:
-    """Return the one arena that all pools draw on; ConfigError if there are several."""
+    """Return the arena that all pools share; raise ConfigError if there are several."""
     first, *others = {id(pool.arena): pool.arena for pool in pools.values()}.values()
     if others:
-        raise ConfigError("the host pools draw on several arenas and this transfer engine page-locks one; make them on one arena")
+        raise ConfigError(
+            "the host pools draw on several arenas and this transfer engine page-locks one; make all host"
+            " pools on one arena"
+        )
     return first

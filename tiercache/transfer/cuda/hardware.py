@@ -22,29 +22,31 @@ from tiercache.transfer.cuda.device import Card, CudaDevice, Method
 from tiercache.transfer.descriptors import Copies
 
 _NOT_READY: Final = 600
-"""cudaErrorNotReady, which is no failure: the event has not passed yet."""
+"""cudaErrorNotReady: the event has not passed yet. This is not a failure."""
 _REGISTERED: Final = 1 | 2
-"""Flags cudaHostRegisterPortable | cudaHostRegisterMapped; those of cudaHostAlloc have the same values."""
+"""Flags cudaHostRegisterPortable and cudaHostRegisterMapped. cudaHostAlloc has flags of the same values."""
 _HIGHEST: Final = -100
 _LOWEST: Final = 0
-"""Stream priorities that are asked for; CUDA takes the nearest that it has."""
+"""Stream priorities that are requested. CUDA takes the nearest that the device has."""
 
 
 def _cupy(ordinal: int) -> Any:
     try:
         import cupy
     except ImportError as error:
-        raise ConfigError(f"device cuda:{ordinal} needs CuPy ({error}); pip install 'tiercache[cuda]'") from error
+        raise ConfigError(
+            f"device cuda:{ordinal} needs CuPy ({error}); pip install 'tiercache[cuda]'"
+        ) from error
     return cupy
 
 
 class CupyDevice(CudaDevice):
-    """Device `ordinal` of this process, in the context that torch and CuPy share.
+    """Device number `ordinal` of this process, in the CUDA context that torch and CuPy share.
 
-    `cupy`: a module to use in CuPy's place. `library`: the file name of the driver's library. A call on a thread that has not entered
-    raises RuntimeError: the driver would answer it with a context on device 0.
+    `cupy` is a module to use in CuPy's place. `library` is the file name of the driver's library. A call on a
+    thread that has not entered the device raises RuntimeError.
 
-    Raises ConfigError, saying what to install or to look at, if there is no CuPy, no driver or no such device.
+    Raises ConfigError if CuPy, the driver or the device is missing.
 
     Thread safety: as `CudaDevice`.
     """
@@ -53,15 +55,20 @@ class CupyDevice(CudaDevice):
         self.ordinal = ordinal
         self._cupy: Any = cupy or _cupy(ordinal)
         self._here = threading.local()
+        """Per thread, `entered` is above 0 after `activate`, or within blocks of `current`."""
         try:
             count = self._cupy.cuda.runtime.getDeviceCount()
             if ordinal < count:
                 self._context = DeviceContext.load(ordinal, library)
                 self._same_addresses = self._context.reads_host_addresses()
         except RuntimeError as error:
-            raise ConfigError(f"device cuda:{ordinal} cannot be used: {error}; `nvidia-smi` should list it") from error
+            raise ConfigError(
+                f"device cuda:{ordinal} cannot be used: {error}; `nvidia-smi` should list it"
+            ) from error
         if ordinal >= count:
-            raise ConfigError(f"there is no device cuda:{ordinal}, this process sees {count}; see CUDA_VISIBLE_DEVICES")
+            raise ConfigError(
+                f"there is no device cuda:{ordinal}, this process sees {count}; see CUDA_VISIBLE_DEVICES"
+            )
         with self.current():
             self._runtime.free(0)  # initializes CUDA's runtime in the context
             self.card = self._describe()
@@ -85,16 +92,18 @@ class CupyDevice(CudaDevice):
 
     @property
     def _runtime(self) -> Any:
-        """CUDA's runtime; RuntimeError on a thread that has not entered."""
+        """CUDA's runtime. Raises RuntimeError on a thread that has not entered the device."""
         self._require_entered()
         return self._cupy.cuda.runtime
 
     def _require_entered(self) -> None:
         if not getattr(self._here, "entered", 0):
-            raise RuntimeError(f"device cuda:{self.ordinal} was not made this thread's before it was used")
+            raise RuntimeError(f"device cuda:{self.ordinal} is used on a thread that has not entered it")
 
     def create_stream(self, *, urgent: bool) -> int:
-        stream: int = self._runtime.streamCreateWithPriority(self._runtime.streamNonBlocking, _HIGHEST if urgent else _LOWEST)
+        stream: int = self._runtime.streamCreateWithPriority(
+            self._runtime.streamNonBlocking, _HIGHEST if urgent else _LOWEST
+        )
         return stream
 
     def destroy_stream(self, stream: int) -> None:
@@ -105,7 +114,9 @@ class CupyDevice(CudaDevice):
 
     def create_event(self, *, timed: bool = False) -> int:
         runtime = self._runtime
-        event: int = runtime.eventCreateWithFlags(runtime.eventBlockingSync | (0 if timed else runtime.eventDisableTiming))
+        event: int = runtime.eventCreateWithFlags(
+            runtime.eventBlockingSync | (0 if timed else runtime.eventDisableTiming)
+        )
         return event
 
     def destroy_event(self, event: int) -> None:
@@ -123,7 +134,7 @@ class CupyDevice(CudaDevice):
     def has_passed(self, event: int) -> bool:
         status = self._runtime.eventQuery(event)
         if status not in (0, _NOT_READY):
-            raise RuntimeError(f"CUDA error {status} while an event was looked at")
+            raise RuntimeError(f"CUDA error {status} while an event was queried")
         return bool(status == 0)
 
     def seconds_between(self, first: int, second: int) -> float:
@@ -141,6 +152,7 @@ class CupyDevice(CudaDevice):
         address = self._runtime.hostAlloc(nbytes, _REGISTERED)
         buffer: Any = (ctypes.c_uint8 * nbytes).from_address(address)
         memory: npt.NDArray[np.uint8] = np.frombuffer(buffer, np.uint8, nbytes)
+        # Not at exit: CUDA's runtime may be gone by then.
         weakref.finalize(memory, self._free_host, address).atexit = False
         return memory
 
@@ -182,11 +194,12 @@ class CupyDevice(CudaDevice):
     def _open(self, method: Method, load: Any) -> Any:
         try:
             return load()
-        except Exception as error:  # noqa: BLE001  whatever a compiler or a driver says: this method is not to be had, others are
+        except Exception as error:  # noqa: BLE001
+            # a compiler or driver may raise any exception; the other methods may still work
             self.unavailable[method] = str(error) or type(error).__name__
             return None
 
     def _free_host(self, address: int) -> None:
-        """Free page-locked memory, on the thread that drops the last reference to it."""
-        with contextlib.suppress(RuntimeError), self.current():  # the device is lost
+        """Free page-locked memory. Runs on the thread that drops the last reference to the array."""
+        with contextlib.suppress(RuntimeError), self.current():  # RuntimeError: the device is lost
             self._runtime.freeHost(address)

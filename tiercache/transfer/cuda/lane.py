@@ -1,4 +1,11 @@
-"""One direction of traffic: a stream, a thread that queues transfers in it, and a thread that waits for their end."""
+"""One direction of traffic: a stream, a thread that queues transfers, and a thread that waits for their end.
+
+submit --> Waiting --> queue thread --> stream (the device) --> end thread --> ticket done
+           jobs        fences, then     copies, one event        waits for the
+                       copies by group  behind each group        last event
+
+A *group* has the copies of one or more whole layers, which are queued together.
+"""
 
 from __future__ import annotations
 
@@ -7,57 +14,142 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from tiercache.errors import TransferError
-from tiercache.transfer.cuda.copying import GROUP_BYTES, CopySet, bus_blocks, layer_groups
+from tiercache.transfer.base import LayerTicket
+from tiercache.transfer.cuda.calibration_watch import Queued
+from tiercache.transfer.cuda.copying import GROUP_BYTES, CopySet, LockedArena, bus_blocks, layer_groups
 from tiercache.transfer.cuda.device import CudaDevice, Method
-from tiercache.transfer.cuda.locked import LockedArena
-from tiercache.transfer.cuda.ticket import CudaLayerTicket
-from tiercache.transfer.cuda.watch import Queued
 from tiercache.transfer.descriptors import Copies, Descriptors
 from tiercache.transfer.fences import event_of, pass_fence
-from tiercache.transfer.jobs import Job
-from tiercache.transfer.lanes import Waiting
+from tiercache.transfer.lanes import Job, Waiting
+
+_POLL_S: Final = 200e-6
+"""Seconds between two queries of an event by a thread that waits for one layer.
+
+This is a fraction of the time that a layer takes.
+"""
+
+
+class CudaLayerTicket(LayerTicket):
+    """A `LayerTicket` whose `wait_layer` makes a stream wait, once the copies of the layer are queued.
+
+    Later transfers reuse the events of earlier ones. A waiting thread could therefore use a wrong event:
+
+        1. load A records event 5 behind layer 0; its ticket names event 5
+        2. load A ends: its ticket is marked as done, and then event 5 may be reused
+        3. load B records event 5 behind its own layer 3
+        4. a thread that still used event 5 to wait for layer 0 of A would wait for layer 3 of B
+
+    To prevent step 4, `wait_layer` holds the ticket's lock from the check of `_done` until it has used the
+    event. `finish` needs the same lock to mark the ticket as done.
+
+    Thread safety: as `LayerTicket`; `queued` belongs to the engine.
+    """
+
+    def __init__(self, layers: Iterable[int], device: CudaDevice) -> None:
+        super().__init__(layers)
+        self._device = device
+        self._events: dict[int, int] = {}
+
+    def queued(self, layers: Iterable[int], event: int) -> None:
+        """Record that the copies of `layers` are in the stream, before `event`. The engine calls this."""
+        with self._changed:
+            self._events |= dict.fromkeys(layers, event)
+            self._changed.notify_all()
+
+    def wait_layer(self, layer: int, timeout: float | None = None, *, stream: int | None = None) -> bool:  # noqa: D102
+        deadline = None if timeout is None else time.monotonic() + timeout
+        with self._changed:
+            # Wait on this thread until the layer's event is recorded: a stream's wait for an event that was
+            # never recorded would return at once.
+            if not self._changed.wait_for(
+                lambda: self._done or layer not in self._pending or layer in self._events, timeout
+            ):
+                return False
+            # The lock is held while the event is used. Once the ticket is done, the event may have been
+            # reused (see the class) or destroyed. `wait` releases the lock, so the loop checks `_done` again.
+            while not self._done and layer in self._events:
+                if stream is not None:
+                    self._make_stream_wait(stream, layer)
+                    return True
+                if self._has_passed(layer):
+                    return True
+                left = _POLL_S if deadline is None else min(_POLL_S, deadline - time.monotonic())
+                if left <= 0:
+                    return False
+                self._changed.wait(left)
+        return super().wait_layer(layer, 0)
+
+    def _has_passed(self, layer: int) -> bool:
+        with self._on_device(layer):
+            return self._device.has_passed(self._events[layer])
+
+    def _make_stream_wait(self, stream: int, layer: int) -> None:
+        with self._on_device(layer):  # the handle of a default stream refers to the current device
+            self._device.wait_event(stream, self._events[layer])
+
+    @contextmanager
+    def _on_device(self, layer: int) -> Iterator[None]:
+        """Make the device current on the caller's thread; turn RuntimeError into TransferError."""
+        try:
+            with self._device.current():
+                yield
+        except RuntimeError as error:
+            raise TransferError(f"layer {layer} cannot be waited for: {error}") from error
+
 
 _log = logging.getLogger(__name__)
 
 Choose: TypeAlias = Callable[[Copies], Method]
 """Function that returns the method for a group of copies."""
-Saw: TypeAlias = Callable[[Queued, float], object]
-"""Callback that is told what a transfer copied, and in how many seconds."""
+OnMeasured: TypeAlias = Callable[[Queued, float], object]
+"""Callback that gets the copies of a transfer and the seconds that they took."""
 
-_PATIENCE_S: Final = 10.0
+_END_TIMEOUT_S: Final = 10.0
 """Seconds that `Lane.end` waits for the threads."""
 STORES_IN_FLIGHT: Final = 3
-"""Stores in the stream at once: one on the bus, one behind it so that the bus never waits, one being queued."""
-LOADS_IN_FLIGHT: Final = 8
-"""Loads in the stream at once: as many as an engine admits at a time.
+"""Maximum number of stores in the stream at once.
 
-A thread that waits for a layer of a load that is not queued yet would block on the host."""
+One store is on the bus, one waits behind it so that the bus is never idle, and one is being queued.
+"""
+LOADS_IN_FLIGHT: Final = 8
+"""Maximum number of loads in the stream at once: as many as an inference engine begins at a time.
+
+With a lower limit, some of these loads would not be in the stream yet. `wait_layer` would then block the
+inference engine's thread until the load of the layer is in the stream.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class _Flight:
-    """A transfer that was queued, completely or, with `error`, up to its failure. `last`: the event behind its last copy, 0 for none."""
+    """A transfer that was queued in the stream, or the part of it before an error."""
 
     job: Job
     resources: CopySet
     queued: Queued
     last: int
+    """Event behind the last group that was queued; 0 if no group was."""
     error: TransferError | None
 
 
 class Lane:
     """One direction of a CUDA engine, which takes its jobs in order.
 
-    `choose`: the method for each group of copies. `memory`: the page-locked arena. `urgent`: whether the stream has high priority.
-    `in_flight`: most transfers in the stream at once. `group_bytes`: layers of a load are queued together until they have this many bytes.
-    `saw`: is told of each transfer that succeeded. `ended`: is called once, as the last thing on the lane's last thread.
+    - `choose` returns the method for each group of copies.
+    - `memory` is the page-locked arena.
+    - `urgent` says whether the stream has high priority.
+    - `in_flight` is the maximum number of transfers in the stream at once.
+    - `group_bytes` is the minimum size of a group of a load.
+    - `on_measured` is called after each transfer that succeeded.
+    - `ended` is called once, at the end of the lane's last thread.
 
-    The ticket of a job that fails is done, like any other, only when the device is past everything that was queued for it.
+    A job may fail after some of its copies were queued. Even then its ticket is done only when the device has
+    finished these copies.
 
     Thread safety: as `OneWay`.
     """
@@ -72,11 +164,11 @@ class Lane:
         urgent: bool,
         in_flight: int,
         group_bytes: int = GROUP_BYTES,
-        saw: Saw | None = None,
+        on_measured: OnMeasured | None = None,
         ended: Callable[[], object] = lambda: None,
     ) -> None:
         self._device, self._choose, self._memory, self._ended = device, choose, memory, ended
-        self._here, self._saw = threading.local(), saw
+        self._here, self._on_measured = threading.local(), on_measured
         self._group_bytes = group_bytes
         self._blocks = bus_blocks(device.card.multiprocessors)
         self._waiting = Waiting()
@@ -92,31 +184,32 @@ class Lane:
             raise
         self._threads = [
             threading.Thread(target=self._queue_all, name=f"{name}-queue", daemon=True),
-            threading.Thread(target=self._see_all_through, name=name, daemon=True),
+            threading.Thread(target=self._finish_all, name=name, daemon=True),
         ]
         for thread in self._threads:
             thread.start()
 
     def submit(self, job: Job) -> None:
-        """Take on a job; returns at once."""
+        """Queue a job; return at once."""
         self._waiting.put(job)
 
     def stop(self) -> None:
-        """Let the threads end after the jobs that are waiting now. Before they end they release the stream."""
+        """Let the threads end after the jobs that are waiting now. The last thread releases the stream."""
         self._waiting.stop()
 
     def end(self) -> None:
-        """Stop a lane that got no jobs, and wait for its threads, for at most 10 seconds."""
+        """Stop a lane that got no jobs, and wait up to `_END_TIMEOUT_S` seconds for its threads."""
         self.stop()
-        self.join(time.monotonic() + _PATIENCE_S)
+        self.join(time.monotonic() + _END_TIMEOUT_S)
 
     def join(self, deadline: float) -> None:
         """Wait for the threads until `deadline` (monotonic seconds).
 
-        Then fail the jobs that are waiting, and let the one that is being queued stop at its next layer.
+        If a job is still being queued then, it stops at its next group, and the waiting jobs fail.
         """
         for thread in self._threads:
-            if thread is not threading.current_thread():  # `close` was called in a callback: this thread ends after it
+            # A callback may call `close` on a thread of the lane. That thread cannot wait for itself.
+            if thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))
         if self._threads[0].is_alive():
             self._waiting.abandon()
@@ -128,7 +221,7 @@ class Lane:
         self._flights.put(None)
 
     def _enter(self) -> None:
-        """Make the device current on this thread, once, before any other call to the driver, which might go to another device."""
+        """Make the device current on this thread, if it is not. Call this before any other driver call."""
         if not getattr(self._here, "entered", False):
             self._device.activate()
             self._here.entered = True
@@ -136,30 +229,39 @@ class Lane:
     def _try_to_enter(self) -> None:
         try:
             self._enter()
-        except Exception as error:  # noqa: BLE001  the thread goes on, or nobody would answer: without a device, every job fails by itself
-            _log.error("a device is not to be had: %s", error)
+        except Exception as error:  # noqa: BLE001
+            # the thread goes on without the device; each job calls `_enter` again, and fails if this fails
+            _log.error("the device is not available: %s", error)
 
     def _queue_one(self) -> bool:
-        """Queue the next job; False at the end.
+        """Queue the next job; return False if there is none because the lane was stopped.
 
-        A function of its own, so that no local variable keeps a finished job's pools and memory alive while the thread waits.
+        This is a separate function, so that no local variable keeps the memory of a finished job alive while
+        the thread waits.
         """
         job = self._waiting.next()
         if job is None:
             return False
         resources = self._resources.get()
+        # The steps: wait for the fences, cut the job into groups, choose a method for each group, then queue
+        # the groups with an event behind each. `last` is the event behind the last group that is in the
+        # stream. It is kept after a failure too, because that group is still being copied.
         failure, step, last, queued = None, "before its first layer", 0, []
         try:
             self._enter()
             self._pass_fences(job, resources)
-            descriptors = self._memory.seen(job.descriptors(self._memory.period))
+            descriptors = self._memory.device_addresses(job.descriptors(self._memory.period))
             copies = descriptors.copies(to_host=job.to_host)
-            groups = [(layers, rows, self._choose(copies[rows])) for layers, rows in self._groups(job, descriptors)]
-            stream_queue = resources.queue(copies, [(rows, method) for _, rows, method in groups], self._blocks, self._stream)
+            groups = [
+                (layers, rows, self._choose(copies[rows])) for layers, rows in self._groups(job, descriptors)
+            ]
+            stream_queue = resources.queue(
+                copies, [(rows, method) for _, rows, method in groups], self._blocks, self._stream
+            )
             resources.begin(self._stream)
             for number, (layers, rows, method) in enumerate(groups):
                 step = f"in layer {layers[0]}" if layers else "on its way"
-                self._waiting.go_on()
+                self._waiting.check_abandoned()
                 stream_queue.put(rows, method)
                 queued.append((copies[rows], method))
                 if len(queued) == len(groups):
@@ -169,13 +271,17 @@ class Lane:
                 self._device.record(last, self._stream)
                 if isinstance(job.ticket, CudaLayerTicket):
                     job.ticket.queued(layers, last)
-        except Exception as error:  # noqa: BLE001  a fence or the driver may raise anything; it belongs to the ticket
+        except Exception as error:  # noqa: BLE001
+            # a fence or the driver may raise any exception; the ticket reports it
             failure = job.failure(step, error)
         self._flights.put(_Flight(job, resources, queued, last, failure))
         return True
 
     def _groups(self, job: Job, descriptors: Descriptors) -> list[tuple[Sequence[int], slice]]:
-        """Return the rows that are queued at once, with the layers in them. A store is one group, for no caller waits for part of it."""
+        """Return the groups of a job, each as its layers and its rows.
+
+        A store is one group and names no layers, because no caller waits for a layer of a store.
+        """
         if not job.to_host:
             return layer_groups(descriptors, self._group_bytes)
         return [((), slice(0, len(descriptors)))] if len(descriptors) else []
@@ -184,28 +290,29 @@ class Lane:
         for fence in job.after:
             event = event_of(fence)
             if event is None:
-                pass_fence(fence, self._waiting.go_on)
+                pass_fence(fence, self._waiting.check_abandoned)
             else:
                 resources.pace.step(self._stream)
                 self._device.wait_event(self._stream, event)
 
-    def _see_all_through(self) -> None:
+    def _finish_all(self) -> None:
         self._try_to_enter()
-        while self._see_one_through():
+        while self._finish_one():
             pass
         try:
             self._enter()
             self._give_back()
             self._device.destroy_stream(self._stream)
-        except Exception as error:  # noqa: BLE001  after an error of the whole device nothing can be given back, and nothing needs to be
-            _log.warning("a stream could not be given back: %s", error)
+        except Exception as error:  # noqa: BLE001
+            # after an error of the whole device, its resources are lost and cannot be released
+            _log.warning("a stream could not be released: %s", error)
         self._ended()
 
     def _give_back(self) -> None:
         for _ in range(self._in_flight):
             self._resources.get().destroy()
 
-    def _see_one_through(self) -> bool:
+    def _finish_one(self) -> bool:
         flight = self._flights.get()
         if flight is None:
             return False
@@ -214,24 +321,30 @@ class Lane:
             try:
                 self._enter()
                 self._device.synchronize_event(flight.last)
-            except Exception as raised:  # noqa: BLE001  as above
+            except Exception as raised:  # noqa: BLE001  the driver may raise any exception
                 error = flight.job.failure("on its way", raised)
         if error is not None:
-            # Some of its copies may still be under way. If even this fails the device is lost, and nothing moves there any more.
+            # Some copies of the transfer may still be running, so wait for the whole stream. If this wait
+            # fails too, the device is lost, and no copy is running.
             with contextlib.suppress(Exception):
                 self._enter()
                 self._device.synchronize_stream(self._stream)
         else:
-            self._look_at(flight)
+            self._report_time(flight)
         flight.job.finish(error)
-        self._resources.put(flight.resources)  # only after the ticket is done: until then threads that wait for a layer use the events
+        # The resources are reused only after the ticket is done. Until then, threads that wait for a layer
+        # use the events of these resources.
+        self._resources.put(flight.resources)
         return True
 
-    def _look_at(self, flight: _Flight) -> None:
-        """Tell `saw` how long a transfer took on the device. Runs on the thread that waits for ends, so it delays no queueing."""
-        if self._saw is None or not flight.last:
+    def _report_time(self, flight: _Flight) -> None:
+        """Report to `on_measured` how many seconds a transfer took on the device.
+
+        This method runs on the end thread, so it does not delay the queue thread.
+        """
+        if self._on_measured is None or not flight.last:
             return
         try:
-            self._saw(flight.queued, flight.resources.seconds())
-        except Exception as error:  # noqa: BLE001  its bytes are there, whatever comes of their time
+            self._on_measured(flight.queued, flight.resources.seconds())
+        except Exception as error:  # noqa: BLE001  the transfer succeeded even if its time is not known
             _log.warning("the time of a transfer is not known: %s", error)

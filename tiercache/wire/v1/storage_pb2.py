@@ -6,17 +6,8 @@
 """Generated protocol buffer code."""
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import descriptor_pool as _descriptor_pool
-from google.protobuf import runtime_version as _runtime_version
 from google.protobuf import symbol_database as _symbol_database
 from google.protobuf.internal import builder as _builder
-_runtime_version.ValidateProtobufRuntimeVersion(
-    _runtime_version.Domain.PUBLIC,
-    7,
-    35,
-    1,
-    '',
-    'tiercache/wire/v1/storage.proto'
-)
 # @@protoc_insertion_point(imports)
 
 _sym_db = _symbol_database.Default()
@@ -24,7 +15,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ftiercache/wire/v1/storage.proto\x12\x11tiercache.wire.v1\"7\n\x04Keys\x12\x0f\n\x07\x64igests\x18\x01 \x01(\x0c\x12\r\n\x05pools\x18\x02 \x03(\t\x12\x0f\n\x07pool_of\x18\x03 \x01(\x0c\"\x7f\n\nObjectMeta\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\x0e\n\x06length\x18\x02 \x01(\x04\x12\x10\n\x08\x63hecksum\x18\x03 \x01(\x0c\x12\x13\n\x06parent\x18\x04 \x01(\x0cH\x00\x88\x01\x01\x12\x12\n\x05\x64\x65pth\x18\x05 \x01(\rH\x01\x88\x01\x01\x42\t\n\x07_parentB\x08\n\x06_depth\"\x1e\n\x0cHelloRequest\x12\x0e\n\x06\x63lient\x18\x01 \x01(\t\"\xc0\x01\n\nHelloReply\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x10\n\x08instance\x18\x02 \x01(\x0c\x12\x11\n\tprincipal\x18\x03 \x01(\t\x12\x0e\n\x06tenant\x18\x04 \x01(\t\x12\r\n\x05verbs\x18\x05 \x03(\t\x12\r\n\x05store\x18\x06 \x01(\t\x12\x12\n\npersistent\x18\x07 \x01(\x08\x12\x0f\n\x07\x62ounded\x18\x08 \x01(\x08\x12)\n\x06limits\x18\t \x01(\x0b\x32\x19.tiercache.wire.v1.Limits\"\x80\x01\n\x06Limits\x12\x0c\n\x04keys\x18\x01 \x01(\r\x12\x15\n\rmessage_bytes\x18\x02 \x01(\x04\x12\x14\n\x0cobject_bytes\x18\x03 \x01(\x04\x12\x14\n\x0c\x63lient_bytes\x18\x04 \x01(\x04\x12\x0f\n\x07streams\x18\x05 \x01(\r\x12\x14\n\x0c\x63\x61ll_seconds\x18\x06 \x01(\x01\"6\n\rExistsRequest\x12%\n\x04keys\x18\x01 \x01(\x0b\x32\x17.tiercache.wire.v1.Keys\"\x1b\n\x0b\x42itmapReply\x12\x0c\n\x04\x62its\x18\x01 \x01(\x0c\"6\n\rDeleteRequest\x12%\n\x04keys\x18\x01 \x01(\x0b\x32\x17.tiercache.wire.v1.Keys\"=\n\rOutcomesReply\x12,\n\x08outcomes\x18\x01 \x03(\x0e\x32\x1a.tiercache.wire.v1.Outcome\"D\n\nGetRequest\x12%\n\x04keys\x18\x01 \x01(\x0b\x32\x17.tiercache.wire.v1.Keys\x12\x0f\n\x07lengths\x18\x02 \x03(\x04\"I\n\x08GetReply\x12,\n\x06pieces\x18\x01 \x01(\x0b\x32\x1c.tiercache.wire.v1.GetPieces\x12\x0f\n\x07payload\x18\x02 \x01(\x0c\"j\n\tGetPieces\x12\r\n\x05items\x18\x01 \x03(\r\x12,\n\x08outcomes\x18\x02 \x03(\x0e\x32\x1a.tiercache.wire.v1.Outcome\x12\r\n\x05sizes\x18\x03 \x03(\x04\x12\x11\n\tchecksums\x18\x04 \x01(\x0c\"K\n\nSetRequest\x12,\n\x06pieces\x18\x01 \x01(\x0b\x32\x1c.tiercache.wire.v1.SetPieces\x12\x0f\n\x07payload\x18\x02 \x01(\x0c\"\x7f\n\tSetPieces\x12\r\n\x05sizes\x18\x01 \x03(\x04\x12\x0e\n\x06\x62\x65gins\x18\x02 \x03(\x08\x12%\n\x04keys\x18\x03 \x01(\x0b\x32\x17.tiercache.wire.v1.Keys\x12,\n\x05metas\x18\x04 \x03(\x0b\x32\x1d.tiercache.wire.v1.ObjectMeta\"I\n\x06Places\x12\x0e\n\x06\x63ounts\x18\x01 \x03(\r\x12\x0f\n\x07regions\x18\x02 \x03(\r\x12\x0f\n\x07offsets\x18\x03 \x03(\x04\x12\r\n\x05sizes\x18\x04 \x03(\x04\"s\n\x0eGetIntoRequest\x12%\n\x04keys\x18\x01 \x01(\x0b\x32\x17.tiercache.wire.v1.Keys\x12\x0f\n\x07lengths\x18\x02 \x03(\x04\x12)\n\x06places\x18\x03 \x01(\x0b\x32\x19.tiercache.wire.v1.Places\"\x90\x01\n\x0eSetFromRequest\x12%\n\x04keys\x18\x01 \x01(\x0b\x32\x17.tiercache.wire.v1.Keys\x12,\n\x05metas\x18\x02 \x03(\x0b\x32\x1d.tiercache.wire.v1.ObjectMeta\x12)\n\x06places\x18\x03 \x01(\x0b\x32\x19.tiercache.wire.v1.Places\"8\n\x0f\x44\x65scribeRequest\x12%\n\x04keys\x18\x01 \x01(\x0b\x32\x17.tiercache.wire.v1.Keys\"\x88\x01\n\rDescribeReply\x12\x0f\n\x07present\x18\x01 \x01(\x0c\x12,\n\x05metas\x18\x02 \x03(\x0b\x32\x1d.tiercache.wire.v1.ObjectMeta\x12\x11\n\tstored_at\x18\x03 \x03(\x01\x12%\n\x04keys\x18\x04 \x01(\x0b\x32\x17.tiercache.wire.v1.Keys\"C\n\x0bScanRequest\x12\x16\n\tnamespace\x18\x01 \x01(\x0cH\x00\x88\x01\x01\x12\x0e\n\x06\x63ursor\x18\x02 \x01(\x0c\x42\x0c\n\n_namespace\"\x83\x01\n\tScanReply\x12%\n\x04keys\x18\x01 \x01(\x0b\x32\x17.tiercache.wire.v1.Keys\x12,\n\x05metas\x18\x02 \x03(\x0b\x32\x1d.tiercache.wire.v1.ObjectMeta\x12\x11\n\tstored_at\x18\x03 \x03(\x01\x12\x0e\n\x06\x63ursor\x18\x04 \x01(\x0c\"\x80\x02\n\tNamespace\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\x36\n\x05texts\x18\x02 \x03(\x0b\x32\'.tiercache.wire.v1.Namespace.TextsEntry\x12:\n\x07numbers\x18\x03 \x03(\x0b\x32).tiercache.wire.v1.Namespace.NumbersEntry\x12\x0e\n\x06states\x18\x04 \x01(\x08\x1a,\n\nTextsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a.\n\x0cNumbersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x12:\x02\x38\x01\"B\n\x0fRegisterRequest\x12/\n\tnamespace\x18\x01 \x01(\x0b\x32\x1c.tiercache.wire.v1.Namespace\"\x0f\n\rRegisterReply\"\x13\n\x11NamespacesRequest\"C\n\x0fNamespacesReply\x12\x30\n\nnamespaces\x18\x01 \x03(\x0b\x32\x1c.tiercache.wire.v1.Namespace\"\x0e\n\x0cUsageRequest\"\xb4\x02\n\nUsageReply\x12\x0f\n\x07objects\x18\x01 \x01(\x04\x12\x15\n\rpayload_bytes\x18\x02 \x01(\x04\x12\x12\n\nused_bytes\x18\x03 \x01(\x04\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x04 \x01(\x04\x12\x37\n\x05texts\x18\x05 \x03(\x0b\x32(.tiercache.wire.v1.UsageReply.TextsEntry\x12;\n\x07numbers\x18\x06 \x03(\x0b\x32*.tiercache.wire.v1.UsageReply.NumbersEntry\x1a,\n\nTextsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a.\n\x0cNumbersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x12:\x02\x38\x01\"\x0e\n\x0c\x46lushRequest\"\x0c\n\nFlushReply*\x98\x01\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x0f\n\x0bOUTCOME_HIT\x10\x01\x12\x12\n\x0eOUTCOME_STORED\x10\x02\x12\x10\n\x0cOUTCOME_MISS\x10\x03\x12\x13\n\x0fOUTCOME_CORRUPT\x10\x04\x12\x15\n\x11OUTCOME_THROTTLED\x10\x05\x12\x11\n\rOUTCOME_ERROR\x10\x06\x32\xed\x07\n\x07Storage\x12G\n\x05Hello\x12\x1f.tiercache.wire.v1.HelloRequest\x1a\x1d.tiercache.wire.v1.HelloReply\x12J\n\x06\x45xists\x12 .tiercache.wire.v1.ExistsRequest\x1a\x1e.tiercache.wire.v1.BitmapReply\x12\x43\n\x03Get\x12\x1d.tiercache.wire.v1.GetRequest\x1a\x1b.tiercache.wire.v1.GetReply0\x01\x12H\n\x03Set\x12\x1d.tiercache.wire.v1.SetRequest\x1a .tiercache.wire.v1.OutcomesReply(\x01\x12J\n\x06\x44\x65lete\x12 .tiercache.wire.v1.DeleteRequest\x1a\x1e.tiercache.wire.v1.BitmapReply\x12P\n\x08\x44\x65scribe\x12\".tiercache.wire.v1.DescribeRequest\x1a .tiercache.wire.v1.DescribeReply\x12\x44\n\x04Scan\x12\x1e.tiercache.wire.v1.ScanRequest\x1a\x1c.tiercache.wire.v1.ScanReply\x12N\n\x07GetInto\x12!.tiercache.wire.v1.GetIntoRequest\x1a .tiercache.wire.v1.OutcomesReply\x12N\n\x07SetFrom\x12!.tiercache.wire.v1.SetFromRequest\x1a .tiercache.wire.v1.OutcomesReply\x12P\n\x08Register\x12\".tiercache.wire.v1.RegisterRequest\x1a .tiercache.wire.v1.RegisterReply\x12V\n\nNamespaces\x12$.tiercache.wire.v1.NamespacesRequest\x1a\".tiercache.wire.v1.NamespacesReply\x12G\n\x05Usage\x12\x1f.tiercache.wire.v1.UsageRequest\x1a\x1d.tiercache.wire.v1.UsageReply\x12G\n\x05\x46lush\x12\x1f.tiercache.wire.v1.FlushRequest\x1a\x1d.tiercache.wire.v1.FlushReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ftiercache/wire/v1/storage.proto\x12\x11tiercache.wire.v1\"7\n\x04Keys\x12\x0f\n\x07\x64igests\x18\x01 \x01(\x0c\x12\r\n\x05pools\x18\x02 \x03(\t\x12\x0f\n\x07pool_of\x18\x03 \x01(\x0c\"\xad\x01\n\nObjectMeta\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\x0e\n\x06length\x18\x02 \x01(\x04\x12\x10\n\x08\x63hecksum\x18\x03 \x01(\x0c\x12\x13\n\x06parent\x18\x04 \x01(\x0cH\x00\x88\x01\x01\x12\x12\n\x05\x64\x65pth\x18\x05 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05value\x18\x06 \x01(\x01H\x02\x88\x01\x01\x12\x0e\n\x06worker\x18\x07 \x01(\x06\x42\t\n\x07_parentB\x08\n\x06_depthB\x08\n\x06_value\"\x1e\n\x0cHelloRequest\x12\x0e\n\x06\x63lient\x18\x01 \x01(\t\"\xc0\x01\n\nHelloReply\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x10\n\x08instance\x18\x02 \x01(\x0c\x12\x11\n\tprincipal\x18\x03 \x01(\t\x12\x0e\n\x06tenant\x18\x04 \x01(\t\x12\r\n\x05verbs\x18\x05 \x03(\t\x12\r\n\x05store\x18\x06 \x01(\t\x12\x12\n\npersistent\x18\x07 \x01(\x08\x12\x0f\n\x07\x62ounded\x18\x08 \x01(\x08\x12)\n\x06limits\x18\t \x01(\x0b\x32\x19.tiercache.wire.v1.Limits\"\x80\x01\n\x06Limits\x12\x0c\n\x04keys\x18\x01 \x01(\r\x12\x15\n\rmessage_bytes\x18\x02 \x01(\x04\x12\x14\n\x0cobject_bytes\x18\x03 \x01(\x04\x12\x14\n\x0c\x63lient_bytes\x18\x04 \x01(\x04\x12\x0f\n\x07streams\x18\x05 \x01(\r\x12\x14\n\x0c\x63\x61ll_seconds\x18\x06 \x01(\x01\"6\n\rExistsRequest\x12%\n\x04keys\x18\x01 \x01(\x0b\x32\x17.tiercache.wire.v1.Keys\"\x1b\n\x0b\x42itmapReply\x12\x0c\n\x04\x62its\x18\x01 \x01(\x0c\"6\n\rDeleteRequest\x12%\n\x04keys\x18\x01 \x01(\x0b\x32\x17.tiercache.wire.v1.Keys\"V\n\rAdviseRequest\x12%\n\x04keys\x18\x01 \x01(\x0b\x32\x17.tiercache.wire.v1.Keys\x12\x0e\n\x06values\x18\x02 \x03(\x01\x12\x0e\n\x06worker\x18\x03 \x01(\x06\"\r\n\x0b\x41\x64viseReply\"=\n\rOutcomesReply\x12,\n\x08outcomes\x18\x01 \x03(\x0e\x32\x1a.tiercache.wire.v1.Outcome\"D\n\nGetRequest\x12%\n\x04keys\x18\x01 \x01(\x0b\x32\x17.tiercache.wire.v1.Keys\x12\x0f\n\x07lengths\x18\x02 \x03(\x04\"I\n\x08GetReply\x12,\n\x06pieces\x18\x01 \x01(\x0b\x32\x1c.tiercache.wire.v1.GetPieces\x12\x0f\n\x07payload\x18\x02 \x01(\x0c\"j\n\tGetPieces\x12\r\n\x05items\x18\x01 \x03(\r\x12,\n\x08outcomes\x18\x02 \x03(\x0e\x32\x1a.tiercache.wire.v1.Outcome\x12\r\n\x05sizes\x18\x03 \x03(\x04\x12\x11\n\tchecksums\x18\x04 \x01(\x0c\"K\n\nSetRequest\x12,\n\x06pieces\x18\x01 \x01(\x0b\x32\x1c.tiercache.wire.v1.SetPieces\x12\x0f\n\x07payload\x18\x02 \x01(\x0c\"\x7f\n\tSetPieces\x12\r\n\x05sizes\x18\x01 \x03(\x04\x12\x0e\n\x06\x62\x65gins\x18\x02 \x03(\x08\x12%\n\x04keys\x18\x03 \x01(\x0b\x32\x17.tiercache.wire.v1.Keys\x12,\n\x05metas\x18\x04 \x03(\x0b\x32\x1d.tiercache.wire.v1.ObjectMeta\"I\n\x06Places\x12\x0e\n\x06\x63ounts\x18\x01 \x03(\r\x12\x0f\n\x07regions\x18\x02 \x03(\r\x12\x0f\n\x07offsets\x18\x03 \x03(\x04\x12\r\n\x05sizes\x18\x04 \x03(\x04\"s\n\x0eGetIntoRequest\x12%\n\x04keys\x18\x01 \x01(\x0b\x32\x17.tiercache.wire.v1.Keys\x12\x0f\n\x07lengths\x18\x02 \x03(\x04\x12)\n\x06places\x18\x03 \x01(\x0b\x32\x19.tiercache.wire.v1.Places\"\x90\x01\n\x0eSetFromRequest\x12%\n\x04keys\x18\x01 \x01(\x0b\x32\x17.tiercache.wire.v1.Keys\x12,\n\x05metas\x18\x02 \x03(\x0b\x32\x1d.tiercache.wire.v1.ObjectMeta\x12)\n\x06places\x18\x03 \x01(\x0b\x32\x19.tiercache.wire.v1.Places\"8\n\x0f\x44\x65scribeRequest\x12%\n\x04keys\x18\x01 \x01(\x0b\x32\x17.tiercache.wire.v1.Keys\"\xb1\x01\n\rDescribeReply\x12\x0f\n\x07present\x18\x01 \x01(\x0c\x12,\n\x05metas\x18\x02 \x03(\x0b\x32\x1d.tiercache.wire.v1.ObjectMeta\x12\x11\n\tstored_at\x18\x03 \x03(\x01\x12%\n\x04keys\x18\x04 \x01(\x0b\x32\x17.tiercache.wire.v1.Keys\x12\'\n\x05tiers\x18\x05 \x01(\x0b\x32\x18.tiercache.wire.v1.Tiers\"C\n\x0bScanRequest\x12\x16\n\tnamespace\x18\x01 \x01(\x0cH\x00\x88\x01\x01\x12\x0e\n\x06\x63ursor\x18\x02 \x01(\x0c\x42\x0c\n\n_namespace\"\xac\x01\n\tScanReply\x12%\n\x04keys\x18\x01 \x01(\x0b\x32\x17.tiercache.wire.v1.Keys\x12,\n\x05metas\x18\x02 \x03(\x0b\x32\x1d.tiercache.wire.v1.ObjectMeta\x12\x11\n\tstored_at\x18\x03 \x03(\x01\x12\x0e\n\x06\x63ursor\x18\x04 \x01(\x0c\x12\'\n\x05tiers\x18\x05 \x01(\x0b\x32\x18.tiercache.wire.v1.Tiers\"\'\n\x05Tiers\x12\r\n\x05names\x18\x01 \x03(\t\x12\x0f\n\x07tier_of\x18\x02 \x01(\x0c\"\x80\x02\n\tNamespace\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\x36\n\x05texts\x18\x02 \x03(\x0b\x32\'.tiercache.wire.v1.Namespace.TextsEntry\x12:\n\x07numbers\x18\x03 \x03(\x0b\x32).tiercache.wire.v1.Namespace.NumbersEntry\x12\x0e\n\x06states\x18\x04 \x01(\x08\x1a,\n\nTextsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a.\n\x0cNumbersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x12:\x02\x38\x01\"B\n\x0fRegisterRequest\x12/\n\tnamespace\x18\x01 \x01(\x0b\x32\x1c.tiercache.wire.v1.Namespace\"\x0f\n\rRegisterReply\"\x13\n\x11NamespacesRequest\"C\n\x0fNamespacesReply\x12\x30\n\nnamespaces\x18\x01 \x03(\x0b\x32\x1c.tiercache.wire.v1.Namespace\"\x0e\n\x0cUsageRequest\"\xe2\x02\n\nUsageReply\x12\x0f\n\x07objects\x18\x01 \x01(\x04\x12\x15\n\rpayload_bytes\x18\x02 \x01(\x04\x12\x12\n\nused_bytes\x18\x03 \x01(\x04\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x04 \x01(\x04\x12\x37\n\x05texts\x18\x05 \x03(\x0b\x32(.tiercache.wire.v1.UsageReply.TextsEntry\x12;\n\x07numbers\x18\x06 \x03(\x0b\x32*.tiercache.wire.v1.UsageReply.NumbersEntry\x12,\n\x05tiers\x18\x07 \x03(\x0b\x32\x1d.tiercache.wire.v1.TierReport\x1a,\n\nTextsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a.\n\x0cNumbersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x12:\x02\x38\x01\"\xb0\x04\n\nTierReport\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x0e\n\x06health\x18\x03 \x01(\t\x12\x0b\n\x03why\x18\x04 \x01(\t\x12\x0f\n\x07objects\x18\x05 \x01(\x04\x12\x15\n\rpayload_bytes\x18\x06 \x01(\x04\x12\x12\n\nused_bytes\x18\x07 \x01(\x04\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x08 \x01(\x04\x12\x14\n\x0cread_objects\x18\t \x01(\x04\x12\x12\n\nread_bytes\x18\n \x01(\x04\x12\x17\n\x0fwritten_objects\x18\x0b \x01(\x04\x12\x15\n\rwritten_bytes\x18\x0c \x01(\x04\x12\x0f\n\x07waiting\x18\r \x01(\x04\x12\x0f\n\x07\x64ropped\x18\x0e \x01(\x04\x12\x12\n\nlost_calls\x18\x0f \x01(\x04\x12\x16\n\tlast_read\x18\x10 \x01(\x01H\x00\x88\x01\x01\x12\x37\n\x05texts\x18\x11 \x03(\x0b\x32(.tiercache.wire.v1.TierReport.TextsEntry\x12;\n\x07numbers\x18\x12 \x03(\x0b\x32*.tiercache.wire.v1.TierReport.NumbersEntry\x12\x0b\n\x03url\x18\x13 \x01(\t\x1a,\n\nTextsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a.\n\x0cNumbersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x12:\x02\x38\x01\x42\x0c\n\n_last_read\"\x88\x02\n\x12\x43hangeTiersRequest\x12)\n\x03\x61\x64\x64\x18\x01 \x01(\x0b\x32\x1a.tiercache.wire.v1.AddTierH\x00\x12/\n\x06remove\x18\x02 \x01(\x0b\x32\x1d.tiercache.wire.v1.RemoveTierH\x00\x12\x31\n\x07replace\x18\x03 \x01(\x0b\x32\x1e.tiercache.wire.v1.ReplaceTierH\x00\x12.\n\x05order\x18\x04 \x01(\x0b\x32\x1d.tiercache.wire.v1.OrderTiersH\x00\x12)\n\x03set\x18\x05 \x01(\x0b\x32\x1a.tiercache.wire.v1.SetTierH\x00\x42\x08\n\x06\x63hange\"\x8e\x01\n\x07\x41\x64\x64Tier\x12\x32\n\x04tier\x18\x01 \x03(\x0b\x32$.tiercache.wire.v1.AddTier.TierEntry\x12\x15\n\x08position\x18\x02 \x01(\rH\x00\x88\x01\x01\x1a+\n\tTierEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x0b\n\t_position\"(\n\nRemoveTier\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04\x64rop\x18\x02 \x01(\x08\"\x8e\x01\n\x0bReplaceTier\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x36\n\x04tier\x18\x02 \x03(\x0b\x32(.tiercache.wire.v1.ReplaceTier.TierEntry\x12\x0c\n\x04\x64rop\x18\x03 \x01(\x08\x1a+\n\tTierEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x1b\n\nOrderTiers\x12\r\n\x05names\x18\x01 \x03(\t\"\x84\x01\n\x07SetTier\x12\x0c\n\x04name\x18\x01 \x01(\t\x12:\n\x08settings\x18\x02 \x03(\x0b\x32(.tiercache.wire.v1.SetTier.SettingsEntry\x1a/\n\rSettingsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"z\n\x17\x46ollowTierChangeRequest\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12-\n\x04seen\x18\x02 \x01(\x0b\x32\x1f.tiercache.wire.v1.TierProgress\x12\x0f\n\x07give_up\x18\x03 \x01(\x08\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\"\xaa\x01\n\x0fTierChangeReply\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0c\n\x04what\x18\x02 \x01(\t\x12\x0c\n\x04over\x18\x03 \x01(\x08\x12+\n\x05\x65rror\x18\x04 \x01(\x0e\x32\x1c.tiercache.wire.v1.TierError\x12\x0b\n\x03why\x18\x05 \x01(\t\x12\x31\n\x08progress\x18\x06 \x01(\x0b\x32\x1f.tiercache.wire.v1.TierProgress\"\\\n\x0cTierProgress\x12\x16\n\x0e\x63opied_objects\x18\x01 \x01(\x04\x12\x14\n\x0c\x63opied_bytes\x18\x02 \x01(\x04\x12\x0f\n\x07objects\x18\x03 \x01(\x04\x12\r\n\x05\x62ytes\x18\x04 \x01(\x04\"\x0e\n\x0c\x46lushRequest\"\x0c\n\nFlushReply*\x98\x01\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x0f\n\x0bOUTCOME_HIT\x10\x01\x12\x12\n\x0eOUTCOME_STORED\x10\x02\x12\x10\n\x0cOUTCOME_MISS\x10\x03\x12\x13\n\x0fOUTCOME_CORRUPT\x10\x04\x12\x15\n\x11OUTCOME_THROTTLED\x10\x05\x12\x11\n\rOUTCOME_ERROR\x10\x06*g\n\tTierError\x12\x13\n\x0fTIER_ERROR_NONE\x10\x00\x12\x15\n\x11TIER_ERROR_CONFIG\x10\x01\x12\x16\n\x12TIER_ERROR_REFUSED\x10\x02\x12\x16\n\x12TIER_ERROR_STORAGE\x10\x03\x32\xf7\t\n\x07Storage\x12G\n\x05Hello\x12\x1f.tiercache.wire.v1.HelloRequest\x1a\x1d.tiercache.wire.v1.HelloReply\x12J\n\x06\x45xists\x12 .tiercache.wire.v1.ExistsRequest\x1a\x1e.tiercache.wire.v1.BitmapReply\x12\x43\n\x03Get\x12\x1d.tiercache.wire.v1.GetRequest\x1a\x1b.tiercache.wire.v1.GetReply0\x01\x12H\n\x03Set\x12\x1d.tiercache.wire.v1.SetRequest\x1a .tiercache.wire.v1.OutcomesReply(\x01\x12J\n\x06\x44\x65lete\x12 .tiercache.wire.v1.DeleteRequest\x1a\x1e.tiercache.wire.v1.BitmapReply\x12P\n\x08\x44\x65scribe\x12\".tiercache.wire.v1.DescribeRequest\x1a .tiercache.wire.v1.DescribeReply\x12\x44\n\x04Scan\x12\x1e.tiercache.wire.v1.ScanRequest\x1a\x1c.tiercache.wire.v1.ScanReply\x12J\n\x06\x41\x64vise\x12 .tiercache.wire.v1.AdviseRequest\x1a\x1e.tiercache.wire.v1.AdviseReply\x12N\n\x07GetInto\x12!.tiercache.wire.v1.GetIntoRequest\x1a .tiercache.wire.v1.OutcomesReply\x12N\n\x07SetFrom\x12!.tiercache.wire.v1.SetFromRequest\x1a .tiercache.wire.v1.OutcomesReply\x12P\n\x08Register\x12\".tiercache.wire.v1.RegisterRequest\x1a .tiercache.wire.v1.RegisterReply\x12V\n\nNamespaces\x12$.tiercache.wire.v1.NamespacesRequest\x1a\".tiercache.wire.v1.NamespacesReply\x12G\n\x05Usage\x12\x1f.tiercache.wire.v1.UsageRequest\x1a\x1d.tiercache.wire.v1.UsageReply\x12G\n\x05\x46lush\x12\x1f.tiercache.wire.v1.FlushRequest\x1a\x1d.tiercache.wire.v1.FlushReply\x12X\n\x0b\x43hangeTiers\x12%.tiercache.wire.v1.ChangeTiersRequest\x1a\".tiercache.wire.v1.TierChangeReply\x12\x62\n\x10\x46ollowTierChange\x12*.tiercache.wire.v1.FollowTierChangeRequest\x1a\".tiercache.wire.v1.TierChangeReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,76 +30,124 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_USAGEREPLY_TEXTSENTRY']._serialized_options = b'8\001'
   _globals['_USAGEREPLY_NUMBERSENTRY']._loaded_options = None
   _globals['_USAGEREPLY_NUMBERSENTRY']._serialized_options = b'8\001'
-  _globals['_OUTCOME']._serialized_start=2792
-  _globals['_OUTCOME']._serialized_end=2944
+  _globals['_TIERREPORT_TEXTSENTRY']._loaded_options = None
+  _globals['_TIERREPORT_TEXTSENTRY']._serialized_options = b'8\001'
+  _globals['_TIERREPORT_NUMBERSENTRY']._loaded_options = None
+  _globals['_TIERREPORT_NUMBERSENTRY']._serialized_options = b'8\001'
+  _globals['_ADDTIER_TIERENTRY']._loaded_options = None
+  _globals['_ADDTIER_TIERENTRY']._serialized_options = b'8\001'
+  _globals['_REPLACETIER_TIERENTRY']._loaded_options = None
+  _globals['_REPLACETIER_TIERENTRY']._serialized_options = b'8\001'
+  _globals['_SETTIER_SETTINGSENTRY']._loaded_options = None
+  _globals['_SETTIER_SETTINGSENTRY']._serialized_options = b'8\001'
+  _globals['_OUTCOME']._serialized_start=4828
+  _globals['_OUTCOME']._serialized_end=4980
+  _globals['_TIERERROR']._serialized_start=4982
+  _globals['_TIERERROR']._serialized_end=5085
   _globals['_KEYS']._serialized_start=54
   _globals['_KEYS']._serialized_end=109
-  _globals['_OBJECTMETA']._serialized_start=111
-  _globals['_OBJECTMETA']._serialized_end=238
-  _globals['_HELLOREQUEST']._serialized_start=240
-  _globals['_HELLOREQUEST']._serialized_end=270
-  _globals['_HELLOREPLY']._serialized_start=273
-  _globals['_HELLOREPLY']._serialized_end=465
-  _globals['_LIMITS']._serialized_start=468
-  _globals['_LIMITS']._serialized_end=596
-  _globals['_EXISTSREQUEST']._serialized_start=598
-  _globals['_EXISTSREQUEST']._serialized_end=652
-  _globals['_BITMAPREPLY']._serialized_start=654
-  _globals['_BITMAPREPLY']._serialized_end=681
-  _globals['_DELETEREQUEST']._serialized_start=683
-  _globals['_DELETEREQUEST']._serialized_end=737
-  _globals['_OUTCOMESREPLY']._serialized_start=739
-  _globals['_OUTCOMESREPLY']._serialized_end=800
-  _globals['_GETREQUEST']._serialized_start=802
-  _globals['_GETREQUEST']._serialized_end=870
-  _globals['_GETREPLY']._serialized_start=872
-  _globals['_GETREPLY']._serialized_end=945
-  _globals['_GETPIECES']._serialized_start=947
-  _globals['_GETPIECES']._serialized_end=1053
-  _globals['_SETREQUEST']._serialized_start=1055
-  _globals['_SETREQUEST']._serialized_end=1130
-  _globals['_SETPIECES']._serialized_start=1132
-  _globals['_SETPIECES']._serialized_end=1259
-  _globals['_PLACES']._serialized_start=1261
-  _globals['_PLACES']._serialized_end=1334
-  _globals['_GETINTOREQUEST']._serialized_start=1336
-  _globals['_GETINTOREQUEST']._serialized_end=1451
-  _globals['_SETFROMREQUEST']._serialized_start=1454
-  _globals['_SETFROMREQUEST']._serialized_end=1598
-  _globals['_DESCRIBEREQUEST']._serialized_start=1600
-  _globals['_DESCRIBEREQUEST']._serialized_end=1656
-  _globals['_DESCRIBEREPLY']._serialized_start=1659
-  _globals['_DESCRIBEREPLY']._serialized_end=1795
-  _globals['_SCANREQUEST']._serialized_start=1797
-  _globals['_SCANREQUEST']._serialized_end=1864
-  _globals['_SCANREPLY']._serialized_start=1867
-  _globals['_SCANREPLY']._serialized_end=1998
-  _globals['_NAMESPACE']._serialized_start=2001
-  _globals['_NAMESPACE']._serialized_end=2257
-  _globals['_NAMESPACE_TEXTSENTRY']._serialized_start=2165
-  _globals['_NAMESPACE_TEXTSENTRY']._serialized_end=2209
-  _globals['_NAMESPACE_NUMBERSENTRY']._serialized_start=2211
-  _globals['_NAMESPACE_NUMBERSENTRY']._serialized_end=2257
-  _globals['_REGISTERREQUEST']._serialized_start=2259
-  _globals['_REGISTERREQUEST']._serialized_end=2325
-  _globals['_REGISTERREPLY']._serialized_start=2327
-  _globals['_REGISTERREPLY']._serialized_end=2342
-  _globals['_NAMESPACESREQUEST']._serialized_start=2344
-  _globals['_NAMESPACESREQUEST']._serialized_end=2363
-  _globals['_NAMESPACESREPLY']._serialized_start=2365
-  _globals['_NAMESPACESREPLY']._serialized_end=2432
-  _globals['_USAGEREQUEST']._serialized_start=2434
-  _globals['_USAGEREQUEST']._serialized_end=2448
-  _globals['_USAGEREPLY']._serialized_start=2451
-  _globals['_USAGEREPLY']._serialized_end=2759
-  _globals['_USAGEREPLY_TEXTSENTRY']._serialized_start=2165
-  _globals['_USAGEREPLY_TEXTSENTRY']._serialized_end=2209
-  _globals['_USAGEREPLY_NUMBERSENTRY']._serialized_start=2211
-  _globals['_USAGEREPLY_NUMBERSENTRY']._serialized_end=2257
-  _globals['_FLUSHREQUEST']._serialized_start=2761
-  _globals['_FLUSHREQUEST']._serialized_end=2775
-  _globals['_FLUSHREPLY']._serialized_start=2777
-  _globals['_FLUSHREPLY']._serialized_end=2789
-  _globals['_STORAGE']._serialized_start=2947
-  _globals['_STORAGE']._serialized_end=3952
+  _globals['_OBJECTMETA']._serialized_start=112
+  _globals['_OBJECTMETA']._serialized_end=285
+  _globals['_HELLOREQUEST']._serialized_start=287
+  _globals['_HELLOREQUEST']._serialized_end=317
+  _globals['_HELLOREPLY']._serialized_start=320
+  _globals['_HELLOREPLY']._serialized_end=512
+  _globals['_LIMITS']._serialized_start=515
+  _globals['_LIMITS']._serialized_end=643
+  _globals['_EXISTSREQUEST']._serialized_start=645
+  _globals['_EXISTSREQUEST']._serialized_end=699
+  _globals['_BITMAPREPLY']._serialized_start=701
+  _globals['_BITMAPREPLY']._serialized_end=728
+  _globals['_DELETEREQUEST']._serialized_start=730
+  _globals['_DELETEREQUEST']._serialized_end=784
+  _globals['_ADVISEREQUEST']._serialized_start=786
+  _globals['_ADVISEREQUEST']._serialized_end=872
+  _globals['_ADVISEREPLY']._serialized_start=874
+  _globals['_ADVISEREPLY']._serialized_end=887
+  _globals['_OUTCOMESREPLY']._serialized_start=889
+  _globals['_OUTCOMESREPLY']._serialized_end=950
+  _globals['_GETREQUEST']._serialized_start=952
+  _globals['_GETREQUEST']._serialized_end=1020
+  _globals['_GETREPLY']._serialized_start=1022
+  _globals['_GETREPLY']._serialized_end=1095
+  _globals['_GETPIECES']._serialized_start=1097
+  _globals['_GETPIECES']._serialized_end=1203
+  _globals['_SETREQUEST']._serialized_start=1205
+  _globals['_SETREQUEST']._serialized_end=1280
+  _globals['_SETPIECES']._serialized_start=1282
+  _globals['_SETPIECES']._serialized_end=1409
+  _globals['_PLACES']._serialized_start=1411
+  _globals['_PLACES']._serialized_end=1484
+  _globals['_GETINTOREQUEST']._serialized_start=1486
+  _globals['_GETINTOREQUEST']._serialized_end=1601
+  _globals['_SETFROMREQUEST']._serialized_start=1604
+  _globals['_SETFROMREQUEST']._serialized_end=1748
+  _globals['_DESCRIBEREQUEST']._serialized_start=1750
+  _globals['_DESCRIBEREQUEST']._serialized_end=1806
+  _globals['_DESCRIBEREPLY']._serialized_start=1809
+  _globals['_DESCRIBEREPLY']._serialized_end=1986
+  _globals['_SCANREQUEST']._serialized_start=1988
+  _globals['_SCANREQUEST']._serialized_end=2055
+  _globals['_SCANREPLY']._serialized_start=2058
+  _globals['_SCANREPLY']._serialized_end=2230
+  _globals['_TIERS']._serialized_start=2232
+  _globals['_TIERS']._serialized_end=2271
+  _globals['_NAMESPACE']._serialized_start=2274
+  _globals['_NAMESPACE']._serialized_end=2530
+  _globals['_NAMESPACE_TEXTSENTRY']._serialized_start=2438
+  _globals['_NAMESPACE_TEXTSENTRY']._serialized_end=2482
+  _globals['_NAMESPACE_NUMBERSENTRY']._serialized_start=2484
+  _globals['_NAMESPACE_NUMBERSENTRY']._serialized_end=2530
+  _globals['_REGISTERREQUEST']._serialized_start=2532
+  _globals['_REGISTERREQUEST']._serialized_end=2598
+  _globals['_REGISTERREPLY']._serialized_start=2600
+  _globals['_REGISTERREPLY']._serialized_end=2615
+  _globals['_NAMESPACESREQUEST']._serialized_start=2617
+  _globals['_NAMESPACESREQUEST']._serialized_end=2636
+  _globals['_NAMESPACESREPLY']._serialized_start=2638
+  _globals['_NAMESPACESREPLY']._serialized_end=2705
+  _globals['_USAGEREQUEST']._serialized_start=2707
+  _globals['_USAGEREQUEST']._serialized_end=2721
+  _globals['_USAGEREPLY']._serialized_start=2724
+  _globals['_USAGEREPLY']._serialized_end=3078
+  _globals['_USAGEREPLY_TEXTSENTRY']._serialized_start=2438
+  _globals['_USAGEREPLY_TEXTSENTRY']._serialized_end=2482
+  _globals['_USAGEREPLY_NUMBERSENTRY']._serialized_start=2484
+  _globals['_USAGEREPLY_NUMBERSENTRY']._serialized_end=2530
+  _globals['_TIERREPORT']._serialized_start=3081
+  _globals['_TIERREPORT']._serialized_end=3641
+  _globals['_TIERREPORT_TEXTSENTRY']._serialized_start=2438
+  _globals['_TIERREPORT_TEXTSENTRY']._serialized_end=2482
+  _globals['_TIERREPORT_NUMBERSENTRY']._serialized_start=2484
+  _globals['_TIERREPORT_NUMBERSENTRY']._serialized_end=2530
+  _globals['_CHANGETIERSREQUEST']._serialized_start=3644
+  _globals['_CHANGETIERSREQUEST']._serialized_end=3908
+  _globals['_ADDTIER']._serialized_start=3911
+  _globals['_ADDTIER']._serialized_end=4053
+  _globals['_ADDTIER_TIERENTRY']._serialized_start=3997
+  _globals['_ADDTIER_TIERENTRY']._serialized_end=4040
+  _globals['_REMOVETIER']._serialized_start=4055
+  _globals['_REMOVETIER']._serialized_end=4095
+  _globals['_REPLACETIER']._serialized_start=4098
+  _globals['_REPLACETIER']._serialized_end=4240
+  _globals['_REPLACETIER_TIERENTRY']._serialized_start=3997
+  _globals['_REPLACETIER_TIERENTRY']._serialized_end=4040
+  _globals['_ORDERTIERS']._serialized_start=4242
+  _globals['_ORDERTIERS']._serialized_end=4269
+  _globals['_SETTIER']._serialized_start=4272
+  _globals['_SETTIER']._serialized_end=4404
+  _globals['_SETTIER_SETTINGSENTRY']._serialized_start=4357
+  _globals['_SETTIER_SETTINGSENTRY']._serialized_end=4404
+  _globals['_FOLLOWTIERCHANGEREQUEST']._serialized_start=4406
+  _globals['_FOLLOWTIERCHANGEREQUEST']._serialized_end=4528
+  _globals['_TIERCHANGEREPLY']._serialized_start=4531
+  _globals['_TIERCHANGEREPLY']._serialized_end=4701
+  _globals['_TIERPROGRESS']._serialized_start=4703
+  _globals['_TIERPROGRESS']._serialized_end=4795
+  _globals['_FLUSHREQUEST']._serialized_start=4797
+  _globals['_FLUSHREQUEST']._serialized_end=4811
+  _globals['_FLUSHREPLY']._serialized_start=4813
+  _globals['_FLUSHREPLY']._serialized_end=4825
+  _globals['_STORAGE']._serialized_start=5088
+  _globals['_STORAGE']._serialized_end=6359
 # @@protoc_insertion_point(module_scope)

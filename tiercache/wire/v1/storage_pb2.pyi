@@ -16,6 +16,13 @@ class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     OUTCOME_CORRUPT: _ClassVar[Outcome]
     OUTCOME_THROTTLED: _ClassVar[Outcome]
     OUTCOME_ERROR: _ClassVar[Outcome]
+
+class TierError(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    TIER_ERROR_NONE: _ClassVar[TierError]
+    TIER_ERROR_CONFIG: _ClassVar[TierError]
+    TIER_ERROR_REFUSED: _ClassVar[TierError]
+    TIER_ERROR_STORAGE: _ClassVar[TierError]
 OUTCOME_UNSPECIFIED: Outcome
 OUTCOME_HIT: Outcome
 OUTCOME_STORED: Outcome
@@ -23,6 +30,10 @@ OUTCOME_MISS: Outcome
 OUTCOME_CORRUPT: Outcome
 OUTCOME_THROTTLED: Outcome
 OUTCOME_ERROR: Outcome
+TIER_ERROR_NONE: TierError
+TIER_ERROR_CONFIG: TierError
+TIER_ERROR_REFUSED: TierError
+TIER_ERROR_STORAGE: TierError
 
 class Keys(_message.Message):
     __slots__ = ("digests", "pools", "pool_of")
@@ -35,18 +46,22 @@ class Keys(_message.Message):
     def __init__(self, digests: _Optional[bytes] = ..., pools: _Optional[_Iterable[str]] = ..., pool_of: _Optional[bytes] = ...) -> None: ...
 
 class ObjectMeta(_message.Message):
-    __slots__ = ("namespace", "length", "checksum", "parent", "depth")
+    __slots__ = ("namespace", "length", "checksum", "parent", "depth", "value", "worker")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     LENGTH_FIELD_NUMBER: _ClassVar[int]
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     PARENT_FIELD_NUMBER: _ClassVar[int]
     DEPTH_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    WORKER_FIELD_NUMBER: _ClassVar[int]
     namespace: bytes
     length: int
     checksum: bytes
     parent: bytes
     depth: int
-    def __init__(self, namespace: _Optional[bytes] = ..., length: _Optional[int] = ..., checksum: _Optional[bytes] = ..., parent: _Optional[bytes] = ..., depth: _Optional[int] = ...) -> None: ...
+    value: float
+    worker: int
+    def __init__(self, namespace: _Optional[bytes] = ..., length: _Optional[int] = ..., checksum: _Optional[bytes] = ..., parent: _Optional[bytes] = ..., depth: _Optional[int] = ..., value: _Optional[float] = ..., worker: _Optional[int] = ...) -> None: ...
 
 class HelloRequest(_message.Message):
     __slots__ = ("client",)
@@ -109,6 +124,20 @@ class DeleteRequest(_message.Message):
     KEYS_FIELD_NUMBER: _ClassVar[int]
     keys: Keys
     def __init__(self, keys: _Optional[_Union[Keys, _Mapping]] = ...) -> None: ...
+
+class AdviseRequest(_message.Message):
+    __slots__ = ("keys", "values", "worker")
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    keys: Keys
+    values: _containers.RepeatedScalarFieldContainer[float]
+    worker: int
+    def __init__(self, keys: _Optional[_Union[Keys, _Mapping]] = ..., values: _Optional[_Iterable[float]] = ..., worker: _Optional[int] = ...) -> None: ...
+
+class AdviseReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class OutcomesReply(_message.Message):
     __slots__ = ("outcomes",)
@@ -203,16 +232,18 @@ class DescribeRequest(_message.Message):
     def __init__(self, keys: _Optional[_Union[Keys, _Mapping]] = ...) -> None: ...
 
 class DescribeReply(_message.Message):
-    __slots__ = ("present", "metas", "stored_at", "keys")
+    __slots__ = ("present", "metas", "stored_at", "keys", "tiers")
     PRESENT_FIELD_NUMBER: _ClassVar[int]
     METAS_FIELD_NUMBER: _ClassVar[int]
     STORED_AT_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
     present: bytes
     metas: _containers.RepeatedCompositeFieldContainer[ObjectMeta]
     stored_at: _containers.RepeatedScalarFieldContainer[float]
     keys: Keys
-    def __init__(self, present: _Optional[bytes] = ..., metas: _Optional[_Iterable[_Union[ObjectMeta, _Mapping]]] = ..., stored_at: _Optional[_Iterable[float]] = ..., keys: _Optional[_Union[Keys, _Mapping]] = ...) -> None: ...
+    tiers: Tiers
+    def __init__(self, present: _Optional[bytes] = ..., metas: _Optional[_Iterable[_Union[ObjectMeta, _Mapping]]] = ..., stored_at: _Optional[_Iterable[float]] = ..., keys: _Optional[_Union[Keys, _Mapping]] = ..., tiers: _Optional[_Union[Tiers, _Mapping]] = ...) -> None: ...
 
 class ScanRequest(_message.Message):
     __slots__ = ("namespace", "cursor")
@@ -223,16 +254,26 @@ class ScanRequest(_message.Message):
     def __init__(self, namespace: _Optional[bytes] = ..., cursor: _Optional[bytes] = ...) -> None: ...
 
 class ScanReply(_message.Message):
-    __slots__ = ("keys", "metas", "stored_at", "cursor")
+    __slots__ = ("keys", "metas", "stored_at", "cursor", "tiers")
     KEYS_FIELD_NUMBER: _ClassVar[int]
     METAS_FIELD_NUMBER: _ClassVar[int]
     STORED_AT_FIELD_NUMBER: _ClassVar[int]
     CURSOR_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
     keys: Keys
     metas: _containers.RepeatedCompositeFieldContainer[ObjectMeta]
     stored_at: _containers.RepeatedScalarFieldContainer[float]
     cursor: bytes
-    def __init__(self, keys: _Optional[_Union[Keys, _Mapping]] = ..., metas: _Optional[_Iterable[_Union[ObjectMeta, _Mapping]]] = ..., stored_at: _Optional[_Iterable[float]] = ..., cursor: _Optional[bytes] = ...) -> None: ...
+    tiers: Tiers
+    def __init__(self, keys: _Optional[_Union[Keys, _Mapping]] = ..., metas: _Optional[_Iterable[_Union[ObjectMeta, _Mapping]]] = ..., stored_at: _Optional[_Iterable[float]] = ..., cursor: _Optional[bytes] = ..., tiers: _Optional[_Union[Tiers, _Mapping]] = ...) -> None: ...
+
+class Tiers(_message.Message):
+    __slots__ = ("names", "tier_of")
+    NAMES_FIELD_NUMBER: _ClassVar[int]
+    TIER_OF_FIELD_NUMBER: _ClassVar[int]
+    names: _containers.RepeatedScalarFieldContainer[str]
+    tier_of: bytes
+    def __init__(self, names: _Optional[_Iterable[str]] = ..., tier_of: _Optional[bytes] = ...) -> None: ...
 
 class Namespace(_message.Message):
     __slots__ = ("namespace", "texts", "numbers", "states")
@@ -285,7 +326,7 @@ class UsageRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class UsageReply(_message.Message):
-    __slots__ = ("objects", "payload_bytes", "used_bytes", "capacity_bytes", "texts", "numbers")
+    __slots__ = ("objects", "payload_bytes", "used_bytes", "capacity_bytes", "texts", "numbers", "tiers")
     class TextsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -306,13 +347,186 @@ class UsageReply(_message.Message):
     CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
     TEXTS_FIELD_NUMBER: _ClassVar[int]
     NUMBERS_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
     objects: int
     payload_bytes: int
     used_bytes: int
     capacity_bytes: int
     texts: _containers.ScalarMap[str, str]
     numbers: _containers.ScalarMap[str, int]
-    def __init__(self, objects: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., capacity_bytes: _Optional[int] = ..., texts: _Optional[_Mapping[str, str]] = ..., numbers: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    tiers: _containers.RepeatedCompositeFieldContainer[TierReport]
+    def __init__(self, objects: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., capacity_bytes: _Optional[int] = ..., texts: _Optional[_Mapping[str, str]] = ..., numbers: _Optional[_Mapping[str, int]] = ..., tiers: _Optional[_Iterable[_Union[TierReport, _Mapping]]] = ...) -> None: ...
+
+class TierReport(_message.Message):
+    __slots__ = ("name", "kind", "health", "why", "objects", "payload_bytes", "used_bytes", "capacity_bytes", "read_objects", "read_bytes", "written_objects", "written_bytes", "waiting", "dropped", "lost_calls", "last_read", "texts", "numbers", "url")
+    class TextsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    class NumbersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    HEALTH_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    OBJECTS_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    READ_OBJECTS_FIELD_NUMBER: _ClassVar[int]
+    READ_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WRITTEN_OBJECTS_FIELD_NUMBER: _ClassVar[int]
+    WRITTEN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_FIELD_NUMBER: _ClassVar[int]
+    LOST_CALLS_FIELD_NUMBER: _ClassVar[int]
+    LAST_READ_FIELD_NUMBER: _ClassVar[int]
+    TEXTS_FIELD_NUMBER: _ClassVar[int]
+    NUMBERS_FIELD_NUMBER: _ClassVar[int]
+    URL_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    kind: str
+    health: str
+    why: str
+    objects: int
+    payload_bytes: int
+    used_bytes: int
+    capacity_bytes: int
+    read_objects: int
+    read_bytes: int
+    written_objects: int
+    written_bytes: int
+    waiting: int
+    dropped: int
+    lost_calls: int
+    last_read: float
+    texts: _containers.ScalarMap[str, str]
+    numbers: _containers.ScalarMap[str, int]
+    url: str
+    def __init__(self, name: _Optional[str] = ..., kind: _Optional[str] = ..., health: _Optional[str] = ..., why: _Optional[str] = ..., objects: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., capacity_bytes: _Optional[int] = ..., read_objects: _Optional[int] = ..., read_bytes: _Optional[int] = ..., written_objects: _Optional[int] = ..., written_bytes: _Optional[int] = ..., waiting: _Optional[int] = ..., dropped: _Optional[int] = ..., lost_calls: _Optional[int] = ..., last_read: _Optional[float] = ..., texts: _Optional[_Mapping[str, str]] = ..., numbers: _Optional[_Mapping[str, int]] = ..., url: _Optional[str] = ...) -> None: ...
+
+class ChangeTiersRequest(_message.Message):
+    __slots__ = ("add", "remove", "replace", "order", "set")
+    ADD_FIELD_NUMBER: _ClassVar[int]
+    REMOVE_FIELD_NUMBER: _ClassVar[int]
+    REPLACE_FIELD_NUMBER: _ClassVar[int]
+    ORDER_FIELD_NUMBER: _ClassVar[int]
+    SET_FIELD_NUMBER: _ClassVar[int]
+    add: AddTier
+    remove: RemoveTier
+    replace: ReplaceTier
+    order: OrderTiers
+    set: SetTier
+    def __init__(self, add: _Optional[_Union[AddTier, _Mapping]] = ..., remove: _Optional[_Union[RemoveTier, _Mapping]] = ..., replace: _Optional[_Union[ReplaceTier, _Mapping]] = ..., order: _Optional[_Union[OrderTiers, _Mapping]] = ..., set: _Optional[_Union[SetTier, _Mapping]] = ...) -> None: ...
+
+class AddTier(_message.Message):
+    __slots__ = ("tier", "position")
+    class TierEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    tier: _containers.ScalarMap[str, str]
+    position: int
+    def __init__(self, tier: _Optional[_Mapping[str, str]] = ..., position: _Optional[int] = ...) -> None: ...
+
+class RemoveTier(_message.Message):
+    __slots__ = ("name", "drop")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DROP_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    drop: bool
+    def __init__(self, name: _Optional[str] = ..., drop: _Optional[bool] = ...) -> None: ...
+
+class ReplaceTier(_message.Message):
+    __slots__ = ("name", "tier", "drop")
+    class TierEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    DROP_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    tier: _containers.ScalarMap[str, str]
+    drop: bool
+    def __init__(self, name: _Optional[str] = ..., tier: _Optional[_Mapping[str, str]] = ..., drop: _Optional[bool] = ...) -> None: ...
+
+class OrderTiers(_message.Message):
+    __slots__ = ("names",)
+    NAMES_FIELD_NUMBER: _ClassVar[int]
+    names: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, names: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class SetTier(_message.Message):
+    __slots__ = ("name", "settings")
+    class SettingsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SETTINGS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    settings: _containers.ScalarMap[str, str]
+    def __init__(self, name: _Optional[str] = ..., settings: _Optional[_Mapping[str, str]] = ...) -> None: ...
+
+class FollowTierChangeRequest(_message.Message):
+    __slots__ = ("number", "seen", "give_up", "seconds")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    SEEN_FIELD_NUMBER: _ClassVar[int]
+    GIVE_UP_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    seen: TierProgress
+    give_up: bool
+    seconds: float
+    def __init__(self, number: _Optional[int] = ..., seen: _Optional[_Union[TierProgress, _Mapping]] = ..., give_up: _Optional[bool] = ..., seconds: _Optional[float] = ...) -> None: ...
+
+class TierChangeReply(_message.Message):
+    __slots__ = ("number", "what", "over", "error", "why", "progress")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    WHAT_FIELD_NUMBER: _ClassVar[int]
+    OVER_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    what: str
+    over: bool
+    error: TierError
+    why: str
+    progress: TierProgress
+    def __init__(self, number: _Optional[int] = ..., what: _Optional[str] = ..., over: _Optional[bool] = ..., error: _Optional[_Union[TierError, str]] = ..., why: _Optional[str] = ..., progress: _Optional[_Union[TierProgress, _Mapping]] = ...) -> None: ...
+
+class TierProgress(_message.Message):
+    __slots__ = ("copied_objects", "copied_bytes", "objects", "bytes")
+    COPIED_OBJECTS_FIELD_NUMBER: _ClassVar[int]
+    COPIED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    OBJECTS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    copied_objects: int
+    copied_bytes: int
+    objects: int
+    bytes: int
+    def __init__(self, copied_objects: _Optional[int] = ..., copied_bytes: _Optional[int] = ..., objects: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...
 
 class FlushRequest(_message.Message):
     __slots__ = ()

@@ -1,0 +1,109 @@
+"""Backlog of a store that was left out: deletions that it missed, namespaces, and attached memory."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Final, NamedTuple
+
+from tiercache.core import ObjectKey
+from tiercache.errors import RefusedError
+from tiercache.storage.attached import AttachedMemory
+from tiercache.storage.base import NamespaceRecord, SharedMemory, StorageBackend
+
+_log = logging.getLogger(__name__)
+
+_MAX_DELETIONS: Final = 1 << 16
+"""Maximum number of deletions that are remembered for a store that is left out."""
+
+
+class Arrears(NamedTuple):
+    """Part of a backlog of which one examination tells the store."""
+
+    deletions: Sequence[ObjectKey]
+    namespaces: Sequence[NamespaceRecord]
+    memories: Sequence[AttachedMemory]
+    version: int
+
+    def tell(self, store: StorageBackend, tier: str, *, takes_writes: bool) -> None:
+        """Tell the store of the tier named `tier`; raises StorageError if it fails."""
+        if self.deletions:
+            try:
+                store.delete(self.deletions)
+            except RefusedError as error:  # it would refuse them again
+                _log.warning("tier %s keeps objects that were deleted while it was out: %s", tier, error)
+        if takes_writes:
+            for record in self.namespaces:
+                store.register_namespace(record)
+        for attached in self.memories:
+            store.attach(attached.memory)
+
+
+class Backlog:
+    """Deletions, namespaces and memory of which a store must be told before it serves.
+
+    Thread safety: guarded by the lock of its store.
+    """
+
+    def __init__(self) -> None:
+        self._deletions: dict[bytes, ObjectKey] = {}
+        self._namespaces: dict[bytes, NamespaceRecord] = {}
+        self._memories: dict[int, AttachedMemory] = {}
+        self._version = 0
+        """Number of changes of `_memories` and `_namespaces`."""
+        self._told = 0
+        """Version of which the store was told last."""
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the store was told of everything."""
+        return not self._deletions and self._told == self._version
+
+    @property
+    def deletions(self) -> int:
+        """Number of deletions that wait."""
+        return len(self._deletions)
+
+    @property
+    def memories(self) -> list[AttachedMemory]:
+        """Memory that is attached."""
+        return list(self._memories.values())
+
+    def delete(self, keys: Iterable[ObjectKey]) -> bool:
+        """Remember deletions; return False if there are too many, so that some are not remembered."""
+        self._deletions.update((key.digest, key) for key in keys)
+        fits = len(self._deletions) <= _MAX_DELETIONS
+        while len(self._deletions) > _MAX_DELETIONS:
+            self._deletions.popitem()
+        return fits
+
+    def register(self, record: NamespaceRecord) -> NamespaceRecord:
+        """Remember a namespace; return its record with what was known of it before."""
+        record = record.over(self._namespaces.get(record.namespace))
+        if self._namespaces.get(record.namespace) != record:
+            self._namespaces[record.namespace] = record
+            self._version += 1
+        return record
+
+    def attach(self, memory: SharedMemory) -> None:
+        """Remember memory."""
+        self._memories[id(memory)] = AttachedMemory(memory, memory.address, memory.nbytes)
+        self._version += 1
+
+    def take(self) -> Arrears:
+        """Return what the store has to be told now."""
+        return Arrears(
+            list(self._deletions.values()), list(self._namespaces.values()), self.memories, self._version
+        )
+
+    def settle(self, told: Arrears) -> None:
+        """Forget what the store was told."""
+        for key in told.deletions:
+            self._deletions.pop(key.digest, None)
+        self._told = told.version
+
+    def take_over(self, arrears: Arrears) -> None:
+        """Add what another tier's store was not told, without its memory."""
+        self._deletions.update((key.digest, key) for key in arrears.deletions)
+        for record in arrears.namespaces:
+            self._namespaces.setdefault(record.namespace, record)

@@ -1,0 +1,168 @@
+"""Batches of gets and sets, spread over the tiers of a chain."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+from tiercache.core import ObjectKey, Outcome
+from tiercache.errors import StorageError
+from tiercache.storage.base import GetItem, SetItem, storable
+from tiercache.storage.vectors import usable
+
+if TYPE_CHECKING:
+    from tiercache_backends.chain.lineup import Lineup
+    from tiercache_backends.chain.movement import Digests
+    from tiercache_backends.chain.offers import Offers
+    from tiercache_backends.chain.tier import Tier
+
+
+class GetBatch:
+    """Objects of one get, each of which the first tier answers that has it.
+
+    `deleted` is the watch of the get: what was deleted meanwhile goes to no other tier.
+
+    Thread safety: one thread.
+    """
+
+    def __init__(self, lineup: Lineup, offers: Offers, items: Sequence[GetItem], deleted: Digests) -> None:
+        self._lineup: Final = lineup
+        self._offers: Final = offers
+        self._items: Final = items
+        self._deleted: Final = deleted
+        self._outcomes: Final = [Outcome.ERROR] * len(items)
+
+    def read(self) -> list[Outcome]:
+        """Read all objects; return their outcomes."""
+        tiers = self._lineup.readable()
+        sound = [i for i, item in enumerate(self._items) if usable(item.buffers, item.length, writable=True)]
+        for i in sound:
+            self._outcomes[i] = Outcome.MISS if tiers else Outcome.UNAVAILABLE
+        if tiers and sound:
+            self._read(tiers, sound)
+        return self._outcomes
+
+    def _read(self, tiers: Sequence[Tier], wanted: Sequence[int]) -> None:
+        """Read the objects `wanted` from the first of `tiers` that has them, and set their outcomes.
+
+        The first tier reads what it has, while the tiers below read the rest:
+
+            wanted          0 1 2 3 4 5
+            first tier      0 1     4        (begun)
+            tiers below         2 3   5      (at the same time)
+            tiers below       1              (afterwards: the first tier found 1 corrupt)
+        """
+        tier, below = tiers[0], tiers[1:]
+        here, elsewhere = wanted, []
+        if below and len(wanted) > 1 and not tier.is_busy:
+            try:
+                held = tier.exists([self._items[i].key for i in wanted])
+            except StorageError:
+                held = [False] * len(wanted)
+            here = [i for i, there in zip(wanted, held, strict=True) if there]
+            elsewhere = [i for i, there in zip(wanted, held, strict=True) if not there]
+        pending = tier.begin_get([self._items[i] for i in here]) if here else None
+        try:
+            if elsewhere:
+                self._read(below, elsewhere)
+        finally:
+            # Wait in any case: the call uses the caller's buffers.
+            answers = pending.outcomes() if pending is not None else []
+        if pending is None:
+            return
+        missed: list[int] = []
+        for i, outcome in zip(here, answers, strict=True):
+            if outcome is Outcome.HIT or self._outcomes[i] is Outcome.MISS:
+                self._outcomes[i] = outcome
+            if outcome is not Outcome.HIT:
+                missed.append(i)
+        hits = [self._items[i] for i in here if self._outcomes[i] is Outcome.HIT]
+        self._offers.read(self._lineup, tier, hits, self._deleted)
+        if missed and below and not pending.is_tainted:
+            self._read(below, missed)
+
+
+class SetBatch:
+    """Objects of one set, each of which goes to the first tier that takes it.
+
+    `deleted` is the watch of the set: what was deleted meanwhile goes to no other tier.
+
+    Thread safety: one thread.
+    """
+
+    def __init__(self, lineup: Lineup, offers: Offers, items: Sequence[SetItem], deleted: Digests) -> None:
+        self._lineup: Final = lineup
+        self._offers: Final = offers
+        self._items: Final = items
+        self._deleted: Final = deleted
+        self._outcomes: Final = [Outcome.ERROR] * len(items)
+
+    def store(self) -> list[Outcome]:
+        """Store all objects; return their outcomes."""
+        left = [i for i, item in enumerate(self._items) if storable(item)]
+        writable = [tier for tier in self._lineup.tiers if tier.is_writable]
+        refusal = Outcome.THROTTLED if self._lineup.readable() else Outcome.UNAVAILABLE
+        for i in left:
+            self._outcomes[i] = refusal
+        if writable:
+            left = self._renew(writable[0], left)
+        for n, tier in enumerate(writable):
+            left = self._store(tier, left, first=n == 0)
+        self._advise()
+        return self._outcomes
+
+    def _advise(self) -> None:
+        """Pass on the values of objects that were stored already, which only one tier has got so far."""
+        metas = [
+            (item.key, item.meta)
+            for item, outcome in zip(self._items, self._outcomes, strict=True)
+            if outcome is Outcome.HIT and item.meta.value is not None
+        ]
+        for worker in {meta.worker for _, meta in metas}:
+            own = [(key, meta.value or 0.0) for key, meta in metas if meta.worker == worker]
+            self._lineup.advise([key for key, _ in own], [value for _, value in own], worker)
+
+    def _renew(self, first: Tier, wanted: Sequence[int]) -> list[int]:
+        """Set those of the objects that a tier has, other than the first writable tier, to HIT.
+
+        Returns the others. A set of a known object renews its age where it is.
+        """
+        left = list(wanted)
+        for tier in self._lineup.tiers:
+            # What only a leaving tier has is stored again, because its copies may be under way or over.
+            if tier is first or not tier.is_readable or tier.is_leaving or tier.is_busy or not left:
+                continue
+            try:
+                held = tier.exists([self._items[i].key for i in left])
+                there = [i for i, held_here in zip(left, held, strict=True) if held_here]
+                above = first.exists([self._items[i].key for i in there])
+            except StorageError:
+                continue
+            # What the first writable tier has too stays in `left`: its own set renews it, and says HIT.
+            only_here = [i for i, held_above in zip(there, above, strict=True) if not held_above]
+            answers = [Outcome.HIT] * len(only_here)
+            if only_here and tier.is_writable:
+                answers = tier.set([self._items[i] for i in only_here], self._deleted)
+            for i, outcome in zip(only_here, answers, strict=True):
+                if outcome in (Outcome.HIT, Outcome.STORED):
+                    self._outcomes[i] = outcome
+                    left.remove(i)
+        return left
+
+    def _store(self, tier: Tier, wanted: Sequence[int], *, first: bool) -> list[int]:
+        """Store objects in a tier and set their outcomes; return those that it did not take."""
+        if not wanted:
+            return []
+        answers = tier.set([self._items[i] for i in wanted], self._deleted)
+        left: list[int] = []
+        stored: list[ObjectKey] = []
+        for i, outcome in zip(wanted, answers, strict=True):
+            if outcome is Outcome.STORED:
+                stored.append(self._items[i].key)
+            if first or outcome in (Outcome.STORED, Outcome.HIT):
+                self._outcomes[i] = outcome
+            # An ERROR is about the object itself, so that another tier must not take it.
+            if outcome not in (Outcome.STORED, Outcome.HIT, Outcome.ERROR):
+                left.append(i)
+        self._offers.stored(self._lineup, tier, stored, self._deleted)
+        return left

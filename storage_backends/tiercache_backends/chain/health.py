@@ -1,0 +1,441 @@
+"""Health of one store of a chain: it is opened, examined, left out while it is sick, and comes back."""
+
+from __future__ import annotations
+
+import enum
+import logging
+import random
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Final, TypeVar
+
+from tiercache.core import ObjectKey
+from tiercache.errors import ClosedError, ConfigError, StorageError, UnavailableError
+from tiercache.storage.base import Capabilities, NamespaceRecord, SharedMemory, StorageBackend
+from tiercache.storage.breaker import Breaker, Verdict
+from tiercache.storage.env import Env
+from tiercache_backends.chain.backlog import Backlog
+from tiercache_backends.chain.calls import Calls, GiveUp, NoThreadError, PendingCall
+from tiercache_backends.chain.canary import answers, takes_objects
+from tiercache_backends.chain.figures import Figures
+from tiercache_backends.chain.settings import TierSettings
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+_MAX_FAILURES: Final = 3
+"""Number of calls in a row without an answer after which the store is left out; one that hangs is enough."""
+_FIRST_PAUSE: Final = 1.0
+"""Seconds until a store that was left out is examined; the pause doubles up to `breaker.MAX_PAUSE`."""
+_MAX_HUNG: Final = 8
+"""Maximum number of calls that may hang at a time. With that many, the store is not examined."""
+_SUSPECTED_S: Final = 1.0
+"""Minimum seconds from one examination of a store to the next, if it is suspected to be sick."""
+_READ_ONLY_S: Final = 10.0
+"""Seconds from one examination of a store that takes no new objects to the next."""
+_MAX_EXAMINATIONS: Final = 8
+"""Maximum number of examinations in a row; each makes up for what came during the one before."""
+KEY_BYTES: Final = 16 << 10
+"""Bytes of payload that count for each key of a call without payload, so that large batches get more time."""
+
+
+class Health(enum.StrEnum):
+    """Whether a tier takes part in the calls of its chain."""
+
+    SERVING = "serving"
+    READ_ONLY = "read-only"
+    """The tier is read, but takes no new objects."""
+    OUT = "out"
+    """The tier does not answer, or answers wrongly; it is examined from time to time."""
+
+
+class MonitoredStore:
+    """Store of a tier, with threads and deadlines of its own, which is used only while it is well.
+
+    A call that takes too long is given up, and its thread is replaced. The store is then *out* until an
+    examination (set, get and delete of a small object, the *canary*) succeeds. Deletions and namespaces that
+    it misses meanwhile are made up for before it serves again.
+
+    Thread safety: any thread.
+    """
+
+    def __init__(
+        self,
+        settings: TierSettings,
+        open_store: Callable[[], StorageBackend],
+        capabilities: Capabilities,
+        env: Env,
+    ) -> None:
+        self.settings = settings
+        self.is_leaving = False
+        """Whether the tier is read, but takes no new objects, because it is being removed from the chain."""
+        self.name: Final = settings.name
+        self.kind: Final = str(settings.section.get("type", ""))
+        self.capabilities: Final = capabilities
+        self.figures: Final = Figures(env, settings.write_per_day)
+        self._open: Final = open_store
+        self._env: Final = env
+        self._calls: Final = Calls(
+            f"tier {settings.name}", settings.threads, settings.deadline, self.leave_out, self._note_returned
+        )
+        self._breaker: Final = Breaker(_MAX_FAILURES, _FIRST_PAUSE, clock=env.monotonic, random=random.random)
+        self._lock: Final = threading.Lock()  # guards the fields from here on
+        self._store: StorageBackend | None = None
+        self._why = "it is not open yet"
+        self._takes_writes = not settings.read_only
+        self._suspected = False
+        self._examined_at = 0.0
+        self._is_examining = False
+        self._hung_sets = 0
+        self._unclosed: StorageBackend | None = None  # the store of a closed tier in which a call hangs
+        self._backlog: Final = Backlog()
+        self._is_returning = False
+        """Whether the store is out, but makes deletions itself, so that the backlog only shrinks."""
+        self._closed = False
+
+    @property
+    def health(self) -> Health:
+        """Whether the tier takes part in calls."""
+        if self._store is None or not self._breaker.closed:
+            return Health.OUT
+        return Health.SERVING if self._takes_writes and not self.is_leaving else Health.READ_ONLY
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether the tier is asked."""
+        return self.health is not Health.OUT
+
+    @property
+    def is_writable(self) -> bool:
+        """Whether the tier takes new objects."""
+        return self.health is Health.SERVING and self.figures.has_budget()
+
+    @property
+    def why(self) -> str:
+        """Reason why the tier is not serving; empty while it is."""
+        if self.is_leaving and self.is_readable:
+            return "it is being removed"
+        return "" if self.health is Health.SERVING else self._why
+
+    def open(self) -> None:
+        """Open the store and examine it; a tier that cannot be opened is out until it can.
+
+        Raises ConfigError for a setting that the store refuses.
+        """
+        self.begin_open()()
+
+    def begin_open(self) -> Callable[[], None]:
+        """Begin to open the store, as in `open`; the function that is returned waits for the end."""
+        examination = self._begin_examination()
+
+        def end() -> None:
+            try:
+                self._end(examination)
+            except ConfigError:
+                self._calls.close()
+                raise
+            except (StorageError, ClosedError) as error:
+                self.leave_out(str(error))
+
+        return end
+
+    def configure(self, settings: TierSettings) -> None:
+        """Change settings that can change while the tier serves, and examine it."""
+        self.settings = settings
+        self.figures.limit(settings.write_per_day)
+        if self.is_readable:
+            try:
+                self._examine()
+            except (StorageError, ClosedError) as error:
+                self.leave_out(str(error))
+
+    def tick(self) -> bool:
+        """Examine the tier if that is due; return whether it has come back."""
+        was = self.health
+        if was is Health.OUT:
+            if self._calls.hung >= _MAX_HUNG or self._hung_sets or self._breaker.ask() is not Verdict.PROBE:
+                return False
+            try:
+                return self._return()
+            except (StorageError, ClosedError, ConfigError) as error:
+                self._why = str(error)
+            finally:
+                with self._lock:
+                    self._is_returning = False
+                    self._breaker.probed(False)  # changes nothing after `_come_back`
+            return False
+        since = self._env.monotonic() - self._examined_at
+        is_stuck = was is Health.READ_ONLY and not self.settings.read_only
+        if (self._suspected and since >= _SUSPECTED_S) or (is_stuck and since >= _READ_ONLY_S):
+            self._suspected = False
+            try:
+                self._examine()
+            except NoThreadError:
+                self._suspected = True  # it is busy; examine it another time
+                return False
+            except (StorageError, ClosedError) as error:
+                self.leave_out(str(error))
+            return was is not Health.SERVING and self.is_writable
+        return False
+
+    def _return(self) -> bool:
+        """Examine a store that is out until it has made up for everything; return whether it is back.
+
+        From the second examination on, deletions go to the store itself. Otherwise a steady stream of them
+        would keep it out:
+
+            1. first examination: makes the deletions that wait, thousands perhaps
+            2. delete: notes one more, because the store is out
+            3. `_is_returning` is set: the next deletion goes to the store
+            4. second examination: makes the deletion of step 2, and nothing waits any more
+        """
+        for _ in range(_MAX_EXAMINATIONS):
+            self._examine()
+            if self._come_back():
+                _log.warning("tier %s is back", self.name)
+                return True
+            with self._lock:
+                self._is_returning = True
+        return False
+
+    def _come_back(self) -> bool:
+        """End the probe unless the store has to be examined again; return whether it has ended.
+
+        1. examination: takes the deletions that wait, and makes them
+        2. delete: notes another one, because the store is out, and returns
+        3. here: the store must not serve that object
+        """
+        with self._lock:
+            if not self._backlog.is_settled:
+                self._why = "deletions, namespaces or memory came while it was examined"
+                return False
+            self._breaker.probed(True)
+            return True
+
+    def _examine(self) -> None:
+        """Open the store if it is not open, examine it, and make up for what it has missed.
+
+        Raises StorageError.
+        """
+        self._end(self._begin_examination())
+
+    def _begin_examination(self) -> PendingCall[None]:
+        nbytes = self._backlog.deletions * KEY_BYTES
+        return self._calls.begin("an examination", self._background_examine, nbytes)
+
+    def _background_examine(self) -> None:
+        with self._lock:
+            if self._is_examining:
+                raise UnavailableError("an earlier examination has not returned")
+            self._is_examining = True
+        try:
+            self._examine_store(self._store or self._open())
+        finally:
+            self._is_examining = False
+
+    def _examine_store(self, store: StorageBackend) -> None:
+        try:
+            if self.settings.read_only:
+                takes_writes = False
+                answers(store)
+            else:
+                takes_writes = takes_objects(store)
+            with self._lock:
+                arrears = self._backlog.take()
+            arrears.tell(store, self.name, takes_writes=takes_writes)
+        except BaseException:  # whatever it is, a store opened for nothing is closed, and it is raised again
+            if self._store is not store:
+                store.close()
+            raise
+        with self._lock:
+            self._backlog.settle(arrears)
+            closed_meanwhile = self._closed and self._store is None
+            if not closed_meanwhile:
+                self._store = store
+            self._takes_writes = takes_writes
+            self._why = "" if takes_writes else "it takes no new objects: it is full or read-only"
+            if self.settings.read_only:
+                self._why = "tier_read_only is set"
+            self._examined_at = self._env.monotonic()
+        if closed_meanwhile:
+            store.close()
+
+    def leave_out(self, why: str) -> None:
+        """Leave the tier out until an examination succeeds; `why` is for people."""
+        if self._breaker.closed:
+            _log.warning("tier %s is left out: %s", self.name, why)
+        self._why = why
+        self._breaker.trip()
+
+    def suspect(self) -> None:
+        """Examine the store soon, without leaving it out before."""
+        self._suspected = True
+
+    def call(self, operation: str, work: Callable[[StorageBackend], T], nbytes: int = 0) -> T:
+        """Make a call that uses no memory of the caller's; raises StorageError if it fails or takes too long.
+
+        `nbytes`: payload that the call moves, for which it gets more time.
+        """
+        return self._end(self._begin(operation, work, nbytes))
+
+    def register_namespace(self, record: NamespaceRecord) -> bool:
+        """Register a namespace, now or when the tier is back; return whether it is registered now."""
+        with self._lock:
+            record = self._backlog.register(record)
+        if not self.is_writable:
+            return False
+        try:
+            self.call("register_namespace", lambda store: store.register_namespace(record))
+        except NoThreadError:
+            self._suspected = True  # the next examination registers it
+            return False
+        except StorageError as error:
+            self.leave_out(f"a namespace could not be registered: {error}")
+            return False
+        return True
+
+    def attach(self, memory: SharedMemory) -> None:
+        """Tell the store of memory that buffers may lie in, now or when it is back."""
+        with self._lock:
+            self._backlog.attach(memory)
+        if self.is_readable:
+            try:
+                self.call("attach", lambda store: store.attach(memory))
+            except StorageError as error:
+                self.leave_out(f"memory could not be attached: {error}")
+
+    def note_deletions(self, keys: Sequence[ObjectKey]) -> bool:
+        """Remember deletions for a store that is out; return False if it takes them itself again.
+
+        Raises UnavailableError if too many deletions wait.
+        """
+        with self._lock:
+            if self._takes_deletions():
+                return False
+            fits = self._backlog.delete(keys)
+            # A store that is being opened for the first time must not serve before it has made them.
+            self.leave_out(self._why)
+        self._check_fits(fits)
+        return True
+
+    def remember_deletions(self, keys: Sequence[ObjectKey], why: str) -> None:
+        """Leave the store out until it has made these deletions, which it may have missed.
+
+        Raises UnavailableError if too many deletions wait.
+        """
+        with self._lock:
+            fits = self._backlog.delete(keys)
+            # It may answer again at once, and must not serve these objects before they are deleted.
+            self.leave_out(f"a deletion failed: {why}")
+        self._check_fits(fits)
+
+    def _check_fits(self, fits: bool) -> None:
+        if not fits:
+            raise UnavailableError(
+                f"tier {self.name!r} is left out ({self._why}), and more deletions wait for it than are"
+                " remembered; delete again when it is back"
+            )
+
+    def _takes_deletions(self) -> bool:
+        return self._store is not None and (self._breaker.closed or self._is_returning)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the store is open; the tier may be left out nevertheless."""
+        return self._store is not None
+
+    @property
+    def has_hung_calls(self) -> bool:
+        """Whether a call hangs in the store."""
+        return self._calls.hung > 0
+
+    @property
+    def memories(self) -> list[SharedMemory]:
+        """Memory that is attached."""
+        with self._lock:
+            return [attached.memory for attached in self._backlog.memories]
+
+    def suspend(self) -> bool:
+        """Close the store, until `open`, within the tier's deadline.
+
+        Returns False if a call hangs in the store, which stays open then.
+        """
+        if self._calls.hung:
+            return False
+        with self._lock:
+            store, self._store = self._store, None
+            self._why = "it is closed"
+        if store is not None:
+            with suppress(StorageError, ClosedError):
+                self._end(self._calls.begin("close", store.close))
+        return True
+
+    def take_over(self, other: MonitoredStore) -> None:
+        """Take over deletions and namespaces of which another tier has not told its store yet."""
+        with other._lock:
+            arrears = other._backlog.take()
+        with self._lock:
+            self._backlog.take_over(arrears)
+
+    def close(self) -> None:
+        """Close the store within the tier's deadline; a store in which a call hangs stays open."""
+        with self._lock:
+            self._closed = True
+        if not self.suspend():
+            with self._lock:
+                self._unclosed, self._store = self._store, None
+        self._calls.close()
+
+    def _note_returned(self) -> None:
+        """Close the store of a closed tier when the last call that hung has returned."""
+        with self._lock:
+            if self._calls.hung:
+                return
+            store, self._unclosed = self._unclosed, None
+        if store is not None:
+            with suppress(StorageError):
+                store.close()
+
+    def _begin(
+        self,
+        operation: str,
+        work: Callable[[StorageBackend], T],
+        nbytes: int = 0,
+        give_up: GiveUp | None = None,
+        over: Callable[[], None] = lambda: None,
+        *,
+        is_deletion: bool = False,
+    ) -> PendingCall[T]:
+        """Begin a call; `over` is called once, when it is over or if it cannot begin."""
+        store = self._store
+        if store is None or not (self._breaker.closed or (is_deletion and self._is_returning)):
+            over()
+            raise UnavailableError(f"tier {self.name!r} is left out: {self._why}")
+        return self._calls.begin(operation, partial(work, store), nbytes, give_up, over)
+
+    def _end(self, call: PendingCall[T]) -> T:
+        """Return the value of a call; raises StorageError, and tells the breaker what it was like."""
+        try:
+            return call.result()
+        except NoThreadError:
+            raise  # the tier has not been asked
+        except ClosedError as error:
+            raise UnavailableError(f"tier {self.name!r} was closed") from error
+        except (StorageError, ConfigError) as error:
+            self._fail(str(error))
+            raise
+        except Exception as error:
+            _log.exception("tier %s: a call breaks the contract of a store", self.name)
+            self._fail(f"a call raised {type(error).__name__}: {error}")
+            raise UnavailableError(f"tier {self.name!r} raised {error!r}") from error
+
+    def _fail(self, why: str) -> None:
+        was = self._breaker.closed
+        self._breaker.failed()
+        if was:
+            self._why = why
+            if not self._breaker.closed:
+                _log.warning("tier %s is left out: %s", self.name, why)

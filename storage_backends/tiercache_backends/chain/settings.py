@@ -1,0 +1,341 @@
+"""Settings of a chain and of its tiers, parsed from text."""
+
+from __future__ import annotations
+
+import enum
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any, Final
+
+from tiercache.config import parse_duration, parse_size
+from tiercache.config.urls import section_of, storage_url
+from tiercache.core import PoolName
+from tiercache.errors import ConfigError
+from tiercache.storage.base import StorageBackend
+from tiercache.storage.registry import backend_type
+from tiercache.storage.tiers import PREFIX, free_name
+from tiercache.text import exact_duration, exact_size, shown
+from tiercache_backends.local.settings import between, one_of
+
+LIVE: Final = frozenset({"write", "write_after", "promote", "read_only", "write_per_day"})
+"""Settings of a tier that can change while it is open."""
+_FIXED: Final = frozenset({"name", "type", "path", "address"})
+"""Settings that say which tier it is, and cannot change."""
+_MAX_TIERS: Final = 8
+_MIN_IN_FLIGHT: Final = 1 << 20
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,31}")
+
+
+class WritePolicy(enum.StrEnum):
+    """When an object of the tiers above is copied to a tier."""
+
+    THROUGH = "write_through"
+    """At once, in the background."""
+    SELECTIVE = "write_through_selective"
+    """After `tier_write_after` reads."""
+    BACK = "write_back"
+    """When the tier above is nearly full and will evict the object soon."""
+
+
+class Promotion(enum.StrEnum):
+    """When an object that a tier has answered is copied to the tiers above it."""
+
+    SECOND = "second"
+    """At its second read: an object that is read only once costs no write."""
+    ALWAYS = "always"
+    NEVER = "never"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierSettings:
+    """Settings of one tier."""
+
+    name: str
+    """Name of the tier in messages, metrics and commands."""
+    section: Mapping[str, Any] = field(default_factory=dict)
+    """Section of the tier's store, without the tier's own settings."""
+    place: str = ""
+    """Absolute path or address of the tier's store; empty if it has neither."""
+    write: WritePolicy = WritePolicy.THROUGH
+    """When objects of the tiers above come here."""
+    write_pools: Mapping[str, WritePolicy] = field(default_factory=dict)
+    """Write policies of single pools, by pool name."""
+    write_after: int = 1
+    """Number of reads after which `write_through_selective` copies an object."""
+    promote: Promotion = Promotion.SECOND
+    """When objects of this tier are copied to the tiers above."""
+    read_only: bool = False
+    """Whether nothing is ever written to this tier."""
+    deadline: float = 10.0
+    """Seconds that a call may take, plus the time for its bytes at 32 MiB/s."""
+    threads: int = 4
+    """Number of calls that run at the same time."""
+    in_flight: int = 512 << 20
+    """Maximum bytes of the gets and sets that are under way at the same time."""
+    write_per_day: int | None = None
+    """Maximum bytes written in a day, for the endurance of a disk; None: no limit."""
+
+    def write_policy(self, pool: PoolName) -> WritePolicy:
+        """Return the write policy of a pool."""
+        return self.write_pools.get(str(pool), self.write)
+
+    @property
+    def writes_back(self) -> bool:
+        """Whether any pool is written back."""
+        return WritePolicy.BACK in (self.write, *self.write_pools.values())
+
+    @property
+    def url(self) -> str:
+        """URL with which the same tier can be opened again."""
+        rest = {name: _text(value) for name, value in self.section.items() if name not in _FIXED}
+        own: dict[str, Any] = {
+            "name": self.name,
+            "promote": self.promote,
+            "read_only": _text(self.read_only),
+            "deadline": exact_duration(self.deadline),
+            "threads": self.threads,
+            "in_flight": exact_size(self.in_flight),
+        }
+        if not self.read_only:  # otherwise nothing can be written
+            policies = [f"{pool}:{policy}" for pool, policy in self.write_pools.items()]
+            if not policies or self.write is not WritePolicy.THROUGH:
+                policies.append(self.write)
+            own["write"] = ",".join(policies)
+            own["write_after"] = self.write_after
+            own["write_per_day"] = exact_size(self.write_per_day or 0)
+        chosen: dict[str, Any] = {
+            PREFIX + name: value for name, value in own.items() if value != _DEFAULTS.get(name)
+        }
+        where = {name: self.section.get(name, "") for name in ("path", "address")}
+        return storage_url(self.section.get("type", ""), **where, **rest, **chosen)
+
+
+def parse_tiers(tiers: Any) -> list[TierSettings]:
+    """Return the settings of a chain's tiers, which are URLs or sections, from the fastest to the slowest.
+
+    Raises ConfigError for a setting that is wrong, and for tiers that contradict each other.
+    """
+    if isinstance(tiers, str | Mapping) or not isinstance(tiers, Sequence) or not tiers:
+        raise ConfigError("a chain of tiers is a list of storage URLs, the fastest first; give one or more")
+    _check_count(tiers)
+    found: list[TierSettings] = []
+    for spec in tiers:
+        found.append(parse_tier(spec, [tier.name for tier in found]))
+    check_together(found)
+    return found
+
+
+def parse_tier(spec: Any, taken: Sequence[str] = ()) -> TierSettings:
+    """Return the settings of one tier.
+
+    A tier without `tier_name` is named after its store's type, with a number if that name is in `taken`.
+    """
+    if not isinstance(spec, str | Mapping):
+        raise ConfigError(f"{shown(spec)} is no tier; write a storage URL or a table with a type")
+    section = section_of(spec) if isinstance(spec, str) else dict(spec)
+    kind = section.get("type")
+    if not isinstance(kind, str):
+        raise ConfigError(f"tier {shown(spec)} has no type; write it like file:///var/lib/tiercache")
+    if kind == "chain":
+        raise ConfigError("a tier cannot be a chain itself; list all tiers in one chain")
+    own = {name.removeprefix(PREFIX): section.pop(name) for name in list(section) if name.startswith(PREFIX)}
+    values = {"name": free_name(kind, taken), **_values(str(own.get("name", kind)), own)}
+    tier = TierSettings(section=section, place=_place(section), **values)
+    _check_read_only(tier, own)
+    return tier
+
+
+def change_tier(tier: TierSettings, changes: Mapping[str, Any]) -> TierSettings:
+    """Return a tier's settings after changes: of its own ones, named without the prefix, and of its store's.
+
+    Raises ConfigError for a value of its own that is wrong, and for settings that cannot change.
+    """
+    if fixed := sorted(changes.keys() & _FIXED):
+        raise ConfigError(
+            f"{', '.join(fixed)} of tier {tier.name!r} cannot change while it serves; replace the tier"
+            " instead"
+        )
+    own = {name: value for name, value in changes.items() if name in _PARSERS}
+    section = {**tier.section, **{name: value for name, value in changes.items() if name not in own}}
+    if not changes.keys() <= LIVE and not tier.place:
+        raise ConfigError(
+            f"tier {tier.name!r} would have to be opened again, and its contents would be lost; add another"
+            " tier with these settings, and remove this one"
+        )
+    changed = replace(tier, section=section, **_values(tier.name, own))
+    _check_read_only(changed, own)
+    return changed
+
+
+def check_chain(tiers: Sequence[TierSettings]) -> None:
+    """Raise ConfigError if these tiers cannot be a chain."""
+    _check_count(tiers)
+    check_together(tiers)
+
+
+def _values(tier: str, own: Mapping[str, Any]) -> dict[str, Any]:
+    """Parse a tier's own settings, named without the prefix."""
+    values: dict[str, Any] = {}
+    for name, value in own.items():
+        if name not in _PARSERS:
+            raise ConfigError(
+                f"tier {tier!r} has no setting {PREFIX + name!r}; it has"
+                f" {', '.join(PREFIX + known for known in sorted(_PARSERS))}"
+            )
+        try:
+            values[name] = _PARSERS[name](value)
+        except ConfigError as error:
+            raise ConfigError(f"tier {tier!r}, setting {PREFIX + name!r}: {error}") from error
+    if "write" in values:
+        values["write"], values["write_pools"] = values["write"]
+    return values
+
+
+def _check_read_only(tier: TierSettings, own: Mapping[str, Any]) -> None:
+    if tier.read_only and not {"write", "write_after", "write_per_day"}.isdisjoint(own):
+        raise ConfigError(
+            f"tier {tier.name!r} is read-only, so nothing can be written through or back to it; remove"
+            " tier_read_only, or the settings of its writes"
+        )
+
+
+def _check_count(tiers: Sequence[Any]) -> None:
+    if len(tiers) > _MAX_TIERS:
+        raise ConfigError(f"{len(tiers)} tiers are more than the {_MAX_TIERS} that a chain can have")
+
+
+def check_together(tiers: Sequence[TierSettings]) -> None:
+    """Raise ConfigError if two tiers share a name or a place, or if nothing can be written back to one."""
+    for n, tier in enumerate(tiers):
+        for other in tiers[:n]:
+            if tier.name == other.name:
+                raise ConfigError(f"two tiers are named {tier.name!r}; give each a tier_name of its own")
+            if tier.place and tier.place == other.place:
+                raise ConfigError(
+                    f"tiers {other.name!r} and {tier.name!r} are both at {tier.place}; a directory or daemon"
+                    " can be one tier only"
+                )
+    if tiers and tiers[0].writes_back:
+        raise ConfigError(
+            f"tier {tiers[0].name!r} is the first, so nothing can be written back to it; set tier_write on a"
+            " tier below it"
+        )
+    for above, tier in pairwise(tiers):
+        if tier.writes_back:
+            _check_evicts(above, tier.name)
+
+
+def _check_evicts(tier: TierSettings, below: str) -> None:
+    """Raise ConfigError if a tier evicts nothing, or cannot say what, so that nothing can be written back."""
+    if tier.read_only:
+        raise ConfigError(
+            f"tier {below!r} is written back, but tier {tier.name!r} above it is read-only and evicts"
+            " nothing; set tier_write=write_through, or order the tiers differently"
+        )
+    backend = backend_type(tier.section)
+    if backend.coldest is StorageBackend.coldest:
+        raise ConfigError(
+            f"tier {below!r} cannot be written back, because tier {tier.name!r} above it cannot say what it"
+            " evicts next; set tier_write=write_through"
+        )
+    if not backend.capabilities.bounded or str(tier.section.get("capacity", 0)) in ("", "0"):
+        raise ConfigError(
+            f"tier {below!r} is written back, but tier {tier.name!r} above it has no capacity and evicts"
+            " nothing; give it a capacity, or set tier_write=write_through"
+        )
+
+
+def _place(section: Mapping[str, Any]) -> str:
+    """Return where a store is, without a look at the disk, which may hang."""
+    if isinstance(path := section.get("path"), str):
+        return os.path.abspath(path)
+    return str(section.get("address", ""))
+
+
+def _name(value: Any) -> str:
+    if not isinstance(value, str) or not _NAME.fullmatch(value):
+        raise ConfigError(
+            f"{shown(value)} is no name; use 1 to 32 letters, digits, dots, dashes or underscores"
+        )
+    return value
+
+
+def _write(value: Any) -> tuple[WritePolicy, dict[str, WritePolicy]]:
+    """Parse a policy ("write_back"), or policies by pool ("kv:write_back,mamba:write_through").
+
+    Pools that are not named have the policy without a pool, or else `write_through`.
+    """
+    policies: dict[str, WritePolicy] = {}
+    for part in str(value).split(","):
+        pool, _, policy = part.strip().rpartition(":")
+        known = [str(one) for one in WritePolicy]
+        if policy not in known or pool in policies:
+            raise ConfigError(
+                f"{shown(value)} is not possible; use {', '.join(known)}, or give each pool a policy of its"
+                " own as in kv:write_through,mamba:write_back"
+            )
+        policies[pool] = WritePolicy(policy)
+    return policies.pop("", WritePolicy.THROUGH), policies
+
+
+def _flag(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    return one_of("yes", "no", "true", "false")(value) in ("yes", "true")
+
+
+def _deadline(value: Any) -> float:
+    seconds = parse_duration(value)
+    if not 0.01 <= seconds <= 3600:
+        raise ConfigError(f"{shown(value)} is not possible; use 10ms to 1h")
+    return seconds
+
+
+def _in_flight(value: Any) -> int:
+    nbytes = parse_size(value)
+    if nbytes < _MIN_IN_FLIGHT:
+        raise ConfigError(f"{shown(value)} is too little for calls of a tier; give 1MiB or more")
+    return nbytes
+
+
+def _per_day(value: Any) -> int | None:
+    if value == "unlimited":
+        return None
+    nbytes = parse_size(value)
+    if not nbytes:
+        raise ConfigError("a budget of 0 bytes a day allows no write; give more, or set tier_read_only=yes")
+    return nbytes
+
+
+_PARSERS: Final = {
+    "name": _name,
+    "write": _write,
+    "write_after": between(1, 255, "reads"),
+    "promote": lambda value: Promotion(one_of(*map(str, Promotion))(value)),
+    "read_only": _flag,
+    "deadline": _deadline,
+    "threads": between(1, 64, "threads"),
+    "in_flight": _in_flight,
+    "write_per_day": _per_day,
+}
+
+
+def _text(value: Any) -> str:
+    """Return the value of a setting as a URL has it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+_DEFAULTS: Final = {
+    "write": WritePolicy.THROUGH,
+    "write_after": 1,
+    "promote": Promotion.SECOND,
+    "read_only": "false",
+    "deadline": "10s",
+    "threads": 4,
+    "in_flight": "512MiB",
+    "write_per_day": "0",
+}
+"""Values of a tier's settings, as `TierSettings.url` has them, that are left out of the URL."""

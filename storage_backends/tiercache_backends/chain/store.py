@@ -1,0 +1,339 @@
+"""A chain of tiers: a store over stores, the fastest first."""
+
+# ruff: noqa: D102 (the contract documents these methods)
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, Self
+
+from tiercache.core import ObjectKey, Outcome
+from tiercache.errors import StorageError, UnavailableError
+from tiercache.storage.base import (
+    Capabilities,
+    GetItem,
+    NamespaceRecord,
+    ScanEntry,
+    ScanPage,
+    SetItem,
+    SharedMemory,
+    StorageBackend,
+    StoreContext,
+    Usage,
+)
+from tiercache.storage.env import Env
+from tiercache.storage.registry import settings_of
+from tiercache.storage.tiers import Report, TierControl, ignore_progress
+from tiercache_backends.chain.batches import GetBatch, SetBatch
+from tiercache_backends.chain.canary import CANARY
+from tiercache_backends.chain.changes import Changes, tier_of
+from tiercache_backends.chain.checks import check_stores
+from tiercache_backends.chain.cursor import Cursor, ScansUnderWay
+from tiercache_backends.chain.lineup import Lineup, Lineups
+from tiercache_backends.chain.movement import Deletions, Digests
+from tiercache_backends.chain.offers import Offers
+from tiercache_backends.chain.settings import TierSettings, WritePolicy, parse_tiers
+from tiercache_backends.chain.tier import Tier
+
+KIND: Final = "chain"
+_DRAIN_S: Final = 60.0
+"""Maximum seconds that a flush waits for copies to lower tiers."""
+_CLOSE_S: Final = 10.0
+"""Maximum seconds that a close waits for copies to lower tiers."""
+
+
+class TierChain(StorageBackend, TierControl):
+    """Store over stores: a get is answered by the first tier that has the object, a set by the first that
+    takes it.
+
+    Other tiers get copies in the background: lower ones as their write policy says, upper ones by promotion.
+    Tiers can change while the chain serves: each call is bound to the tiers with which it began. The
+    capabilities stay those of the tiers at opening; a tier without a promised capability cannot join.
+
+    A tier that is out is not asked, so its objects are misses until it is back. An object is present as long
+    as one tier has it, and every copy counts in `usage`.
+
+    Thread safety: as `StorageBackend`. `Deletions.changed` is the only lock that calls share; it is not held
+    while a tier is called.
+    """
+
+    capabilities = Capabilities(persistent=True, shared=True, bounded=True)
+
+    def __init__(self, tiers: Sequence[Tier], env: Env | None = None) -> None:
+        """Open the tiers, the fastest first.
+
+        A tier that cannot be opened is left out until it can. Raises StorageError if none can be opened.
+        """
+        self._env: Final = env or Env()
+        self._deletions: Final = Deletions()
+        self._offers: Final = Offers()
+        self._scans: Final = ScansUnderWay()
+        try:
+            for opened in [tier.begin_open() for tier in tiers]:
+                opened()
+            if not any(tier.is_readable for tier in tiers):
+                raise StorageError(f"no tier can be opened: {_reasons(tiers)}")
+        except BaseException:  # whatever it is, no tier stays open, and it is raised again
+            for tier in tiers:
+                tier.close()
+            raise
+        self.capabilities = Capabilities(
+            persistent=all(tier.capabilities.persistent for tier in tiers),
+            shared=all(tier.capabilities.shared for tier in tiers),
+            bounded=all(tier.capabilities.bounded for tier in tiers),
+        )
+        self._lineups: Final = Lineups(tiers, self._deletions, self._env)
+        self._changes: Final = Changes(self._lineups, self._deletions, self.capabilities, self._env)
+
+    @classmethod
+    def from_config(cls, section: Mapping[str, Any], context: StoreContext) -> Self:
+        # All settings are checked before the first tier has threads or is open.
+        tiers = check_stores(_tiers_of(section), context.env)
+        return cls([tier_of(settings, context.env) for settings in tiers], context.env)
+
+    @classmethod
+    def check_config(cls, section: Mapping[str, Any], context: StoreContext) -> None:
+        check_stores(_tiers_of(section), context.env)
+
+    @property
+    def tiers(self) -> Sequence[Tier]:
+        """The tiers, the first first."""
+        return self._lineups.current.tiers
+
+    # --- changes while serving
+    # --------------------------------------------------------------------------------------------------------
+
+    def add_tier(self, spec: str | Mapping[str, Any], position: int | None = None) -> None:
+        self._changes.add(spec, position)
+
+    def remove_tier(
+        self, name: str, *, keep_contents: bool = True, progress: Report = ignore_progress
+    ) -> None:
+        self._changes.remove(name, progress, keep_contents=keep_contents)
+
+    def replace_tier(
+        self,
+        name: str,
+        spec: str | Mapping[str, Any],
+        *,
+        keep_contents: bool = True,
+        progress: Report = ignore_progress,
+    ) -> None:
+        self._changes.replace(name, spec, progress, keep_contents=keep_contents)
+
+    def reorder(self, names: Sequence[str]) -> None:
+        self._changes.reorder(names)
+
+    def change_tier(self, name: str, /, **settings: Any) -> None:
+        self._changes.configure(name, settings)
+
+    # --- calls with payload
+    # --------------------------------------------------------------------------------------------------------
+
+    def get(self, items: Sequence[GetItem]) -> list[Outcome]:
+        with self._lineups.bound() as lineup, self._deletions.watch() as deleted:
+            return GetBatch(lineup, self._offers, items, deleted).read()
+
+    def set(self, items: Sequence[SetItem]) -> list[Outcome]:
+        with self._lineups.bound() as lineup, self._deletions.watch() as deleted:
+            return SetBatch(lineup, self._offers, items, deleted).store()
+
+    # --- calls without payload
+    # --------------------------------------------------------------------------------------------------------
+
+    def exists(self, keys: Sequence[ObjectKey]) -> list[bool]:
+        with self._lineups.bound() as lineup:
+            found = [False] * len(keys)
+            for tier in _answering(lineup):
+                left = [i for i, there in enumerate(found) if not there]
+                for i, there in zip(left, _or(tier.exists, [keys[i] for i in left], False), strict=True):
+                    found[i] = there
+            return found
+
+    def describe(self, keys: Sequence[ObjectKey]) -> list[ScanEntry | None]:
+        with self._lineups.bound() as lineup:
+            found: list[ScanEntry | None] = [None] * len(keys)
+            for tier in _answering(lineup):
+                left = [i for i, entry in enumerate(found) if entry is None]
+                asked = [keys[i] for i in left]
+                for i, entry in zip(left, _or(tier.describe, asked, None), strict=True):
+                    found[i] = entry
+            return found
+
+    def advise(self, keys: Sequence[ObjectKey], values: Sequence[float], worker: int = 0) -> None:
+        with self._lineups.bound() as lineup:
+            lineup.advise(keys, values, worker)
+
+    def delete(self, keys: Sequence[ObjectKey]) -> list[bool]:
+        digests = {key.digest for key in keys}
+        with self._lineups.bound() as lineup, self._deletions.note(digests):
+            _answering(lineup)
+            self._withdraw(lineup, digests)
+            gone = [False] * len(keys)
+            # The last tier comes first, so that a scan, which goes downwards, does not name an object twice.
+            for tier in reversed(lineup.tiers):
+                gone = [one or other for one, other in zip(gone, tier.delete(keys), strict=True)]
+            return gone
+
+    def _withdraw(self, lineup: Lineup, digests: Digests) -> None:
+        """Withdraw objects from all copies; raises UnavailableError if a copy of them does not end.
+
+        Movers of tiers that have just joined the chain may have copies under way too.
+        """
+        movers = {*lineup.movers.values(), *self._lineups.current.movers.values()}
+        with self._deletions.changed:
+            for mover in movers:
+                mover.withdraw(digests)
+            patience = max(tier.settings.deadline for tier in lineup.tiers) * 4
+            if not self._deletions.changed.wait_for(
+                lambda: not any(mover.is_copying(digests) for mover in movers), patience
+            ):
+                raise UnavailableError("an object is being copied to a tier that does not answer; try again")
+
+    def scan(self, namespace: bytes | None = None, cursor: bytes = b"") -> ScanPage:
+        with self._lineups.bound() as lineup:
+            tiers = _answering(lineup)
+            at = Cursor.from_bytes(cursor)
+            if not cursor:
+                at = Cursor(lineup.number, self._scans.begin(), tiers[0].name)
+            if at is None:
+                return ScanPage([], b"")
+            if at.lineup != lineup.number:
+                raise UnavailableError("the tiers of the chain were changed during the scan; begin again")
+            tier = next((tier for tier in tiers if tier.name == at.tier), None)
+            if tier is None:
+                raise UnavailableError(f"tier {at.tier!r} was left out during the scan; begin again")
+            page = tier.call("scan", lambda store: store.scan(namespace, at.inner))
+            entries = [e._replace(tier=tier.name) for e in page.entries if e.meta.namespace != CANARY]
+            others = any(other.name not in at.done for other in tiers if other is not tier)
+            found = self._scans.unreported(at.scan, entries, remember=others)
+            if found is None:
+                raise UnavailableError("the scan was dropped for newer ones; begin again")
+            if page.cursor:
+                return ScanPage(found, at._replace(inner=page.cursor).to_bytes())
+            done = (*at.done, tier.name)
+            following = next((other for other in tiers if other.name not in done), None)
+            if following is None:
+                self._scans.end(at.scan)
+                return ScanPage(found, b"")
+            return ScanPage(found, at._replace(tier=following.name, inner=b"", done=done).to_bytes())
+
+    def register_namespace(self, record: NamespaceRecord) -> None:
+        with self._lineups.bound() as lineup:
+            for tier in lineup.tiers:
+                tier.register_namespace(record)
+
+    def namespaces(self) -> list[NamespaceRecord]:
+        with self._lineups.bound() as lineup:
+            found: dict[bytes, NamespaceRecord] = {}
+            for tier in reversed(_answering(lineup)):
+                for record in tier.call("namespaces", lambda store: store.namespaces()):
+                    found[record.namespace] = record.over(found.get(record.namespace))
+            return list(found.values())
+
+    def usage(self) -> Usage:
+        with self._lineups.bound() as lineup:
+            _answering(lineup)
+            reports = [tier.report(lineup.movers[tier].waiting) for tier in lineup.tiers]
+            capacities = [report.capacity_bytes for report in reports if report.health != "out"]
+            return Usage(
+                objects=sum(report.objects for report in reports),
+                payload_bytes=sum(report.payload_bytes for report in reports),
+                used_bytes=sum(report.used_bytes for report in reports),
+                capacity_bytes=sum(capacities) if all(capacities) else 0,
+                tiers=reports,
+            )
+
+    def flush(self) -> None:
+        with self._lineups.bound() as lineup:
+            tiers = _answering(lineup)
+            until = time.monotonic() + _DRAIN_S
+            for tier in tiers:
+                lineup.movers[tier].drain(until)
+            keepers = _keepers(lineup)
+            complete = {
+                tier
+                for tier in keepers
+                if tier.is_writable and lineup.movers[tier].drain(until, caught_up=True)
+            }
+            failed: dict[Tier, str] = {tier: tier.why for tier in lineup.tiers if tier not in tiers}
+            for tier in tiers:
+                try:
+                    tier.flush()
+                except StorageError as error:
+                    failed[tier] = str(error)
+            # A tier that has only copies may fail: the tiers that acknowledged the objects have them.
+            for tier, why in failed.items():
+                if tier.is_unflushed:
+                    raise StorageError(
+                        f"tier {tier.name!r} has not flushed what it took since the last flush: {why}"
+                    )
+            if keepers and not complete - failed.keys():
+                raise StorageError(
+                    "objects in memory have not reached a tier that keeps them; flush again when"
+                    f" {' or '.join(tier.name for tier in keepers)} serves and has caught up"
+                )
+
+    def attach(self, memory: SharedMemory) -> None:
+        with self._lineups.bound() as lineup:
+            for tier in lineup.tiers:
+                tier.attach(memory)
+
+    def close(self) -> None:
+        if not self._changes.close():
+            return
+        self._lineups.current.gate.close()
+        movers = self._lineups.current.movers
+        until = time.monotonic() + _CLOSE_S
+        for mover in movers.values():
+            mover.drain(until)
+        for mover in movers.values():
+            mover.stop()
+        for mover in movers.values():
+            mover.close()
+        for tier in movers:
+            tier.close()
+
+
+def _answering(lineup: Lineup) -> list[Tier]:
+    """Return the tiers that are asked; raises UnavailableError if there are none."""
+    tiers = lineup.readable()
+    if not tiers:
+        raise UnavailableError(f"no tier answers: {_reasons(lineup.tiers)}")
+    return tiers
+
+
+def _keepers(lineup: Lineup) -> list[Tier]:
+    """Return the tiers of which one must have all objects after a flush.
+
+    These are the persistent tiers that are written through, if the first tier loses its contents.
+    """
+    if lineup.tiers[0].capabilities.persistent:
+        return []
+    return [
+        tier
+        for tier in lineup.tiers
+        if tier.capabilities.persistent
+        and not tier.settings.read_only
+        and tier.settings.write is WritePolicy.THROUGH
+    ]
+
+
+def _tiers_of(section: Mapping[str, Any]) -> list[TierSettings]:
+    # `parse_tiers` is called outside `settings_of`, because its messages name tiers, not settings of a chain.
+    values = settings_of(KIND, section, {"tiers": lambda tiers: tiers})
+    return parse_tiers(values.get("tiers"))
+
+
+def _or(ask: Any, keys: Sequence[ObjectKey], otherwise: Any) -> list[Any]:
+    """Return what `ask` answers for keys, or `otherwise` for each if the tier cannot be asked."""
+    try:
+        found: list[Any] = ask(keys)
+    except StorageError:
+        return [otherwise] * len(keys)
+    return found
+
+
+def _reasons(tiers: Iterable[Tier]) -> str:
+    return "; ".join(f"{tier.name}: {tier.why}" for tier in tiers)

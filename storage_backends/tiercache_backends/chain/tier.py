@@ -1,0 +1,309 @@
+"""One tier of a chain: the calls of its store, and what came of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import suppress
+from functools import partial
+from typing import Any, Final, TypeVar
+
+from tiercache.core import ObjectKey, Outcome
+from tiercache.errors import RefusedError, StorageError, UnavailableError
+from tiercache.storage.base import (
+    Capabilities,
+    GetItem,
+    ScanEntry,
+    SetItem,
+    StorageBackend,
+    TierReport,
+    Usage,
+)
+from tiercache.storage.env import Env
+from tiercache_backends.chain.calls import NoThreadError, PendingCall
+from tiercache_backends.chain.health import KEY_BYTES, MonitoredStore
+from tiercache_backends.chain.lending import BytesInFlight, LentGets, LentSets, PrivateMemory
+from tiercache_backends.chain.settings import TierSettings
+
+T = TypeVar("T")
+
+_FLUSH_BYTES: Final = 8 << 30
+"""Bytes of payload that count for a flush."""
+
+
+class Tier(MonitoredStore):
+    """Tier of a chain: the calls of its store, with figures, and with buffers that a late call cannot harm.
+
+    The caller guarantees that items are well formed (`storable`, `usable`).
+
+    Thread safety: any thread.
+    """
+
+    def __init__(
+        self,
+        settings: TierSettings,
+        open_store: Callable[[], StorageBackend],
+        capabilities: Capabilities,
+        env: Env,
+    ) -> None:
+        super().__init__(settings, open_store, capabilities, env)
+        self._private: Final = PrivateMemory()
+        self._in_flight: Final = BytesInFlight(settings.in_flight)
+        self._acknowledged = 0
+        """Number of objects that callers, not copies, have stored here."""
+        self._flushed = 0
+        """Number of those objects that were flushed."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether so many bytes are under way that gets and sets are THROTTLED."""
+        return self._in_flight.is_full
+
+    def begin_get(self, items: Sequence[GetItem]) -> PendingGet:
+        """Begin a get; its `outcomes` wait for the answers. They are THROTTLED if the tier is busy."""
+        nbytes = sum(item.length for item in items)
+        if not self._in_flight.enter(nbytes):
+            return PendingGet(self, items, Outcome.THROTTLED)
+        with self._in_flight.undone(nbytes):
+            loan = LentGets(items, self._backlog.memories, self._private)
+        try:
+            call = self._begin(
+                "get",
+                lambda store: _each(store.get(loan.items), items),
+                nbytes,
+                loan.give_up,
+                self._leave(nbytes),
+            )
+        except UnavailableError:
+            return PendingGet(self, items, Outcome.UNAVAILABLE)
+        return PendingGet(self, items, Outcome.UNAVAILABLE, loan, call)
+
+    def read(self, items: Sequence[GetItem]) -> list[Outcome]:
+        """Read for a copy, which counts as no use of the objects, and waits while the tier is busy.
+
+        The caller does not use the buffers again if the outcomes are UNAVAILABLE.
+        """
+        nbytes = sum(item.length for item in items)
+        if not self._in_flight.enter(nbytes, self.settings.deadline):
+            return [Outcome.UNAVAILABLE] * len(items)
+        try:
+            outcomes = self._end(
+                self._begin(
+                    "peek", lambda store: _each(store.peek(items), items), nbytes, over=self._leave(nbytes)
+                )
+            )
+        except StorageError:
+            return [Outcome.UNAVAILABLE] * len(items)
+        self._judge(outcomes)
+        return outcomes
+
+    def set(
+        self, items: Sequence[SetItem], deleted: AbstractSet[bytes], *, owned: bool = False
+    ) -> list[Outcome]:
+        """Store objects; UNAVAILABLE for all if the tier is out or does not answer, THROTTLED if it is busy.
+
+        `deleted`: digests that were deleted since the operation of this set began, also during this call.
+        `owned`: the set is a copy of the chain's own, and its buffers do not change after the call. It waits
+        while the tier is busy.
+
+        A set that is given up may store its objects later. Until it has returned, the tier stays out:
+
+            1. set: object 5 hangs, and is given up; the tier is out
+            2. delete: the tier is out, so the deletion of object 5 waits for it
+            3. the set returns, and has stored object 5
+            4. examination: makes the deletions that wait, before the tier serves again
+        """
+        nbytes = sum(item.meta.length for item in items)
+        if not self._in_flight.enter(nbytes, self.settings.deadline if owned else 0.0):
+            return [Outcome.UNAVAILABLE if owned else Outcome.THROTTLED] * len(items)
+        with self._in_flight.undone(nbytes):
+            loan = LentSets(items, () if owned else self._backlog.memories, self._private, owned=owned)
+
+        def give_up() -> Callable[[], None]:
+            end = loan.give_up()
+            with self._lock:
+                self._hung_sets += 1
+                self._backlog.delete(item.key for item in items if item.key.digest in deleted)
+
+            def ended() -> None:
+                end()
+                with self._lock:
+                    self._hung_sets -= 1
+
+            return ended
+
+        try:
+            call = self._begin(
+                "set", lambda store: _each(store.set(loan.items), items), nbytes, give_up, self._leave(nbytes)
+            )
+            outcomes = self._end(call)
+        except StorageError:
+            return [Outcome.UNAVAILABLE] * len(items)
+        loan.end()
+        self._judge(outcomes)
+        stored = [
+            item.meta.length for item, out in zip(items, outcomes, strict=True) if out is Outcome.STORED
+        ]
+        self.figures.note_written(stored)
+        if not owned:
+            self._acknowledged += len(stored)
+        return outcomes
+
+    def exists(self, keys: Sequence[ObjectKey]) -> list[bool]:
+        """Return which objects the tier has; raises StorageError if it cannot be asked."""
+        if not keys:
+            return []
+        return self.call("exists", lambda store: _each(store.exists(keys), keys), len(keys) * KEY_BYTES)
+
+    def describe(self, keys: Sequence[ObjectKey]) -> list[ScanEntry | None]:
+        """Return the entries of objects in the tier; raises StorageError if it cannot be asked."""
+        if not keys:
+            return []
+        found = self.call("describe", lambda store: _each(store.describe(keys), keys), len(keys) * KEY_BYTES)
+        return [entry and entry._replace(tier=self.name) for entry in found]
+
+    def advise(self, keys: Sequence[ObjectKey], values: Sequence[float], worker: int) -> None:
+        """Pass on the values of objects; nothing happens if the tier does not answer."""
+        given, said = list(keys), list(values)  # a call that is given up may still use its arguments
+        with suppress(StorageError):
+            self.call("advise", lambda store: store.advise(given, said, worker), len(given) * KEY_BYTES)
+
+    def delete(self, keys: Sequence[ObjectKey]) -> list[bool]:
+        """Remove objects, now or when the tier is back; return which were there and are removed now.
+
+        Raises RefusedError if the tier is read-only and has one of them, UnavailableError if it is read-only
+        and out, or if too many deletions wait for the tier.
+        """
+        if self.settings.read_only:
+            return self._keep(keys)
+        while True:
+            try:
+                call = self._begin(
+                    "delete",
+                    lambda store: _each(store.delete(keys), keys),
+                    len(keys) * KEY_BYTES,
+                    is_deletion=True,
+                )
+            except UnavailableError:
+                if self.note_deletions(keys):
+                    return [False] * len(keys)
+                continue  # it has just come back
+            try:
+                gone = self._end(call)
+                if not self._takes_writes and self.is_readable:
+                    self._keep(keys)
+            except (RefusedError, NoThreadError):
+                raise
+            except StorageError as error:
+                self.remember_deletions(keys, str(error))
+                return [False] * len(keys)
+            return gone
+
+    def _keep(self, keys: Sequence[ObjectKey]) -> list[bool]:
+        """Answer a deletion where nothing is deleted; raises RefusedError if an object is there."""
+        if held := sum(self.exists(keys)):
+            raise RefusedError(
+                f"tier {self.name!r} is read-only and has {held} of these objects; delete them with the"
+                " process that writes it"
+            )
+        return [False] * len(keys)
+
+    def flush(self) -> None:
+        """Flush the store; raises StorageError if that fails."""
+        acknowledged = self._acknowledged
+        self.call("flush", lambda store: store.flush(), _FLUSH_BYTES)
+        self._flushed = acknowledged
+
+    @property
+    def is_unflushed(self) -> bool:
+        """Whether callers have stored objects here since the last flush; copies do not count."""
+        return self._acknowledged > self._flushed
+
+    def report(self, waiting: int) -> TierReport:
+        """Return contents and figures of the tier; no contents while it is out."""
+        usage = Usage(0, 0, 0, 0)
+        with suppress(StorageError):
+            usage = self.call("usage", lambda store: store.usage())
+        return TierReport(
+            name=self.name,
+            kind=self.kind,
+            url=self.settings.url,
+            health=str(self.health),
+            why=self.why,
+            objects=usage.objects,
+            payload_bytes=usage.payload_bytes,
+            used_bytes=usage.used_bytes,
+            capacity_bytes=usage.capacity_bytes,
+            waiting=waiting,
+            lost_calls=self._calls.lost,
+            details=dict(usage.details),
+            **self.figures.counters(),
+        )
+
+    def _leave(self, nbytes: int) -> Callable[[], None]:
+        return partial(self._in_flight.leave, nbytes)
+
+    def _judge(self, outcomes: Sequence[Outcome]) -> None:
+        """Tell the breaker what a get or set was like.
+
+        Errors alone may be the caller's fault, so they only make the tier due for an examination. Otherwise
+        one tenant's wrong lengths could take the tier from all others.
+        """
+        if not outcomes:
+            return
+        kinds = set(outcomes)
+        if kinds <= {Outcome.UNAVAILABLE, Outcome.REFUSED}:
+            self._fail(f"it answers {min(kinds)}")
+            return
+        self._breaker.succeeded()
+        if kinds == {Outcome.ERROR}:
+            self.suspect()
+
+
+def _each(answers: Sequence[T], asked: Sequence[Any]) -> list[T]:
+    """Return the answers of a call; raises ValueError, a breach of the contract, if their number is wrong."""
+    if len(answers) != len(asked):
+        raise ValueError(f"{len(answers)} answers came for {len(asked)} objects")
+    return list(answers)
+
+
+class PendingGet:
+    """A get of a tier that has begun, or whose objects are all `refusal` because it could not begin.
+
+    Thread safety: one thread.
+    """
+
+    def __init__(
+        self,
+        tier: Tier,
+        items: Sequence[GetItem],
+        refusal: Outcome,
+        loan: LentGets | None = None,
+        call: PendingCall[list[Outcome]] | None = None,
+    ) -> None:
+        self._tier = tier
+        self._items = items
+        self._refusal = refusal
+        self._loan = loan
+        self._call = call
+
+    def outcomes(self) -> list[Outcome]:
+        """Return the outcomes; `refusal` for all items if the tier is out, busy or does not answer."""
+        if self._call is None or self._loan is None:
+            return [self._refusal] * len(self._items)
+        try:
+            outcomes = self._tier._end(self._call)
+        except StorageError:
+            return [self._refusal] * len(self._items)
+        self._loan.collect(outcomes)
+        self._tier._judge(outcomes)
+        read = [item.length for item, out in zip(self._items, outcomes, strict=True) if out is Outcome.HIT]
+        self._tier.figures.note_read(read)
+        return outcomes
+
+    @property
+    def is_tainted(self) -> bool:
+        """Whether the tier may still write to the caller's buffers, so that no other tier may."""
+        if self._call is None or self._loan is None:
+            return False
+        return self._call.given_up and not self._loan.is_private

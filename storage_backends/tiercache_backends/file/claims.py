@@ -1,0 +1,144 @@
+"""Pins, claims and removals: notes on the objects that a call is reading, writing or removing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from threading import Event
+from typing import NamedTuple
+
+from tiercache.core import BLOCK_ALIGN, Outcome
+from tiercache_backends.file.records import Extent, Placement
+
+
+class Pin(NamedTuple):
+    """Hold on an object for one reader: the object's blocks are not freed until `StoreState.unpin`."""
+
+    row: int
+    """Row of the object in the table of objects."""
+    number: int
+    """Number of the object's catalog record."""
+    placement: Placement
+    reused: bool
+    """Whether the object was read before, since the store was opened."""
+
+
+class BatchItem(NamedTuple):
+    """Item of a batch, with everything that its claim needs."""
+
+    item: int
+    """Index in the batch."""
+    digest: bytes
+    page: bytes
+    """Key of the object's page."""
+    parent: bytes | None
+    """Key of the page that the object names as its parent; None if not known.
+
+    For an object that is attached to a page (a state), this is `page` itself.
+    """
+    blocks: int
+    """Number of blocks that the object takes."""
+    depth: int
+    """Number of pages up to the object's end; 0 if not known."""
+    namespace_id: int
+    """Number of the object's namespace in the catalog."""
+    value: float | None
+    """Value that the caller gave; None if it gave none."""
+    worker: int
+    """Number of the caller that gave the value."""
+
+
+@dataclass(slots=True)
+class Claim:
+    """Exclusive right of a call to write one item of its batch."""
+
+    index: int
+    """Index of the item in the batch."""
+    wanted: BatchItem
+    node: int
+    """Node of the object's page in the page table."""
+    parent: int | None
+    """Node of the page that the object names as its parent; None if not known."""
+    is_page: bool
+    """Whether the object is the page itself, which other pages can follow."""
+    extents: tuple[Extent, ...] = ()
+    """Extents for the object's bytes; empty until blocks are allocated."""
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks that the object takes."""
+        return self.wanted.blocks
+
+
+@dataclass(slots=True)
+class Claims:
+    """Result of sorting a batch. Items are given by their index in the batch."""
+
+    fresh: list[Claim] = field(default_factory=list)
+    """Claims to write now; parents come before the pages that follow them."""
+    hits: list[int] = field(default_factory=list)
+    """Items whose object is stored already."""
+    refused: dict[int, Outcome] = field(default_factory=dict)
+    """Items that must not be written, with their outcomes."""
+    later: list[int] = field(default_factory=list)
+    """Items to claim again, for one of three reasons.
+
+    1. The batch already has as many claims as one catalog transaction takes.
+    2. Another call is writing or removing the same object, or an earlier item of this batch has the same key.
+    3. The page before the item was left for later.
+    """
+    waits: set[Event] = field(default_factory=set)
+    """Events of other calls that work on items in `later`. Each is set when that work ends."""
+    held: dict[bytes, int] = field(default_factory=dict)
+    """Nodes (rows of the page table) by page key.
+
+    The call holds these nodes until `StoreState.release_nodes`.
+    """
+    missing: set[bytes] = field(default_factory=set)
+    """Keys of pages of the batch that could not be stored."""
+    done: Event = field(default_factory=Event)
+    """Set when the batch is published."""
+
+
+@dataclass(slots=True)
+class Removed:
+    """Object that is being removed."""
+
+    row: int
+    """Row of the object in the table of objects."""
+    number: int
+    """Number of the object's catalog record."""
+    digest: bytes
+    parent: bytes | None
+    """Page key of the parent; None if not known.
+
+    `undo_removal` needs it to make the object resident again.
+    """
+    suspect: bool = False
+    """Whether the blocks must be tested before they are used again."""
+
+
+@dataclass(slots=True)
+class Removal:
+    """Objects that were taken out of the state together, so that no call finds them any more.
+
+    The caller must end the removal with `finish_removal`, `undo_removal` or `abandon` of `StoreState`.
+    """
+
+    objects: list[Removed] = field(default_factory=list)
+    done: Event = field(default_factory=Event)
+    """Set when the removal has ended."""
+
+    @property
+    def digests(self) -> list[bytes]:
+        """Digests of the objects."""
+        return [removed.digest for removed in self.objects]
+
+    @property
+    def numbers(self) -> list[int]:
+        """Numbers of the catalog records to remove."""
+        return [removed.number for removed in self.objects]
+
+
+def blocks_for(length: int) -> int:
+    """Return the number of blocks that `length` bytes take."""
+    return -(-length // BLOCK_ALIGN)

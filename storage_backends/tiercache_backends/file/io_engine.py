@@ -1,0 +1,312 @@
+"""Reads and writes of objects between buffers and slabs, through the page cache or past it.
+
+Blocks that are in the page cache are read and overwritten in the cache, at memory speed. For other blocks:
+
+- The first read of an object uses O_DIRECT on several threads, at the device's speed. This bypasses the cache
+  and so evicts no cached pages.
+- Later reads of the same object go through the cache, which then keeps it.
+- Writes go through the cache or use O_DIRECT, whichever was faster in recent measurements.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from errno import EINVAL
+from itertools import zip_longest
+from mmap import mmap
+from threading import Lock
+from typing import Final
+
+from tiercache.core import BLOCK_ALIGN
+from tiercache.storage.env import Env
+from tiercache.storage.vectors import read_all, write_all
+from tiercache_backends.file.runs import IoRequest, Run, runs_of, shares_of
+from tiercache_backends.file.slabs import Slabs
+from tiercache_backends.local.threads import MEMORY_THREADS, ThreadPool
+
+_PAD: Final = memoryview(mmap(-1, BLOCK_ALIGN))
+"""Destination of the bytes after the payload in an object's last block, if the buffers are too short."""
+_SECTOR: Final = 512
+"""Unit of O_DIRECT in bytes: the length of each buffer must be a multiple of it."""
+_STEP_BYTES: Final = 64 << 20
+"""Number of bytes of a large batch that are written before the faster way to write is chosen again."""
+TRIAL_BYTES: Final = 8 << 20
+"""Number of bytes of a large batch that are written the slower way when that way is measured again."""
+_MIN_MEASURED_BYTES: Final = 4 << 20
+"""Smallest write, in bytes, whose speed is recorded. Fixed costs dominate the time of smaller writes."""
+_TRY_EVERY: Final = 16
+"""Number of choices after which the slower way is taken once, to measure it again."""
+_MEMORY: Final = 0.5
+"""Weight of the old speed in the mean of the old speed and a newly measured higher speed."""
+_ZEROS: Final = memoryview(bytes(BLOCK_ALIGN))
+"""Source of the bytes after the payload in an object's last block, if the buffers are too short."""
+
+
+class WritePathSelector:
+    """Choice between two ways to write blocks that are not in the page cache, by their measured speeds.
+
+    - Through the cache, writes run at memory speed, and later reads find the bytes there. Writes become slow
+      when the kernel has no free memory for the cache, or makes writers wait for the disk.
+    - With O_DIRECT, writes bypass the cache and run at the speed of the device.
+
+    Neither way is faster on all machines and at all times. So both are measured, and every 16th choice takes
+    the slower one.
+
+    Thread safety: any thread may call.
+    """
+
+    def __init__(self) -> None:
+        self._mutex = Lock()
+        self._rates: dict[bool, float] = {}
+        """Speeds in bytes per second: with O_DIRECT under the key True, through the cache under False."""
+        self._turns = 0
+        """Number of choices made."""
+
+    def chooses_direct(self) -> tuple[bool, bool]:
+        """Return two choices, True for O_DIRECT: for the first TRIAL_BYTES of a batch, and for its rest."""
+        with self._mutex:
+            self._turns += 1
+            # At the start, measure the cache with the first batch, and O_DIRECT with the second.
+            if len(self._rates) < 2:
+                return bool(self._rates), False
+            better = self._rates[True] > self._rates[False]
+            return (better if self._turns % _TRY_EVERY else not better), better
+
+    def record(self, direct: bool, nbytes: int, seconds: float) -> None:
+        """Record the speed of a write; a write of less than 4 MiB is ignored."""
+        if nbytes >= _MIN_MEASURED_BYTES and seconds > 0:
+            with self._mutex:
+                rate = nbytes / seconds
+                before = self._rates.get(direct, rate)
+                # A lower speed replaces the old speed, and a higher speed is averaged with the old speed.
+                # While the cache is full of unwritten data, single writes may be fast although the way is
+                # slow.
+                self._rates[direct] = min(rate, _MEMORY * before + (1 - _MEMORY) * rate)
+
+
+class IoEngine:
+    """Reader and writer of objects. A failure is recorded in the request that it concerns.
+
+    A run is a range of blocks that one call moves. A share is a list of runs for one thread (see `runs.py`).
+
+    Thread safety: any thread may call; requests of different objects run in parallel.
+    """
+
+    def __init__(self, env: Env, slabs: Slabs, threads: int, *, direct: bool) -> None:
+        self._env = env
+        self._slabs = slabs
+        self._direct = direct
+        self._threads = ThreadPool(threads, "tiercache-file")
+        self._mutex = Lock()
+        """Guards only `IoRequest.left`. No other lock is taken and no I/O is done while it is held."""
+        self._write_path = WritePathSelector()
+
+    def write(self, requests: Sequence[IoRequest]) -> None:
+        """Write payloads in whole blocks; pass each payload to its verifier first.
+
+        In an object's last block, the bytes after the payload come from the buffers too. If the buffers do
+        not reach the end of the block, these bytes are zeros.
+        """
+        uncached: list[list[Run]] = []
+
+        def write(share: list[Run]) -> None:
+            # Overwrite blocks in the page cache there. To bypass the cache, the kernel would first have to
+            # write the cached blocks back.
+            if all(map(self._cached, share)):
+                self._write_cached(share)
+            else:
+                uncached.append(share)
+
+        self._threads.map(
+            write,
+            self._alternating(shares_of(runs_of(requests, _ZEROS, self._slabs.slab_blocks))),
+            MEMORY_THREADS,
+        )
+        if uncached:
+            self._write_uncached(uncached)
+
+    def read(self, requests: Sequence[IoRequest]) -> None:
+        """Fill the buffers with payloads and pass each payload to its verifier.
+
+        Bytes of the buffers after the payload may be overwritten.
+        """
+        cold: list[Run] = []
+
+        def read(runs: list[Run]) -> None:
+            for run in runs:
+                if self._cached(run):
+                    self._read(run, direct=False)
+                    self._verify_run(run)
+                    continue
+                # Read this run later, past the cache. Until then, the payload of this run and all later
+                # payload of its objects wait in `pending`, so that the verifiers get each object in order:
+                #   runs of an object    1 (cached)      2 (cold)      3 (cached)
+                #   verifier             gets 1 now      gets 2 and 3 when run 2 was read
+                for request, payload, _ in run.parts:
+                    request.left += 1
+                    request.pending.append(payload)
+                cold.append(run)
+
+        self._threads.map(read, shares_of(runs_of(requests, _PAD, self._slabs.slab_blocks)), MEMORY_THREADS)
+        self._threads.map(self._read_cold, cold, self._threads.threads)
+
+    def close(self) -> None:
+        """End the threads; call it while no other call is running."""
+        self._threads.close()
+
+    def _write_uncached(self, shares: Sequence[list[Run]]) -> None:
+        """Write blocks that are not in the page cache, by the way that was faster in recent measurements.
+
+        A large batch is written in steps of `_STEP_BYTES`, because a way can become slow during the batch.
+        """
+        waiting = deque(self._alternating(shares))
+        while waiting:
+            first, rest = self._write_path.chooses_direct()
+            if first != rest:
+                self._write_one_way(_taken(waiting, TRIAL_BYTES), first)
+            self._write_one_way(_taken(waiting, _STEP_BYTES), rest)
+
+    def _write_one_way(self, shares: Sequence[list[Run]], direct: bool) -> None:
+        if not shares:
+            return
+        started = self._env.monotonic()
+        if direct:
+            # Parallel calls write the runs of an object in any order. So first pass the objects that take
+            # several runs to their verifiers, in payload order.
+            self._threads.map(self._verify_pieces, shares, MEMORY_THREADS)
+            runs = [run for share in shares for run in share]
+            self._threads.map(self._write_direct, runs, self._threads.threads)
+        else:
+            self._threads.map(self._write_cached, shares, MEMORY_THREADS)
+        self._write_path.record(direct, sum(map(_nbytes, shares)), self._env.monotonic() - started)
+
+    def _alternating(self, shares: Sequence[list[Run]]) -> list[list[Run]]:
+        """Return the shares in an order in which their slabs alternate.
+
+        Two threads that take neighbouring shares then write to two files. A file system admits one writer at
+        a time to a file.
+        """
+        by_slab: dict[int, list[list[Run]]] = {}
+        for share in shares:
+            by_slab.setdefault(share[0].start // self._slabs.slab_blocks, []).append(share)
+        turns = zip_longest(*by_slab.values())  # each turn has the next share of every slab, or None
+        return [share for turn in turns for share in turn if share is not None]
+
+    def _write_cached(self, share: list[Run]) -> None:
+        for run in share:
+            self._verify_run(run)
+            self._write(run, direct=False)
+
+    def _verify_pieces(self, share: list[Run]) -> None:
+        """Give the verifiers the payload of every object that takes several runs."""
+        for run in share:
+            if not run.is_whole:
+                self._verify_run(run)
+
+    def _write_direct(self, run: Run) -> None:
+        if run.is_whole:
+            self._verify_run(run)
+        self._write(run, direct=not self._cached(run))
+
+    def _write(self, run: Run, *, direct: bool) -> None:
+        slab, offset = self._slabs.slab(run), self._slabs.offset(run)
+        try:
+            moved = (
+                self._call_direct(write_all, run, slab.direct, offset)
+                if direct and slab.direct is not None
+                else None
+            )
+            if moved is None:
+                write_all(self._env, slab.fd, run.views, offset)
+        except OSError as error:
+            # Try the objects of the run one by one, so that a bad block fails only its own object.
+            if len(run.parts) > 1:
+                for single in run.split():
+                    self._write(single, direct=direct)
+            else:
+                run.parts[0].request.error = error
+
+    def _read_cold(self, run: Run) -> None:
+        self._read(run, direct=not any(part.request.reused for part in run.parts))
+        for request, _, _ in run.parts:
+            # Without the lock: (1) thread A reads left = 2. (2) B reads left = 2. (3) Both store 1. Then no
+            # thread sees 0, and the verifier never gets the pending payload.
+            with self._mutex:
+                request.left -= 1
+                last = not request.left
+            # The thread that has read an object's last cold run passes all pending views to the verifier.
+            if last and not request.failed and request.verifier is not None:
+                for views in request.pending:
+                    request.verifier.add(views)
+
+    def _read(self, run: Run, *, direct: bool) -> None:
+        slab, offset = self._slabs.slab(run), self._slabs.offset(run)
+        try:
+            found = (
+                self._call_direct(read_all, run, slab.direct, offset)
+                if direct and slab.direct is not None
+                else None
+            )
+            if found is None:
+                found = read_all(self._env, slab.fd, run.views, offset)
+        except OSError as error:
+            if len(run.parts) > 1:
+                for single in run.split():
+                    self._read(single, direct=direct)
+            else:
+                run.parts[0].request.error = error
+            return
+        if found < run.blocks * BLOCK_ALIGN:
+            for part in run.parts:
+                part.request.short = True
+
+    def _call_direct(
+        self, call: Callable[[Env, int, Sequence[memoryview], int], int], run: Run, fd: int, offset: int
+    ) -> int | None:
+        """Make a call past the page cache; return its result, or None if the buffers are not aligned."""
+        if any(view.nbytes % _SECTOR for view in run.views):
+            return None
+        try:
+            return call(self._env, fd, run.views, offset)
+        except OSError as error:
+            # EINVAL: the file system needs another alignment of the buffers' addresses or lengths.
+            if error.errno != EINVAL:
+                raise
+            return None
+
+    def _verify_run(self, run: Run) -> None:
+        """Pass payload to the verifiers; keep it in `pending` while earlier runs of its object are unread."""
+        for request, payload, _ in run.parts:
+            if request.pending:
+                request.pending.append(payload)
+            elif request.verifier is not None and not request.failed:
+                request.verifier.add(payload)
+
+    def _cached(self, run: Run) -> bool:
+        """Return whether the blocks of a run are in the page cache; True if the kernel cannot tell.
+
+        If the store does not use O_DIRECT, every run counts as cached, because there is no other way.
+        """
+        if not self._direct:
+            return True
+        try:
+            return self._env.cached(
+                self._slabs.slab(run).fd, self._slabs.offset(run), run.blocks * BLOCK_ALIGN
+            )
+        except OSError:
+            return True
+
+
+def _taken(waiting: deque[list[Run]], max_bytes: int) -> list[list[Run]]:
+    """Remove and return shares until they have `max_bytes` bytes together or none is left."""
+    taken: list[list[Run]] = []
+    left = max_bytes
+    while waiting and left > 0:
+        taken.append(waiting.popleft())
+        left -= _nbytes(taken[-1])
+    return taken
+
+
+def _nbytes(share: Sequence[Run]) -> int:
+    return sum(run.blocks for run in share) * BLOCK_ALIGN

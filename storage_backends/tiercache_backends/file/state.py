@@ -1,0 +1,531 @@
+"""In-memory state of a `file` store: where objects lie, which calls use them, and which blocks are free.
+
+Every state change of an object happens here, under one mutex, and nothing here does I/O. The table names the
+methods that lead into each state and out of it. `publish` ends a claim after a successful or a failed write:
+
+    state      entered by                             left by
+    absent     finish_removal, publish (failed)       claim
+    claimed    claim                                  publish
+    resident   publish (successful), undo_removal     evict, sweep, take_out
+    leaving    evict, sweep, take_out                 finish_removal, undo_removal, abandon
+
+An object that is "taken out" changes from resident to leaving, and no call finds the object from then on. An
+abandoned object stays unreadable, and its blocks unused, until the store is opened again.
+
+Blocks return to the free space only when the object's record is removed from the catalog *and* the last
+reader has finished (race 1). In the three races, R reads, E removes, V and W write; A and B are objects:
+
+Race 1. (1) R pins A. (2) E takes A out and removes its record. (3) W claims B. (4) R reads A's blocks.
+    If step 2 freed the blocks, W could write B into them before step 4. So `finish_removal` keeps the row in
+    `_leaving`, and R's `unpin` frees it.
+Race 2. (1) E takes A out. (2) W stores A again. (3) E's transaction fails, and `undo_removal` restores A.
+    A would then be stored twice. So A stays in `_busy` with an event until E has ended its removal, and W
+    waits for this event (`Claims.waits`).
+Race 3. (1) V claims A. (2) W claims B. (3) V needs B, and W needs A.
+    If both waited with unpublished claims, neither would end. So a call publishes its own claims before it
+    waits, and claims the remaining items after that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import pairwise
+from threading import Event, Lock
+from typing import Final
+
+from tiercache.core import Outcome
+from tiercache.policy import Policy
+from tiercache.storage.base import ScanEntry
+from tiercache.storage.eviction import EvictionOrder
+from tiercache.storage.residents import RESIDENT, parents_first
+from tiercache.storage.restorable import Admissibility
+from tiercache_backends.file.claims import BatchItem, Claim, Claims, Pin, Removal, Removed
+from tiercache_backends.file.extents import ExtentAllocator
+from tiercache_backends.file.objects import ObjectTable
+from tiercache_backends.file.records import CatalogContents, Extent, Facts
+from tiercache_backends.file.recovery import sound_records
+
+
+class StoreState:
+    """Objects, pins, claims and free blocks of a store, and the methods that change them.
+
+    Thread safety: any thread may call. Each method holds the mutex from start to end. This takes
+    microseconds, or milliseconds when many objects are evicted.
+    """
+
+    def __init__(
+        self, slab_blocks: int, policy: Policy, *, with_macs: bool, clock: Callable[[], float] | None = None
+    ) -> None:
+        self._mutex: Final = Lock()
+        self._objects = ObjectTable(with_macs=with_macs, clock=clock)
+        self._order = EvictionOrder(self._objects, policy)
+        self._writing: dict[int, Claims] = {}
+        """Unpublished claims, by `id` of the `Claims`."""
+        self._busy: dict[bytes, Event] = {}
+        """Events by digest of objects that are being stored or removed.
+
+        An event is set when the work ends.
+        """
+        self._leaving: dict[int, Removed] = {}
+        """Removed objects that a reader still has pinned, by row. They have no catalog record any more."""
+        self._allocator = ExtentAllocator(slab_blocks)
+        self._abandoned = 0
+        """Number of blocks of abandoned objects."""
+        self._retired = 0
+        """Number of blocks that failed their test."""
+        self._counts = {
+            "corrupt": 0,
+            "evicted": 0,
+            "not_worth": 0,
+            "refused_absent_parent": 0,
+            "refused_impossible": 0,
+        }
+
+    def load(
+        self, loaded: CatalogContents, slabs: Sequence[Extent], holds: Callable[[int], bool]
+    ) -> list[int]:
+        """Load the catalog and rebuild the free space; return the numbers of the records to remove.
+
+        A record must be removed if its extents cannot be right, or if a later record describes the same
+        object. `sound_records` explains these tests and `holds`.
+        """
+        sound, unsound, gaps = sound_records(loaded, slabs, self._allocator.slab_blocks, holds)
+        self._objects.load_catalog(sound)
+        self._allocator.size += sum(slab.blocks for slab in slabs)
+        self._allocator.give(gaps)
+        return unsound
+
+    def present(self, digests: Sequence[bytes]) -> list[bool]:
+        """Return, for each digest, whether the object can be read."""
+        with self._mutex:
+            return [row >= 0 for row in self._objects.find_many(digests)]
+
+    def numbers(self, digests: Sequence[bytes]) -> list[int]:
+        """Return the number of each object's catalog record; 0 where the object cannot be read.
+
+        This does not count as a use of the objects.
+        """
+        with self._mutex:
+            return [self._objects.number[row] if row >= 0 else 0 for row in self._objects.find_many(digests)]
+
+    def current(self, keys: Sequence[tuple[int, bytes]]) -> list[bool]:
+        """Return which (number, digest) pairs of catalog records describe an object that can be read."""
+        with self._mutex:
+            rows = self._objects.find_many([digest for _, digest in keys])
+            return [
+                row >= 0 and self._objects.number[row] == number
+                for row, (number, _) in zip(rows, keys, strict=True)
+            ]
+
+    def pin(self, digests: Sequence[bytes], *, is_use: bool = True) -> list[Pin | None]:
+        """Hold the blocks of these objects until `unpin`; record a use of each if `is_use`.
+
+        Returns None for an object that cannot be read.
+        """
+        objects = self._objects
+        pins: list[Pin | None] = []
+        with self._mutex:
+            for row in objects.find_many(digests):
+                if row < 0:
+                    pins.append(None)
+                    continue
+                pins.append(Pin(row, objects.number[row], objects.placement(row), objects.hits[row] > 0))
+                objects.pins[row] += 1
+                if is_use:
+                    objects.hits[row] = min(objects.hits[row] + 1, 2**32 - 1)
+                    objects.touch(row)
+        return pins
+
+    def unpin(self, pins: Iterable[Pin | None]) -> list[Extent]:
+        """Undo one pin of each object.
+
+        Returns the blocks of damaged objects that no reader uses any more. The caller tests these blocks, and
+        then calls `give` or `retire`.
+        """
+        suspects: list[Extent] = []
+        with self._mutex:
+            for pin in pins:
+                if pin is not None:
+                    self._objects.pins[pin.row] -= 1
+                    if pin.row in self._leaving:
+                        suspects += self._free_row(pin.row)
+        return suspects
+
+    def require_states(self, namespace_id: int) -> None:
+        """Note that a restore in the namespace with this id needs a state."""
+        with self._mutex:
+            self._objects.pages.require_states(namespace_id)
+
+    def claim(self, batch: Sequence[BatchItem], limit: int, missing: Iterable[bytes] = ()) -> Claims:
+        """Sort a batch: claim at most `limit` objects for writing, and leave the others for `Claims.later`.
+
+        No restore can use a page without its parent. So a page is THROTTLED if its parent is not stored, not
+        being written and not in the batch. The objects that depend on a throttled page are THROTTLED too. An
+        item that contradicts stored objects is an ERROR.
+
+        `missing`: keys of pages that earlier rounds of the same set have failed to store.
+        """
+        claims = Claims(missing=set(missing))
+        later: set[bytes] = set()
+        ordered = [batch[i] for i in parents_first([(wanted.page, wanted.parent) for wanted in batch])]
+        with self._mutex:
+            for wanted, row in zip(
+                ordered, self._objects.find_many([wanted.digest for wanted in ordered]), strict=True
+            ):
+                if row >= 0:
+                    self._objects.renew(row)
+                    self._objects.hint(row, wanted.value, wanted.worker)
+                    claims.hits.append(wanted.item)
+                    self._hold(wanted.page, claims)
+                # Leave the item for later in three cases: (1) this object is being stored or removed. (2) The
+                # batch has `limit` claims. (3) The parent was left for later.
+                elif wanted.digest in self._busy or len(claims.fresh) == limit or wanted.parent in later:
+                    claims.later.append(wanted.item)
+                    if wanted.parent != wanted.page:
+                        later.add(wanted.page)
+                    if (event := self._busy.get(wanted.digest)) not in (None, claims.done):
+                        claims.waits.add(event)
+                else:
+                    self._claim(wanted, claims)
+            if claims.fresh:
+                self._writing[id(claims)] = claims
+        return claims
+
+    def advise(self, digests: Sequence[bytes], values: Sequence[float], worker: int) -> None:
+        """Take values for these objects from `worker`; see `StorageBackend.advise`."""
+        with self._mutex:
+            self._objects.advise(digests, values, worker)
+
+    def valued(self, entries: Sequence[ScanEntry | None]) -> list[ScanEntry | None]:
+        """Return the entries with the present values of their objects."""
+        with self._mutex:
+            if not self._objects.pages.hinted:
+                return list(entries)
+            rows = self._objects.find_many([b"" if entry is None else entry.key.digest for entry in entries])
+            return [
+                entry
+                if entry is None or row < 0
+                else entry._replace(meta=self._objects.valued(row, entry.meta))
+                for entry, row in zip(entries, rows, strict=True)
+            ]
+
+    def not_worth(self, claims: Sequence[Claim]) -> list[Claim]:
+        """Return the claims whose objects have values below those of all objects that can be evicted."""
+        with self._mutex:
+            ranks = [(claim, self._rank(claim)) for claim in claims]
+            return [claim for claim, rank in ranks if rank is not None and not self._order.is_worth(rank)]
+
+    def release_nodes(self, nodes: Iterable[int]) -> None:
+        """Release nodes (rows of the page table) that a call held; their objects may be evicted now."""
+        with self._mutex:
+            for node in nodes:
+                self._objects.pages.release(node)
+
+    def allocate(self, claims: Sequence[Claim]) -> int:
+        """Give blocks to claims without blocks, in order, until too few are free.
+
+        Returns how many blocks the remaining claims need beyond the free ones.
+        """
+        with self._mutex:
+            # A claim that got its extents in an earlier round keeps them.
+            without = [claim for claim in claims if not claim.extents]
+            for claim, extents in zip(
+                without, self._allocator.allocate_all([claim.blocks for claim in without]), strict=True
+            ):
+                claim.extents = extents
+            return max(0, sum(claim.blocks for claim in without if not claim.extents) - self._allocator.free)
+
+    def publish(self, claims: Claims, facts: dict[int, Facts]) -> None:
+        """End a batch: the objects of claims with an entry in `facts` (by item index) become resident.
+
+        The blocks of all other claims are freed.
+        """
+        objects = self._objects
+        with self._mutex:
+            for claim in claims.fresh:
+                found, wanted = facts.get(claim.index), claim.wanted
+                if claim.is_page:
+                    objects.pages.expected(claim.node)
+                if found is not None:
+                    row = objects.store(found, wanted.digest, claim.node, claim.parent, claim.extents)
+                    objects.hint(row, wanted.value, wanted.worker)
+                else:
+                    self._allocator.give(claim.extents)
+                    # The write failed. Without this page, no restore could use the pages that follow it.
+                    if claim.is_page:
+                        claims.missing.add(wanted.page)
+                del self._busy[wanted.digest]
+            self._writing.pop(id(claims), None)
+        claims.done.set()
+
+    def needs_second_slab(self, blocks: int) -> bool:
+        """Return whether a batch of `blocks` blocks should use two slabs, but no second slab has room."""
+        with self._mutex:
+            return self._allocator.needs_second_slab(blocks)
+
+    def shortage(self, budget_blocks: int | None, share: int) -> int:
+        """Return how many blocks must be freed so that 1/`share` of all blocks is available.
+
+        Available blocks are free or can still be preallocated. A result of 0 or less means that enough are
+        available. `budget_blocks`: maximum number of blocks of all slabs; None if the slabs cannot grow.
+        """
+        with self._mutex:
+            size = self._allocator.size if budget_blocks is None else budget_blocks
+            # result = wanted free blocks - free blocks - blocks that can still be preallocated
+            return size // share - self._allocator.free - max(0, size - self._allocator.size)
+
+    def evict(self, blocks: int, objects: int, max_objects: int, claims: Sequence[Claim] = ()) -> Removal:
+        """Take out objects in eviction order until `blocks` blocks and `objects` objects are taken out.
+
+        Stops earlier after `max_objects` objects, or when nothing is left to evict.
+
+        `claims`: the writes that need the room. They are promising if a restore can use at least one of the
+        new objects as soon as this object is stored. Unpromising writes may evict less, and writes of low
+        value too (see `EvictionOrder.evict`).
+        """
+        removal, residents = Removal(), self._objects
+        with self._mutex:
+            promising = any(
+                residents.pages.is_promising(c.node, c.wanted.namespace_id, attached=not c.is_page)
+                for c in claims
+            )
+            taker = _Evicting(self, removal, blocks, objects, max_objects)
+            # Only the units that are worth less than every one of the new objects make room for all of them.
+            ranks = [rank for claim in claims if (rank := self._rank(claim)) is not None]
+            lowest = min(ranks, default=None)
+            self._order.evict(taker, self._write_parents(), promising=promising, rank=lowest)
+        return removal
+
+    def coldest(self, nbytes: int) -> list[int]:
+        """Return the record numbers of the objects that are evicted next (see `StorageBackend.coldest`)."""
+        with self._mutex:
+            survey = self._order.survey()
+        found = survey.coldest(nbytes)
+        with self._mutex:
+            rows = self._objects.still_there(*found)
+            numbers: list[int] = self._objects.columns["number"][rows].tolist()
+        return numbers
+
+    def sweep(self, max_objects: int) -> Removal:
+        """Take out at most `max_objects` objects that the last eviction made useless and left in place."""
+        removal = Removal()
+        with self._mutex:
+            if self._order.unfinished:
+                self._order.sweep(_Evicting(self, removal, 0, 0, max_objects))
+        return removal
+
+    def take_out(self, digests: Iterable[bytes]) -> Removal:
+        """Take out the resident objects among these digests."""
+        removal = Removal()
+        with self._mutex:
+            for digest in dict.fromkeys(digests):
+                row = self._objects.find(digest)
+                if row >= 0:
+                    self._leave(removal, row)
+        return removal
+
+    def take_out_suspects(self, pins: Iterable[Pin]) -> Removal:
+        """Take out pinned objects whose blocks are damaged; skip those that are taken out already."""
+        removal = Removal()
+        with self._mutex:
+            for pin in pins:
+                if self._objects.number[pin.row] == pin.number and self._objects.state[pin.row] == RESIDENT:
+                    self._leave(removal, pin.row, suspect=True)
+        return removal
+
+    def finish_removal(self, removal: Removal) -> list[Extent]:
+        """Free the blocks of a removal: now, or when the last reader unpins them.
+
+        Call this after the records were removed from the catalog. Returns blocks to test, as `unpin` does.
+        """
+        suspects: list[Extent] = []
+        with self._mutex:
+            for removed in removal.objects:
+                self._leaving[removed.row] = removed
+                del self._busy[removed.digest]
+                self._objects.pins[removed.row] -= 1  # the pin that `_leave` took
+                suspects += self._free_row(removed.row)
+        removal.done.set()
+        return suspects
+
+    def undo_removal(self, removal: Removal) -> None:
+        """Make the objects of a removal resident again, because their records could not be removed."""
+        with self._mutex:
+            # An eviction takes out a page after the pages that follow it. In reverse order, each page is
+            # restored before the pages that follow it.
+            for removed in reversed(removal.objects):
+                del self._busy[removed.digest]
+                self._objects.pins[removed.row] -= 1
+                self._objects.enter(removed.row, removed.digest, removed.parent)
+        removal.done.set()
+
+    def abandon(self, removal: Removal) -> None:
+        """End a removal whose records could not be removed, and leave its objects unreadable.
+
+        Their blocks cannot be used until the store is opened again.
+        """
+        with self._mutex:
+            for removed in removal.objects:
+                del self._busy[removed.digest]
+                self._abandoned += self._objects.blocks(removed.row)
+        removal.done.set()
+
+    def grow(self, extent: Extent) -> None:
+        """Add a slab's new blocks to the free space."""
+        with self._mutex:
+            self._allocator.grow(extent)
+
+    def give(self, extent: Extent) -> None:
+        """Free blocks that were tested and found good."""
+        with self._mutex:
+            self._allocator.give([extent])
+
+    def retire(self, extent: Extent) -> None:
+        """Count blocks that failed their test. They stay unused until the store is opened again."""
+        with self._mutex:
+            self._retired += extent.blocks
+
+    def count(self, name: str, n: int) -> None:
+        """Add `n` to the counter of this name."""
+        with self._mutex:
+            self._counts[name] = self._counts.get(name, 0) + n
+
+    def digests_since(self, number: int) -> list[bytes]:
+        """Return the digests of the objects whose records are newer than record `number`."""
+        with self._mutex:
+            rows = self._objects.residents()
+            rows = rows[self._objects.columns["number"][rows] > number]
+            return [self._objects.digest(row) for row in rows.tolist()]
+
+    def figures(self) -> dict[str, int]:
+        """Return the figures for `usage`: counts of objects, bytes and blocks, `Worth`, and all counters."""
+        with self._mutex:
+            return {
+                "objects": len(self._objects),
+                "payload_bytes": self._objects.payload,
+                "blocks_used": self._allocator.size - self._allocator.free,
+                "blocks_free": self._allocator.free,
+                "blocks_stranded": self._abandoned,
+                "blocks_retired": self._retired,
+                "memory_bytes": self._objects.memory_bytes(),
+                **self._objects.pages.worth()._asdict(),
+                **self._counts,
+            }
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless free + used = capacity and no two objects share a block.
+
+        Call it while no other call is running.
+        """
+        with self._mutex:
+            self._allocator.check_integrity()
+            self._objects.check_integrity()
+            rows = self._objects.residents().tolist()
+            assert not self._busy, "no object is being stored or removed"
+            assert not self._leaving, "no removed object is being read"
+            assert not any(self._objects.pins[row] for row in rows), "no pin is held"
+            held = sorted(extent for row in rows for extent in self._objects.extents(row))
+            assert all(a.start + a.blocks <= b.start for a, b in pairwise(held)), (
+                "no two objects share a block"
+            )
+            used = sum(extent.blocks for extent in held) + self._abandoned + self._retired
+            assert used + self._allocator.free == self._allocator.size, "free + used = capacity"
+
+    def _rank(self, claim: Claim) -> float | None:
+        """Return the rank of an object to write; None if it has no value."""
+        value = claim.wanted.value
+        return None if value is None else self._objects.rank(value)
+
+    def _write_parents(self) -> Iterator[int]:
+        """Yield the nodes of the parents of all objects that calls are writing now."""
+        for claims in self._writing.values():
+            for claim in claims.fresh:
+                if claim.parent is not None:
+                    yield claim.parent
+
+    def _claim(self, wanted: BatchItem, claims: Claims) -> None:
+        """Add an item to `claims.fresh`, or to `claims.refused` if its object must not be stored."""
+        objects, page = self._objects, wanted.page
+        is_page = wanted.parent != page  # an attached object (a state) names its own page as its parent
+        parent = None if wanted.parent is None else self._hold(wanted.parent, claims)
+        node = self._hold(page, claims)
+        admissibility = objects.pages.admissibility(
+            node, parent, wanted.depth, wanted.namespace_id, refused=page in claims.missing
+        )
+        if admissibility is not Admissibility.FINE:
+            claims.refused[wanted.item] = (
+                Outcome.ERROR if admissibility is Admissibility.IMPOSSIBLE else Outcome.THROTTLED
+            )
+            self._counts[f"refused_{admissibility.value}"] += 1
+            if is_page:
+                claims.missing.add(page)
+            return
+        self._busy[wanted.digest] = claims.done
+        if is_page:
+            objects.pages.expect(node, wanted.depth, wanted.namespace_id)
+        claims.fresh.append(Claim(wanted.item, wanted, node, parent, is_page))
+
+    def _hold(self, page: bytes, claims: Claims) -> int:
+        """Return the node of a page. The call with these claims holds the node until `release_nodes`."""
+        node = claims.held.get(page)
+        if node is None:
+            node = claims.held[page] = self._objects.pages.hold(page)
+        return node
+
+    def _leave(self, removal: Removal, row: int, *, suspect: bool = False) -> None:
+        """Take out the object in a row and add it to the removal."""
+        number = self._objects.number[row]
+        digest, parent = self._objects.leave(row)
+        # The object stays busy until the removal has ended (race 2 at the top). Without the extra pin, a
+        # reader's `unpin` could free the blocks before the record is removed (race 1).
+        self._busy[digest] = removal.done
+        self._objects.pins[row] += 1
+        removal.objects.append(Removed(row, number, digest, parent, suspect))
+
+    def _free_row(self, row: int) -> tuple[Extent, ...]:
+        """Free the row and the blocks of an object that was taken out, unless a reader still has it pinned.
+
+        The blocks of a damaged object are not freed but returned, so that the caller tests them.
+        """
+        if self._objects.pins[row]:
+            return ()
+        removed = self._leaving.pop(row)
+        extents = self._objects.extents(row)
+        self._objects.drop(row)
+        if removed.suspect:
+            return extents
+        self._allocator.give(extents)
+        return ()
+
+
+class _Evicting:
+    """Receiver of the objects that one eviction takes out (see `eviction.Taker`).
+
+    The eviction needs `blocks` blocks and `objects` objects, and may take out `max_objects` objects.
+
+    Thread safety: used only under the state's mutex.
+    """
+
+    def __init__(
+        self, state: StoreState, removal: Removal, blocks: int, objects: int, max_objects: int
+    ) -> None:
+        self._state = state
+        self._removal = removal
+        self._blocks = blocks
+        self._objects = objects
+        self._max_objects = max_objects
+        self._gained = 0
+
+    def take(self, rows: list[int]) -> None:
+        """Take out the objects in these rows."""
+        for row in rows:
+            self._gained += self._state._objects.blocks(row)
+            self._state._leave(self._removal, row)
+
+    def enough(self) -> bool:
+        """Return whether the wanted blocks and objects have been taken out."""
+        return self._gained >= self._blocks and len(self._removal.objects) >= self._objects
+
+    def full(self) -> bool:
+        """Return whether as many objects were taken out as one transaction may remove."""
+        return len(self._removal.objects) >= self._max_objects

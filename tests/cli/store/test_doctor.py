@@ -1,0 +1,165 @@
+"""`doctor`: a check for everything, one line each, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.cli.store.test_samples import call
+from tests.transfer.simulated_cuda import SimulatedDevice
+from tiercache import memory
+from tiercache.cli.store import checks
+from tiercache.cli.store import doctor as directory_checks
+from tiercache.cli.store.checks import Level
+from tiercache.transfer.cuda import calibrated
+
+NAMES = {
+    "python", "packages", "kernel", "memfd", "memlock", "open files", "memory", "cgroup memory", "huge pages",
+    "NUMA", "clock", "GPU",
+    "engines", "file system", "disk space", "O_DIRECT", "page cache",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def cards(tmp_path_factory, monkeypatch):
+    """The directory of calibrations, empty at first."""
+    directory = tmp_path_factory.mktemp("cards")
+    monkeypatch.setenv("TIERCACHE_CACHE_DIR", str(directory))
+    return directory
+
+
+def test_every_check_has_a_line_and_leaves_nothing_behind(tmp_path):
+    done = call("doctor", "--directory", tmp_path, "-o", "json", ok=None)
+    # that one is only where a GPU is
+    found = {check["name"]: check for check in done.document if check["name"] != "copies"}
+    assert found.keys() == NAMES
+    assert all(check["level"] in ("ok", "warn", "fail") and check["found"] for check in found.values())
+    assert all(bool(check["fix"]) == (check["level"] != "ok") for check in found.values())
+    assert all("\n" not in check["fix"] + check["found"] for check in found.values())
+    assert done.code == int(any(check["level"] == "fail" for check in found.values()))
+    assert list(tmp_path.iterdir()) == []
+    assert found["memfd"]["level"] == "ok"
+    assert "/dev/shm is not needed" in found["memfd"]["found"]
+    table = call("doctor", "-s", tmp_path, ok=None).out
+    assert all(name in table for name in NAMES)
+    assert len(call("doctor", "--directory", tmp_path, "-o", "jsonl", ok=None).lines) == len(done.document)
+
+
+def test_a_failure_is_exit_code_6(tmp_path, monkeypatch):
+    monkeypatch.setattr(directory_checks, "file_system_of", lambda directory: "nfs4")
+    done = call("doctor", "--directory", tmp_path, "-o", "json", ok=6)
+    [found] = [check for check in done.document if check["level"] == "fail"]
+    assert (found["name"], found["fix"][:16]) == ("file system", "use a local disk")
+
+
+@pytest.mark.parametrize(
+    ("release", "level"),
+    [
+        ("6.18.1-x", Level.OK),
+        ("6.4.0", Level.WARN),
+        ("5.0.21", Level.FAIL),
+        ("4.18.0-553.el8", Level.FAIL),
+        ("odd", Level.FAIL),
+    ],
+)
+def test_kernels_are_told_apart(release, level, monkeypatch):
+    monkeypatch.setattr(checks.platform, "release", lambda: release)
+    [kernel] = [check for check in checks.machine_checks() if check.name == "kernel"]
+    assert kernel.level is level
+
+
+def test_a_machine_that_tells_nothing_gets_answers_all_the_same(monkeypatch, tmp_path):
+    for module in (checks, memory):
+        monkeypatch.setattr(module, "kernel_text", lambda path: "")
+    monkeypatch.setattr(checks, "installed", lambda package: "")
+    found = {check.name: check for check in checks.machine_checks()}
+    assert found["packages"].level is Level.FAIL
+    assert found["engines"].found.startswith("none installed")
+    assert found["cgroup memory"].found == "no limit"
+    monkeypatch.setattr(directory_checks, "kernel_text", lambda path: "")
+    assert directory_checks.file_system_of(tmp_path) == "unknown"
+
+
+def gpu_checks():
+    return [check for check in checks.machine_checks() if check.name in ("GPU", "copies")]
+
+
+def calibrate_card(directory):
+    device = SimulatedDevice()
+    with device.current():
+        calibrated(device, directory, nbytes=4 << 20)
+    [path] = directory.iterdir()
+    return path
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Fri Jan 24 02:44:27 UTC 2025",
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build  (root@build)",
+    ],
+)
+def test_a_gpu_without_a_calibration_is_told_how_to_get_one(line, monkeypatch, cards):
+    monkeypatch.setattr(checks, "kernel_text", lambda path: line if path.parts[-2] == "nvidia" else "")
+    monkeypatch.setattr(checks, "installed", lambda package: "13.6.0" if package == "cupy-cuda13x" else "")
+    gpu, copies = gpu_checks()
+    assert (gpu.level, copies.level) == (Level.OK, Level.OK)
+    assert "driver 570.86.15" in gpu.found
+    assert "cupy-cuda13x 13.6.0" in gpu.found
+    assert "`tiercache bench device`" in copies.found
+    assert str(cards) in copies.found
+
+
+def test_each_calibration_is_summed_up(cards, tmp_path):
+    path = calibrate_card(cards)
+    document = json.loads(path.read_text())
+    for cell in document["cells"]:
+        large, to_host = cell["length"] >= 65536, cell["direction"] == "device_to_host"
+        fast = (
+            "memcpy"
+            if cell["length"] >= 2 << 20 and to_host
+            else "batch"
+            if large or not to_host
+            else "kernel"
+        )
+        cell["gb_s"] = {"batch": 1.0, "memcpy": 1.0, "kernel": 1.0, fast: 50.0}
+    path.write_text(json.dumps(document))
+    [copies] = [check for check in gpu_checks() if check.name == "copies"]
+    assert copies.level is Level.OK
+    assert (
+        copies.found
+        == "Simulated at 0000:00:00.0, driver for CUDA 13.0: device_to_host: memcpy from 2 MiB, batch from"
+        f" 64 KiB, kernel below; host_to_device: batch; kept in {path}"
+    )
+    assert "batch from 64 KiB, kernel below" in " ".join(
+        call("doctor", "--directory", tmp_path, "-o", "jsonl", ok=None).out.split()
+    )
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"\xff\x00", b'{"format": 1, "card": {}, "cells": []}'])
+def test_a_broken_calibration_is_said_openly(content, cards, tmp_path, capfd):
+    path = cards / "calibration-0123456789abcdef.json"
+    path.write_bytes(content)
+    [copies] = [check for check in gpu_checks() if check.name == "copies"]
+    assert (copies.level, copies.found) == (Level.WARN, f"{path} is no calibration")
+    assert "remove it" in copies.fix
+    assert capfd.readouterr().err == "", "what is said once is not logged as well"
+
+
+def test_doctor_loads_no_engine(tmp_path):
+    import subprocess
+    import sys
+
+    code = (
+        f"import sys; sys.argv = ['tiercache', 'doctor', '--directory', {str(tmp_path)!r}]\n"
+        "from tiercache.cli import main\n"
+        "try: main()\nexcept SystemExit: pass\n"
+        "print([m for m in ('torch', 'cupy', 'vllm', 'sglang', 'transformers') if m in sys.modules])"
+    )
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.splitlines()[-1]
+        == "[]"
+    )

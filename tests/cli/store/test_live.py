@@ -1,0 +1,88 @@
+"""The verbs against a daemon of its own, through its unix sockets, until it is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.store.test_samples import ACME, FORK, PROMPT, call, identity, keys_of, store_sequence
+from tiercache.cli.store import target as targets
+from tiercache.storage.base import NamespaceRecord, StoreContext
+from tiercache.storage.env import Env
+from tiercache.storage.registry import open_backend
+
+grpc = pytest.importorskip("tiercache_backends.grpc")
+TIERCACHE = str(Path(sys.executable).parent / "tiercache")
+
+
+def open_any(section):
+    """Open a store like the registry, even if the installation is older than the `grpc` backend."""
+    if section["type"] != "grpc":
+        return open_backend(section)
+    return grpc.GrpcBackend.from_config(
+        {name: value for name, value in section.items() if name != "type"}, StoreContext(Env())
+    )
+
+
+@pytest.fixture
+def served(tmp_path, monkeypatch):
+    """The directory of a daemon that has two sequences, and its process."""
+    monkeypatch.setattr(targets, "open_backend", open_any)
+    path = tmp_path / "d"
+    path.mkdir(mode=0o700)
+    command = [TIERCACHE, "serve", "--directory", str(path), "--disk-bytes", "64MiB", "--host-bytes", "64MiB"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as daemon:
+        try:
+            while not (path / "run" / "attach.sock").exists():
+                assert daemon.poll() is None, daemon.stderr.read()
+            with open_any({"type": "grpc", "path": str(path / "run")}) as store:
+                store.register_namespace(NamespaceRecord(ACME, identity().public_record()))
+                store_sequence(store, PROMPT)
+                store_sequence(store, FORK)
+            yield path, daemon
+        finally:
+            daemon.kill()
+            daemon.wait(120)
+
+
+def test_every_verb_asks_the_daemon(served, tmp_path):
+    path, daemon = served
+    for named in (path, f"grpc://{path}/run"):
+        status = call("status", "-s", named, "-o", "json").document
+        assert (status["live"], status["objects"], status["namespaces"][0]["label"]) == (
+            True,
+            20,
+            "qwen3-next@r1, acme",
+        )
+        assert call("ping", "-s", named, "--count", 2, "-o", "json").document["transport"] == "unix"
+    assert call("status", "-s", path, "-o", "json").document["owner"] == daemon.pid
+    assert len(call("ls", "-s", path, "-o", "jsonl").lines) == 20
+    page = keys_of(PROMPT)[4].hex()
+    assert [
+        o["verified"] for o in call("inspect", page, "--verify", "-s", path, "-o", "json").document["objects"]
+    ] == ["hit", "hit"]
+    (tmp_path / "t").write_text(" ".join(map(str, [*PROMPT, 1])))
+    [prompt] = call("inspect", "--tokens", tmp_path / "t", "-s", path, "-o", "json").document
+    assert prompt["restorable"][0]["pages"] == [4, 5, 8]
+    assert call("verify", "-s", path, "-o", "json").document["summary"]["ok"] == 20
+    assert call("flush", "--prefix", page, "--yes", "-s", path, "-o", "json").document["deleted"] == 15
+    assert call("status", "-s", path, "-o", "json").document["objects"] == 5
+    assert f"give --store {path} to use that daemon" in call("ls", "-s", path / "store", ok=1).error
+
+
+def test_a_killed_daemon_is_unreachable_and_leaves_a_store(served):
+    path, daemon = served
+    os.kill(daemon.pid, signal.SIGKILL)
+    daemon.wait(120)
+    for verb in (["status"], ["ping"], ["ls"], ["verify"], ["flush", "--all", "--yes"]):
+        done = call(*verb, "-s", f"grpc://{path}/run", ok=3)
+        assert "does not answer" in done.error
+        assert len(done.err.splitlines()) == 1
+    found = call("status", "-s", path, "-o", "json").document
+    assert (found["live"], found["objects"], found["capacity_bytes"]) == (False, 20, 64 << 20)
+    call("verify", "-s", path)

@@ -1,0 +1,82 @@
+"""Verbs against a daemon that answers, and does not allow what they ask: exit code 5, a sentence that says
+so, and nothing is half done.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tiercache_backends.memory import MemoryBackend
+
+from tests.cli.store.test_samples import ACME, PROMPT, call, identity, store_sequence
+from tests.storage_backends.grpc.nodes import daemon_settings
+from tiercache.daemon import StorageServer
+from tiercache.storage.base import NamespaceRecord
+
+PRINCIPALS = {
+    "reader": ("read",), "writer": ("read", "write"), "keeper": ("read", "admin"),
+    "blind": ("write", "admin"),
+    "chief": ("read", "write", "admin"),
+}  # fmt: skip
+
+
+@pytest.fixture
+def served(tmp_path: Path):
+    """The daemon's store, and its URL for a principal."""
+
+    def token(name: str) -> Path:
+        path = tmp_path / name
+        path.touch(0o600)
+        path.write_text(f"{name}-".ljust(32, "t"))
+        return path
+
+    principals = tuple(
+        {"name": name, "token_file": token(name), "verbs": verbs} for name, verbs in PRINCIPALS.items()
+    )
+    store = MemoryBackend(1 << 24)
+    store.register_namespace(NamespaceRecord(ACME, identity().public_record()))
+    store_sequence(store, PROMPT)
+    with StorageServer(daemon_settings("tcp", principals=principals), store) as node:
+        yield store, lambda name: f"grpc://{node.addresses[0]}?token_file={token(name)}"
+
+
+def refused(*arguments: object) -> str:
+    done = call(*arguments, ok=None)
+    assert done.code == 5, (done.code, done.err)
+    assert "does not answer" not in done.err
+    assert done.err.count("\n") == 1
+    return done.err
+
+
+@pytest.mark.parametrize("name", ["reader", "writer", "keeper", "blind"])
+@pytest.mark.parametrize("verb", [("flush", "--all", "--yes"), ("verify", "--repair")])
+def test_what_deletes_begins_only_with_every_verb_that_it_takes(served, name, verb):
+    store, url = served
+    before = {entry.key for entry in store.scan_all()}
+    refused(*verb, "-s", url(name))
+    assert {entry.key for entry in store.scan_all()} == before
+
+
+def test_what_lacks_is_named(served):
+    store, url = served
+    said = refused("flush", "--all", "--yes", "-s", url("keeper"))
+    assert "lacks write" in said
+    assert "nothing was changed" in said
+    call("flush", "--all", "--dry-run", "-s", url("keeper"))
+    call("flush", "--all", "--yes", "-s", url("chief"))
+    assert not list(store.scan_all())
+
+
+@pytest.mark.parametrize(
+    "verb", [("ping",), ("status",), ("ls",), ("verify",), ("flush", "--all", "--yes"), ("inspect", "0" * 8)]
+)
+def test_who_is_not_known_is_told_so(served, verb):
+    _, url = served
+    assert "unauthenticated" in refused(*verb, "-s", url("stranger"))
+
+
+@pytest.mark.parametrize("verb", [("status",), ("ls",), ("verify",)])
+def test_who_may_not_read_is_told_so(served, verb):
+    _, url = served
+    assert "blind may admin and write, not read" in refused(*verb, "-s", url("blind"))

@@ -1,0 +1,795 @@
+"""The daemon's configuration: every rule, where a value comes from, and one sentence for whatever is
+wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from tests.examples import example_count
+from tiercache.config.document import description, document, leaves, lines, schema
+from tiercache.config.settings import (
+    Origin,
+    Settings,
+    Verb,
+    check_certificates,
+    check_files,
+    find_file,
+    load,
+    parse_address,
+    read_salt,
+    read_secret,
+    read_token,
+    resolve,
+    warnings,
+)
+from tiercache.errors import ConfigError
+from tiercache.text import exact_duration, exact_size, parse_duration, parse_size
+
+MIB = 2**20
+TLS = 'tls = {certificate = "/c", key = "/k"}\n'
+MTLS = 'tls = {certificate = "/c", key = "/k", client_ca = "/a"}\n'
+TOKEN = '[[principals]]\nname = "t"\ntoken_file = "/t"\n'
+
+
+@pytest.fixture(autouse=True)
+def _no_variables(monkeypatch):
+    for name in [name for name in os.environ if name.startswith("TIERCACHE_")]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def loaded(tmp_path):
+    def write_and_load(text, **overrides):
+        file = tmp_path / "node.toml"
+        file.write_text(text)
+        return load(file, overrides)
+
+    return write_and_load
+
+
+def refused(load, *arguments, **overrides):
+    with pytest.raises(ConfigError) as caught:
+        load(*arguments, **overrides)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert "pydantic" not in message
+    return message
+
+
+def test_importing_tiercache_or_its_config_does_not_load_pydantic():
+    code = "import tiercache, tiercache.config, tiercache.cli.app, sys; print('pydantic' in sys.modules)"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], check=True, capture_output=True, text=True
+        ).stdout.strip()
+        == "False"
+    )
+
+
+# Defaults, sources, precedence
+
+
+def test_the_defaults_fit_together():
+    made = load()
+    assert (made.directory, made.disk_bytes, made.host_bytes) == (
+        Path("/var/lib/tiercache"),
+        64 * 2**30,
+        512 * MIB,
+    )
+    assert made.store_url == f"file:///var/lib/tiercache/store?capacity={64 * 2**30}"
+    assert made.socket_directory == Path("/var/lib/tiercache/run")
+    assert (made.unix, made.listen, made.insecure_bind, made.drain, made.tls) == (True, (), False, 10.0, None)
+    assert (made.limits.idle, made.limits.call, made.limits.clients) == (10.0, 60.0, 512)
+    assert list(warnings(made)) == []
+
+
+@pytest.mark.parametrize("host", [32 * MIB, 33 * MIB + 1, 256 * MIB, 2**30, 2**40])
+@pytest.mark.parametrize("principals", [0, 1, 2])
+def test_by_default_an_object_fits_into_what_one_client_may_hold(host, principals):
+    who = [{"name": f"p{n}", "uid": n} for n in range(principals)]
+    made = load(None, {"host_bytes": host, "principals": who})
+    assert made.object_bytes <= made.client_bytes <= made.principal_bytes <= made.payload_bytes <= host // 2
+    assert made.limits.message_bytes <= made.client_bytes
+    if principals > 1:
+        assert made.principal_bytes <= host // 4
+    if host == 2**40:
+        assert (made.object_bytes, made.client_bytes) == (256 * MIB, host // 8)
+
+
+def test_a_flag_comes_before_a_variable_before_the_file_before_a_default(tmp_path, monkeypatch):
+    file = tmp_path / "node.toml"
+    file.write_text('drain = "1s"\nhost_bytes = "64MiB"\n[limits]\nidle = "1s"\ncall = "1s"\nclients = 1\n')
+    monkeypatch.setenv("TIERCACHE_LIMITS__IDLE", "2s")
+    monkeypatch.setenv("TIERCACHE_LIMITS__CALL", "2s")
+    monkeypatch.setenv("TIERCACHE_DRAIN", "2s")
+    found = resolve(file, {"drain": "3s", "unix": None, "limits": {"call": 3.0, "idle": None}})
+    made = found.settings
+    assert (made.drain, made.limits.call, made.limits.idle, made.limits.clients, made.limits.streams) == (
+        3.0,
+        3.0,
+        2.0,
+        1,
+        256,
+    )
+    said = {key: found.origin(key) for key, _ in leaves(document(made))}
+    assert said[("drain",)] is said["limits", "call"] is Origin.FLAG
+    assert said["limits", "idle"] is Origin.ENVIRONMENT
+    assert said["limits", "clients"] is said[("host_bytes",)] is Origin.FILE
+    assert said["limits", "streams"] is said[("unix",)] is Origin.DEFAULT
+
+
+def test_variables_give_lists_tables_and_booleans(monkeypatch):
+    monkeypatch.setenv("TIERCACHE_LISTEN", "[::1]:7070, localhost:0")
+    monkeypatch.setenv("TIERCACHE_UNIX", "off")
+    monkeypatch.setenv("TIERCACHE_LIMITS__CLIENTS", "7")
+    monkeypatch.setenv("TIERCACHE_METRICS__LISTEN", "127.0.0.1:9464")
+    monkeypatch.setenv("TIERCACHE_TENANTS__ACME__SALT_FILE", "/s")
+    monkeypatch.setenv(
+        "TIERCACHE_PRINCIPALS", '[{"name": "a", "token_file": "/t", "tenant": "acme", "verbs": ["admin"]}]'
+    )
+    made = load()
+    assert made.listen == ("[::1]:7070", "localhost:0")
+    assert (made.unix, made.limits.clients, made.metrics.listen) == (False, 7, "127.0.0.1:9464")
+    assert made.tenants["acme"].salt_file == Path("/s")
+    assert made.principals[0].verbs == {Verb.ADMIN}
+    monkeypatch.setenv("TIERCACHE_LISTEN", ' ["127.0.0.1:1"]')
+    assert load().listen == ("127.0.0.1:1",)
+
+
+def test_the_store_is_one_url_or_a_list_of_tiers(loaded, monkeypatch):
+    assert Settings().store_urls == ("file:///var/lib/tiercache/store?capacity=68719476736",)
+    one = loaded('storage = "file:///a,b?capacity=1GiB"')
+    assert (one.store_url, one.store_urls) == ("file:///a,b?capacity=1GiB", ("file:///a,b?capacity=1GiB",))
+    several = loaded('storage = ["memory://", "file:///d"]')
+    assert several.store_url == several.store_urls == ("memory://", "file:///d")
+    monkeypatch.setenv("TIERCACHE_STORAGE", "file:///a,b?capacity=1GiB")
+    assert load().storage == "file:///a,b?capacity=1GiB", "a comma does not part it"
+    monkeypatch.setenv("TIERCACHE_STORAGE", '["memory://", "file:///d"]')
+    assert load().storage == ("memory://", "file:///d")
+    assert load(None, {"storage": "memory://"}).storage == "memory://", "a flag replaces all tiers"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["TIERCACHE_CONFIG", "TIERCACHE_STORE", "TIERCACHE_PORT", "TIERCACHE_PORT_7070_TCP_ADDR",
+     "TIERCACHE_SERVICE_HOST",
+     "TIERCACHE_SERVICE_PORT_GRPC", "TIERCACHE_NODE_SERVICE_HOST", "TIERCACHES_DRAIN"],
+)  # fmt: skip
+def test_variables_of_others_are_let_be(name, monkeypatch):
+    monkeypatch.setenv(name, "tcp://10.0.0.1:7070")
+    assert load() == Settings()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "sentence"),
+    [
+        ("TIERCACHE_DRIAN", "1s", "TIERCACHE_DRIAN names no setting; did you mean TIERCACHE_DRAIN?"),
+        ("TIERCACHE_Drain", "1s", "TIERCACHE_Drain names no setting; did you mean TIERCACHE_DRAIN?"),
+        ("TIERCACHE_IDLE", "1s", "TIERCACHE_IDLE names no setting; did you mean TIERCACHE_LIMITS__IDLE?"),
+        (
+            "TIERCACHE_LIMITS__IDEL",
+            "1s",
+            "TIERCACHE_LIMITS__IDEL is not a setting; did you mean TIERCACHE_LIMITS__IDLE?",
+        ),
+        ("TIERCACHE_DRAIN__X", "1s", "TIERCACHE_DRAIN__X names no setting"),
+        ("TIERCACHE_PRINCIPALS__0__NAME", "a", "TIERCACHE_PRINCIPALS__0__NAME names no setting"),
+        ("TIERCACHE_", "1", "TIERCACHE_ names no setting"),
+        ("TIERCACHE_\x1b[2J", "1", "names no setting"),
+        ("TIERCACHE_LIMITS__IDLE", "", "TIERCACHE_LIMITS__IDLE: '' is not a duration"),
+        ("TIERCACHE_UNIX", "2", "TIERCACHE_UNIX: '2' is neither true nor false"),
+        ("TIERCACHE_TLS", "/c", "TIERCACHE_TLS is not a table"),
+        ("TIERCACHE_LIMITS", "x", "TIERCACHE_LIMITS is not a table"),
+        ("TIERCACHE_PRINCIPALS", "[{", "TIERCACHE_PRINCIPALS is not JSON"),
+        ("TIERCACHE_PRINCIPALS", "[" * 200_000, "TIERCACHE_PRINCIPALS"),
+        (
+            "TIERCACHE_PRINCIPALS",
+            '[{"name": "a"}]',
+            "TIERCACHE_PRINCIPALS, principals[0]: principal a has no credential",
+        ),
+        ("TIERCACHE_LISTEN", "x", "TIERCACHE_LISTEN, listen[0]: 'x' is not an address"),
+    ],
+)
+def test_a_variable_that_means_nothing_is_an_error(name, value, sentence, monkeypatch):
+    if len(value) < 100_000:
+        monkeypatch.setenv(name, value)
+    else:
+        monkeypatch.setitem(os.environ, name, value)
+    message = refused(load)
+    assert sentence in message
+    assert message.isprintable()
+
+
+def test_a_mistake_counts_even_where_something_overrides_it(loaded, monkeypatch):
+    monkeypatch.setenv("TIERCACHE_DRAIN", "1s")
+    assert "node.toml: drain: 'soon' is not a duration" in refused(loaded, 'drain = "soon"')
+    assert "--drain: 'soon' is not a duration" in refused(loaded, "", drain="soon")
+    assert "--limits-idle: True is not a duration" in refused(loaded, "", limits={"idle": True})
+
+
+def test_a_table_may_be_given_in_parts(loaded, monkeypatch):
+    monkeypatch.setenv("TIERCACHE_TLS__KEY", "/k")
+    monkeypatch.setenv("TIERCACHE_TENANTS__A__SALT_FILE", "/s")
+    made = loaded('tls.certificate = "/c"\ntenants.a = {}\n')
+    assert made.tls is not None
+    assert (made.tls.certificate, made.tls.key) == (Path("/c"), Path("/k"))
+    message = refused(loaded, 'tls.client_ca = "/c"\n')
+    assert "node.toml with the environment: tls.key is given without tls.certificate" in message
+
+
+def test_which_file(tmp_path, monkeypatch):
+    assert find_file(tmp_path / "a") == tmp_path / "a"
+    monkeypatch.setenv("TIERCACHE_CONFIG", "/b")
+    assert find_file(None) == Path("/b")
+    assert find_file(tmp_path / "a") == tmp_path / "a"
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (None, "does not exist; create it"),
+        (b"a =", "is not TOML"),
+        (b"a = 1\na = 2", "is not TOML"),
+        (b"\xff", "is not UTF-8"),
+        (b"a = " + b"9" * 5000, "is not TOML"),
+        (b"a = " + b"[" * 100_000, "is nested too deeply"),
+        (b" " * (MIB + 1), "is larger than 1MiB"),
+    ],
+)
+def test_a_file_that_cannot_be_read(tmp_path, content, sentence):
+    file = tmp_path / "no\nde.toml"
+    if content is not None:
+        file.write_bytes(content)
+    message = refused(load, file)
+    assert sentence in message
+    assert "no\\nde.toml" in message
+    assert "Is a directory" in refused(load, tmp_path)
+
+
+# Keys and values
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ('limits.idel = "1s"', "limits.idel is not a setting; did you mean limits.idle?"),
+        ("host-bytes = 1", "host-bytes is not a setting; did you mean host_bytes?"),
+        ('idle = "1s"', "idle is not a setting; did you mean limits.idle?"),
+        ("limits.host_bytes = 1", "limits.host_bytes is not a setting; did you mean host_bytes?"),
+        ('tenants.a.salt = "hunter2"', "tenants.a.salt is not a setting; did you mean tenants.a.salt_file?"),
+        ('[[principals]]\nname = "a"\ntoken = "hunter2"',
+         "principals[0].token is not a setting; did you mean principals[0].token_file?"),
+        ('_env_file = "/etc/passwd"', "_env_file is not a setting; the settings there are directory"),
+        ('_secrets_dir = "/etc"', "_secrets_dir is not a setting"),
+        ('"a\\nb" = 1', '"a\\nb" is not a setting'),
+        ('model_config = "x"', "model_config is not a setting"),
+        ("limits = 1", "limits is not a table"),
+        ("tenants = []", "tenants is not a table"),
+        ("tenants.a = 1", "tenants.a is not a table"),
+        ("tenants.a = {}", "tenants.a.salt_file is missing"),
+        ('tenants."a b".salt_file = "/s"', "is not a name"),
+        ("principals = {}", "principals: {} is not a list"),
+        ("principals = [1]", "principals[0] is not a table"),
+        ("[[principals]]\nuid = 1", "principals[0].name is missing"),
+        ('listen = "127.0.0.1:1"', "listen: '127.0.0.1:1' is not a list; put it into brackets"),
+        ("host_bytes = true", "host_bytes: True is not a size"),
+        ('host_bytes = "64GB/s"', "host_bytes: '64GB/s' is not a size"),
+        ('host_bytes = "7MiB"', "host_bytes: '7MiB' is not possible; use 32MiB to 1024PiB"),
+        (f"host_bytes = 0x{'f' * 9999}", "host_bytes: a number with thousands of digits is not possible"),
+        ("host_bytes = -1", "host_bytes: -1 is not a size"),
+        ("drain = 0", "drain: 0 is not possible"),
+        ("drain = false", "drain: False is not a duration"),
+        ("drain = nan", "drain: nan is not a duration"),
+        ("drain = inf", "drain: inf is not a duration"),
+        (f"drain = 0x{'f' * 9999}", "drain: a number with thousands of digits is not possible"),
+        ("limits.clients = 0", "limits.clients: 0 is not possible; use a whole number from 1 to"),
+        ("limits.clients = 1.5", "limits.clients: 1.5 is not possible"),
+        ("limits.clients = true", "limits.clients: True is not possible"),
+        ('limits.message_bytes = "2GiB"', "limits.message_bytes: '2GiB' is not possible"),
+        ("unix = 1", "unix: 1 is neither true nor false"),
+        ('directory = "tiercache"', "directory: this is not an absolute path"),
+        ('directory = "/a\\u0000"', "directory: this is not an absolute path"),
+        ("directory = 1", "directory: this is not an absolute path"),
+        ('sockets = "run"', "sockets: this is not an absolute path"),
+        ('storage = "lmdb"', "storage: storage 'lmdb' is not a URL"),
+        ('storage = "x://user:hunter2@host/"', "storage: a user or password in a x:// URL would be shown"),
+        ("storage = 1979-05-27", "storage: datetime.date(1979, 5, 27) is not a line of text"),
+        ("storage = []", "storage: a tier has no URL; list the URL of each tier, the fastest first"),
+        ('storage = ["memory://", ""]', "storage: a tier has no URL"),
+        ('storage = ["memory://", "lmdb"]', "storage: storage 'lmdb' is not a URL"),
+        ('storage = ["memory://", "x://user:hunter2@host/"]', "a user or password in a x:// URL"),
+        ('storage = ["memory://", ["file:///d"]]', "storage: ['file:///d'] is not a line of text"),
+        ('[[principals]]\nname = "a"\nuid = -1', "principals[0].uid: -1 is not possible"),
+        ('[[principals]]\nname = "a"\nuid = true', "principals[0].uid: True is not possible"),
+        ('[[principals]]\nname = ""\nuid = 1', "principals[0].name: '' is not a name"),
+        ('[[principals]]\nname = "a"\nsan = "*.example"',
+         "principals[0].san: '*.example' is not a subject alternative name"),
+        ('[[principals]]\nname = "a"\nsan = ""', "principals[0].san: '' is not a subject alternative name"),
+        ('[[principals]]\nname = "a"\ntoken_file = "hunter2"',
+         "principals[0].token_file: this is not an absolute path"),
+        ('[[principals]]\nname = "a"\nuid = 1\nverbs = ["delete"]',
+         "principals[0].verbs[0]: 'delete' is not a verb; use read, write"),
+        ('[[principals]]\nname = "a"\nuid = 1\nverbs = []',
+         "principals[0].verbs: a principal without verbs can do nothing"),
+        ('[[principals]]\nname = "a"\nuid = 1\nverbs = "read"', "principals[0].verbs: 'read' is not a list"),
+        ('[[principals]]\nname = "a"\nuid = 1\nnamespaces = []',
+         "principals[0].namespaces: give one or more different"),
+        ('[[principals]]\nname = "a"\nuid = 1\nnamespaces = ["abc"]',
+         "principals[0].namespaces[0]: 'abc' is not a namespace; write all"),
+        ('[[principals]]\nname = "a"\nuid = 1\nnamespaces = ["*", "*"]',
+         "principals[0].namespaces: give one or more different"),
+    ],
+)  # fmt: skip
+def test_a_bad_key_or_value_is_named(loaded, text, sentence):
+    message = refused(loaded, text)
+    assert re.match(r".*/node\.toml: ", message)
+    assert sentence in message
+    assert message.isprintable()
+    assert len(message) < 500
+    assert "hunter2" not in message
+
+
+def test_namespaces_are_written_one_way(loaded):
+    made = loaded(f'[[principals]]\nname = "a"\nuid = 1\nnamespaces = ["{"AB" * 32}"]')
+    assert made.principals[0].namespaces == ("ab" * 32,)
+
+
+@pytest.mark.parametrize("nbytes", [1, 32, 48, 64])
+def test_namespaces_have_the_lengths_that_stores_give_them(loaded, nbytes):
+    made = loaded(f'[[principals]]\nname = "a"\nuid = 1\nnamespaces = ["{"ab" * nbytes}"]')
+    assert made.principals[0].namespaces == ("ab" * nbytes,)
+    assert any("has 2 digits" in line for line in warnings(made)) == (nbytes == 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "host", "port", "loopback"),
+    [
+        ("127.0.0.1:7070", "127.0.0.1", 7070, True),
+        ("127.8.8.8:0", "127.8.8.8", 0, True),
+        ("[::1]:65535", "::1", 65535, True),
+        ("localhost:1", "localhost", 1, True),
+        ("LOCALHOST:1", "LOCALHOST", 1, True),
+        ("localhost.example:1", "localhost.example", 1, False),
+        ("node-1:1", "node-1", 1, False),
+        ("0.0.0.0:1", "0.0.0.0", 1, False),
+        ("[::]:1", "::", 1, False),
+        ("10.0.0.1:1", "10.0.0.1", 1, False),
+    ],
+)
+def test_addresses(text, host, port, loopback):
+    address = parse_address(text)
+    assert (address.host, address.port, address.loopback, str(address)) == (host, port, loopback, text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "7070", ":7070", "*:7070", "127.0.0.1", "127.0.0.1:", "127.0.0.1:65536", "127.0.0.1:-1",
+     "127.0.0.1:+1", "127.0.0.1:٣", "::1:7070",
+     "[::1]", "[127.0.0.1]:1", "[::g]:1", "127.1:1", "256.0.0.1:1", "1.2.3.4.5:1", "a..b:1", "-a:1",
+     "unix:/x:1", "http://a:1", "a b:1",
+     "127.0.0.1:1\n", 7070, None],
+)  # fmt: skip
+def test_what_is_no_address(text):
+    with pytest.raises(ConfigError, match=r"is not an address.*write host:port"):
+        parse_address(text)
+
+
+# What settings must obey together
+
+PRINCIPALS = '[[principals]]\nname = "a"\n{}\n[[principals]]\nname = "b"\n{}\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ('tls.certificate = "/c"', "tls.certificate is given without tls.key"),
+        ('tls.key = "/c"', "tls.key is given without tls.certificate"),
+        ('tls.client_ca = "/c"', "tls.client_ca is given without tls.certificate"),
+        ("tls = {}", "[tls] is empty"),
+        ('insecure_bind = true\nlisten = ["0.0.0.0:1"]\ntls.key = "/c"',
+         "tls.key is given without tls.certificate"),
+        ('insecure_bind = true\nlisten = ["0.0.0.0:1"]\ntls.client_ca = "/c"',
+         "tls.client_ca is given without tls.certificate"),
+        ('[[principals]]\nname = "a"\nsan = "a"',
+         "principals[0].san: a is recognised by a certificate, which needs tls.certificate"),
+        (TLS + '[[principals]]\nname = "a"\nsan = "a"',
+         "principals[0].san: a is recognised by a certificate, which needs tls.client_ca"),
+        ('[[principals]]\nname = "a"', "principals[0]: principal a has no credential; give exactly one"),
+        ('[[principals]]\nname = "a"\nuid = 0\nsan = "x"',
+         "principals[0]: principal a has 2 credentials (uid, san)"),
+        (PRINCIPALS.format("uid = 1", "uid = 2").replace('"b"', '"a"'), "2 of them have the name a"),
+        (PRINCIPALS.format("uid = 1", "uid = 1"), "principals: 2 of them have the uid 1"),
+        (PRINCIPALS.format('token_file = "/t"', 'token_file = "/x/..//t"'),
+         "principals: 2 of them have the token_file /t"),
+        (MTLS + PRINCIPALS.format('san = "w.example"', 'san = "W.example"'),
+         "principals: 2 of them have the san w.example"),
+        ('[[principals]]\nname = "a"\nuid = 1\ntenant = "acme"',
+         "principals[0].tenant: there is no tenant 'acme'; add [tenants.acme]"),
+        ('listen = ["0.0.0.0:1"]', "other machines can reach 0.0.0.0:1 without authentication"),
+        ('listen = ["node-1:1", "[::1]:1"]', "other machines can reach node-1:1 without authentication"),
+        ('listen = ["0.0.0.0:1"]\n' + TLS, "without authentication"),
+        ('listen = ["0.0.0.0:1"]\n' + TOKEN, "tokens would travel unencrypted"),
+        ('listen = ["0.0.0.0:1"]\n[[principals]]\nname = "a"\nuid = 1', "without authentication"),
+        ('listen = ["127.0.0.1:1", "127.0.0.1:1"]', "listen: 127.0.0.1:1 is given 2 times"),
+        ('listen = ["127.0.0.1:1"]\nmetrics.listen = "127.0.0.1:1"', "listen: 127.0.0.1:1 is given 2 times"),
+        ("unix = false", "there is nothing to serve"),
+        ('unix = false\nmetrics.listen = "127.0.0.1:1"', "there is nothing to serve"),
+        ('metrics.listen = "0.0.0.0:1"', "metrics.listen: other machines can reach 0.0.0.0:1"),
+        ('insecure_bind = true\nmetrics.listen = "0.0.0.0:1"',
+         "metrics.listen: other machines can reach 0.0.0.0:1"),
+        (f'sockets = "/{"s" * 95}"',
+         "would have 108 bytes, and the path of a unix socket has at most 107; set sockets to"),
+        (f'directory = "/{"ü" * 45}a"', "would have 108 bytes"),
+        ('storage = "memory://"\ndisk_bytes = "64GiB"', "storage and disk_bytes cannot both be given"),
+        ('storage = ["memory://"]\ndisk_bytes = "64GiB"', "storage and disk_bytes cannot both be given"),
+        ('limits.object_bytes = "32MiB"\nlimits.client_bytes = "16MiB"',
+         "limits.object_bytes (32MiB) is more than limits.client_bytes"),
+        ('limits.object_bytes = "32MiB"\nlimits.principal_bytes = "16MiB"',
+         "(32MiB) is more than limits.principal_bytes (16MiB)"),
+        ('limits.object_bytes = "512MiB"',
+         "limits.object_bytes (512MiB) is more than half of host_bytes (256MiB)"),
+        ('limits.client_bytes = "512MiB"',
+         "limits.client_bytes (512MiB) is more than half of host_bytes (256MiB)"),
+        ('limits.client_bytes = "64MiB"\nlimits.principal_bytes = "32MiB"',
+         "(64MiB) is more than limits.principal_bytes (32MiB)"),
+        ('limits.client_bytes = "1MiB"',
+         "limits.message_bytes (4MiB) is more than limits.client_bytes"),
+    ],
+)  # fmt: skip
+def test_settings_that_do_not_fit_together(loaded, text, sentence):
+    message = refused(loaded, text)
+    assert re.match(r".*/node\.toml: ", message)
+    assert sentence in message
+    assert message.isprintable()
+
+
+@pytest.mark.parametrize(
+    ("text", "warning"),
+    [
+        ('listen = ["0.0.0.0:1"]\n' + TLS + TOKEN, None),
+        ('listen = ["0.0.0.0:1"]\n' + MTLS + '[[principals]]\nname = "a"\nsan = "a"', None),
+        ('listen = ["0.0.0.0:1"]\n' + MTLS, "every client with a certificate that tls.client_ca has signed"),
+        ('listen = ["0.0.0.0:1"]\ninsecure_bind = true',
+         "every client that reaches 0.0.0.0:1 may read and change the cache"),
+        ('listen = ["0.0.0.0:1"]\ninsecure_bind = true\n' + TLS,
+         "every client that reaches 0.0.0.0:1 may read and change the cache"),
+        ('listen = ["0.0.0.0:1"]\ninsecure_bind = true\n' + TOKEN, "tokens travel unencrypted to 0.0.0.0:1"),
+        ('listen = ["127.0.0.1:1"]\n' + TOKEN, None),
+        ('listen = ["127.0.0.1:1"]', "every user of this machine can call 127.0.0.1:1"),
+        ('listen = ["127.0.0.1:0", "127.0.0.1:0"]\n' + TOKEN, None),
+        ("insecure_bind = true", "insecure_bind is set, but no address needs it"),
+        ('metrics = {listen = "0.0.0.0:1", public = true}', "reaches 0.0.0.0:1 can read the metrics"),
+        ('tenants.a.salt_file = "/s"', "no principal belongs to tenant a"),
+        ('unix = false\nlisten = ["127.0.0.1:1"]\n' + PRINCIPALS.format("uid = 1", 'token_file = "/t"'),
+         "principal a is recognised by a uid"),
+        (MTLS + '[[principals]]\nname = "a"\nsan = "a"',
+         "principal a is recognised by a certificate, and no TCP address"),
+        (f'unix = false\nlisten = ["127.0.0.1:1"]\nsockets = "/{"s" * 200}"\n' + TOKEN, None),
+        (f'sockets = "/{"s" * 94}"', None),
+        ('storage = "memory://"', None),
+    ],
+)  # fmt: skip
+def test_what_is_allowed_and_what_is_said_about_it(loaded, text, warning):
+    said = list(warnings(loaded(text)))
+    assert len(said) == (warning is not None), said
+    assert not said or warning in said[0]
+
+
+def test_settings_are_frozen():
+    made = Settings()
+    with pytest.raises(ValidationError):
+        made.drain = 1.0
+    with pytest.raises(ValidationError):
+        made.limits.idle = 1.0
+
+
+def test_settings_take_what_they_are_given_and_look_at_nothing_else(monkeypatch):
+    monkeypatch.setenv("TIERCACHE_DRAIN", "1s")
+    assert Settings().drain == 10.0
+    with pytest.raises(ConfigError, match="nothing to serve"):
+        Settings(unix=False).check()
+
+
+# Files
+
+
+def private(path, data, mode=0o600):
+    path.write_bytes(data)
+    path.chmod(mode)
+    return path
+
+
+def test_secrets_are_read_whole(tmp_path):
+    assert read_token(private(tmp_path / "token", b" \n0123456789abcdef\r\n"), "t") == b"0123456789abcdef"
+    assert read_salt(private(tmp_path / "salt", b" " * 32, 0o400), "s") == b" " * 32
+    assert read_token(private(tmp_path / "longest", b"x" * 4096 + b"\n"), "t") == b"x" * 4096
+
+
+@pytest.mark.parametrize("size", [0, 15, 4097, 100_000])
+def test_secrets_of_other_sizes(tmp_path, size):
+    path = private(tmp_path / "token", b"x" * size + b"\n")
+    message = refused(read_token, path, "principals[0].token_file")
+    assert message.startswith(f"principals[0].token_file: {path} holds ")
+    assert "16 to 4096 are needed" in message
+    assert "xxx" not in message
+
+
+def test_a_token_is_not_cut_off(tmp_path):
+    path = private(tmp_path / "token", b"x" * 16 + b" " * 5000 + b"y")
+    assert "holds more than 4096 bytes" in refused(read_token, path, "t")
+
+
+def test_what_is_no_private_file(tmp_path):
+    good = private(tmp_path / "good", b"hunter2" * 5)
+    (tmp_path / "link").symlink_to(good)
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    assert "is a symbolic link" in refused(read_secret, tmp_path / "link", 1, 100, "x")
+    assert "is not a regular file" in refused(read_secret, tmp_path / "pipe", 1, 100, "x")
+    assert "is not a regular file" in refused(read_secret, tmp_path, 1, 100, "x")
+    assert "does not exist" in refused(read_secret, tmp_path / "none", 1, 100, "x")
+    assert "cannot be opened" in refused(read_secret, good / "x", 1, 100, "x")
+    for mode in (0o640, 0o604, 0o620, 0o644, 0o610):
+        good.chmod(mode)
+        message = refused(read_secret, good, 1, 100, "x")
+        assert f"(mode {mode:04o}); run chmod 600 {good}" in message
+        assert "hunter2" not in message
+    assert "printable ASCII" in refused(read_token, private(tmp_path / "binary", bytes(range(128, 160))), "x")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+def test_a_secret_of_somebody_else(tmp_path):
+    secret = private(tmp_path / "secret", b"x" * 32)
+    tmp_path.chmod(0o755)
+    os.seteuid(65534)
+    try:
+        message = refused(read_secret, secret, 1, 100, "x")
+    finally:
+        os.seteuid(0)
+    assert re.search("cannot be read by this user", message)
+
+
+def test_the_files_of_a_configuration(tmp_path, loaded):
+    for name in ("a.token", "b.token", "a.salt", "b.salt", "key"):
+        private(tmp_path / name, name.encode() * 10)
+    (tmp_path / "certificate").write_bytes(b"public")
+    (tmp_path / "ca").symlink_to(tmp_path / "certificate")
+    made = loaded(
+        PRINCIPALS.format(f'token_file = "{tmp_path}/a.token"', f'token_file = "{tmp_path}/b.token"')
+        + f'[tenants]\na.salt_file = "{tmp_path}/a.salt"\nb.salt_file = "{tmp_path}/b.salt"\n'
+        + f'[tls]\ncertificate = "{tmp_path}/certificate"\nkey = "{tmp_path}/key"\nclient_ca ='
+        f' "{tmp_path}/ca"\n'
+    )
+    check_files(made)
+    private(tmp_path / "b.token", b"a.token" * 10 + b"\n")
+    message = refused(check_files, made)
+    assert "principals[0].token_file and principals[1].token_file hold the same tokens" in message
+    assert "a.tokena.token" not in message
+    private(tmp_path / "b.token", b"b.token" * 10)
+    private(tmp_path / "b.salt", b"a.salt" * 10)
+    assert "tenants.a.salt_file and tenants.b.salt_file hold the same salts" in refused(check_files, made)
+    private(tmp_path / "b.salt", b"b.salt" * 10)
+    for name, setting in (
+        ("key", "tls.key"),
+        ("ca", "tls.client_ca"),
+        ("b.salt", "tenants.b.salt_file"),
+        ("a.token", "principals[0].token_file"),
+    ):
+        os.rename(tmp_path / name, tmp_path / "away")
+        assert refused(check_files, made).startswith(f"{setting}: {tmp_path}/{name} does not exist")
+        os.rename(tmp_path / "away", tmp_path / name)
+    (tmp_path / "key").chmod(0o644)
+    assert "tls.key" in refused(check_files, made)
+
+
+def test_certificates_are_certificates(tmp_path, loaded):
+    for name in ("a", "b"):
+        command = [
+            "openssl",
+            "req",
+            "-x509",
+            "-newkey",
+            "ec",
+            "-pkeyopt",
+            "ec_paramgen_curve:P-256",
+            "-nodes",
+            "-subj",
+            f"/CN={name}",
+        ]
+        try:
+            subprocess.run(
+                [*command, "-keyout", tmp_path / f"{name}.key", "-out", tmp_path / f"{name}.crt"],
+                check=True,
+                capture_output=True,
+            )
+        except FileNotFoundError:
+            pytest.skip("openssl makes the certificates")
+    text = 'tls = {{certificate = "{0}/a.crt", key = "{0}/{1}.key", client_ca = "{0}/{2}"}}'
+    check_certificates(loaded(text.format(tmp_path, "a", "b.crt")))
+    assert "not a certificate and its unencrypted key" in refused(
+        check_certificates, loaded(text.format(tmp_path, "b", "b.crt"))
+    )
+    assert "tls.client_ca" in refused(check_certificates, loaded(text.format(tmp_path, "a", "a.key")))
+    check_certificates(Settings())
+
+
+def test_neither_contents_nor_inputs_show_in_a_repr(tmp_path, loaded):
+    made = loaded(f'[[principals]]\nname = "a"\ntoken_file = "{private(tmp_path / "t", b"hunter2" * 4)}"')
+    check_files(made)
+    assert "hunter2" not in repr(made) + json.dumps(document(made))
+    with pytest.raises(ValidationError) as caught:
+        Settings(storage={"password": "hunter2"})
+    assert "input_value" not in str(caught.value)
+
+
+# As documents
+
+
+def test_every_setting_has_a_description_and_a_schema():
+    made = schema()
+    tables = [made, *(content for content in made["$defs"].values() if "properties" in content)]
+    assert len(tables) == 6
+    for table in tables:
+        assert table["additionalProperties"] is False
+        for name, setting in table["properties"].items():
+            assert "$ref" in setting or setting["description"], name
+    assert "null" not in json.dumps(made)
+    assert made["properties"]["disk_bytes"]["default"] == "64GiB"
+    assert made["$defs"]["Limits"]["properties"]["idle"]["default"] == "10s"
+    assert made["$defs"]["Principal"]["properties"]["verbs"]["default"] == ["read", "write"]
+    patterns = [
+        choice["pattern"] for choice in made["properties"]["host_bytes"]["anyOf"] if "pattern" in choice
+    ]
+    assert all(re.search(patterns[0], text) for text in ("64GiB", "1.5 TB", "4096", "7kb", "5b"))
+    assert description(("principals", 3, "uid")).startswith("Credential")
+    assert description(("tenants", "limits", "salt_file")).startswith("File with 32 to 4096")
+
+
+sizes = st.integers(0, 2**60)
+names = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,8}", fullmatch=True)
+paths = st.text(st.characters(exclude_categories=("C", "Z")), max_size=12).map(lambda text: f"/{text}")
+
+
+@given(sizes)
+def test_a_size_is_written_so_that_it_reads_the_same(size):
+    assert parse_size(exact_size(size)) == size
+
+
+@given(st.floats(1e-9, 1e7) | st.integers(1, 10**6).map(lambda n: n / 1000))
+@example(60.0)
+@example(1e-07)
+def test_a_duration_is_written_so_that_it_reads_the_same(seconds):
+    assert parse_duration(exact_duration(seconds)) == seconds
+
+
+@pytest.mark.parametrize(
+    "text", ["9" * 400, "9" * 400 + ".5GiB", "9" * 5000, "1" * 30 + "x", "", " ", None, [], -1, 1.5, True]
+)
+def test_what_is_no_size(text):
+    with pytest.raises(ConfigError, match="is not a size"):
+        parse_size(text)
+
+
+toml_text = st.text(st.characters(exclude_categories=("Cs",)), max_size=8)
+toml_values = st.recursive(
+    st.booleans() | st.integers(-(2**63), 2**63 - 1) | toml_text,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(toml_text, inner, max_size=3),
+    max_leaves=12,
+)
+toml_tables = st.dictionaries(toml_text, toml_values, max_size=5)
+
+
+@given(toml_tables)
+@example({"a": [{"b": [{}]}, {"": "\x7f\U0001f600"}], "c": [[{"d": 1}]]})
+def test_toml_is_written_so_that_it_reads_the_same(table):
+    assert tomllib.loads("\n".join(lines(table))) == table
+    assert tomllib.loads("\n".join(lines(table, lambda key: "a # comment"))) == table
+
+
+def principal(n, name):
+    return {"name": name, "uid": n, "verbs": ["admin"]} if n % 2 else {"name": name, "token_file": f"/{n}"}
+
+
+principals = st.lists(names, unique=True, max_size=3).map(
+    lambda found: [principal(n, name) for n, name in enumerate(found)]
+)
+limits = st.fixed_dictionaries(
+    {}, optional={"idle": st.floats(1e-6, 1e6), "clients": st.integers(1, 1000), "attached_bytes": sizes}
+)
+configurations = st.fixed_dictionaries(
+    {},
+    optional={
+        "directory": paths.filter(lambda path: "," not in path),  # no gRPC client finds a socket there
+        "host_bytes": st.integers(32 * MIB, 2**60),
+        "drain": st.floats(1e-6, 1e6),
+        "listen": st.lists(st.sampled_from(["127.0.0.1:1", "[::1]:1", "localhost:0"]), unique=True,
+         max_size=3),
+        "principals": principals,
+        "tenants": st.dictionaries(names, paths.map(lambda path: {"salt_file": path}), max_size=2),
+        "storage": st.sampled_from(["memory://?capacity=1GiB", ["memory://?capacity=1GiB", "file:///d"]]),
+        "tls": st.just({"certificate": "/c", "key": "/k"}),
+        "limits": limits,
+        "metrics": st.just({"listen": "127.0.0.1:2"}),
+    },
+)  # fmt: skip
+
+
+@given(configurations)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+def test_settings_are_written_so_that_they_load_again(tmp_path, values):
+    made = load(None, values)
+    file = tmp_path / "again.toml"
+    file.write_text("\n".join(lines(document(made))))
+    assert load(file) == made
+
+
+def outcome(file, overrides=None):
+    """The message of the error, or nothing; any other exception is a bug."""
+    try:
+        assert isinstance(load(file, overrides), Settings)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+known = st.sampled_from(
+    [*Settings.model_fields, "certificate", "key", "name", "uid", "token_file", "san", "verbs", "salt_file",
+     "idle", "clients",
+     "public", "_env_file", "self"]
+)  # fmt: skip
+likely = st.sampled_from(["/a", "64GiB", "1s", "127.0.0.1:1", "*", "read", "0.0.0.0:1", "memory://"])
+anything = st.recursive(
+    st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.dates()
+    | st.datetimes() | st.times() | st.none() | likely,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(known | st.text(max_size=4), inner,
+     max_size=4),
+    max_leaves=15,
+)  # fmt: skip
+
+
+@given(st.dictionaries(known | st.text(max_size=4), anything, max_size=4))
+@settings(max_examples=example_count(400), deadline=None)
+def test_any_table_is_settings_or_one_sentence(table):
+    assert outcome(None, table).isprintable()
+
+
+bytes_of_files = (
+    st.binary(max_size=60)
+    | st.text(max_size=60).map(lambda text: text.encode(errors="replace"))
+    | toml_tables.map(lambda table: "\n".join(lines(table)).encode())
+)
+
+
+@given(bytes_of_files)
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    max_examples=example_count(300),
+    deadline=None,
+)
+def test_any_file_is_settings_or_one_sentence(tmp_path, data):
+    file = tmp_path / "any.toml"
+    file.write_bytes(data)
+    message = outcome(file)
+    assert message.isprintable()
+    assert not message or message.startswith(str(file))
+
+
+latin = st.characters(exclude_characters="=\0", max_codepoint=255)
+
+
+@given(st.text(latin, max_size=8) | known.map(str.upper), st.text(latin, max_size=12))
+@settings(deadline=None)
+def test_any_variable_is_settings_or_one_sentence(name, value):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(f"TIERCACHE_{name}", value)
+        assert outcome(None).isprintable()

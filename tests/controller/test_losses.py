@@ -1,0 +1,189 @@
+"""Storage that lacks, damages or does not take objects, and copies that fail: never a wrong restore."""
+
+import pytest
+from tiercache_backends.memory import MemoryBackend
+from tiercache_kernels.reference import copy_segments
+
+from tests.controller.harness import KV, MAMBA, Engine, P, evict_checked, prompt
+from tests.controller.test_machine import Flaky
+from tiercache.controller import ControllerOptions
+from tiercache.core import Outcome, Tier
+from tiercache.storage.registry import open_backend
+from tiercache.testing.faults import FaultEnv
+from tiercache.transfer import CopyEngine
+
+
+@pytest.mark.parametrize("answer", [Outcome.ERROR, Outcome.THROTTLED])
+def test_what_could_not_be_read_is_not_taken_for_absent(answer):
+    store = Flaky(MemoryBackend(1 << 24))
+    engine = Engine(store)
+    engine.serve([*prompt(1, 2, 3), 5])
+    engine.settle()
+    evict_checked(engine, Tier.DEVICE, Tier.HOST)
+    store.gets = [answer] * 20
+    assert engine.serve([*prompt(1, 2, 3), 5]) == 0
+    engine.settle()
+    store.gets = []
+    assert engine.metrics.total("storage_sets_total", pool="kv") == 3, "nothing is written a second time"
+    evict_checked(engine, Tier.DEVICE, Tier.HOST)
+    assert engine.serve([*prompt(1, 2, 3), 5]) == 3 * P
+
+
+@pytest.mark.parametrize("answer", [Outcome.ERROR, Outcome.THROTTLED, "raise"])
+def test_what_storage_does_not_take_at_once_is_offered_again(answer):
+    store = Flaky(MemoryBackend(1 << 24))
+    engine = Engine(store)
+    store.sets = [answer] * 3
+    engine.serve([*prompt(1, 2, 3), 5])
+    assert engine.settle(), "it took a moment"
+    assert engine.controller.unstored == 0
+    assert store.sets == []
+    engine.check()
+    evict_checked(engine, Tier.DEVICE, Tier.HOST)
+    assert engine.serve([*prompt(1, 2, 3), 5]) == 3 * P
+
+
+def test_a_flush_says_what_is_not_in_storage(caplog):
+    store = Flaky(MemoryBackend(1 << 24))
+    engine = Engine(store)
+    store.sets = [Outcome.THROTTLED] * 1000
+    engine.serve([*prompt(1, 2, 3), 5])
+    assert not engine.settle()
+    assert "4 objects" in caplog.text
+    assert engine.metrics.total("write_through_skipped_total", reason="refused") == 4
+    assert engine.settle(), "that was said"
+    store.sets = []
+    engine.serve([*prompt(1, 2, 3), 5])
+    assert engine.settle()
+    evict_checked(engine, Tier.DEVICE, Tier.HOST)
+    assert engine.serve([*prompt(1, 2, 3), 5]) == 3 * P
+    full = Engine(Flaky(MemoryBackend(1 << 24)), blocks=2)
+    full.serve(prompt(1, 2, 3))
+    assert not full.settle(), "the host had no room"
+
+
+def test_what_waits_for_storage_is_a_quarter_of_the_host_at_most():
+    store = Flaky(MemoryBackend(1 << 24))
+    store.sets = [Outcome.THROTTLED] * 1000
+    engine = Engine(store, pages=60, states=40, blocks=32, options=ControllerOptions(write_retries=1))
+    for turn in range(8):
+        engine.serve([*prompt(turn, turn + 10), 5])
+        engine.controller.tick()
+        assert engine.context.in_flight.writing.held <= 8
+    assert not engine.settle()
+    engine.check()
+    evict_checked(engine, Tier.DEVICE, Tier.HOST)
+    assert engine.arena.available == engine.arena.blocks
+
+
+def drop(store, pool, number):
+    """Take the `number`-th object of a pool, by depth, out of the store."""
+    entries = sorted((e for e in store.scan_all() if e.key.pool is pool), key=lambda e: e.meta.depth)
+    assert store.delete([entries[number].key]) == [True]
+    return entries[number].meta.depth * P
+
+
+def test_a_state_that_is_missing_in_storage_leaves_the_deepest_below(store):
+    engine = Engine(store)
+    engine.serve([*prompt(1, 2, 3, 4), 5])
+    engine.serve(prompt(1, 2, 3, 4) + prompt(5, 6) + [5])
+    engine.settle()
+    evict_checked(engine, Tier.DEVICE, Tier.HOST)
+    deepest = drop(store, MAMBA, -1)
+    assert deepest == 6 * P
+    assert engine.serve(prompt(1, 2, 3, 4, 5, 6, 7)) == 4 * P
+    assert engine.metrics.value("forgotten_objects_total", "mamba") == 1
+    assert engine.metrics.total("storage_gets_total", outcome="miss") == 0, (
+        "the store said so when it was asked"
+    )
+    assert engine.metrics.value("restore_failures_total", "absent") == 1
+    engine.check()
+
+
+def test_a_page_that_is_missing_in_storage_is_a_miss_of_all_behind_it(store):
+    engine = Engine(store)
+    engine.serve([*prompt(1, 2, 3, 4), 5])
+    engine.settle()
+    evict_checked(engine, Tier.DEVICE, Tier.HOST)
+    drop(store, KV, 1)
+    assert engine.serve(prompt(1, 2, 3, 4, 5)) == 0
+    assert engine.metrics.total("storage_gets_total") == 0
+    assert engine.metrics.value("restore_failures_total", "absent") == 1
+    engine.check()
+
+
+def test_after_a_restart_a_dropped_state_is_a_miss_with_its_reason(tmp_path):
+    url = f"file://{tmp_path}/store?capacity=16MiB"
+    engine = Engine(open_backend(url))
+    engine.serve([*prompt(1, 2, 3), 5])
+    engine.settle()
+    engine.controller.close()
+    store = open_backend(url)
+    drop(store, MAMBA, 0)
+    engine = Engine(store)
+    assert engine.serve(prompt(1, 2, 3, 4)) == 0
+    assert engine.metrics.value("lookups_total", "storage", "kv", "miss", "partial_pools") == 1
+    assert engine.metrics.value("lookups_total", "storage", "mamba", "miss", "absent") == 1
+
+
+def test_a_corrupt_object_is_never_served_and_is_stored_anew(tmp_path):
+    env = FaultEnv()
+    engine = Engine(open_backend(f"file://{tmp_path}/store?capacity=16MiB", env=env))
+    engine.serve([*prompt(1, 2, 3), 5])
+    engine.settle()
+    evict_checked(engine, Tier.DEVICE, Tier.HOST)
+    env.spoil(times=1000)  # a store looks twice before it gives an object up
+    assert engine.serve(prompt(1, 2, 3, 4)) == 0
+    env.clear()
+    assert engine.metrics.value("restore_failures_total", "checksum") == 1
+    assert engine.metrics.total("storage_gets_total", outcome="corrupt") >= 1
+    engine.settle()
+    evict_checked(engine, Tier.DEVICE, Tier.HOST)
+    assert engine.serve(prompt(1, 2, 3, 4)) == 3 * P
+    engine.check()
+
+
+def test_a_full_host_skips_write_through_and_counts_it(store):
+    engine = Engine(store, blocks=2)
+    assert engine.serve(prompt(1, 2, 3)) == 0
+    engine.settle()
+    assert engine.metrics.total("write_through_skipped_total", reason="host_full") > 0
+    assert engine.serve(prompt(1, 2, 3)) == 2 * P
+    engine.check()
+
+
+def test_a_failed_copy_to_the_host_loses_nothing(store):
+    def broken(*columns):
+        raise OSError("no copy today")
+
+    engine = Engine(store, engine=lambda d, h: CopyEngine(d, h, copier=broken))
+    engine.serve(prompt(1, 2, 3))
+    engine.settle()
+    assert engine.metrics.total("write_through_skipped_total", reason="transfer_failed") > 0
+    assert engine.serve(prompt(1, 2, 3)) == 2 * P
+    engine.check()
+
+
+@pytest.mark.parametrize("failing", range(1, 5))
+def test_a_layer_that_fails_voids_the_restore(store, failing):
+    """The n-th layer of a load fails: nothing of it is published, the request recomputes, the next load
+    works.
+    """
+    armed = []
+
+    def copier(*columns):
+        if armed and armed.pop() == "now":
+            raise OSError("a bad layer")
+        copy_segments(*columns)
+
+    engine = Engine(store, engine=lambda d, h: CopyEngine(d, h, copier=copier))
+    engine.serve([*prompt(1, 2, 3), 1])
+    engine.settle()
+    evict_checked(engine, Tier.DEVICE)
+    armed += ["now", *["later"] * (failing - 1)]
+    assert engine.serve(prompt(1, 2, 3, 4)) == 0
+    assert engine.metrics.value("restore_failures_total", "io_error") == 1
+    engine.settle()
+    engine.check()
+    evict_checked(engine, Tier.DEVICE)
+    assert engine.serve([*prompt(1, 2, 3, 4), 1]) == 4 * P

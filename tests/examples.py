@@ -1,0 +1,35 @@
+"""Division of the tests' examples and parameters between `make test` and `make test-slow`.
+
+`make test-slow` runs what `make test` leaves out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from hypothesis import settings
+
+QUICK = 30
+THOROUGH = 100
+"""Examples of a test that names no number, in `make test` and in `make test-slow`."""
+
+
+def example_count(thorough: int) -> int:
+    """Return how many examples a test draws that draws `thorough` of them in `make test-slow`."""
+    return max(2, thorough * settings.default.max_examples // THOROUGH)
+
+
+def slow_after(quick: int, values: Iterable[Any]) -> list[Any]:
+    """Return the parameters of a test, of which those after the first `quick` are slow: they repeat the same
+    proof with another model, store, size or seed.
+    """
+    return [
+        value if n < quick else pytest.param(*_row(value), marks=pytest.mark.slow)
+        for n, value in enumerate(values)
+    ]
+
+
+def _row(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)

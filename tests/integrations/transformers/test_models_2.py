@@ -1,0 +1,15 @@
+"""A quarter of all model types of transformers: what `docs/models.md` says of each is so. See `sweep`."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.integrations.transformers.sweep import documented, quarter, settled, tried
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", quarter(1))
+def test_a_type_is_served_exactly_or_refused_in_one_sentence(model_type: str) -> None:
+    row = tried(model_type)
+    assert row.served == "" or row.exact or row.served == "not built"
+    assert settled(row.line) == settled(documented()[model_type])

@@ -1,0 +1,30 @@
+"""docs/models.md is in step with the installed transformers, as far as can be told without running its
+models.
+"""
+
+from __future__ import annotations
+
+import re
+
+from tests.integrations.transformers.sweep import TYPES, Row, documented, quarter
+
+
+def test_every_type_that_transformers_maps_has_a_line() -> None:
+    assert sorted(documented()) == TYPES
+    assert sorted(model_type for part in range(4) for model_type in quarter(part)) == TYPES
+
+
+def test_every_line_says_what_became_of_its_type() -> None:
+    for model_type, line in documented().items():
+        assert re.fullmatch(
+            rf"\| {re.escape(model_type)} \| \w+ \| (by chunk|by token|refused|not built) \| (yes|-) \| .*\|",
+            line,
+        ), line
+        served, exact, reason = (part.strip() for part in line.strip("|").split(" | ", 4)[2:])
+        assert (exact == "yes") == served.startswith("by"), "what is served is exact"
+        assert reason or served.startswith("by"), "what is not served has a reason"
+
+
+def test_a_line_stays_one_line() -> None:
+    row = Row("a", "A", "", False, "two\nlines | and a bar")
+    assert row.line == "| a | A | refused | - | two lines \\| and a bar |"

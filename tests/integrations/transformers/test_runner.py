@@ -1,0 +1,286 @@
+"""A restored cache continues bitwise as the exported one would have; a wrong one is far outside the
+tolerance.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers.cache_utils import DynamicCache
+
+from tests.integrations.transformers.models import EACH, FAMILIES, PAGE, build, loaded, prompt, wrongs
+from tiercache.errors import InputError, SlotError, TokenError
+from tiercache.integrations.transformers import ModelRunner, PoolTensors, TailMode, differences
+from tiercache.integrations.transformers import runner as runner_module
+
+TOKENS = prompt(6 * PAGE + 5, seed=11)
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def export(
+    runner: ModelRunner, cache: DynamicCache, slots: list[int], state_slot: int = 1
+) -> tuple[PoolTensors, int | None]:
+    """The first pages of a cache and its state in a new pool."""
+    pool = runner.allocate_pools(8, 3)
+    runner.export_pages(cache, pool, 0, slots)
+    if not pool.states:
+        return pool, None
+    runner.export_state(cache, pool, state_slot)
+    return pool, state_slot
+
+
+def decode(runner: ModelRunner, cache: DynamicCache, start: int, steps: int = 4) -> torch.Tensor:
+    rows, token = [], 7
+    for n in range(steps):
+        rows.append(runner.forward(cache, [token], start + n))
+        token = int(rows[-1].argmax())
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_restored_equals_cold_with_the_same_cuts(name: str) -> None:
+    """The oracle: a cold prefill that hands out its pages and state at a cut, against one that starts there
+    from slots.
+    """
+    runner, _ = loaded(name)
+    cuts, depth, slots = [2 * PAGE, 5 * PAGE], 2 * PAGE, [6, 3]
+    exported: list[tuple[PoolTensors, int | None]] = []
+    cold = runner.new_cache()
+    cold_logits = runner.prefill(
+        cold, TOKENS, 0, cuts, lambda d: exported.append(export(runner, cold, slots)) if d == depth else None
+    )
+    pool, state_slot = exported[0]
+    hot = runner.restore(pool, slots, state_slot)
+    assert runner.layout.length(hot) == depth
+    hot_logits = runner.prefill(hot, TOKENS, depth, [5 * PAGE])
+    assert torch.equal(hot_logits, cold_logits)
+    assert differences(runner.layout, hot, cold) == ()
+    assert torch.equal(decode(runner, hot, len(TOKENS)), decode(runner, cold, len(TOKENS)))
+    assert differences(runner.layout, hot, cold) == ()
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_a_state_taken_in_decode_is_restorable(name: str) -> None:
+    """The cache after T tokens holds exactly T tokens' KV and the state at T, also when the last ones came
+    one by one.
+    """
+    runner, _ = loaded(name)
+    cache, depth = runner.new_cache(), 3 * PAGE
+    runner.forward(cache, TOKENS[: depth - 5], 0)
+    for n in range(depth - 5, depth):
+        runner.forward(cache, TOKENS[n : n + 1], n)
+    pool, state_slot = export(runner, cache, [0, 4, 2])
+    restored = runner.restore(pool, [0, 4, 2], state_slot)
+    assert differences(runner.layout, restored, cache) == ()
+    assert torch.equal(decode(runner, restored, depth), decode(runner, cache, depth))
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_a_wrong_cache_is_a_hundred_tolerances_away(name: str) -> None:
+    runner, report = loaded(name)
+    moved = wrongs(runner)
+    assert set(moved) == ({"page", "zeroed", "swapped"} if FAMILIES[name].states else {"page"})
+    for what, by in moved.items():
+        assert by >= 100 * report.tolerance, what
+
+
+def test_a_restored_cache_shares_no_memory_with_the_pool() -> None:
+    runner, _ = loaded("qwen3_next")
+    cache = runner.new_cache()
+    runner.forward(cache, TOKENS[: 2 * PAGE], 0)
+    pool, state_slot = export(runner, cache, [0, 1])
+    before = copy.deepcopy(pool)
+    decode(runner, runner.restore(pool, [0, 1], state_slot), 2 * PAGE)
+    for held, kept in ((pool.kv, before.kv), (pool.states, before.states)):
+        assert all(torch.equal(held[key], kept[key]) for key in kept)
+
+
+def test_pages_are_exported_where_they_were_asked_for() -> None:
+    runner, _ = loaded("llama")
+    cache = runner.new_cache()
+    runner.forward(cache, TOKENS, 0)
+    pool = runner.allocate_pools(4, 0)
+    runner.export_pages(cache, pool, 3, [2, 0])
+    for t in runner.layout.kv_tensors():
+        held = runner.layout.tensor_of(cache, t.layer, t.name)[0].transpose(0, 1)
+        slots = pool.pages(t.layer, t.name)
+        assert torch.equal(slots[2], held[3 * PAGE : 4 * PAGE])
+        assert torch.equal(slots[0], held[4 * PAGE : 5 * PAGE])
+        assert not slots[[1, 3]].any()
+
+
+@pytest.mark.parametrize("name", ["falcon_h1", "nemotron_h"])
+def test_a_layer_is_waited_for_before_its_slots_are_read(name: str) -> None:
+    runner, _ = loaded(name)
+    cache = runner.new_cache()
+    runner.forward(cache, TOKENS[: 2 * PAGE], 0)
+    full, state_slot = export(runner, cache, [0, 1])
+    late, order = runner.allocate_pools(8, 3), []
+
+    def arrive(layer: int) -> None:
+        order.append(layer)
+        for to, source in ((late.kv, full.kv), (late.states, full.states)):
+            for key, tensor in source.items():
+                if key[0] == layer:
+                    to[key].copy_(tensor)
+
+    restored = runner.restore(late, [0, 1], state_slot, wait_layer=arrive)
+    assert order == [layer.layer for layer in runner.layout.layers if not layer.empty]
+    assert differences(runner.layout, restored, cache) == ()
+
+
+def test_a_failed_wait_is_passed_on() -> None:
+    runner, _ = loaded("bamba")
+    pool = runner.allocate_pools(2, 1)
+
+    def fail(layer: int) -> None:
+        raise RuntimeError(f"layer {layer} never came")
+
+    with pytest.raises(RuntimeError, match="layer 0 never came"):
+        runner.restore(pool, [0], 0, wait_layer=fail)
+
+
+def test_in_token_mode_only_the_first_cut_matters() -> None:
+    runner, _ = loaded("jamba")
+    assert runner.tail_mode is TailMode.TOKEN
+    depths: list[int] = []
+    first = runner.prefill(runner.new_cache(), TOKENS, 0, [PAGE])
+    second = runner.prefill(runner.new_cache(), TOKENS, 0, [PAGE, 3 * PAGE, 4 * PAGE + 1], depths.append)
+    assert torch.equal(first, second)
+    assert depths == [PAGE, 3 * PAGE, 4 * PAGE + 1]
+
+
+def test_several_rows_of_logits_are_the_same_in_either_mode() -> None:
+    _, report = loaded("bamba")
+    by_token, by_chunk = (
+        ModelRunner(build("bamba"), PAGE, tail_mode=mode) for mode in (TailMode.TOKEN, TailMode.CHUNK)
+    )
+    rows = []
+    for runner in (by_token, by_chunk):
+        cache = runner.new_cache()
+        runner.forward(cache, TOKENS[:PAGE], 0)
+        rows.append(runner.logits(cache, TOKENS[PAGE : PAGE + 6], PAGE, keep=4))
+    assert rows[0].shape == rows[1].shape == (4, 256)
+    assert rows[0].dtype == torch.float32
+    assert float((rows[0] - rows[1]).abs().max()) <= report.tolerance
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("name", ["qwen3_next", "bamba"])
+@pytest.mark.usefixtures("threads")
+def test_repeated_prefills_are_bitwise_equal(name: str, count: int) -> None:
+    torch.set_num_threads(count)
+    runner, tokens = loaded(name)[0], prompt(300, 5)
+    first, *others = (runner.prefill(runner.new_cache(), tokens, 0, [PAGE, 7 * PAGE]) for _ in range(3))
+    assert all(torch.equal(first, other) for other in others)
+
+
+def test_tokens_may_be_a_list_an_array_or_a_tensor() -> None:
+    runner, _ = loaded("llama")
+    kinds: list[Any] = [TOKENS, TOKENS.tolist(), TOKENS.astype(np.uint64), torch.from_numpy(TOKENS)]
+    first, *others = (runner.forward(runner.new_cache(), tokens, 0) for tokens in kinds)
+    assert all(torch.equal(first, other) for other in others)
+
+
+def test_a_cut_at_the_end_is_called_after_the_last_token() -> None:
+    runner, _ = loaded("bamba")
+    cache, seen = runner.new_cache(), []
+    runner.prefill(
+        cache,
+        TOKENS[: 2 * PAGE],
+        0,
+        [PAGE, 2 * PAGE],
+        lambda depth: seen.append((depth, runner.layout.length(cache))),
+    )
+    assert seen == [(PAGE, PAGE), (2 * PAGE, 2 * PAGE)]
+
+
+@pytest.mark.parametrize("cuts", [[0], [32, 16], [16, 16], [len(TOKENS) + 1]])
+def test_cuts_out_of_place_are_refused(cuts: list[int]) -> None:
+    runner, _ = loaded("llama")
+    with pytest.raises(TokenError, match="cuts"):
+        runner.prefill(runner.new_cache(), TOKENS, 0, cuts)
+
+
+def test_wrong_arguments_change_nothing() -> None:
+    runner, _ = loaded("llama")
+    cache = runner.new_cache()
+    runner.forward(cache, TOKENS[:PAGE], 0)
+    with pytest.raises(TokenError, match="vocabulary of 256"):
+        runner.forward(cache, [256], PAGE)
+    with pytest.raises(TokenError, match="pass start=16"):
+        runner.forward(cache, [1], 0)
+    with pytest.raises(TokenError, match="at least one token"):
+        runner.forward(cache, [], PAGE)
+    with pytest.raises(TokenError, match="nothing to compute"):
+        runner.prefill(cache, TOKENS[:PAGE], PAGE)
+    assert runner.layout.length(cache) == PAGE
+    with pytest.raises(InputError, match="page size 0"):
+        ModelRunner(build("llama"), 0)
+
+
+def test_slots_and_pages_that_do_not_exist_are_refused() -> None:
+    runner, _ = loaded("bamba")
+    cache, pool = runner.new_cache(), runner.allocate_pools(4, 2)
+    runner.forward(cache, TOKENS[: 2 * PAGE + 3], 0)
+    with pytest.raises(TokenError, match="holds 35 tokens"):
+        runner.export_pages(cache, pool, 1, [0, 1])
+    for slots in ([0, 4], [-1, 0]):
+        with pytest.raises(SlotError, match="pool of 4"):
+            runner.export_pages(cache, pool, 0, slots)
+    with pytest.raises(SlotError, match="pool of 2"):
+        runner.export_state(cache, pool, 2)
+    with pytest.raises(SlotError, match="pool of 4"):
+        runner.restore(pool, [9], 0)
+    assert not any(tensor.any() for tensor in (*pool.kv.values(), *pool.states.values()))
+
+
+def test_a_hit_is_all_or_nothing() -> None:
+    hybrid, plain = loaded("bamba")[0], loaded("llama")[0]
+    for runner, pages, state in ((hybrid, [0], None), (hybrid, [], 0), (plain, [0], 0)):
+        with pytest.raises(SlotError, match="no prefix of this model"):
+            runner.restore(runner.allocate_pools(2, 1), pages, state)
+    assert hybrid.layout.length(hybrid.restore(hybrid.allocate_pools(2, 1), [], None)) == 0
+
+
+def test_differences_are_found_by_bits_and_by_flags() -> None:
+    runner, _ = loaded("falcon_h1")
+    cache = runner.new_cache()
+    runner.forward(cache, TOKENS[:PAGE], 0)
+    layout, other = runner.layout, copy.deepcopy(cache)
+    assert differences(layout, cache, other) == ()
+    with torch.inference_mode():
+        for one in (cache, other):
+            layout.tensor_of(one, 0, "v")[..., 0] = torch.nan
+        layout.tensor_of(other, 1, "recurrent_0").view(torch.int32)[0, 0, 0, 0] ^= 1
+    assert differences(layout, cache, other) == ("layer 1 recurrent_0",)
+    held: Any = other.layers[2]
+    held.has_previous_state = {0: False}
+    assert differences(layout, cache, other) == ("layer 1 recurrent_0", "layer 2 has_previous_state")
+
+
+def test_advice_to_install_cuda_kernels_is_dropped_on_a_cpu_only() -> None:
+    logger = logging.getLogger("transformers.integrations.hub_kernels")
+    advice = logging.LogRecord(
+        "x", logging.WARNING, "", 0, "`f` is falling back to its reference PyTorch implementation", None, None
+    )
+    other = logging.LogRecord("x", logging.WARNING, "", 0, "something else", None, None)
+    # private: a model gives this advice only where its kernels are missing
+    with runner_module._quiet(torch.device("cpu")):
+        assert not logger.filter(advice)
+        assert logger.filter(other)
+    assert logger.filter(advice)
+    with runner_module._quiet(torch.device("cuda")):  # private: as above
+        assert logger.filter(advice)

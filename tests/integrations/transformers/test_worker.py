@@ -1,0 +1,322 @@
+"""The reference worker, end to end: what it answers out of any tier equals, to the last bit, what its model
+computes.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from tests.examples import slow_after
+from tests.integrations.transformers.models import EACH, FAMILIES, PAGE, USUAL, build, loaded, prompt
+from tests.integrations.transformers.serving import (
+    AMPLE,
+    EVICTED,
+    LONG,
+    SYSTEM,
+    evict,
+    fill,
+    joined,
+    objects,
+    restored,
+    right,
+    serve_from,
+    serving,
+    settle,
+    store,
+)
+from tiercache.core import PoolName, Tier
+from tiercache.errors import InputError, TokenError
+from tiercache.integrations.transformers import ModelRunner
+from tiercache.integrations.transformers.audit import Audit
+from tiercache.integrations.transformers.watch import identity_of
+from tiercache.integrations.transformers.worker import Worker
+from tiercache.storage.base import StorageBackend
+from tiercache.storage.registry import open_backend
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SLOWEST = pytest.param("jamba", marks=pytest.mark.slow)
+"""The family that is fed token by token."""
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    slow_after(
+        2,
+        [("qwen3_next", "memory"), ("llama", "file"), *((name, "file") for name in USUAL if name != "llama")],
+    ),
+)
+def test_every_state_comes_back_from_every_tier(name: str, kind: str, tmp_path: Path) -> None:
+    """Branch point, prompt end and decode snapshot, each from device, host, disk, and from disk in a new
+    process's place.
+    """
+    storage: StorageBackend = store(tmp_path) if kind == "file" else open_backend("memory://?capacity=64MiB")
+    audit = Audit(loaded(name)[0], page_slots=256, state_slots=64)
+    with serving(name, storage) as worker:
+        prompts = fill(worker, audit)
+        for tier in Tier:
+            for depth, tokens in prompts.items():
+                serve_from(worker, audit, tier, depth, tokens)
+        worker.controller.check_integrity()
+    if kind == "memory":
+        return
+    for depth, tokens in prompts.items():
+        with serving(name, store(tmp_path)) as worker:
+            serve_from(worker, audit, Tier.STORAGE, depth, tokens)
+            worker.controller.check_integrity()
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", SLOWEST, "llama"])
+def test_conversations_with_pools_too_small_for_all_of_them(name: str, tmp_path: Path) -> None:
+    """Three conversations behind one system prompt, three turns each and one after a restart; the pools
+    decide what comes from where.
+    """
+    audit = Audit(loaded(name)[0], page_slots=256, state_slots=128)
+    histories = [SYSTEM.tolist() for _ in range(3)]
+    geometries = loaded(name)[0].layout.geometries
+    states = geometries.get(PoolName.MAMBA)
+    sizes = {
+        "device_bytes": 18 * geometries[PoolName.KV].nbytes + (12 * states.nbytes if states else 0),
+        "host_bytes": (
+            16 * geometries[PoolName.KV].padded_nbytes + (8 * states.padded_nbytes if states else 0)
+        ),
+    }
+    seen: set[Tier | None] = set()
+    for turns in (range(3), range(3, 4)):
+        with serving(name, store(tmp_path), **sizes) as worker:
+            for turn in turns:
+                for n, history in enumerate(histories):
+                    history += prompt(12, seed=100 + 10 * n + turn).tolist()
+                    generation = worker.serve(history, 14, audit=True)
+                    history += generation.answer.tolist()
+                    right(audit, worker, generation)
+                    seen.add(generation.tier)
+                    assert generation.restored > 0 or turn == 0, (generation.reason, n, turn)
+                    settle(worker)
+            worker.controller.check_integrity()
+    assert Tier.STORAGE in seen
+
+
+# --- a wrong cache is noticed
+# --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tier", [Tier.DEVICE, Tier.HOST])
+@pytest.mark.parametrize("name", EACH)
+def test_a_cache_that_is_tampered_with_moves_the_logits_and_is_called_wrong(name: str, tier: Tier) -> None:
+    """Negative controls: what the checks of this module would see if a tier gave back something else than it
+    was given.
+    """
+    audit = Audit(loaded(name)[0], page_slots=64, state_slots=16)
+    with serving(name) as worker:
+        for tokens in LONG.values():
+            right(audit, worker, worker.serve(tokens, 1))
+        expected = restored(worker, tier)
+        right(audit, worker, expected)
+        evict(worker, *EVICTED[tier])
+        page, other = (objects(worker, tier, LONG[seed], PoolName.KV)[3] for seed in (1, 2))
+        wrong = {"page": [(page, other)]}
+        if FAMILIES[name].states:
+            state, another = (objects(worker, tier, LONG[seed], PoolName.MAMBA)[0] for seed in (1, 2))
+            wrong |= {
+                "zeroed": [(state, [torch.zeros_like(part) for part in state])],
+                "swapped": [(state, another), (another, state)],
+            }
+        for what, replaced in wrong.items():
+            kept = [[part.clone() for part in parts] for parts, _ in replaced]
+            for parts, by in [(parts, [part.clone() for part in by]) for parts, by in replaced]:
+                overwrite(parts, by)
+            generation = restored(worker, tier)
+            verdict = audit.check(generation)
+            assert not verdict.same_bytes, what
+            moved = float((generation.first_logits - expected.first_logits).abs().max())
+            assert min(moved, verdict.max_logit_diff) >= 100 * worker.probe.tolerance, what
+            for (parts, _), by in zip(replaced, kept, strict=True):
+                overwrite(parts, by)
+        right(audit, worker, restored(worker, tier))
+
+
+def overwrite(parts: list[torch.Tensor], by: list[torch.Tensor]) -> None:
+    for mine, theirs in zip(parts, by, strict=True):
+        mine.copy_(theirs)
+
+
+# --- objects that are gone
+# -----------------------------------------------------------------------------------------------------------
+
+
+LENGTHS = (1, 2, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE)
+
+
+# --- requests of every kind
+# ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", slow_after(2, ("qwen3_next", "llama", "bamba", "falcon_h1", "jamba")))
+def test_the_third_conversation_restores_at_the_branch(name: str, tmp_path: Path) -> None:
+    audit = Audit(loaded(name)[0], page_slots=64, state_slots=16)
+    with serving(name, store(tmp_path)) as worker:
+        depths = []
+        for seed in (2, 3, 4):
+            generation = worker.serve(joined(SYSTEM, prompt(19, seed)), 3, audit=True)
+            right(audit, worker, generation)
+            depths.append(generation.restored)
+        # The second one finds pages, but only leaves the state that makes them restorable.
+        assert depths == ([0, 0, 2 * PAGE] if FAMILIES[name].states else [0, 2 * PAGE, 2 * PAGE])
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens"),
+    [
+        *product(("qwen3_next", "llama"), LENGTHS),
+        *(
+            pytest.param(*pair, marks=pytest.mark.slow)
+            for pair in product(("bamba", "falcon_h1", "jamba"), LENGTHS)
+        ),
+    ],
+)
+def test_prompts_of_every_length(name: str, tokens: int) -> None:
+    """Twice, and then as the beginning of a longer prompt."""
+    audit = Audit(loaded(name)[0], page_slots=64, state_slots=16)
+    with serving(name) as worker:
+        for asked, depth in (
+            (prompt(tokens, 1), 0),
+            (prompt(tokens, 1), (tokens - 1) // PAGE * PAGE),
+            (joined(prompt(tokens, 1), prompt(3, 2)), tokens // PAGE * PAGE),
+        ):
+            generation = worker.serve(asked, 1, audit=True)
+            assert generation.restored == depth
+            assert len(generation.answer) == 1
+            right(audit, worker, generation)
+        worker.controller.check_integrity()
+
+
+def test_an_answer_ends_behind_a_stop_token() -> None:
+    audit = Audit(loaded("jamba")[0], page_slots=64, state_slots=16)
+    with serving("jamba") as worker:
+        answer = worker.serve(LONG[1], 8).answer.tolist()
+        for at, token in enumerate(answer):
+            generation = worker.serve(LONG[1], 8, stop=[token], audit=True)
+            assert generation.answer.tolist() == answer[: answer.index(token) + 1], at
+        right(audit, worker, worker.serve(LONG[2], 8, stop=range(256)))
+        worker.controller.check_integrity()
+
+
+def test_the_audit_refuses_what_it_cannot_judge() -> None:
+    audit = Audit(loaded("bamba")[0], page_slots=64, state_slots=16)
+    with serving("bamba") as worker:
+        right(audit, worker, worker.serve(LONG[1], 1))
+        with pytest.raises(InputError, match="audit=True"):
+            audit.check(worker.serve(LONG[1], 1))
+        worker.serve(LONG[2], 1)
+        with pytest.raises(InputError, match="in the order"):
+            audit.check(worker.serve(LONG[2], 1, audit=True))
+
+
+def test_no_new_tokens_is_refused() -> None:
+    with serving("llama") as worker:
+        with pytest.raises(InputError, match="at least one"):
+            worker.serve([1], 0)
+        worker.controller.check_integrity()
+
+
+@pytest.mark.parametrize(
+    "tokens", [[], [3, 256], [-1], LONG[1] + [1 << 40]], ids=["empty", "outside", "negative", "far outside"]
+)
+def test_bad_tokens_change_nothing(tokens: list[int], tmp_path: Path) -> None:
+    with serving("bamba", store(tmp_path)) as worker:
+        worker.serve(LONG[1], 1)
+        with pytest.raises(TokenError):
+            worker.serve(tokens, 4)
+        assert worker.controller.metrics.total("lookups_total", tier="device") == 2, "one request, two pools"
+        worker.controller.check_integrity()
+        assert worker.serve(LONG[1], 1).restored == 6 * PAGE
+
+
+# --- failures below
+# ------------------------------------------------------------------------------------------------------------
+
+
+# --- whose bytes these are
+# -----------------------------------------------------------------------------------------------------------
+
+
+def digest(model: PreTrainedModel) -> str:
+    return identity_of(model, ModelRunner(model, PAGE), PAGE).revision
+
+
+def test_two_models_on_one_directory_share_nothing(tmp_path: Path) -> None:
+    """Equal layouts; other weights, or only another constant in the configuration."""
+    for n, model in enumerate((build("llama"), build("llama", seed=1), build("llama", rms_norm_eps=1e-3))):
+        with Worker(
+            model, device_bytes=AMPLE, host_bytes=AMPLE, storage=store(tmp_path), page_size=PAGE
+        ) as worker:
+            audit = Audit(worker.runner, page_slots=64, state_slots=0)
+            for depth in (0, 6 * PAGE):
+                generation = worker.serve(LONG[1], 2, audit=True)
+                assert generation.restored == depth, n
+                right(audit, worker, generation)
+            settle(worker)
+    with store(tmp_path) as storage:
+        assert len(storage.namespaces()) == len({entry.meta.namespace for entry in storage.scan_all()}) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "options"),
+    slow_after(
+        1,
+        [
+            ("llama", torch.bfloat16, {"tie_word_embeddings": True}),
+            ("bamba", torch.float32, {}),
+            ("qwen3_next", torch.float32, {}),
+        ],
+    ),
+    ids=["llama, tied, bfloat16", "bamba", "qwen3_next"],
+)
+def test_a_model_that_was_saved_and_loaded_again_hits(
+    name: str, dtype: torch.dtype, options: dict[str, object], tmp_path: Path
+) -> None:
+    # A cast rounds the frequencies of rotary embeddings as well, loading does not: the model to start from
+    # was loaded.
+    build(name, **options).to(dtype).save_pretrained(tmp_path / "made")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "made", local_files_only=True)
+    for directory in (None, "here", "there"):
+        if directory:
+            model.save_pretrained(tmp_path / directory)
+            model = AutoModelForCausalLM.from_pretrained(tmp_path / directory, local_files_only=True)
+            assert model.dtype == dtype
+        with Worker(
+            model, device_bytes=AMPLE, host_bytes=AMPLE, storage=store(tmp_path), page_size=PAGE
+        ) as worker:
+            generation = worker.serve(LONG[1], 2, audit=True)
+            assert generation.tier is (Tier.STORAGE if directory else None)
+            if not directory:
+                first = generation
+            assert generation.answer.tolist() == first.answer.tolist()
+            settle(worker)
+
+
+def test_every_weight_counts() -> None:
+    """Scalars, buffers, and weights of every dtype."""
+    model = build("llama")  # it has none of these names itself
+    model.register_buffer("scalar", torch.tensor(1.0))
+    model.register_buffer("narrow", torch.ones(3, dtype=torch.bfloat16))
+    model.register_buffer("empty", torch.empty(0))
+    seen = {digest(model)}
+    changes = {
+        "scalar": (torch.tensor(2.0), torch.ones(1)),
+        "narrow": (-torch.ones(3, dtype=torch.bfloat16),),
+    }
+    for name, value in ((name, value) for name, values in changes.items() for value in values):
+        model.register_buffer(name, value)
+        seen.add(digest(model))
+    with torch.no_grad():
+        next(model.parameters()).view(-1)[7] += 1e-6
+    seen.add(digest(model))
+    assert len(seen) == 5
+    assert digest(build("llama")) == digest(build("llama")) not in seen

@@ -1,0 +1,114 @@
+"""The null data plane: real books, no bytes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tiercache.core import CacheTransferUnits, PoolName
+from tiercache.errors import ConfigError, PoolFullError, SlotError
+from tiercache.lab.replay.plane import Inline, NullArena, NullEngine, block_bytes, device_pool, geometries
+from tiercache.policy import PROFILES, profile_named
+from tiercache.pools import HostPool
+
+HYBRID = profile_named("qwen3-next-80b-a3b")
+ATTENTION = profile_named("llama-3.1-8b")
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_objects_are_as_large_as_the_models(name: str) -> None:
+    profile = profile_named(name)
+    found = geometries(profile, 64)
+    assert found[PoolName.KV].nbytes == 64 * profile.kv_bytes_per_token
+    assert [one.nbytes for one in found.values()][1:] == (
+        [profile.state_bytes] if profile.state_bytes else []
+    )
+    assert block_bytes(found[PoolName.KV]) % 4096 == 0
+    assert block_bytes(found[PoolName.KV]) - found[PoolName.KV].nbytes < 4096
+
+
+def test_an_arena_keeps_books_and_one_block() -> None:
+    arena = NullArena(10 * 8192 + 5000, 8192)
+    assert (arena.blocks, arena.available, arena.nbytes, arena.peak) == (10, 10, 10 * 8192, 0)
+    first = arena.alloc(6)
+    assert sorted(first.tolist()) == [0, 1, 2, 3, 4, 5]
+    with pytest.raises(PoolFullError):
+        arena.alloc(5)
+    assert (arena.available, arena.peak) == (4, 6)
+    arena.free(first[:4])
+    arena.alloc(3)
+    assert arena.peak == 6, "the peak is the most that was held at once"
+    arena.alloc(2)
+    assert (arena.available, arena.peak) == (3, 7)
+    arena.check_integrity()
+    with pytest.raises(SlotError):
+        arena.free([9, 9])
+    # Every block is the same piece of memory: what goes in at one comes out at any.
+    arena.view(0)[:4] = b"page"
+    assert bytes(arena.view(9)[:4]) == b"page"
+    assert (arena.view(3).nbytes, arena.hold().nbytes) == (8192, 8192)
+    for outside in (-1, 10):
+        with pytest.raises(SlotError, match="out of range; there are 10"):
+            arena.view(outside)
+
+
+def test_an_arena_may_have_nothing() -> None:
+    arena = NullArena(8191, 8192)
+    assert (arena.blocks, arena.available) == (0, 0)
+    with pytest.raises(PoolFullError):
+        arena.alloc(1)
+    with pytest.raises(ConfigError):
+        NullArena(8192, 1000)
+
+
+def test_a_terabyte_of_host_takes_no_memory() -> None:
+    geometry = geometries(HYBRID, 64)
+    block = block_bytes(geometry[PoolName.KV])
+    arena = NullArena(1 << 40, block)
+    pool = HostPool(geometry[PoolName.MAMBA], arena)
+    handles = pool.alloc(3)
+    taken = arena.blocks - arena.available
+    assert taken == 3 * pool.blocks_per_object == 3 * -(-HYBRID.state_bytes // block)
+    assert sum(buffer.nbytes for buffer in pool.buffers(int(handles[1]))) >= HYBRID.state_bytes
+    pool.free(handles)
+    assert (arena.available, arena.peak) == (arena.blocks, taken)
+
+
+def test_an_engine_counts_bytes_by_direction_and_is_done_at_once() -> None:
+    sizes = {name: one.nbytes for name, one in geometries(HYBRID, 64).items()}
+    engine = NullEngine(sizes)
+
+    def units(pool: PoolName, count: int) -> CacheTransferUnits:
+        return CacheTransferUnits(pool, np.arange(count), np.arange(count))
+
+    stored = engine.store([units(PoolName.KV, 3), units(PoolName.MAMBA, 1)])
+    loaded = engine.load([units(PoolName.KV, 5)])
+    assert stored.done
+    assert loaded.done
+    assert engine.stored_bytes == 3 * sizes[PoolName.KV] + sizes[PoolName.MAMBA]
+    assert engine.loaded_bytes == 5 * sizes[PoolName.KV]
+
+
+def test_a_device_pool_has_slots_and_no_tensors() -> None:
+    pool = device_pool(geometries(ATTENTION, 16)[PoolName.KV], 7)
+    assert (pool.capacity, pool.available) == (7, 7)
+    slots = pool.alloc(7)
+    with pytest.raises(PoolFullError):
+        pool.alloc(1)
+    pool.free(slots)
+    assert pool.available == 7
+
+
+def test_inline_jobs_run_in_the_order_of_the_calls() -> None:
+    done: list[str] = []
+    threads = Inline("name", 3)
+
+    def outer() -> None:
+        done.append("outer begins")
+        threads.submit(lambda: done.append("inner"))
+        done.append("outer ends")
+
+    threads.submit(outer)
+    threads.submit(lambda: done.append("next"))
+    assert done == ["outer begins", "inner", "outer ends", "next"]
+    assert threads.close(0.0)

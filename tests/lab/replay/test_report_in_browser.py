@@ -1,0 +1,175 @@
+"""The report as a real browser shows it."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from tests.lab.replay.browser import MISSING, PROGRAM, Page, chromium, contrast, pixels
+from tests.lab.replay.report_samples import hostile, result, study
+from tiercache.lab.replay.report import write_report
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    if PROGRAM is None:
+        pytest.skip(MISSING)
+    with chromium(tmp_path_factory.mktemp("chromium")) as tab:
+        yield tab
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    folder = tmp_path_factory.mktemp("reports")
+    one = [run for run in study(sources=3) if run.source == "multi-turn"]
+
+    @functools.cache
+    def report(name: str) -> Path:
+        results = {
+            "ten": study,
+            "one": lambda: one,
+            "flat": lambda: [run for run in one if run.capacity in {None, 0.05}],
+            "alone": lambda: [result()],
+            "hostile": hostile,
+        }[name]()
+        write_report(results, folder / f"{name}.html", notes=["Replayed on one core."])
+        return folder / f"{name}.html"
+
+    return report
+
+
+SMALLEST: Final = """Math.min(99, ...[...document.querySelectorAll('svg text')].map(one => {
+    const drawing = one.closest('svg');
+    return parseFloat(getComputedStyle(one).fontSize) * drawing.getBoundingClientRect().width
+        / drawing.viewBox.baseVal.width;
+}))"""
+OPEN: Final = "for (const one of document.querySelectorAll('details')) one.open = true"
+WIDE: Final = """[...document.querySelectorAll('body *')].filter(one => {
+    if (one.closest('.scroll, .markers') || !one.checkVisibility()) return false;
+    const box = one.getBoundingClientRect();
+    return box.right > innerWidth + 0.5 || box.left < -0.5;
+}).map(one => one.outerHTML.slice(0, 200))"""
+CROWDED: Final = """
+[...document.querySelectorAll('svg')].filter(plot => plot.checkVisibility()).flatMap(plot => {
+    const boxes = [...plot.querySelectorAll('text')]
+        .map(one => ({said: one.textContent, box: one.getBoundingClientRect()}));
+    const end = (box, start, length) => box[start] + box[length];
+    const common = (a, b, ...side) =>
+        Math.min(end(a, ...side), end(b, ...side)) - Math.max(a[side[0]], b[side[0]]);
+    const meet = (a, b) => common(a.box, b.box, 'x', 'width') > 1 && common(a.box, b.box, 'y', 'height') > 4;
+    return boxes.flatMap((a, index) =>
+        boxes.slice(index + 1).filter(b => meet(a, b)).map(b => a.said + ' / ' + b.said));
+})"""
+PALE: Final = """(() => {
+    const parse = said => {
+        const found = said.match(/[\\d.]+/g).map(Number);
+        return found.length < 4 ? [...found, 1] : found;
+    };
+    const light = colour => {
+        const [r, g, b] = colour.map(v => v / 255)
+            .map(v => v <= .04045 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4);
+        return .2126 * r + .7152 * g + .0722 * b;
+    };
+    const ground = one => {
+        for (; one; one = one.parentElement) {
+            const colour = parse(getComputedStyle(one).backgroundColor);
+            if (colour[3] === 1) return colour;
+        }
+        return [255, 255, 255, 1];
+    };
+    const found = {checked: 0, pale: []};
+    for (const one of document.querySelectorAll('body *')) {
+        const said = [...one.childNodes].some(node => node.nodeType === 3 && node.data.trim());
+        if (!said || !one.checkVisibility() || one.closest('title, desc, script')) continue;
+        const style = getComputedStyle(one);
+        const [a, b] = [parse(one.closest('svg') ? style.fill : style.color), ground(one)].map(light);
+        found.checked++;
+        if ((Math.max(a, b) + .05) / (Math.min(a, b) + .05) < 4.5)
+            found.pale.push(one.outerHTML.slice(0, 160));
+    }
+    return found;
+})()"""
+
+
+@pytest.mark.parametrize(
+    ("name", "dark"),
+    [
+        pytest.param("ten", False, marks=pytest.mark.slow),
+        pytest.param("ten", True, marks=pytest.mark.slow),
+        ("one", False),
+        ("flat", True),
+        ("alone", False),
+        ("hostile", True),
+    ],
+)
+def test_nothing_is_missing_pale_crowded_or_too_wide(
+    page: Page, reports: Callable[[str], Path], name: str, dark: bool
+) -> None:
+    for width in (1280, 360):
+        page.open(reports(name), width=width, dark=dark)
+        page.ask(OPEN)
+        assert page.ask("document.documentElement.scrollWidth") <= width
+        assert page.ask(WIDE) == []
+        assert page.ask(SMALLEST) >= 8.5
+    pale = page.ask(PALE)
+    assert pale["checked"] > 50
+    assert pale["pale"] == []
+    assert page.ask(CROWDED) == []
+    assert page.ask("typeof window.bad") == "undefined"
+    assert page.complaints == []
+    assert [asked for asked in page.asked if not asked.startswith("data:")] == [reports(name).as_uri()]
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_the_picture_is_light_or_dark(page: Page, reports: Callable[[str], Path], dark: bool) -> None:
+    page.open(reports("alone"), width=420, dark=dark)
+    colours = pixels(page.picture("h1")).reshape(-1, 3)
+    brightness, ground = colours.sum(1), colours[0]
+    assert (ground.mean() < 60) == dark
+    text = [colours[brightness.argmin()], colours[brightness.argmax()]]
+    assert max(contrast(ground, colour) for colour in text) >= 12
+    page.open(reports("one"), width=420, dark=dark)
+    line = page.ask("getComputedStyle(document.querySelector('svg .mark-line path')).stroke")
+    assert contrast(re.findall(r"\d+", line), ground) >= 3
+
+
+def test_the_keyboard_reaches_links_tables_and_what_unfolds(
+    page: Page, reports: Callable[[str], Path]
+) -> None:
+    page.open(reports("one"))
+    told = []
+    for _ in range(3):
+        page.press("Tab", 9)
+        told.append(page.ask("document.activeElement.ariaLabel || document.activeElement.textContent"))
+    assert told == [
+        "The figures as a table",
+        "The figures as a table",
+        "25 runs; a bound is marked with an asterisk",
+    ]
+
+
+def test_assistive_technology_gets_names_and_descriptions(page: Page, reports: Callable[[str], Path]) -> None:
+    page.open(reports("flat"))
+    nodes = [node for node in page.call("Accessibility.getFullAXTree")["nodes"] if not node.get("ignored")]
+    named = {(node["role"]["value"], node["name"]["value"]) for node in nodes if "name" in node}
+    assert ("heading", "multi-turn") in named
+    assert {("image", "Saved prefill FLOPs"), ("image", "Time to first token")} <= named
+    described = [node for node in nodes if node["role"]["value"] == "image"]
+    assert len(described) == page.ask("document.querySelectorAll('svg').length")
+    assert all("the figures are in the table below" in node["description"]["value"] for node in described)
+    # Each group of charts is followed by its table.
+    assert page.ask(
+        "[...document.querySelectorAll('.row')].every(it => it.nextElementSibling.querySelector('table'))"
+    )
+
+
+def test_a_report_can_be_printed(page: Page, reports: Callable[[str], Path]) -> None:
+    page.open(reports("one"), width=1050, dark=True, media="print")
+    assert page.ask("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    assert page.ask(PALE)["pale"] == []
+    assert page.pdf().count(b"/Type /Page\n") in range(2, 9)

@@ -1,0 +1,309 @@
+"""Studies: the published benchmarks to the last digit, bounds that bound, and the same again from the same
+seed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+
+from tiercache.errors import ConfigError
+from tiercache.lab.replay.results import WITHOUT_OFFLOAD, Result
+from tiercache.lab.replay.sources import open_source
+from tiercache.lab.replay.study import Question, Stage, study
+from tiercache.lab.replay.tiers import StorageTier, Tiers
+from tiercache.policy import DEFAULT_PROFILE, POLICIES, ModelProfile, profile_named
+
+MODEL = profile_named(DEFAULT_PROFILE)
+TINY = ModelProfile(
+    "tiny", kv_bytes_per_token=64, state_bytes=40_000, flops_per_token=1e9, flops_per_context_token=1e4
+)
+ATTENTION = replace(TINY, name="attention", state_bytes=0)
+DISK = StorageTier("disk", 2_000_000)
+CHATS = "multi-turn?conversations=10&rounds=5&live=5&user=64-400&answer=64-200"
+
+
+def asked(
+    source: str,
+    policies: str,
+    *,
+    seed: int = 0,
+    limit: int | None = None,
+    profile: ModelProfile = TINY,
+    **more: Any,
+) -> Question:
+    """A question; without bounds, unless they are asked for."""
+    return Question(
+        open_source(source, seed=seed, limit=limit),
+        policies.split(","),
+        profile,
+        seed=seed,
+        **{"bounds": False, **more},
+    )
+
+
+def found(question: Question) -> list[Result]:
+    results = list(study(question))
+    for one in results:
+        assert 0 <= one.flops_saved <= 1
+        assert 0 <= one.token_hit_rate <= 1
+        assert 0 <= one.peak_bytes <= one.capacity_bytes, one.policy
+        for name, use in one.tiers.items():
+            assert 0 <= use.peak <= use.capacity, (one.policy, name)
+        assert sum(use.peak for use in one.tiers.values()) == one.peak_bytes
+        assert one.requests == len(question.source)
+        assert (one.source, one.seed, one.profile) == (
+            question.source.name,
+            question.seed,
+            question.profile.name,
+        )
+    return results
+
+
+def named(results: list[Result], policy: str) -> Result:
+    [one] = [one for one in results if one.policy == policy]
+    return one
+
+
+@pytest.mark.slow
+def test_seed_20457_with_its_own_tiers_hits_what_an_infinite_cache_hits() -> None:
+    results = found(asked("seed-20457", ",".join(POLICIES), profile=MODEL))
+    assert [one.policy for one in results] == ["infinite", *POLICIES, f"lru {WITHOUT_OFFLOAD}"]
+    infinite = results[0]
+    assert infinite.is_bound
+    for one in results[: len(POLICIES) + 1]:
+        assert one.token_hit_rate == 517 / 576, one.policy
+        assert one.by_round == infinite.by_round
+        # Round r, from 0, has a prompt of 8 r + 4 pages, of which 8 r - 1 can be there.
+        assert one.by_round == pytest.approx(
+            [0, *((8 * r - 1) / (8 * r + 4) for r in range(1, 12))], abs=1e-15
+        )
+        assert one.token_hit_rate - one.published["token_hit_rate_without_state_offload"] >= 0.30
+        assert one.token_hit_rate == pytest.approx(one.published["token_hit_rate_infinite"], abs=5e-7)
+    hvd = named(results, "hvd")
+    assert hvd.tiers.keys() == {"device", "host", "disk"}
+    assert hvd.tiers["host"].capacity == 2 * hvd.tiers["device"].capacity
+    without = results[-1]
+    assert without.capacity_bytes == without.tiers["device"].capacity == hvd.tiers["device"].capacity
+    assert without.tiers["host"].written_bytes == without.peak_bytes - without.tiers["device"].peak == 0
+
+
+@pytest.mark.parametrize("limit", [1, 5, 11])
+def test_the_beginning_of_a_benchmark_fits_its_tiers(limit: int) -> None:
+    results = found(asked("seed-20457", "hvd", profile=MODEL, limit=limit))
+    assert results[1].token_hit_rate == results[0].token_hit_rate
+
+
+@pytest.mark.slow
+def test_seed_11214_comes_close_to_an_infinite_cache() -> None:
+    infinite, hvd = found(asked("seed-11214", "hvd", profile=MODEL, capacities=(0.2,)))
+    assert hvd.token_hit_rate >= 0.99 * infinite.token_hit_rate
+    assert hvd.flops_saved >= 0.99 * infinite.flops_saved
+    assert hvd.ttft_ms_mean < hvd.ttft_ms_p95
+    # Two requests of a group must have been there before a third finds a state where they part; five run at
+    # once.
+    assert 0.75 < infinite.token_hit_rate < 400 * 160 / (500 * 164)
+    assert hvd.published["ttft_ms_mean"] == 507.0
+    assert hvd.by_round == ()
+
+
+def plain(result: Result) -> dict[str, Any]:
+    """All that does not depend on the machine's mood."""
+    row = asdict(replace(result, seconds=0.0, published={}))
+    return row | {"ttft_ms_mean": str(result.ttft_ms_mean), "ttft_ms_p95": str(result.ttft_ms_p95)}
+
+
+@pytest.mark.parametrize("source", [CHATS, "shared-prefix?groups=6&prompts=6&system=500-2000"])
+def test_a_seed_says_it_all(source: str) -> None:
+    first, again, other = (
+        [plain(one) for one in found(asked(source, "lru,hvd", seed=seed, capacities=(0.1,)))]
+        for seed in (1, 1, 2)
+    )
+    assert first == again
+    rates = [
+        [(row["policy"], row["token_hit_rate"], row["capacity_bytes"]) for row in rows]
+        for rows in (first, other)
+    ]
+    assert rates[0] != rates[1]
+
+
+def test_rows_come_in_order_and_capacities_are_fractions_of_the_infinite_cache() -> None:
+    results = found(asked(CHATS, "lru,gdsf", capacities=(0.5, 0.1, 1.0)))
+    assert [(one.policy, one.capacity) for one in results] == [
+        ("infinite", 1.0), ("lru", 0.5), ("lru", 0.1), ("lru", 1.0), ("gdsf", 0.5), ("gdsf", 0.1),
+        ("gdsf", 1.0),
+    ]  # fmt: skip
+    infinite = results[0]
+    assert infinite.capacity_bytes == infinite.peak_bytes
+    for one in results[1:]:
+        assert one.capacity is not None
+        assert one.capacity_bytes == int(infinite.peak_bytes * one.capacity)
+        assert not one.is_bound
+        assert one.peak_bytes > 0.9 * one.capacity_bytes
+    for policy in ("lru", "gdsf"):
+        less, more, all_of_it = sorted(
+            (one for one in results if one.policy == policy), key=lambda one: one.capacity_bytes
+        )
+        assert (
+            less.token_hit_rate < more.token_hit_rate <= all_of_it.token_hit_rate == infinite.token_hit_rate
+        )
+        assert less.ttft_ms_mean > more.ttft_ms_mean >= all_of_it.ttft_ms_mean
+    assert [one.capacity for one in found(asked(CHATS, "lru"))] == [1.0, 0.05, 0.1, 0.2]
+
+
+def test_bounds_bound() -> None:
+    question = asked(
+        "shared-prefix?groups=8&prompts=8&system=500-2000", "lru,hvd", capacities=(0.1, 0.3), bounds=True
+    )
+    results = found(question)
+    bounds = {(one.policy, one.capacity): one for one in results if one.is_bound}
+    assert bounds.keys() == {("infinite", 1.0)} | {
+        (name, at) for name in ("clairvoyant", "upper bound") for at in (0.1, 0.3)
+    }
+    for one in results:
+        if one.is_bound:
+            continue
+        assert one.capacity is not None
+        for measure in ("token_hit_rate", "flops_saved"):
+            value = getattr(one, measure)
+            assert value <= getattr(bounds["infinite", 1.0], measure) + 1e-9
+            assert value <= getattr(bounds["upper bound", one.capacity], measure) + 1e-9
+    for capacity in (0.1, 0.3):
+        upper = bounds["upper bound", capacity]
+        assert bounds["clairvoyant", capacity].token_hit_rate <= upper.token_hit_rate + 1e-9
+        assert math.isnan(upper.ttft_ms_mean)
+        assert upper.row()["policy"] == "upper bound"
+    assert (
+        bounds["clairvoyant", 0.1].flops_saved
+        > named([one for one in results if one.capacity == 0.1], "lru").flops_saved
+    )
+
+
+def test_tiers_in_bytes_are_kept_to() -> None:
+    tiers = Tiers(host_bytes=500_000, device_bytes=1_500_000, storage=(DISK,))
+    infinite, hvd = found(asked(CHATS, "hvd", tiers=tiers))
+    assert hvd.capacity is None
+    assert hvd.capacity_bytes == 4_000_000
+    assert {name: use.capacity for name, use in hvd.tiers.items()} == {
+        "device": 1_500_000,
+        "host": 500_000,
+        "disk": 2_000_000,
+    }
+    assert 0 < hvd.token_hit_rate < infinite.token_hit_rate
+
+
+@pytest.mark.parametrize("policy", ["gdsf", "hvd"])
+def test_prompts_that_many_share_stay_where_there_is_room_for_little_else(policy: str) -> None:
+    """A shared prompt has one continuation at most times, and every request goes through a device that keeps
+    nothing.
+    """
+    infinite, shared, lru = found(
+        asked(
+            "shared-prefix?groups=8&prompts=16&system=2000-6000",
+            f"{policy},lru",
+            profile=MODEL,
+            capacities=(0.1,),
+        )
+    )
+    assert shared.flops_saved >= 0.95 * infinite.flops_saved
+    assert lru.flops_saved < 0.7 * infinite.flops_saved
+
+
+@pytest.mark.parametrize("policies", ["lru", "gdsf", "hvd"])
+def test_a_model_without_states(policies: str) -> None:
+    infinite, one = found(asked(CHATS, policies, profile=ATTENTION, capacities=(0.4,)))
+    assert 0 < one.token_hit_rate < infinite.token_hit_rate
+    assert all(kept.states == 0 for kept in one.kept)
+
+
+def test_the_benchmark_of_a_model_without_states() -> None:
+    results = found(asked("seed-20457", "lru", profile=ATTENTION))
+    assert {one.token_hit_rate for one in results} == {517 / 576}
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        lambda: asked(CHATS, "lru,hvd", capacities=(0.1,)),
+        lambda: asked(CHATS, "lru", limit=7, bounds=True),
+        lambda: asked(CHATS, "lru", tiers=Tiers(500_000), bounds=True),
+        lambda: asked(CHATS, "lru,hvd", tiers=Tiers(500_000, storage=(DISK,)), bounds=True),
+        lambda: asked(CHATS, "hvd", tiers=Tiers(500_000, storage=(DISK,)), bounds=True),
+        lambda: asked("seed-20457", "lru,hvd", limit=20),
+    ],
+)
+def test_stages_are_told_and_counted(question: Callable[[], Question]) -> None:
+    asking = question()
+    stages: list[Stage] = []
+    steps: list[int] = []
+
+    def begin(stage: Stage) -> Callable[[], object]:
+        stages.append(stage)
+        steps.append(0)
+
+        def step() -> None:
+            steps[-1] += 1
+
+        return step
+
+    results = list(study(asking, begin))
+    assert len(stages) == asking.stages
+    assert {stage.requests for stage in stages} == {len(asking.source)}
+    assert [stage.label for stage in stages][:2] == ["reading", "infinite"]
+    assert steps == [len(asking.source)] * len(stages)
+    assert results[0].policy == "infinite"
+
+
+def test_a_label_says_the_capacity_as_it_was_given() -> None:
+    labels: list[str] = []
+
+    def begin(stage: Stage) -> Callable[[], object]:
+        labels.append(stage.label)
+        return lambda: None
+
+    list(study(asked(CHATS, "lru", limit=2, capacities=(0.025, 1.0)), begin))
+    assert labels == ["reading", "infinite", "lru at 2.5 %", "lru at 100 %"]
+
+
+def test_a_device_that_is_too_small_is_refused_before_anything_has_run() -> None:
+    stages: list[Stage] = []
+
+    def begin(stage: Stage) -> Callable[[], object]:
+        stages.append(stage)
+        return lambda: None
+
+    with pytest.raises(ConfigError, match="does not hold the requests that run at once"):
+        list(study(asked(CHATS, "lru", tiers=Tiers(500_000, 100_000)), begin))
+    assert [stage.label for stage in stages] == ["reading"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"policies": ""}, "no eviction policy ''"),
+        ({"policies": "lru,bogus"}, "no eviction policy 'bogus'; use lru, "),
+        (
+            {"policies": "marconi", "profile": ATTENTION},
+            "'marconi' ranks recurrent states, and attention has none; use lru, gdsf, hvd",
+        ),
+        ({"policies": "lru,seglen:0.3", "profile": ATTENTION}, "'seglen:0.3' ranks recurrent states"),
+        ({"capacities": (0.1, 0.0)}, "a capacity of 0 is out of range"),
+        ({"capacities": (1.01,)}, "a capacity of 1.01 is out of range; use a fraction"),
+        ({"capacities": (math.nan,)}, "a capacity of nan is out of range"),
+        ({"capacities": (0.1,), "tiers": Tiers(500_000)}, "give only one of them"),
+        ({"tiers": Tiers(0)}, "tiers of 0 bytes cannot cache anything"),
+        ({"tiers": Tiers(0, storage=(StorageTier("disk", 500_000),))}, "through the host, which has 0 bytes"),
+    ],
+)
+def test_what_cannot_be_asked(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        asked(CHATS, **{"policies": "lru", **changes})
+
+
+def test_no_policy_at_all() -> None:
+    with pytest.raises(ConfigError, match="no policy is named"):
+        Question(open_source(CHATS), [], TINY)

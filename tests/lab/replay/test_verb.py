@@ -1,0 +1,521 @@
+"""`tiercache replay` as a user runs it: rows, tables, reports, and one sentence for each mistake."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tiercache.cli.app import main
+from tiercache.lab.replay.sources import SOURCES
+from tiercache.policy import POLICIES, PROFILES
+
+FIRST = [
+    "source", "policy", "capacity", "capacity_bytes", "token_hit_rate", "flops_saved", "ttft_ms_mean",
+    "ttft_ms_p95", "peak_bytes",
+]  # fmt: skip
+THEN = ["requests", "seconds", "seed", "profile", "is_bound", "tiers", "kept", "by_round", "published"]
+QUICK = ("--limit", "40", "--no-bounds")
+
+
+@dataclass(frozen=True)
+class Done:
+    """Result of a command: its exit code and its output."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        assert self.code == 0, self.err
+        return [json.loads(line) for line in self.out.splitlines()]
+
+
+Command = Callable[..., Done]
+
+
+@pytest.fixture
+def replay(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Command]:
+    """The console script, in this process."""
+    before = signal.getsignal(signal.SIGTERM)
+
+    def run(*arguments: object) -> Done:
+        monkeypatch.setattr(sys, "argv", ["tiercache", "replay", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert isinstance(ended.value.code, int)
+        return Done(ended.value.code, *capsys.readouterr())
+
+    yield run
+    signal.signal(signal.SIGTERM, before)
+
+
+def process(*arguments: object, columns: int = 80) -> Done:
+    """The console script, as a process of its own."""
+    command = [sys.executable, "-m", "tiercache.cli", "replay", *map(str, arguments)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=200, env=os.environ | {"COLUMNS": str(columns)}
+    )
+    assert "Traceback" not in done.stderr, done.stderr
+    return Done(done.returncode, done.stdout, done.stderr)
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    """Six requests: two documents, each asked about three times, and the first questions again."""
+    path = tmp_path / "little.jsonl"
+    rows = []
+    for number in range(6):
+        document = [100 * (number % 2) + block for block in range(4)]
+        rows.append(
+            {
+                "timestamp": 1000 * number,
+                "input_length": 4 * 512 + 200,
+                "output_length": 20,
+                "hash_ids": [*document, 900 + number],
+            }
+        )
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_json_rows_have_these_keys_and_nothing_else_is_on_stdout(trace: Path) -> None:
+    done = process(trace, "-o", "jsonl", "--policy", "lru,hvd", "--capacity", "0.3,0.6")
+    assert done.err == ""
+    names = [(row["policy"], row["capacity"]) for row in done.rows]
+    assert names == [
+        ("infinite", 1.0), ("lru", 0.3), ("lru", 0.6), ("hvd", 0.3), ("hvd", 0.6),
+        ("clairvoyant", 0.3), ("clairvoyant", 0.6), ("upper bound", 0.3), ("upper bound", 0.6),
+    ]  # fmt: skip
+    for row in done.rows:
+        assert list(row) == FIRST + THEN
+        assert row["source"] == "little"
+        assert row["peak_bytes"] <= row["capacity_bytes"]
+        assert all(use["peak"] <= use["capacity"] for use in row["tiers"].values())
+        assert row["is_bound"] == (row["policy"] not in POLICIES)
+        # What is not known is null: nobody models times for a bound that no run reaches.
+        assert (
+            (row["ttft_ms_mean"] is None) == (row["ttft_ms_p95"] is None) == (row["policy"] == "upper bound")
+        )
+    # The first question about each document computes it, the others find a state at its end, where a page
+    # ends too.
+    assert done.rows[0]["token_hit_rate"] == pytest.approx(4 * 2048 / (6 * 2248))
+
+
+def test_the_same_again_but_for_the_seconds(replay: Command, trace: Path) -> None:
+    def text(*arguments: object) -> str:
+        done = replay(*arguments, "-o", "jsonl")
+        assert done.code == 0, done.err
+        return re.sub(r'"seconds": [^,]*', "", done.out)
+
+    generator = ("shared-prefix?groups=4&prompts=4&system=200-500", "--policy", "hvd", "--capacity", "0.2")
+    assert text(*generator) == text(*generator)
+    assert text(*generator) != text(*generator, "--seed", "1")
+    once = (trace, "--policy", "hvd", "--capacity", "0.3")
+    assert text(*once).replace('"seed": 0', '"seed": 1') == text(*once, "--seed", "1"), (
+        "a trace is the same with every seed"
+    )
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_every_generator_is_replayed(replay: Command, name: str) -> None:
+    rows = replay(
+        name, "--limit", 20, "--no-bounds", "--policy", "hvd", "--capacity", "0.3", "-o", "jsonl"
+    ).rows
+    assert [row["policy"] for row in rows] == ["infinite", "hvd"]
+    assert {row["requests"] for row in rows} == {20}
+    assert rows[1]["token_hit_rate"] <= rows[0]["token_hit_rate"] <= 1
+    assert rows[1]["peak_bytes"] <= rows[1]["capacity_bytes"] < rows[0]["capacity_bytes"]
+    assert rows[1]["published"] == dict(SOURCES[name].published)
+
+
+def test_a_benchmark_stands_beside_what_was_published(replay: Command) -> None:
+    done = replay("seed-20457", "--no-bounds", "--policy", "lru,hvd")
+    assert done.code == 0, done.err
+    assert done.out.startswith("seed-20457: 120 requests, qwen3-next-80b-a3b, seed 0\n")
+    for policy in ("lru", "hvd", "lru without offload", "infinite"):
+        assert re.search(rf"^[ *]+{policy} +89\.8 % +89\.5 % ", done.out, re.MULTILINE), policy
+    rounds = done.out[done.out.index("Token hit rate by round") :]
+    assert re.search(r"^ +all +0\.897569 +0\.897569 +0\.\d{6}", rounds, re.MULTILINE)
+    assert re.search(r"^ published +0\.897569 +0\.898 +0\.547049", rounds, re.MULTILINE)
+    assert len(re.findall(r"^ +\d+ +0\.\d{4} ", rounds, re.MULTILINE)) == 12
+    # Figures that are no rates are said in a sentence.
+    done = replay("seed-11214", *QUICK, "--policy", "lru", "--capacity", "0.5")
+    assert "requests per second 3.54, requests per second without cache 2.64" in " ".join(done.out.split())
+
+
+def test_a_table_marks_the_best_and_names_every_tier(replay: Command) -> None:
+    chats = "multi-turn?conversations=10&rounds=4"
+    done = replay(chats, *QUICK, "--policy", "lru,gdsf,hvd", "--capacity", "0.1,0.5")
+    assert done.code == 0, done.err
+    head = next(line for line in done.out.splitlines() if "hit rate" in line)
+    assert head.split() == [
+        "policy",
+        "hit",
+        "rate",
+        "FLOPs",
+        "TTFT",
+        "p95",
+        "read",
+        "written",
+        "per",
+        "read",
+        "evicted",
+        "peak",
+    ]
+    groups = re.split(r"^(?:without a limit|\d+ % of that), [\d.]+ [KMGT]iB$", done.out, flags=re.MULTILINE)
+    assert len(groups) == 4
+    for group in groups[2:]:
+        saved = {
+            m[2]: (m[1], float(m[3]))
+            for m in re.finditer(r"^(.)  (\w+) +[\d.]+ % +([\d.]+) % ", group, re.MULTILINE)
+        }
+        assert saved.keys() == {"lru", "gdsf", "hvd"}
+        best = max(rate for _, rate in saved.values())
+        assert {name for name, (mark, _) in saved.items() if mark == "*"} <= {
+            name for name, (_, rate) in saved.items() if best - rate < 0.11
+        }
+    # A row is told on stderr as soon as it is there.
+    assert len(re.findall(r"^hvd at (10|50) %: [\d.]+ % of tokens hit", done.err, re.MULTILINE)) == 2
+    done = replay(
+        chats,
+        *QUICK,
+        "--policy",
+        "lru,hvd",
+        "--host-bytes",
+        "3GiB",
+        "--disk-bytes",
+        "20GiB",
+        "--device-bytes",
+        "3GiB",
+    )
+    assert "device 3.00 GiB, host 3.00 GiB, disk 20.0 GiB" in done.out
+    for tier in ("device", "host", "disk"):
+        assert len(re.findall(rf"^(?:lru|hvd)? +{tier} +[\d.]+ % +", done.out, re.MULTILINE)) == 2
+
+
+TIERS = ("--tier", "nvme?capacity=1GiB&bandwidth=6GB/s", "--tier", "far?capacity=8GiB&write=write_back")
+
+
+def test_storage_tiers_are_compared_with_one_pool_and_with_lru(replay: Command, tmp_path: Path) -> None:
+    chats, path = "multi-turn?conversations=10&rounds=4", tmp_path / "replay.html"
+    asked = (chats, "--limit", 40, "--policy", "hvd", "--host-bytes", "1GiB", *TIERS)
+    done = replay(*asked, "--report", path)
+    assert done.code == 0, done.err
+    assert "host 1.00 GiB, nvme 1.00 GiB, far 8.00 GiB" in done.out
+    for name in ("hvd", "lru in every tier", "clairvoyant"):
+        assert re.search(rf"^{name} +host .*\n +nvme .*\n +far ", done.out, re.MULTILINE), name
+    assert "hvd in one pool" in done.out
+    page = path.read_text()
+    assert "nvme: 1GiB at 6 GB/s, policy lru; far: 8GiB at 6 GB/s, policy lru, write write_back" in page
+    assert "Per byte read" in page
+    rows = {row["policy"]: row for row in replay(*asked, "-o", "jsonl").rows}
+    assert [*rows] == [
+        "infinite", "hvd", "lru in every tier", "hvd in one pool", "clairvoyant", "upper bound"
+    ]  # fmt: skip
+    assert {row["capacity_bytes"] for name, row in rows.items() if name != "infinite"} == {10 << 30}
+    assert [name for name, row in rows.items() if row["is_bound"]] == [
+        "infinite", "hvd in one pool", "clairvoyant", "upper bound"
+    ]  # fmt: skip
+    assert rows["hvd in one pool"]["tiers"].keys() == {"host"}
+    assert rows["hvd"]["tiers"].keys() == {"host", "nvme", "far"}
+    for use in rows["hvd"]["tiers"].values():
+        written, read = use["written_bytes"], use["read_bytes"]
+        assert use["written_per_read"] == (pytest.approx(written / read) if read else None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--tier", "a"), "--tier 'a' has no capacity; write it like"),
+        (("--tier", "?capacity=1GiB"), "has no name; write it like"),
+        (("--tier", "a?capacity=0"), "tier 'a' has no bytes"),
+        (("--tier", "a?capacity=-1"), "--tier a, capacity: '-1' is not a size"),
+        (("--tier", "a?capacity=1GiB&bandwidth=-6GB"), "--tier a, bandwidth: '-6GB' is not a size"),
+        (("--tier", "a?capacity=1GiB&bandwidth=0"), "a bandwidth of 0 bytes per second is not possible"),
+        (("--tier", "a?capacity=1GiB&policy=best"), "tier 'a': .*'best'"),
+        (("--tier", "a?capacity=1GiB&speed=1"), "--tier a has no setting 'speed'; it has bandwidth,"),
+        (
+            ("--tier", "a?capacity=1GiB&write=never"),
+            "tier 'a', setting 'tier_write': 'never' is not possible",
+        ),
+        (("--tier", "a?capacity=1GiB&write_per_day=0"), "a budget of 0 bytes a day allows no write"),
+        (("--tier", "a?capacity=1GiB&write=write_back"), "nothing can be written back to it"),
+        (("--tier", "a?capacity=1GiB", "--tier", "a?capacity=2GiB"), "two tiers are named 'a'"),
+        (("--tier", "host?capacity=1GiB"), "two tiers are named 'host'"),
+        (("--tier", "a?capacity=1GiB", "--disk-bytes", "1GiB"), "--disk-bytes is short for --tier"),
+        (("--tier", "a?capacity=1GiB", "--capacity", "0.1"), "give only one of them"),
+    ],
+)
+def test_a_tier_that_is_not_possible_is_refused_at_once(
+    replay: Command, arguments: tuple[str, ...], message: str
+) -> None:
+    done = replay("multi-turn", "--host-bytes", "1GiB", *arguments)
+    assert (done.code, done.out) == (2, "")
+    assert re.search(message, done.err), done.err
+    assert done.err.count("\n") == 1
+
+
+def test_storage_tiers_need_a_host(replay: Command) -> None:
+    done = replay("multi-turn", *TIERS)
+    assert (done.code, done.out) == (2, "")
+    assert "through the host, which has 0 bytes" in done.err
+
+
+@pytest.mark.parametrize("columns", [80, 140])
+def test_a_table_fits_its_terminal(columns: int) -> None:
+    pty = pytest.importorskip("pty")
+    command = [sys.executable, "-m", "tiercache.cli", "replay", "sharegpt", *QUICK, "--policy", "lru"]
+    environment = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "LINES")}
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(
+        command,
+        stdout=theirs,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment | {"COLUMNS": str(columns), "TERM": "xterm"},
+    ) as run:
+        os.close(theirs)
+        shown = b""
+        try:
+            while piece := os.read(ours, 65536):
+                shown += piece
+        except OSError:  # the other end is closed
+            pass
+        assert run.wait(60) == 0
+    os.close(ours)
+    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode()).replace("\r", "").splitlines()
+    assert max(map(len, lines)) <= columns
+    head = next(line for line in lines if "hit rate" in line)
+    assert ("written" in head) == (columns == 140)
+    assert "\x1b[2m" in shown.decode(), "bounds are dim"
+
+
+def test_a_report_names_every_policy(replay: Command, tmp_path: Path, trace: Path) -> None:
+    path = tmp_path / "replay.html"
+    done = replay(trace, "--report", path, "--capacity", "0.3", "--every", 512, "--states-per-path", 4)
+    assert done.code == 0, done.err
+    assert f"report: {path}" in done.err
+    page = path.read_text()
+    assert page.startswith("<!doctype html>")
+    for policy in (*POLICIES, "infinite", "clairvoyant", "upper bound"):
+        assert policy in page
+    assert "every 512 tokens, at most 4 per path" in page
+    assert sorted(tmp_path.iterdir()) == sorted([path, trace])
+
+
+def test_a_report_without_its_libraries_is_refused_before_any_work(
+    replay: Command, tmp_path: Path, trace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "vl_convert", None)
+    done = replay(trace, "--report", tmp_path / "replay.html")
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith("tiercache: --report needs vl-convert-python, which is not installed: pip ")
+    assert "'tiercache[report]'" in done.err
+
+
+def test_options_change_what_is_found(replay: Command) -> None:
+    source = "agent?sessions=2&live=2&turns=12&system=300-400&observation=300"
+
+    def row(*arguments: object) -> dict[str, Any]:
+        rows = replay(source, "--limit", 16, "--no-bounds", "--policy", "lru", "-o", "jsonl", *arguments).rows
+        assert len(rows) == 2
+        return rows[1]
+
+    host = ("--host-bytes", "500MiB")
+    base = row(*host)
+    assert base["capacity"] is None
+    assert base["capacity_bytes"] == 500 << 20
+    assert row(*host, "--checkpoints", "none")["token_hit_rate"] == 0
+    assert row(*host, "--checkpoints", "branch,prompt")["token_hit_rate"] != base["token_hit_rate"]
+    assert "interval" in {kept["kind"] for kept in row("--host-bytes", "9GiB", "--every", "512")["kept"]}
+    assert row(*host, "--states-per-path", "1")["token_hit_rate"] > base["token_hit_rate"]
+    assert row(*host, "--refresh", "path")["tiers"] != base["tiers"]
+    assert row(*host, "--flops", "25e12")["ttft_ms_mean"] > 5 * base["ttft_ms_mean"]
+    assert row(*host, "--host-bandwidth", "1GB")["ttft_ms_mean"] > base["ttft_ms_mean"]
+    tiers = (*host, "--disk-bytes", "50GiB")
+    more = row(*tiers)
+    assert more["token_hit_rate"] > base["token_hit_rate"]
+    assert more["tiers"]["disk"]["tokens"] > 0
+    assert row(*tiers, "--disk-bandwidth", "100MB")["ttft_ms_mean"] > more["ttft_ms_mean"]
+    device = row("--device-bytes", "8GiB", "--device-states", "20")["tiers"]["device"]
+    assert device["capacity"] == 8 << 30
+    assert device["tokens"] > 0
+
+
+def test_a_model_without_states_gets_the_policies_that_it_has_a_use_for(
+    replay: Command, trace: Path, tmp_path: Path
+) -> None:
+    rows = replay(trace, "--profile", "llama-3.1-8b", "--capacity", "0.5", "--no-bounds", "-o", "jsonl").rows
+    assert {"lru", "gdsf", "hvd"} <= {row["policy"] for row in rows}
+    assert {"seglen", "marconi"}.isdisjoint(row["policy"] for row in rows)
+    # Without states, pages alone decide, from the second question on.
+    assert rows[0]["token_hit_rate"] == pytest.approx(4 * 2048 / (6 * 2248))
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({
+        "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }))  # fmt: skip
+    rows = replay(trace, "--profile", config, "--policy", "lru", "--no-bounds", "-o", "jsonl").rows
+    assert {row["profile"] for row in rows} == {tmp_path.name}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([], "no source is named; give a trace file or a generator"),
+        (["bogus"], "'bogus' is neither a file nor a generator"),
+        (["agent?bogus=1"], "agent has no parameter 'bogus'"),
+        (["agent?live=0"], "live must be a whole number from 1"),
+        (["seed-20457?clients=2"], "has no parameters"),
+        (["agent", "extra"], "unexpected extra argument"),
+        (["agent", "--policy", "bogus"], "there is no eviction policy 'bogus'; use lru"),
+        (["agent", "--policy", ","], "no policy is named"),
+        (["agent", "--policy", "seglen:much"], "is not a number"),
+        (
+            ["agent", "--policy", "lru,marconi", "--profile", "llama-3.1-8b"],
+            "'marconi' ranks recurrent states, and llama-3.1-8b has none; use",
+        ),
+        (["agent", "--profile", "bogus"], "there is no model profile and no file 'bogus'"),
+        (["agent", "--profile", "{trace}"], "is not JSON"),
+        (["agent", "-o", "xml"], "'xml' is not one of"),
+        (["agent", "--refresh", "all"], "'all' is not one of"),
+        (["agent", "--capacity", "0"], "a capacity of 0 is out of range"),
+        (
+            ["agent", "--capacity", "0.1,10"],
+            "a capacity of 10 is out of range; use a fraction, such as 0.1, of the bytes",
+        ),
+        (["agent", "--capacity", "5%"], "--capacity: '5%' is not a number"),
+        (["agent", "--capacity", "nan"], "a capacity of nan is out of range"),
+        (["agent", "--capacity", ","], "--capacity ',' contains no number"),
+        (["agent", "--capacity", "0.1", "--host-bytes", "1GiB"], "give only one of them"),
+        (["agent", "--host-bytes", "1GiG"], "--host-bytes: '1GiG' is not a size"),
+        (["agent", "--device-bytes", "-1"], "--device-bytes: '-1' is not a size"),
+        (["agent", "--disk-bytes", "1GiB"], "through the host, which has 0 bytes"),
+        (["agent", "--host-bytes", "0"], "tiers of 0 bytes cannot cache anything"),
+        (
+            ["agent", "--limit", "9", "--device-bytes", "1MiB"],
+            "a device of 1048576 bytes does not hold the requests that run at once",
+        ),
+        (
+            ["agent", "--limit", "9", "--device-bytes", "40GiB", "--device-states", "2"],
+            "2 state slots on the device are too few",
+        ),
+        (["agent", "--device-states", "9"], "give --device-bytes as well"),
+        (["agent", "--device-bytes", "1GiB", "--device-states", "-1"], "--device-states -1 is not possible"),
+        (["agent", "--limit", "-1"], "the limit must be a whole number of requests, at least 1, not -1"),
+        (["agent", "--limit", "0"], "the limit must be"),
+        (["agent", "--limit", "x"], "invalid value for '--limit'"),
+        (["agent", "--seed", "-1"], "the seed must be"),
+        (
+            ["agent", "--checkpoints", "branch,middle"],
+            "--checkpoints 'middle' is not known; use branch, prompt, end, ghost or none",
+        ),
+        (["agent", "--every", "-5"], "--every -5 is not possible"),
+        (["agent", "--states-per-path", "-5"], "--states-per-path -5 is not possible"),
+        (["agent", "--flops", "fast"], "--flops: 'fast' is not a number"),
+        (["agent", "--flops", "inf"], "--flops inf is not possible"),
+        (["agent", "--host-bandwidth", "0"], "--host-bandwidth 0 is not possible"),
+        (["agent", "--disk-bandwidth", "x"], "--disk-bandwidth: 'x' is not a size"),
+        (
+            ["agent", "--report", "/nowhere/x.html"],
+            "--report /nowhere/x.html: its directory does not exist; create it first",
+        ),
+        (["agent", "--report", "/proc/x.html"], "--report /proc/x.html: its directory cannot be written to"),
+        (["agent", "--report", "/tmp"], "--report /tmp is a directory"),
+        (["{broken}"], "broken.jsonl, line 2: not JSON"),
+        (["{empty}"], "has no requests"),
+    ],
+)
+def test_a_mistake_gets_one_sentence(
+    replay: Command, trace: Path, tmp_path: Path, arguments: list[str], sentence: str
+) -> None:
+    broken, empty = tmp_path / "broken.jsonl", tmp_path / "empty.jsonl"
+    broken.write_text(trace.read_text().splitlines()[0] + "\n{broken\n")
+    empty.touch()
+    done = replay(*(one.format(trace=trace, broken=broken, empty=empty) for one in arguments))
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith("tiercache: ")
+    assert done.err.count("\n") == 1
+    assert sentence in done.err
+
+
+def test_ctrl_c_keeps_what_was_found(tmp_path: Path) -> None:
+    report = tmp_path / "replay.html"
+    command = [
+        sys.executable,
+        "-m",
+        "tiercache.cli",
+        "replay",
+        "sharegpt?chats=250",
+        "--policy",
+        "lru,hvd",
+        "--report",
+        str(report),
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+        assert run.stderr is not None
+        while not run.stderr.readline().startswith("lru at 5 %"):
+            assert run.poll() is None
+        time.sleep(0.05)
+        run.send_signal(signal.SIGINT)
+        out, err = run.communicate(timeout=120)
+    assert run.returncode == 130
+    assert "Traceback" not in err
+    assert "interrupted after 2 results" in err
+    assert re.search(r"^ +infinite +[\d.]+ %", out, re.MULTILINE)
+    assert re.search(r"^ +lru +[\d.]+ %", out, re.MULTILINE)
+    assert "hvd" not in out
+    assert "The replay was interrupted, so results are missing." in report.read_text()
+
+
+def test_help_teaches_and_names_everything(replay: Command) -> None:
+    done = replay("--help")
+    assert done.code == 0
+    said = " ".join(done.out.split())
+    for example in ("tiercache replay trace.jsonl --report replay.html", "tiercache replay seed-20457"):
+        assert example in said
+    for option in (
+        "--seed",
+        "--limit",
+        "--policy",
+        "--profile",
+        "--capacity",
+        "--device-bytes",
+        "--host-bytes",
+        "--disk-bytes",
+        "--report",
+    ):
+        assert option in said
+    for name in (*SOURCES, *POLICIES, *PROFILES):
+        assert name in said
+    assert max(map(len, done.out.splitlines())) <= 80
+
+
+def test_a_list_of_the_generators(replay: Command) -> None:
+    said = replay("--list").out
+    for name, kind in SOURCES.items():
+        assert re.search(rf"^ {name} ", said, re.MULTILINE)
+        for option in kind.options:
+            assert re.search(rf"^ +{option.name} +{option.default} ", said, re.MULTILINE), (name, option.name)
+    rows = replay("--list", "-o", "jsonl").rows
+    assert [row["name"] for row in rows] == [*SOURCES, "DIR"]
+    groups = rows[0]["parameters"][0]
+    assert groups == {
+        "name": "groups",
+        "default": 64,
+        "low": 1,
+        "high": 65536,
+        "about": "groups, each with a system prompt",
+    }

@@ -1,0 +1,344 @@
+"""Conformance suite for eviction policies: tests of `Policy`'s contract, and of an index that ranks by the
+policy.
+
+    class TestMyPolicy(PolicyConformance):
+        def make(self): return MyPolicy()
+
+`policy_rig` has the columns and the index that the suite works with; `PolicyMachine` drives an index at
+random. Sizes are small, and no test waits on a clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+from typing import ClassVar, Final
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from tests.examples import example_count
+from tests.policy.rig import (
+    BLOCKS,
+    EXTREMES,
+    HUGE,
+    KV,
+    SETUPS,
+    STATE,
+    Rig,
+    Setup,
+    hostile,
+    random_units,
+    ranked,
+)
+from tiercache.core import Tier
+from tiercache.errors import ConfigError, PoolFullError
+from tiercache.index import Eviction
+from tiercache.policy import LEARN_EVERY, Policy
+
+_PINNED: Final = {(1, 1, 1): (Tier.DEVICE,), (2, 0, 1): (Tier.HOST,), (3, 2): (Tier.DEVICE, Tier.HOST)}
+
+
+class PolicyConformance:
+    """Conformance tests of an eviction policy: subclass it and supply `make`, and pytest runs the contract
+    over the policy.
+
+    Thread safety: pytest makes one instance per test.
+    """
+
+    examples: ClassVar[int] = 15
+    """Number of random histories for each setup."""
+
+    def make(self) -> Policy:
+        """Make a new policy that has learned nothing yet."""
+        raise NotImplementedError
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Run tests that ask for a `setup` with each setup that the policy allows."""
+        if "setup" in metafunc.fixturenames:
+            setups = {
+                name: setup for name, setup in SETUPS.items() if setup.states or not self.make().needs_states
+            }
+            metafunc.parametrize("setup", setups.values(), ids=setups)
+        if "sequences" in metafunc.fixturenames:
+            # How many are ranked at once is the index's affair: the plainest policy shows it, and hvd.
+            marks = () if self.make().name in ("lru", "hvd") else pytest.mark.slow
+            metafunc.parametrize("sequences", [pytest.param(850, marks=marks)])
+
+    def test_ranks_are_numbers_whatever_the_columns(self) -> None:
+        policy = self.make()
+        for given in EXTREMES.values():
+            fresh = ranked(self.make(), given)
+            np.testing.assert_array_equal(
+                ranked(self.make(), given), fresh, "the same question, another answer"
+            )
+        for given in EXTREMES.values():
+            ranked(policy, given)
+
+    def test_whatever_it_was_told_it_still_answers(self) -> None:
+        policy, twin = self.make(), self.make()
+        for _ in range(3):
+            hostile(policy)
+            hostile(twin)
+            for given in EXTREMES.values():
+                np.testing.assert_array_equal(ranked(policy, given), ranked(twin, given))
+        for _ in range(5000):
+            policy.evicted(2.0)
+        ranked(policy, EXTREMES["many"])
+
+    def test_the_order_of_the_question_does_not_matter(self) -> None:
+        policy, many = self.make(), EXTREMES["many"]
+        shuffled = np.random.default_rng(1).permutation(len(many))
+        np.testing.assert_allclose(
+            ranked(policy, many.take(shuffled)), ranked(policy, many)[shuffled], rtol=1e-12
+        )
+
+    def test_a_steady_rank_is_that_of_the_unit_alone_and_does_not_fall(self) -> None:
+        policy = self.make()
+        if not policy.steady:
+            pytest.skip("the policy is not steady")
+        many = random_units(500)
+        before = ranked(policy, many)
+        some = np.arange(0, 500, 7)
+        np.testing.assert_array_equal(ranked(policy, many.take(some)), before[some])
+        for later in (1, 100, HUGE):
+            policy.evicted(float(before.max()))
+            hostile(policy)
+            now = ranked(policy, many.take(np.arange(500), many.now + later))
+            assert (now >= before).all()
+            before = now
+
+    def test_it_is_refused_without_states_if_and_only_if_it_needs_them(self) -> None:
+        policy = self.make()
+        Rig(policy)
+        if policy.needs_states:
+            with pytest.raises(ConfigError, match=policy.name):
+                Rig(policy, SETUPS["stateless"])
+        else:
+            Rig(policy, SETUPS["stateless"])
+
+    def test_what_is_pinned_stays_until_it_is_released(self, setup: Setup) -> None:
+        rig = self._filled(setup)
+        for path, tiers in _PINNED.items():
+            rig.pin(path, *tiers)
+        assert all(max(map(int, was.pages[tier])) >= 0 for was in rig.held for tier in was.pages), (
+            "something is pinned"
+        )
+        for _ in range(2):
+            self._drain(rig)
+            rig.check_pins()
+            rig.index.check_integrity()
+            assert [len(rig.index.owned(tier, KV)) > 0 for tier in (Tier.DEVICE, Tier.HOST)] == [True, True]
+            rig.request((1, 1, 1, 5), (2, 4))
+        while rig.held:
+            rig.unpin()
+        self._drain(rig)
+        assert not rig.left()
+
+    @pytest.mark.parametrize("step", [1, 3, 10, 10_000])
+    def test_what_is_asked_for_is_freed(self, setup: Setup, step: int) -> None:
+        rig = self._filled(setup)
+        while any((there := rig.index.evictable(Tier.DEVICE)).values()):
+            rig.evict_device(min(step, there[KV]), min(step // 3, there.get(STATE, 0)))
+        while blocks := rig.host_blocks():
+            rig.evict_host(min(step, blocks))
+        rig.index.check_integrity()
+
+    def test_more_than_there_is_frees_nothing(self, setup: Setup) -> None:
+        rig = self._filled(setup)
+        rig.pin((1, 1, 1), Tier.DEVICE, Tier.HOST)
+        before, there = rig.snapshot(), rig.index.evictable(Tier.DEVICE)
+        for pool in there:
+            with pytest.raises(PoolFullError):
+                rig.free({**there, pool: there[pool] + 1})
+        with pytest.raises(PoolFullError):
+            rig.index.evict_host(rig.host_blocks() + 1, BLOCKS)
+        assert rig.snapshot() == before
+        self._drain(rig)
+
+    def test_dead_weight_goes_first(self) -> None:
+        rig = self._filled(SETUPS["states"])
+        for turn in range(3):
+            rig.evict_device(1)  # fixes what goes next; pages that die after it must still go before that
+            path = (7, turn, 1, 2)
+            rig.request(path, (2,))
+            rig.copy(path)
+            rig.touch(path[:2])
+            rig.request(path, ())
+            dead = rig.index.locations(rig.match(path), 4).pages[KV]
+            assert rig.evict_device(1).freed[KV].tolist() == dead.device[2:].tolist()
+            assert rig.evict_host(1).freed[KV].tolist() == dead.host[2:].tolist()
+
+    def test_the_same_sequence_evicts_the_same_in_the_same_order(self, setup: Setup) -> None:
+        first, second = (self._history(Rig(self.make(), setup, seed=3), Random(5)) for _ in range(2))
+        assert first == second
+        assert len(first) > 300
+
+    def test_so_it_does_with_more_candidates_than_it_ranks_at_once(self, sequences: int) -> None:
+        first, second = (self._crowd(Rig(self.make(), seed=3), Random(5), sequences) for _ in range(2))
+        assert first == second
+        assert len(first) > 500
+
+    @pytest.mark.hypothesis
+    def test_random_histories(self, setup: Setup) -> None:
+        machine = type("M", (PolicyMachine,), {"suite": type(self), "setup": setup})
+        limits = settings(
+            max_examples=example_count(self.examples),
+            stateful_step_count=25,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        )
+        run_state_machine_as_test(machine, settings=limits)
+
+    # -- histories ---------------------------------------------------------------------------------
+
+    def _filled(self, setup: Setup) -> Rig:
+        """Return a rig with branches, superseded states and dead ends, half of them on the host as well."""
+        rig = Rig(self.make(), setup)
+        for group in range(6):
+            for branch in range(5):
+                path = (group, branch % 3, branch)[: 2 + branch % 2]
+                rig.request(path, (1, len(path)) if branch else (1,))
+                if branch % 2:
+                    rig.copy(path)
+                if branch == 4:
+                    rig.touch(path)
+        for pinned in _PINNED:
+            rig.request(pinned)
+            rig.copy(pinned)
+        return rig
+
+    def _drain(self, rig: Rig) -> None:
+        there = rig.index.evictable(Tier.DEVICE)
+        rig.evict_device(there[KV], there.get(STATE, 0))
+        rig.evict_host(rig.host_blocks())
+        assert not any(rig.index.evictable(Tier.DEVICE).values())
+        assert not rig.host_blocks()
+
+    def _history(self, rig: Rig, random: Random) -> list[int]:
+        """Return the freed locations, in order, of a history long enough for the policy to learn several
+        times.
+        """
+        gone: list[int] = []
+        for turn in range(4 * LEARN_EVERY):
+            path = [random.randrange(8) for _ in range(random.randrange(1, 5))]
+            rig.request(path, [depth for depth in range(1, 5) if random.random() < 0.5])
+            if random.random() < 0.5:
+                rig.copy(path)
+            if turn % 4 == 3:
+                there = rig.index.evictable(Tier.DEVICE)
+                gone += _order(rig.evict_device(min(4, there[KV]), min(4, there.get(STATE, 0))))
+                gone += _order(rig.index.evict_host(min(5, rig.host_blocks()), BLOCKS))
+        rig.index.check_integrity()
+        return gone
+
+    def _crowd(self, rig: Rig, random: Random, sequences: int) -> list[int]:
+        gone: list[int] = []
+        for turn in range(sequences):
+            rig.request((turn, 1, 2, 3, 4), (1, 2, 3, 4, 5))
+        assert rig.index.evictable(Tier.DEVICE)[STATE] > 4096
+        for _ in range(3):
+            gone += _order(rig.index.evict_device({STATE: 100}))
+            for _ in range(30):
+                rig.touch((random.randrange(sequences), 1, 2))
+            gone += _order(rig.index.evict_device({KV: 100}))
+        return gone
+
+
+def _order(eviction: Eviction) -> list[int]:
+    return [location for freed in eviction.freed.values() for location in freed.tolist()]
+
+
+# -- random histories
+# --------------------------------------------------------------------------------------------------
+
+_PATHS = st.lists(st.integers(0, 1), min_size=1, max_size=5).map(tuple)
+_NEAR = st.sampled_from([(Tier.DEVICE,), (Tier.HOST,), (Tier.DEVICE, Tier.HOST)])
+_SHARES = st.sampled_from([0.0, 0.1, 0.4, 1.0])
+
+
+class PolicyMachine(RuleBasedStateMachine):
+    """State machine of {request, touch, match, copy, store, pin, unpin, evict} on a small tree; checks
+    integrity after every step.
+    """
+
+    suite: ClassVar[type[PolicyConformance]]
+    setup: ClassVar[Setup]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rig = Rig(self.suite().make(), self.setup)
+
+    @rule(path=_PATHS, depths=st.sets(st.integers(1, 5), max_size=3))
+    def request(self, path: Sequence[int], depths: set[int]) -> None:
+        """Make a request, which inserts pages and states."""
+        self.rig.request(path, sorted(depths))
+
+    @rule(path=_PATHS, times=st.sampled_from([1, 1, LEARN_EVERY]))
+    def touch(self, path: Sequence[int], times: int) -> None:
+        """Touch a path, sometimes often enough that the policy learns."""
+        for _ in range(times):
+            self.rig.touch(path)
+
+    @rule(path=_PATHS)
+    def match(self, path: Sequence[int]) -> None:
+        """Match a path, and check that this changes nothing."""
+        before = self.rig.snapshot()
+        self.rig.match(path)
+        assert self.rig.snapshot() == before
+
+    @rule(path=_PATHS)
+    def copy(self, path: Sequence[int]) -> None:
+        """Write a path through to the host."""
+        self.rig.copy(path)
+
+    @rule(path=_PATHS)
+    def store(self, path: Sequence[int]) -> None:
+        """Write a path through to the store."""
+        self.rig.store(path)
+
+    @rule(path=_PATHS, tiers=_NEAR)
+    def pin(self, path: Sequence[int], tiers: Sequence[Tier]) -> None:
+        """Pin a path, unless three are pinned already."""
+        if len(self.rig.held) < 3:
+            self.rig.pin(path, *tiers)
+
+    @precondition(lambda self: self.rig.held)
+    @rule(which=st.integers(0, 2))
+    def unpin(self, which: int) -> None:
+        """Release one pin."""
+        self.rig.unpin(which)
+
+    @rule(pages=_SHARES, states=_SHARES)
+    def evict_device(self, pages: float, states: float) -> None:
+        """Evict a share of the evictable pages and states from the device."""
+        there = self.rig.index.evictable(Tier.DEVICE)
+        self.rig.evict_device(round(there[KV] * pages), round(there.get(STATE, 0) * states))
+
+    @rule(share=_SHARES)
+    def evict_host(self, share: float) -> None:
+        """Evict a share of the evictable blocks from the host."""
+        self.rig.evict_host(round(self.rig.host_blocks() * share))
+
+    @invariant()
+    def integrity(self) -> None:
+        """Check that everything that can be recomputed agrees with the index."""
+        self.rig.index.check_integrity()
+
+    def teardown(self) -> None:
+        """Release all pins, and check that everything can be evicted."""
+        while self.rig.held:
+            self.rig.unpin()
+        there = self.rig.index.evictable(Tier.DEVICE)
+        self.rig.evict_device(there[KV], there.get(STATE, 0))
+        self.rig.evict_host(self.rig.host_blocks())
+        assert not self.rig.left()

@@ -1,0 +1,156 @@
+"""Conformance hooks of a chain: those of the stores that are its tiers, each in a directory of its own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tiercache_backends.chain import TierChain
+from tiercache_backends.chain.settings import TierSettings
+from tiercache_backends.chain.tier import Tier
+
+from tiercache.core import ObjectKey, ObjectMeta
+from tiercache.storage.base import Capabilities, StorageBackend, TierReport, Usage
+from tiercache.storage.env import Env
+from tiercache.testing.conformance import BackendConformance
+
+
+class QuickClock(Env):
+    """A clock on which the pauses between examinations of a tier pass thirty times as fast."""
+
+    def monotonic(self):
+        return 30 * super().monotonic()
+
+
+class Settled(TierChain):
+    """A chain that copies what is to be copied before a call returns.
+
+    The suite looks at a store between its calls, and expects that nothing changes meanwhile.
+    """
+
+    def get(self, items):
+        outcomes = super().get(items)
+        self.settle()
+        return outcomes
+
+    def set(self, items):
+        outcomes = super().set(items)
+        self.settle()
+        return outcomes
+
+    def settle(self):
+        # private: a flush also flushes the stores
+        for mover in self._lineups.current.movers.values():
+            mover.drain(time.monotonic() + 60)
+
+
+def tier_of(
+    store: Callable[[], StorageBackend], capabilities: Capabilities, env: Env | None = None, **settings: Any
+) -> Tier:
+    """A tier over the store that `store` opens, with short deadlines."""
+    settings.setdefault("deadline", 30.0)
+    return Tier(TierSettings(**settings), store, capabilities, env or Env())
+
+
+class ChainHooks(BackendConformance):
+    """Conformance hooks of a chain of the stores of `parts`, the last of them with half of the capacity.
+
+    `sick`: positions of tiers whose store cannot be opened.
+    """
+
+    parts: Sequence[type[BackendConformance]]
+    sick: Sequence[int] = ()
+    settings: Sequence[dict[str, Any]] = ({}, {}, {})
+
+    @property
+    def copies(self) -> int:
+        return len(self.parts) - len(self.sick)
+
+    def open_store(self, path: Path, capacity: int | None = None) -> StorageBackend:
+        path.mkdir(exist_ok=True)
+        self.hooks = [part() for part in self.parts]
+        well = [n for n in range(len(self.parts)) if n not in self.sick]
+        tiers = []
+        for n, hooks in enumerate(self.hooks):
+            share = None if capacity is None else capacity // len(well)
+            tiers.append(self.tier(n, partial(hooks.open_store, path / str(n), share)))
+        return Settled(tiers)
+
+    def tier(self, n: int, open_store: Callable[[], StorageBackend]) -> Tier:
+        opened = open_store()
+        opened.close()
+        settings = {"name": f"{n}-{type(opened).__name__}", **self.settings[n]}
+        return tier_of(refuse if n in self.sick else open_store, opened.capabilities, **settings)
+
+    def each(self, store: StorageBackend, k: ObjectKey) -> list[tuple[BackendConformance, StorageBackend]]:
+        """The tiers that have an object, with their hooks, when nothing is on its way."""
+        chain = chain_of(store)
+        chain.flush()
+        return [
+            (hooks, inner)
+            for hooks, inner in zip(self.hooks, map(store_of, chain.tiers), strict=True)
+            if inner is not None and inner.exists([k]) == [True]
+        ]
+
+    def corrupt(self, store: StorageBackend, k: ObjectKey) -> None:
+        for hooks, inner in self.each(store, k):
+            hooks.corrupt(inner, k)
+
+    def flip(self, store: StorageBackend, k: ObjectKey, bit: int) -> None:
+        for hooks, inner in self.each(store, k):
+            hooks.flip(inner, k, bit)
+
+    def swap(self, store: StorageBackend, a: ObjectKey, b: ObjectKey) -> None:
+        self.each(store, b)
+        for hooks, inner in self.each(store, a):
+            hooks.swap(inner, a, b)
+
+    @property
+    def obeys_values(self) -> bool:
+        return all(part.obeys_values for part in self.parts)
+
+    def pass_time(self, store: StorageBackend, seconds: float) -> None:
+        for hooks, tier in zip(self.hooks, chain_of(store).tiers, strict=True):
+            if (inner := store_of(tier)) is not None:
+                hooks.pass_time(inner, seconds)
+
+    def check(self, store: StorageBackend) -> None:
+        chain_of(store).flush()
+        for hooks, tier in zip(self.hooks, chain_of(store).tiers, strict=True):
+            if (inner := store_of(tier)) is not None:
+                hooks.check(inner)
+
+    def usage(self, store: StorageBackend) -> Usage:
+        said = store.usage()
+        entries = list(store.scan_all())
+        return replace(
+            said,
+            objects=len(entries),
+            payload_bytes=sum(e.meta.length for e in entries),
+            details=next(tier.details for tier in said.tiers if tier.health != "out"),
+        )
+
+    def media(self, store: StorageBackend) -> Sequence[TierReport]:
+        return [tier for tier in store.usage().tiers if tier.health != "out"]
+
+    def scanned(self, meta: ObjectMeta) -> ObjectMeta:
+        return self.parts[-1]().scanned(meta)
+
+
+def refuse() -> StorageBackend:
+    raise OSError("the disk is not there")
+
+
+def chain_of(store: StorageBackend) -> TierChain:
+    assert isinstance(store, TierChain)
+    return store
+
+
+def store_of(tier: Tier) -> StorageBackend | None:
+    """The store of a tier that is open."""
+    # private: what lies behind the chain's back is read and damaged there
+    return tier._store

@@ -1,0 +1,117 @@
+"""Stores that hang, forget, refuse or break their contract, and chains over open stores."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from tiercache_backends.chain import TierChain
+from tiercache_backends.memory import MemoryBackend
+
+from tests.storage_backends.chain.hooks import QuickClock, tier_of
+from tiercache.core import Outcome
+from tiercache.errors import RefusedError, UnavailableError
+from tiercache.testing.latency import Latency
+from tiercache.testing.objects import key
+
+HIT, MISS, STORED, UNAVAILABLE = Outcome.HIT, Outcome.MISS, Outcome.STORED, Outcome.UNAVAILABLE
+SIZE = 5000
+BLOCK = 4096
+
+
+class Hanging(Latency):
+    """A store whose calls of these operations hang until `release`, once `hang` was called."""
+
+    def __init__(self, inner, *operations):
+        self.free, self.entered = threading.Event(), threading.Event()
+        self.free.set()
+        super().__init__(inner, dict.fromkeys(operations, 1.0), sleep=self.wait)
+        self.release = self.free.set
+
+    def hang(self):
+        self.entered.clear()
+        self.free.clear()
+
+    def wait(self, _):
+        self.entered.set()
+        self.free.wait(60)
+
+
+class Forgetful(MemoryBackend):
+    """A store that acknowledges objects and does not keep them."""
+
+    def set(self, items):
+        return [STORED] * len(items)
+
+
+class Broken(MemoryBackend):
+    """A store that breaks its contract: its calls raise what none may raise."""
+
+    broken = False
+
+    def get(self, items):
+        if self.broken:
+            raise RuntimeError("a bug in a plug-in")
+        return super().get(items)
+
+
+class Refusing(MemoryBackend):
+    """A store that refuses every deletion but that of a canary."""
+
+    def delete(self, keys):
+        if any(key.layout.startswith(b"tiercache canary") for key in keys):
+            return super().delete(keys)
+        raise RefusedError("this store keeps what it has")
+
+
+class Nagged(MemoryBackend):
+    """A store during each of whose deletions `nag` is called on another thread."""
+
+    nag = None
+    _nagging = False
+
+    def delete(self, keys):
+        if self.nag and not self._nagging:
+            self._nagging = True
+            thread = threading.Thread(target=self.nag)
+            thread.start()
+            thread.join()
+            self._nagging = False
+        return super().delete(keys)
+
+
+class Hiccup(MemoryBackend):
+    """A store whose next `peek` fails."""
+
+    fails = 0
+
+    def peek(self, items):
+        if self.fails:
+            self.fails -= 1
+            raise UnavailableError("not now")
+        return super().peek(items)
+
+
+def chain_over(*stores, settings=None):
+    """A chain of open stores; `settings` by position."""
+    tiers = []
+    for n, store in enumerate(stores):
+        given = {"name": f"t{n}", **(settings or {}).get(n, {})}
+        tiers.append(tier_of(lambda store=store: store, store.capabilities, QuickClock(), **given))
+    return TierChain(tiers)
+
+
+def until(condition, seconds=30.0):
+    """Wait until a condition holds; the longest wait is a guard, not a measure."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not come to that"
+        time.sleep(0.01)
+
+
+def health(chain):
+    return [tier.health for tier in chain.tiers]
+
+
+def held(store, *names):
+    return store.exists([key(name) for name in names])

@@ -1,0 +1,153 @@
+"""Bytes under way in a slow tier: they are bounded, callers go on to the next tier, and copies wait."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from tiercache_backends.chain.calls import Calls, NoThreadError
+from tiercache_backends.chain.settings import Promotion, WritePolicy
+from tiercache_backends.memory import MemoryBackend
+
+from tests.storage_backends.chain.stores import Hanging, chain_over, health, held, until
+from tiercache.core import Outcome
+from tiercache.storage import open_backend
+from tiercache.testing.objects import fetch, key, payload, put, to_set
+
+HIT, MISS, STORED, THROTTLED = Outcome.HIT, Outcome.MISS, Outcome.STORED, Outcome.THROTTLED
+SIZE = 5000
+TWO = {"in_flight": 2 * SIZE, "promote": Promotion.NEVER, "threads": 2}
+ALONE = {"write": WritePolicy.SELECTIVE}
+
+
+class Callers:
+    """Threads, each of which makes one call; `outcomes` are those of the calls that are over."""
+
+    def __init__(self):
+        self.outcomes = []
+        self.threads = []
+
+    def start(self, call, *args):
+        thread = threading.Thread(target=lambda: self.outcomes.append(call(*args)))
+        thread.start()
+        self.threads.append(thread)
+
+    def join(self):
+        for thread in self.threads:
+            thread.join(60)
+        return self.outcomes
+
+
+def test_gets_go_on_to_the_next_tier_while_the_first_is_busy():
+    slow, below = Hanging(MemoryBackend(), "get"), MemoryBackend()
+    for store, names in ((slow, "abc"), (below, "b")):
+        for name in names:
+            put(store, key(name), payload(name, SIZE))
+    chain = chain_over(slow, below, settings={0: TWO, 1: ALONE})
+    slow.hang()
+    callers = Callers()
+    for name in "aa":
+        callers.start(fetch, chain, key(name), SIZE)
+    until(lambda: chain.tiers[0].is_busy)
+    assert fetch(chain, key("b"), SIZE) == payload("b", SIZE), "the tier below has it"
+    assert fetch(chain, key("c"), SIZE) is THROTTLED, "only the busy tier has it"
+    assert health(chain) == ["serving", "serving"], "a busy tier is not sick"
+    slow.release()
+    assert callers.join() == [payload("a", SIZE)] * 2
+    assert fetch(chain, key("c"), SIZE) == payload("c", SIZE)
+    assert not chain.tiers[0].is_busy
+    chain.close()
+
+
+def test_sets_go_on_to_the_next_tier_while_the_first_is_busy():
+    first, below = MemoryBackend(), MemoryBackend()
+    slow = Hanging(first, "set")
+    chain = chain_over(slow, below, settings={0: TWO, 1: ALONE})
+    slow.hang()
+    callers = Callers()
+    for name in "ab":
+        callers.start(put, chain, key(name), payload(name, SIZE))
+    until(lambda: chain.tiers[0].is_busy)
+    assert put(chain, key("c"), payload("c", SIZE)) is STORED
+    slow.release()
+    assert callers.join() == [STORED] * 2
+    assert (held(first, "a", "b", "c"), held(below, "a", "b", "c")) == (
+        [True, True, False],
+        [False, False, True],
+    )
+    chain.close()
+
+
+def test_a_chain_whose_only_tier_is_busy_throttles():
+    slow = Hanging(MemoryBackend(), "set")
+    chain = chain_over(slow, settings={0: TWO})
+    slow.hang()
+    callers = Callers()
+    for name in "ab":
+        callers.start(put, chain, key(name), payload(name, SIZE))
+    until(lambda: chain.tiers[0].is_busy)
+    assert put(chain, key("c"), payload("c", SIZE)) is THROTTLED
+    slow.release()
+    assert callers.join() == [STORED] * 2
+    chain.close()
+
+
+def test_one_call_may_be_larger_than_what_may_be_under_way():
+    chain = chain_over(MemoryBackend(), settings={0: TWO})
+    names = range(20)
+    assert chain.set([to_set(key(n), payload(n, SIZE)) for n in names]) == [STORED] * 20
+    chain.close()
+
+
+def test_copies_wait_while_their_tier_is_busy():
+    upper, inner = MemoryBackend(), MemoryBackend()
+    slow = Hanging(inner, "get")
+    chain = chain_over(upper, slow, settings={1: {**TWO, "threads": 4}})
+    put(chain, key("a"), payload("a", SIZE))
+    chain.flush()
+    upper.delete([key("a")])
+    slow.hang()
+    callers = Callers()
+    for _ in range(2):
+        callers.start(fetch, chain, key("a"), SIZE)
+    until(lambda: chain.tiers[1].is_busy)
+    put(chain, key("b"), payload("b", SIZE))
+    until(lambda: chain.usage().tiers[1].waiting == 1)
+    assert held(inner, "b") == [False]
+    slow.release()
+    until(lambda: held(inner, "b") == [True])
+    assert chain.usage().tiers[1].dropped == 0
+    callers.join()
+    chain.close()
+
+
+def test_a_call_that_was_given_up_counts_until_it_has_returned():
+    slow = Hanging(MemoryBackend(), "get")
+    chain = chain_over(slow, MemoryBackend(), settings={0: {**TWO, "in_flight": SIZE, "deadline": 0.2}})
+    put(chain, key("a"), payload("a", SIZE))
+    chain.flush()
+    slow.hang()
+    assert fetch(chain, key("a"), SIZE) == payload("a", SIZE), "the tier below has it"
+    assert chain.tiers[0].is_busy
+    slow.release()
+    until(lambda: not chain.tiers[0].is_busy)
+    until(lambda: health(chain) == ["serving", "serving"])
+    chain.close()
+
+
+def test_a_call_that_finds_no_thread_is_over_too():
+    over, free = threading.Event(), threading.Event()
+    calls = Calls("tier t", 1, 0.1, lambda why: None, lambda: None)
+    hung = calls.begin("get", free.wait, 32 << 20)
+    waiting = calls.begin("get", lambda: None, over=over.set)
+    with pytest.raises(NoThreadError):
+        waiting.result()
+    free.set()
+    hung.result()
+    assert over.wait(30)
+    calls.close()
+
+
+def test_the_setting_of_a_url_reaches_its_tier(tmp_path):
+    with open_backend([f"file://{tmp_path}/a?capacity=16MiB&tier_in_flight=3MiB", "memory://"]) as chain:
+        assert [tier.settings.in_flight for tier in chain.tiers] == [3 << 20, 512 << 20]

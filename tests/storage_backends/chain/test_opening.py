@@ -1,0 +1,174 @@
+"""Opening of a chain whose tiers may be sick: what refuses the chain, and what only leaves a tier out."""
+
+from __future__ import annotations
+
+import errno
+import threading
+
+import pytest
+from tiercache_backends.chain import TierChain
+
+from tests.storage_backends.chain.hooks import chain_of
+from tests.storage_backends.chain.stores import until
+from tiercache.core import Outcome
+from tiercache.errors import ConfigError, StorageError
+from tiercache.storage import open_backend
+from tiercache.storage.env import Env
+from tiercache.storage.registry import check_backend
+from tiercache.testing.faults import FaultEnv
+from tiercache.testing.objects import fetch, key, payload, put
+
+SIZE = 5000
+
+
+class SickDisk(FaultEnv):
+    """Faults for the paths below one directory; all other calls are made."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.path = str(path)
+
+    def perform(self, name, call, arguments):
+        there = arguments and isinstance(arguments[0], str) and arguments[0].startswith(self.path)
+        return super().perform(name, call, arguments) if there else call(*arguments)
+
+    def hang_all(self):
+        """Let every call hang that looks at the disk, as of a file server that is gone."""
+        hang = self.hang("listdir", times=10**9)
+        for call in ("realpath", "lstat", "open"):
+            self.add(call, hang, times=10**9)
+        return hang
+
+
+def urls_of(path, kind="file", deadline="300ms"):
+    """A chain of a tier on a disk that may be sick, above one that is well."""
+    return [
+        f"{kind}://{path}/sick/s?capacity=32MiB&tier_deadline={deadline}",
+        f"file://{path}/well?capacity=32MiB&tier_name=well",
+    ]
+
+
+def opened(path, env, **own) -> TierChain:
+    (path / "sick").mkdir(exist_ok=True)
+    return chain_of(open_backend(urls_of(path, **own), env=env))
+
+
+def comes_back(chain: TierChain) -> None:
+    """A sick tier is out, the chain serves without it, and it comes back when its disk is well."""
+    assert [tier.is_readable for tier in chain.tiers] == [False, True]
+    assert put(chain, key("a"), payload("a", SIZE)) is Outcome.STORED
+    assert fetch(chain, key("a"), SIZE) == payload("a", SIZE)
+
+
+@pytest.mark.parametrize("kind", ["file", "lmdb"])
+def test_a_disk_that_does_not_answer_leaves_its_tier_out(tmp_path, kind):
+    env = SickDisk(tmp_path / "sick")
+    hang = env.hang_all()
+    chain = opened(tmp_path, env, kind=kind)
+    comes_back(chain)
+    hang.release()
+    until(lambda: chain.tiers[0].is_readable)
+    chain.close()
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.ESTALE, errno.ETIMEDOUT])
+def test_a_disk_that_fails_leaves_its_tier_out(tmp_path, error):
+    env = SickDisk(tmp_path / "sick")
+    for call in ("listdir", "realpath", "lstat", "open"):
+        env.fail(call, times=10**9, error=error)
+    chain = opened(tmp_path, env)
+    comes_back(chain)
+    env.clear()
+    until(lambda: chain.tiers[0].is_readable)
+    chain.close()
+
+
+def test_disks_that_do_not_answer_are_waited_for_together(tmp_path):
+    """Each hang is released when all tiers have reached theirs, so one at a time would never open."""
+    disks = [tmp_path / str(n) for n in range(4)]
+    reached = threading.Barrier(len(disks))
+
+    class Slow(Env):
+        def listdir(self, path):
+            reached.wait(60)
+            return super().listdir(path)
+
+    urls = [f"file://{disk}?capacity=16MiB&tier_name=t{n}" for n, disk in enumerate(disks)]
+    open_backend(urls, env=Slow()).close()
+
+
+def test_a_disk_that_hangs_during_a_change_refuses_the_change(tmp_path):
+    env = SickDisk(tmp_path / "sick")
+    (tmp_path / "sick").mkdir()
+    sick, well = urls_of(tmp_path)
+    with open_backend([well], env=env) as chain:
+        hang = env.hang_all()
+        with pytest.raises(StorageError, match="'file' cannot be opened, so the chain is as before"):
+            chain_of(chain).add_tier(sick)
+        assert [tier.name for tier in chain_of(chain).tiers] == ["well"]
+        hang.release()
+
+        def is_added():
+            try:
+                chain_of(chain).add_tier(sick)
+            except StorageError:  # the opening that hung has not closed what it opened late
+                return False
+            return True
+
+        until(is_added)
+
+
+def test_a_mistake_refuses_the_chain_though_another_tier_hangs(tmp_path):
+    env = SickDisk(tmp_path / "sick")
+    hang = env.hang_all()
+    (tmp_path / "well").write_text("")
+    with pytest.raises(ConfigError, match=r"tier 'well': .*/well cannot be looked into"):
+        opened(tmp_path, env)
+    hang.release()
+
+
+def taken(path):
+    path.mkdir()
+    (path / "notes").write_text("")
+
+
+def of_another_kind(path):
+    open_backend(f"lmdb://{path}?capacity=16MiB").close()
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "sentence"),
+    [
+        (lambda path: path.write_text(""), ConfigError, "cannot be looked into"),
+        (lambda path: path.symlink_to(path), ConfigError, "cannot be looked into"),
+        (taken, ConfigError, "is not empty and holds no tiercache store"),
+        (of_another_kind, StorageError, "holds a store of kind"),
+    ],
+)
+def test_a_mistake_refuses_the_chain_and_opens_nothing(tmp_path, make, error, sentence):
+    (tmp_path / "sick").mkdir()
+    make(tmp_path / "sick" / "s")
+    with pytest.raises(error, match=f"tier 'file': .*{sentence}"):
+        opened(tmp_path, Env())
+    assert not (tmp_path / "well").exists()
+
+
+def test_a_directory_without_permission_refuses_the_chain(tmp_path):
+    env = SickDisk(tmp_path / "sick")
+    env.fail("listdir", error=errno.EACCES)
+    with pytest.raises(ConfigError, match="name a directory of this user's"):
+        opened(tmp_path, env)
+
+
+def test_two_tiers_at_one_place_under_two_names_are_refused(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    with pytest.raises(ConfigError, match=r"are both at .*/a"):
+        open_backend([f"file://{tmp_path}/{name}?capacity=16MiB" for name in "ab"])
+
+
+def test_a_plain_store_says_that_its_disk_fails(tmp_path):
+    env = FaultEnv()
+    env.fail("listdir")
+    with pytest.raises(StorageError, match="cannot be looked into now"):
+        check_backend(f"file://{tmp_path}/s?capacity=16MiB", env=env)

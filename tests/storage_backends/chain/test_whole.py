@@ -1,0 +1,183 @@
+"""Calls that concern all tiers: flush, scan, delete, a fork, and a chain of which no tier answers."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+
+import pytest
+from tiercache_backends.chain.cursor import ScansUnderWay
+from tiercache_backends.file import FileBackend
+from tiercache_backends.memory import MemoryBackend
+
+from tests.storage_backends.chain.stores import Refusing, chain_over, health, held, until
+from tiercache.core import Outcome
+from tiercache.errors import ClosedError, RefusedError, StorageError, UnavailableError
+from tiercache.storage.base import ScanEntry
+from tiercache.testing.objects import fetch, key, payload, put, to_set
+from tiercache.testing.outage import Outage
+
+HIT, MISS, STORED, UNAVAILABLE = Outcome.HIT, Outcome.MISS, Outcome.STORED, Outcome.UNAVAILABLE
+SIZE = 5000
+BLOCK = 4096
+
+
+def test_no_tier_answers():
+    away = [Outage(MemoryBackend()) for _ in range(2)]
+    chain = chain_over(*away)
+    put(chain, key("a"), payload("a", SIZE))
+    for each in away:
+        each.begin()
+    for _ in range(4):
+        assert fetch(chain, key("a"), SIZE) is UNAVAILABLE
+    assert put(chain, key("b"), payload("b", SIZE)) is UNAVAILABLE
+    for ask in (
+        lambda: chain.exists([key("a")]),
+        lambda: chain.delete([key("a")]),
+        lambda: chain.describe([key("a")]),
+        chain.scan,
+        chain.namespaces,
+        chain.usage,
+        chain.flush,
+    ):
+        with pytest.raises(UnavailableError, match=r"no tier answers: t0: .*; t1: "):
+            ask()
+    for each in away:
+        each.end()
+    until(lambda: fetch(chain, key("a"), SIZE) == payload("a", SIZE))
+    chain.close()
+
+
+def test_a_chain_does_not_work_in_a_forked_process():
+    chain = chain_over(MemoryBackend(), MemoryBackend())
+    child = os.fork()
+    if not child:
+        code = 1
+        with suppress(BaseException):
+            try:
+                chain.exists([key("a")])
+            except ClosedError:
+                chain.close()
+                code = 0
+        os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    assert chain.exists([key("a")]) == [False]
+    chain.close()
+
+
+def test_a_refused_deletion_is_said_and_takes_no_tier_away():
+    chain = chain_over(Refusing(), MemoryBackend())
+    put(chain, key("a"), payload("a", SIZE))
+    with pytest.raises(RefusedError, match="keeps what it has"):
+        chain.delete([key("a")])
+    assert health(chain) == ["serving", "serving"]
+    chain.close()
+
+
+def test_a_flush_says_that_a_tier_with_new_objects_is_out():
+    away = Outage(MemoryBackend())
+    chain = chain_over(away, MemoryBackend())
+    put(chain, key("a"), payload("a", SIZE))
+    away.begin()
+    for _ in range(3):
+        fetch(chain, key("a"), SIZE)
+    with pytest.raises(StorageError, match="has not flushed what it took since the last flush"):
+        chain.flush()
+    away.end()
+    until(lambda: health(chain) == ["serving", "serving"])
+    chain.flush()
+    away.begin()
+    for _ in range(3):
+        fetch(chain, key("a"), SIZE)
+    chain.flush()
+    chain.close()
+
+
+def test_what_is_in_memory_is_flushed_to_a_tier_that_keeps_it(tmp_path):
+    disk = Outage(FileBackend(str(tmp_path / "disk"), 16 << 20))
+    chain = chain_over(MemoryBackend(), disk)
+    put(chain, key("a"), payload("a", SIZE))
+    chain.flush()
+    assert held(disk, "a") == [True]
+    disk.begin()
+    put(chain, key("b"), payload("b", SIZE))
+    until(lambda: health(chain) == ["serving", "out"])
+    with pytest.raises(StorageError, match="objects in memory have not reached a tier that keeps them"):
+        chain.flush()
+    disk.end()
+    until(lambda: health(chain) == ["serving", "serving"])
+    chain.flush()
+    assert held(disk, "a", "b") == [True, True]
+    chain.close()
+
+
+def test_a_scan_names_what_a_tier_has_that_comes_back_meanwhile():
+    away = Outage(MemoryBackend())
+    chain = chain_over(away, MemoryBackend())
+    names = range(3000)
+    chain.set([to_set(key(n), payload(n, 16)) for n in names])
+    until(lambda: chain.usage().tiers[1].objects == len(names))
+    away.begin()
+    for _ in range(3):
+        fetch(chain, key(0), 16)
+    page = chain.scan()
+    away.end()
+    until(lambda: health(chain) == ["serving", "serving"])
+    found = list(page.entries)
+    while page.cursor:
+        page = chain.scan(cursor=page.cursor)
+        found += page.entries
+    assert {entry.key for entry in found} == {key(n) for n in names}
+    chain.close()
+
+
+def test_nothing_is_deleted_while_a_read_only_tier_is_out():
+    away = Outage(MemoryBackend())
+    put(away, key("old"), payload("old", SIZE))
+    chain = chain_over(MemoryBackend(), away, settings={1: {"read_only": True}})
+    away.begin()
+    for _ in range(3):
+        fetch(chain, key("old"), SIZE)
+    with pytest.raises(UnavailableError):
+        chain.delete([key("old")])
+    away.end()
+    chain.close()
+
+
+def test_a_flush_does_not_fail_for_a_tier_that_has_copies_only():
+    away = Outage(MemoryBackend())
+    chain = chain_over(MemoryBackend(), away)
+    put(chain, key("a"), payload("a", SIZE))
+    until(lambda: held(away, "a") == [True])
+    away.begin()
+    until(lambda: fetch(chain, key("x"), SIZE) is MISS and health(chain) == ["serving", "out"])
+    chain.flush()
+    away.end()
+    chain.close()
+
+
+def test_scans_that_are_never_ended_take_bounded_memory():
+    chain = chain_over(MemoryBackend(), MemoryBackend())
+    put(chain, key("a"), payload("a", SIZE))
+    first = chain.scan()
+    assert first.cursor
+    for _ in range(64):
+        chain.scan()
+    with pytest.raises(UnavailableError, match="dropped for newer ones"):
+        chain.scan(cursor=first.cursor)
+    assert [entry.key for entry in chain.scan_all()] == [key("a")]
+    chain.close()
+
+
+def test_a_scan_that_is_alone_may_name_objects_twice_beyond_the_limit():
+    scans = ScansUnderWay(max_reported=10)
+    entries = [ScanEntry(key(n), to_set(key(n), b"x").meta) for n in range(8)]
+    scan = scans.begin()
+    assert scans.unreported(scan, entries, remember=True) == entries
+    assert scans.unreported(scan, entries, remember=True) == []
+    more = [ScanEntry(key(n), to_set(key(n), b"x").meta) for n in range(8, 16)]
+    for _ in range(2):
+        assert scans.unreported(scan, more, remember=True) == more, "nothing is left out"
+    other = scans.begin()
+    assert scans.unreported(other, more, remember=True) == more
+    assert scans.unreported(scan, entries, remember=True) is None, "the older scan made room"

@@ -1,0 +1,238 @@
+"""Tiers that are written back: objects come down when the tier above is about to evict them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from tiercache_backends.chain import TierChain
+from tiercache_backends.chain.settings import Promotion, WritePolicy
+from tiercache_backends.file import FileBackend
+from tiercache_backends.lmdb import LmdbBackend
+from tiercache_backends.memory import MemoryBackend
+
+from tests.storage_backends.chain.stores import Hanging, chain_over, until
+from tiercache.core import ObjectKey, Outcome
+from tiercache.errors import ConfigError
+from tiercache.storage import open_backend
+from tiercache.storage.base import NamespaceRecord, SetItem, StorageBackend, TierReport
+from tiercache.testing.objects import NAMESPACE, chain, fetch, key, payload, state_of, to_set
+from tiercache.testing.outage import Outage
+
+STORED, HIT = Outcome.STORED, Outcome.HIT
+MIB = 1 << 20
+UPPER, LOWER = 8 * MIB, 64 * MIB
+SPARE = UPPER // 5
+"""Bytes of the upper tier that are copied ahead of their eviction."""
+PAGE, STATE, PAGES = 40_000, 60_000, 5
+BACK = {"write": WritePolicy.BACK}
+
+Opener = Callable[[Path], StorageBackend]
+UPPERS: dict[str, Opener] = {
+    "memory": lambda path: MemoryBackend(UPPER),
+    "file": lambda path: FileBackend(str(path / "upper"), UPPER),
+    "lmdb": lambda path: LmdbBackend(str(path / "upper"), UPPER),
+}
+
+
+def lower_in(path: Path) -> StorageBackend:
+    return FileBackend(str(path / "lower"), LOWER)
+
+
+def turn(name: object) -> list[SetItem]:
+    """A conversation: its pages, and the state at its end."""
+    pages = [
+        to_set(k, payload(k, PAGE), parent=parent, depth=n + 1)
+        for n, (k, parent) in enumerate(chain(name, PAGES))
+    ]
+    state = state_of((name, PAGES - 1))
+    return [*pages, to_set(state, payload(state, STATE), parent=state.page_key)]
+
+
+def is_ahead(upper: StorageBackend, lower: StorageBackend) -> bool:
+    """Whether the lower tier has what the upper one evicts next, if that is nearly full.
+
+    The upper tier is looked at after every quarter of `SPARE`, so half of it is always copied in the end.
+    """
+    usage = upper.usage()
+    if usage.used_bytes <= 0.86 * usage.capacity_bytes:
+        return True
+    coldest = upper.coldest(SPARE // 2)
+    assert coldest is not None
+    return all(lower.exists([entry.key for entry in coldest]))
+
+
+def report(store: TierChain, n: int) -> TierReport:
+    return store.usage().tiers[n]
+
+
+def missing(store: StorageBackend, items: Sequence[SetItem]) -> list[ObjectKey]:
+    keys = [item.key for item in items]
+    return [k for k, there in zip(keys, store.exists(keys), strict=True) if not there]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["memory", pytest.param("file", marks=pytest.mark.slow), pytest.param("lmdb", marks=pytest.mark.slow)],
+)
+def test_nothing_that_can_be_restored_is_lost(tmp_path: Path, kind: str) -> None:
+    upper, lower = UPPERS[kind](tmp_path), lower_in(tmp_path)
+    store = chain_over(upper, lower, settings={1: BACK})
+    store.register_namespace(NamespaceRecord(NAMESPACE, {}, states=True))
+    stored: list[SetItem] = []
+    for name in range(60):
+        items = turn(name)
+        assert set(store.set(items)) == {STORED}
+        stored += items
+        if name >= 3:  # an old conversation stays in use
+            assert fetch(store, key((name % 3, 0)), PAGE) == payload(key((name % 3, 0)), PAGE)
+        until(lambda: is_ahead(upper, lower))
+        assert name % 10 or not missing(store, stored), f"turn {name}"
+    assert len(missing(upper, stored)) > len(stored) // 3, "the upper tier evicted many of them"
+    for item in stored:
+        assert fetch(store, item.key, item.meta.length) == payload(item.key, item.meta.length)
+    assert report(store, 1).dropped == 0
+    store.close()
+
+
+def test_nothing_is_copied_while_the_upper_tier_has_room() -> None:
+    """States are written through by the same mover, so it has had its chance to copy pages."""
+    upper, lower = MemoryBackend(UPPER), MemoryBackend(LOWER)
+    pools = {"write": WritePolicy.THROUGH, "write_pools": {"kv": WritePolicy.BACK}}
+    store = chain_over(upper, lower, settings={1: pools})
+    items = [item for name in range(20) for item in turn(name)]
+    for name in range(20):
+        store.set(turn(name))
+        until(lambda name=name: lower.exists([state_of((name, PAGES - 1))]) == [True])
+    assert len(missing(lower, items)) == 20 * PAGES
+    for name in range(20, 32):
+        store.set(turn(name))
+        until(lambda: is_ahead(upper, lower))
+    until(lambda: not missing(lower, turn(0)))
+    assert missing(lower, turn(31)), "what is warm stays above"
+    store.close()
+
+
+@pytest.mark.parametrize("write", [WritePolicy.BACK, WritePolicy.THROUGH])
+def test_what_is_deleted_early_is_not_written(write: WritePolicy) -> None:
+    upper, lower = MemoryBackend(UPPER), MemoryBackend(LOWER)
+    store = chain_over(upper, lower, settings={1: {"write": write}})
+    for name in range(60):
+        store.set(turn(name))
+        store.flush()
+        if name >= 3:
+            store.delete([item.key for item in turn(name - 3)])
+    written = report(store, 1).written_bytes
+    through = 60 * (PAGES * PAGE + STATE)
+    assert written == (0 if write is WritePolicy.BACK else through)
+    store.close()
+
+
+def test_a_promoted_object_is_not_written_again(tmp_path: Path) -> None:
+    upper, lower = MemoryBackend(UPPER), lower_in(tmp_path)
+    store = chain_over(upper, lower, settings={1: {**BACK, "promote": Promotion.ALWAYS}})
+
+    items = turn("a")
+
+    def push_out(first: int) -> None:
+        for name in range(first, first + 100):
+            if len(missing(upper, items)) == len(items):
+                return
+            store.set(turn(name))
+            until(lambda: is_ahead(upper, lower))
+        pytest.fail("it was not evicted")
+
+    store.set(items)
+    push_out(0)
+    for item in items:
+        assert fetch(store, item.key, item.meta.length) == payload(item.key, item.meta.length)
+    until(lambda: not missing(upper, items))
+    push_out(100)
+    assert not missing(lower, items)
+    store.flush()
+    assert report(store, 1).written_objects == lower.usage().objects, "each object was written once"
+    store.close()
+
+
+def test_a_tier_that_comes_back_gets_what_is_cold_by_then() -> None:
+    upper, inner = MemoryBackend(UPPER), MemoryBackend(LOWER)
+    lower = Outage(inner)
+    store = chain_over(upper, lower, settings={1: BACK})
+    lower.begin()
+    until(lambda: report(store, 1).health == "out")
+    for name in range(40):
+        assert STORED in store.set(turn(name))
+    assert inner.usage().objects == 0
+    lower.end()
+    until(lambda: upper.usage().used_bytes > 0.8 * UPPER and is_ahead(upper, inner))
+    assert inner.usage().objects < upper.usage().objects
+    store.close()
+
+
+def test_while_the_tier_above_is_out_the_next_one_is_watched() -> None:
+    upper, between, lower = MemoryBackend(UPPER), Outage(MemoryBackend(LOWER)), MemoryBackend(LOWER)
+    store = chain_over(upper, between, lower, settings={1: BACK, 2: BACK})
+    between.begin()
+    until(lambda: report(store, 1).health == "out")
+    for name in range(60):
+        store.set(turn(name))
+        until(lambda: is_ahead(upper, lower))
+    assert not missing(store, [item for name in range(60) for item in turn(name)])
+    assert lower.usage().objects
+    store.close()
+
+
+def test_what_is_evicted_before_it_is_copied_counts_as_dropped() -> None:
+    upper, inner = MemoryBackend(UPPER), MemoryBackend(LOWER)
+    lower = Hanging(inner, "set")
+    store = chain_over(upper, lower, settings={1: BACK})
+    lower.hang()
+    names: list[int] = []
+
+    def fill(count: int) -> None:
+        new = range(len(names), len(names) + count)
+        assert set(store.set([to_set(key(n), payload(n, 8000)) for n in new])) == {STORED}
+        names.extend(new)
+
+    while report(store, 1).waiting <= 64 and len(names) < 2000:  # more than one batch waits
+        fill(10)
+    known = report(store, 1).waiting
+    fill(1000)
+    lower.release()
+    until(lambda: report(store, 1).dropped > 0 and report(store, 1).waiting == 0)
+    until(lambda: is_ahead(upper, inner))
+    lost = store.exists([key(n) for n in names]).count(False)
+    assert 0 < report(store, 1).dropped <= min(lost, known)
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("tiers", "why"),
+    [
+        (["memory://?capacity=8MiB&tier_read_only=yes", "B"], "'memory' above it is read-only and evicts"),
+        (["memory://", "B"], "'memory' above it has no capacity"),
+        (["memory://?capacity=0", "B"], "'memory' above it has no capacity"),
+        (["memory://?capacity=8MiB", "grpc://localhost:1", "B"], "'grpc' above it cannot say what"),
+        (["B"], "'file' is the first"),
+    ],
+)
+def test_a_tier_below_one_that_evicts_nothing_is_refused(
+    tmp_path: Path, tiers: Sequence[str], why: str
+) -> None:
+    back = f"file://{tmp_path}/s?capacity=64MiB&tier_write=kv:write_back,mamba:write_through"
+    with pytest.raises(ConfigError, match=why):
+        open_backend([back if url == "B" else url for url in tiers])
+    assert not list(tmp_path.iterdir()), "nothing was opened"
+
+
+def test_a_url_says_which_pools_are_written_back(tmp_path: Path) -> None:
+    back = f"file://{tmp_path}/s?capacity=64MiB&tier_write=kv:write_back,mamba:write_through"
+    with open_backend(["memory://?capacity=8MiB", back]) as store:
+        assert isinstance(store, TierChain)
+        store.set(turn("a"))
+        store.flush()
+        assert report(store, 1).objects == 1
+        for name in range(40):
+            store.set(turn(name))
+        until(lambda: report(store, 1).objects > 41)

@@ -1,0 +1,149 @@
+"""Room in a full `file` store: fragments, policies, settings."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+from tiercache_backends.file import FileBackend
+
+from tiercache.core import Outcome
+from tiercache.errors import ConfigError
+from tiercache.policy import POLICIES, Policy, Units, policy_named
+from tiercache.storage import open_backend
+from tiercache.testing.faults import FaultEnv
+from tiercache.testing.objects import chain, fetch, key, outcomes, payload, put, state_of, to_set
+
+CAPACITY = 24 << 20
+HIT, MISS, STORED, CORRUPT = Outcome.HIT, Outcome.MISS, Outcome.STORED, Outcome.CORRUPT
+
+
+@pytest.mark.parametrize(("first", "second"), [(20_000, 700_000), (700_000, 20_000), (8192, 1 << 20)])
+def test_space_stays_usable_when_sizes_change(tmp_path: Path, first: int, second: int) -> None:
+    random = Random(5)
+    with FileBackend(str(tmp_path / "s"), 32 << 20, io="buffered") as store:
+        names = [("first", n) for n in range(20 * (1 << 20) // first)]
+        assert outcomes(store.set([to_set(key(n), payload(n, first)) for n in names])) == {STORED: len(names)}
+        gone = random.sample(names, len(names) // 2)
+        store.delete([key(n) for n in gone])
+        room = store.usage()
+        free = room.details["blocks_free"]
+        assert isinstance(free, int)
+        assert store.usage().details["evicted"] == 0
+        fitting = int(free * 4096 * 0.95) // (-(-second // 4096) * 4096)
+        others = [("second", n) for n in range(fitting)]
+        assert outcomes(store.set([to_set(key(n), payload(n, second)) for n in others])) == {STORED: fitting}
+        assert int(store.usage().details["evicted"]) <= len(names) // 20, "what was free could be had"
+        for n in [*random.sample(others, min(20, fitting)), *[n for n in names if n not in set(gone)][-20:]]:
+            size = first if n[0] == "first" else second
+            assert fetch(store, key(n), size) == payload(n, size)
+        store.check_integrity()
+
+
+def test_a_set_into_a_full_store_takes_one_transaction(tmp_path: Path) -> None:
+    env = FaultEnv()
+    with FileBackend(str(tmp_path / "s"), 8 << 20, env=env) as store:
+        for n in range(200):
+            put(store, key(n), payload(n, 60_000))
+        env.clear()
+        for n in range(200, 260):
+            assert put(store, key(n), payload(n, 60_000)) is STORED
+        assert env.calls["commit"] == 60, "what must go goes along with what comes"
+
+
+class KeepsSmallDepths(Policy):
+    """A policy of a caller's own: the deepest goes first."""
+
+    name = "small depths"
+
+    def rank(self, units: Units) -> np.ndarray:
+        return -units.depth.astype(float)
+
+
+def test_a_policy_decides_among_the_leaves(tmp_path: Path) -> None:
+    with FileBackend(str(tmp_path / "s"), 8 << 20, policy=KeepsSmallDepths()) as store:
+        for depth in (3, 1, 2):
+            for n in range(30):
+                store.set([to_set(key((depth, n)), payload(n, 60_000), depth=depth)])
+        for n in range(70):
+            store.set([to_set(key(("new", n)), payload(n, 60_000), depth=1)])
+        left = [sum(store.exists([key((depth, n)) for n in range(30)])) for depth in (1, 2, 3)]
+        assert left[0] == 30
+        assert left[2] == 0
+        store.check_integrity()
+
+
+def test_suffixes_go_first_under_any_policy(tmp_path: Path) -> None:
+    with FileBackend(str(tmp_path / "s"), 8 << 20, policy=KeepsSmallDepths()) as store:
+        parents: dict[bytes, bytes | None] = {}
+        for sequence in range(12):
+            for depth, (k, parent) in enumerate(chain(sequence, 20)):
+                parents[k.page_key] = parent
+                store.set([to_set(k, payload(k, 60_000), parent=parent, depth=20 - depth)])
+        kept = {e.key.page_key for e in store.scan_all()}
+        assert len(kept) < 240
+        assert all(parents[page] is None or parents[page] in kept for page in kept)
+        assert store.orphans() == 0
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("io=fast", "'fast' is not possible; use 'auto' or 'buffered'"),
+        ("io_threads=0", "'0' is not a number of threads; use 1 to 64"),
+        ("io_threads=many", "use 1 to 64"),
+        ("policy=best", "there is no eviction policy 'best'; use lru"),
+        ("durability=none", "use 'process' or 'power'"),
+        ("mac_key=secret", "'secret' is not an absolute path"),
+        (
+            "cap=1",
+            (
+                "has no setting 'cap'; it has access, capacity, durability, io, io_threads, mac_key, path,"
+                " policy"
+            ),
+        ),
+    ],
+)
+def test_bad_settings_are_named(tmp_path: Path, setting: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        open_backend(f"file://{tmp_path}/s?capacity=24MiB&{setting}")
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_store_of_an_older_format_starts_empty(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "s"
+    with FileBackend(str(path), CAPACITY) as store:
+        put(store, key("a"), payload("a", 9000))
+    form = json.loads((path / "format").read_text())
+    (path / "format").write_text(json.dumps({k: v for k, v in form.items() if k != "mac"} | {"version": 1}))
+    with FileBackend(str(path), CAPACITY) as store:
+        assert store.usage().objects == 0
+        assert put(store, key("a"), payload("a", 9000)) is STORED
+    assert "has format 1" in caplog.text
+    with FileBackend(str(path), CAPACITY) as store:
+        assert fetch(store, key("a"), 9000) == payload("a", 9000)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_keeps_a_full_store_within_its_cap(tmp_path: Path, policy: str) -> None:
+    """Sequences of four pages with a state each, several times what fits: the cap holds and no page outlives
+    what it depends on.
+    """
+    cap = 8 << 20
+    with FileBackend(str(tmp_path / "s"), cap, policy=policy_named(policy)) as store:
+        for sequence in range(60):
+            pages = chain(sequence, 4)
+            state = state_of((sequence, 3))
+            batch = [
+                to_set(page, payload(page, 65536), parent=parent, depth=depth)
+                for depth, (page, parent) in enumerate(pages, 1)
+            ]
+            batch.append(to_set(state, payload(state, 131072), parent=state.page_key, depth=4))
+            assert outcomes(store.set(batch)) == {STORED: 5}
+            assert store.usage().used_bytes <= cap
+        store.check_integrity()
+        assert store.orphans() == 0
+        assert 0 < store.usage().objects < 60 * 5

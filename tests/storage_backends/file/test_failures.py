@@ -1,0 +1,293 @@
+"""A `file` store on a disk that fails, fills up or hangs."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from tiercache_backends.file import FileBackend
+
+from tests.storage.backends import FileHooks
+from tests.storage_backends.file.store import CAPACITY, opened
+from tests.storage_backends.local.files import disk_bytes
+from tiercache.core import Outcome, PoolName
+from tiercache.testing.faults import FaultEnv
+from tiercache.testing.objects import chain, content, fetch, key, payload, put, to_get, to_set
+
+HIT, MISS, STORED = Outcome.HIT, Outcome.MISS, Outcome.STORED
+CORRUPT, THROTTLED, ERROR = Outcome.CORRUPT, Outcome.THROTTLED, Outcome.ERROR
+
+
+@pytest.mark.parametrize("durability", ["process", "power"])
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO, errno.EROFS])
+def test_a_set_that_fails_at_any_step_loses_nothing(tmp_path: Path, error: int, durability: str) -> None:
+    env = FaultEnv()
+    with opened(tmp_path / "s", env=env, durability=durability) as store:
+        put(store, key("old"), payload("old", 30_000))
+        batch = [to_set(key(n), payload(n, 400_000)) for n in range(3)]
+        env.clear()
+        assert store.set(batch) == [STORED] * 3
+        calls = {name: count for name, count in env.calls.items() if name not in ("open", "close")}
+        assert {"pwritev", "commit", "fallocate"} <= set(calls)
+        assert ("fdatasync" in calls) == (durability == "power")
+        store.delete([key(n) for n in range(3)])
+        for name, count in calls.items():
+            for at in range(1, count + 1):
+                env.clear()
+                env.fail(name, at=at, error=error)
+                answers = store.set(batch)
+                assert set(answers) <= (
+                    {STORED, THROTTLED} if error == errno.ENOSPC else {STORED, ERROR, THROTTLED}
+                )
+                env.clear()
+                for n, answer in enumerate(answers):
+                    assert fetch(store, key(n), 400_000) == (
+                        payload(n, 400_000) if answer is STORED else MISS
+                    )
+                assert fetch(store, key("old"), 30_000) == payload("old", 30_000)
+                store.check_integrity()
+                assert set(store.set(batch)) <= {STORED, HIT}, "and the next set works"
+                store.delete([key(n) for n in range(3)])
+
+
+def test_a_full_disk_throttles_and_keeps_the_cap(tmp_path: Path) -> None:
+    env = FaultEnv()
+    with opened(tmp_path / "s", env=env) as store:
+        env.fail("fallocate", times=10**9, error=errno.ENOSPC)
+        assert put(store, key("a"), b"x") is THROTTLED
+        env.clear()
+        assert put(store, key("a"), b"x") is STORED
+        env.fail("fallocate", times=10**9, error=errno.ENOSPC)
+        answers = [put(store, key(n), payload(n, 200_000)) for n in range(60)]
+        assert set(answers) == {STORED}, "it goes on within the slabs that it has"
+        store.check_integrity()
+
+
+def test_a_slab_that_fits_only_in_part_is_taken_back(tmp_path: Path) -> None:
+    env = FaultEnv()
+
+    def half(real: Callable[..., None], arguments: tuple[int, int, int]) -> None:
+        fd, offset, size = arguments
+        real(fd, offset, size // 2)
+        raise OSError(errno.ENOSPC, "full")
+
+    with opened(tmp_path / "s", env=env) as store:
+        env.add("fallocate", half)
+        assert put(store, key("a"), b"x") is THROTTLED
+        assert disk_bytes(tmp_path / "s" / "slabs") < 100_000
+        assert put(store, key("a"), b"x") is STORED
+
+
+def test_a_failed_eviction_keeps_what_it_wanted_to_evict(tmp_path: Path) -> None:
+    env = FaultEnv()
+    with opened(tmp_path / "s", 6 << 20, env=env) as store:
+        n = 0
+        while store.usage().details["evicted"] == 0:
+            assert put(store, key(n), payload(n, 100_000)) is STORED
+            n += 1
+        kept = [m for m in range(n) if store.exists([key(m)])[0]]
+        # the eviction that makes room, and the set itself with what it evicts ahead of need
+        for call in (1, 2):
+            env.clear()
+            env.fail("commit", at=call, error=errno.ENOSPC)
+            answer = put(store, key(("new", call)), payload("new", 1_000_000))
+            assert answer is THROTTLED
+            left = [m for m in kept if store.exists([key(m)])[0]]
+            assert left == kept if call == 1 else len(left) >= len(kept) - 20
+            assert all(fetch(store, key(m), 100_000) == payload(m, 100_000) for m in left)
+            store.check_integrity()
+        assert put(store, key("new"), payload("new", 1_000_000)) is STORED
+
+
+def test_a_commit_that_landed_and_reported_a_failure_counts(tmp_path: Path) -> None:
+    env = FaultEnv()
+
+    def late(real: Callable[..., None], arguments: tuple[object]) -> None:
+        real(*arguments)
+        raise OSError(errno.EIO, "after all was done")
+
+    with opened(tmp_path / "s", env=env) as store:
+        put(store, key("old"), payload("old", 9000))
+        env.add("commit", late, times=3)
+        assert put(store, key("a"), payload("a", 9000)) is STORED
+        assert store.delete([key("old")]) == [True]
+        assert put(store, key("b"), payload("b", 9000)) is STORED
+        store.check_integrity()
+    with opened(tmp_path / "s") as store:
+        assert [fetch(store, key(n), 9000) for n in ("a", "b", "old")] == [
+            payload("a", 9000),
+            payload("b", 9000),
+            MISS,
+        ]
+        store.check_integrity()
+
+
+def test_a_failed_delete_says_so(tmp_path: Path) -> None:
+    env = FaultEnv()
+    with opened(tmp_path / "s", env=env) as store:
+        put(store, key("a"), payload("a", 5000))
+        env.clear()
+        env.fail("commit")
+        assert store.delete([key("a")]) == [False]
+        assert fetch(store, key("a"), 5000) == payload("a", 5000)
+        assert store.delete([key("a")]) == [True]
+        store.check_integrity()
+
+
+def test_a_block_that_cannot_be_read_is_given_up_and_retired(tmp_path: Path) -> None:
+    env = FaultEnv()
+    with opened(tmp_path / "s", env=env) as store:
+        put(store, key("a"), payload("a", 5000))
+        put(store, key("b"), payload("b", 5000))
+        env.clear()
+        env.fail("preadv", times=2)  # the read, and the test of its blocks
+        assert fetch(store, key("a"), 5000) is ERROR
+        assert store.exists([key("a"), key("b")]) == [False, True]
+        assert store.usage().details["blocks_retired"] == 2
+        store.check_integrity()
+        assert put(store, key("a"), payload("a", 5000)) is STORED
+        assert fetch(store, key("a"), 5000) == payload("a", 5000)
+
+
+def test_a_corrupt_object_stays_out_of_sight_when_it_cannot_be_removed(tmp_path: Path) -> None:
+    env = FaultEnv()
+    store = opened(tmp_path / "s", env=env)
+    put(store, key("a"), payload("a", 5000))
+    FileHooks().corrupt(store, key("a"))
+    env.clear()
+    env.fail("commit")
+    assert fetch(store, key("a"), 5000) is CORRUPT
+    assert (store.exists([key("a")]), fetch(store, key("a"), 5000)) == ([False], MISS)
+    assert store.usage().details["blocks_stranded"] == 2
+    store.check_integrity()
+    assert put(store, key("a"), payload("a", 5000)) is STORED
+    store.close()
+    with opened(tmp_path / "s") as store:
+        assert fetch(store, key("a"), 5000) == payload("a", 5000)
+        store.check_integrity()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_torn_writes_and_flipped_bits_are_never_served(tmp_path: Path, seed: int) -> None:
+    env = FaultEnv(seed)
+    with FileBackend(str(tmp_path / "s"), CAPACITY, env=env, io="buffered") as store:
+        env.clear()
+        env.tear("pwritev", at=1)
+        env.flip("pwritev", at=2)
+        assert [put(store, key(n), payload(n, 20_480)) for n in range(3)] == [STORED] * 3
+        assert [fetch(store, key(n), 20_480) for n in range(2)] == [CORRUPT] * 2
+        env.clear()
+        env.flip("preadv")
+        assert fetch(store, key(2), 20_480) is ERROR  # a second look finds it sound
+        assert [put(store, key(n), payload(n, 20_480)) for n in range(3)] == [STORED, STORED, HIT]
+        assert [fetch(store, key(n), 20_480) for n in range(3)] == [payload(n, 20_480) for n in range(3)]
+        store.check_integrity()
+
+
+def test_a_hanging_disk_holds_up_only_those_who_wait_for_it(tmp_path: Path) -> None:
+    env = FaultEnv()
+    with opened(tmp_path / "s", env=env) as store, ThreadPoolExecutor(4) as pool:
+        put(store, key("a"), payload("a", 5000))
+        env.clear()
+        write = env.hang("pwritev")
+        first = pool.submit(put, store, key("slow"), payload("slow", 5000))
+        assert write.reached.wait(30)
+        same = pool.submit(put, store, key("slow"), payload("slow", 5000))
+        assert fetch(store, key("a"), 5000) == payload("a", 5000)
+        assert fetch(store, key("slow"), 5000) is MISS, "not before it is acknowledged"
+        assert put(store, key("b"), payload("b", 5000)) is STORED
+        assert store.delete([key("b")]) == [True]
+        read = env.hang("preadv")
+        reader = pool.submit(fetch, store, key("a"), 5000)
+        assert read.reached.wait(30)
+        assert store.delete([key("a")]) == [True], "its blocks are kept for the reader"
+        assert put(store, key("c"), payload("c", 5000)) is STORED
+        assert not first.done()
+        assert not same.done()
+        read.release()
+        write.release()
+        assert reader.result(30) == payload("a", 5000)
+        assert [first.result(30), same.result(30)] == [STORED, HIT]
+        store.check_integrity()
+
+
+def test_an_object_that_is_being_read_is_not_evicted(tmp_path: Path) -> None:
+    env = FaultEnv()
+    with opened(tmp_path / "s", 6 << 20, env=env) as store, ThreadPoolExecutor(1) as pool:
+        put(store, key("a"), payload("a", 5000))
+        env.clear()
+        read = env.hang("preadv")
+        reader = pool.submit(fetch, store, key("a"), 5000)
+        assert read.reached.wait(30)
+        for n in range(100):
+            assert put(store, key(n), payload(n, 100_000)) is STORED
+        assert store.exists([key("a"), key(0)]) == [True, False]
+        read.release()
+        assert reader.result(30) == payload("a", 5000)
+        for n in range(100, 200):
+            put(store, key(n), payload(n, 100_000))
+        assert store.exists([key("a")]) == [False]
+        store.check_integrity()
+
+
+def test_reads_and_writes_of_threads_run_in_parallel(tmp_path: Path) -> None:
+    env = FaultEnv()
+    with opened(tmp_path / "s", env=env) as store, ThreadPoolExecutor(4) as pool:
+        put(store, key("a"), payload("a", 5000))
+        env.clear()
+        hangs = [
+            env.hang("preadv", at=1),
+            env.hang("preadv", at=2),
+            env.hang("pwritev", at=1),
+            env.hang("pwritev", at=2),
+        ]
+        tasks = [pool.submit(fetch, store, key("a"), 5000) for _ in range(2)]
+        tasks += [pool.submit(put, store, key(n), payload(n, 5000)) for n in range(2)]
+        assert all(hang.reached.wait(30) for hang in hangs), "all four are inside the disk at once"
+        for hang in hangs:
+            hang.release()
+        assert [task.result(30) for task in tasks] == [payload("a", 5000)] * 2 + [STORED] * 2
+
+
+def test_a_store_opens_on_a_full_disk(tmp_path: Path) -> None:
+    with opened(tmp_path / "s") as store:
+        put(store, key("a"), payload("a", 5000))
+    env = FaultEnv()
+    env.fail("pwritev", times=10**9, error=errno.ENOSPC)
+    with opened(tmp_path / "s", env=env) as store:
+        assert fetch(store, key("a"), 5000) == payload("a", 5000)
+        assert put(store, key("b"), b"x") is THROTTLED
+    assert not (tmp_path / "s" / "state").exists()
+    with opened(tmp_path / "s", env=(checked := FaultEnv())) as store:
+        assert fetch(store, key("a"), 5000) == payload("a", 5000)
+    assert checked.calls["run"] == 1, "nobody said how it was closed"
+
+
+def test_orphans_are_counted(tmp_path: Path) -> None:
+    with opened(tmp_path / "s") as store:
+        pages = chain("s", 4)
+        for k, parent in pages:
+            put(store, k, b"x", parent)
+        state = key(("s", 3), PoolName.MAMBA)
+        put(store, state, b"x", state.page_key)
+        assert store.orphans() == 0
+        store.delete([pages[1][0], pages[3][0]])
+        assert store.orphans() == 2
+
+
+def test_recency_survives_a_reopen(tmp_path: Path) -> None:
+    with opened(tmp_path / "s") as store:
+        for n in range(100):
+            put(store, key(n), payload(n, 100_000))
+    with opened(tmp_path / "s") as store:
+        for n in range(100, 180):
+            put(store, key(n), payload(n, 100_000))
+        there = store.exists([key(n) for n in range(180)])
+        assert there == sorted(there), "the oldest went first"
+        assert not there[0]
+        item = to_get(key(179), 100_000)
+        assert store.get([item]) == [HIT]
+        assert content(item) == payload(179, 100_000)

@@ -1,0 +1,172 @@
+"""The tables of the `file` store against plain models: objects, free space, recovery."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from random import Random
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiercache_backends.file.extents import APART_BLOCKS, ExtentAllocator
+from tiercache_backends.file.objects import ObjectTable
+from tiercache_backends.file.records import DEPTH_KNOWN, PARENT_KNOWN, RECORD, CatalogContents, Extent, Facts
+from tiercache_backends.file.recovery import sound_records
+
+from tests.examples import example_count
+from tiercache.storage.checksum import Checksums
+from tiercache.testing.objects import page_key
+
+LAYOUTS = [page_key(("layout", n)) for n in range(3)]
+
+
+def digest(page: int, layout: int = 0) -> bytes:
+    return LAYOUTS[layout] + page_key(page)
+
+
+@settings(max_examples=example_count(60), deadline=None)
+@given(
+    objects=st.dictionaries(
+        st.tuples(st.integers(0, 20), st.integers(0, 2)), st.none() | st.integers(0, 25), max_size=40
+    )
+)
+def test_loading_a_catalog_is_storing_one_by_one(objects: dict[tuple[int, int], int | None]) -> None:
+    records = np.zeros(len(objects), RECORD)
+    one_by_one, at_once = ObjectTable(with_macs=True), ObjectTable(with_macs=True)
+    further = {}
+    for i, ((page, layout), above) in enumerate(objects.items()):
+        d, parent, depth = (
+            digest(page, layout),
+            None if above is None or above >= page else page_key(above),
+            i % 3,
+        )
+        checksums = Checksums(bytes([i]) * 16, bytes([i + 1]) * 16)
+        extents = (Extent(4 * i, 1), Extent(4 * i + 2, 1))[: 1 + i % 2]
+        records[i]["number"], records[i]["digest"], records[i]["length"], records[i]["depth"] = (
+            i + 1,
+            np.void(d),
+            10 + i,
+            depth,
+        )
+        records[i]["parent"], records[i]["namespace"] = np.void(parent or bytes(32)), 7
+        records[i]["flags"] = PARENT_KNOWN * (parent is not None) | DEPTH_KNOWN * (depth > 0)
+        records[i]["start"], records[i]["blocks"], records[i]["more"] = *extents[0], len(extents) - 1
+        records[i]["checksum"], records[i]["mac"] = np.void(checksums.checksum), np.void(checksums.mac)
+        further.update({i + 1: extents[1:]} if extents[1:] else {})
+        nodes = [one_by_one.pages.hold(key) for key in (d[32:], parent) if key]
+        one_by_one.store(
+            Facts(i + 1, 10 + i, depth, 7, checksums), d, nodes[0], nodes[1] if parent else None, extents
+        )
+        for node in nodes:
+            one_by_one.pages.release(node)
+    at_once.load_catalog(CatalogContents(records, further))
+    seen = []
+    for table in (one_by_one, at_once):
+        table.check_integrity()
+        rows = table.find_many([digest(*place) for place in objects])
+        facts = [
+            (table.placement(row), table.blocks(row), table.digest(row), table.number[row], table.length[row])
+            for row in rows
+        ]
+        seen.append((facts, [table.pages.depth[table.page[row]] for row in rows], table.pages.worth()))
+    assert seen[0] == seen[1]
+    for row in at_once.residents().tolist():
+        at_once.leave(row)
+        at_once.drop(row)
+    at_once.check_integrity()
+    assert len(at_once) == at_once.payload == 0
+    assert len(at_once._further) == 0  # private: what is kept of objects that are gone costs memory only
+
+
+@settings(max_examples=example_count(100), deadline=None)
+@given(seed=st.integers(0, 10_000))
+def test_space_places_batches_and_takes_all_back(seed: int) -> None:
+    random = Random(seed)
+    space = ExtentAllocator(64)
+    for n in range(4):
+        space.grow(Extent(n * 64, 64))
+    held: list[tuple[Extent, ...]] = []
+    for _ in range(30):
+        if held and random.random() < 0.5:
+            space.give(held.pop(random.randrange(len(held))))
+            continue
+        sizes = [random.choice([1, 1, 3, 17, 70]) for _ in range(random.randrange(1, 9))]
+        before = space.free
+        places = space.allocate_all(sizes)
+        assert all(
+            sum(e.blocks for e in place) in (0, size) for place, size in zip(places, sizes, strict=True)
+        )
+        assert any(not place for place in places) <= (sum(sizes) > before), "what is free can be had"
+        held += [place for place in places if place]
+        space.check_integrity()
+        blocks = [b for place in held for e in place for b in range(e.start, e.start + e.blocks)]
+        assert len(blocks) == len(set(blocks)) == space.size - space.free
+    for place in held:
+        space.give(place)
+    space.check_integrity()
+    assert space.free == 256
+
+
+def test_a_batch_lies_side_by_side() -> None:
+    space = ExtentAllocator(1024)
+    space.grow(Extent(0, 1024))
+    assert space.allocate_all([5] * 100) == [(Extent(5 * n, 5),) for n in range(100)]
+
+
+def test_a_large_batch_lies_in_two_slabs() -> None:
+    large = APART_BLOCKS // 4
+    space = ExtentAllocator(16 * large)
+    space.grow(Extent(0, 16 * large))
+    assert space.needs_second_slab(4 * large)
+    assert not space.needs_second_slab(APART_BLOCKS - 1)
+    assert not space.needs_second_slab(17 * large), "it does not fit anyway"
+    assert space.allocate_all([large] * 4) == [(Extent(n * large, large),) for n in range(4)], (
+        "there is no other slab"
+    )
+    space.grow(Extent(16 * large, 16 * large))
+    assert not space.needs_second_slab(4 * large)
+    places = [place for [place] in space.allocate_all([large] * 6)]
+    assert [place.start // space.slab_blocks for place in places] == [0, 0, 0, 1, 1, 1]
+    assert all(b.start == a.start + large for half in (places[:3], places[3:]) for a, b in pairwise(half)), (
+        "each half side by side"
+    )
+    assert [
+        len({place.start // space.slab_blocks for [place] in space.allocate_all(sizes)})
+        for sizes in ([5] * 9, [4 * large])
+    ] == [1, 1]
+    space.check_integrity()
+
+
+@settings(max_examples=example_count(100), deadline=None)
+@given(seed=st.integers(0, 10_000))
+def test_large_batches_lose_and_double_no_block(seed: int) -> None:
+    random, slab = Random(seed), APART_BLOCKS // 2
+    space = ExtentAllocator(slab)
+    for n in range(6):
+        space.grow(Extent(n * slab, random.choice([slab, slab // 3])))
+    held: list[tuple[Extent, ...]] = []
+    for _ in range(20):
+        if held and random.random() < 0.5:
+            space.give(held.pop(random.randrange(len(held))))
+            continue
+        sizes = [random.choice([1, 17, slab // 3, slab + 5]) for _ in range(random.randrange(1, 12))]
+        before = space.free
+        places = space.allocate_all(sizes)
+        assert all(
+            sum(e.blocks for e in place) in (0, size) for place, size in zip(places, sizes, strict=True)
+        )
+        assert any(not place for place in places) <= (sum(sizes) > before), "what is free can be had"
+        held += [place for place in places if place]
+        space.check_integrity()
+        extents = sorted(e for place in held for e in place)
+        assert all(a.start + a.blocks <= b.start for a, b in pairwise(extents))
+        assert sum(e.blocks for e in extents) == space.size - space.free
+
+
+def test_of_two_records_of_one_object_the_later_one_counts() -> None:
+    records = np.zeros(3, RECORD)
+    for i, d in enumerate([digest(0), digest(1), digest(0)]):
+        records[i]["number"], records[i]["digest"], records[i]["length"] = i + 1, np.void(d), 4096
+        records[i]["start"], records[i]["blocks"] = i, 1
+    sound, unsound, gaps = sound_records(CatalogContents(records, {}), [Extent(0, 8)], 8, lambda _: True)
+    assert (sound.records["number"].tolist(), unsound, gaps) == ([2, 3], [1], [Extent(0, 1), Extent(3, 5)])

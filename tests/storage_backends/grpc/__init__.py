@@ -1,0 +1,1 @@
+"""The backend for a remote daemon, over every way to it."""

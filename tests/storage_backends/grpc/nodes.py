@@ -1,0 +1,77 @@
+"""Configurations of daemons and of their clients: directories, tokens, certificates, addresses."""
+
+from __future__ import annotations
+
+import atexit
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from tiercache.config.settings import Settings as DaemonSettings
+
+HOST_BYTES = 96 << 20
+
+
+@cache
+def scratch() -> Path:
+    """A directory of this process, whose path is short enough for sockets."""
+    made = Path(tempfile.mkdtemp(prefix="tc-"))
+    atexit.register(shutil.rmtree, made, ignore_errors=True)
+    return made
+
+
+@cache
+def token_file() -> Path:
+    path = scratch() / "token"
+    path.write_text("0123456789abcdef" * 2)
+    path.chmod(0o600)
+    return path
+
+
+@cache
+def certificates() -> tuple[Path, Path]:
+    """(key, certificate) of 127.0.0.1, which is its own authority."""
+    key, certificate = scratch() / "key.pem", scratch() / "cert.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days",
+         "2", "-subj", "/CN=node",
+         "-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost", "-keyout", str(key), "-out",
+         str(certificate)],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    key.chmod(0o600)
+    return key, certificate
+
+
+def daemon_settings(transport: str, sockets: Path | None = None, **more: Any) -> DaemonSettings:
+    """A daemon on unix sockets, TCP or TLS."""
+    run = sockets or Path(tempfile.mkdtemp(dir=scratch()))
+    values: dict[str, Any] = {
+        "directory": run,
+        "sockets": run,
+        "host_bytes": HOST_BYTES,
+        "drain": 3.0,
+        "unix": transport == "unix",
+        **more,
+    }
+    if transport != "unix":
+        values.setdefault("listen", ("127.0.0.1:0",))
+        values.setdefault(
+            "principals",
+            ({"name": "worker", "token_file": token_file(), "verbs": ("read", "write", "admin")},),
+        )
+    if transport == "tls":
+        key, certificate = certificates()
+        values.setdefault("tls", {"certificate": certificate, "key": key})
+    return DaemonSettings(**values).check()
+
+
+def section(transport: str, where: str, **more: Any) -> dict[str, Any]:
+    """A client's section; `where`: the directory of the sockets, or host:port."""
+    if transport == "unix":
+        return {"path": where, **more}
+    tls = {"ca": str(certificates()[1])} if transport == "tls" else {}
+    return {"address": where, "token_file": str(token_file()), **tls, **more}

@@ -1,0 +1,101 @@
+"""A chain of tiers behind a daemon: what its clients are told of the tiers, and what not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tiercache_backends.grpc import GrpcBackend
+from tiercache_backends.grpc.settings import read_settings
+
+from tests.storage_backends.grpc.nodes import daemon_settings, scratch
+from tiercache.core import Outcome
+from tiercache.daemon import StorageServer
+from tiercache.errors import RefusedError
+from tiercache.storage.registry import open_backend
+from tiercache.testing.objects import fetch, key, payload, put
+
+PRINCIPALS = {"worker": ("read", "write", "admin"), "tenant": ("read", "write")}
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[StorageServer]:
+    """A daemon over memory, a file store, and a store that another owner has open."""
+    owner = open_backend(f"file://{tmp_path}/broken?capacity=64MiB")
+    chain = open_backend(
+        [
+            "memory://?capacity=16MiB&tier_name=fast",
+            f"file://{tmp_path}/store?capacity=64MiB&tier_name=disk",
+            f"file://{tmp_path}/broken?capacity=64MiB&tier_name=broken",
+        ]
+    )
+    (tmp_path / "salt").touch(0o600)
+    (tmp_path / "salt").write_bytes(bytes(range(32)))
+    principals = [
+        {"name": name, "token_file": token_file(name), "verbs": verbs} for name, verbs in PRINCIPALS.items()
+    ]
+    principals[1]["tenant"] = "acme"
+    settings = daemon_settings(
+        "tcp", principals=principals, tenants={"acme": {"salt_file": tmp_path / "salt"}}
+    )
+    with StorageServer(settings, chain) as served:
+        yield served
+    chain.close()
+    owner.close()
+
+
+def token_file(name: str) -> Path:
+    path = scratch() / f"{name}.chain"
+    path.touch(0o600)
+    path.write_text(name.ljust(32, name[0]))
+    return path
+
+
+def client(node: StorageServer, name: str = "worker") -> GrpcBackend:
+    return GrpcBackend(read_settings({"address": node.addresses[0], "token_file": str(token_file(name))}))
+
+
+def test_a_client_is_told_of_every_tier(node: StorageServer) -> None:
+    with client(node) as store:
+        assert put(store, key(1), payload(1, 5000)) is Outcome.STORED
+        store.flush()
+        assert fetch(store, key(1), 5000) == payload(1, 5000)
+        usage, inside = store.usage(), node.store.usage()
+        assert [(tier.name, tier.kind, tier.health) for tier in usage.tiers] == [
+            ("fast", "memory", "serving"),
+            ("disk", "file", "serving"),
+            ("broken", "file", "out"),
+        ]
+        assert usage == inside
+        fast, disk, broken = usage.tiers
+        assert (fast.read_objects, fast.read_bytes) == (1, 5000)
+        assert fast.last_read is not None
+        assert disk.last_read is None, "never is not 1970"
+        assert (disk.written_objects, disk.written_bytes) == (1, 5000)
+        assert "broken" in broken.why
+
+
+def test_a_client_is_told_where_an_object_is(node: StorageServer) -> None:
+    with client(node) as store:
+        assert put(store, key(1), b"both") is Outcome.STORED
+        store.flush()
+        # The first tier gives the object up.
+        inner = node.store.tiers[0]._store  # private: an object in one tier alone
+        assert inner.delete([key(1)]) == [True]
+        assert put(store, key(2), b"new") is Outcome.STORED
+        described = store.describe([key(1), key(3), key(2)])
+        assert [entry and entry.tier for entry in described] == ["disk", None, "fast"]
+        assert {entry.key: entry.tier for entry in store.scan_all()} == {key(1): "disk", key(2): "fast"}
+
+
+def test_a_tenant_is_not_told_of_tiers(node: StorageServer) -> None:
+    """The tier of an object depends on what others store."""
+    with client(node, "tenant") as store:
+        assert put(store, key(1), b"mine") is Outcome.STORED
+        [described] = store.describe([key(1)])
+        assert described is not None
+        assert described.tier == ""
+        assert [entry.tier for entry in store.scan_all()] == [""]
+        with pytest.raises(RefusedError, match="admin"):
+            store.usage()

@@ -1,0 +1,75 @@
+"""The contract through a daemon: the suite and random histories, over every way to it.
+
+A local daemon with shared memory is here by default, and random histories over both planes; other pairs of
+transport and plane, and the file store, are `slow` (`pytest -m slow tests/storage_backends/grpc`).
+"""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from tests.examples import example_count
+from tests.storage_backends.grpc.hooks import (
+    TcpMemory,
+    TlsMemory,
+    UnixChain,
+    UnixFile,
+    UnixMemory,
+    UnixStreamMemory,
+)
+from tiercache.testing.conformance import BackendConformance
+from tiercache.testing.stateful import BackendMachine, EvictingMachine
+
+needs_openssl = pytest.mark.skipif(
+    shutil.which("openssl") is None, reason="certificates are made with the openssl command"
+)
+
+
+class TestUnixShared(UnixMemory):
+    pass
+
+
+@pytest.mark.slow
+class TestUnixStream(UnixStreamMemory):
+    pass
+
+
+@pytest.mark.slow
+class TestTcp(TcpMemory):
+    pass
+
+
+@pytest.mark.slow
+@needs_openssl
+class TestTls(TlsMemory):
+    pass
+
+
+@pytest.mark.slow
+class TestUnixFile(UnixFile):
+    pass
+
+
+@pytest.mark.slow
+class TestUnixChain(UnixChain):
+    pass
+
+
+_QUICK = settings(deadline=None, stateful_step_count=20, suppress_health_check=list(HealthCheck))
+STORES = {"unix": (UnixMemory, 5), "tcp": (TcpMemory, 5), "unix file": (UnixFile, 2)}
+
+
+@pytest.mark.hypothesis
+@pytest.mark.parametrize(("hooks", "examples"), [pytest.param(*row, id=name) for name, row in STORES.items()])
+@pytest.mark.parametrize("machine", [BackendMachine, EvictingMachine])
+def test_random_histories_match_a_dict(
+    machine: type[BackendMachine], hooks: type[BackendConformance], examples: int
+) -> None:
+    run_state_machine_as_test(
+        type("M", (machine,), {"suite": hooks}),
+        settings=settings(_QUICK, max_examples=example_count(examples)),
+    )

@@ -1,0 +1,261 @@
+"""A daemon that is killed, stopped, cut off or replaced: within the deadline, with the reason, and hits come
+back by themselves.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiercache_backends.grpc import GrpcBackend
+from tiercache_backends.grpc.settings import read_settings
+from tiercache_backends.memory import MemoryBackend
+
+from tests.storage_backends.grpc.daemon import Daemon
+from tests.storage_backends.grpc.hooks import answers, open_client
+from tests.storage_backends.grpc.nodes import daemon_settings, scratch, section
+from tests.storage_backends.grpc.stalling import Proxy
+from tests.storage_backends.grpc.test_planes import connection_of, until
+from tiercache.core import Outcome
+from tiercache.daemon import StorageServer
+from tiercache.errors import ClosedError, StorageError, UnavailableError
+from tiercache.storage.base import Capabilities, GetItem, NamespaceRecord
+from tiercache.testing.objects import NAMESPACE, OTHER_NAMESPACE, fetch, key, payload, put, to_get
+
+SIZE = 20_000
+HIT, MISS, STORED, UNAVAILABLE = Outcome.HIT, Outcome.MISS, Outcome.STORED, Outcome.UNAVAILABLE
+QUICK = {"timeout": "500ms", "transfer_timeout": "700ms", "breaker_pause": "200ms", "staging": "1MiB"}
+DEADLINE = 1.5
+"""The two timeouts together, and some for the machine."""
+
+
+def directory() -> Path:
+    return Path(tempfile.mkdtemp(dir=scratch()))
+
+
+@pytest.fixture(params=["unix", "tcp"])
+def daemon(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Daemon]:
+    with Daemon(request.param, directory(), f"file://{tmp_path}/store?capacity=16MiB") as running:
+        yield running
+
+
+def client_of(daemon: Daemon, **more: Any) -> GrpcBackend:
+    plane = {} if daemon.transport == "unix" else {"staging": "0"}
+    return GrpcBackend(read_settings(section(daemon.transport, daemon.where, **{**QUICK, **plane, **more})))
+
+
+def timed(call: Callable[[], Any]) -> Any:
+    begun = time.monotonic()
+    result = call()
+    assert time.monotonic() - begun < DEADLINE
+    return result
+
+
+def is_away(client: GrpcBackend) -> None:
+    """Every call says so in time, and soon at once."""
+    assert timed(lambda: client.get([to_get(key("a"), SIZE)] * 2)) == [UNAVAILABLE] * 2
+    assert timed(lambda: put(client, key("b"), payload("b", SIZE))) is UNAVAILABLE
+    timed(lambda: client.register_namespace(NamespaceRecord(OTHER_NAMESPACE, {"model": "n"})))
+    for ask in (
+        client.flush,
+        client.scan,
+        client.usage,
+        client.namespaces,
+        client.ping,
+        lambda: client.describe([key("a")]),
+        lambda: client.exists([key("a")]),
+        lambda: client.delete([key("a")]),
+    ):
+        with pytest.raises(UnavailableError, match="start the daemon"):
+            timed(ask)
+    begun = time.monotonic()
+    assert client.get([to_get(key("a"), SIZE)]) == [UNAVAILABLE]
+    assert time.monotonic() - begun < 0.05, "the breaker is open"
+
+
+def comes_back(client: GrpcBackend) -> None:
+    until(lambda: fetch(client, key("a"), SIZE) == payload("a", SIZE))
+
+
+def test_a_daemon_that_is_killed_and_started_again(daemon: Daemon) -> None:
+    with client_of(daemon) as client:
+        assert client.capabilities == Capabilities(persistent=True, shared=True, bounded=True)
+        client.register_namespace(NamespaceRecord(NAMESPACE, {"model": "m"}))
+        assert put(client, key("a"), payload("a", SIZE)) is STORED
+        first = client.ping()
+        assert (first.transport, first.verbs) == (daemon.transport, ("admin", "read", "write"))
+        daemon.kill()
+        is_away(client)
+        daemon.start()
+        comes_back(client)
+        assert client.ping().instance != first.instance
+        assert {record.namespace for record in client.namespaces()} == {NAMESPACE, OTHER_NAMESPACE}
+
+
+def test_a_daemon_that_is_stopped_and_goes_on(daemon: Daemon) -> None:
+    with client_of(daemon) as client:
+        put(client, key("a"), payload("a", SIZE))
+        daemon.stop()
+        is_away(client)
+        daemon.go_on()
+        comes_back(client)
+
+
+def test_a_worker_starts_before_its_daemon(tmp_path: Path) -> None:
+    where = directory()
+    with GrpcBackend(read_settings(section("unix", str(where), **QUICK))) as client:
+        client.register_namespace(NamespaceRecord(NAMESPACE, {"model": "m"}))
+        assert client.get([to_get(key("a"), 10)]) == [UNAVAILABLE]
+        with StorageServer(daemon_settings("unix", where), MemoryBackend(1 << 20)):
+            until(lambda: put(client, key("a"), payload("a", SIZE)) in (STORED, HIT))
+            assert client.capabilities == Capabilities(shared=True, bounded=True)
+            assert [record.namespace for record in client.namespaces()] == [NAMESPACE]
+
+
+def test_a_daemon_that_starts_anew_learns_again_that_there_are_states() -> None:
+    where = directory()
+    plain, hybrid = (
+        NamespaceRecord(NAMESPACE, {"model": "m"}),
+        NamespaceRecord(NAMESPACE, {"model": "m"}, states=True),
+    )
+    with GrpcBackend(read_settings(section("unix", str(where), **QUICK))) as client:
+        for _ in range(2):
+            client.register_namespace(hybrid)
+            client.register_namespace(plain)
+            with StorageServer(daemon_settings("unix", where), MemoryBackend(1 << 20)):
+                until(lambda: put(client, key("a"), payload("a", SIZE)) is STORED)
+                assert client.namespaces() == [hybrid]
+
+
+@pytest.mark.parametrize("transport", ["unix", "tcp"])
+def test_a_restart_between_two_calls_is_noticed(transport: str) -> None:
+    """Nothing failed in between; what a daemon must know is told to the new one all the same."""
+    where = directory()
+    with StorageServer(daemon_settings(transport, where), MemoryBackend()) as node:
+        client = (
+            open_client(transport, node, **QUICK)
+            if transport == "unix"
+            else open_client(transport, node, timeout="500ms")
+        )
+        address = node.addresses
+        client.register_namespace(NamespaceRecord(NAMESPACE, {"model": "m"}))
+        assert len(client.namespaces()) == 1
+        connection_of(client).checked -= 60  # as if the call above had been a minute ago
+    with (
+        client,
+        StorageServer(
+            daemon_settings(transport, where, **({"listen": address} if address else {})), MemoryBackend()
+        ),
+    ):
+        until(lambda: answers(client))
+        until(lambda: client.exists([]) == [] and answers(client) and len(client.namespaces()) == 1)
+
+
+def test_a_connection_into_a_black_hole() -> None:
+    with StorageServer(daemon_settings("tcp"), MemoryBackend()) as node:
+        proxy = Proxy(node.addresses[0])
+        with GrpcBackend(read_settings(section("tcp", proxy.address, **{**QUICK, "staging": "0"}))) as client:
+            put(client, key("a"), payload("a", SIZE))
+            proxy.hole()
+            is_away(client)
+            proxy.pass_on()
+            comes_back(client)
+        proxy.close()
+
+
+def test_many_threads_through_an_outage(daemon: Daemon) -> None:
+    """Threads that read during an outage never hang, and get right bytes or an outcome.
+
+    Afterwards all objects are found.
+    """
+    with client_of(daemon) as client:
+        names = range(8)
+        for n in names:
+            put(client, key(n), payload(n, SIZE))
+        over = threading.Event()
+        longest = [0.0] * len(names)
+        odd: list[object] = []
+
+        def work(n: int) -> None:
+            while not over.is_set():
+                begun = time.monotonic()
+                found = fetch(client, key(n), SIZE)
+                longest[n] = max(longest[n], time.monotonic() - begun)
+                if found not in (payload(n, SIZE), MISS, UNAVAILABLE, Outcome.THROTTLED):
+                    odd.append(found)
+                time.sleep(0.005)
+
+        threads = [threading.Thread(target=work, args=(n,)) for n in names]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.3)
+        daemon.kill()
+        time.sleep(0.5)
+        daemon.start()
+        until(lambda: fetch(client, key(0), SIZE) == payload(0, SIZE))
+        time.sleep(0.3)
+        over.set()
+        for thread in threads:
+            thread.join(30)
+        assert not odd
+        assert max(longest) < 2 * DEADLINE, "eight threads share what the machine has"
+        until(lambda: all(fetch(client, key(n), SIZE) == payload(n, SIZE) for n in names))
+
+
+def test_who_is_refused_says_why_and_does_not_hang(caplog: pytest.LogCaptureFixture) -> None:
+    with StorageServer(daemon_settings("tcp"), MemoryBackend()) as node:
+        other = scratch() / "other-token"
+        other.write_text("f" * 32)
+        other.chmod(0o600)
+        with GrpcBackend(
+            read_settings({"address": node.addresses[0], "token_file": str(other), "breaker_pause": "100ms"})
+        ) as client:
+            for _ in range(5):
+                assert client.get([to_get(key("a"), 10)]) == [Outcome.REFUSED]
+                time.sleep(0.1)
+            with pytest.raises(StorageError, match="ask the operator"):
+                client.ping()
+            assert sum("ask the operator" in record.message for record in caplog.records) == 1
+
+
+def test_one_verb_that_is_missing_is_told_and_the_others_work() -> None:
+    reader = {"name": "reader", "uid": os.getuid(), "verbs": ("read",)}
+    with (
+        StorageServer(daemon_settings("unix", principals=(reader,)), MemoryBackend()) as node,
+        open_client("unix", node, **QUICK) as client,
+    ):
+        assert put(client, key("a"), b"x") is Outcome.REFUSED
+        assert client.exists([key("a")]) == [False]
+
+
+def test_an_outage_keeps_nobody_s_buffers(daemon: Daemon) -> None:
+    with client_of(daemon) as client:
+        daemon.kill()
+        for _ in range(6):
+            data = bytearray(SIZE)
+            view = memoryview(data)
+            assert client.get([GetItem(key("a"), [view], SIZE)]) == [UNAVAILABLE]
+            view.release()
+            data.clear()  # raises BufferError if anybody still looks at it
+
+
+def test_close_waits_for_calls_and_turns_others_away(daemon: Daemon) -> None:
+    client = client_of(daemon, transfer_timeout="5s")
+    put(client, key("a"), payload("a", SIZE))
+    daemon.slow(0.5)
+    answers: list[object] = []
+    thread = threading.Thread(target=lambda: answers.append(fetch(client, key("a"), SIZE)))
+    thread.start()
+    until(daemon.entered)
+    client.close()
+    thread.join(30)
+    assert answers == [payload("a", SIZE)]
+    client.close()
+    with pytest.raises(ClosedError):
+        client.get([])

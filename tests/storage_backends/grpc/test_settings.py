@@ -1,0 +1,154 @@
+"""Sections and URLs of the backend."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiercache_backends.grpc import GrpcBackend
+from tiercache_backends.grpc.settings import read_settings
+
+from tests.storage_backends.grpc.nodes import certificates, section, token_file
+from tiercache.config.urls import section_of
+from tiercache.core import Outcome
+from tiercache.errors import ClosedError, ConfigError, UnavailableError
+from tiercache.storage.base import Capabilities, NamespaceRecord, StoreContext
+from tiercache.storage.env import Env
+from tiercache.testing.objects import NAMESPACE, key, payload, to_get, to_set
+
+
+def read(url: str) -> Any:
+    given = section_of(url)
+    assert given.pop("type") == "grpc"
+    return read_settings(given)
+
+
+def test_a_host_and_a_directory() -> None:
+    tcp, unix = read("grpc://cache.example:7070"), read("grpc:///run/tiercache/")
+    assert (tcp.target, tcp.transport, tcp.shared, str(tcp)) == (
+        "cache.example:7070",
+        "tcp",
+        False,
+        "grpc://cache.example:7070",
+    )
+    assert (unix.target, unix.transport, unix.shared) == ("unix:/run/tiercache/grpc.sock", "unix", True)
+    assert (unix.timeout, unix.transfer_timeout, unix.staging, unix.breaker_failures, unix.breaker_pause) == (
+        2,
+        10,
+        64 << 20,
+        3,
+        1,
+    )
+    assert not read("grpc:///run/tiercache?plane=stream").shared
+    assert read("grpc://[::1]:7070?tls=true").transport == "tls"
+    values = read(
+        "grpc:///run/t?timeout=250ms&transfer_timeout=30s&staging=1MiB"
+        "&breaker_failures=5&breaker_pause=2s&plane=shared"
+    )
+    assert (
+        values.timeout,
+        values.transfer_timeout,
+        values.staging,
+        values.breaker_failures,
+        values.breaker_pause,
+    ) == (0.25, 30, 1 << 20, 5, 2)
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("grpc://", "needs an address or a directory"),
+        ("grpc:///", "no directory"),
+        ("grpc://host", "host:port"),
+        ("grpc://host:0", "port 0"),
+        ("grpc://host:7070/path", "not both"),
+        ("grpc://host:7070?plane=shared", "share memory"),
+        ("grpc:///run?plane=fast", "'shared'"),
+        ("grpc:///run?timeout=0", "out of range"),
+        ("grpc:///run?timeout=soon", "duration"),
+        ("grpc:///run?breaker_failures=0", "1 to"),
+        ("grpc:///run?staging=much", "size"),
+        ("grpc:///run?tls=true", "is for TCP"),
+        ("grpc://h:1?tls=yes", "'true'"),
+        ("grpc://h:1?tls=false&server_name=x", "contradicts"),
+        ("grpc://h:1?certificate=/c.pem", "pair"),
+        ("grpc://h:1?ca=/nowhere/ca.pem", "cannot be read"),
+        ("grpc://h:1?ca=ca.pem", "absolute"),
+        ("grpc://localhost:1?token_file=/nowhere/token", "does not exist"),
+        ("grpc:///" + 100 * "d", "longer than"),
+        ("grpc://h:1?speed=high", "no setting 'speed'"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_reason(url: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        read(url)
+
+
+def test_a_token_does_not_travel_in_the_clear() -> None:
+    token = token_file()
+    with pytest.raises(ConfigError, match="in the clear"):
+        read(f"grpc://cache.example:7070?token_file={token}")
+    assert read(f"grpc://127.0.0.1:7070?token_file={token}").metadata() == (
+        ("authorization", "Bearer " + token.read_text()),
+    )
+    assert read(f"grpc://cache.example:7070?token_file={token}&tls=true").tls
+    with pytest.raises(ConfigError, match="a token is for TCP"):
+        read(f"grpc:///run?token_file={token}")
+
+
+def test_a_token_that_others_can_read_is_refused(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("x" * 32)
+    token.chmod(0o644)
+    with pytest.raises(ConfigError, match="chmod 600"):
+        read(f"grpc://127.0.0.1:7070?token_file={token}")
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="certificates are made with the openssl command")
+def test_certificates(tmp_path: Path) -> None:
+    private, certificate = certificates()
+    chosen = read(f"grpc://h:1?ca={certificate}&certificate={certificate}&key={private}")
+    assert chosen.tls
+    assert chosen.credentials() is not None
+    (tmp_path / "empty").write_text("nothing")
+    with pytest.raises(ConfigError, match="holds no certificate"):
+        read(f"grpc://h:1?ca={tmp_path}/empty")
+
+
+def test_it_opens_without_a_daemon_and_answers_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    store = GrpcBackend.from_config(
+        section("unix", str(tmp_path), timeout="200ms", staging="0"), StoreContext(Env())
+    )
+    started = time.monotonic()
+    item, before = to_get(key("a"), 5000), b"\xaa" * 5000
+    assert store.capabilities == Capabilities(persistent=False, shared=True, bounded=False)
+    for _ in range(20):
+        assert store.get([item, to_get(key("b"), 1)]) == [Outcome.UNAVAILABLE] * 2
+        assert store.set([to_set(key("a"), payload("a", 5000))]) == [Outcome.UNAVAILABLE]
+        store.register_namespace(NamespaceRecord(NAMESPACE, {"model": "m"}))
+    assert b"".join(item.buffers) == before
+    for ask in (
+        store.flush,
+        store.scan,
+        lambda: store.describe([key("a")]),
+        lambda: store.exists([key("a")]),
+        lambda: store.delete([key("a")]),
+        store.namespaces,
+        store.usage,
+        store.ping,
+    ):
+        with pytest.raises(UnavailableError, match=str(tmp_path)):
+            ask()
+    assert time.monotonic() - started < 1, "nobody waits for what is known to be away"
+    assert len(caplog.records) == 1, "told once"
+    store.close()
+    store.close()
+    with pytest.raises(ClosedError):
+        store.exists([])

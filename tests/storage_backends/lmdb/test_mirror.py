@@ -1,0 +1,96 @@
+"""Each process's copy of an `lmdb` store's table, compared with the database; deletions on a full disk."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from random import Random
+
+from tiercache_backends.lmdb import LmdbBackend
+from tiercache_backends.lmdb.mirror import Mirror
+
+from tests.storage_backends.lmdb.hooks import LaterEnv, environment_of, file_limit, opened
+from tiercache.core import Outcome
+from tiercache.storage.restorable import Worth
+from tiercache.testing.objects import chain, fetch, key, payload, state_of, to_set
+
+STORED = Outcome.STORED
+
+
+def seen_by(mirror: Mirror) -> tuple[set[bytes], Worth]:
+    residents = mirror._residents  # private: a mirror answers for its own process's objects only
+    residents.check_integrity()
+    return {residents.digest(row) for row in residents.residents().tolist()}, mirror.worth()
+
+
+def live(store: LmdbBackend, dice: Random, turns: int) -> None:
+    """Conversations with states come and go in a full store; some are read, some deleted."""
+    for _ in range(turns):
+        name, depth = dice.randrange(30), dice.randrange(1, 9)
+        pages = chain(("live", name), depth)
+        items = [
+            to_set(k, payload(k, 60_000), parent=parent, depth=n + 1) for n, (k, parent) in enumerate(pages)
+        ]
+        state = state_of((("live", name), depth - 1))
+        if dice.random() < 0.6:
+            items.append(to_set(state, payload(state, 90_000), parent=state.page_key, depth=depth))
+        store.set(items)
+        fetch(store, pages[0][0], 60_000)
+        if dice.random() < 0.1:
+            store.delete([dice.choice(pages)[0]])
+
+
+def test_a_process_keeps_up_with_what_others_do(tmp_path: Path) -> None:
+    """The second mirror stands for another process: it sees nothing but the database."""
+    dice = Random(3)
+    with opened(tmp_path / "s", 8 << 20) as store:
+        other = Mirror(environment_of(store), lambda: 0.0)
+        other.read()
+        for _ in range(12):
+            live(store, dice, 15)
+            assert environment_of(store).read(other.keep_up), "the log reaches back far enough"
+            fresh = Mirror(environment_of(store), lambda: 0.0)
+            fresh.read()
+            expected = {entry.key.digest for entry in store.scan_all()}, fresh.worth()
+            assert seen_by(other) == seen_by(fresh) == expected
+            details = store.usage().details
+            assert expected[1] == (details["restorable_bytes"], details["dead_bytes"], details["orphans"])
+        assert store.usage().details["evicted"] != 0
+
+
+def test_a_process_that_falls_behind_reads_everything_again(tmp_path: Path) -> None:
+    with opened(tmp_path / "s", 8 << 20) as store:
+        other = Mirror(environment_of(store), lambda: 0.0)
+        other.read()
+        names = [key(("n", n)) for n in range(256)]
+        for _ in range(20):
+            assert set(store.set([to_set(k, b"x") for k in names])) == {STORED}
+            assert all(store.delete(names))
+        store.set([to_set(key("left"), b"x")])
+        assert not environment_of(store).read(other.keep_up), "what it missed is not told any more"
+        other.read()
+        assert seen_by(other)[0] == {key("left").digest}
+
+
+def test_a_mirror_follows_a_transaction_that_fails(tmp_path: Path) -> None:
+    env = LaterEnv()
+    with opened(tmp_path / "s", 8 << 20, env=env) as store:
+        live(store, Random(5), 60)
+        for at in range(1, 5):
+            env.fail("commit", at=at, times=1, error=errno.EIO)
+            live(store, Random(at), 6)
+            env.clear()
+            store.usage()
+            fresh = Mirror(environment_of(store), lambda: 0.0)
+            fresh.read()
+            assert seen_by(store._mirror) == seen_by(fresh)  # private: the only mirror whose writes fail
+
+
+def test_deletions_work_on_a_disk_that_somebody_else_filled(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    keys = [key(n) for n in range(60)]
+    with opened(path, 32 << 20) as store:
+        assert set(store.set([to_set(k, payload(k, 90_000)) for k in keys])) == {STORED}
+        with file_limit((path / "database" / "data.mdb").stat().st_size):
+            assert [store.delete([k]) for k in keys] == [[True]] * len(keys)
+        store.check_integrity()

@@ -1,0 +1,94 @@
+"""Rules that every store in a directory keeps: modes, links, foreign files, failures to open and to flush."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from tiercache_backends.file import FileBackend
+from tiercache_backends.lmdb import LmdbBackend
+
+from tests.storage_backends.file import store as file_store
+from tests.storage_backends.lmdb import hooks as lmdb_store
+from tiercache.errors import StorageError
+from tiercache.storage.base import StorageBackend
+from tiercache.testing.faults import FaultEnv
+from tiercache.testing.objects import key, put
+
+OPENED: dict[str, Callable[..., FileBackend | LmdbBackend]] = {
+    "file": file_store.opened,
+    "lmdb": lmdb_store.opened,
+}
+FILES = {
+    "file": ("LOCK", "format", "slabs", "catalog", "catalog/data.mdb", "slabs/000000.slab"),
+    "lmdb": ("LOCK", "OPENING", "format", "database", "database/data.mdb", "database/lock.mdb"),
+}
+EVERY_KIND = pytest.mark.parametrize("opened", [pytest.param(make, id=kind) for kind, make in OPENED.items()])
+
+
+@EVERY_KIND
+def test_modes_are_private(tmp_path: Path, opened: Callable[..., StorageBackend]) -> None:
+    with opened(tmp_path / "s") as store:
+        put(store, key("a"), b"x")
+        for path in [tmp_path / "s", *(tmp_path / "s").rglob("*")]:
+            assert path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600), path
+
+
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in FILES.items() for name in names])
+def test_no_link_is_followed(tmp_path: Path, kind: str, name: str) -> None:
+    opened, store, victim = OPENED[kind], tmp_path / "s", tmp_path / "victim"
+    opened(store).close()
+    victim.write_bytes(b"precious")
+    target = store / name
+    if target.is_dir():
+        target.rename(tmp_path / "elsewhere")
+        target.symlink_to(tmp_path / "elsewhere")
+    else:
+        target.unlink(missing_ok=True)
+        target.symlink_to(victim)
+    with pytest.raises(StorageError):
+        opened(store)
+    assert victim.read_bytes() == b"precious"
+
+
+@EVERY_KIND
+def test_a_foreign_directory_is_refused(tmp_path: Path, opened: Callable[..., StorageBackend]) -> None:
+    (tmp_path / "letter.txt").write_text("dear")
+    with pytest.raises(StorageError, match="not empty"):
+        opened(tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="not a directory"):
+        opened(tmp_path / "file")
+
+
+@EVERY_KIND
+def test_a_store_that_cannot_open_leaves_nothing_open(
+    tmp_path: Path, opened: Callable[..., FileBackend | LmdbBackend]
+) -> None:
+    opened(tmp_path / "s").close()
+    before = len(os.listdir("/proc/self/fd"))
+    calls = FaultEnv()
+    opened(tmp_path / "s", env=calls).close()
+    for name in sorted(set(calls.calls) - {"close"}):
+        env = FaultEnv()
+        env.fail(name)
+        with suppress(StorageError):
+            opened(tmp_path / "s", env=env).close()
+        assert len(os.listdir("/proc/self/fd")) == before, name
+    with opened(tmp_path / "s") as store:
+        store.check_integrity()
+
+
+@EVERY_KIND
+def test_flush_says_when_it_cannot(tmp_path: Path, opened: Callable[..., StorageBackend]) -> None:
+    env = FaultEnv()
+    with opened(tmp_path / "s", env=env) as store:
+        put(store, key("a"), b"x")
+        env.clear()
+        env.fail("fdatasync")
+        with pytest.raises(StorageError, match="cannot be flushed"):
+            store.flush()
+        store.flush()

@@ -1,0 +1,279 @@
+"""Options of a controller, and the context that its parts share: index, pools, store and transfer engine."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final
+
+import numpy as np
+
+from tiercache.controller.allocation import DeviceWork, ObjectAllocator
+from tiercache.controller.in_flight import EventQueue, InFlightTable
+from tiercache.controller.prefetch_rules import PrefetchRules
+from tiercache.controller.store_calls import StoreCalls
+from tiercache.core import Locations, PoolName, Tier
+from tiercache.errors import ClosedError, ConfigError
+from tiercache.index import CheckpointRules, HybridIndex, Pin
+from tiercache.metrics import Metrics
+from tiercache.policy import ModelProfile
+from tiercache.pools import BlockArena, DevicePool, HostPool
+from tiercache.storage.hybrid import HybridStorage
+from tiercache.threads import IoThreads
+from tiercache.transfer import TransferEngine
+
+_MIN_DEADLINE_S: Final = 1.0
+"""Minimum time in seconds before a store call counts as hung.
+
+This minimum applies even if restores wait for a shorter time, because a call may be slow without hanging.
+"""
+_POLL_S: Final = 0.001
+"""Seconds between two checks of the fences. No event is posted when the device passes a fence."""
+
+
+@dataclass(frozen=True, slots=True)
+class ControllerOptions:
+    """Limits and settings of a controller. Times are in seconds."""
+
+    restore_deadline: float = 5.0
+    """Time that an admission may wait for storage.
+
+    After this time, the admission restores what device and host have.
+    """
+    storage_deadline: float = 0.0
+    """Time that a store call may take before it counts as hung.
+
+    After a hang, store calls are suspended for a while. 0 stands for `restore_deadline`, but at least 1 s.
+    """
+    in_flight_share: float = 0.25
+    """Maximum share of the host's blocks that all fetches may hold at a time.
+
+    The same maximum applies to all writes to storage, and to all copies that end on the host.
+    """
+    pin_share: float = 0.25
+    """Maximum share of the host's blocks that pinned prefixes may keep; 0 for no pins."""
+    belief_checks: int = 512
+    """Approximate number of objects that one check asks the store about; 0 for no checks.
+
+    A check finds out whether the store still has objects that the index notes as stored. Two checks are at
+    least 0.05 s apart. In an index so small that one check covers it whole, this pause is skipped after a
+    write to storage.
+    """
+    write_retries: int = 3
+    """Number of times that objects are offered to storage again if storage does not take them.
+
+    The pause before the first retry is 0.1 s, and each further pause is four times as long.
+    """
+    prefetch: PrefetchRules = field(default_factory=PrefetchRules)
+    """Rules that say how long an admission waits for fetches, within its deadline.
+
+    `HybridCacheController.admit` takes other rules for one request.
+    """
+    min_fetch_tokens: int = 0
+    """Minimum number of tokens that a fetch must add to those that device and host can restore.
+
+    A smaller number of tokens is computed instead, with the reason `not_worth`.
+    """
+    close_deadline: float = 10.0
+    """Time that `close` may wait for operations to end."""
+    max_queries: int = 64
+    """Maximum number of storage queries in flight. At the maximum, a lookup does not ask storage."""
+    query_threads: int = 2
+    """Threads for queries of the store. With two threads, a slow query does not delay every restore."""
+    read_threads: int = 2
+    """Threads for reads from the store."""
+    write_threads: int = 1
+    """Threads for writes to the store."""
+    refresh_path: bool = False
+    """Whether a hit counts as a use of its whole path in the index, and not only of the path's last node."""
+    policy: str = "hvd"
+    """Name of the eviction policy; see `policy_named`."""
+    checkpoints: CheckpointRules = field(default_factory=CheckpointRules)
+    """Rules for the depths at which a prefill should leave states."""
+    seed: int = 0
+    """Seed of the index's random draws."""
+    load_flops_per_byte: float = 0.0
+    """FLOPs that the device computes in the time in which it loads one byte from the host.
+
+    For example, the value is 5,000 for 250 TFLOP/s and 50 GB/s. A state that is cheaper to compute again than
+    to load is not copied to the host. With 0, every state is copied, and the eviction policy assumes 5,000.
+    """
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.prefetch, PrefetchRules):
+            raise ConfigError(f"prefetch={self.prefetch!r} is not possible; use PrefetchRules(policy=...)")
+        if not 0.0 <= self.load_flops_per_byte < float("inf"):
+            raise ConfigError(
+                f"load_flops_per_byte={self.load_flops_per_byte} is not possible; use a finite number from 0"
+            )
+        if not 0.0 <= self.storage_deadline < float("inf"):
+            raise ConfigError(
+                f"storage_deadline={self.storage_deadline} is not possible; use a finite number of seconds"
+                " from 0"
+            )
+        if not 0.0 < self.in_flight_share <= 1.0:
+            raise ConfigError(
+                f"in_flight_share={self.in_flight_share} is not possible; use a share above 0, and 1 at most"
+            )
+        if not 0.0 <= self.pin_share < 1.0:
+            raise ConfigError(f"pin_share={self.pin_share} is not possible; use a share from 0, and below 1")
+        if self.belief_checks < 0:
+            raise ConfigError(
+                f"belief_checks={self.belief_checks} is not possible; use a number of objects from 0"
+            )
+        if self.min_fetch_tokens < 0:
+            raise ConfigError(
+                f"min_fetch_tokens={self.min_fetch_tokens} is not possible; use a number of tokens from 0"
+            )
+        if not 0 <= self.write_retries <= 8:
+            raise ConfigError(f"write_retries={self.write_retries} is not possible; use 0 to 8")
+        for name in ("query_threads", "read_threads", "write_threads"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} would leave storage unserved; use 1 or more")
+
+
+@dataclass
+class ControllerContext:
+    """Parts of one controller, which its requests and operations share.
+
+    Thread safety: the owner's thread (the engine's thread, which calls the controller). Any thread may call
+    `events.post`.
+    """
+
+    index: HybridIndex
+    device: Mapping[PoolName, DevicePool]
+    host: Mapping[PoolName, HostPool]
+    arena: BlockArena
+    engine: TransferEngine
+    storage: HybridStorage | None
+    metrics: Metrics
+    options: ControllerOptions
+    page_size: int
+    namespace: bytes
+    profile: ModelProfile
+    clock: Callable[[], float] = time.monotonic
+    threads: Callable[[str, int], IoThreads] = IoThreads
+    unstored: int = 0
+    """Number of objects whose write to storage was given up and that no `flush` has reported yet."""
+    stored: int = 0
+    """Number of objects that storage has taken so far."""
+    on_landed: Callable[[], None] = lambda: None
+    """Callback on the owner's thread, after operations have landed or slots were freed."""
+    _pid: int = field(default_factory=os.getpid)
+
+    def __post_init__(self) -> None:
+        slots = {p: pool.capacity for p, pool in self.device.items()}
+        self.events = EventQueue(self.clock)
+        self.allocator = ObjectAllocator(self.index, self.device, self.host, self.arena, self.metrics)
+        self.device_work = DeviceWork(self.allocator, slots)
+        # A fetch needs room for at least one object of every pool: a page, and the state at its end.
+        budget = max(int(self.arena.blocks * self.options.in_flight_share), self.allocator.widest)
+        self.in_flight = InFlightTable(slots, self.host, self.arena.blocks, budget, self.metrics)
+        self.queries = self._calls("query", "query", self.options.query_threads)
+        self.reads = self._calls("fetch", "read", self.options.read_threads)
+        self.writes = self._calls("write", "write", self.options.write_threads)
+
+    def _calls(self, kind: str, threads: str, count: int) -> StoreCalls:
+        return StoreCalls(
+            kind,
+            self.threads(threads, count),
+            self.events.post,
+            self.clock,
+            deadline=self.options.storage_deadline or max(self.options.restore_deadline, _MIN_DEADLINE_S),
+            on_hang=partial(self.metrics.increment, "storage_hangs_total", kind),
+        )
+
+    @property
+    def pools(self) -> tuple[PoolName, ...]:
+        """Names of all pools, page pools first."""
+        return (*self.index.page_pools, *self.index.state_pools)
+
+    @property
+    def layers(self) -> int:
+        """1 + the highest layer number in any pool."""
+        return 1 + max(segment.layer for pool in self.device.values() for segment in pool.geometry.segments)
+
+    @property
+    def under_way(self) -> bool:
+        """Whether slots or pins will become free later, because an operation or a fence is pending."""
+        return bool(self.in_flight.operations or self.device_work.retired)
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process is a fork of the process that made the context."""
+        return os.getpid() != self._pid
+
+    def await_event(self, timeout: float) -> None:
+        """Block until an event is posted or due, for at most `timeout` seconds."""
+        # No event is posted when the device passes a fence. While fences are pending, the wait is short.
+        self.events.wait(min(timeout, _POLL_S) if self.device_work.retired else timeout)
+
+    def drain(self) -> None:
+        """Apply all events that have come in, and free slots and pins that the device no longer uses.
+
+        Raises ClosedError in a forked process: the threads, the memory and the slots are the parent's.
+        """
+        # This is checked before any lock is taken: a lock that a thread of the parent held at the fork stays
+        # locked in the child.
+        if self.is_forked:
+            raise ClosedError(
+                f"this process is a fork of process {self._pid}, which owns this controller; make a new"
+                " controller here"
+            )
+        self.events.apply()
+        for calls in (self.queries, self.reads, self.writes):
+            calls.watch()
+        self.events.apply_due()
+        self.device_work.free_passed()
+        if self.in_flight.landed or self.device_work.freed:
+            self.in_flight.landed = self.device_work.freed = False
+            self.on_landed()
+
+    def give_up(self, pool: PoolName, reason: str, count: int) -> None:
+        """Count `count` objects of `pool` that will not reach storage unless they are committed again.
+
+        `reason` is the label of the metric. `flush` reports the sum of all these objects.
+        """
+        self.metrics.increment("write_through_skipped_total", pool, reason, by=count)
+        if self.storage is not None:
+            self.unstored += count
+
+    def check_integrity(self, private: Sequence[Mapping[PoolName, Locations]], pins: Sequence[Pin]) -> None:
+        """Check that every slot, block and pin in use has exactly one owner; raise AssertionError otherwise.
+
+        An owner is the index, a request, an operation or a fence. `private` has the slots that belong to each
+        request alone, and `pins` has the pins of all requests.
+        """
+        self.index.check_integrity()
+        quarantined = sum(
+            self.allocator.blocks_of(pool, objects) for pool, objects in self.in_flight.quarantined.items()
+        )
+        self.in_flight.check_integrity(quarantined)
+        retired = self.device_work.retired
+        operations = [*self.in_flight.operations.values(), *self.in_flight.stranded.values()]
+        held_by = [
+            *pins,
+            *(pin for r in retired for pin in r.pins),
+            *(pin for o in operations for pin in o.pins),
+        ]
+        assert self.index.holds_only(held_by), "a pin has no owner"
+        for name, pool in self.device.items():
+            held = np.concatenate(
+                [
+                    self.index.owned(Tier.DEVICE, name),
+                    *(r.slots[name] for r in retired if name in r.slots),
+                    *(slots[name] for slots in private),
+                ]
+            )
+            assert len(np.unique(held)) == len(held), f"a device slot of pool {name} is held twice"
+            assert len(held) == pool.capacity - pool.available, (
+                f"pool {name}: {len(held)} slots are held, {pool.capacity - pool.available} taken"
+            )
+        blocks = quarantined + sum(
+            self.allocator.blocks_of(p, len(self.index.owned(Tier.HOST, p))) for p in self.host
+        )
+        taken = self.arena.blocks - self.arena.available - self.arena.withheld
+        assert blocks == taken, f"{blocks} blocks are held, {taken} taken"

@@ -1,0 +1,195 @@
+"""Device side of a restore: loads into device slots, and counts of the restored objects."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tiercache.controller.allocation import DeviceFence
+from tiercache.controller.context import ControllerContext
+from tiercache.controller.operations import Load, PageRun, gather_runs
+from tiercache.controller.request_slots import RequestSlots
+from tiercache.core import ABSENT, Locations, Mask, PoolName, Reason, Tier, pending
+from tiercache.index import Node, PathLocations, Span, StateLocation
+from tiercache.metrics import HIT, MISS
+
+
+class DeviceRestore:
+    """Loads and fences that one admission waits for. Requests that need the same objects share a load.
+
+    Thread safety: the owner's thread (the engine's thread, which calls the controller).
+    """
+
+    def __init__(self, context: ControllerContext, slots: RequestSlots) -> None:
+        self.states: dict[PoolName, int] = {}
+        """Device slot of the restored state, by state pool; empty at depth 0."""
+        self._context = context
+        self._slots = slots
+        self._loads: set[Load] = set()
+        self._fences: list[DeviceFence] = []
+        """Fences of other requests whose device work may still be filling slots that this request reads."""
+        self._ordered_streams: set[int | None] = set()
+        """Streams (None: this thread) that already wait for the fences in `_fences`."""
+
+    @property
+    def has_loads(self) -> bool:
+        """Whether a load is under way, or has failed."""
+        return bool(self._loads)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a load has failed."""
+        return any(load.ticket.error for load in self._loads)
+
+    @property
+    def has_landed(self) -> bool:
+        """Whether all loads are over, so that none writes to a slot any more."""
+        return all(load.done for load in self._loads)
+
+    def forget_loads(self) -> None:
+        """Forget the loads. Call this when all have landed."""
+        self._loads.clear()
+
+    def begin(self, node: Node, depth: int, located: PathLocations, need: Mapping[PoolName, Mask]) -> None:
+        """Load the pages in `need` and the state at `depth`, and join the loads of other requests."""
+        runs = list[PageRun]()
+        # If another request is loading a page, this request only waits for that load.
+        self._loads = {load for pool, at in located.pages.items() for load in self._filling(pool, at.device)}
+        for pool, mask in need.items():
+            slots = self._slots.table[pool][:depth][mask]
+            runs += gather_runs(pool, node, 0, located.pages[pool].host, mask, slots)
+        self.states = {}
+        if depth:
+            self.states = {p: self._place_state(p, one, node, runs) for p, one in located.states.items()}
+        if runs:
+            pin = self._context.index.pin(node, Tier.DEVICE, Tier.HOST)
+            self._loads.add(Load(self._context, runs, [pin], self._slots.take_back))
+
+    def note_fences(self, besides: DeviceFence | None = None) -> None:
+        """Record the fences of other requests whose device work may still be filling slots of this request.
+
+        `besides` is the request's own fence, which is left out.
+        """
+        states = ((pool, np.array([slot])) for pool, slot in self.states.items())
+        fences = self._context.device_work.fences([*self._slots.table.items(), *states])
+        self._fences = [fence for fence in fences if fence is not besides]
+        self._ordered_streams.clear()
+
+    def wait_layer(self, layer: int, stream: int | None) -> None:
+        """Block until all of `layer` is in its device slots, or make `stream` wait for the layer.
+
+        Raises TransferError if the layer cannot be loaded.
+        """
+        if self._fences and stream not in self._ordered_streams:
+            self._context.engine.order(self._fences, stream=stream)
+            self._ordered_streams.add(stream)
+        for load in self._loads:
+            load.ticket.wait_layer(layer, stream=stream)
+
+    def _filling(self, pool: PoolName, device: Locations) -> Iterator[Load]:
+        """Yield the loads of other requests that are filling some of these slots."""
+        being_filled = device[device < ABSENT]
+        if len(being_filled):
+            for operation in self._context.in_flight.claimants(Tier.DEVICE, pool, pending(being_filled)):
+                assert isinstance(operation, Load), "only loads fill device slots"
+                yield operation
+
+    def _place_state(self, pool: PoolName, at: StateLocation, node: Node, runs: list[PageRun]) -> int:
+        """Return the device slot of the state at the end of `node`. A load may still be filling this slot.
+
+        If the state has no device slot, take a spare slot, and append to `runs` a run that loads the state
+        into that slot.
+        """
+        if at.device >= 0:
+            return at.device
+        if at.device < ABSENT:  # pending: another request is loading the state
+            slots = np.array([at.device])
+            self._loads.update(self._filling(pool, slots))
+            return int(pending(slots)[0])
+        slot = self._slots.give_state(pool)
+        last_page = Span(node, node.end - 1, node.end)
+        runs.append(PageRun(pool, last_page, np.array([at.host]), np.array([slot])))
+        return slot
+
+
+@dataclass
+class Sources:
+    """Numbers of restored objects, by the tier that they came from and by pool."""
+
+    objects: dict[tuple[Tier, PoolName], int] = field(default_factory=dict)
+
+    def add(self, tier: Tier, pool: PoolName, count: int) -> None:
+        """Add `count` objects of `pool` from `tier`."""
+        self.objects[tier, pool] = self.objects.get((tier, pool), 0) + int(count)
+
+    def count(self, located: PathLocations, depth: int, fetched: Mapping[PoolName, Mask]) -> None:
+        """Add the objects of a restore of `depth` pages.
+
+        `fetched` marks the pages that came from storage, by pool. A state is marked at its last page.
+        """
+        for pool, at in located.pages.items():
+            there = at.device != ABSENT
+            device = int(np.count_nonzero(there))
+            storage = int(np.count_nonzero(fetched[pool][:depth] & ~there))
+            self.add(Tier.DEVICE, pool, device)
+            self.add(Tier.STORAGE, pool, storage)
+            self.add(Tier.HOST, pool, depth - device - storage)
+        for pool, one in located.states.items() if depth else ():
+            below = Tier.STORAGE if fetched[pool][depth - 1] else Tier.HOST
+            self.add(Tier.DEVICE if one.device != ABSENT else below, pool, 1)
+
+    def slowest(self) -> Tier | None:
+        """Return the slowest tier from which an object came; None if nothing was restored."""
+        return max((tier for (tier, _), n in self.objects.items() if n), default=None)
+
+
+def count_restore(
+    context: ControllerContext,
+    sources: Sources,
+    held: Mapping[Tier, frozenset[PoolName]],
+    storage_reason: Reason | None,
+    tokens: int,
+    restored: int,
+) -> None:
+    """Count one restore of `restored` out of `tokens` prompt tokens in the metrics.
+
+    Only tiers that were consulted are counted. The device is always consulted. The host is consulted unless
+    the device had everything.
+
+    `held` has, for each tier, the pools with at least one object of this prompt in that tier. A miss in such
+    a pool has the reason PARTIAL_POOLS, and a miss in another pool has the reason ABSENT.
+
+    `storage_reason` is None if storage was not consulted because there was nothing to ask for. It is NONE if
+    storage answered. Any other value says what went wrong, and is the reason of all misses of storage.
+    """
+    metrics = context.metrics
+    # The host was consulted unless the device had all pages that a prompt may restore. These are the whole
+    # pages of the first `tokens` - 1 tokens, because at least one token is computed.
+    below_device = (
+        restored < tokens - 1 - (tokens - 1) % context.page_size or sources.slowest() is not Tier.DEVICE
+    )
+    for tier in Tier:
+        if (tier is Tier.STORAGE and storage_reason is None) or (tier is Tier.HOST and not below_device):
+            continue
+        for pool in context.pools:
+            count = sources.objects.get((tier, pool), 0)
+            if count:
+                result, reason = HIT, Reason.NONE
+                metrics.increment("restored_objects_total", str(tier), pool, by=count)
+                metrics.increment(
+                    "restored_bytes_total", str(tier), pool, by=count * context.host[pool].geometry.nbytes
+                )
+                metrics.set("tier_last_read_seconds", str(tier), to=time.time())
+            elif tier is Tier.STORAGE and storage_reason not in (None, Reason.NONE):
+                result, reason = MISS, storage_reason
+            else:
+                result, reason = (
+                    MISS,
+                    Reason.PARTIAL_POOLS if pool in held.get(tier, frozenset()) else Reason.ABSENT,
+                )
+            metrics.increment("lookups_total", str(tier), pool, result, reason)
+    metrics.increment("tokens_total", "restored", by=restored)
+    metrics.increment("tokens_total", "computed", by=tokens - restored)

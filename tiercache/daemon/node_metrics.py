@@ -1,0 +1,368 @@
+"""The metrics of a storage server: the rows of `metrics.table.NODE`.
+
+Values that other objects hold (units taken from a budget, number of sessions, contents of the store) are read
+at scrape time, in the scraper's thread. Events of calls are counted when they happen. The counter of each
+combination of labels is looked up once, at construction.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from itertools import compress
+from operator import not_
+from pathlib import Path
+from threading import Condition, Thread
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from grpc import StatusCode
+from grpc.aio import AbortError
+from prometheus_client import CollectorRegistry
+
+import tiercache
+from tiercache.core import ObjectKey, Outcome, PoolName, Tier
+from tiercache.daemon.access import Budgets, LimitError, Refusal
+from tiercache.errors import TierCacheError, WireError
+from tiercache.metrics import HIT, MISS, NODE, Families
+from tiercache.metrics.table import ANSWERS, BUDGETS, CODES, HEALTHS, METHODS, OUT, REFUSALS
+from tiercache.storage.base import GetItem, StorageBackend, TierReport, Usage
+from tiercache.wire.methods import METHODS as SERVED
+
+if TYPE_CHECKING:
+    from tiercache.config.settings import Settings
+    from tiercache.daemon.sessions import Attachments
+
+_log = logging.getLogger(__name__)
+
+assert tuple(SERVED) == METHODS, "the table of metrics must list every call"
+
+_PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
+_REFRESH_SECONDS: Final = 5.0
+"""Minimum seconds between two `usage` calls of the store."""
+_WAIT_SECONDS: Final = 0.25
+"""Seconds that a scrape waits for new figures of the store before it uses the previous ones."""
+
+_CODES: Final[dict[Any, StatusCode]] = {code.value[0]: code for code in StatusCode} | {
+    code: code for code in StatusCode
+}
+"""Status codes by number and by code, because gRPC gives the code of an aborted call as a number."""
+_REASONS: Final = {
+    StatusCode.UNAUTHENTICATED: "unauthenticated",
+    StatusCode.PERMISSION_DENIED: "permission",
+    StatusCode.RESOURCE_EXHAUSTED: "busy",
+    StatusCode.DEADLINE_EXCEEDED: "idle",
+    StatusCode.INVALID_ARGUMENT: "malformed",
+    StatusCode.FAILED_PRECONDITION: "malformed",
+}
+"""Reason that the metrics count for a refusal with this status code, if the refusal names no reason."""
+
+_TIER_FIGURES: Final[dict[str, Callable[[TierReport], float | None]]] = {
+    "node_tier_objects": lambda tier: None if tier.health == OUT else tier.objects,
+    "node_tier_used_bytes": lambda tier: None if tier.health == OUT else tier.used_bytes,
+    "node_tier_capacity_bytes": lambda tier: None if tier.health == OUT else tier.capacity_bytes,
+    "node_tier_read_objects_total": lambda tier: tier.read_objects,
+    "node_tier_read_bytes_total": lambda tier: tier.read_bytes,
+    "node_tier_written_objects_total": lambda tier: tier.written_objects,
+    "node_tier_written_bytes_total": lambda tier: tier.written_bytes,
+    "node_tier_waiting_objects": lambda tier: tier.waiting,
+    "node_tier_dropped_objects_total": lambda tier: tier.dropped,
+    "node_tier_lost_calls_total": lambda tier: tier.lost_calls,
+    "node_tier_last_read_seconds": lambda tier: tier.last_read or 0.0,
+}
+"""Metrics of one tier of a chain, by name."""
+
+Direction = Literal["in", "out"]
+Plane = Literal["stream", "shared"]
+"""Way of the payload: in messages of a stream, or through shared memory."""
+
+
+class NodeMetrics(Families):
+    """Metrics of one server.
+
+    Thread safety: any thread.
+    """
+
+    def __init__(self, principals: Iterable[str] = (), registry: CollectorRegistry | None = None) -> None:
+        """Make all counters; `principals` are the names of all principals that may call the server."""
+        names = tuple(dict.fromkeys(principals))
+        super().__init__(NODE, registry, principal=names, version=[tiercache.__version__])
+        self.gauge("node_build_info", tiercache.__version__).set(1)
+        self._seconds: Final = {method: self.histogram("node_call_seconds", method) for method in METHODS}
+        self._under_way: Final = {method: self.gauge("node_calls_under_way", method) for method in METHODS}
+        self._codes: Final = {
+            method: {code: self.counter("node_calls_total", method, code) for code in CODES}
+            for method in METHODS
+        }
+        self._refused: Final = {reason: self.counter("node_refused_total", reason) for reason in REFUSALS}
+        self._callers: Final = {name: self.counter("node_principal_calls_total", name) for name in names}
+        directions: tuple[Direction, ...] = ("in", "out")
+        self._by_caller: Final = {
+            (name, way): self.counter("node_principal_bytes_total", name, way)
+            for name in names
+            for way in directions
+        }
+        self._moved: Final = {
+            (plane, way): self.counter("node_payload_bytes_total", plane, way)
+            for plane in ("stream", "shared")
+            for way in directions
+        }
+        self._damaged: Final = self.counter("node_damaged_objects_total")
+        self._last_read: Final = self.gauge("node_last_read_seconds")
+        self._lookups: Final = {
+            (operation, outcome): self._lookup_counters(operation, outcome)
+            for operation in ("exists", "get")
+            for outcome in ANSWERS[operation]
+        }
+
+    @contextmanager
+    def measure_call(self, method: str, context: Any) -> Iterator[None]:
+        """Measure one call, including the time before its caller is known.
+
+        `context` is gRPC's context of the call.
+        """
+        under_way, code = self._under_way[method], StatusCode.CANCELLED
+        under_way.inc()
+        start = time.perf_counter()
+        try:
+            yield
+            code = StatusCode.OK
+        except AbortError as abort:
+            code = _CODES.get(context.code(), StatusCode.UNKNOWN)
+            # `__context__` is the exception that was being handled when the call was aborted.
+            self.count_refusal_of(abort.__context__)
+            raise
+        finally:
+            under_way.dec()
+            self._seconds[method].observe(time.perf_counter() - start)
+            codes = self._codes[method]
+            (codes.get(code.name) or codes["UNKNOWN"]).inc()
+
+    def count_refusal(self, reason: str) -> None:
+        """Count a refusal that the client has caused; `reason` is one of `metrics.table.REFUSALS`."""
+        self._refused[reason].inc()
+
+    def count_refusal_of(self, error: BaseException | None) -> None:
+        """Count a refusal if `reason_of` gives a reason for `error`."""
+        if (reason := reason_of(error)) is not None:
+            self.count_refusal(reason)
+
+    def count_call(self, principal: str) -> None:
+        """Count a call of this principal; a name that was not given at construction is ignored."""
+        if (counter := self._callers.get(principal)) is not None:
+            counter.inc()
+
+    def count_payload(self, principal: str, plane: Plane, direction: Direction, nbytes: int) -> None:
+        """Count payload bytes that moved between a client of `principal` and the server."""
+        if nbytes:
+            self._moved[plane, direction].inc(nbytes)
+            if (counter := self._by_caller.get((principal, direction))) is not None:
+                counter.inc(nbytes)
+
+    def count_damaged(self, objects: int) -> None:
+        """Count objects that did not arrive as they were sent."""
+        if objects:
+            self._damaged.inc(objects)
+
+    def count_exists(self, keys: Sequence[ObjectKey], answers: Sequence[bool]) -> None:
+        """Count the answers of an Exists call."""
+        pools = [key.pool for key in keys]
+        self._count_lookups("exists", Outcome.HIT, list(compress(pools, answers)))
+        self._count_lookups("exists", Outcome.MISS, list(compress(pools, map(not_, answers))))
+
+    def count_outcomes(self, keys: Sequence[ObjectKey], outcomes: Sequence[Outcome]) -> None:
+        """Count the outcomes of a Get or GetInto call."""
+        pools = [key.pool for key in keys]
+        for outcome in ANSWERS["get"]:
+            if outcome in outcomes:
+                self._count_lookups(
+                    "get",
+                    outcome,
+                    [pool for pool, answer in zip(pools, outcomes, strict=True) if answer is outcome],
+                )
+        if Outcome.HIT in outcomes:
+            self._last_read.set(time.time())
+
+    def count_reads(
+        self, principal: str, plane: Plane, items: Sequence[GetItem], outcomes: Sequence[Outcome]
+    ) -> None:
+        """Count the outcomes of a Get or GetInto call, and its payload bytes by principal and plane."""
+        self.count_outcomes([item.key for item in items], outcomes)
+        answers = zip(items, outcomes, strict=True)
+        self.count_payload(
+            principal, plane, "out", sum(i.length for i, outcome in answers if outcome is Outcome.HIT)
+        )
+
+    def watch(
+        self, settings: Settings, budgets: Budgets, attachments: Attachments, figures: UsageFigures
+    ) -> None:
+        """Let later scrapes read these objects. Call this when the server begins to serve."""
+        self.gauge("node_start_time_seconds").set(time.time())
+        self.gauge("node_insecure_bind").set(exposed(settings))
+        self.gauge("node_calls_limit").set(budgets.streams.limit)
+        self.gauge("node_workers").set(budgets.workers.limit)
+        held = dict(zip(BUDGETS, (budgets.payload, budgets.transfers, budgets.requests), strict=True))
+        for name, budget in held.items():
+            self.gauge("node_held_limit_bytes", name).set(budget.limit)
+        self.tell(
+            "node_held_bytes", {(name,): partial(getattr, budget, "held") for name, budget in held.items()}
+        )
+        told: dict[str, Callable[[], float | None]] = {
+            "node_workers_busy": lambda: budgets.workers.held,
+            "node_sessions": lambda: len(attachments),
+            "node_attached_bytes": lambda: attachments.attached,
+            "node_store_objects": lambda: figures.latest().objects,
+            "node_store_payload_bytes": lambda: figures.latest().payload_bytes,
+            "node_store_used_bytes": lambda: figures.latest().used_bytes,
+            "node_store_capacity_bytes": lambda: figures.latest().capacity_bytes,
+            "node_store_evicted_objects_total": lambda: figures.detail("evicted"),
+            "node_store_corrupt_objects_total": lambda: figures.detail("corrupt"),
+            "node_store_restorable_bytes": lambda: figures.detail("restorable_bytes"),
+            "node_store_dead_bytes": lambda: figures.detail("dead_bytes"),
+            "node_store_orphans": lambda: figures.detail("orphans"),
+            "node_store_figures_age_seconds": lambda: figures.age,
+            "node_disk_written_bytes_total": disk_written_bytes,
+            "node_resident_bytes": resident_bytes,
+        }
+        for name, read in told.items():
+            self.tell(name, {(): read})
+        for name, figure in _TIER_FIGURES.items():
+            self.tell_all(name, partial(_by_tier, figures, figure))
+        self.tell_all("node_tier_health", partial(_healths, figures))
+
+    def _lookup_counters(
+        self, operation: str, outcome: Outcome
+    ) -> list[tuple[PoolName, Callable[[float], None]]]:
+        result, reason = HIT if outcome is Outcome.HIT else MISS, str(outcome.reason)
+        return [
+            (pool, self.counter("node_lookups_total", str(Tier.STORAGE), pool, operation, result, reason).inc)
+            for pool in PoolName
+        ]
+
+    def _count_lookups(self, operation: str, outcome: Outcome, pools: list[PoolName]) -> None:
+        # A call may have thousands of keys. `list.count` compares enums by identity in C; a dict would hash
+        # each of them in Python.
+        if pools:
+            for pool, count in self._lookups[operation, outcome]:
+                if n := pools.count(pool):
+                    count(n)
+
+
+class UsageFigures:
+    """The newest usage figures of a store, fetched in the background on demand.
+
+    Only one call of the store is under way at a time, and two calls begin at least `every` seconds apart. A
+    reader waits at most `patience` seconds for new figures. A store that hangs blocks only one background
+    thread: readers get the last figures, whose age grows.
+
+    Thread safety: any thread.
+    """
+
+    def __init__(
+        self, store: StorageBackend, every: float = _REFRESH_SECONDS, patience: float = _WAIT_SECONDS
+    ) -> None:
+        self._store: Final = store
+        self._every: Final = every
+        self._patience: Final = patience
+        self._changed: Final = Condition()
+        self._usage = Usage(0, 0, 0, 0)
+        self._fetched_at = self._asked_at = time.monotonic()
+        self._under_way = False
+        self._closed = False
+        self._start_fetch()
+
+    def latest(self) -> Usage:
+        """Return the newest figures; all are 0 until the store has answered once."""
+        with self._changed:
+            if time.monotonic() - self._asked_at >= self._every and self._start_fetch():
+                self._changed.wait_for(lambda: not self._under_way, self._patience)
+            return self._usage
+
+    def detail(self, name: str) -> int | None:
+        """Return the number called `name` from the store's details; None if the store does not give it."""
+        value = self.latest().details.get(name)
+        return value if isinstance(value, int) else None
+
+    @property
+    def age(self) -> float:
+        """Seconds since the newest figures arrived, or since construction if none have arrived."""
+        self.latest()
+        return time.monotonic() - self._fetched_at
+
+    def close(self, seconds: float) -> bool:
+        """Stop fetching; return False if a pending call of the store does not end within `seconds`."""
+        with self._changed:
+            self._closed = True
+            return self._changed.wait_for(lambda: not self._under_way, seconds)
+
+    def _start_fetch(self) -> bool:
+        """Start a fetch and return True; return False if one is under way, or after `close`.
+
+        The caller must hold the lock; only the constructor need not.
+        """
+        if self._under_way or self._closed:
+            return False
+        self._under_way = True
+        self._asked_at = time.monotonic()
+        Thread(target=self._fetch, name="tiercache-figures", daemon=True).start()
+        return True
+
+    def _fetch(self) -> None:
+        usage = None
+        try:
+            usage = self._store.usage()
+        except (TierCacheError, OSError) as error:
+            _log.warning("the usage figures of the store could not be read: %s", error)
+        finally:
+            with self._changed:
+                if usage is not None:
+                    self._usage, self._fetched_at = usage, time.monotonic()
+                self._under_way = False
+                self._changed.notify_all()
+
+
+def _by_tier(
+    figures: UsageFigures, figure: Callable[[TierReport], float | None]
+) -> dict[tuple[str, ...], float | None]:
+    return {(tier.name,): figure(tier) for tier in figures.latest().tiers}
+
+
+def _healths(figures: UsageFigures) -> dict[tuple[str, ...], float | None]:
+    tiers = figures.latest().tiers
+    return {(tier.name, health): float(tier.health == health) for tier in tiers for health in HEALTHS}
+
+
+def reason_of(error: BaseException | None) -> str | None:
+    """Return the reason of a refusal (`metrics.table.REFUSALS`); None if the client is not the cause."""
+    if isinstance(error, Refusal):
+        return error.reason or _REASONS.get(error.code)
+    if isinstance(error, WireError):
+        return "limit" if isinstance(error, LimitError) else "malformed"
+    return None
+
+
+def exposed(settings: Settings) -> bool:
+    """Return whether a client on another machine can call without credentials."""
+    known = any(principal.token_file is not None for principal in settings.principals) or (
+        settings.tls and settings.tls.client_ca
+    )
+    return not known and any(not address.loopback for address in settings.addresses)
+
+
+def disk_written_bytes() -> int | None:
+    """Return the bytes that this process wrote to block devices (proc(5)); None if they cannot be read."""
+    with suppress(OSError):
+        for line in Path("/proc/self/io").read_text("ascii").splitlines():
+            if line.startswith("write_bytes:"):
+                return int(line.partition(":")[2])
+    return None
+
+
+def resident_bytes() -> int | None:
+    """Return the resident bytes of this process (proc(5), `statm`); None if they cannot be read."""
+    with suppress(OSError):
+        return int(Path("/proc/self/statm").read_text("ascii").split()[1]) * _PAGE_BYTES
+    return None

@@ -1,0 +1,425 @@
+"""The storage server from start to stop: it opens store, sockets and service, and drains them at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack, suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from threading import Event, Thread
+from typing import Any, Final
+
+import grpc
+
+from tiercache.config.settings import Address, Settings, Tls, check_files
+from tiercache.config.urls import section_of, storage_url, unix_target
+from tiercache.daemon.access import ANONYMOUS, OWNER, Access, Budgets
+from tiercache.daemon.budget import BLOCK_BYTES, Budget
+from tiercache.daemon.call import Threads
+from tiercache.daemon.gate import Gate
+from tiercache.daemon.node_metrics import NodeMetrics, UsageFigures
+from tiercache.daemon.process import Notifier, limit_malloc, raise_descriptor_limit, trim_malloc_periodically
+from tiercache.daemon.service import Service
+from tiercache.daemon.sessions import Attachments
+from tiercache.daemon.shared import SharedCalls
+from tiercache.daemon.sockets import PLAIN_SOCKET, TLS_SOCKET, make_way, prepare, remove
+from tiercache.daemon.standard import Standard
+from tiercache.daemon.streams import StreamCalls
+from tiercache.daemon.tiers import TierCalls
+from tiercache.errors import StorageError
+from tiercache.metrics.endpoint import PATH, Endpoint
+from tiercache.pools import HostArena
+from tiercache.storage.base import StorageBackend
+from tiercache.storage.registry import open_backend
+from tiercache.storage.wrappers import Metered, StoreMetrics, unwrap
+from tiercache.wire.methods import ATTACH_SOCKET, GRPC_SOCKET, SERVICE
+from tiercache.wire.v1 import storage_pb2 as pb
+
+_log = logging.getLogger(__name__)
+
+_THREADS: Final = 16
+"""Number of store threads, and so the maximum number of store calls at once.
+
+These threads serve many clients at once. A store has threads of its own for a large batch of one client."""
+_FIGURES_SECONDS: Final = 1.0
+"""Seconds to wait at shutdown for a pending `usage` call of the store."""
+_HANDSHAKE_MS: Final = 5_000
+"""Milliseconds that a client may take for its handshake with gRPC."""
+_ACKNOWLEDGE_MS: Final = 1_000
+"""Milliseconds that a client may take to acknowledge gRPC's SETTINGS."""
+_READ_BYTES: Final = 64 << 10
+"""Maximum bytes of one connection that gRPC has read but not parsed yet."""
+_OPENING_BYTES: Final = 24 << 20
+"""Bytes of `host_bytes` (the bound on the server's memory) for one opening connection.
+
+`host_bytes` divided by this figure is the number of connections that may be opening at once, within the
+limits of _OPENINGS. The figure is eight times the memory that one opening connection can make gRPC hold.
+"""
+_OPENINGS: Final = (4, 32)
+"""Minimum and maximum number of connections that may be opening at once, for any `host_bytes`."""
+_KEEPALIVE_MS: Final = 10_000
+"""Milliseconds between gRPC's keepalive pings to a client, which must answer in half that time."""
+_START_SECONDS: Final = 300.0
+"""Seconds that `StorageServer.start` waits until the server is ready."""
+
+
+class StorageServer:
+    """Storage server in this process: `start` serves, `stop` drains.
+
+    From `start` to `stop` its event loop runs on a thread of its own. The server opens the store that the
+    settings name, or takes over `store`, and closes it at the end. The memory that clients can make the
+    server hold is bounded by `host_bytes`:
+
+        |------------ 1/2 ------------|------------ 1/3 ------------|------------ 1/6 ------------|
+               arena for payloads          messages with payload        messages without payload
+
+    Thread safety: call `start` and `stop` from one thread; any thread may read the attributes.
+    """
+
+    def __init__(
+        self, settings: Settings, store: StorageBackend | None = None, *, notifier: Notifier | None = None
+    ) -> None:
+        self.settings: Final = settings
+        self.addresses: list[str] = []
+        """TCP addresses on which the server listens, with their ports; known after `start`."""
+        self.metrics_address = ""
+        """Address that Prometheus scrapes, with its port; known after `start`, empty if metrics are off."""
+        self.store = store
+        """The store that is served; None until `start` opens it."""
+        self._opened = store is None
+        self.instance: Final = secrets.token_bytes(16)
+        """Random bytes, different in each server, by which a client notices that the server was restarted."""
+        self._notifier = notifier or Notifier()
+        self._serving: list[str] = []
+        self._ready = Event()
+        self._error: BaseException | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopping: asyncio.Event | None = None
+        self._gate: Gate | None = None
+        self._thread = Thread(target=self._run, name="tiercache-node", daemon=True)
+
+    def start(self) -> None:
+        """Open the store and serve; return when clients can connect.
+
+        Raises ConfigError, StorageError or OSError if the server cannot start.
+        """
+        check_files(self.settings)
+        limit_malloc()
+        self._thread.start()
+        if not self._ready.wait(_START_SECONDS):
+            raise StorageError(
+                f"the storage server was not ready within {_START_SECONDS:g} s; its store hangs"
+            )
+        if self._error is not None:
+            self._thread.join()
+            raise self._error
+
+    def stop(self) -> bool:
+        """Drain and close; return False if the server's thread still runs after 3 * `drain` + 5 seconds.
+
+        A second call does nothing.
+        """
+        if self._loop is not None and self._stopping is not None:
+            with suppress(RuntimeError):  # the loop has ended
+                self._loop.call_soon_threadsafe(self._stopping.set)
+        self._thread.join(3 * self.settings.drain + 5)
+        return not self._thread.is_alive()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the server serves, starts or drains."""
+        return self._thread.is_alive() and (self._gate is None or self._gate.alive)
+
+    def describe(self) -> list[str]:
+        """Return lines of text that say which store is served, and on which addresses."""
+        settings = self.settings
+        lines = [
+            f"serving {', '.join(settings.store_urls)}"
+            if self._opened
+            else f"serving a {type(self.store).__name__}"
+        ]
+        lines += [f"on {place}" for place in self._serving]
+        if self.metrics_address:
+            lines.append(f"metrics on http://{self.metrics_address}{PATH}")
+        if settings.unix:
+            lines.append(f"workers of this host: storage = {storage_url('grpc', settings.socket_directory)}")
+        return lines
+
+    def __enter__(self) -> StorageServer:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._live())
+        except BaseException as error:  # noqa: BLE001
+            # `start` raises the error; once `start` has returned, the error can only be logged
+            self._error = error
+            if self._ready.is_set():
+                _log.exception("the storage server ended with an error")
+        finally:
+            self._ready.set()
+
+    async def _live(self) -> None:
+        self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
+        raise_descriptor_limit(self.settings.limits.clients)
+        async with AsyncExitStack() as ends:
+            self._serving = await self._open(ends)
+            ends.callback(self._loop.create_task(trim_malloc_periodically()).cancel)
+            self._ready.set()
+            self._notifier.send("READY=1", f"STATUS=serving on {', '.join(self._serving)}")
+            await self._wait(self._stopping)
+            self._notifier.send("STOPPING=1")
+
+    async def _wait(self, stopping: asyncio.Event) -> None:
+        """Wait until `stopping` is set; meanwhile notify systemd's watchdog.
+
+        An event loop that hangs does not notify the watchdog in time.
+        """
+        beat = self._notifier.watchdog / 3 or None
+        while not stopping.is_set():
+            with suppress(TimeoutError):
+                await asyncio.wait_for(stopping.wait(), beat)
+            if beat:
+                self._notifier.send("WATCHDOG=1")
+
+    async def _open(self, ends: AsyncExitStack) -> list[str]:
+        """Open everything, the store first, and return the addresses and paths that are served.
+
+        Adds callbacks to `ends`, which close everything in reverse order:
+
+            drain ─▶ sockets ─▶ gate ─▶ sessions ─▶ metrics ─▶ arena ─▶ store threads and store
+        """
+        settings, limits = self.settings, self.settings.limits
+        if _has_other_users(settings):
+            make_way(settings.directory, settings.socket_directory)
+        if self.store is None:
+            self.store = await asyncio.to_thread(open_backend, settings.store_url)
+        kind = _kind_of(settings) if self._opened else type(unwrap(self.store)).__name__
+        metrics = NodeMetrics([*(principal.name for principal in settings.principals), OWNER, ANONYMOUS])
+        store = Metered(self.store, kind, StoreMetrics(metrics.registry))
+        threads = Threads(_THREADS)
+        figures = UsageFigures(self.store)
+        ends.push_async_callback(self._close_store, store, threads, figures)
+        rest = settings.host_bytes - settings.payload_bytes
+        arena = HostArena(settings.payload_bytes, BLOCK_BYTES, huge_pages=False)
+        ends.callback(arena.close)
+        budgets = Budgets(
+            payload=Budget(arena.nbytes),
+            streams=Budget(limits.streams),
+            transfers=Budget(max(rest - rest // 3, 2 * limits.message_bytes)),
+            requests=Budget(max(rest // 3, limits.message_bytes)),
+            workers=Budget(threads.count),
+        )
+        access = Access(settings, store, budgets)
+        attachments = Attachments(
+            access, max_clients=limits.clients, max_bytes=limits.attached_bytes, metrics=metrics
+        )
+        metrics.watch(settings, budgets, attachments, figures)
+        self._serve_metrics(metrics, ends)
+        ends.push_async_callback(attachments.close)
+        streams = StreamCalls(
+            threads, arena, max_keys=limits.keys_per_batch, max_bytes=settings.object_bytes,
+            message_bytes=limits.message_bytes, metrics=metrics,
+        )  # fmt: skip
+        shared = SharedCalls(
+            threads, max_keys=limits.keys_per_batch, max_bytes=settings.object_bytes, metrics=metrics
+        )
+        minimum, maximum = _OPENINGS
+        gate = self._gate = Gate(
+            max_connections=limits.clients,
+            max_opening=max(minimum, min(maximum, settings.host_bytes // _OPENING_BYTES)),
+            max_streams=limits.streams_per_client, settling=(_HANDSHAKE_MS + 2 * _ACKNOWLEDGE_MS) / 1e3,
+            count_refusal=metrics.count_refusal,
+        )  # fmt: skip
+        ends.callback(gate.close)
+        service = Service(
+            access, attachments, threads, streams, shared, TierCalls(self.store, self.instance),
+            instance=self.instance, limits=_limits(settings), idle=limits.idle,
+            store=kind, metrics=metrics, gate=gate,
+        )  # fmt: skip
+        return await self._serve(service, attachments, access, gate, ends)
+
+    async def _serve(
+        self, service: Service, attachments: Attachments, access: Access, gate: Gate, ends: AsyncExitStack
+    ) -> list[str]:
+        server = grpc.aio.server(options=_options(self.settings))
+        standard = Standard(service.admit, SERVICE)
+        server.add_generic_rpc_handlers((service.handler(), *standard.handlers()))
+        others = _has_other_users(self.settings)
+        directory = self._socket_directory(ends, others=others)
+        private = self._bind(server, directory, others=others)
+        backend = str(directory / (TLS_SOCKET if TLS_SOCKET in private else PLAIN_SOCKET))
+        secure, ca = TLS_SOCKET in private, self.settings.tls and self.settings.tls.client_ca
+        serving = [
+            self._listen(gate, address, backend, tls=secure, mutual=bool(ca))
+            for address in self.settings.addresses
+        ]
+        if self.settings.unix:
+            attachments.listen(str(directory / ATTACH_SOCKET), 0o666 if others else 0o600)
+            if others:
+                gate.listen_local(
+                    str(directory / GRPC_SOCKET), 0o666, access.uids, str(directory / PLAIN_SOCKET)
+                )
+            serving.append(f"unix sockets in {directory}")
+        await standard.report_serving()
+        await server.start()
+        gate.start()
+
+        async def drain() -> None:
+            gate.stop_accepting()
+            await standard.report_shutdown()
+            await server.stop(self.settings.drain)
+
+        ends.push_async_callback(drain)
+        return serving
+
+    def _socket_directory(self, ends: AsyncExitStack, *, others: bool) -> Path:
+        """Make the directory of the sockets and return its path.
+
+        The directory is temporary if only the gate connects to the sockets. Raises StorageError, and
+        ConfigError for a directory that cannot be taken over.
+        """
+        if not self.settings.unix:
+            try:
+                return Path(
+                    ends.enter_context(TemporaryDirectory(prefix="tiercache-", ignore_cleanup_errors=True))
+                )
+            except OSError as error:
+                raise StorageError(
+                    f"a directory for sockets cannot be made ({error}); set TMPDIR to one that can be written"
+                ) from error
+        directory = self.settings.socket_directory
+        prepare(directory, others=others)
+        ends.callback(remove, directory)
+        return directory
+
+    def _bind(self, server: Any, directory: Path, *, others: bool) -> list[str]:
+        """Bind the unix sockets on which gRPC itself listens, and return their names; raises StorageError.
+
+        Only this user can connect to these sockets:
+
+            GRPC_SOCKET     for workers, which connect directly if no other user is a principal here
+            PLAIN_SOCKET    for the gate: connections of other users, and TCP without TLS
+            TLS_SOCKET      for the gate: TCP with TLS
+
+        If other users are principals, the gate listens on GRPC_SOCKET (`_serve`).
+        """
+        tls = self.settings.tls
+        secure = tls is not None and bool(self.settings.addresses)
+        plain = others or (tls is None and bool(self.settings.addresses))
+        direct = self.settings.unix and not others
+        names = [GRPC_SOCKET] * direct + [PLAIN_SOCKET] * plain + [TLS_SOCKET] * secure
+        for name in names:
+            target = unix_target(directory / name)
+            try:
+                found = (
+                    server.add_secure_port(target, _credentials(tls))
+                    if name == TLS_SOCKET
+                    else server.add_insecure_port(target)
+                )
+            except RuntimeError as error:
+                raise StorageError(f"{directory / name} cannot be bound ({error}); is it in use?") from error
+            if not found:
+                raise StorageError(f"{directory / name} cannot be bound; is it in use?")
+            os.chmod(directory / name, 0o600)
+        return names
+
+    def _serve_metrics(self, metrics: NodeMetrics, ends: AsyncExitStack) -> None:
+        """Serve the metrics, if the settings have an address for them.
+
+        The endpoint is closed after the gate and all sessions, so that it can be scraped during a drain.
+        """
+        address = self.settings.metrics.address
+        if address is not None:
+            endpoint = Endpoint(address.host, address.port, metrics.registry)
+            ends.callback(endpoint.close)
+            self.metrics_address = str(Address(address.host, endpoint.port, address.loopback))
+
+    def _listen(self, gate: Gate, address: Address, backend: str, *, tls: bool, mutual: bool) -> str:
+        try:
+            port = gate.listen(address.host, address.port, backend, tls=tls, mutual=mutual)
+        except OSError as error:
+            raise StorageError(
+                f"{address} cannot be served ({error}); is the port in use, or the address not of this"
+                " machine?"
+            ) from error
+        shown = str(Address(address.host, port, address.loopback))
+        self.addresses.append(shown)
+        return shown
+
+    async def _close_store(self, store: StorageBackend, threads: Threads, figures: UsageFigures) -> None:
+        """Close the store when no thread works in it any more. Do not close a store in which a call hangs."""
+        ended = await threads.close(self.settings.drain)
+        if not (await asyncio.to_thread(figures.close, _FIGURES_SECONDS) and ended):
+            _log.error(
+                "calls of the store did not end within %g s; the store is left open", self.settings.drain
+            )
+            return
+        started = time.monotonic()
+        await asyncio.to_thread(store.close)
+        _log.info("the store was closed in %.2f s", time.monotonic() - started)
+
+
+def _credentials(tls: Tls | None) -> grpc.ServerCredentials:
+    assert tls is not None
+    assert tls.certificate is not None
+    assert tls.key is not None
+    ca = tls.client_ca.read_bytes() if tls.client_ca else None
+    return grpc.ssl_server_credentials(
+        [(tls.key.read_bytes(), tls.certificate.read_bytes())], ca, require_client_auth=ca is not None
+    )
+
+
+def _limits(settings: Settings) -> pb.Limits:
+    limits = settings.limits
+    return pb.Limits(
+        keys=limits.keys_per_batch, message_bytes=limits.message_bytes, object_bytes=settings.object_bytes,
+        client_bytes=settings.client_bytes, streams=limits.streams_per_client, call_seconds=limits.call,
+    )  # fmt: skip
+
+
+def _options(settings: Settings) -> Sequence[tuple[str, int]]:
+    limits = settings.limits
+    return (
+        ("grpc.max_receive_message_length", limits.message_bytes),
+        ("grpc.max_send_message_length", limits.message_bytes),
+        ("grpc.max_metadata_size", 16 << 10),
+        ("grpc.max_concurrent_streams", limits.streams_per_client),
+        ("grpc.max_allowed_incoming_connections", limits.clients),
+        ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
+        ("grpc.http2.settings_timeout", _ACKNOWLEDGE_MS),
+        ("grpc.experimental.tcp_max_read_buffer_size", _READ_BYTES),
+        ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
+        ("grpc.keepalive_timeout_ms", _KEEPALIVE_MS // 2),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", _KEEPALIVE_MS // 2),
+        # 0: never cut a client because it pings too often. A cut would come too late to help: gRPC first
+        # waits until the client has read everything that was sent to the client. Until then, gRPC would keep
+        # all pings in memory.
+        ("grpc.http2.max_ping_strikes", 0),
+        # 0: switch off the BDP probe, which enlarges the windows of streams. A stream that is not read yet
+        # holds one window of data. The probe could enlarge the window to the size of the largest message.
+        ("grpc.http2.bdp_probe", 0),
+        ("grpc.so_reuseport", 0),
+    )
+
+
+def _kind_of(settings: Settings) -> str:
+    """Return the storage type of the store to open."""
+    url = settings.store_url
+    return str(section_of(url)["type"]) if isinstance(url, str) else "chain"
+
+
+def _has_other_users(settings: Settings) -> bool:
+    """Return whether a user other than that of this process is a principal on the unix sockets."""
+    return settings.unix and any(
+        principal.uid not in (None, os.getuid()) for principal in settings.principals
+    )

@@ -1,0 +1,162 @@
+"""Counts of objects, updated with every change of a node.
+
+There are counts of evictable objects, of pages in storage alone, and of subtrees with objects. After writing
+a page's location, call `pages_changed`. After writing only a state's location, call `states_changed`. To
+change many nodes at once, call `recount` or `recount_states` for each node, and then `announce` for each
+node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tiercache.core import Tier
+from tiercache.index.node import BITS, IN_STORAGE, LOCAL, TIERS, Node
+
+
+class Counters:
+    """Totals over all nodes, and the bits that each node announces to its parent.
+
+    The bits say in which tiers the node's subtree has objects, and whether it has a complete state (`ALIVE`).
+
+    The counters call `mark` with every node whose units (what one eviction takes) may have changed. They call
+    `restored` with the digest of every node that becomes able to answer a hit. Thread safety: the index's
+    thread only.
+    """
+
+    def __init__(
+        self, page_pools: int, state_pools: int, mark: Callable[[Node], None], restored: Callable[[int], None]
+    ) -> None:
+        self.generation = 0
+        """Counter that increases with every change that could alter the result of a match."""
+        self.evictable = [[0] * (page_pools + state_pools) for _ in Tier]
+        """Number of present objects that no pin holds, by tier and pool."""
+        self.stored_only_pages = 0
+        """Number of pages of those nodes that have objects in the storage tier and in no other."""
+        self._pages = range(page_pools)
+        self._states = range(page_pools, page_pools + state_pools)
+        self._mark = mark
+        self._restored = restored
+
+    def pages_changed(self, node: Node) -> None:
+        """Update everything that depends on the node's locations, which were just written."""
+        self.recount(node)
+        self.announce(node)
+
+    def states_changed(self, node: Node) -> None:
+        """Update everything that depends on the node's states. No location of its pages may have changed."""
+        self.recount_states(node)
+        self.announce(node)
+
+    def emptied(self, node: Node, tier: Tier) -> None:
+        """Record that all objects of the node were taken, and that all of them were in `tier`.
+
+        This is faster than `pages_changed`, which reads the node's locations. The caller guarantees that no
+        other tier holds anything and that nothing is in flight.
+        """
+        before = node.restorable
+        self.add(node, -1)
+        node.clear(tier)
+        self._update_nearest_state(node, before)
+        self.announce(node)
+
+    def recount(self, node: Node) -> None:
+        """Recount a node without announcing it: the first half of `pages_changed`."""
+        self._recount_by(node.recount, node)
+
+    def recount_states(self, node: Node) -> None:
+        """Recount the states of a node without announcing it: the first half of `states_changed`."""
+        self._recount_by(node.recount_states, node)
+
+    def _recount_by(self, recount: Callable[[], None], node: Node) -> None:
+        before, could_answer = node.restorable, node.can_answer
+        self.add(node, -1)
+        recount()
+        self.add(node, +1)
+        self._update_nearest_state(node, before)
+        if node.can_answer and not could_answer:
+            self._restored(node.digest)
+
+    def _update_nearest_state(self, node: Node, before: int) -> None:
+        """Update `nearest_state` of the nodes below, after this node gained or lost a complete state.
+
+        On each path downwards, the update stops at the next node that has a complete state:
+
+            node --- a --- b [state] --- c        a, b: the nearest state is at the end of node
+                                                  c:    the nearest state is at the end of b
+        """
+        now = node.restorable
+        if now == before:
+            return
+        stack = list(node.children.values())
+        while stack:
+            below = stack.pop()
+            below.nearest_state = now
+            self._mark(below)
+            if not below.is_complete:
+                stack += below.children.values()
+
+    def add(self, node: Node, sign: int) -> None:
+        """Add the node's contribution to the totals (`sign` +1), or subtract it (-1)."""
+        self.generation += 1
+        for tier in TIERS:
+            if node.resident_mask >> tier & 1:
+                if not node.pins[tier]:
+                    self._add_evictable(node, tier, sign, self._pages)
+                if not node.state_pins[tier]:
+                    self._add_evictable(node, tier, sign, self._states)
+        if node.resident_mask & (LOCAL | IN_STORAGE) == IN_STORAGE:
+            self.stored_only_pages += sign * node.pages
+
+    def _add_evictable(self, node: Node, tier: Tier, sign: int, pools: range) -> None:
+        total, counts = self.evictable[tier], node.resident[tier]
+        for pool in pools:
+            total[pool] += sign * counts[pool]
+
+    def announce(self, node: Node) -> None:
+        """Propagate the bits of the subtree (tiers with objects, `ALIVE`) to the ancestors.
+
+        Marks the node, and every ancestor where an entry of `subtree_counts` rises from 0 or falls to 0.
+        """
+        self._mark(node)
+        while (parent := node.parent) is not None:
+            held = node.resident_mask
+            for bit in BITS:
+                held |= bool(node.subtree_counts[bit]) << bit
+            changed = held ^ node.announced_mask
+            if not changed:
+                return
+            # `came` is 1 for a bit that the subtree has gained, and 0 for a bit that it has lost. `crossed`
+            # says whether the parent's count of a bit rose from 0 to 1, or fell from 1 to 0.
+            crossed = False
+            for bit in BITS:
+                if changed >> bit & 1:
+                    came = held >> bit & 1
+                    parent.subtree_counts[bit] += 1 if came else -1
+                    crossed |= parent.subtree_counts[bit] == came
+            node.announced_mask = held
+            node = parent
+            # The parent's units depend on whether any child announced a bit, not on how many did.
+            if not crossed:
+                return
+            self._mark(node)
+
+    def pin(self, node: Node, tier: Tier, by: int) -> None:
+        """Add `by` (+1 or -1) to the counts of pins in `tier`.
+
+        This changes the count of every node on the path to `node`, and the count of the state of `node`.
+        """
+        # The first pin makes a node's pages unevictable. The last release makes them evictable again, and
+        # marks the node. The first pin marks nothing: the queue checks each unit before it returns the unit.
+        for at in node.path():
+            before = at.pins[tier]
+            at.pins[tier] = after = before + by
+            if not before:
+                self._add_evictable(at, tier, -1, self._pages)
+            elif not after:
+                self._add_evictable(at, tier, +1, self._pages)
+                self._mark(at)
+        before = node.state_pins[tier]
+        node.state_pins[tier] = before + by
+        if not before or before + by == 0:
+            self._add_evictable(node, tier, -by, self._states)

@@ -1,0 +1,481 @@
+"""Order in which units are evicted, over the columns that policies read.
+
+`EvictionColumns` has one row per node. A row is written only when a policy is about to read it.
+`EvictionQueue` yields dead weight first, then the units that the policy ranks lowest.
+
+*Dead weight* is KV that no hit can use, because no state survives at its end or below. A state over the limit
+of its path (see `CheckpointRules.per_path`) counts as dead weight, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from operator import le, mul
+from typing import Final, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from tiercache.core import Tier
+from tiercache.index.node import Node
+from tiercache.policy import Policy, UnitKind
+from tiercache.policy.base import Column
+from tiercache.policy.order import Front
+
+_FIRST_ROWS: Final = 64
+"""Initial capacity of the columns, in rows. The capacity doubles when it is used up."""
+_MAX_WAITING: Final = 1024
+"""Constant in the maximum length of a queue's list of changed rows.
+
+The maximum is this number + 2 x the rows of the table. A longer list is dropped, and the queue reads all rows
+in its next pass instead.
+"""
+_SHARED: Final = (
+    "last_access",
+    "hits",
+    "depth",
+    "children",
+    "replay",
+    "checkpoint",
+    "lineage",
+    "grown",
+    "expected",
+    "alive",
+    "complete",
+    "digest",
+    "version",
+)
+"""Columns that are the same for all units of a node. `Units` explains them, except these:
+
+- `alive` says whether the node's units are living ones (1) or dead weight (0).
+- `complete` says whether a hit could end at the node.
+- `version` is the number of the last write of the row.
+"""
+_BY_KIND: Final = ("kind", "nbytes", "covered")
+"""Columns that depend on the `Kind` of the unit."""
+_DTYPES: Final = {"kind": np.int8, "alive": np.int8, "complete": np.int8}
+"""Dtypes of the columns that are not int64. Every pass reads these columns whole, so they are narrow."""
+_MAX_SAMPLE: Final = 4096
+"""Maximum number of units that a pass ranks under a policy that is not steady (see `Policy.steady`).
+
+If there are more units, the pass ranks a random sample of this size.
+"""
+_MIN_STEADY_FRONT: Final = 512
+"""Minimum number of units that a pass takes into the front under a steady policy (see `Policy.steady`).
+
+A front with more entries than this number + 2 x the rows of the table is dropped.
+"""
+
+
+class Kind(NamedTuple):
+    """Kind of units that one queue holds: the units that the function `of` finds in one tier."""
+
+    of: Callable[[Node], UnitKind]
+    """Returns which unit a node has now for this queue: LEAF, STATE or NONE."""
+    tier: Tier
+    """Tier from which an eviction takes the unit."""
+
+
+class EvictionColumns:
+    """Table with one row for every node: its units as a policy sees them.
+
+    Code that changes a node marks the node. `sync` writes the rows of the marked nodes when an eviction is
+    about to read them. Therefore a hit, an insert or the release of a pin costs only a mark.
+
+    Each kind of `kinds` has a queue. The argument `number` of the methods is the number of a kind and of its
+    queue. Thread safety: the index's thread only.
+    """
+
+    def __init__(
+        self, kinds: Sequence[Kind], object_bytes: Sequence[int], page_pools: int, page_tokens: int
+    ) -> None:
+        self.kinds = kinds
+        self.page_tokens = page_tokens
+        self.now = 0
+        """Current tick of the index's logical clock (see `Units`)."""
+        self.nodes: list[Node | None] = []
+        """Node of each row; None for a free row."""
+        self._object_bytes = list(object_bytes)
+        self._page_pools = page_pools
+        self._lower_tiers = [sum(1 << other for other in Tier if other > tier) for tier in Tier]
+        """For each tier, the bits of the tiers below."""
+        self._free: list[int] = []
+        """Free rows."""
+        self._marked: dict[Node, None] = {}
+        self._version = 0
+        """Version of the row that was written last. Each write of a row has the next number."""
+        self._listeners: list[list[int] | None] = [None] * len(kinds)
+        """By kind: the rows written since the last call of `changed`; None if they are not recorded."""
+        self.shared: dict[str, Column] = {}
+        """Columns that are the same for all kinds, by name; one entry per row."""
+        self.by_kind: dict[str, Column] = {}
+        """Columns that differ between kinds, by name; shape (kinds, rows)."""
+        self._grow(_FIRST_ROWS)
+
+    def mark(self, node: Node) -> None:
+        """Mark a node whose row may be out of date, so that the next `sync` writes the row."""
+        self._marked[node] = None
+
+    def drop(self, node: Node) -> None:
+        """Free the row of a node that was removed."""
+        self._marked.pop(node, None)
+        if node.row >= 0:
+            self.nodes[node.row] = None
+            for kind in self._kind:
+                kind[node.row] = UnitKind.NONE
+            self._complete[node.row] = False
+            self._free.append(node.row)
+            node.row = -1
+
+    def record_changes(self, number: int, *, on: bool) -> None:
+        """Start or stop recording which rows are written; `changed` returns them."""
+        self._listeners[number] = [] if on else None
+
+    def changed(self, number: int) -> Sequence[int] | None:
+        """Return the rows that were written since the last call and have a unit of this kind, in order.
+
+        Returns None if changes were not recorded (see `record_changes`).
+        """
+        rows = self._listeners[number]
+        if rows is None:
+            return None
+        if rows:
+            self._listeners[number] = []
+        kind = self._kind[number]
+        return [row for row in dict.fromkeys(rows) if kind[row]]
+
+    def has_unit(self, node: Node, number: int) -> bool:
+        """Return whether the node still has the unit of this kind that its row describes.
+
+        If the node has another unit or none, its row is written again. This happens after a pin, which
+        changes units without a mark.
+        """
+        row, kind = node.row, self.kinds[number].of(node)
+        if kind == self._kind[number][row]:
+            return kind is not UnitKind.NONE
+        self._write(node)
+        for rows in self._listeners:
+            if rows is not None:
+                rows.append(row)
+        return False
+
+    def take(self, node: Node, number: int) -> UnitKind:
+        """Remove the unit from its row until the row is written again; return which unit it was."""
+        kind = UnitKind(self._kind[number][node.row])
+        self._kind[number][node.row] = UnitKind.NONE
+        return kind
+
+    def sync(self) -> None:
+        """Write the rows of all marked nodes."""
+        if not self._marked:
+            return
+        listeners = [rows for rows in self._listeners if rows is not None]
+        for node in self._marked:
+            if node.parent is not None:
+                self._write(node)
+                for rows in listeners:
+                    rows.append(node.row)
+        self._marked.clear()
+        for number, waiting in enumerate(self._listeners):
+            if waiting is not None and len(waiting) > 2 * len(self.nodes) + _MAX_WAITING:
+                # The queue has not asked for its changed rows for a long time. Its next pass reads all rows.
+                self._listeners[number] = None
+
+    def rows(self, number: int, *, alive: bool) -> npt.NDArray[np.int64]:
+        """Return the rows with living units of this kind, or with dead weight if `alive` is False."""
+        used = len(self.nodes)
+        return np.flatnonzero(
+            (self.by_kind["kind"][number, :used] != 0) & (self.shared["alive"][:used] == alive)
+        )
+
+    def complete(self) -> npt.NDArray[np.int64]:
+        """Return the rows of all nodes that could answer a hit."""
+        return np.flatnonzero(self.shared["complete"][: len(self.nodes)])
+
+    def view(self, rows: npt.NDArray[np.int64], number: int = 0) -> UnitRows:
+        """Return the units of this kind in some rows, as a policy sees them."""
+        return UnitRows(self, rows, number)
+
+    def stale(self, node: Node) -> bool:
+        """Return whether the node's row is wrong although the node is not marked; for integrity checks.
+
+        With a wrong row, an eviction would miss a unit, or evict a unit that has changed since it was ranked.
+        """
+        if node in self._marked or node.parent is None:
+            return False
+        row, now = node.row, [kind.of(node) for kind in self.kinds]
+        if row < 0:
+            return node.can_answer or any(now)
+        shared, by_kind = self.shared_of(row), [self._by_kind_of(row, number) for number in range(len(now))]
+        version = self._version_of[row]
+        self._write(node)
+        self._version_of[row] = version
+        fresh = [self._by_kind_of(row, number) for number in range(len(now))]
+        # A row may show more units than the node has: a pin removes or reduces units without a mark, and
+        # `has_unit` corrects that. A row must not lack a unit, or describe one wrongly.
+        missed = any(
+            f[0] and (not o[0] or (f[0] == o[0] and f != o)) for f, o in zip(fresh, by_kind, strict=True)
+        )
+        return missed or shared != self.shared_of(row)
+
+    def shared_of(self, row: int) -> dict[str, int]:
+        """Return the shared columns of a row, by name, without its version."""
+        return {name: int(column[row]) for name, column in self.shared.items() if name != "version"}
+
+    def _by_kind_of(self, row: int, number: int) -> tuple[int, ...]:
+        return tuple(int(column[number, row]) for column in self.by_kind.values())
+
+    def _write(self, node: Node) -> None:
+        row = node.row
+        if row < 0:
+            row = node.row = self._take(node)
+        self._version += 1
+        self._last_access[row] = node.last_access
+        self._hits[row] = node.hits
+        self._depth[row] = node.end
+        self._children[row] = node.branches
+        self._replay[row] = node.replay
+        self._checkpoint[row] = node.checkpoint
+        self._lineage[row] = node.lineage
+        self._grown[row] = node.new_pages
+        self._expected[row] = node.expected
+        # Alive: a complete state is at the node's end or below it, and the node is a branch or within the
+        # limit of its path. Without state pools every unit is alive.
+        self._alive[row] = not node.state_pools or (
+            node.is_alive and not (node.over_limit and node.branches < 2)
+        )
+        self._complete[row] = node.can_answer
+        self._digest[row] = node.signature
+        self._version_of[row] = self._version
+        for number, (kind_of, tier) in enumerate(self.kinds):
+            self._kind[number][row] = kind = kind_of(node)
+            if kind:
+                # A leaf has objects of all pools, a state only of the state pools.
+                pools = slice(0 if kind is UnitKind.LEAF else self._page_pools, None)
+                held = node.resident[tier][pools]
+                self._nbytes[number][row] = sum(map(mul, held, self._object_bytes[pools])) or 1
+                # Covered: a single lower tier has at least as many objects of each of these pools.
+                self._covered[number][row] = bool(node.resident_mask & self._lower_tiers[tier]) and any(
+                    all(map(le, held, counts[pools])) for counts in node.resident[tier + 1 :]
+                )
+
+    def _take(self, node: Node) -> int:
+        if self._free:
+            row = self._free.pop()
+            self.nodes[row] = node
+            return row
+        if len(self.nodes) == len(self.shared["depth"]):
+            self._grow(2 * len(self.nodes))
+        self.nodes.append(node)
+        return len(self.nodes) - 1
+
+    def _grow(self, rows: int) -> None:
+        used = len(self.nodes)
+        shared, by_kind = self.shared, self.by_kind
+        self.shared = {name: np.zeros(rows, _DTYPES.get(name, np.int64)) for name in _SHARED}
+        self.by_kind = {
+            name: np.zeros((len(self.kinds), rows), _DTYPES.get(name, np.int64)) for name in _BY_KIND
+        }
+        for name, column in shared.items():
+            self.shared[name][:used] = column[:used]
+        for name, columns in by_kind.items():
+            self.by_kind[name][:, :used] = columns[:, :used]
+        # Writing one element through a memoryview takes half the time that it takes through an array.
+        views = [self.shared[name].data for name in _SHARED]
+        self._last_access, self._hits, self._depth, self._children, self._replay = views[:5]
+        (
+            self._checkpoint,
+            self._lineage,
+            self._grown,
+            self._expected,
+            self._alive,
+            self._complete,
+            self._digest,
+            self._version_of,
+        ) = views[5:]
+        self._kind, self._nbytes, self._covered = (
+            [row.data for row in self.by_kind[name]] for name in _BY_KIND
+        )
+
+
+class _Shared:
+    """Column of `UnitRows` that is the same for all kinds of units."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, rows: UnitRows, owner: type) -> Column:
+        taken: Column = rows.columns.shared[self._name].take(rows.rows)
+        return taken
+
+
+@dataclass(frozen=True, slots=True)
+class UnitRows:
+    """Units of one kind in some rows, with the columns that `Units` describes.
+
+    Thread safety: the index's thread, during one call of the policy.
+    """
+
+    columns: EvictionColumns
+    rows: npt.NDArray[np.int64]
+    number: int
+    stored_bytes: Column | None = None
+    """Bytes of each unit in storage, if these are the units of a store; None for units of this index."""
+
+    last_access = _Shared()
+    hits = _Shared()
+    depth = _Shared()
+    children = _Shared()
+    replay = _Shared()
+    checkpoint = _Shared()
+    lineage = _Shared()
+    grown = _Shared()
+    expected = _Shared()
+    digest = _Shared()
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def kind(self) -> Column:
+        """`UnitKind` of each unit."""
+        return self._by_kind("kind")
+
+    @property
+    def nbytes(self) -> Column:
+        """Bytes that the unit's eviction frees."""
+        return self._by_kind("nbytes") if self.stored_bytes is None else self.stored_bytes
+
+    @property
+    def covered(self) -> Column:
+        """Whether a lower tier has a copy of the unit; there is no tier below storage."""
+        return self._by_kind("covered") if self.stored_bytes is None else np.zeros(len(self), np.int64)
+
+    @property
+    def now(self) -> int:
+        """Current tick."""
+        return self.columns.now
+
+    @property
+    def page_tokens(self) -> int:
+        """Tokens per page."""
+        return self.columns.page_tokens
+
+    def _by_kind(self, name: str) -> Column:
+        taken: Column = self.columns.by_kind[name][self.number].take(self.rows)
+        return taken
+
+
+class Victim(NamedTuple):
+    """Node with a unit that is to be evicted."""
+
+    node: Node
+    kind: UnitKind
+    """Unit of the node."""
+    number: int
+    """Number of the queue that returned the unit."""
+    rank: float | None
+    """Rank that the policy gave the unit; None for dead weight."""
+
+
+Entry: TypeAlias = tuple[bool, float, int, int, int]
+"""Tuple (alive, rank, depth, version, row), valid while the row has this version.
+
+Dead weight sorts first, because its `alive` is False.
+"""
+
+
+class EvictionQueue:
+    """Queue of the units of one kind: first dead weight by last access, then the other units by rank.
+
+    Among units of equal rank, the shallowest comes first. The queue keeps only its *front*, the units that
+    come next. A pass over all units, which takes O(units), fills the front with the dead weight and the
+    lowest 64th of the other units (see `Front`). A unit that changes may return to the front. Under a steady
+    policy (see `Policy.steady`), it returns at once. Under any other policy, it returns with the next pass.
+    Thread safety: the index's thread only.
+    """
+
+    def __init__(
+        self, columns: EvictionColumns, number: int, policy: Policy, rng: np.random.Generator
+    ) -> None:
+        self._columns = columns
+        self._number = number
+        self._policy = policy
+        self._rng = rng
+        self._front: Front[Entry] = Front(policy, _MIN_STEADY_FRONT if policy.steady else 1)
+
+    def pop(self) -> Victim | None:
+        """Remove and return the unit that is worth least, or None if no unit can be evicted.
+
+        The unit returns to the queue when its node is marked.
+        """
+        columns = self._columns
+        columns.sync()
+        self._add_changed()
+        # An entry is valid while its row has the version that the entry names:
+        #   1. a pass puts (rank 0.2, version 12, row 5) into the front
+        #   2. a hit marks the node of row 5, and `sync` writes the row with version 13
+        #   3. `_add_changed` pushes an entry with version 13, if it belongs to the front
+        #   4. the entry with version 12 is popped: it is out of date and dropped
+        while len(self._front) or self._fetch():
+            alive, rank, _, version, row = self._front.pop()
+            node = columns.nodes[row]
+            if (
+                node is not None
+                and columns.shared["version"][row] == version
+                and columns.has_unit(node, self._number)
+            ):
+                return Victim(node, columns.take(node, self._number), self._number, rank if alive else None)
+            self._add_changed()  # `has_unit` may have written the row again
+        return None
+
+    def _add_changed(self) -> None:
+        """Add units that changed since the last call to the front, if they belong there.
+
+        Drops a front that is out of date or too long.
+        """
+        columns = self._columns
+        rows = columns.changed(self._number)
+        # Outdated entries stay in the front until they are popped. So the front can have more entries than
+        # there are nodes.
+        crowded = len(self._front) > 2 * len(columns.nodes) + _MIN_STEADY_FRONT
+        if rows is None or crowded or self._front.is_outdated(columns.now):
+            self._front.clear()
+            columns.record_changes(self._number, on=False)
+            return
+        if not rows:
+            return
+        changed = np.array(rows)
+        # Dead weight always joins the front. Its rank is its last access, not the policy's rank.
+        alive = columns.shared["alive"][changed] != 0
+        if not alive.all():
+            dead = changed[~alive]
+            for entry in self._entries(dead, columns.shared["last_access"][dead]):
+                self._front.push(entry)
+        if self._policy.steady and alive.any():
+            living = changed[alive]
+            ranks = self._policy.rank(columns.view(living, self._number))
+            for entry in self._entries(living, ranks):
+                if self._front.admits(entry[1]):
+                    self._front.push(entry)
+
+    def _fetch(self) -> bool:
+        """Fill the front by a pass over all units; return False if there are none."""
+        columns, steady = self._columns, self._policy.steady
+        rows, dead = (columns.rows(self._number, alive=alive) for alive in (True, False))
+        if not len(rows) and not len(dead):
+            return False
+        columns.record_changes(self._number, on=True)  # `_add_changed` keeps the new front up to date
+        if not steady and len(rows) > _MAX_SAMPLE:
+            rows = np.sort(self._rng.choice(rows, _MAX_SAMPLE, replace=False))
+        ranks = self._policy.rank(columns.view(rows, self._number)) if len(rows) else np.empty(0)
+        chosen = self._front.choose(ranks)
+        live = self._entries(rows[chosen], ranks[chosen])
+        self._front.fill([*live, *self._entries(dead, columns.shared["last_access"][dead])], columns.now)
+        return True
+
+    def _entries(self, rows: npt.NDArray[np.int64], ranks: np.ndarray) -> Iterator[Entry]:
+        shared = self._columns.shared
+        parts = (shared["alive"][rows] != 0, ranks, shared["depth"][rows], shared["version"][rows], rows)
+        return zip(*(part.tolist() for part in parts), strict=True)

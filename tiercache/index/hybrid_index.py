@@ -1,0 +1,610 @@
+"""Hybrid prefix index: match, insert, locations, eviction.
+
+The index is a radix tree over token ids. Its edges are whole pages. With page pools alone, every depth up to
+which all pages are present is restorable. With state pools, such a depth is restorable only if every state
+pool has a state exactly there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Final, Literal
+
+import numpy as np
+
+from tiercache.core import (
+    ABSENT,
+    Locations,
+    Mask,
+    PoolName,
+    Tier,
+    TokenArray,
+    as_tokens,
+    full_pages,
+    reusable_pages,
+)
+from tiercache.errors import ConfigError, InputError
+from tiercache.index.appraisal import Appraisal, Appraiser
+from tiercache.index.base import (
+    Content,
+    Eviction,
+    Inserted,
+    Match,
+    Origin,
+    PageLocations,
+    PathLocations,
+    Span,
+    StateLocation,
+)
+from tiercache.index.eviction import ONE_BUDGET_KINDS, UNIT_KINDS, Evictor, reuse_of
+from tiercache.index.eviction_order import EvictionColumns, EvictionQueue
+from tiercache.index.ghosts import Ghosts
+from tiercache.index.insertion import adopt_pages, adopt_states, check_pages, check_states
+from tiercache.index.integrity import check_integrity, owned
+from tiercache.index.node import ALIVE, IN_STORAGE, Node, Prefixes
+from tiercache.index.planner import CheckpointRules, checkpoint_depths
+from tiercache.index.radix_tree import Pin, RadixTree
+from tiercache.index.residency import Residency
+from tiercache.policy import LEARN_EVERY, CheckpointKind, Lru, Policy, Reuse
+
+MAX_STORED_PAGES: Final = 1 << 20
+"""Maximum number of pages in the index that only the store has.
+
+In the index, a page takes 8 bytes per token and 24 bytes per page pool. With 64 tokens a page, the limit is
+about half a GiB of the process's memory.
+"""
+
+
+MAX_AHEAD: Final = 1 << 40
+"""Maximum number of ticks ahead at which a hit can be expected."""
+
+
+class HybridIndex:
+    """Index of the pages and states that exist for token sequences, and of the tiers in which they are.
+
+    - `page_pools` have one object per page, `state_pools` one object at the end of a node.
+    - `policy` ranks the units that may be evicted (default: LRU).
+    - `refresh` says whether a hit refreshes (counts as an access of) only the last matched node ("last"), or
+      its whole path ("path").
+    - `max_stored_pages` is the maximum number of pages in the index that only the store has.
+    - `checkpoints` are the rules for the states that requests should leave.
+    - `object_bytes` are the payload bytes of one object of each pool, which policies weigh.
+    - `seed` is for the random sample of units that a policy ranks.
+    - With `one_budget`, the device's pools share their memory (see `evict_device_bytes`).
+
+    Raises ConfigError for a policy that cannot rank these pools. Thread safety: one owner thread; other
+    threads post events to it.
+    """
+
+    def __init__(
+        self,
+        *,
+        page_size: int,
+        namespace: bytes,
+        page_pools: Sequence[PoolName],
+        state_pools: Sequence[PoolName] = (),
+        policy: Policy | None = None,
+        refresh: Literal["last", "path"] = "last",
+        max_stored_pages: int = MAX_STORED_PAGES,
+        checkpoints: CheckpointRules | None = None,
+        object_bytes: Mapping[PoolName, int] | None = None,
+        seed: int = 0,
+        one_budget: bool = False,
+    ) -> None:
+        if refresh not in ("last", "path"):
+            raise InputError(f"refresh {refresh!r} is unknown; use 'last' or 'path'")
+        policy = policy or Lru()
+        if policy.needs_states and not state_pools:
+            raise ConfigError(
+                f"policy {policy.name!r} ranks recurrent states, and no state pool is registered; use lru,"
+                " gdsf or hvd"
+            )
+        self.namespace = namespace
+        self.page_size = page_size
+        self.page_pools = tuple(page_pools)
+        self.state_pools = tuple(state_pools)
+        self.pools = self.page_pools + self.state_pools
+        self.checkpoints = checkpoints or CheckpointRules()
+        self.policy = policy
+        self._refresh_path = refresh == "path"
+        self._requests = 0
+        kinds = ONE_BUDGET_KINDS if one_budget else UNIT_KINDS
+        nbytes = [(object_bytes or {}).get(pool, 1) for pool in self.pools]
+        self._columns = EvictionColumns(kinds, nbytes, len(page_pools), page_size)
+        self._ghosts = Ghosts()
+        self._tree = RadixTree(
+            page_size, namespace, self.page_pools, self.state_pools, self._columns, self._ghosts
+        )
+        rng = np.random.default_rng(seed)
+        self._queues = [EvictionQueue(self._columns, number, policy, rng) for number in range(len(kinds))]
+        self.residency = Residency(self._tree, self._queues[-1], max_stored_pages)
+        """Locations by span and pool, of pages and states alike."""
+        page_bytes, state_bytes = sum(nbytes[: len(page_pools)]), sum(nbytes[len(page_pools) :])
+        self._appraiser = Appraiser(self._columns, policy, page_bytes, state_bytes)
+        self._evictor = Evictor(self._tree, self._columns, self._ghosts, policy, self._queues)
+
+    # -- reading
+    # --------------------------------------------------------------------------------------------------------
+
+    def match(self, tokens: TokenArray, extra: bytes = b"", *, limit: int | None = None) -> Match:
+        """Return how many pages of `tokens` the index knows and which depths it can restore; change nothing.
+
+        `limit`, in pages, bounds the restorable depths. By default, at least one token is left to compute.
+        """
+        tokens = as_tokens(tokens)
+        pages = full_pages(len(tokens), self.page_size)
+        limit = reusable_pages(len(tokens), self.page_size) if limit is None else min(limit, pages)
+        root = self._tree.root(extra)
+        path, path_depth = self._tree.walk(root, tokens[: pages * self.page_size].tobytes())
+        limit = max(0, min(limit, path_depth))
+        complete = local = state_depth = near_state_depth = 0
+        restorable: list[int] = []
+        # `complete` is the number of leading pages that every page pool has in some tier, and `local` the
+        # number on the device or the host. A node adds its pages only if there is no gap before its start:
+        #   node             a [0, 4)   b [4, 7)   c [7, 9)
+        #   complete_pages      4          2          2
+        #   complete            4          6          6       c adds nothing: page 6 is missing
+        for node in path:
+            start, end = node.end - node.pages, node.end
+            if local == start:
+                local += node.local_pages
+            if complete == start:
+                complete += node.complete_pages
+            if node.resident_mask and complete == end <= limit and node.is_complete:
+                restorable.append(state_depth := end)
+                if node.state_local and local == end:
+                    near_state_depth = end
+        node = path[-1] if path else root
+        generation = self._tree.counters.generation
+        if self.state_pools:
+            return Match(node, path_depth, state_depth, near_state_depth, tuple(restorable), generation)
+        depth = min(complete, limit)
+        return Match(node, path_depth, depth, min(local, limit), (depth,) if depth else (), generation)
+
+    @property
+    def now(self) -> int:
+        """Present tick of the logical clock (see `Units`)."""
+        return self._columns.now
+
+    def is_current(self, match: Match) -> bool:
+        """Return whether the call that made the match would return the same now."""
+        return match.generation == self._tree.counters.generation
+
+    def nodes(self) -> Iterator[Node]:
+        """Yield every node, parents before children, roots included."""
+        return self._tree.nodes()
+
+    def roots(self) -> list[Node]:
+        """Return the root of each tree."""
+        return self._tree.roots()
+
+    def node_at(self, where: Node | Match, depth: int) -> Node:
+        """Return the node on the path to `where` whose edge holds page `depth - 1`; the root for depth 0.
+
+        The node ends at `depth` or deeper. Raises InputError for a depth that is not on the path.
+        """
+        return self._tree.node_at(where, depth)
+
+    def locations(self, where: Node | Match, depth: int) -> PathLocations:
+        """Return the locations of pages [0, depth) and of the states exactly at `depth`.
+
+        Pending locations are returned as pending, so that callers can share loads that are under way.
+        """
+        node = self.node_at(where, depth)
+        at = self._tree.gather(node, depth)
+        pages = {
+            pool: PageLocations(
+                at[Tier.DEVICE, row].copy(), at[Tier.HOST, row].copy(), at[Tier.STORAGE, row] >= 0
+            )
+            for row, pool in enumerate(self.page_pools)
+        }
+        states = {pool: _state_at(node, number, depth) for number, pool in enumerate(self.state_pools)}
+        return PathLocations(pages, states)
+
+    def page_keys(self, where: Node | Match, depth: int, start: int = 0) -> list[bytes]:
+        """Return the keys of pages [start, depth) of the path to `where`.
+
+        The keys of an edge are computed on first use and then kept.
+        """
+        return self._tree.page_keys(self.node_at(where, depth), depth, start)
+
+    def evictable(self, tier: Tier) -> Mapping[PoolName, int]:
+        """Return the number of objects in `tier` that no pin holds, by pool. Eviction can free them all."""
+        return dict(zip(self.pools, self._tree.counters.evictable[tier], strict=True))
+
+    def contents(self) -> Iterator[Content]:
+        """Yield one entry for each edge that has something in some tier. Walks the tree."""
+        for node in self.nodes():
+            if node.resident_mask:
+                yield Content(
+                    node.checkpoint if node.is_complete else CheckpointKind.NONE,
+                    node.complete_pages,
+                    node.is_complete,
+                )
+
+    def owned(self, tier: Tier, pool: PoolName) -> Locations:
+        """Return every location of a pool in a near tier, both present and pending, as plain numbers.
+
+        Walks the tree; for integrity checks.
+        """
+        return owned(self._tree, tier, pool)
+
+    def check_integrity(self) -> None:
+        """Recompute every counter and invariant from scratch.
+
+        Raises AssertionError, whose message names the first one that does not hold.
+        """
+        check_integrity(self._tree, self._columns)
+
+    # -- changing
+    # ------------------------------------------------------------------------------------------------------
+
+    def plan_checkpoints(self, match: Match, tokens: TokenArray, depth: int) -> Mapping[int, CheckpointKind]:
+        """Return where a prompt that is restored to `depth` should leave states, and why.
+
+        The depths are in pages and ascending. Without state pools there are none. Changes nothing.
+        """
+        if not self.state_pools:
+            return {}
+        tokens = as_tokens(tokens)
+        ghost = match.path_depth
+        if self.checkpoints.ghost and len(self._ghosts):
+            rest = tokens[match.path_depth * self.page_size :]
+            ghost += self._ghosts.repeated(self._tree.prefixes.of(rest, self._digest_at(match)))
+        return checkpoint_depths(
+            depth, match.path_depth, len(tokens), self.page_size, ghost_depth=ghost, rules=self.checkpoints
+        )
+
+    def touch(self, match: Match, tokens: TokenArray | None = None) -> Origin:
+        """Record that a request used the match, and return the `origin` for its `insert`.
+
+        Refreshes the node at the match's restorable depth; with `refresh="path"` also the nodes above it. If
+        `tokens` (the prompt) are given and an evicted unit would have restored more of them, the policy
+        learns of that unit, too.
+        """
+        # The request is counted first, then the hit, then the miss. The miss is deeper than the hit. The
+        # request continues the deeper of the two units.
+        self._begin_request()
+        found: list[Reuse] = []
+        expected = False
+        if match.depth:
+            node = self.node_at(match, match.depth)
+            found.append(reuse_of(node, self._columns.now))
+            node.hits += 1
+            expected, node.expected = node.expected > 0, 0
+            self._columns.now += 1
+            self._refresh(node)
+        if (
+            tokens is not None
+            and self._ghosts.has_units
+            and (missed := self._missed(match, as_tokens(tokens))) is not None
+        ):
+            found.append(missed)
+        for reuse in found:
+            self.policy.reused(reuse)
+        if not found:
+            return Origin()
+        last = found[-1]
+        continues = last.checkpoint in (CheckpointKind.END, CheckpointKind.PROMPT)
+        return Origin(last.lineage + 1 if continues else 0, last.depth, expected)
+
+    def expect(self, match: Match, ticks: int) -> None:
+        """Note that a hit on the match is expected in `ticks` ticks, which raises the unit's rank until then.
+
+        A later call replaces an earlier one, and a hit ends the expectation. The caller guarantees that the
+        match has a restorable depth.
+        """
+        node = self.node_at(match, match.depth)
+        node.expected = self._columns.now + min(ticks, MAX_AHEAD)
+        self._columns.mark(node)
+
+    def _begin_request(self) -> None:
+        self._requests += 1
+        self._ghosts.begin()
+        if self._requests % LEARN_EVERY == 0:
+            self._columns.sync()
+            live = self._columns.view(self._columns.complete())
+            self.policy.learn(live, self._ghosts.view(self._columns.now, self.page_size))
+
+    def _missed(self, match: Match, tokens: TokenArray) -> Reuse | None:
+        """Return and forget the deepest lost unit that would have restored more of this prompt, or None."""
+        limit = reusable_pages(len(tokens), self.page_size)
+        known = np.concatenate(
+            [at.digests for at in reversed(list(match.node.path()))] or [np.empty(0, np.uint64)]
+        )[: match.path_depth]
+        rest = self._tree.prefixes.of(tokens[match.path_depth * self.page_size :], self._digest_at(match))
+        # digests[i] is that of the prefix with match.depth + 1 + i pages. Only depths that the match did not
+        # restore and that a restore of this prompt may reach are searched:
+        #   depth      match.depth + 1 ... path_depth     path_depth + 1 ... limit
+        #   digests    from `known`                       from `rest`
+        digests = np.concatenate([known, rest])[match.depth : limit]
+        place = self._ghosts.deepest(digests)
+        return None if place is None else self._ghosts.reuse(int(digests[place]), self._columns.now)
+
+    def _digest_at(self, match: Match) -> int:
+        """Return the digest of the part of the prompt that is in the tree."""
+        node = match.node.covering(match.path_depth)
+        return (
+            int(node.digests[match.path_depth - node.start - 1])
+            if match.path_depth
+            else Prefixes.start(node.extra)
+        )
+
+    # -- pins
+    # --------------------------------------------------------------------------------------------------------
+
+    def pin(self, where: Node | Match, *tiers: Tier) -> Pin:
+        """Hold the path to `where` in `tiers` until the pin's `release`.
+
+        Without tiers, the pin keeps the node in the tree, but its objects may be evicted. A pin on a match
+        holds the whole path to `match.node`, which may go deeper than the prompt. For a restore, a pin on
+        `index.node_at(match, match.depth)` is enough.
+        """
+        return self._tree.pin(where, tiers, self._unpin)
+
+    def _unpin(self, pin: Pin) -> None:
+        self._tree.unpin(pin)
+        self.residency.forget_excess()
+
+    @contextmanager
+    def pinned(self, where: Node | Match, *tiers: Tier) -> Iterator[Pin]:
+        """Hold a pin for the duration of a with-block."""
+        pin = self.pin(where, *tiers)
+        try:
+            yield pin
+        finally:
+            pin.release()
+
+    def holds_only(self, pins: Iterable[Pin]) -> bool:
+        """Return whether the pins that are not released yet are exactly `pins`."""
+        return self._tree.holds_only(pins)
+
+    # -- inserting
+    # --------------------------------------------------------------------------------------------------------
+
+    def insert(
+        self,
+        tokens: TokenArray,
+        pages: Mapping[PoolName, Locations],
+        states: Mapping[int, Mapping[PoolName, int]] | None = None,
+        extra: bytes = b"",
+        *,
+        checkpoints: Mapping[int, CheckpointKind] | None = None,
+        origin: Origin = Origin(),  # noqa: B008 (immutable)
+    ) -> Inserted:
+        """Insert the device slots of pages [0, d) and of states.
+
+        `pages` has one array of shape (d,) per page pool, and `states` the slots by depth and pool.
+        `checkpoints` says why each state was taken (default: END). `origin` is the result of `touch` for this
+        request. `InsertedPages` and `Inserted` say what becomes of each slot.
+
+        Refreshes the node with page d - 1, and the nodes that get a state which they did not have. Raises
+        InputError, and changes nothing, for arrays that do not fit.
+        """
+        tokens, states = as_tokens(tokens), states or {}
+        tree = self._tree
+        depth = check_pages(tree, len(tokens), pages)
+        check_states(tree, states, depth)
+        self._columns.now += 1
+        node = tree.path_to(tokens[: depth * self.page_size].tobytes(), extra)
+        answer, changed = adopt_pages(tree, node, depth, pages)
+        adopted, rejected = adopt_states(tree, node, states, self._columns.now, changed)
+        for state in adopted:
+            self._describe(
+                node.covering(state.depth), (checkpoints or {}).get(state.depth, CheckpointKind.END), origin
+            )
+        # Changes are announced only now that the states are entered: a page without its state would be queued
+        # as dead weight (see `eviction_order`). Parents are announced before children.
+        for at in sorted(dict.fromkeys(changed), key=lambda at: at.end):
+            tree.counters.announce(at)
+        node = node.covering(depth)
+        self._refresh(node)
+        return Inserted(node, depth, answer, tuple(adopted), tuple(rejected))
+
+    def extend_path(self, tokens: TokenArray, depth: int, extra: bytes = b"") -> Node:
+        """Return the node that ends exactly at `depth` of `tokens`, created without objects if it is new.
+
+        This is for fetches from storage: the caller pins the node, and reserves the locations of the fetched
+        objects on the node's path. If the node stays empty, `prune` or the release of its pin removes it.
+        Raises InputError for a depth that is not within the whole pages of `tokens`.
+        """
+        tokens = as_tokens(tokens)
+        if not 1 <= depth <= full_pages(len(tokens), self.page_size):
+            raise InputError(
+                f"depth {depth} is not within the whole pages of {len(tokens)} tokens (page size"
+                f" {self.page_size})"
+            )
+        self._columns.now += 1
+        node = self._tree.path_to(tokens[: depth * self.page_size].tobytes(), extra)
+        return self._tree.split(node, depth) if node.end > depth else node
+
+    def prune(self, node: Node) -> None:
+        """Remove `node` if it is empty, unpinned and without children, and then its ancestors likewise.
+
+        Does nothing for a node that was removed already.
+        """
+        self._tree.tidy(node)
+
+    def _describe(self, node: Node, checkpoint: CheckpointKind, origin: Origin) -> None:
+        """Record why the state at the end of `node` was taken.
+
+        If the node's path then has more than `per_path` states, the shallowest are marked as over the limit.
+        """
+        node.checkpoint, node.lineage, node.over_limit = checkpoint, origin.lineage, False
+        node.new_pages = max(0, node.end - origin.known)
+        if self.checkpoints.per_path:
+            # `path` goes upwards, so the deepest states come first. States at branches do not count.
+            on_path = [at for at in node.path() if at.is_complete and len(at.children) < 2]
+            for at in on_path[self.checkpoints.per_path :]:
+                at.over_limit = True
+                self._columns.mark(at)
+
+    def _refresh(self, node: Node) -> None:
+        node.last_access = self._columns.now
+        self._columns.mark(node)
+        if self._refresh_path:
+            for above in node.path():
+                above.last_access = self._columns.now
+                self._columns.mark(above)
+
+    # -- transfers: a state is handled as a span of one page, the last page of its node
+    # --------------------------------------------------------------------------------------------------------
+
+    def reserve_pages(self, span: Span, pool: PoolName, tier: Tier, locations: Locations) -> Mask:
+        """Enter `locations` as pending wherever the tier has nothing; return which were entered.
+
+        `locations` has one entry per page. An entry that is ABSENT offers no location. The caller keeps the
+        locations that were not entered.
+        """
+        self._tree.check_page_pool(pool)
+        return self.residency.reserve(span, pool, tier, locations)
+
+    def publish_pages(self, span: Span, pool: PoolName, tier: Tier, locations: Locations) -> Mask:
+        """Make present those entries that are pending at exactly these locations; return which changed.
+
+        The caller publishes locations whose bytes have arrived.
+        """
+        self._tree.check_page_pool(pool)
+        return self.residency.publish(span, pool, tier, locations)
+
+    def cancel_pages(self, span: Span, pool: PoolName, tier: Tier, locations: Locations) -> Mask:
+        """Make absent those entries that are pending at exactly these locations; return which changed.
+
+        The caller cancels locations whose bytes will not arrive, and has the locations back.
+        """
+        self._tree.check_page_pool(pool)
+        return self.residency.cancel(span, pool, tier, locations)
+
+    def drop_pages(self, span: Span, pool: PoolName, tier: Tier, mask: Mask) -> Locations:
+        """Take the present entries under `mask` out of a tier, for example because a copy is corrupt.
+
+        Returns one entry per page: the location, which is the caller's from now on, or ABSENT if nothing was
+        taken. A pin does not prevent this.
+        """
+        self._tree.check_page_pool(pool)
+        return self.residency.drop(span, pool, tier, mask)
+
+    def mark_stored(self, span: Span, pool: PoolName, mask: Mask) -> None:
+        """Record that the pages under `mask` are in the store."""
+        self._tree.check_page_pool(pool)
+        self.residency.mark_stored(span, pool, mask)
+
+    def forget_stored(self, span: Span, pool: PoolName, mask: Mask) -> None:
+        """Record that the pages under `mask` turned out not to be in the store."""
+        self._tree.check_page_pool(pool)
+        self._forget(span, pool, mask)
+
+    def reserve_state(self, node: Node, pool: PoolName, tier: Tier, location: int) -> bool:
+        """Enter `location` as pending for the state at the node's end; return whether the tier had none."""
+        return bool(self.residency.reserve(self._state(node, pool), pool, tier, _one(location))[0])
+
+    def publish_state(self, node: Node, pool: PoolName, tier: Tier, location: int) -> bool:
+        """Make the state present if it is pending at exactly this location; return whether it changed."""
+        return bool(self.residency.publish(self._state(node, pool), pool, tier, _one(location))[0])
+
+    def cancel_state(self, node: Node, pool: PoolName, tier: Tier, location: int) -> bool:
+        """Make the state absent if it is pending at exactly this location; return whether it changed."""
+        return bool(self.residency.cancel(self._state(node, pool), pool, tier, _one(location))[0])
+
+    def drop_state(self, node: Node, pool: PoolName, tier: Tier) -> int:
+        """Take the state out of a tier; return its location, or ABSENT if the state was not there.
+
+        The location is the caller's from now on. A pin does not prevent this.
+        """
+        return int(self.residency.drop(self._state(node, pool), pool, tier, _ONE)[0])
+
+    def mark_state_stored(self, node: Node, pool: PoolName) -> None:
+        """Record that the state at the node's end is in the store."""
+        self.residency.mark_stored(self._state(node, pool), pool, _ONE)
+
+    def forget_state_stored(self, node: Node, pool: PoolName) -> None:
+        """Record that the state at the node's end turned out not to be in the store."""
+        self._forget(self._state(node, pool), pool, _ONE)
+
+    def _forget(self, span: Span, pool: PoolName, mask: Mask) -> None:
+        """Forget stored objects, and remember as ghosts the units and pages that are lost with them."""
+        now = self._columns.now
+        nodes = [part.node for part in self._tree.edge_slices(span)]
+        units = [(node, node.digest, reuse_of(node, now)) for node in nodes if node.can_answer]
+        pages = [node.digests for node in nodes if node.resident_mask & ~(1 << ALIVE) == IN_STORAGE]
+        self.residency.forget_stored(span, pool, mask)
+        for node, digest, unit in units:
+            if not node.can_answer:
+                self._ghosts.note_unit(digest, unit, now)
+        if pool in self.page_pools and mask.all():
+            for digests in pages:
+                self._ghosts.note_pages(digests)
+
+    # -- values
+    # ------------------------------------------------------------------------------------------------------
+
+    def values_of(self, nodes: Sequence[Node], rate: float = 1.0) -> list[Appraisal]:
+        """Return the values of the objects of these nodes for a store.
+
+        `rate` is the number of ticks of the index's clock in a second.
+        """
+        return self._appraiser.of(nodes, rate)
+
+    def changed_values(self, rate: float = 1.0) -> list[Appraisal]:
+        """Return values of stored objects that have changed since they were last returned, not all at once.
+
+        A round over all nodes takes several calls; nodes that changed since the last call come first.
+        """
+        return self._appraiser.changed(rate)
+
+    def _state(self, node: Node, pool: PoolName) -> Span:
+        """Return the span of the state at the node's end."""
+        self._tree.check_state_pool(pool)
+        return Span(node, node.end - 1, node.end)
+
+    # -- evicting
+    # --------------------------------------------------------------------------------------------------------
+
+    def evict_device(self, need: Mapping[PoolName, int]) -> Eviction:
+        """Free at least `need[pool]` slots of each pool. If only states are needed, no page is evicted.
+
+        Raises PoolFullError, and changes nothing, if the unpinned objects do not suffice. Raises InputError
+        for an unknown pool, and in an index with `one_budget`.
+        """
+        eviction = self._evictor.device(need)
+        self.residency.forget_excess()
+        return eviction
+
+    def evict_device_bytes(self, nbytes: int, cost: Mapping[PoolName, int]) -> Eviction:
+        """Free objects of at least `nbytes` bytes in total, on a device whose pools share their memory.
+
+        One object of a pool takes `cost[pool]` bytes. Raises PoolFullError, and changes nothing, if the
+        unpinned objects do not suffice. Raises InputError in an index without `one_budget`.
+        """
+        eviction = self._evictor.device_bytes(nbytes, cost)
+        self.residency.forget_excess()
+        return eviction
+
+    def evict_host(self, blocks: int, cost: Mapping[PoolName, int]) -> Eviction:
+        """Free objects of at least `blocks` arena blocks in total.
+
+        One object of a pool takes `cost[pool]` blocks. Raises PoolFullError, and changes nothing, if the
+        unpinned objects do not suffice.
+        """
+        eviction = self._evictor.host(blocks, cost)
+        self.residency.forget_excess()
+        return eviction
+
+
+_ONE: Final = np.ones(1, np.bool_)
+"""Mask of a single object. Nobody writes to it."""
+
+
+def _one(location: int) -> Locations:
+    if location < 0:
+        raise InputError(f"{location} is not a slot or a handle")
+    return np.array([location], np.int64)
+
+
+def _state_at(node: Node, number: int, depth: int) -> StateLocation:
+    if node.end != depth or not node.pages:
+        return StateLocation(ABSENT, ABSENT, False)
+    return StateLocation(
+        node.state(Tier.DEVICE, number), node.state(Tier.HOST, number), node.state(Tier.STORAGE, number) >= 0
+    )

@@ -1,0 +1,201 @@
+"""Changes of locations by transfers: reserve, publish, cancel, drop.
+
+A destination is first *reserved*: its location is pending, so that nobody reads it and no other transfer
+fills it. Then the destination is *published* when its bytes are there, or *cancelled*:
+
+    absent --reserve--> pending --publish--> present --drop--> absent
+                           '-----cancel-----> absent
+
+A caller that publishes or cancels names the location that it reserved. An entry that is no longer pending at
+this location stays as it is. The caller keeps the node pinned in the tiers that the transfer reads and
+writes.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tiercache.core import ABSENT, Locations, Mask, PoolName, Tier, pending
+from tiercache.errors import InputError
+from tiercache.index.base import Span
+from tiercache.index.eviction_order import EvictionQueue
+from tiercache.index.node import STORED, Node
+from tiercache.index.radix_tree import RadixTree
+
+
+class Residency:
+    """Locations of the index's objects, read and changed by span and pool.
+
+    A state is named by a state pool and a span of one page, the last page of its node.
+
+    `stored_leaves` is the queue of the leaves whose objects are in storage only. The index keeps at most
+    `max_stored_pages` pages that only storage has. Thread safety: the index's thread only.
+    """
+
+    def __init__(self, tree: RadixTree, stored_leaves: EvictionQueue, max_stored_pages: int) -> None:
+        self._tree = tree
+        self._stored_leaves = stored_leaves
+        self._max_stored_pages = max_stored_pages
+
+    def reserve(self, span: Span, pool: PoolName, tier: Tier, locations: Locations) -> Mask:
+        """Enter `locations` as pending wherever the tier has nothing; return which were entered.
+
+        `locations` has one entry per page of the span. An entry that is ABSENT offers no location. The caller
+        keeps the locations that were not entered.
+        """
+        places = pending(_offered(span, locations))
+        absent = np.full(len(span), ABSENT)
+        return self._write(span, pool, _local(tier), absent, places, locations >= 0, reserve=True)
+
+    def publish(self, span: Span, pool: PoolName, tier: Tier, locations: Locations) -> Mask:
+        """Make present those entries that are pending at exactly these locations; return which changed."""
+        places = pending(_offered(span, locations))
+        return self._move(span, pool, _local(tier), places, locations, locations >= 0)
+
+    def cancel(self, span: Span, pool: PoolName, tier: Tier, locations: Locations) -> Mask:
+        """Make absent those entries that are pending at exactly these locations; return which changed.
+
+        The caller has the locations of these entries back.
+        """
+        places = pending(_offered(span, locations))
+        return self._move(span, pool, _local(tier), places, np.full(len(span), ABSENT), locations >= 0)
+
+    def drop(self, span: Span, pool: PoolName, tier: Tier, mask: Mask) -> Locations:
+        """Take the present entries under `mask` out of a tier, for example because a copy is corrupt.
+
+        Returns one entry per page: the location, which is the caller's from now on, or ABSENT if nothing was
+        taken. A pin does not prevent this.
+        """
+        # Pending entries stay: their bytes belong to a transfer, which will publish or cancel them.
+        taken = self._read(span, pool, _local(tier))
+        taken[(taken < 0) | ~mask] = ABSENT
+        self._move(span, pool, tier, taken, np.full(len(span), ABSENT), taken >= 0)
+        return taken
+
+    def mark_stored(self, span: Span, pool: PoolName, mask: Mask) -> None:
+        """Record that the objects under `mask` are in the store."""
+        absent, stored = np.full(len(span), ABSENT), np.full(len(span), STORED)
+        self._write(span, pool, Tier.STORAGE, absent, stored, mask)
+        self.forget_excess()
+
+    def forget_stored(self, span: Span, pool: PoolName, mask: Mask) -> None:
+        """Record that the objects under `mask` turned out not to be in the store."""
+        absent, stored = np.full(len(span), ABSENT), np.full(len(span), STORED)
+        self._write(span, pool, Tier.STORAGE, stored, absent, mask)
+        self._tree.tidy(span.node)
+
+    def forget_excess(self) -> None:
+        """Forget pages that only the store has, lowest rank first, until the limit is met."""
+        counters = self._tree.counters
+        while counters.stored_only_pages > self._max_stored_pages:
+            victim = self._stored_leaves.pop()
+            if victim is None:  # the other pages are pinned, or have children
+                return
+            victim.node.where[Tier.STORAGE] = ABSENT
+            victim.node.states = None
+            counters.pages_changed(victim.node)
+            self._tree.tidy(victim.node)
+
+    def _move(
+        self, span: Span, pool: PoolName, tier: Tier, old: Locations, new: Locations, mask: Mask
+    ) -> Mask:
+        """Change entries under `mask` from `old` to `new`, and remove nodes that become empty."""
+        changed = self._write(span, pool, tier, old, new, mask)
+        self._tree.tidy(span.node)
+        self.forget_excess()
+        return changed
+
+    def _write(
+        self,
+        span: Span,
+        pool: PoolName,
+        tier: Tier,
+        old: Locations,
+        new: Locations,
+        mask: Mask,
+        *,
+        reserve: bool = False,
+    ) -> Mask:
+        """Change those entries under `mask` that equal `old` to `new`; return which changed.
+
+        With `reserve`, the entries change from absent to pending. Then the number of present objects stays
+        the same, and only the count of objects in flight is updated.
+        """
+        if mask.shape != (len(span),):
+            raise InputError(
+                f"a span of {len(span)} pages needs as many entries, not an array of shape {mask.shape}"
+            )
+        state = self._state_number(pool)
+        if state is not None:
+            return self._write_state(self._state_node(span), state, tier, old, new, mask, reserve)
+        # Compare and exchange, entry by entry; 7' stands for "pending at location 7":
+        #   entry   absent   7'   7   9'
+        #   old     7'       7'   7'  7'       publish at location 7: `new` is 7
+        #   after   absent   7    7   9'       only the second entry changes
+        changed = np.zeros(len(span), np.bool_)
+        row = self._tree.number[pool]
+        for node, edge, part in self._tree.edge_slices(span):
+            now = node.where[tier, row, edge]
+            changed[part] = here = (now == old[part]) & mask[part]
+            if here.any():
+                now[here] = new[part][here]
+                if reserve:
+                    node.expect(pages=int(np.count_nonzero(here)))
+                else:
+                    self._tree.counters.pages_changed(node)
+        return changed
+
+    def _write_state(
+        self, node: Node, state: int, tier: Tier, old: Locations, new: Locations, mask: Mask, reserve: bool
+    ) -> Mask:
+        changed: Mask = (old == node.state(tier, state)) & mask
+        if changed[0]:
+            node.set_state(tier, state, int(new[0]))
+            if reserve:
+                node.expect(states=1)
+            else:
+                self._tree.counters.states_changed(node)
+        return changed
+
+    def _read(self, span: Span, pool: PoolName, tier: Tier) -> Locations:
+        state = self._state_number(pool)
+        if state is not None:
+            return np.array([self._state_node(span).state(tier, state)], np.int64)
+        row = self._tree.number[pool]
+        out = np.empty(len(span), np.int64)
+        for node, edge, part in self._tree.edge_slices(span):
+            out[part] = node.where[tier, row, edge]
+        return out
+
+    def _state_number(self, pool: PoolName) -> int | None:
+        """Return the number of a state pool among the state pools, or None for a page pool."""
+        tree = self._tree
+        if pool not in tree.number:
+            raise InputError(f"{pool} is not a pool of this index; it has {', '.join(tree.pools)}")
+        number = tree.number[pool] - len(tree.page_pools)
+        return number if number >= 0 else None
+
+    def _state_node(self, span: Span) -> Node:
+        node = self._tree.node(span.node)
+        if not node.pages:
+            raise InputError("a root carries no state; name the node that ends where the state does")
+        if (span.start, span.end) != (node.end - 1, node.end):
+            raise InputError(
+                f"pages [{span.start}, {span.end}) are no state's; a state's span is the last page before the"
+                f" depth {node.end} at which its node ends"
+            )
+        return node
+
+
+def _local(tier: Tier) -> Tier:
+    if tier is Tier.STORAGE:
+        raise InputError("storage has no locations; use mark_stored and forget_stored")
+    return tier
+
+
+def _offered(span: Span, locations: Locations) -> Locations:
+    if locations.shape != (len(span),) or locations.dtype != np.int64 or bool((locations < ABSENT).any()):
+        raise InputError(
+            f"a span of {len(span)} pages needs as many int64 slots or handles (or ABSENT), not {locations!r}"
+        )
+    return locations

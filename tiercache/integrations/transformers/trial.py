@@ -1,0 +1,373 @@
+"""Trial: one run of the checks of a model with prompts of one length, and its report.
+
+**The tolerance.** A cut changes the order of sums, so cached values differ by rounding. A trial measures what
+rounding does to this model. It adds noise to all cached values: relative to the value, at most half an eps of
+its dtype (eps: the distance from 1.0 to the next number). The change of the logits is called the jitter; the
+median of three draws counts. The tolerance is
+
+- 16 jitters in float32, where every sum of every operation rounds by as much as a stored value does;
+- 4 jitters in narrower types, whose sums are float32 and round once, when they are stored;
+- 16 jitters in narrower types if cuBLAS may round the parts of a sum.
+
+These factors are empirical. On CPUs, over the 19 served families of
+`tests/integrations/transformers/models.py`, a cut changes the logits by 0.96 to 3.25 jitters in float32 and
+by 0 to 1.25 jitters in bfloat16. The tolerance is 4.9 times the largest change in float32, and 3.2 times in
+bfloat16.
+
+The tolerance is useful only if a wrong cache exceeds it. Therefore the states are replaced by those of
+another prompt; if the logits change by no more than the tolerance, the model is refused. (For a model without
+states, the KV is replaced.)
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import median
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers.cache_utils import DynamicCache
+
+from tiercache.errors import UnsupportedModelError
+from tiercache.integrations.transformers.device import differences
+from tiercache.integrations.transformers.layout import TensorLayout, inspect_cache
+from tiercache.integrations.transformers.lengths import TailMode
+from tiercache.integrations.transformers.reach import UNBOUNDED, Reach
+from tiercache.integrations.transformers.runner import ModelRunner
+from tiercache.integrations.transformers.stream import rounds_parts
+
+JITTERS: Final = 16
+"""The tolerance in jitters, for float32 and for narrower dtypes whose partial sums may be rounded."""
+JITTERS_NARROW: Final = 4
+"""The tolerance in jitters, for narrower dtypes whose sums are rounded once."""
+SHORT: Final = 3
+"""Tokens of a short tail (the tokens that are fed after a cut).
+
+The logits after each of these tokens are compared, because the state of a very short convolution affects
+only the first token.
+"""
+SEED: Final = 20457
+"""Seed of the random prompts and of the noise."""
+
+
+class CutCheck(NamedTuple):
+    """A prefill cut at `cuts`, compared with an uncut prefill."""
+
+    mode: TailMode
+    cuts: tuple[int, ...]
+    error: float
+    """Largest absolute difference of the last position's logits."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeReport:
+    """The findings of the probe.
+
+    The jitter, the tolerance, the errors of the checks and the reactions are absolute differences of logits.
+    """
+
+    tail_mode: TailMode
+    tokens: int
+    """Length of the prompts."""
+    scale: float
+    """Largest magnitude of a logit."""
+    jitter: float
+    tolerance: float
+    checks: tuple[CutCheck, ...]
+    reactions: Mapping[str, float]
+    """Change of the logits when all tensors of a kind (`kv` or `state`) are those of another prompt."""
+    chunk_fault: str
+    """The reason why chunks are not used; empty in CHUNK mode."""
+    seconds: float
+    """Time that the probe took."""
+    reach: Reach = UNBOUNDED
+    """The result of longer prompts."""
+
+    @property
+    def max_error(self) -> float:
+        """The largest difference between a cut and an uncut prefill.
+
+        In TOKEN mode only the checks in that mode count. In CHUNK mode all checks count.
+        """
+        return max(
+            check.error
+            for check in self.checks
+            if self.tail_mode is TailMode.CHUNK or check.mode is TailMode.TOKEN
+        )
+
+
+class Trial:
+    """One run of the checks over two random prompts of `tokens` tokens.
+
+    `first_position` is the position of the prompts' first token.
+
+    Thread safety: one owner thread.
+    """
+
+    def __init__(self, runner: ModelRunner, tokens: int, *, first_position: int = 0) -> None:
+        self._started = time.monotonic()
+        self._model, self._page_size, self._layout = runner.model, runner.page_size, runner.layout
+        self._runners = {mode: runner.like(mode, first_position) for mode in TailMode}
+        self._chunk = (tokens - 13) // 2  # the model's chunk, if `probe._usual_tokens` chose the length
+        self._name = type(self._model).__name__
+        rng = np.random.default_rng(SEED)
+        self._prompt, self._other = rng.integers(0, runner.vocab_size, (2, tokens))
+        self._n = tokens
+
+    def report(self) -> ProbeReport:
+        """Run all checks.
+
+        Raises UnsupportedModelError if the model fails them even when it is fed token by token.
+        """
+        tolerance, jitter = self._tolerance()
+        self._compare_without_cache(tolerance)
+        token_checks = self._cut_checks(TailMode.TOKEN)
+        if fault := self._fault(TailMode.TOKEN, token_checks, tolerance):
+            raise UnsupportedModelError(f"{self._name} cannot continue from a cache: {fault}")
+        reactions = self._reactions(tolerance)
+        self._round_trip()
+        chunk_checks = self._cut_checks(TailMode.CHUNK)
+        fault = self._fault(TailMode.CHUNK, chunk_checks, tolerance)
+        mode = TailMode.TOKEN if fault else TailMode.CHUNK
+        return ProbeReport(
+            mode,
+            self._n,
+            self._scale,
+            jitter,
+            tolerance,
+            (*token_checks, *chunk_checks),
+            reactions,
+            fault,
+            time.monotonic() - self._started,
+        )
+
+    @cached_property
+    def _uncut(self) -> torch.Tensor:
+        """The last position's logits `[vocab]` of one forward over the whole prompt.
+
+        The forward runs twice. Raises UnsupportedModelError if the two results differ, or if logits are not
+        finite.
+        """
+        first, second = (self._run(self._new(), self._prompt, 0) for _ in range(2))
+        if not torch.isfinite(first).all():
+            raise UnsupportedModelError(
+                f"{self._name} gives logits that are not finite, so nothing can be checked; look at its"
+                " weights"
+            )
+        if not torch.equal(first, second):
+            raise UnsupportedModelError(
+                f"{self._name} gives other logits for a repeated prompt (by {_gap(first, second):.3g}); use"
+                " deterministic algorithms"
+            )
+        return first[-1]
+
+    @cached_property
+    def _scale(self) -> float:
+        return float(self._uncut.abs().max())
+
+    @cached_property
+    def _cache(self) -> DynamicCache:
+        """The cache of the prompt without its last `SHORT` tokens; callers copy it before they change it."""
+        return self._cache_of(self._prompt)
+
+    @cached_property
+    def _other_cache(self) -> DynamicCache:
+        return self._cache_of(self._other)
+
+    def _cache_of(self, prompt: npt.NDArray[np.int64]) -> DynamicCache:
+        cache = self._new()
+        self._run(cache, prompt[: self._n - SHORT], 0)
+        if inspect_cache(cache, self._page_size, self._n - SHORT) != self._layout:
+            raise UnsupportedModelError(
+                f"{self._name} changes the shape of its cache between {self._n - SHORT} tokens and few; its"
+                " states cannot be kept in slots"
+            )
+        return cache
+
+    def _new(self) -> DynamicCache:
+        return self._runners[TailMode.CHUNK].new_cache()
+
+    def _run(
+        self, cache: DynamicCache, tokens: npt.NDArray[np.int64], start: int, mode: TailMode = TailMode.CHUNK
+    ) -> torch.Tensor:
+        return self._runners[mode].logits(cache, tokens, start, keep=min(SHORT, len(tokens)))
+
+    def _tail(self, cache: DynamicCache, mode: TailMode) -> torch.Tensor:
+        """Feed the last `SHORT` tokens after `cache`, and return their logits."""
+        return self._run(cache, self._prompt[-SHORT:], self._n - SHORT, mode)
+
+    def _tolerance(self) -> tuple[float, float]:
+        """Measure and return the tolerance and the jitter (see the docstring of the module).
+
+        The tolerance is at least 2 eps of the largest logit.
+        """
+        base = self._tail(copy.deepcopy(self._cache), TailMode.TOKEN)
+        rng = torch.Generator().manual_seed(SEED)
+        jitters = [_gap(self._tail(self._noisy(rng), TailMode.TOKEN), base) for _ in range(3)]
+        jitter, eps = median(jitters), torch.finfo(self._model.dtype).eps
+        rounds_once = eps > torch.finfo(torch.float32).eps and not rounds_parts(self._model.device)
+        return max((JITTERS_NARROW if rounds_once else JITTERS) * jitter, 2 * eps * self._scale), jitter
+
+    def _compare_without_cache(self, tolerance: float) -> None:
+        """Raise UnsupportedModelError if the logits without a cache or positions differ too much."""
+        off = _gap(self._runners[TailMode.CHUNK].without_cache(self._prompt, SHORT)[-1], self._uncut)
+        if not off <= tolerance:
+            raise UnsupportedModelError(
+                f"{self._name} gives other logits over a DynamicCache with positions from 0 than by itself,"
+                f" off by {off:.3g}, more than the {tolerance:.3g} that rounding explains"
+            )
+
+    def crossing(self, mode: TailMode, cuts: tuple[int, ...]) -> str:
+        """Return why a prefill cut at `cuts` cannot be continued in this mode; empty if it can."""
+        tolerance, _ = self._tolerance()
+        error = self._cut_error(mode, cuts)
+        if error <= tolerance:
+            return ""
+        return (
+            f"cut at {', '.join(map(str, cuts))} of {self._n} tokens, logits are off by {error:.3g}, rounding"
+            f" explains {tolerance:.3g}"
+        )
+
+    def _cut_checks(self, mode: TailMode) -> tuple[CutCheck, ...]:
+        """Check cuts on and off the model's own chunk boundaries.
+
+        Some tails after a cut are longer than a chunk, some are short, and some have a single token.
+        """
+        n, c, middle = self._n, self._chunk, self._chunk // 2 + 5
+        # Feeding one token at a time is slow on a large model. 12 tokens are enough: no known convolution
+        # kernel is longer.
+        several = (
+            [(c,), (middle,), (n - 7,), (middle, c, n - 7, n - 1)]
+            if mode is TailMode.CHUNK
+            else [(n - 1,), (n - 12,)]
+        )
+        return tuple(CutCheck(mode, cuts, self._cut_error(mode, cuts)) for cuts in several)
+
+    def _cut_error(self, mode: TailMode, cuts: tuple[int, ...]) -> float:
+        return _gap(self._runners[mode].prefill(self._new(), self._prompt, 0, cuts), self._uncut)
+
+    def _fault(self, mode: TailMode, checks: tuple[CutCheck, ...], tolerance: float) -> str:
+        """Return why this tail mode cannot be used; empty if it can."""
+        feeding = "one token at a time" if mode is TailMode.TOKEN else "several tokens at a time"
+        if (ignored := self._ignored(mode)) is not None:
+            return (
+                f"fed {feeding}, it ignores {ignored.name} of layer {ignored.layer}"
+                f" ({type(self._cache.layers[ignored.layer]).__name__})"
+            )
+        off = [check for check in checks if not check.error <= tolerance]
+        if off:
+            return (
+                f"fed {feeding} after a cut at {', '.join(map(str, off[0].cuts))} of {self._n} tokens, its"
+                f" logits are off by {off[0].error:.3g}, more than the {tolerance:.3g} that rounding explains"
+            )
+        return ""
+
+    def _ignored(self, mode: TailMode) -> TensorLayout | None:
+        """Return the first tensor whose replacement changes no bit of the next logits; None if there is none.
+
+        Each tensor in turn is replaced by that of another prompt.
+        """
+
+        def following(cache: DynamicCache) -> torch.Tensor:
+            # In TOKEN mode one token is enough: it reads every tensor that later tokens would read.
+            return self._run(
+                cache, self._prompt[-SHORT:][: 1 if mode is TailMode.TOKEN else SHORT], self._n - SHORT, mode
+            )
+
+        base = following(copy.deepcopy(self._cache))
+        for t in (*self._layout.kv_tensors(), *self._layout.state_tensors()):
+            if torch.equal(following(self._replaced([t])), base):
+                return t
+        return None
+
+    def _reactions(self, tolerance: float) -> dict[str, float]:
+        """Return the change of the logits when all tensors of a kind are replaced by those of another prompt.
+
+        The kinds are `kv` and `state`. Raises UnsupportedModelError if the change by `state` is within the
+        tolerance. For a model without states, the change by `kv` counts instead.
+        """
+        base = self._tail(copy.deepcopy(self._cache), TailMode.TOKEN)
+        kinds = {"kv": [*self._layout.kv_tensors()], "state": [*self._layout.state_tensors()]}
+        found = {
+            kind: _gap(self._tail(self._replaced(ts), TailMode.TOKEN), base)
+            for kind, ts in kinds.items()
+            if ts
+        }
+        kind = "state" if "state" in found else "kv"
+        if not found[kind] > tolerance:
+            raise UnsupportedModelError(
+                f"{self._name} hardly reads its {kind}: the {kind} of another prompt changes the logits by"
+                f" {found[kind]:.3g}, within the {tolerance:.3g} that rounding explains, so wrong answers"
+                " could not be told from right ones"
+            )
+        return found
+
+    def _replaced(self, tensors: list[TensorLayout]) -> DynamicCache:
+        """Return a copy of the prompt's cache in which some tensors are those of the other prompt."""
+        cache = copy.deepcopy(self._cache)
+        with torch.inference_mode():
+            for t in tensors:
+                mine, theirs = (
+                    self._layout.tensor_of(c, t.layer, t.name) for c in (cache, self._other_cache)
+                )
+                # A tensor that depends only on the position is equal in both caches, so add 1 to it instead.
+                mine.copy_(theirs if not torch.equal(mine, theirs) else theirs + 1)
+        return cache
+
+    def _noisy(self, rng: torch.Generator) -> DynamicCache:
+        """Return a copy of the prompt's cache as if every value had been rounded once more.
+
+        The relative noise is at most half an eps of the tensor's dtype.
+        """
+        cache = copy.deepcopy(self._cache)
+        with torch.inference_mode():
+            for t in (*self._layout.kv_tensors(), *self._layout.state_tensors()):
+                tensor = self._layout.tensor_of(cache, t.layer, t.name)
+                if tensor.is_floating_point():
+                    noise = (torch.rand(tensor.shape, generator=rng) - 0.5) * torch.finfo(tensor.dtype).eps
+                    tensor.copy_(tensor.float() * (1 + noise.to(tensor.device)))
+        return cache
+
+    def _round_trip(self) -> None:
+        """Export at a page boundary, restore twice, and continue the original and both copies.
+
+        The boundary is the deepest one before the last 2 * `SHORT` tokens.
+
+        Raises UnsupportedModelError unless all caches and logits are equal bit by bit.
+        """
+        # Slots descend from `pages` to 1, so a copy that confuses slots with pages gives another cache.
+        runner = self._runners[TailMode.CHUNK]
+        pages = (self._n - 2 * SHORT) // self._page_size
+        depth, slots = pages * self._page_size, np.arange(pages)[::-1] + 1
+        cache, pool = self._new(), runner.allocate_pools(pages + 1, 2)
+        runner.forward(cache, self._prompt[:depth], 0)
+        runner.export_pages(cache, pool, 0, slots)
+        state = 1 if pool.states else None
+        if state is not None:
+            runner.export_state(cache, pool, state)
+        # Restore twice, because the first continuation could have written into the pool.
+        for attempt in ("restored", "restored again"):
+            original, restored = copy.deepcopy(cache), runner.restore(pool, slots, state)
+            steps: list[Callable[[DynamicCache], torch.Tensor]] = [
+                lambda c: runner.forward(c, self._prompt[depth:-1], depth),
+                lambda c: runner.forward(c, self._prompt[-1:], self._n - 1),
+            ]
+            logits = [(step(original), step(restored)) for step in steps]
+            different = differences(self._layout, original, restored)
+            if different or not all(torch.equal(a, b) for a, b in logits):
+                where = different[0] if different else "its logits"
+                raise UnsupportedModelError(
+                    f"{self._name}, {attempt} at {depth} tokens, does not continue as before: {where}"
+                    " differs; it keeps something outside its cache"
+                )
+
+
+def _gap(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Return the largest absolute difference."""
+    return float((a - b).abs().max())

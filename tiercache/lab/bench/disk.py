@@ -1,0 +1,348 @@
+"""A run of `bench disk`, which prepares the disk and the page cache for each case and compares the calls.
+
+Each case compares several ways to move the same batch. A way is a `Side`: the store, raw system calls, or
+one file per page (the peer). Sizes of objects are measured one after the other. The directories of a size are
+removed before the next size begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Final
+
+from tiercache.core import ObjectKey
+from tiercache.lab.bench.baselines import (
+    DIRECT_THREADS,
+    PEER,
+    PIECE,
+    Copier,
+    Page,
+    PageFiles,
+    RawFile,
+    pieces,
+)
+from tiercache.lab.bench.lookups import lookups, many, missing
+from tiercache.lab.bench.machine import Machine, drop, settle, warm
+from tiercache.lab.bench.plan import TINY, Plan
+from tiercache.lab.bench.rows import Case, Note, Row, peer_target_of, size_text, target_of
+from tiercache.lab.bench.subject import Buffers, Subject, batch_keys
+from tiercache.lab.bench.timing import Crew, Side, medians
+
+STORE: Final = "store"
+"""Name of the side that calls the store."""
+_DIRECT: Final = f"O_DIRECT x {DIRECT_THREADS}"
+"""Name of the side that bypasses the page cache."""
+
+
+class SizeBench:
+    """Measurement of all cases for one object size.
+
+    Thread safety: one thread, which lets crews of other threads call the disk.
+    """
+
+    def __init__(
+        self, plan: Plan, machine: Machine, buffers: Buffers, say: Callable[[str], None], stack: ExitStack
+    ) -> None:
+        self._plan = plan
+        self._machine = machine
+        self._buffers = buffers
+        self._say = say
+        self._callers = stack.enter_context(Crew(plan.threads))
+        self._many = stack.enter_context(Crew(DIRECT_THREADS))
+        self._pages = [
+            [Page(f"{n:03d}-{i:03d}", view) for i, view in enumerate(buffers.views)]
+            for n in range(plan.batches)
+        ]
+        # Buffered calls move each object as a whole. Direct calls move pieces of at most 1 MiB.
+        self._whole = pieces(self._buffers.views)
+        self._cut = pieces(self._buffers.views, PIECE)
+
+    def steady(self, root: Path) -> Iterator[Row | Note]:
+        """Measure sets into a full store, all of whose blocks were written before."""
+        plan, nbytes = self._plan, self._buffers.nbytes
+        capacity = plan.steady_capacity(self._buffers.size)
+        url = plan.url(root / "store", capacity)
+        with (
+            Subject(url, root / "store", self._buffers, self._callers) as subject,
+            RawFile(root / "buffered", nbytes) as buffered,
+            RawFile(root / "direct", nbytes, direct=self._machine.direct) as direct,
+        ):
+            self._say("filling a store")
+            subject.fill(capacity)
+            for file in (buffered, direct):
+                file.write(self._cut, 0, self._many)
+                file.sync()
+            if Case.SET_CACHED in plan.cases:
+                yield from self._set_cached(
+                    subject, buffered, PageFiles(root / "pages", durable=plan.durable)
+                )
+            if Case.SET_UNCACHED in plan.cases:
+                yield self._set_uncached(subject, buffered, direct)
+            yield from _store_note(subject)
+
+    def growing(self, root: Path) -> Iterator[Row | Note]:
+        """Measure sets into new blocks, gets of the stored objects, and lookups."""
+        plan, nbytes = self._plan, self._buffers.nbytes
+        url = plan.url(root / "store", plan.growing_capacity(self._buffers.size))
+        keys = [batch_keys(self._buffers.count) for _ in range(plan.batches)]
+        peer = PageFiles(root / "pages", durable=plan.durable)
+        with (
+            Subject(url, root / "store", self._buffers, self._callers) as subject,
+            RawFile(root / "buffered", plan.batches * nbytes) as buffered,
+            RawFile(root / "direct", plan.batches * nbytes, direct=self._machine.direct) as direct,
+        ):
+            yield from self._set_fresh(subject, buffered, direct, peer, keys)
+            yield from missing(subject, plan.batches * self._buffers.count)
+            if Case.GET_WARM in plan.cases:
+                yield from self._get_warm(root, subject, buffered, peer, keys[1])
+            if Case.GET_COLD in plan.cases:
+                yield from self._get_cold(
+                    root, subject, (buffered, direct if self._machine.direct else buffered), peer, keys
+                )
+            known = [key for batch in keys for key in batch]
+            yield from lookups(plan, subject, known, self._say)
+            yield from _store_note(subject)
+
+    def _set_cached(self, subject: Subject, buffered: RawFile, peer: PageFiles) -> Iterator[Row]:
+        self._say("set, cached blocks")
+        keys = [batch_keys(self._buffers.count) for _ in range(self._plan.batches)]
+        stored: list[ObjectKey] = []
+
+        # Before round n, the store and the peer both remove the batch of round n - 1, so that round n reuses
+        # the space of that batch.
+        def free(n: int) -> None:
+            if n:
+                peer.remove([page.name for page in self._pages[n - 1]])
+            settle(peer.directory)
+
+        def give_back(n: int) -> None:
+            subject.delete(stored)
+            stored[:] = keys[n]  # the batch that this round is about to store
+            warm(subject.path)
+
+        found = self._compare_sets(
+            [
+                Side(STORE, lambda n: subject.put(keys[n]), give_back, lambda _: subject.store.flush()),
+                self._buffered_write(buffered, lambda _: 0),
+                Side(
+                    PEER,
+                    lambda n: peer.put(self._pages[n], self._callers),
+                    free,
+                    lambda _: settle(peer.directory),
+                ),
+            ]
+        )
+        subject.delete(stored)
+        yield from self._rows(Case.SET_CACHED, found)
+
+    def _set_uncached(self, subject: Subject, buffered: RawFile, direct: RawFile) -> Row:
+        self._say("set, uncached blocks")
+        keys = [batch_keys(self._buffers.count) for _ in range(self._plan.batches)]
+
+        def give_back(n: int) -> None:
+            subject.delete(keys[n - 1] if n else ())
+            subject.reopen_cold()
+
+        sides = [
+            Side(STORE, lambda n: subject.put(keys[n]), give_back, lambda _: subject.store.flush()),
+            self._buffered_write(buffered, lambda _: 0, before=lambda _: buffered.drop()),
+            *self._direct_write(direct, lambda _: 0),
+        ]
+        [row] = self._rows(Case.SET_UNCACHED, self._compare_sets(sides))
+        return row
+
+    def _set_fresh(
+        self,
+        subject: Subject,
+        buffered: RawFile,
+        direct: RawFile,
+        peer: PageFiles,
+        keys: Sequence[Sequence[ObjectKey]],
+    ) -> Iterator[Row]:
+        self._say("set, fresh blocks")
+        nbytes = self._buffers.nbytes
+        sides = [
+            Side(STORE, lambda n: subject.put(keys[n]), after=lambda _: subject.store.flush()),
+            self._buffered_write(buffered, lambda n: n * nbytes),
+            *self._direct_write(direct, lambda n: n * nbytes),
+            Side(
+                PEER,
+                lambda n: peer.put(self._pages[n], self._callers),
+                after=lambda _: settle(peer.directory),
+            ),
+        ]
+        # Gets read the objects of these sets, so the sets run even if the plan does not name their case.
+        found = self._compare_sets(sides)
+        if Case.SET_FRESH in self._plan.cases:
+            yield from self._rows(Case.SET_FRESH, found)
+
+    def _get_warm(
+        self, root: Path, subject: Subject, buffered: RawFile, peer: PageFiles, keys: Sequence[ObjectKey]
+    ) -> Iterator[Row]:
+        self._say("get, warm")
+        # Read batch 1 of set-fresh. In the raw file, batch 1 begins where batch 0 ends.
+        base, pages = self._buffers.nbytes, self._pages[1]
+        warm(root)
+        subject.get(keys)
+        with ExitStack() as stack:
+            if self._plan.backend == "lmdb":
+                copier = stack.enter_context(Copier(buffered.map(base)))
+                limit = Side("copy from map", lambda _: copier.copy(self._whole, self._callers))
+            else:
+                limit = Side("preadv", lambda _: buffered.read(self._whole, base, self._callers))
+            sides = [
+                Side(STORE, lambda _: subject.get(keys)),
+                limit,
+                Side(PEER, lambda _: peer.get(pages, self._callers)),
+            ]
+            found = self._compare_gets(sides)
+        yield from self._rows(Case.GET_WARM, found)
+
+    def _get_cold(
+        self,
+        root: Path,
+        subject: Subject,
+        files: tuple[RawFile, RawFile],
+        peer: PageFiles,
+        keys: Sequence[Sequence[ObjectKey]],
+    ) -> Iterator[Row | Note]:
+        self._say("get, cold")
+        # `buffered` tells whether the page cache could be dropped. Raw reads come from `source`.
+        buffered, source = files
+        nbytes = self._buffers.nbytes
+        drop(peer.directory)
+        buffered.drop()
+        if buffered.cached() and not self._machine.in_memory:
+            yield Note(
+                "the page cache could not be dropped on this machine, so get cold is the same as get warm"
+            )
+        how = _DIRECT if self._machine.direct else f"preadv x {DIRECT_THREADS}"
+        sides = [
+            # The kernel reads ahead: a read of one batch may bring blocks of the next batch into the page
+            # cache. Therefore the store is reopened before every round.
+            Side(STORE, lambda n: subject.get(keys[n]), lambda _: subject.reopen_cold(keys[0][0])),
+            Side(how, lambda n: source.read(self._cut, n * nbytes, self._many), lambda _: source.drop()),
+            Side(PEER, lambda n: peer.get(self._pages[n], self._callers)),
+        ]
+        yield from self._rows(Case.GET_COLD, self._compare_gets(sides))
+
+    def _buffered_write(
+        self, file: RawFile, base: Callable[[int], int], before: Callable[[int], object] = lambda _: None
+    ) -> Side:
+        """Return the side that writes through the page cache, with as many threads as call the store."""
+
+        def write(n: int) -> None:
+            file.write(self._whole, base(n), self._callers)
+            if self._plan.durable:
+                file.sync()
+
+        return Side("pwritev", write, before, lambda _: file.sync())
+
+    def _direct_write(self, file: RawFile, base: Callable[[int], int]) -> list[Side]:
+        """Return the side that bypasses the page cache, or no side if O_DIRECT is not possible."""
+
+        def write(n: int) -> None:
+            file.write(self._cut, base(n), self._many)
+            if self._plan.durable:
+                file.sync()
+
+        return [Side(_DIRECT, write, after=lambda _: file.sync())] if self._machine.direct else []
+
+    def _compare_sets(self, sides: Sequence[Side]) -> dict[str, float]:
+        def with_buffers_read(side: Side) -> Side:
+            def before(n: int) -> None:
+                side.before(n)
+                # Reading all buffers brings the processor's caches into the same state for all sides,
+                # whatever their preparation was.
+                self._buffers.check()
+
+            return replace(side, before=before)
+
+        return medians([with_buffers_read(side) for side in sides], self._plan.repeats)
+
+    def _compare_gets(self, sides: Sequence[Side]) -> dict[str, float]:
+        def with_check(side: Side) -> Side:
+            def before(n: int) -> None:
+                side.before(n)
+                self._buffers.wipe()
+
+            return replace(side, before=before, after=lambda _: self._buffers.check())
+
+        return medians([with_check(side) for side in sides], self._plan.repeats)
+
+    def _rows(self, case: Case, found: dict[str, float]) -> Iterator[Row]:
+        """Yield a row that compares the store with the fastest raw side.
+
+        If the peer was measured, yield a second row that compares the store with the peer.
+        """
+        plan, buffers = self._plan, self._buffers
+        name = f"{plan.backend} {case.words}"
+        raw = {way: seconds for way, seconds in found.items() if way not in (STORE, PEER)}
+        limit = min(raw, key=lambda way: raw[way])
+        target = None if plan.durable else target_of(plan.backend, case, buffers.size, buffers.count)
+        yield Row(name, buffers.size, buffers.count, found[STORE], buffers.nbytes, limit, raw[limit], target)
+        if PEER in found:
+            target = None if plan.durable else peer_target_of(plan.backend, case)
+            yield Row(
+                f"{name} / peer",
+                buffers.size,
+                buffers.count,
+                found[STORE],
+                buffers.nbytes,
+                PEER,
+                found[PEER],
+                target,
+            )
+
+
+def _store_note(subject: Subject) -> Iterator[Note]:
+    """Yield a note with the details that the store reports about its reads and writes, if there are any."""
+    told = {
+        name: value for name, value in subject.usage().details.items() if name.startswith(("io", "direct"))
+    }
+    if told:
+        yield Note("the store reports: " + ", ".join(f"{name} {value}" for name, value in told.items()))
+
+
+_FILL: Final = 4096
+"""Maximum number of tiny objects in one set."""
+_FULL_STORE_CASES: Final = frozenset({Case.SET_CACHED, Case.SET_UNCACHED})
+"""Cases that run on a full store; all other cases run on a growing store."""
+
+
+def run(plan: Plan, root: Path, machine: Machine, say: Callable[[str], None]) -> Generator[Row | Note]:
+    """Yield every row and note as soon as it is known.
+
+    `root` is the directory for all files; the caller removes it.
+    """
+    for size in plan.sizes:
+        for wanted, cases in (
+            (plan.cases & _FULL_STORE_CASES, SizeBench.steady),
+            (plan.cases - _FULL_STORE_CASES, SizeBench.growing),
+        ):
+            if wanted:
+                with ExitStack() as stack:
+                    where = Path(stack.enter_context(TemporaryDirectory(dir=root)))
+                    yield from cases(
+                        SizeBench(
+                            plan,
+                            machine,
+                            Buffers(size, plan.count(size)),
+                            _prefixed(say, size_text(size)),
+                            stack,
+                        ),
+                        where,
+                    )
+    if plan.objects:
+        with TemporaryDirectory(dir=root) as name:
+            yield from many(
+                plan, Buffers(TINY, min(_FILL, plan.objects)), Path(name), _prefixed(say, size_text(TINY))
+            )
+
+
+def _prefixed(say: Callable[[str], None], prefix: str) -> Callable[[str], None]:
+    return lambda doing: say(f"{prefix}: {doing}")

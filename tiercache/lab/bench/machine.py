@@ -1,0 +1,124 @@
+"""Conditions of a measurement: the file system, its page cache, and the processor."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import platform
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+_STRIDE: Final = 4 << 20
+"""Bytes of one read in `warm`."""
+MEMORY: Final = ("tmpfs", "ramfs")
+"""Types of file systems that keep their files in memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Description of the machine."""
+
+    cores: int
+    """Number of cores that this process may use."""
+    system: str
+    """Operating system and its release, such as "Linux 6.8"."""
+    file_system: str
+    """Type of the file system of the measured directory."""
+    direct: bool
+    """Whether O_DIRECT is possible in the measured directory."""
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether the file system keeps its files in memory."""
+        return self.file_system in MEMORY
+
+    def __str__(self) -> str:
+        direct = "possible" if self.direct else "not possible"
+        return f"{self.cores} cores, {self.system}, {self.file_system}, O_DIRECT {direct}"
+
+
+def machine(directory: Path, *, direct: bool) -> Machine:
+    """Return the description of this machine and of the file system of a directory."""
+    release = ".".join(platform.release().split("-")[0].split(".")[:2])
+    return Machine(
+        len(os.sched_getaffinity(0)), f"{platform.system()} {release}", _file_system(directory), direct
+    )
+
+
+def _file_system(directory: Path) -> str:
+    """Return the type of a directory's file system.
+
+    Of all mount points above the directory, the longest path counts. If several mounts have this mount point,
+    the last mount counts.
+    """
+    longest, kind = -1, "unknown file system"
+    path = os.path.join(os.path.realpath(directory), "")
+    try:
+        mounts = Path("/proc/self/mountinfo").read_text()
+    except OSError:
+        return kind
+    for line in mounts.splitlines():
+        # 36 35 98:0 / /mnt/a\040disk rw,noatime - ext4 /dev/sda rw
+        # The mount point is field 4, counted from 0, and the type follows the dash. \040 stands for a space.
+        before, _, behind = line.partition(" - ")
+        point = os.path.join(before.split()[4].replace("\\040", " "), "")
+        if path.startswith(point) and len(point) >= longest:
+            longest, kind = len(point), behind.split()[0]
+    return kind
+
+
+def free_bytes(directory: Path) -> int:
+    """Return the bytes that unprivileged users can still write to a directory's file system."""
+    found = os.statvfs(directory)
+    return found.f_bavail * found.f_frsize
+
+
+def data_files(directory: Path) -> Iterator[Path]:
+    """Yield every file below a directory, except lock files."""
+    for path in sorted(directory.rglob("*")):
+        # When a process closes any descriptor of a file, it loses all of its record locks on this file. LMDB
+        # holds such locks on its lock file.
+        if path.is_file() and "lock" not in path.name.lower():
+            yield path
+
+
+def settle(directory: Path) -> None:
+    """Wait until all files below a directory are on the disk.
+
+    Otherwise write-back would disturb the next measurement.
+    """
+    for path in data_files(directory):
+        _with_file(path, drop=False)
+
+
+def drop(directory: Path) -> None:
+    """Write all files below a directory to the disk and drop them from the page cache.
+
+    Pages that a process has mapped stay in the page cache.
+    """
+    for path in data_files(directory):
+        _with_file(path, drop=True)
+
+
+def warm(directory: Path) -> None:
+    """Read all files below a directory through the page cache."""
+    with mmap.mmap(-1, _STRIDE) as scratch, memoryview(scratch) as view:
+        for path in data_files(directory):
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                while os.readv(fd, [view]):
+                    pass
+            finally:
+                os.close(fd)
+
+
+def _with_file(path: Path, *, drop: bool) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fdatasync(fd)
+        if drop:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(fd)

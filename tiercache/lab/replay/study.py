@@ -1,0 +1,263 @@
+"""Studies: runs of several policies at several capacities over one source, and bounds on their hit rates."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from tiercache.core import PoolName
+from tiercache.errors import ConfigError
+from tiercache.index import CheckpointRules
+from tiercache.lab.replay.base import Source
+from tiercache.lab.replay.clairvoyant import Clairvoyant, Recorder
+from tiercache.lab.replay.drive import Need, Run, Setup, infinite, measure
+from tiercache.lab.replay.plane import geometries
+from tiercache.lab.replay.results import IN_EVERY_TIER, ONE_POOL, WITHOUT_OFFLOAD, Result
+from tiercache.lab.replay.sources import WorkloadSource
+from tiercache.lab.replay.tiers import ReplayMachine, StorageTier, Tiers
+from tiercache.lab.replay.upper import upper_bound
+from tiercache.policy import POLICIES, Costs, ModelProfile, Policy, policy_named
+
+CAPACITIES: Final = (0.05, 0.1, 0.2)
+"""Default capacities, as fractions of the infinite cache's peak in bytes."""
+
+
+def possible(policy: str, profile: ModelProfile) -> bool:
+    """Return whether the policy can be used with this model.
+
+    Raises ConfigError for an unknown policy.
+    """
+    needs = policy_named(policy, Costs(profile)).needs_states
+    return bool(profile.state_bytes) or not needs
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """Parameters of a study.
+
+    The size of the cache is given by `capacities` or by `tiers`. If both are missing and the source belongs
+    to a published benchmark, the study uses the tiers of that benchmark. Otherwise it uses `CAPACITIES`.
+
+    Raises ConfigError for parameters that are out of range or contradict each other.
+    """
+
+    source: Source
+    policies: Sequence[str]
+    """Names of the eviction policies."""
+    profile: ModelProfile
+    capacities: Sequence[float] = ()
+    """Sizes of the cache as fractions of the bytes that an infinite cache holds."""
+    tiers: Tiers | None = None
+    """Sizes of the tiers in bytes."""
+    checkpoints: CheckpointRules = field(default_factory=CheckpointRules)
+    machine: ReplayMachine = field(default_factory=ReplayMachine)
+    refresh_path: bool = False
+    seed: int = 0
+    bounds: bool = True
+    """Whether the study also runs the clairvoyant policy and computes the upper bound.
+
+    With storage tiers, it also runs each policy in one pool of all bytes, and LRU in every tier.
+    """
+
+    def __post_init__(self) -> None:
+        if not self.policies:
+            raise ConfigError("no policy is named; name one or more, such as hvd,lru")
+        for name in self.policies:
+            if not possible(name, self.profile):
+                others = ", ".join(one for one in POLICIES if possible(one, self.profile))
+                raise ConfigError(
+                    f"policy {name!r} ranks recurrent states, and {self.profile.name} has none; use {others},"
+                    " or another profile"
+                )
+        for capacity in self.capacities:
+            if not 0.0 < capacity <= 1.0:
+                raise ConfigError(
+                    f"a capacity of {capacity:g} is out of range; use a fraction, such as 0.1, of the bytes"
+                    " that an infinite cache would hold"
+                )
+        if self.capacities and self.tiers is not None:
+            raise ConfigError("capacities are fractions and tiers are bytes; give only one of them")
+        if self.tiers is not None and not self.tiers.nbytes:
+            raise ConfigError(
+                "tiers of 0 bytes cannot cache anything; give the device or the host some bytes"
+            )
+        if self.tiers is not None and self.tiers.storage and not self.tiers.host_bytes:
+            raise ConfigError(
+                "objects reach the storage tiers through the host, which has 0 bytes; give the host some"
+            )
+
+    @property
+    def is_benchmark(self) -> bool:
+        """Whether the tiers are those of the source's published benchmark."""
+        own = self.source.layout if isinstance(self.source, WorkloadSource) else None
+        return own is not None and not self.capacities and self.tiers is None
+
+    @property
+    def yardsticks(self) -> Sequence[tuple[str, str, Tiers]]:
+        """Policy, label and tiers of runs with which the storage tiers are compared.
+
+        These are LRU in every tier, unless a policy is that already, and each policy in one pool of all
+        bytes.
+        """
+        if not self.bounds or self.tiers is None or not self.tiers.storage:
+            return []
+        lru = replace(self.tiers, storage=tuple(replace(tier, policy="lru") for tier in self.tiers.storage))
+        is_new = lru != self.tiers or "lru" not in self.policies
+        pool = Tiers(self.tiers.nbytes)
+        return [
+            *([("lru", f"lru {IN_EVERY_TIER}", lru)] if is_new else []),
+            *((policy, f"{policy} {ONE_POOL}", pool) for policy in self.policies),
+        ]
+
+    @property
+    def stages(self) -> int:
+        """Number of stages of a study with these parameters."""
+        sizes = 1 if self.is_benchmark or self.tiers is not None else len(self.capacities or CAPACITIES)
+        # 2: the source is read, and the infinite cache runs. Each policy runs at each size. A benchmark also
+        # runs without offload. The bounds are one clairvoyant run per size, and one stage for upper bounds.
+        bounds = len(self.yardsticks) + (sizes + 1 if self.bounds else 0)
+        return 2 + len(self.policies) * sizes + self.is_benchmark + bounds
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Stage of a study, such as the run of one policy at one capacity."""
+
+    label: str
+    requests: int
+    """Number of requests that the stage processes."""
+
+
+def study(
+    question: Question, stage: Callable[[Stage], Callable[[], object]] = lambda _: lambda: None
+) -> Iterator[Result]:
+    """Yield each result as soon as it is known; the first is that of the infinite cache.
+
+    `stage` is called at the start of each stage and returns a function. This function is called after each
+    request of the stage.
+    """
+    return _Study(question, stage).results()
+
+
+class _Study:
+    def __init__(self, question: Question, stage: Callable[[Stage], Callable[[], object]]) -> None:
+        self._question = question
+        self._stage = stage
+        self._source = question.source
+
+    def results(self) -> Iterator[Result]:
+        question = self._question
+        need = measure(self._source, self._stage(Stage("reading", len(self._source))))
+        if question.tiers is not None:
+            # If the device is too small, this raises ConfigError before the long run of the infinite cache.
+            self._prepare(need, question.tiers, question.policies[0])
+        recorder = Recorder()
+        unlimited = infinite(self._source, need, question.profile, question.checkpoints)
+        free = self._run(need, unlimited, recorder, "infinite", None)
+        footprint = max(1, free.peak_bytes)
+        filled = {name: replace(use, capacity=use.peak) for name, use in free.tiers.items()}
+        yield replace(free, capacity=1.0, capacity_bytes=footprint, is_bound=True, tiers=filled)
+        sizes = self._sizes(need, unlimited, footprint)
+        for policy in question.policies:
+            for capacity, tiers in sizes:
+                yield self._run(need, tiers, policy, policy, capacity)
+        if question.is_benchmark:
+            device_only = replace(sizes[0][1], host_bytes=0, storage=())
+            yield self._run(need, device_only, "lru", f"lru {WITHOUT_OFFLOAD}", None)
+        for policy, label, tiers in question.yardsticks:
+            found = self._run(need, tiers, policy, label, None)
+            yield replace(found, is_bound=not tiers.storage)
+        if question.bounds:
+            yield from self._bounds(need, sizes, recorder.uses)
+
+    def _sizes(self, need: Need, unlimited: Tiers, footprint: int) -> list[tuple[float | None, Tiers]]:
+        question = self._question
+        if question.tiers is not None:
+            return [(None, question.tiers)]
+        if question.is_benchmark:
+            assert isinstance(self._source, WorkloadSource)
+            assert self._source.layout is not None
+            layout = self._source.layout
+            page = geometries(question.profile, self._source.page_size)[PoolName.KV].nbytes
+            # The published benchmark limits states but not pages, so the device has room for all pages.
+            pages = max(need.pages + need.longest, (need.longest + 1) * self._source.concurrency)
+            device = layout.device_states * question.profile.state_bytes + pages * page
+            disk = (StorageTier("disk", unlimited.host_bytes),) if layout.file_storage else ()
+            return [(None, Tiers(int(device * layout.host_ratio), device, disk, layout.device_states))]
+        return [
+            (capacity, Tiers(int(footprint * capacity))) for capacity in question.capacities or CAPACITIES
+        ]
+
+    def _prepare(self, need: Need, tiers: Tiers, policy: str | Policy) -> Run:
+        question = self._question
+        setup = Setup(
+            policy,
+            question.profile,
+            tiers,
+            question.checkpoints,
+            question.machine,
+            question.refresh_path,
+            question.seed,
+        )
+        return Run(self._source, need, setup)
+
+    def _run(
+        self, need: Need, tiers: Tiers, policy: str | Policy, label: str, capacity: float | None
+    ) -> Result:
+        question = self._question
+        at = "" if capacity is None else f" at {capacity * 100:g} %"
+        step = self._stage(Stage(f"{label}{at}", need.requests))
+        started = time.perf_counter()
+        run = self._prepare(need, tiers, policy)
+        run.go(step)
+        mean, p95 = run.tally.ttft_ms()
+        return Result(
+            source=self._source.name,
+            policy=label,
+            capacity=capacity,
+            capacity_bytes=tiers.nbytes,
+            token_hit_rate=run.tally.token_hit_rate,
+            flops_saved=run.tally.flops_saved,
+            ttft_ms_mean=mean,
+            ttft_ms_p95=p95,
+            peak_bytes=run.peak_bytes,
+            requests=run.tally.requests,
+            seconds=time.perf_counter() - started,
+            seed=question.seed,
+            profile=question.profile.name,
+            tiers=run.uses(),
+            kept=run.kept(),
+            over_time=tuple(run.tally.over_time),
+            by_round=run.tally.by_round(),
+            published=self._source.published if isinstance(self._source, WorkloadSource) else {},
+        )
+
+    def _bounds(
+        self, need: Need, sizes: Sequence[tuple[float | None, Tiers]], uses: Mapping[int, Sequence[int]]
+    ) -> Iterator[Result]:
+        question = self._question
+        for capacity, tiers in sizes:
+            clairvoyant = Clairvoyant(Costs(question.profile), uses)
+            yield replace(self._run(need, tiers, clairvoyant, "clairvoyant", capacity), is_bound=True)
+        started = time.perf_counter()
+        step = self._stage(Stage("upper bound", need.requests))
+        bounds = upper_bound(self._source, question.profile, [tiers.nbytes for _, tiers in sizes], step)
+        for (capacity, tiers), bound in zip(sizes, bounds, strict=True):
+            yield Result(
+                source=self._source.name,
+                policy="upper bound",
+                capacity=capacity,
+                capacity_bytes=tiers.nbytes,
+                token_hit_rate=bound.token_hit_rate,
+                flops_saved=bound.flops_saved,
+                ttft_ms_mean=float("nan"),
+                ttft_ms_p95=float("nan"),
+                peak_bytes=0,
+                requests=need.requests,
+                seconds=time.perf_counter() - started,
+                seed=question.seed,
+                profile=question.profile.name,
+                is_bound=True,
+            )

@@ -1,0 +1,241 @@
+"""Conversion of the options of `tiercache replay` to the parameters of a study.
+
+A wrong option raises ConfigError with a message that names the option.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from tiercache.config import parse_size
+from tiercache.errors import ConfigError
+from tiercache.index import CheckpointRules
+from tiercache.lab.replay.base import Source
+from tiercache.lab.replay.chain import chain_settings
+from tiercache.lab.replay.report import check_libraries
+from tiercache.lab.replay.sources import WorkloadSource, open_source
+from tiercache.lab.replay.sources.options import parameters
+from tiercache.lab.replay.study import Question, possible
+from tiercache.lab.replay.tiers import ReplayMachine, StorageTier, Tiers
+from tiercache.policy import DEFAULT_PROFILE, POLICIES, policy_named, profile_named
+from tiercache.text import exact_size, shown
+
+_CHECKPOINTS: Final = {"branch": "branch", "prompt": "prompt_end", "end": "request_end", "ghost": "ghost"}
+"""Names of checkpoints in `--checkpoints`, and the field of CheckpointRules that each name sets."""
+_OWN: Final = frozenset({"capacity", "bandwidth", "policy"})
+"""Settings of `--tier` that belong to the replay."""
+_OF_A_CHAIN: Final = frozenset({"write", "write_after", "write_per_day", "promote", "read_only"})
+"""Settings of `--tier` that a tier of a chain has as well."""
+ALL: Final = "all"
+NONE: Final = "none"
+
+
+def source(spec: str, seed: int, limit: int | None) -> Source:
+    """Open the source to replay.
+
+    Raises ConfigError if no source is named.
+    """
+    if not spec:
+        raise ConfigError(
+            "no source is named; give a trace file or a generator, such as seed-20457 (all generators:"
+            " tiercache replay --list)"
+        )
+    return open_source(spec, seed=seed, limit=limit)
+
+
+def about(source: Source) -> str:
+    """Return a sentence on how the source is replayed, which may be empty."""
+    return source.about if isinstance(source, WorkloadSource) else ""
+
+
+def question(
+    source: Source,
+    policies: str,
+    profile: str,
+    capacities: Sequence[float],
+    tiers: Tiers | None,
+    rules: CheckpointRules,
+    machine: ReplayMachine,
+    *,
+    refresh_path: bool,
+    seed: int,
+    bounds: bool,
+) -> Question:
+    """Return the study's parameters.
+
+    `policies` lists names of policies. "all" stands for every policy that suits the model.
+    """
+    model = profile_named(profile or DEFAULT_PROFILE)
+    named: Sequence[str] = _parts(policies)
+    if policies == ALL:
+        named = [name for name in POLICIES if possible(name, model)]
+    return Question(source, named, model, capacities, tiers, rules, machine, refresh_path, seed, bounds)
+
+
+def capacities(text: str) -> tuple[float, ...]:
+    """Return the fractions that `--capacity` lists."""
+    if text and not _parts(text):
+        raise ConfigError(
+            f"--capacity {shown(text)} contains no number; use fractions of the bytes that an infinite"
+            " cache would hold, such as 0.05,0.1"
+        )
+    return tuple(_number("--capacity", part, "a fraction, such as 0.1") for part in _parts(text))
+
+
+def tiers(device: str, host: str, storage: Sequence[StorageTier], states: int | None) -> Tiers | None:
+    """Return the sizes of the tiers in bytes; None if no size is given."""
+    if states is not None and states < 0:
+        raise ConfigError(f"--device-states {states} is not possible; use 0 or more")
+    if states is not None and not device:
+        raise ConfigError(
+            "--device-states sets how many states the device tier holds; give --device-bytes as well"
+        )
+    if not (device or host or storage):
+        return None
+    found = Tiers(
+        _size("--host-bytes", host) if host else 0,
+        _size("--device-bytes", device) if device else None,
+        tuple(storage),
+        states,
+    )
+    chain_settings(found)  # a wrong setting raises here; the study would find it only after minutes
+    return found
+
+
+def storage(specs: Sequence[str], disk: str, disk_policy: str) -> list[StorageTier]:
+    """Return the storage tiers that `--tier` names, or the one of `--disk-bytes`."""
+    policy_named(disk_policy)
+    nbytes = _size("--disk-bytes", disk) if disk else 0
+    if specs and disk:
+        raise ConfigError(
+            "--disk-bytes is short for --tier 'disk?capacity=SIZE'; give the disk as a --tier as well"
+        )
+    if not specs:
+        return [StorageTier("disk", nbytes, policy=disk_policy)] if nbytes else []
+    return [_storage_tier(spec) for spec in specs]
+
+
+def _storage_tier(spec: str) -> StorageTier:
+    name, _, query = spec.partition("?")
+    given = parameters(name or "tier", query)
+    if not name or "capacity" not in given:
+        raise ConfigError(
+            f"--tier {shown(spec)} has no {'capacity' if name else 'name'}; write it like"
+            " 'disk?capacity=250GiB&bandwidth=6GB'"
+        )
+    known = _OWN | _OF_A_CHAIN
+    if unknown := sorted(given.keys() - known):
+        raise ConfigError(
+            f"--tier {name} has no setting {shown(unknown[0])}; it has {', '.join(sorted(known))}"
+        )
+    bandwidth = None
+    if "bandwidth" in given:
+        bandwidth = float(_size(f"--tier {name}, bandwidth", given["bandwidth"].removesuffix("/s")))
+    return StorageTier(
+        name,
+        _size(f"--tier {name}, capacity", given["capacity"]),
+        bandwidth,
+        given.get("policy", "lru"),
+        {key: text for key, text in given.items() if key in _OF_A_CHAIN},
+    )
+
+
+def rules(checkpoints: str, every: int, per_path: int) -> CheckpointRules:
+    """Return the rules for the depths at which the model's recurrent states are saved."""
+    if every < 0:
+        raise ConfigError(f"--every {every} is not possible; use 0 or a number of tokens")
+    if per_path < 0:
+        raise ConfigError(f"--states-per-path {per_path} is not possible; use 0 or more")
+    wanted = [] if checkpoints == NONE else _parts(checkpoints)
+    for name in wanted:
+        if name not in _CHECKPOINTS:
+            raise ConfigError(
+                f"--checkpoints {shown(name)} is not known; use {', '.join(_CHECKPOINTS)} or {NONE}"
+            )
+    taken = {rule: name in wanted for name, rule in _CHECKPOINTS.items()}
+    return CheckpointRules(**taken, every=every, per_path=per_path)
+
+
+def machine(flops: str, host_bandwidth: str, disk_bandwidth: str) -> ReplayMachine:
+    """Return the speeds from which times are modelled: FLOPs per second and bytes per second."""
+    rates = [_number("--flops", flops, "FLOPs per second, such as 250e12")]
+    if not 0 < rates[0] < math.inf:
+        raise ConfigError(f"--flops {flops} is not possible; use a positive number, such as 250e12")
+    for option, text in (("--host-bandwidth", host_bandwidth), ("--disk-bandwidth", disk_bandwidth)):
+        rates.append(float(_size(option, text)))
+        if not rates[-1]:
+            raise ConfigError(f"{option} 0 is not possible; use bytes per second, such as 6GB")
+    return ReplayMachine(*rates)
+
+
+def check_report(path: Path) -> None:
+    """Raise ConfigError if the report could not be made at the end, or could not be written to `path`."""
+    check_libraries()
+    if path.is_dir():
+        raise ConfigError(f"--report {path} is a directory; name a file in it")
+    if not path.parent.is_dir():
+        raise ConfigError(f"--report {path}: its directory does not exist; create it first")
+    try:
+        tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise ConfigError(
+            f"--report {path}: its directory cannot be written to ({error.strerror}); name another one"
+        ) from error
+
+
+def notes(question: Question) -> list[str]:
+    """Return sentences for the report about how the results were made."""
+    rules, machine, tiers = question.checkpoints, question.machine, question.tiers
+    taken = [name for name, rule in _CHECKPOINTS.items() if getattr(rules, rule)]
+    taken += [f"every {rules.every} tokens"] if rules.every else []
+    said = [
+        (
+            "States are taken at:"
+            f" {', '.join(taken) or NONE}{f', at most {rules.per_path} per path' if rules.per_path else ''}."
+            f" A hit marks {'its whole path' if question.refresh_path else 'the last node that it needs'}"
+            " as recently used."
+        ),
+        (
+            f"Times to first token are calculated from {machine.flops / 1e12:g} TFLOP/s,"
+            f" {machine.host_bandwidth / 1e9:g} GB/s from the host, {machine.disk_bandwidth / 1e9:g} GB/s"
+            " from disk."
+        ),
+    ]
+    said += [text] if (text := about(question.source)) else []
+    if tiers is not None:
+        device = "caches nothing"
+        if tiers.device_bytes is not None:
+            device = exact_size(tiers.device_bytes)
+        stores = [_described(tier, machine) for tier in tiers.storage]
+        said.append(f"Device: {device}; {'; '.join([f'host: {exact_size(tiers.host_bytes)}', *stores])}.")
+    return said
+
+
+def _described(tier: StorageTier, machine: ReplayMachine) -> str:
+    bandwidth = (tier.bandwidth or machine.disk_bandwidth) / 1e9
+    settings = [f"policy {tier.policy}", *(f"{name} {text}" for name, text in tier.settings.items())]
+    return f"{tier.name}: {exact_size(tier.nbytes)} at {bandwidth:g} GB/s, {', '.join(settings)}"
+
+
+def _parts(text: str) -> list[str]:
+    """Return the different parts of `text` between commas, stripped of white space, without empty parts."""
+    parts = dict.fromkeys(part.strip() for part in text.split(","))
+    return [part for part in parts if part]
+
+
+def _size(option: str, text: str) -> int:
+    try:
+        return parse_size(text)
+    except ConfigError as error:
+        raise ConfigError(f"{option}: {error}") from error
+
+
+def _number(option: str, text: str, wanted: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"{option}: {shown(text)} is not a number; use {wanted}") from None

@@ -1,0 +1,237 @@
+"""The `tiercache replay` command: from options to results."""
+
+from __future__ import annotations
+
+import enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tiercache.cli.terminal import Exit, Output, OutputOption, line, records
+
+if TYPE_CHECKING:
+    from tiercache.lab.replay.results import Result
+
+
+class Refresh(enum.StrEnum):
+    """Nodes of the index that a hit marks as recently used."""
+
+    LAST = "last"
+    """The last node that the hit needs."""
+    PATH = "path"
+    """All nodes on the path to this node."""
+
+
+def replay(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SOURCE",
+            help="A trace file, a directory of recorded sessions, or a generator; the last two may have"
+            " parameters: see below.",
+        ),
+    ] = "",
+    seed: Annotated[
+        int, typer.Option(help="Seed of all random choices of a generator and of the index.")
+    ] = 0,
+    limit: Annotated[
+        int | None, typer.Option(help="Number of requests to replay, counted from the first. Default: all.")
+    ] = None,
+    policy: Annotated[
+        str,
+        typer.Option(
+            metavar="P,...",
+            help="Policies, such as lru,seglen:0.7,hvd; see below. all: every policy that suits the model.",
+        ),
+    ] = "all",
+    profile: Annotated[
+        str,
+        typer.Option(
+            help="The model: a profile listed below, or the path of a config.json.", show_default=False
+        ),
+    ] = "",
+    capacity: Annotated[
+        str,
+        typer.Option(
+            metavar="F,...",
+            help="Sizes of the cache, as fractions of the bytes that an infinite cache holds at the end."
+            " Default: 0.05,0.1,0.2.",
+        ),
+    ] = "",
+    device_bytes: Annotated[
+        str,
+        typer.Option(
+            metavar="SIZE",
+            help="Bytes of the device tier, such as 40GiB; not together with --capacity. Default: the device"
+            " caches nothing and has room for the running requests.",
+        ),
+    ] = "",
+    host_bytes: Annotated[
+        str,
+        typer.Option(
+            metavar="SIZE", help="Bytes of the host tier; not together with --capacity. Default: 0."
+        ),
+    ] = "",
+    disk_bytes: Annotated[
+        str,
+        typer.Option(
+            metavar="SIZE",
+            help="Bytes of one storage tier, short for --tier 'disk?capacity=SIZE'; not together with"
+            " --capacity. Default: 0.",
+        ),
+    ] = "",
+    disk_policy: Annotated[
+        str, typer.Option(help="Eviction policy of --disk-bytes; --policy does not apply to it.")
+    ] = "lru",
+    tier: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME?capacity=SIZE&...",
+            help="A storage tier below the host, the fastest first; repeat it for more. Other settings:"
+            " bandwidth, policy, and write, write_after, write_per_day, promote as in a chain of stores.",
+        ),
+    ] = None,
+    device_states: Annotated[
+        int | None,
+        typer.Option(
+            help="Number of states that the device tier has room for. Default: as many as fit into a quarter"
+            " of its bytes."
+        ),
+    ] = None,
+    refresh: Annotated[
+        Refresh,
+        typer.Option(
+            help="Nodes of the index that a hit marks as recently used: the last node that the hit needs, or"
+            " all nodes on the path to it."
+        ),
+    ] = Refresh.LAST,
+    checkpoints: Annotated[
+        str,
+        typer.Option(
+            metavar="C,...", help="Kinds of checkpoints at which states are taken; none: at no checkpoint."
+        ),
+    ] = "branch,prompt,end,ghost",
+    every: Annotated[
+        int,
+        typer.Option(metavar="TOKENS", help="Interval at which more states are taken; 0: no such states."),
+    ] = 0,
+    states_per_path: Annotated[
+        int,
+        typer.Option(help="Maximum number of states on one path; the deepest ones are kept. 0: no limit."),
+    ] = 0,
+    flops: Annotated[
+        str, typer.Option(help="FLOPs per second of a prefill, from which times are calculated.")
+    ] = "250e12",
+    host_bandwidth: Annotated[
+        str,
+        typer.Option(
+            metavar="SIZE", help="Bytes per second from host to device, from which times are calculated."
+        ),
+    ] = "50GB",
+    disk_bandwidth: Annotated[
+        str, typer.Option(metavar="SIZE", help="Bytes per second from storage tiers without a bandwidth.")
+    ] = "6GB",
+    bounds: Annotated[
+        bool,
+        typer.Option(
+            "--bounds/--no-bounds",
+            help="Show also the rate of a cache that knows the future, and a rate that no cache can exceed.",
+        ),
+    ] = True,
+    output: OutputOption = Output.TABLE,
+    report: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.html", help="Write charts and tables to this file, for a browser."),
+    ] = None,
+    listing: Annotated[
+        bool, typer.Option("--list", help="Print the generators with their parameters, and exit.")
+    ] = False,
+) -> None:
+    """Replay traffic without a model, to see how much each policy saves at each capacity.
+
+    The real index, policies and controller serve every request as if an engine
+    had sent it, but no data is stored or copied. Times to the first token are
+    calculated from the model's FLOPs and from bandwidths. For comparison, the
+    results include bounds: the rate of a cache of unlimited size, the rate of
+    a cache that knows the future, and a rate that no cache of the same size
+    can exceed. The same seed gives the same figures.
+
+    Compare all policies on a recorded trace, and write a report for a browser:
+
+        tiercache replay trace.jsonl --report replay.html
+
+    Compare two policies on recorded sessions of agents, 16 of them at once:
+
+        tiercache replay 'traces/?live=16' --policy lru,hvd
+
+    Compare two policies on a generator, with a host tier of 20 GiB:
+
+        tiercache replay 'agent?live=8' --policy lru,hvd --host-bytes 20GiB
+
+    See what a second storage tier brings, and how much is written to it:
+
+        tiercache replay trace.jsonl --policy hvd --host-bytes 100GiB
+        --tier 'nvme?capacity=250GiB&bandwidth=6GB'
+        --tier 'remote?capacity=1TiB&bandwidth=1GB&write=write_back'
+
+    Repeat a published benchmark, with the tiers that it used:
+
+        tiercache replay seed-20457
+    """
+    # These modules take long to import, and --help needs none of them.
+    if listing:
+        from tiercache.lab.replay.verb import listing as sources
+
+        if output is Output.TABLE:
+            sources.show_sources()
+        else:
+            records(sources.source_records(), output)
+        return
+    from tiercache.lab.replay.figures import counted
+    from tiercache.lab.replay.report import write_report
+    from tiercache.lab.replay.study import study
+    from tiercache.lab.replay.verb import asking, show
+    from tiercache.lab.replay.verb.watch import watching
+
+    if report is not None:
+        asking.check_report(report)
+    storage = asking.storage(tier or [], disk_bytes, disk_policy)
+    tiers = asking.tiers(device_bytes, host_bytes, storage, device_states)
+    question = asking.question(
+        asking.source(source, seed, limit), policy, profile, asking.capacities(capacity), tiers,
+        asking.rules(checkpoints, every, states_per_path),
+        asking.machine(flops, host_bandwidth, disk_bandwidth),
+        refresh_path=refresh is Refresh.PATH, seed=seed, bounds=bounds,
+    )  # fmt: skip
+    if output is not Output.TABLE and (about := asking.about(question.source)):
+        typer.echo(about, err=True)
+    found: list[Result] = []
+    code = Exit.DONE
+    try:
+        with watching(question.stages, len(question.source), as_json=output is not Output.TABLE) as watch:
+            for result in study(question, watch.stage):
+                found.append(result)
+                if output is Output.JSONL:
+                    line(show.record(result))
+                else:
+                    watch.found(result)
+    except KeyboardInterrupt:
+        code = Exit.INTERRUPTED
+        typer.echo(f"interrupted after {counted(len(found), 'result')}", err=True)
+    if output is Output.JSON:
+        records(map(show.record, found), output)
+    if found and output is Output.TABLE:
+        show.show_results(found, asking.about(question.source))
+        show.show_published(found)
+    if found and report is not None:
+        write_report(
+            found,
+            report,
+            notes=[
+                *asking.notes(question),
+                *(["The replay was interrupted, so results are missing."] if code else []),
+            ],
+        )
+        typer.echo(f"report: {report}", err=True)
+    raise typer.Exit(code)

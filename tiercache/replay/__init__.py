@@ -1,5 +1,0 @@
-"""Replay of traffic through the real index, policies and controller, without a model and without bytes.
-
-Reading order: `base` (requests and their sources), `sources` (traces and generators), `plane` and `store` (pools, engine and store without
-memory), `drive` (one run), `clairvoyant` and `upper` (bounds on what a policy can reach), `study` (many runs), `results`.
-"""
