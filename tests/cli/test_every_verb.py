@@ -124,8 +124,22 @@ def test_a_daemon(here: Path) -> None:
                 for verb in (*looks_at(target), ["ping"]):
                     read(call(*verb, "-s", target, "-o", output).out, output)
         assert f"grpc://{said['tcp']}" in call("status", "-s", storage_url("grpc", address=said["tcp"])).out
-    assert "replace" in call("tier", "--help").out
     assert json.loads(call("ls", "-s", "node", "-o", "json").out)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("output", FORMATS)
+def test_a_chain(here: Path, output: str) -> None:
+    with daemon("-d", "node", "--chain"):
+        for words in (
+            ["list"],
+            ["add", storage_url("file", here / "other", capacity=16 << 20), "--at", "0"],
+            ["order", "file", "file-2"],
+            ["set", "file-2", "promote=never"],
+            ["replace", "file-2", storage_url("lmdb", here / "third", capacity=16 << 20)],
+            ["remove", "lmdb"],
+        ):
+            read(call("tier", *words, "-s", "node", "-o", output).out, output)
 
 
 @pytest.mark.parametrize("output", FORMATS)

@@ -71,7 +71,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("config check large.toml", "large.toml"),
         ("config show file", "is not TOML"),
         ("replay nowhere.jsonl", "is neither a file nor a generator"),
-        ("replay directory.toml", "Is a directory"),
+        ("replay directory.toml", "has no files whose names end in .json"),
         ("replay binary.toml", "not JSON"),
         ("replay agent --limit 0", "at least 1"),
         ("replay agent --host-bytes=-1", "--host-bytes: '-1' is not a size"),

@@ -64,7 +64,7 @@ PRINCIPALS = {
 }
 VERBS = {name: method.verb for name, method in METHODS.items()}
 TIERS = {"ChangeTiers", "FollowTierChange"}
-"""For operators of the whole daemon; whose request is empty has asked for nothing."""
+"""For operators of the whole daemon. An empty request names no change, and follows none: that is over."""
 OPEN = {"GetInto", "SetFrom"}
 """Only on the unix sockets; over TCP they are refused whoever calls, after the verb was looked at."""
 
@@ -146,6 +146,9 @@ def test_every_verb_is_asked_for(client: Any, name: str) -> None:
                 assert caller.refused(method) is grpc.StatusCode.PERMISSION_DENIED
             elif method == "ChangeTiers":
                 assert caller.refused(method) is grpc.StatusCode.INVALID_ARGUMENT  # no change is named
+            else:
+                [answer] = caller.stream(method, iter([b""]))
+                assert pb.TierChangeReply.FromString(answer) == pb.TierChangeReply(over=True)
         elif method in OPEN:
             assert caller.refused(method) in (
                 grpc.StatusCode.FAILED_PRECONDITION,

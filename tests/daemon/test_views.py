@@ -29,7 +29,7 @@ class TestVeiled(MemoryHooks):
     """The suite of the contract, as one tenant."""
 
     def open_store(self, path: Path, capacity: int | None = None) -> StorageBackend:
-        return TenantView(MemoryBackend(capacity or 0), VEIL, "acme")
+        return TenantView(super().open_store(path, capacity), VEIL, "acme")
 
     def object_of(self, store: StorageBackend, k: ObjectKey) -> Any:
         return super().object_of(store, ObjectKey(k.pool, k.layout + VEIL.hide(k.page_key)))
@@ -55,7 +55,8 @@ class TestFenced(MemoryHooks):
     """The suite of the contract, inside the fence."""
 
     def open_store(self, path: Path, capacity: int | None = None) -> StorageBackend:
-        return NamespaceView(MemoryBackend(capacity or 0), {NAMESPACE, OTHER_NAMESPACE, b"n", bytes(64)})
+        inner = super().open_store(path, capacity)
+        return NamespaceView(inner, {NAMESPACE, OTHER_NAMESPACE, b"n", bytes(64)})
 
 
 @given(st.binary(max_size=64))

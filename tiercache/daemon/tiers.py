@@ -262,8 +262,8 @@ def _read_section(texts: Mapping[str, str]) -> dict[str, str]:
 
 
 def _words(section: Mapping[str, str]) -> str:
-    """Return a tier in words, without settings that may be secret."""
-    return shown(f"{section.get('type', '')}://{section.get('address', '')}{section.get('path', '')}")
+    """Return a tier in words, for the log: where it is, whole, and no setting that may be secret."""
+    return repr(f"{section.get('type', '')}://{section.get('address', '')}{section.get('path', '')}")
 
 
 def _progress(progress: Progress | None) -> pb.TierProgress | None:

@@ -46,9 +46,9 @@ class Figures:
         self._filled_at = env.monotonic()
 
     @property
-    def written_bytes(self) -> int:
-        """Bytes that were written to the tier."""
-        return self._counters.written_bytes
+    def moved_bytes(self) -> int:
+        """Bytes that were written to or read from the tier."""
+        return self._counters.written_bytes + self._counters.read_bytes
 
     def note_read(self, lengths: Sequence[int]) -> None:
         """Count objects that were read, given the bytes of each."""

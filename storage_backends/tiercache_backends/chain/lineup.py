@@ -110,7 +110,11 @@ class Lineups:
         )
 
     def _mover(self, tier: Tier) -> Mover:
-        return Mover(tier, partial(self._above, tier), self._deletions)
+        return Mover(tier, partial(self._above, tier), partial(self._below, tier), self._deletions)
 
     def _above(self, tier: Tier) -> Sequence[Tier]:
         return self.current.above(tier)
+
+    def _below(self, tier: Tier) -> Sequence[Mover]:
+        lineup = self.current
+        return [lineup.movers[other] for other in lineup.below(tier)]

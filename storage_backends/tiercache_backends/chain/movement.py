@@ -39,6 +39,8 @@ _BATCH_OBJECTS: Final = 64
 _BATCH_BYTES: Final = 16 << 20
 _TICK_S: Final = 0.2
 """Seconds from one look at an idle tier to the next."""
+_PATIENCE_S: Final = 1.0
+"""Maximum seconds that a promotion waits for a tier below; then the objects are promoted another time."""
 _FULL: Final = 0.9
 """Part of its capacity above which a tier counts as full: catching up would only make it evict."""
 
@@ -115,14 +117,21 @@ class Deletions:
 class Mover:
     """Thread that copies objects to the tier `target`, and examines it when that is due.
 
-    `above` returns the tiers above the target, the first first.
+    `above` returns the tiers above the target, the first first; `below` the movers of those below it.
 
     Thread safety: any thread.
     """
 
-    def __init__(self, target: Tier, above: Callable[[], Sequence[Tier]], deletions: Deletions) -> None:
+    def __init__(
+        self,
+        target: Tier,
+        above: Callable[[], Sequence[Tier]],
+        below: Callable[[], Sequence[Mover]],
+        deletions: Deletions,
+    ) -> None:
         self.target: Final = target
         self._above: Final = above
+        self._below: Final = below
         self._deletions: Final = deletions
         self._changed: Final = deletions.changed  # guards the fields from here on
         self._queue: OrderedDict[bytes, Job] = OrderedDict()
@@ -135,6 +144,8 @@ class Mover:
         """Tiers above that were out when the present or last comparison with them began."""
         self._cursor = b""
         self._write_back: Final = WriteBack(target)
+        self._is_awaited = False
+        """Whether a promotion to the tier above waits for this tier."""
         self._thread = threading.Thread(target=self._work, name=f"tiercache-mover-{target.name}", daemon=True)
 
     def follow(self, tiers: Collection[Tier]) -> None:
@@ -212,6 +223,33 @@ class Mover:
                 self._changed.wait(min(left, _TICK_S))
         return True
 
+    def follows(self, source: Tier) -> bool:
+        """Return whether the target gets what `source` is about to evict."""
+        return self._write_back.watches(source, self._above())
+
+    @property
+    def allowance(self) -> int:
+        """Bytes that the tier above may take at once without evicting what was not copied from it."""
+        return self._write_back.step
+
+    def come_ahead(self, until: float) -> bool:
+        """Wait until what the tier above evicts next was copied from it, or `time.monotonic()` is `until`.
+
+        Without this, promoted objects would evict those above that no other tier has. Returns whether it was
+        copied, or cannot be because the target takes no objects.
+        """
+        with self._changed:
+            while self._queue or self._copying or self._write_back.is_due(self._above()):
+                left = until - time.monotonic()
+                if not self.target.is_writable:
+                    break
+                if left <= 0 or self._closed:
+                    return False
+                self._is_awaited = True
+                self._changed.notify_all()
+                self._changed.wait(min(left, _TICK_S))
+        return True
+
     def stop(self) -> None:
         """Let the thread end after its present copy; what waits is dropped."""
         with self._changed:
@@ -234,7 +272,7 @@ class Mover:
     def _is_busy(self) -> bool:
         """Return whether there is more to do than to look at the tier; the caller holds `_changed`."""
         is_scanning = bool(self._unscanned) and self.target.is_writable
-        return self._closed or bool(self._queue) or is_scanning
+        return self._closed or self._is_awaited or bool(self._queue) or is_scanning
 
     def _work(self) -> None:
         while True:
@@ -243,6 +281,7 @@ class Mover:
                 self._changed.wait_for(self._is_busy, _TICK_S)
                 if self._closed:
                     return
+                self._is_awaited = False
             batch: list[Job] = []
             try:
                 if self.target.tick():
@@ -309,10 +348,17 @@ class Mover:
                     (job, entry) for job, entry in zip(wanted, entries, strict=True) if entry is not None
                 ]
                 self.target.figures.count_dropped(len(wanted) - len(sized))
-                for part in batches(sized, lambda pair: pair[1].meta.length, _BATCH_OBJECTS, _BATCH_BYTES):
-                    if self._closed:
-                        return
-                    self._copy_part(source, part, deleted)
+                promotes = any(job.payload is not None for job in wanted)
+                followers = (
+                    [mover for mover in self._below() if mover.follows(self.target)] if promotes else []
+                )
+                most = min([_BATCH_BYTES, *(mover.allowance for mover in followers)])
+                for part in batches(sized, lambda pair: pair[1].meta.length, _BATCH_OBJECTS, most):
+                    until = time.monotonic() + _PATIENCE_S
+                    if self._closed or not all(mover.come_ahead(until) for mover in followers):
+                        self.target.figures.count_dropped(len(part))
+                    else:
+                        self._copy_part(source, part, deleted)
 
     def _copy_part(self, source: Tier, part: Sequence[tuple[Job, ScanEntry]], deleted: Digests) -> None:
         lengths = [entry.meta.length for _, entry in part]

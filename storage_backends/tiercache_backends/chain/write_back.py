@@ -27,8 +27,8 @@ _SHARED_S: Final = 1.0
 class WriteBack:
     """Watch over the tier above `target`, to copy what will be evicted there soon.
 
-    The tier is looked at when so many bytes were written to it that it may have evicted a quarter of what was
-    copied ahead:
+    The tier is looked at when so many bytes were written to it, or read and so kept for longer, that it may
+    have evicted or kept a quarter of what was copied ahead:
 
         capacity     |................................ 0.8 ........ 1|
         used         |======================================>        the next look comes one step later
@@ -38,22 +38,26 @@ class WriteBack:
     What other processes write to a shared tier is not counted here, so such a tier is also looked at every
     second.
 
-    Thread safety: `is_due` and `look` on one thread, `reset` on any.
+    Thread safety: `look` on one thread, the others on any.
     """
 
     def __init__(self, target: Tier) -> None:
         self._target: Final = target
         self._source: Tier | None = None
         """Tier that was looked at last."""
-        self._written = 0
-        """Bytes that had been written to that tier when it was looked at."""
-        self._step = 0
-        """Bytes that are written to that tier before it is looked at again."""
+        self._moved = 0
+        """Bytes that had been written to or read from that tier when it was looked at."""
+        self.step = 1
+        """Bytes that are written or read there before it is looked at again."""
         self._looked_at = 0.0
 
     def reset(self) -> None:
         """Look at the tier above again as soon as possible, because copies may have failed."""
         self._source = None
+
+    def watches(self, source: Tier, above: Sequence[Tier]) -> bool:
+        """Return whether `source` is the tier whose objects are copied ahead."""
+        return self._target.settings.writes_back and _nearest(above) is source
 
     def is_due(self, above: Sequence[Tier]) -> bool:
         """Return whether the nearest readable one of the tiers above is to be looked at now."""
@@ -64,7 +68,7 @@ class WriteBack:
             return source is not None
         if source.capabilities.shared and time.monotonic() - self._looked_at >= _SHARED_S:
             return True
-        return source.figures.written_bytes - self._written >= self._step
+        return source.figures.moved_bytes - self._moved >= self.step
 
     def look(self, above: Sequence[Tier]) -> tuple[Tier, list[ScanEntry]] | None:
         """Return the nearest tier above, and what must be copied from it now; None if there is no such tier.
@@ -73,7 +77,7 @@ class WriteBack:
         """
         if (source := _nearest(above)) is None:
             return None
-        written = source.figures.written_bytes
+        moved = source.figures.moved_bytes
         usage = source.call("usage", lambda store: store.usage())
         spare = int((1 - _WATERMARK) * usage.capacity_bytes)
         entries: Sequence[ScanEntry] = ()
@@ -85,7 +89,7 @@ class WriteBack:
             # The answer may be short: little can be restored, or the store ended it early.
             step = _NEVER if coldest is None else max(min(ahead, spare) // _SHARE, min(step, _LEAST))
         missing = self._missing(entries)
-        self._source, self._written, self._step = source, written, step
+        self._source, self._moved, self.step = source, moved, step
         self._looked_at = time.monotonic()
         return source, missing
 

@@ -98,7 +98,6 @@ def test_what_two_processes_store_is_written_back_once_and_survives_a_kill(tmp_p
     chain.close()
 
 
-@pytest.mark.xfail(reason="the writer-back does not always see it; to be mended", strict=False)
 def test_what_another_process_stores_in_the_tier_above_is_written_back(tmp_path):
     chain, known = opened(Back, tmp_path / "s"), []
     with Peer(Upper, tmp_path / "s") as peer:
