@@ -22,7 +22,7 @@ from tiercache_kernels.reference import copy_segments
 
 from tests.controller.harness import Engine, P, prompt
 from tests.examples import example_count
-from tiercache.controller import ControllerOptions, Status
+from tiercache.controller import WRITE_BACK, WRITE_THROUGH, ControllerOptions, Status
 from tiercache.core import Outcome, Tier
 from tiercache.errors import AdmissionError, InputError, PoolFullError
 from tiercache.storage.base import StorageBackend
@@ -131,10 +131,13 @@ class Open:
 
 class Lives(RuleBasedStateMachine):
     @initialize(
-        hybrid=st.booleans(), blocks=st.sampled_from([3, 12, 80]), file=st.sampled_from([True, False, False])
+        hybrid=st.booleans(),
+        blocks=st.sampled_from([3, 12, 80]),
+        file=st.sampled_from([True, False, False]),
+        write=st.sampled_from([WRITE_THROUGH, WRITE_BACK]),
     )
-    def begin(self, hybrid, blocks, file):
-        self.hybrid, self.blocks = hybrid, blocks
+    def begin(self, hybrid, blocks, file, write):
+        self.hybrid, self.blocks, self.write = hybrid, blocks, write
         self.directory = tempfile.mkdtemp() if file else None
         self.medium = None if file else MemoryBackend()
         self.failing_copies = []
@@ -155,7 +158,9 @@ class Lives(RuleBasedStateMachine):
             blocks=self.blocks,
             hybrid=self.hybrid,
             clock=lambda: time.monotonic() + self.now,
-            options=ControllerOptions(restore_deadline=20.0, write_retries=1, pin_share=0.5),
+            options=ControllerOptions(
+                restore_deadline=20.0, write_retries=1, pin_share=0.5, write=self.write, write_chance=0.0
+            ),
             engine=lambda d, h: CopyEngine(d, h, copier=self.copy),
         )
         self.controller = self.engine.controller

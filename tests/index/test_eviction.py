@@ -182,6 +182,25 @@ def test_the_host_has_one_budget_for_leaves_and_inner_states():
         h.index.evict_host(3, COST)
 
 
+def test_what_the_host_evicts_next_is_told_before():
+    h = Harness(MAMBA)
+    h.insert((1, 2, 3), 2, 3)
+    h.copy_to_host((1, 2))
+    h.copy_to_host((1, 2, 3))
+    h.insert((4, 5), 2)
+    h.copy_to_host((4, 5))
+    h.insert((6, 7), 2)  # not on the host
+    h.index.touch(h.match((1, 2, 3)))
+    told = [(node.end, node.children != {}) for node in h.index.coldest_on_host()]
+    assert told == [(2, True), (2, False), (3, False)], "the inner state, then the older of the leaves"
+    assert list(h.index.evict_host(5, COST).freed) == [MAMBA]
+    assert [node.end for node in h.index.coldest_on_host()] == [2, 3]
+    pin = h.index.pin(h.match((4, 5)).node, Tier.HOST)
+    assert [node.end for node in h.index.coldest_on_host()] == [3]
+    pin.release()
+    assert [node.end for node in h.index.coldest_on_host()] == [2, 3]
+
+
 def test_a_need_beyond_what_is_evictable_changes_nothing():
     h = Harness(MAMBA)
     h.insert((1, 2), 2)

@@ -11,6 +11,7 @@ random. Sizes are small, and no test waits on a clock.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from random import Random
 from typing import ClassVar, Final
 
@@ -83,6 +84,16 @@ class PolicyConformance:
             )
         for given in EXTREMES.values():
             ranked(policy, given)
+
+    def test_a_chance_is_a_probability_that_grows_with_time(self) -> None:
+        policy = self.make()
+        for _ in range(2):
+            for given in EXTREMES.values():
+                chances = [policy.chance(given, ticks) for ticks in (0.0, 1.0, 1e3, 1e30)]
+                assert all(chance.shape == (len(given),) for chance in chances)
+                assert all(((chance >= 0) & (chance <= 1)).all() for chance in chances)
+                assert all((a <= b).all() for a, b in pairwise(chances))
+            hostile(policy)
 
     def test_whatever_it_was_told_it_still_answers(self) -> None:
         policy, twin = self.make(), self.make()

@@ -255,6 +255,10 @@ def test_a_class_that_was_seen_much_has_its_own_rate(rate: float):
     ages = np.array([0, 3, 10, 40])
     assert hazard.rate(column(4, [0, 1]), ages) == pytest.approx([rate] * 4, rel=0.2)
     assert (hazard.rate(column(2, [1, 0]), ages[2:]) < rate / 2).all()
+    for ticks in (1.0, 10.0, 30.0):
+        chance = hazard.chance(column(3, [0, 1]), ages[:3], ticks)
+        assert chance == pytest.approx([-np.expm1(-rate * ticks)] * 3, rel=0.25)
+        assert (hazard.chance(column(1, [1, 0]), ages[3:], ticks) < chance[0] / 2).all()
 
 
 def test_the_past_decays():

@@ -4,7 +4,7 @@
 """
 
 from tiercache.controller.admission import Admission, Poll, Status
-from tiercache.controller.context import ControllerOptions
+from tiercache.controller.context import WRITE_BACK, WRITE_CHANCE, WRITE_THROUGH, ControllerOptions
 from tiercache.controller.controller import EngineFactory, HybridCacheController
 from tiercache.controller.prefetch import Lookup
 from tiercache.controller.prefetch_queue import PrefetchTicket
@@ -13,6 +13,9 @@ from tiercache.controller.restore import Sources
 from tiercache.threads import IoThreads
 
 __all__ = [
+    "WRITE_BACK",
+    "WRITE_CHANCE",
+    "WRITE_THROUGH",
     "Admission",
     "ControllerOptions",
     "EngineFactory",

@@ -39,6 +39,8 @@ class ObjectAllocator:
         self._arena = arena
         self._metrics = metrics
         self._cost = {p: pool.blocks_per_object for p, pool in host.items()}
+        self.taken_blocks = 0
+        """Number of host blocks that were taken so far."""
 
     @property
     def widest(self) -> int:
@@ -82,6 +84,7 @@ class ObjectAllocator:
                     f"{blocks} blocks are needed, {arena.available} are free and {arena.withheld} in"
                     " quarantine"
                 )
+        self.taken_blocks += blocks
         return {p: self._host[p].alloc(n) for p, n in need.items()}
 
     def require_host(self, blocks: int) -> None:

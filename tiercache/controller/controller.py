@@ -14,7 +14,7 @@ import numpy as np
 from tiercache.controller.admission import Admission
 from tiercache.controller.allocation import DeviceFence
 from tiercache.controller.beliefs import Beliefs
-from tiercache.controller.context import ControllerContext, ControllerOptions
+from tiercache.controller.context import WRITE_BACK, ControllerContext, ControllerOptions
 from tiercache.controller.prefetch import Lookup, look_up
 from tiercache.controller.prefetch_queue import PrefetchQueue, PrefetchTicket
 from tiercache.controller.prefetch_rules import PrefetchRules
@@ -22,6 +22,7 @@ from tiercache.controller.retention import Hints, PrefixPins
 from tiercache.controller.shadows import Shadows
 from tiercache.controller.tier_changes import TierChanges
 from tiercache.controller.values import Values
+from tiercache.controller.write_back import WriteBack
 from tiercache.controller.write_through import WriteThrough
 from tiercache.core import HitPolicy, Locations, PoolName, Tier, TokenArray, as_tokens
 from tiercache.errors import AdmissionError, ClosedError, GeometryError, InputError, SlotError, TokenError
@@ -146,6 +147,7 @@ class HybridCacheController:
         )
         self._values = Values(self._context)
         self._write_through = WriteThrough(self._context, self._values)
+        self._write_back = WriteBack(self._context, self._write_through.write_unit)
         self._beliefs = Beliefs(self._context)
         self._tiers = TierChanges(storage, partial(self._context.events.post, self._beliefs.renew))
         self._prefetches = PrefetchQueue(self._context)
@@ -277,7 +279,7 @@ class HybridCacheController:
     ) -> Mapping[PoolName, Locations]:
         """Hand the whole pages of `tokens`, and the states at some depths, to the cache.
 
-        Write-through starts in the background.
+        Write-through starts in the background; with write-back, the copy to the host.
 
         `tokens` are all tokens of the sequence whose KV is in the slots. `states` gives, by depth in tokens,
         the slot of each state pool; these slots come from `Admission.take_states`. If the caller passes its
@@ -375,7 +377,9 @@ class HybridCacheController:
         self._context.allocator.evict_all(tier)
 
     def flush(self, timeout: float = 60.0) -> bool:
-        """Wait until all commits have been written through, and storage has flushed.
+        """Wait until all commits have been written to storage, and storage has flushed.
+
+        With write-back, this writes what the host has and storage lacks, as far as it can be restored.
 
         Returns False if this takes longer than `timeout` seconds, or if some objects committed since the last
         flush are not in storage. `unstored` is the number of these objects. The possible causes are: the host
@@ -492,12 +496,17 @@ class HybridCacheController:
     def _drain_all(self, timeout: float) -> bool:
         """Apply events until no operation is in flight; return False after `timeout` seconds.
 
-        Writes that wait until a failed store works again do not count.
+        With write-back, everything on the host is written. Writes that wait until a failed store works again
+        do not count.
         """
         end = time.monotonic() + timeout
         self._prefetches.paused = True
         try:
-            return self._drain_until(end)
+            drained = self._drain_until(end)
+            if drained and self._context.options.write == WRITE_BACK:
+                self._write_back.write_all()  # only now is everything on the host
+                drained = self._drain_until(end)
+            return drained
         finally:
             self._prefetches.paused = False
 
@@ -505,9 +514,8 @@ class HybridCacheController:
         self._context.drain()
         # Every call in `writes.waiting` belongs to one operation, so the difference of the two numbers is the
         # number of operations that do not wait for a failed store.
-        while (
-            len(self._context.in_flight.operations) > len(self._context.writes.waiting)
-            or not self._write_through.is_idle
+        while len(self._context.in_flight.operations) > len(self._context.writes.waiting) or not (
+            self._write_through.is_idle and self._write_back.is_idle
         ):
             left = end - time.monotonic()
             if left <= 0:
@@ -520,6 +528,8 @@ class HybridCacheController:
         """Begin what waited for room: writes of commits, prefetches, and the next check of beliefs."""
         self._pins.follow()
         self._write_through.retry_waiting()
+        if self._context.options.write == WRITE_BACK:
+            self._write_back.follow()
         self._prefetches.advance()
         self._beliefs.check()
 

@@ -11,7 +11,7 @@ from typing import Final
 
 import numpy as np
 
-from tiercache.controller.context import ControllerContext
+from tiercache.controller.context import WRITE_BACK, ControllerContext
 from tiercache.controller.operations import PART_BYTES, PageRun, gather_runs
 from tiercache.controller.values import Values
 from tiercache.controller.writes import Chain, Write
@@ -67,8 +67,20 @@ class _Plan:
     """
 
     def __init__(
-        self, context: ControllerContext, node: Node, depth: int, state_depths: Iterable[int], at: int
+        self,
+        context: ControllerContext,
+        node: Node,
+        depth: int,
+        state_depths: Iterable[int],
+        at: int,
+        *,
+        to_storage: bool = True,
     ) -> None:
+        """_Plan the pages up to `depth` and the states at `state_depths`, from position `at` on.
+
+        Without `to_storage`, what is on the host needs no write.
+        """
+        self._to_storage = to_storage and context.storage is not None
         self.at = at = min(at, 2 * depth)
         """First position for which no write has begun."""
         self.is_full = False
@@ -125,7 +137,7 @@ class _Plan:
 
     def _idle(self, pool: PoolName, at: PageLocations) -> Mask:
         """Return the mask of the pages that the host has, storage lacks, and no write is storing."""
-        if self._context.storage is None:
+        if not self._to_storage:
             return np.zeros(len(at.host), np.bool_)
         return ~at.stored & (at.host >= 0) & ~self._context.in_flight.storing[pool][np.maximum(at.host, 0)]
 
@@ -145,7 +157,7 @@ class _Plan:
                 context.metrics.increment("write_through_skipped_total", pool, "cheap_to_recompute")
             elif device >= 0 and host == ABSENT:
                 found.append(_State(pool, node, device, held=False))
-            elif host >= 0 and context.storage is not None and not context.in_flight.storing[pool][host]:
+            elif host >= 0 and self._to_storage and not context.in_flight.storing[pool][host]:
                 found.append(_State(pool, node, host, held=True))
             elif device == host == ABSENT:
                 self.gone[pool] += 1
@@ -178,6 +190,11 @@ class _Plan:
     def first_page(self) -> int:
         """First page that this plan writes: at once, or later if the page is still on its way to the host."""
         return min(int(np.searchsorted(self._costs, 0, "right")) - 1, self._end) // 2
+
+    @property
+    def begun_blocks(self) -> int:
+        """Number of host blocks of the objects whose writes have begun."""
+        return int(self._costs[self.at])
 
     @property
     def fits(self) -> bool:
@@ -313,6 +330,8 @@ class _Waiting:
     """Number of objects that are not on their way to storage."""
     gone: Counter[PoolName] | None = None
     """Number of objects that no tier had at the last attempt, by pool; None before the first attempt."""
+    is_for_host: bool = False
+    """Whether the objects go to the host only, because they are written back later."""
     is_kept: bool = False
     """Whether `tokens` is the commit's own copy, and not the caller's array."""
     is_on_host: bool = False
@@ -356,6 +375,8 @@ class WriteThrough:
         """
         depth = len(tokens) // self._context.page_size
         commit = _Waiting(tokens, extra, {end for end in state_depths if 0 < end <= depth}, Chain({}))
+        # A sequence that does not fit on the host is written through, whatever the options say.
+        commit.is_for_host = self._context.storage is not None and self._context.options.write == WRITE_BACK
         if self._waiting:
             # A waiting commit of a prefix of this sequence is dropped: the new commit covers the pages of the
             # prefix, and takes over the states.
@@ -363,6 +384,21 @@ class WriteThrough:
                 commit.states |= before.states
                 self._waiting.remove(before)
         self._offer(commit, node, depth)
+
+    def write_unit(self, node: Node) -> int:
+        """Begin the writes of the state at the node's end, and of the pages up to it that storage lacks.
+
+        Returns the number of host blocks of what is written: 0 if the host lacks a part of it, or nothing is
+        left to write. What there is no room for is not written.
+        """
+        context = self._context
+        plan = _Plan(context, node, node.end, [node.end], 0)
+        if plan.gone.total() or not plan.left():
+            return 0
+        chain = Chain({})
+        self._describe(chain, plan, node, node.end)
+        plan.begin(chain)
+        return plan.begun_blocks
 
     @property
     def _is_held_up(self) -> bool:
@@ -391,22 +427,20 @@ class WriteThrough:
         none of its writes could begin.
         """
         context, held_up = self._context, self._is_held_up
-        plan = _Plan(context, node, depth, commit.states, commit.at)
+        to_storage = context.storage is not None and not commit.is_for_host
+        plan = _Plan(context, node, depth, commit.states, commit.at, to_storage=to_storage)
+        if is_new and commit.is_for_host and not plan.fits:
+            to_storage, commit.is_for_host = True, False
+            plan = _Plan(context, node, depth, commit.states, commit.at)
         self._count_gone(commit, plan, depth)
-        if context.storage is not None and plan.left():
-            first = max(0, plan.first_page - 1)  # the first page's parent is the page before it
-            if first not in commit.chain.keys:
-                commit.chain.keys.update(enumerate(context.index.page_keys(node, depth, first), first))
-            # Not a page's own value alone: a page is worth as much as the unit in which it would be evicted.
-            path = takewhile(lambda one: one.end > first, node.path())
-            for pool, values in self._values.of(path).items():
-                commit.chain.values.setdefault(pool, {}).update(values)
+        if to_storage and plan.left():
+            self._describe(commit.chain, plan, node, depth)
         # Without storage, a part of the path is useless on the host: it could not be restored, but would
         # evict other objects.
         if context.storage is None and is_new and not plan.fits:
             self._give_up(plan.left(), "host_full")
             return True
-        begun = not held_up and plan.begin(commit.chain, host_only=context.storage is None)
+        begun = not held_up and plan.begin(commit.chain, host_only=not to_storage)
         commit.at, left = plan.at, plan.left()
         # Objects that cannot be written to storage now are at least copied to the host. While calls of
         # storage work, this is done for a new commit only.
@@ -425,6 +459,16 @@ class WriteThrough:
             self._waiting.append(commit)
             return begun or commit.is_on_host
         return True
+
+    def _describe(self, chain: Chain, plan: _Plan, node: Node, depth: int) -> None:
+        """Enter the keys and the values of what the plan writes."""
+        first = max(0, plan.first_page - 1)  # the first page's parent is the page before it
+        if first not in chain.keys:
+            chain.keys.update(enumerate(self._context.index.page_keys(node, depth, first), first))
+        # Not a page's own value alone: a page is worth as much as the unit in which it would be evicted.
+        path = takewhile(lambda one: one.end > first, node.path())
+        for pool, values in self._values.of(path).items():
+            chain.values.setdefault(pool, {}).update(values)
 
     def _count_gone(self, commit: _Waiting, plan: _Plan, depth: int) -> None:
         """Give up the objects that were evicted since the last attempt, while they waited for their write."""

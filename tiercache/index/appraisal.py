@@ -16,6 +16,7 @@ import numpy.typing as npt
 from tiercache.index.eviction_order import EvictionColumns, UnitRows
 from tiercache.index.node import IN_STORAGE, Node
 from tiercache.policy import Policy
+from tiercache.policy.base import Ranks
 
 _SLICE: Final = 512
 """Number of rows that each `changed` looks at besides those that were written since the last call.
@@ -67,6 +68,15 @@ class Appraiser:
             columns.mark(node)
         columns.sync()
         return self._report(np.array([node.row for node in nodes], np.int64), rate, -1.0)
+
+    def chance(self, nodes: Sequence[Node], ticks: float) -> Ranks:
+        """Return the probability that a hit ends at each of these nodes within `ticks` ticks."""
+        columns = self._columns
+        for node in nodes:
+            if node.row < 0:
+                columns.mark(node)
+        columns.sync()
+        return self._policy.chance(columns.view(np.array([node.row for node in nodes], np.int64)), ticks)
 
     def changed(self, rate: float) -> list[Appraisal]:
         """Return the values that differ by more than `_TOLERANCE` from what was last reported.

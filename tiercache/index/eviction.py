@@ -6,7 +6,7 @@ order of the units.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -131,6 +131,10 @@ class Evictor:
     def host(self, blocks: int, cost: Mapping[PoolName, int]) -> Eviction:
         """Free arena blocks of the host; see `HybridIndex.evict_host`."""
         return self._budget(Tier.HOST, self._host_units, blocks, cost)
+
+    def coldest_on_host(self) -> Iterator[Node]:
+        """Yield the nodes of the host's units in the order of eviction; see `HybridIndex.coldest_on_host`."""
+        return self._host_units.coldest()
 
     def _sweep(self, sweep: Sweep, queue: EvictionQueue, wanting: range, wanted: Sequence[int]) -> None:
         """Evict from `queue` until each pool in `wanting` has freed `wanted[pool]` objects.

@@ -47,6 +47,7 @@ from tiercache.index.planner import CheckpointRules, checkpoint_depths
 from tiercache.index.radix_tree import Pin, RadixTree
 from tiercache.index.residency import Residency
 from tiercache.policy import LEARN_EVERY, CheckpointKind, Lru, Policy, Reuse
+from tiercache.policy.base import Ranks
 
 MAX_STORED_PAGES: Final = 1 << 20
 """Maximum number of pages in the index that only the store has.
@@ -553,6 +554,10 @@ class HybridIndex:
         """
         return self._appraiser.changed(rate)
 
+    def chance(self, nodes: Sequence[Node], ticks: float) -> Ranks:
+        """Return the probability that a hit ends at each of these nodes within `ticks` ticks of `now`."""
+        return self._appraiser.chance(nodes, ticks)
+
     def _state(self, node: Node, pool: PoolName) -> Span:
         """Return the span of the state at the node's end."""
         self._tree.check_state_pool(pool)
@@ -590,6 +595,14 @@ class HybridIndex:
         eviction = self._evictor.host(blocks, cost)
         self.residency.forget_excess()
         return eviction
+
+    def coldest_on_host(self) -> Iterator[Node]:
+        """Yield the nodes whose units the host would evict, the first to go first; nothing is evicted.
+
+        A node above a leaf becomes a leaf only when that is evicted, so it comes in a later call. Change no
+        node while the iterator is in use.
+        """
+        return self._evictor.coldest_on_host()
 
 
 _ONE: Final = np.ones(1, np.bool_)

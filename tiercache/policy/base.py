@@ -205,6 +205,10 @@ class Policy(ABC):
         """
         return np.asarray(1.0 / (1.0 + (units.now - units.last_access)), np.float64)
 
+    def chance(self, units: Units, ticks: float) -> Ranks:
+        """Return the probability that each unit is hit within the next `ticks` ticks; 1 if not known."""
+        return np.ones(len(units))
+
     def evicted(self, rank: float) -> None:  # noqa: B027  a policy may ignore this and the next two methods
         """Record that a unit of this rank was evicted."""
 

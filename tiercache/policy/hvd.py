@@ -64,6 +64,14 @@ class HitValueDensity(Policy):
         """Return the hit-value density, which is in FLOPs per byte and tick already."""
         return self.rank(units)
 
+    def chance(self, units: Units, ticks: float) -> Ranks:
+        """Return the probability of a hit as units of the same class were hit so far.
+
+        A unit whose hit is expected within that time has a probability of 1.
+        """
+        chance = self._hazard.chance(_classes(units), units.now - units.last_access, ticks)
+        return np.where((units.expected > units.now) & (units.expected <= units.now + ticks), 1.0, chance)
+
     def reused(self, reuse: Reuse) -> None:
         """Record a hit, or a miss of an evicted unit, for the next `learn`."""
         self._reused.append(reuse)
@@ -169,6 +177,17 @@ class Hazard:
         rates: Ranks = self._rates[(*classes, _bucket(age))]
         return rates
 
+    def chance(self, classes: Classes, age: Column, ticks: float) -> Ranks:
+        """Return the probability that units of these classes and ages are hit within `ticks` ticks."""
+        # hits that are expected in each bucket:   rate x ticks of [age, age + ticks) in that bucket
+        since = age.astype(np.float64)[:, None]
+        spent = np.clip(since + ticks, self.edges[:-1], self.edges[1:]) - np.clip(
+            since, self.edges[:-1], self.edges[1:]
+        )
+        expected = (self._plain[classes] * spent).sum(axis=1)
+        chance: Ranks = -np.expm1(-expected)
+        return chance
+
     def begin(self, now: int) -> None:
         """Begin a report on the period from the last `begin` to the tick `now`, and let older reports decay.
 
@@ -212,7 +231,7 @@ class Hazard:
             seen = waited.any(axis=1)
             rates[seen] = _shrunk(hits[seen], waited[seen], rates[seen])
             best[seen] = _best(rates[seen], self._widths)
-        self._rates = best.reshape(*self._shape, _BUCKETS)
+        self._rates, self._plain = (table.reshape(*self._shape, _BUCKETS) for table in (best, rates))
 
     def _wait(self, classes: Classes, age: Column, elapsed: float) -> None:
         # A unit that waited over several buckets adds to each bucket the ticks that it spent there:

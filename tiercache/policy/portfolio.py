@@ -45,6 +45,10 @@ class Portfolio(Policy):
         """Return the values of the current member."""
         return self.members[self.current].value(units)
 
+    def chance(self, units: Units, ticks: float) -> Ranks:
+        """Return the probabilities of the current member."""
+        return self.members[self.current].chance(units, ticks)
+
     def evicted(self, rank: float) -> None:
         """Report an eviction to the current member only, because that member gave the rank."""
         self.members[self.current].evicted(rank)

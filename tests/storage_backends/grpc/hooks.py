@@ -92,6 +92,9 @@ class ServedHooks(BackendConformance):
     def swap(self, store: StorageBackend, a: ObjectKey, b: ObjectKey) -> None:
         super().swap(self.behind(store), a, b)
 
+    def pass_time(self, store: StorageBackend, seconds: float) -> None:
+        super().pass_time(self.behind(store), seconds)
+
     def check(self, store: StorageBackend) -> None:
         super().check(self.behind(store))
 

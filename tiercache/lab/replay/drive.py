@@ -10,7 +10,14 @@ from typing import Final
 
 import numpy as np
 
-from tiercache.controller import Admission, ControllerOptions, HybridCacheController, Status
+from tiercache.controller import (
+    WRITE_CHANCE,
+    WRITE_THROUGH,
+    Admission,
+    ControllerOptions,
+    HybridCacheController,
+    Status,
+)
 from tiercache.core import PoolName, Tier, TokenArray, full_pages
 from tiercache.errors import ConfigError, PoolFullError
 from tiercache.index import CheckpointRules
@@ -49,6 +56,9 @@ class Setup:
     """The controller's option of the same name (see `ControllerOptions`)."""
     seed: int = 0
     """Seed of the controller's random draws."""
+    write: str = WRITE_THROUGH
+    write_chance: float = WRITE_CHANCE
+    """The controller's options of these names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +143,8 @@ class Run:
                 seed=setup.seed,
                 refresh_path=setup.refresh_path,
                 in_flight_share=1.0,
-                belief_checks=0,
+                write=setup.write,
+                write_chance=setup.write_chance,
                 write_retries=0,  # the null store's answer stays the same until the next request
             ),
             profile=setup.profile,

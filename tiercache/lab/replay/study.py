@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+from tiercache.controller import WRITE_CHANCE, WRITE_THROUGH
 from tiercache.core import PoolName
 from tiercache.errors import ConfigError
 from tiercache.index import CheckpointRules
@@ -55,6 +56,9 @@ class Question:
     machine: ReplayMachine = field(default_factory=ReplayMachine)
     refresh_path: bool = False
     seed: int = 0
+    write: str = WRITE_THROUGH
+    write_chance: float = WRITE_CHANCE
+    """The controller's options of these names."""
     bounds: bool = True
     """Whether the study also runs the clairvoyant policy and computes the upper bound.
 
@@ -200,6 +204,8 @@ class _Study:
             question.machine,
             question.refresh_path,
             question.seed,
+            question.write,
+            question.write_chance,
         )
         return Run(self._source, need, setup)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from tiercache.config import parse_size
+from tiercache.controller import WRITE_BACK
 from tiercache.errors import ConfigError
 from tiercache.index import CheckpointRules
 from tiercache.lab.replay.base import Source
@@ -63,6 +64,8 @@ def question(
     *,
     refresh_path: bool,
     seed: int,
+    write: str,
+    write_chance: float,
     bounds: bool,
 ) -> Question:
     """Return the study's parameters.
@@ -73,7 +76,22 @@ def question(
     named: Sequence[str] = _parts(policies)
     if policies == ALL:
         named = [name for name in POLICIES if possible(name, model)]
-    return Question(source, named, model, capacities, tiers, rules, machine, refresh_path, seed, bounds)
+    if not 0.0 <= write_chance <= 1.0:
+        raise ConfigError(f"--write-chance {write_chance:g} is not a probability; use a number from 0 to 1")
+    return Question(
+        source,
+        named,
+        model,
+        capacities,
+        tiers,
+        rules,
+        machine,
+        refresh_path,
+        seed,
+        write,
+        write_chance,
+        bounds,
+    )
 
 
 def capacities(text: str) -> tuple[float, ...]:
@@ -205,6 +223,11 @@ def notes(question: Question) -> list[str]:
             " from disk."
         ),
     ]
+    if question.write == WRITE_BACK:
+        said.append(
+            "The host writes to storage what it evicts next and what is hit again with a chance of at least"
+            f" {question.write_chance:g}."
+        )
     said += [text] if (text := about(question.source)) else []
     if tiers is not None:
         device = "caches nothing"

@@ -23,6 +23,15 @@ class Refresh(enum.StrEnum):
     """All nodes on the path to this node."""
 
 
+class WriteMode(enum.StrEnum):
+    """When objects go from the host to storage (see `ControllerOptions.write`)."""
+
+    THROUGH = "write_through"
+    """When their request ends."""
+    BACK = "write_back"
+    """Ahead of their eviction from the host, if they are likely to be hit."""
+
+
 def replay(
     source: Annotated[
         str,
@@ -132,6 +141,17 @@ def replay(
     disk_bandwidth: Annotated[
         str, typer.Option(metavar="SIZE", help="Bytes per second from storage tiers without a bandwidth.")
     ] = "6GB",
+    write: Annotated[
+        WriteMode,
+        typer.Option(
+            help="When objects go from the host to storage: at the end of their request, or ahead of their"
+            " eviction from the host."
+        ),
+    ] = WriteMode.THROUGH,
+    write_chance: Annotated[
+        float,
+        typer.Option(help="With write_back, the least chance of a hit with which an object is written."),
+    ] = 0.05,
     bounds: Annotated[
         bool,
         typer.Option(
@@ -175,6 +195,11 @@ def replay(
         --tier 'nvme?capacity=250GiB&bandwidth=6GB'
         --tier 'remote?capacity=1TiB&bandwidth=1GB&write=write_back'
 
+    See what is saved if the host writes only what it is about to evict:
+
+        tiercache replay trace.jsonl --policy hvd --host-bytes 100GiB
+        --disk-bytes 250GiB --write write_back --write-chance 0.2
+
     Repeat a published benchmark, with the tiers that it used:
 
         tiercache replay seed-20457
@@ -202,7 +227,8 @@ def replay(
         asking.source(source, seed, limit), policy, profile, asking.capacities(capacity), tiers,
         asking.rules(checkpoints, every, states_per_path),
         asking.machine(flops, host_bandwidth, disk_bandwidth),
-        refresh_path=refresh is Refresh.PATH, seed=seed, bounds=bounds,
+        refresh_path=refresh is Refresh.PATH, seed=seed, write=str(write),
+        write_chance=write_chance, bounds=bounds,
     )  # fmt: skip
     if output is not Output.TABLE and (about := asking.about(question.source)):
         typer.echo(about, err=True)

@@ -1,0 +1,110 @@
+"""Write-back: the host's units are written to storage ahead of their eviction, if a hit is likely enough."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from itertools import compress
+from typing import Final
+
+from tiercache.controller.context import ControllerContext
+from tiercache.core import Tier
+from tiercache.index import Node
+
+_AHEAD: Final = 0.2
+"""Share of the host's blocks that is kept written ahead: the units that are evicted next, and free blocks."""
+_STEPS: Final = 4
+"""Number of looks in the time in which the host takes as many blocks as are kept written ahead."""
+_DECAY: Final = 0.95
+"""Share of the earlier writes that each look keeps, in the measured rate of writes."""
+_FIRST_TICKS: Final = 2.0**14
+"""Ticks that storage is assumed to keep an object before anything was written."""
+
+
+class WriteBack:
+    """Writer of the units that the host evicts next and that storage lacks.
+
+        blocks of the host   |-- in use, recently used --------------|== evicted next ==|-- free --|
+        written to storage                                           |<----- _AHEAD of all ------->|
+
+    A unit is written if the chance of a hit, in the time that storage keeps it, is at least `write_chance` of
+    the options. Storage keeps an object for about as long as it takes to write all that it holds.
+
+    An eviction never waits for a write: a unit that is evicted before its write began is lost.
+
+    Thread safety: the owner's thread (the engine's thread, which calls the controller). No method waits.
+    """
+
+    def __init__(self, context: ControllerContext, write_unit: Callable[[Node], int]) -> None:
+        """`write_unit`: see `WriteThrough`."""
+        self._context = context
+        self._write_unit = write_unit
+        self._looked_at = 0
+        """Number of blocks that the host had taken at the last look (see `ObjectAllocator.taken_blocks`)."""
+        self._wanted: deque[Node] = deque()
+        """Nodes whose units are to be written, and for which there was no room yet."""
+        self._tick = context.index.now
+        # Blocks that were written, and the ticks that this took; earlier ones count less (see `_DECAY`).
+        self._written = self._ticks = 0.0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no write that is due waits for room, or storage takes none."""
+        return not self._wanted or self._context.writes.is_suspended
+
+    def follow(self) -> None:
+        """Begin the writes that are due, as far as there is room.
+
+        There is a look for more when the host has taken a quarter of what is kept written ahead.
+        """
+        context = self._context
+        if context.storage is None or context.writes.is_suspended:
+            return
+        ahead = int(_AHEAD * context.arena.blocks)
+        if not self._wanted and context.allocator.taken_blocks - self._looked_at >= ahead // _STEPS:
+            self._looked_at = context.allocator.taken_blocks
+            found = self._evicted_next(ahead)
+            likely = context.index.chance(found, self._residence()) >= context.options.write_chance
+            self._wanted.extend(compress(found, likely.tolist()))
+        self._begin()
+
+    def write_all(self) -> None:
+        """Begin the writes of everything on the host that can be restored, what is evicted last first."""
+        context = self._context
+        if context.storage is not None and not context.writes.is_suspended:
+            self._wanted = deque(reversed(self._evicted_next(context.arena.blocks)))
+            self._begin()
+
+    def _begin(self) -> None:
+        share, least = self._context.in_flight.writing, self._context.allocator.widest
+        while self._wanted and share.left >= least:
+            node = self._wanted.popleft()
+            if node.parent is not None and _is_unwritten(node):  # neither evicted nor written meanwhile
+                self._written += self._write_unit(node)
+
+    def _evicted_next(self, ahead: int) -> list[Node]:
+        """Return the nodes with units among the next `ahead` blocks that storage lacks in part."""
+        index, allocator = self._context.index, self._context.allocator
+        pools = (*index.page_pools, *index.state_pools)
+        blocks, found = self._context.arena.available, list[Node]()
+        for node in index.coldest_on_host():
+            blocks += sum(map(allocator.blocks_of, pools, node.resident[Tier.HOST]))
+            if blocks > ahead:
+                break
+            if _is_unwritten(node):
+                found.append(node)
+        return found
+
+    def _residence(self) -> float:
+        """Return the ticks for which storage keeps an object: what it holds, by what is written in a tick."""
+        index, allocator = self._context.index, self._context.allocator
+        self._ticks, self._tick = _DECAY * self._ticks + index.now - self._tick, index.now
+        self._written *= _DECAY
+        stored = sum(allocator.blocks_of(pool, n) for pool, n in index.evictable(Tier.STORAGE).items())
+        return stored * self._ticks / self._written if self._written else _FIRST_TICKS
+
+
+def _is_unwritten(node: Node) -> bool:
+    """Return whether a hit can end at the node, and the host has more of it than storage."""
+    held, stored = node.resident[Tier.HOST], node.resident[Tier.STORAGE]
+    return node.can_answer and any(here > there for here, there in zip(held, stored, strict=True))
