@@ -151,7 +151,7 @@ def replay(
     write_chance: Annotated[
         float,
         typer.Option(help="With write_back, the least chance of a hit with which an object is written."),
-    ] = 0.05,
+    ] = 0.02,
     bounds: Annotated[
         bool,
         typer.Option(
