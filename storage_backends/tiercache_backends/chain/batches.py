@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from tiercache.core import ObjectKey, Outcome
 from tiercache.errors import StorageError
@@ -17,20 +17,30 @@ if TYPE_CHECKING:
     from tiercache_backends.chain.tier import Tier
 
 
-class GetBatch:
-    """Objects of one get, each of which the first tier answers that has it.
+Item = TypeVar("Item", GetItem, SetItem)
 
-    `deleted` is the watch of the get: what was deleted meanwhile goes to no other tier.
+
+class _Batch(Generic[Item]):
+    """Items of one call, and their outcomes.
+
+    `deleted` is the watch of the call: what was deleted meanwhile goes to no other tier.
 
     Thread safety: one thread.
     """
 
-    def __init__(self, lineup: Lineup, offers: Offers, items: Sequence[GetItem], deleted: Digests) -> None:
+    def __init__(self, lineup: Lineup, offers: Offers, items: Sequence[Item], deleted: Digests) -> None:
         self._lineup: Final = lineup
         self._offers: Final = offers
-        self._items: Final = items
+        self._items: Final[Sequence[Item]] = items
         self._deleted: Final = deleted
         self._outcomes: Final = [Outcome.ERROR] * len(items)
+
+
+class GetBatch(_Batch[GetItem]):
+    """Objects of one get, each of which the first tier answers that has it.
+
+    Thread safety: one thread.
+    """
 
     def read(self) -> list[Outcome]:
         """Read all objects; return their outcomes."""
@@ -82,20 +92,11 @@ class GetBatch:
             self._read(below, missed)
 
 
-class SetBatch:
+class SetBatch(_Batch[SetItem]):
     """Objects of one set, each of which goes to the first tier that takes it.
-
-    `deleted` is the watch of the set: what was deleted meanwhile goes to no other tier.
 
     Thread safety: one thread.
     """
-
-    def __init__(self, lineup: Lineup, offers: Offers, items: Sequence[SetItem], deleted: Digests) -> None:
-        self._lineup: Final = lineup
-        self._offers: Final = offers
-        self._items: Final = items
-        self._deleted: Final = deleted
-        self._outcomes: Final = [Outcome.ERROR] * len(items)
 
     def store(self) -> list[Outcome]:
         """Store all objects; return their outcomes."""

@@ -105,3 +105,18 @@ def test_a_daemon_of_one_store(tmp_path):
             assert (
                 "serves one store without tiers; start it with chain = true (tiercache serve --chain)" in said
             )
+
+
+def test_verify_says_how_many_copies_it_has_not_read(tmp_path):
+    storage = [url(tmp_path, "a"), url(tmp_path, "b")]
+    settings = load(None, {"directory": str(tmp_path), "storage": storage, "host_bytes": "32MiB"})
+    with StorageServer(settings) as node:
+        fill(node.store, 10)
+        node.store.flush()
+        copies = sum(tier.objects for tier in node.store.usage().tiers)
+        done = call("verify", "-s", tmp_path, "-o", "json")
+        assert done.document["summary"]["objects"] == 10
+        assert done.document["summary"]["unread_copies"] == copies - 10 > 0
+        assert f"{copies - 10} other copies are not checked" in done.error
+        node.store.remove_tier("a")
+        assert call("verify", "-s", tmp_path, "-o", "json").document["summary"]["unread_copies"] == 0

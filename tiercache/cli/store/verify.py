@@ -105,8 +105,8 @@ def verify(
     unreadable or orphan; action = dropped, listed (still stored), deleted or
     none; and the fields of ls), summary (objects, bytes, seconds,
     bytes_per_second, ok, corrupt, missing, unreadable, orphan, repaired,
-    catalog = sound or damaged). jsonl prints one line for each object of found
-    at once, and summary as the last line.
+    catalog = sound or damaged, unread_copies). jsonl prints one line for each
+    object of found at once, and summary as the last line.
     """
     wanted = make_filter(
         time.time(), namespace=namespace, pool=pool, depth=depth, min_size=min_size, max_size=max_size,
@@ -170,6 +170,8 @@ def _verify_one(
             check_removable(target, opened_store)
         tally.check_catalog(opened_store)
         everything = _entries_of(target, opened_store)
+        if target.live:
+            tally.count_copies(opened_store, len(everything))
         there = {entry.key.digest for entry in everything}
         dropped = list(
             wanted.scan(opened_store, [entry for entry in listed if entry.key.digest not in there])
@@ -212,9 +214,23 @@ class VerifyCounts:
     is_partial: bool = False
     """Whether a tier was out, so that its objects were not checked."""
 
+    unread_copies: int = 0
+    """Number of copies in the tiers of a daemon's chain beyond the one of each object that is read."""
+
     def check_catalog(self, store: StorageBackend) -> None:
         """Set `damaged` if the store reports a damaged catalog."""
         self.damaged |= bool(store.usage().details.get("catalog_damaged"))
+
+    def count_copies(self, store: StorageBackend, objects: int) -> None:
+        """Count the copies that a chain of tiers has beyond these objects, and say that they are not read."""
+        copies = sum(tier.objects for tier in store.usage().tiers)
+        self.unread_copies = max(0, copies - objects)
+        if self.unread_copies:
+            say(
+                "this daemon serves a chain of tiers, and one copy of each object is read:"
+                f" {self.unread_copies} other copies are not checked; to check them all, stop the daemon and"
+                " name each tier with -s"
+            )
 
     def summary(self) -> dict[str, Any]:
         """Return the fields for JSON."""
@@ -225,6 +241,7 @@ class VerifyCounts:
             "bytes_per_second": round(self.nbytes / self.seconds) if self.seconds else 0,
             **{name: self.counts[name] for name in (*_RESULTS, "repaired")},
             "catalog": "damaged" if self.damaged else "sound",
+            "unread_copies": self.unread_copies,
         }
 
 
