@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -167,12 +168,12 @@ def test_characters_that_the_terminal_does_not_know_are_escaped() -> None:
 
 
 def children_of(pid: int) -> set[int]:
-    """All processes below one."""
-    direct = {
-        int(child)
-        for task in Path(f"/proc/{pid}/task").iterdir()
-        for child in (task / "children").read_text().split()
-    }
+    """All processes below one; a thread or process that ends meanwhile has none."""
+    direct: set[int] = set()
+    with suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with suppress(OSError):
+                direct.update(map(int, (task / "children").read_text().split()))
     return direct.union(*map(children_of, direct))
 
 
@@ -198,9 +199,11 @@ def test_what_was_started_ends_with_who_is_killed(tmp_path: Path, arguments: lis
     with subprocess.Popen(
         [*COMMAND, *arguments, "-d", str(tmp_path)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     ) as run:
-        until(lambda: len(children_of(run.pid)) >= count or run.poll() is not None)
-        children = children_of(run.pid)
-        assert len(children) >= count
-        time.sleep(0.5)  # let them begin with what they are for
-        run.send_signal(signal.SIGKILL)
+        try:
+            until(lambda: len(children_of(run.pid)) >= count or run.poll() is not None)
+            children = children_of(run.pid)
+            assert len(children) >= count
+            time.sleep(0.5)  # let them begin with what they are for
+        finally:
+            run.send_signal(signal.SIGKILL)
     until(lambda: not any(map(is_running, children)))
