@@ -25,6 +25,7 @@ from tiercache.keys import Identity
 from tiercache.lab.replay.base import Request, Source
 from tiercache.lab.replay.chain import NullChain, chain_settings
 from tiercache.lab.replay.clairvoyant import Clairvoyant, Recorder
+from tiercache.lab.replay.failures import Witness, check_counters
 from tiercache.lab.replay.plane import Inline, NullArena, NullEngine, block_bytes, device_pool, geometries
 from tiercache.lab.replay.results import Kept, TierUse
 from tiercache.lab.replay.store import NullStore
@@ -132,12 +133,13 @@ class Run:
                 for tier in setup.tiers.storage
             ]
             self._store = NullChain(chain_settings(setup.tiers), stores, lambda: self._now)
+        self._witness = Witness(self._store) if self._store else None
         self._engine: list[NullEngine] = []
         self._controller = HybridCacheController(
             Identity(setup.profile.name, "replay", "bytes", "bytes", "bytes", page_size=source.page_size),
             self._device,
             self._arena,
-            self._store,
+            self._witness,
             options=ControllerOptions(
                 checkpoints=setup.checkpoints,
                 seed=setup.seed,
@@ -158,7 +160,10 @@ class Run:
         )
 
     def go(self, step: Callable[[], object] = lambda: None) -> None:
-        """Serve all requests; `step` is called after each request has begun."""
+        """Serve all requests; `step` is called after each request has begun.
+
+        Raises RuntimeError if a call of storage has failed: the figures would be those of another cache.
+        """
         for request in self._source:
             while self._running and (
                 len(self._running) >= self._source.concurrency or self._waits_for(request)
@@ -173,6 +178,8 @@ class Run:
             step()
         while self._running:
             self._finish()
+        self._check_storage()
+        check_counters(self._controller.metrics)
 
     @property
     def controller(self) -> HybridCacheController:
@@ -338,7 +345,12 @@ class Run:
     def _finish_copies(self) -> None:
         """Wait until no copy is under way, because copies hold device slots."""
         while self._controller.tick():
-            pass
+            self._check_storage()  # a write that waits for the end of an outage would wait for ever
+        self._check_storage()
+
+    def _check_storage(self) -> None:
+        if self._witness is not None:
+            self._witness.check()
 
     def _finish(self) -> None:
         """End the oldest running request: commit its pages and states, and release its admission."""
