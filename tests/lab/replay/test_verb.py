@@ -10,15 +10,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tiercache.cli.app import main
-from tiercache.lab.replay.sources import SOURCES
-from tiercache.policy import POLICIES, PROFILES
+from tiercache.controller import WRITE_BACK, WRITE_CHANCE
+from tiercache.lab.replay.sources import SOURCES, open_source
+from tiercache.lab.replay.study import Question
+from tiercache.lab.replay.verb.asking import notes
+from tiercache.policy import POLICIES, PROFILES, profile_named
 
 FIRST = [
     "source", "policy", "capacity", "capacity_bytes", "token_hit_rate", "flops_saved", "ttft_ms_mean",
@@ -354,6 +357,31 @@ def test_options_change_what_is_found(replay: Command) -> None:
     assert device["tokens"] > 0
 
 
+def test_the_host_writes_at_once_or_what_it_is_about_to_evict(replay: Command, tmp_path: Path) -> None:
+    chats = ("multi-turn?conversations=10&rounds=4", *QUICK, "--policy", "hvd", "--host-bytes", "1GiB")
+    disk = ("--disk-bytes", "8GiB")
+
+    def written(*arguments: object) -> int:
+        return int(replay(*chats, *disk, "-o", "jsonl", *arguments).rows[1]["tiers"]["disk"]["written_bytes"])
+
+    back = ("--write", "write_back")
+    through = written("--write", "write_through")
+    assert written() == through, "write_through is the default"
+    assert 0 < written(*back) < through
+    assert written(*back, "--write-chance", "0") >= written(*back)
+    assert written(*back, "--write-chance", "1") == 0, "no hit is certain"
+
+    # The notes of a report say what differs from the default.
+    path = tmp_path / "replay.html"
+    done = replay(*chats, *disk, *back, "--report", path)
+    assert done.code == 0, done.err
+    said = "what it evicts next and what is hit again with a chance of at least"
+    assert f"{said} {WRITE_CHANCE:g}." in path.read_text()
+    question = Question(open_source("agent"), ["lru"], profile_named("llama-3.1-8b"))
+    assert said not in " ".join(notes(question))
+    assert f"{said} 0.3." in " ".join(notes(replace(question, write=WRITE_BACK, write_chance=0.3)))
+
+
 def test_a_model_without_states_gets_the_policies_that_it_has_a_use_for(
     replay: Command, trace: Path, tmp_path: Path
 ) -> None:
@@ -391,6 +419,11 @@ def test_a_model_without_states_gets_the_policies_that_it_has_a_use_for(
         (["agent", "--profile", "{trace}"], "is not JSON"),
         (["agent", "-o", "xml"], "'xml' is not one of"),
         (["agent", "--refresh", "all"], "'all' is not one of"),
+        (["agent", "--write", "nonsense"], "'nonsense' is not one of 'write_through', 'write_back'"),
+        (["agent", "--write-chance", "2"], "--write-chance 2 is not a probability; use a number from 0 to 1"),
+        (["agent", "--write-chance", "-0.1"], "--write-chance -0.1 is not a probability"),
+        (["agent", "--write-chance", "nan"], "--write-chance nan is not a probability"),
+        (["agent", "--write-chance", "often"], "invalid value for '--write-chance'"),
         (["agent", "--capacity", "0"], "a capacity of 0 is out of range"),
         (
             ["agent", "--capacity", "0.1,10"],
