@@ -191,14 +191,18 @@ def test_what_the_host_evicts_next_is_told_before():
     h.copy_to_host((4, 5))
     h.insert((6, 7), 2)  # not on the host
     h.index.touch(h.match((1, 2, 3)))
-    told = [(node.end, node.children != {}) for node in h.index.coldest_on_host()]
-    assert told == [(2, True), (2, False), (3, False)], "the inner state, then the older of the leaves"
+
+    def told() -> list[tuple[int, UnitKind]]:
+        return [(node.end, kind) for node, kind in h.index.coldest_on_host()]
+
+    leaves = [(2, UnitKind.LEAF), (3, UnitKind.LEAF)]
+    assert told() == [(2, UnitKind.STATE), *leaves], "the inner state, then the older of the leaves"
     assert list(h.index.evict_host(5, COST).freed) == [MAMBA]
-    assert [node.end for node in h.index.coldest_on_host()] == [2, 3]
+    assert told() == leaves
     pin = h.index.pin(h.match((4, 5)).node, Tier.HOST)
-    assert [node.end for node in h.index.coldest_on_host()] == [3]
+    assert told() == leaves[1:]
     pin.release()
-    assert [node.end for node in h.index.coldest_on_host()] == [2, 3]
+    assert told() == leaves
 
 
 def test_a_need_beyond_what_is_evictable_changes_nothing():

@@ -10,6 +10,7 @@ from typing import Final
 from tiercache.controller.context import ControllerContext
 from tiercache.core import Tier
 from tiercache.index import Node
+from tiercache.policy import UnitKind
 
 _AHEAD: Final = 0.2
 """Share of the host's blocks that is kept written ahead: the units that are evicted next, and free blocks."""
@@ -84,11 +85,12 @@ class WriteBack:
 
     def _evicted_next(self, ahead: int) -> list[Node]:
         """Return the nodes with units among the next `ahead` blocks that storage lacks in part."""
-        index, allocator = self._context.index, self._context.allocator
-        pools = (*index.page_pools, *index.state_pools)
+        index, blocks_of = self._context.index, self._context.allocator.blocks_of
+        pools, first_state = (*index.page_pools, *index.state_pools), len(index.page_pools)
         blocks, found = self._context.arena.available, list[Node]()
-        for node in index.coldest_on_host():
-            blocks += sum(map(allocator.blocks_of, pools, node.resident[Tier.HOST]))
+        for node, kind in index.coldest_on_host():
+            first = 0 if kind is UnitKind.LEAF else first_state  # a state is evicted without its pages
+            blocks += sum(map(blocks_of, pools[first:], node.resident[Tier.HOST][first:]))
             if blocks > ahead:
                 break
             if _is_unwritten(node):

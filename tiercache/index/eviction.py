@@ -132,8 +132,8 @@ class Evictor:
         """Free arena blocks of the host; see `HybridIndex.evict_host`."""
         return self._budget(Tier.HOST, self._host_units, blocks, cost)
 
-    def coldest_on_host(self) -> Iterator[Node]:
-        """Yield the nodes of the host's units in the order of eviction; see `HybridIndex.coldest_on_host`."""
+    def coldest_on_host(self) -> Iterator[tuple[Node, UnitKind]]:
+        """Yield the host's units in the order of eviction; see `HybridIndex.coldest_on_host`."""
         return self._host_units.coldest()
 
     def _sweep(self, sweep: Sweep, queue: EvictionQueue, wanting: range, wanted: Sequence[int]) -> None:

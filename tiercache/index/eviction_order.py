@@ -430,8 +430,8 @@ class EvictionQueue:
             self._add_changed()  # `has_unit` may have written the row again
         return None
 
-    def coldest(self) -> Iterator[Node]:
-        """Yield the nodes of the living units, the one that is worth least first; this takes none of them."""
+    def coldest(self) -> Iterator[tuple[Node, UnitKind]]:
+        """Yield the living units, the one that is worth least first; this takes none of them."""
         columns = self._columns
         columns.sync()
         rows = columns.rows(self._number, alive=True)
@@ -440,8 +440,8 @@ class EvictionQueue:
         ranks = self._policy.rank(columns.view(rows, self._number))
         for row in rows[np.lexsort((columns.shared["depth"][rows], ranks))].tolist():
             node = columns.nodes[row]
-            if node is not None and columns.kinds[self._number].of(node):
-                yield node
+            if node is not None and (kind := columns.kinds[self._number].of(node)):
+                yield node, kind
 
     def _add_changed(self) -> None:
         """Add units that changed since the last call to the front, if they belong there.

@@ -46,7 +46,7 @@ from tiercache.index.node import ALIVE, IN_STORAGE, Node, Prefixes
 from tiercache.index.planner import CheckpointRules, checkpoint_depths
 from tiercache.index.radix_tree import Pin, RadixTree
 from tiercache.index.residency import Residency
-from tiercache.policy import LEARN_EVERY, CheckpointKind, Lru, Policy, Reuse
+from tiercache.policy import LEARN_EVERY, CheckpointKind, Lru, Policy, Reuse, UnitKind
 from tiercache.policy.base import Ranks
 
 MAX_STORED_PAGES: Final = 1 << 20
@@ -596,8 +596,8 @@ class HybridIndex:
         self.residency.forget_excess()
         return eviction
 
-    def coldest_on_host(self) -> Iterator[Node]:
-        """Yield the nodes whose units the host would evict, the first to go first; nothing is evicted.
+    def coldest_on_host(self) -> Iterator[tuple[Node, UnitKind]]:
+        """Yield the units that the host would evict, the first to go first; nothing is evicted.
 
         A node above a leaf becomes a leaf only when that is evicted, so it comes in a later call. Change no
         node while the iterator is in use.

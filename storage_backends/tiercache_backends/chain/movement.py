@@ -40,7 +40,7 @@ _BATCH_BYTES: Final = 16 << 20
 _TICK_S: Final = 0.2
 """Seconds from one look at an idle tier to the next."""
 _PATIENCE_S: Final = 1.0
-"""Maximum seconds that a promotion waits for a tier below; then the objects are promoted another time."""
+"""Maximum seconds that a batch of promotions waits for tiers below; the rest is promoted another time."""
 _FULL: Final = 0.9
 """Part of its capacity above which a tier counts as full: catching up would only make it evict."""
 
@@ -328,6 +328,7 @@ class Mover:
 
     def _copy(self, batch: Sequence[Job]) -> None:
         """Copy those objects of a batch that the target lacks, in order: pages come before their states."""
+        until = time.monotonic() + _PATIENCE_S
         with self._deletions.watch() as deleted:
             try:
                 if not self.target.is_writable:
@@ -354,7 +355,6 @@ class Mover:
                 )
                 most = min([_BATCH_BYTES, *(mover.allowance for mover in followers)])
                 for part in batches(sized, lambda pair: pair[1].meta.length, _BATCH_OBJECTS, most):
-                    until = time.monotonic() + _PATIENCE_S
                     if self._closed or not all(mover.come_ahead(until) for mover in followers):
                         self.target.figures.count_dropped(len(part))
                     else:
