@@ -262,7 +262,7 @@ def _check_objects(
     """
     gone: set[bytes] = set()  # digests of objects that are corrupt, or not stored any more
     with progress("checking", sum(entry.meta.length for entry in wanted)) as advance:
-        started = time.monotonic()
+        started = time.monotonic() - tally.seconds  # as if the tiers before this one were part of this run
         for batch in ObjectReader(store).check(wanted):
             nbytes = sum(checked.entry.meta.length for checked in batch)
             tally.nbytes, tally.seconds = tally.nbytes + nbytes, time.monotonic() - started
