@@ -144,7 +144,9 @@ class Values(BackendHooks):
         for k in plain:
             ranked.set([to_set(k, payload(k, SIZE))])
         _store(ranked, {key("valued"): HIGH})
-        used = plain[: len(plain) // 2]
+        # A lower tier of a chain evicts them in the order in which they were copied. If half were used, it
+        # would evict the first of the others just when the upper tier evicts the first that was used.
+        used = plain[: len(plain) // 3]
         for k in used:
             fetch(ranked, k, SIZE)
         gone = self._first_to_go(ranked, plain)
