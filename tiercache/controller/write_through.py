@@ -76,7 +76,7 @@ class _Plan:
         *,
         to_storage: bool = True,
     ) -> None:
-        """_Plan the pages up to `depth` and the states at `state_depths`, from position `at` on.
+        """Plan the pages up to `depth` and the states at `state_depths`, from position `at` on.
 
         Without `to_storage`, what is on the host needs no write.
         """

@@ -420,6 +420,7 @@ def test_a_model_without_states_gets_the_policies_that_it_has_a_use_for(
         (["agent", "-o", "xml"], "'xml' is not one of"),
         (["agent", "--refresh", "all"], "'all' is not one of"),
         (["agent", "--write", "nonsense"], "'nonsense' is not one of 'write_through', 'write_back'"),
+        (["agent", "--write", "write_back"], "needs a storage tier to write to; add --disk-bytes or --tier"),
         (["agent", "--write-chance", "2"], "--write-chance 2 is not a probability; use a number from 0 to 1"),
         (["agent", "--write-chance", "-0.1"], "--write-chance -0.1 is not a probability"),
         (["agent", "--write-chance", "nan"], "--write-chance nan is not a probability"),

@@ -78,6 +78,8 @@ def question(
         named = [name for name in POLICIES if possible(name, model)]
     if not 0.0 <= write_chance <= 1.0:
         raise ConfigError(f"--write-chance {write_chance:g} is not a probability; use a number from 0 to 1")
+    if write == WRITE_BACK and (tiers is None or not tiers.storage):
+        raise ConfigError("--write write_back needs a storage tier to write to; add --disk-bytes or --tier")
     return Question(
         source,
         named,
