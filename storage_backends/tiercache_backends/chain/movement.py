@@ -236,14 +236,15 @@ class Mover:
         """Wait until what the tier above evicts next was copied from it, or `time.monotonic()` is `until`.
 
         Without this, promoted objects would evict those above that no other tier has. Returns whether it was
-        copied, or cannot be because the target takes no objects.
+        copied, or cannot be because the target takes no objects; False at once if the tier above cannot say
+        what it evicts next.
         """
         with self._changed:
             while self._queue or self._copying or self._write_back.is_due(self._above()):
                 left = until - time.monotonic()
                 if not self.target.is_writable:
                     break
-                if left <= 0 or self._closed:
+                if left <= 0 or self._closed or self._write_back.is_blind:
                     return False
                 self._is_awaited = True
                 self._changed.notify_all()
@@ -314,7 +315,7 @@ class Mover:
             try:
                 found = self._write_back.look(above)
             except StorageError:
-                return  # the tier that cannot be asked is left out soon
+                return  # it is asked again at the next look at this tier
             if found is not None:
                 source, entries = found
                 self.offer([Job(entry.key, source) for entry in entries], deleted)

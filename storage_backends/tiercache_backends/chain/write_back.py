@@ -50,6 +50,8 @@ class WriteBack:
         self.step = 1
         """Bytes that are written or read there before it is looked at again."""
         self._looked_at = 0.0
+        self.is_blind = False
+        """Whether the last look failed, so that what will be evicted is not known."""
 
     def reset(self) -> None:
         """Look at the tier above again as soon as possible, because copies may have failed."""
@@ -75,6 +77,15 @@ class WriteBack:
 
         Raises StorageError if a tier cannot be asked.
         """
+        is_blind = True
+        try:
+            found = self._look(above)
+            is_blind = False
+        finally:
+            self.is_blind = is_blind
+        return found
+
+    def _look(self, above: Sequence[Tier]) -> tuple[Tier, list[ScanEntry]] | None:
         if (source := _nearest(above)) is None:
             return None
         moved = source.figures.moved_bytes
