@@ -1,0 +1,501 @@
+"""Restores and write-through of a controller, beside each of their legs alone: JSON lines, then a table.
+
+    python -m tests.benchmarks.restore [--tokens 2048,8192,32768] [--store file,lmdb,shared,stream,tcp]
+        [--rounds 5] [--directory DIRECTORY]
+
+A prompt has the bytes of Qwen3-Next: pages of 64 tokens (1.5 MiB) and one state at its end (73.7 MiB). Device
+pools are in CPU memory. `shared` and `stream` are the two planes of a daemon on a unix socket, `tcp` is a
+daemon on loopback; each serves a `file` store.
+
+    restore   whole: from `lookup` until every layer is in its device slots
+              legs:  `get` (the store's batch_get_v2 in one call), `load` (host to device),
+                     `raw` (the bytes of `get` without a store)
+    write     whole: from `commit` until storage has acknowledged every object; nothing is synced
+              legs:  `copy` (device to host), `set` (the store's batch_set_v2 in one call)
+
+The sides of a row take turns on the same memory, and every byte that came back is compared. `ratio` is the
+time of the slower leg (of a write: of `set`) in that of the whole, and `raw_ratio` is the same with `raw` for
+`get`. Figures are medians; `cpu_ms` is the processor time of this process, without that of a daemon.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple, Self
+
+import numpy as np
+from blake3 import blake3
+
+from tests.pools.tensors import STORAGE, ArrayTensor
+from tiercache.cli import children
+from tiercache.config.urls import storage_url
+from tiercache.controller import ControllerOptions, HybridCacheController
+from tiercache.core import (
+    CacheTransferUnits,
+    HitPolicy,
+    Locations,
+    Outcome,
+    PoolName,
+    PoolTransfer,
+    Tier,
+    TokenArray,
+)
+from tiercache.geometry import Geometry, kv_geometry, state_geometry
+from tiercache.keys import Identity, Shard, layout_digest, object_keys, page_keys
+from tiercache.lab.bench.baselines import DIRECT_THREADS, Copier, RawFile, direct_possible, pieces
+from tiercache.lab.bench.machine import drop, machine, warm
+from tiercache.lab.bench.timing import Crew, Side, medians
+from tiercache.models.profile import profile_named
+from tiercache.pools import DevicePool, HostArena
+from tiercache.storage.registry import open_backend
+from tiercache.storage.vectors import take
+
+KV, MAMBA = PoolName.KV, PoolName.MAMBA
+PAGE, LAYERS, STATES = 64, 48, 3
+PAGES = kv_geometry(range(3, LAYERS, 4), kv_heads=2, head_dim=256, dtype="bfloat16", page_size=PAGE)
+STATE = state_geometry(
+    [
+        tensor
+        for layer in range(LAYERS)
+        if layer % 4 != 3
+        for tensor in ((layer, "conv", (8192, 3), "bfloat16"), (layer, "ssm", (32, 128, 128), "float32"))
+    ],
+    PAGE,
+)
+GEOMETRIES = {KV: PAGES, MAMBA: STATE}
+STORES = ("file", "lmdb", "shared", "stream", "tcp")
+TARGETS = {"restore": 0.85, "write": 0.8}
+LAPSE_S = 120.0
+
+
+class Time(NamedTuple):
+    """Medians of one side, in seconds."""
+
+    wall: float
+    cpu: float
+
+
+class Bed:
+    """A controller over a store, whose index and memory the legs alone use as well.
+
+    At first, the store has one prompt of `tokens` tokens, and device and host are empty. `deleting` is the
+    URL by which objects are deleted, if `url` does not permit it.
+    """
+
+    def __init__(self, url: str, tokens: int, deleting: str = "") -> None:
+        self._random = np.random.default_rng(3)
+        self._pages = tokens // PAGE
+        self.nbytes = self._pages * PAGES.nbytes + STATE.nbytes
+        slots = {KV: self._pages + 1, MAMBA: STATES}
+        self._tensors = {pool: self._filled(geometry, slots[pool]) for pool, geometry in GEOMETRIES.items()}
+        self._device = {
+            pool: DevicePool.from_tensors(geometry, self._tensors[pool])
+            for pool, geometry in GEOMETRIES.items()
+        }
+        # All fetches together may hold half of the host: a prompt, so that a restore is one wave.
+        block = PAGES.padded_nbytes
+        blocks = 2 * (self._pages - -STATE.nbytes // block)
+        self._arena = HostArena(blocks * block, block)
+        self.controller = HybridCacheController(
+            Identity("bench", "1", "bfloat16", "bfloat16", "float32", PAGE),
+            self._device,
+            self._arena,
+            open_backend(url),
+            options=ControllerOptions(restore_deadline=60.0, in_flight_share=0.5),
+        )
+        # private: a leg alone is measured with the controller's own store, copies and memory
+        self._context = self.controller._context
+        assert self._context.storage is not None
+        self._storage = self._context.storage
+        self._deleter = open_backend(deleting) if deleting else self._storage.backend
+        self._stored: list[TokenArray] = []
+        self.begin_write(0)
+        self.write(0)
+        self.end_write(0)
+        self.empty()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.controller.close()
+        if self._deleter is not self._storage.backend:
+            self._deleter.close()
+
+    def _filled(self, geometry: Geometry, slots: int) -> dict[tuple[int, str], ArrayTensor]:
+        """Tensors of random bytes, `[slots, *shape]` for each segment."""
+        tensors = {}
+        for s in geometry.segments:
+            array = self._random.integers(0, 1 << 64, slots * s.nbytes // 8, np.uint64).view(STORAGE[s.dtype])
+            tensors[s.layer, s.name] = ArrayTensor(array.reshape(slots, *s.shape), s.dtype)
+        return tensors
+
+    def empty(self) -> None:
+        """Let everything end that is under way; then empty device and host."""
+        while self.controller.tick(0.1):
+            pass
+        for tier in (Tier.DEVICE, Tier.HOST):
+            self.controller.evict(tier)
+
+    def wipe(self) -> None:
+        """Overwrite device and host, so that old bytes cannot be taken for restored ones."""
+        self.wipe_host()
+        for tensors in self._tensors.values():
+            for tensor in tensors.values():
+                tensor.array.fill(0)
+
+    def wipe_host(self) -> None:
+        """Overwrite the host's memory."""
+        np.frombuffer(self._arena.hold(), np.uint8).fill(0)
+
+    # A restore: all of it, and its legs.
+
+    def restore(self, _: int) -> None:
+        """Bring the prompt from the store to the device."""
+        self._admission = self.controller.admit(self.controller.lookup(self._prompt))
+        assert self._admission.wait().depth == self._pages * PAGE
+        for layer in range(LAYERS):
+            self._admission.wait_layer(layer)
+
+    def end_restore(self, _: int) -> None:
+        """Compare what was restored, and end the request."""
+        self._check(self._on_device(self._table(self._admission.restored_states)))
+        self.controller.release(self._admission)
+
+    def take_host(self, _: int = 0) -> None:
+        """Take host objects for a prompt, whose memory is then in `pieces`; `give_host` gives them back."""
+        host = self._context.host
+        self.handles = {KV: host[KV].alloc(self._pages), MAMBA: host[MAMBA].alloc(1)}
+        self.pieces = pieces(list(self._views()))
+
+    def give_host(self, _: int = 0) -> None:
+        """Compare what these host objects hold, and give them back."""
+        self._check(self._on_host())
+        for pool, handles in self.handles.items():
+            self._context.host[pool].free(handles)
+
+    def get(self, _: int) -> None:
+        """Read the prompt from the store into host objects."""
+        self._expect(self._storage.batch_get_v2(self._transfers()), Outcome.HIT)
+
+    def begin_load(self) -> None:
+        """Fill host objects and take device slots."""
+        self.get(0)
+        self._slots = {pool: self._device[pool].alloc(len(h)) for pool, h in self.handles.items()}
+
+    def load(self, _: int) -> None:
+        """Copy the prompt from host objects to device slots."""
+        self._context.engine.load(self._units(self.handles, self._slots)).wait()
+
+    def end_load(self, n: int) -> None:
+        """Compare what was loaded, and give everything back."""
+        self._check(self._on_device(self._slots))
+        for pool, slots in self._slots.items():
+            self._device[pool].free(slots)
+        self.give_host(n)
+
+    # A write: all of it, and its legs.
+
+    def begin_write(self, _: int) -> None:
+        """Begin a request whose prompt nobody has, and "compute" it; the store is empty."""
+        self.empty()
+        for tokens in self._stored:
+            keys = page_keys(self._context.namespace, tokens, PAGE)
+            for pool, geometry in GEOMETRIES.items():
+                layout = layout_digest(pool, geometry.fingerprint, Shard())
+                self._deleter.delete(object_keys(pool, layout, keys if pool is KV else keys[-1:]))
+        self._stored.clear()
+        self._prompt = self._random.integers(0, 150_000, self._pages * PAGE + 1, np.uint64)
+        self._keys = page_keys(self._context.namespace, self._prompt, PAGE)
+        self._admission = self.controller.admit(self.controller.lookup(self._prompt), states=1)
+        assert self._admission.wait().depth == 0
+        self._states = self._admission.take_states()
+        self._expected = self._on_device(self._table(self._states))
+
+    def write(self, _: int) -> None:
+        """Commit the prompt, and wait until storage has taken all of it."""
+        end = time.monotonic() + LAPSE_S
+        sequence = self._prompt[: self._pages * PAGE]
+        self.controller.commit(self._admission, sequence, {len(sequence): self._states})
+        while self._context.in_flight.count("write") or self.controller.unstored:
+            self.controller.tick(0.1)
+            assert time.monotonic() < end, "storage has not taken everything"
+
+    def end_write(self, n: int) -> None:
+        """End the request, and compare what the store has."""
+        self._stored.append(self._prompt)
+        self.controller.release(self._admission)
+        self.empty()
+        self.wipe_host()
+        self.take_host()
+        self.get(n)
+        self.give_host(n)
+        self._storage.backend.flush()
+
+    def copy(self, _: int) -> None:
+        """Copy the prompt from device slots to host objects."""
+        self._context.engine.store(self._units(self._table(self._states), self.handles)).wait()
+
+    def set(self, _: int) -> None:
+        """Write host objects to the store."""
+        self._expect(self._storage.batch_set_v2(self._transfers()), Outcome.STORED)
+
+    def end_copy(self, n: int) -> None:
+        """Compare what was copied, and end the request."""
+        self.give_host(n)
+        self.controller.release(self._admission)
+
+    def end_set(self, n: int) -> None:
+        """Compare what the store has, and end the request."""
+        self.give_host(n)
+        self.end_write(n)
+
+    def _views(self) -> Iterator[memoryview]:
+        """Yield the memory of the host objects that are taken, in order, padded to whole blocks of 4 KiB."""
+        for pool, handles in self.handles.items():
+            for handle in handles.tolist():
+                yield from take(self._context.host[pool].buffers(handle), 0, GEOMETRIES[pool].padded_nbytes)
+
+    def _transfers(self) -> list[PoolTransfer]:
+        last, parent = self._keys[-1], self._keys[-2]
+        return [
+            PoolTransfer(
+                KV, self._keys, self.handles[KV],
+                depths=range(1, self._pages + 1),
+                parents=[b"", *self._keys[:-1]],
+            ),
+            PoolTransfer(
+                MAMBA, [last], self.handles[MAMBA], hit_policy=HitPolicy.TRAILING_PAGES,
+                depths=[self._pages],
+                parents=[parent],
+            ),
+        ]  # fmt: skip
+
+    def _units(
+        self, sources: Mapping[PoolName, Locations], destinations: Mapping[PoolName, Locations]
+    ) -> list[CacheTransferUnits]:
+        return [CacheTransferUnits(pool, at, destinations[pool]) for pool, at in sources.items()]
+
+    def _table(self, states: Mapping[PoolName, int]) -> dict[PoolName, Locations]:
+        return {KV: self._admission.pages[KV][: self._pages], MAMBA: np.array([states[MAMBA]])}
+
+    def _on_device(self, table: Mapping[PoolName, Locations]) -> bytes:
+        """Digest of the objects in device slots."""
+        digest = blake3()
+        for pool, slots in table.items():
+            for slot in slots.tolist():
+                for tensor in self._tensors[pool].values():
+                    digest.update(tensor.array[slot].reshape(-1).view(np.uint8).data)
+        return digest.digest()
+
+    def _on_host(self) -> bytes:
+        """Digest of the host objects that are taken."""
+        digest = blake3()
+        for pool, handles in self.handles.items():
+            for handle in handles.tolist():
+                for view in take(self._context.host[pool].buffers(handle), 0, GEOMETRIES[pool].nbytes):
+                    digest.update(view)
+        return digest.digest()
+
+    def _check(self, digest: bytes) -> None:
+        assert digest == self._expected, "other bytes came back than were written"
+
+    def _expect(self, outcomes: Mapping[PoolName, Sequence[Outcome]], wanted: Outcome) -> None:
+        assert all(set(each) == {wanted} for each in outcomes.values()), f"not all are {wanted}: {outcomes}"
+
+
+def restores(bed: Bed, files: Path, rounds: int, *, cold: bool, raw: Side | None) -> dict[str, Time]:
+    """Compare a restore with its legs; the page cache has the files of the store, or has not if `cold`."""
+
+    def prepare(_: int) -> None:
+        bed.empty()
+        bed.wipe()
+        (drop if cold else warm)(files)
+
+    def prepare_get(n: int) -> None:
+        prepare(n)
+        bed.take_host()
+
+    def prepare_load(n: int) -> None:
+        prepare_get(n)
+        bed.begin_load()
+
+    sides = [
+        Side("whole", bed.restore, prepare, bed.end_restore),
+        Side("get", bed.get, prepare_get, bed.give_host),
+        Side("load", bed.load, prepare_load, bed.end_load),
+    ]
+    if raw is not None:
+        sides.append(replace(raw, before=prepare_get, after=bed.give_host))
+    return measure(sides, rounds)
+
+
+def writes(bed: Bed, rounds: int) -> dict[str, Time]:
+    """Compare a write-through with its legs."""
+
+    def prepare_copy(n: int) -> None:
+        bed.begin_write(n)
+        bed.take_host()
+
+    def prepare_set(n: int) -> None:
+        prepare_copy(n)
+        bed.copy(n)
+
+    return measure(
+        [
+            Side("whole", bed.write, bed.begin_write, bed.end_write),
+            Side("copy", bed.copy, prepare_copy, bed.end_copy),
+            Side("set", bed.set, prepare_set, bed.end_set),
+        ],
+        rounds,
+    )
+
+
+def measure(sides: Sequence[Side], rounds: int) -> dict[str, Time]:
+    """Return the medians of all sides, which take turns."""
+    cpu: dict[str, list[float]] = {side.name: [] for side in sides}
+
+    def with_cpu(side: Side) -> Side:
+        def run(n: int) -> None:
+            started = time.process_time()
+            side.run(n)
+            if n:
+                cpu[side.name].append(time.process_time() - started)
+
+        return replace(side, run=run)
+
+    wall = medians([with_cpu(side) for side in sides], rounds)
+    return {name: Time(wall[name], statistics.median(times)) for name, times in cpu.items()}
+
+
+def raw_sides(bed: Bed, store: str, path: Path, stack: ExitStack) -> tuple[Side | None, Side | None]:
+    """Return ways to read the bytes of a prompt without a store: page cache warm, and cold."""
+    if store not in ("file", "lmdb"):
+        return None, None
+    one, two, many = (stack.enter_context(Crew(threads)) for threads in (1, 2, DIRECT_THREADS))
+    bed.take_host()
+    bed.get(0)
+    nbytes = sum(piece.view.nbytes for piece in bed.pieces)
+    file = stack.enter_context(RawFile(path, nbytes))
+    file.write(bed.pieces, 0, one)
+    file.sync()
+    bed.give_host()
+    if store == "lmdb":
+        copier = stack.enter_context(Copier(file.map(nbytes)))
+        return Side("raw", lambda _: copier.copy(bed.pieces, one)), None
+    past = stack.enter_context(RawFile(path, nbytes, direct=direct_possible(path.parent)))
+    return (
+        Side("raw", lambda _: file.read(bed.pieces, 0, two)),
+        Side("raw", lambda _: past.read(bed.pieces, 0, many)),
+    )
+
+
+def urls_of(store: str, directory: Path, capacity: int, stack: ExitStack) -> tuple[str, str]:
+    """Return the URLs of a new store (see `Bed`); starts a daemon where there is to be one."""
+    if store in ("file", "lmdb"):
+        return storage_url(store, directory / "store", capacity=capacity, durability="process"), ""
+    # The path of a unix socket may have some 100 bytes only.
+    sockets = stack.enter_context(tempfile.TemporaryDirectory(prefix="tiercache-bench-"))
+    command = children.command(
+        "tiercache.cli", "serve", "--directory", str(directory), "--disk-bytes", str(capacity),
+        "--listen", "127.0.0.1:0", "-o", "jsonl",
+    )  # fmt: skip
+    environment = os.environ | {"TIERCACHE_SOCKETS": sockets}
+    daemon = stack.enter_context(
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
+        )
+    )
+    stack.callback(daemon.terminate)
+    assert daemon.stdout is not None
+    rows = map(json.loads, daemon.stdout)
+    address = next(row["address"] for row in rows if row.get("transport") == "tcp")
+    if store == "tcp":
+        return storage_url("grpc", address=address), storage_url("grpc", sockets)
+    return storage_url("grpc", sockets, plane=store), ""
+
+
+def rows_of(store: str, tokens: int, rounds: int, directory: Path) -> Iterator[dict[str, object]]:
+    """Yield the rows of one store and one length of prompt."""
+    with ExitStack() as stack:
+        need = tokens // PAGE * PAGES.nbytes + STATE.nbytes
+        url, deleting = urls_of(store, directory, 3 * need + (256 << 20), stack)
+        bed = stack.enter_context(Bed(url, tokens, deleting))
+        sides = raw_sides(bed, store, directory / "raw", stack)
+        for cold, raw in enumerate(sides):
+            if store == "file" or not cold:
+                times = restores(bed, directory, rounds, cold=bool(cold), raw=raw)
+                yield row_of("restore", store, "cold" if cold else "warm", tokens, bed.nbytes, times)
+        yield row_of("write", store, "", tokens, bed.nbytes, writes(bed, rounds))
+
+
+def row_of(
+    what: str, store: str, cache: str, tokens: int, nbytes: int, times: Mapping[str, Time]
+) -> dict[str, object]:
+    """Return a row of the report."""
+    wall = {name: each.wall for name, each in times.items()}
+    limit = max(wall["get"], wall["load"]) if what == "restore" else wall["set"]
+    row: dict[str, object] = {
+        "benchmark": f"restore.{what}", "store": f"{store} {cache}".strip(), "tokens": tokens,
+        "mib": nbytes >> 20,
+        "gb_s": round(nbytes / wall["whole"] / 1e9, 2),
+        "ms": {name: round(seconds * 1e3, 1) for name, seconds in wall.items()},
+        "cpu_ms": {name: round(each.cpu * 1e3, 1) for name, each in times.items()},
+        "ratio": round(limit / wall["whole"], 2), "target": TARGETS[what],
+    }  # fmt: skip
+    if "raw" in wall:
+        row["raw_ratio"] = round(max(wall["raw"], wall["load"]) / wall["whole"], 2)
+    return row
+
+
+def table(rows: Sequence[Mapping[str, object]]) -> Iterator[str]:
+    """Yield the lines of a table of all rows."""
+    yield "| | tokens | MiB | whole | legs | ratio | raw ratio | target |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for row in rows:
+        times = row["ms"]
+        assert isinstance(times, dict)
+        legs = ", ".join(f"{name} {ms:.0f}" for name, ms in times.items() if name != "whole")
+        yield (
+            f"| {str(row['benchmark']).partition('.')[2]} {row['store']} | {row['tokens']} | {row['mib']} |"
+            f" {times['whole']:.0f} ms, {row['gb_s']} GB/s | {legs} | {row['ratio']} |"
+            f" {row.get('raw_ratio', '-')} | {row['target']} |"
+        )
+
+
+def main() -> None:
+    """Print all rows."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tokens", default="2048,8192,32768", help="lengths of the prompts")
+    parser.add_argument("--store", default=",".join(STORES), help="stores to measure")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds that count")
+    parser.add_argument("--directory", default=tempfile.gettempdir(), help="where the stores are put")
+    asked = parser.parse_args()
+    profile = profile_named("qwen3-next-80b-a3b")
+    assert (PAGES.nbytes, STATE.nbytes) == (profile.kv_bytes_per_token * PAGE, profile.state_bytes)
+    print(machine(Path(asked.directory), direct=direct_possible(Path(asked.directory))), file=sys.stderr)
+    rows = []
+    for store in asked.store.split(","):
+        for tokens in map(int, asked.tokens.split(",")):
+            with tempfile.TemporaryDirectory(prefix=".benchmark-", dir=asked.directory) as directory:
+                for row in rows_of(store, tokens, asked.rounds, Path(directory).absolute()):
+                    rows.append(row)
+                    print(json.dumps(row), flush=True)
+    print(*table(rows), sep="\n", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
