@@ -63,20 +63,12 @@ class Appraiser:
 
     def of(self, nodes: Sequence[Node], rate: float) -> list[Appraisal]:
         """Return the values of these nodes, and note them as reported."""
-        columns = self._columns
-        for node in nodes:
-            columns.mark(node)
-        columns.sync()
-        return self._report(np.array([node.row for node in nodes], np.int64), rate, -1.0)
+        return self._report(self._columns.rows_of(nodes), rate, -1.0)
 
     def chance(self, nodes: Sequence[Node], ticks: float) -> Ranks:
         """Return the probability that a hit ends at each of these nodes within `ticks` ticks."""
         columns = self._columns
-        for node in nodes:
-            if node.row < 0:
-                columns.mark(node)
-        columns.sync()
-        return self._policy.chance(columns.view(np.array([node.row for node in nodes], np.int64)), ticks)
+        return self._policy.chance(columns.view(columns.rows_of(nodes)), ticks)
 
     def changed(self, rate: float) -> list[Appraisal]:
         """Return the values that differ by more than `_TOLERANCE` from what was last reported.

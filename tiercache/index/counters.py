@@ -141,22 +141,36 @@ class Counters:
                 return
             self._mark(node)
 
-    def pin(self, node: Node, tier: Tier, by: int) -> None:
-        """Add `by` (+1 or -1) to the counts of pins in `tier`.
+    # A node counts the pins that end on it, and its children that are pinned themselves. So a pin below a
+    # pinned node, or a pin that moves along a path, changes only the nodes on which the path differs:
+    #   a --- b --- c        pins end on b and c:  a 1, b 2, c 1
+    #   a --- b --- c        the pin on c ends:    a 1, b 1, c 0
 
-        This changes the count of every node on the path to `node`, and the count of the state of `node`.
-        """
-        # The first pin makes a node's pages unevictable. The last release makes them evictable again, and
-        # marks the node. The first pin marks nothing: the queue checks each unit before it returns the unit.
-        for at in node.path():
-            before = at.pins[tier]
-            at.pins[tier] = after = before + by
-            if not before:
+    def pin(self, node: Node, tier: Tier) -> None:
+        """Hold the pages of the path to `node` in `tier`, and the state of `node`."""
+        # Nothing is marked: the queue checks each unit before it returns the unit.
+        if not node.state_pins[tier]:
+            self._add_evictable(node, tier, -1, self._states)
+        node.state_pins[tier] += 1
+        at, held = node, False
+        while not held and (parent := at.parent) is not None:
+            held = at.pins[tier] > 0
+            at.pins[tier] += 1
+            if not held:
                 self._add_evictable(at, tier, -1, self._pages)
-            elif not after:
+            at = parent
+
+    def unpin(self, node: Node, tier: Tier) -> None:
+        """End one hold of `pin`. Marks the nodes whose pages can be evicted again as leaves."""
+        node.state_pins[tier] -= 1
+        if not node.state_pins[tier]:
+            self._add_evictable(node, tier, +1, self._states)
+        at, held = node, False
+        while not held and (parent := at.parent) is not None:
+            at.pins[tier] -= 1
+            held = at.pins[tier] > 0
+            if not held:
                 self._add_evictable(at, tier, +1, self._pages)
-                self._mark(at)
-        before = node.state_pins[tier]
-        node.state_pins[tier] = before + by
-        if not before or before + by == 0:
-            self._add_evictable(node, tier, -by, self._states)
+                if not at.subtree_counts[tier]:
+                    self._mark(at)
+            at = parent

@@ -9,7 +9,7 @@ of its path (see `CheckpointRules.per_path`) counts as dead weight, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import le, mul
 from typing import Final, NamedTuple, TypeAlias
@@ -154,10 +154,7 @@ class EvictionColumns:
         row, kind = node.row, self.kinds[number].of(node)
         if kind == self._kind[number][row]:
             return kind is not UnitKind.NONE
-        self._write(node)
-        for rows in self._listeners:
-            if rows is not None:
-                rows.append(row)
+        self._update((node,))
         return False
 
     def take(self, node: Node, number: int) -> UnitKind:
@@ -166,16 +163,19 @@ class EvictionColumns:
         self._kind[number][node.row] = UnitKind.NONE
         return kind
 
+    def rows_of(self, nodes: Iterable[Node]) -> npt.NDArray[np.int64]:
+        """Return the rows of some nodes, which are written first if they may be out of date."""
+        at = list(nodes)
+        self._update([node for node in at if node.row < 0 or node in self._marked])
+        for node in at:
+            self._marked.pop(node, None)
+        return np.array([node.row for node in at], np.int64)
+
     def sync(self) -> None:
         """Write the rows of all marked nodes."""
         if not self._marked:
             return
-        listeners = [rows for rows in self._listeners if rows is not None]
-        for node in self._marked:
-            if node.parent is not None:
-                self._write(node)
-                for rows in listeners:
-                    rows.append(node.row)
+        self._update([node for node in self._marked if node.parent is not None])
         self._marked.clear()
         for number, waiting in enumerate(self._listeners):
             if waiting is not None and len(waiting) > 2 * len(self.nodes) + _MAX_WAITING:
@@ -225,6 +225,14 @@ class EvictionColumns:
 
     def _by_kind_of(self, row: int, number: int) -> tuple[int, ...]:
         return tuple(int(column[number, row]) for column in self.by_kind.values())
+
+    def _update(self, nodes: Iterable[Node]) -> None:
+        """Write the rows of some nodes, and record them as changed."""
+        listeners = [rows for rows in self._listeners if rows is not None]
+        for node in nodes:
+            self._write(node)
+            for rows in listeners:
+                rows.append(node.row)
 
     def _write(self, node: Node) -> None:
         row = node.row

@@ -117,15 +117,17 @@ def _check_announcements(node: Node) -> None:
 
 
 def _check_pins(tree: RadixTree, nodes: list[Node]) -> None:
-    pins = [Counter[Node]() for _ in Tier]
+    held = [set[Node]() for _ in Tier]
     for pin in tree._pins:
         assert not pin.node.is_removed, f"{_name(pin.node)} was removed while pinned"
         for tier in pin.tiers:
-            pins[tier].update(pin.node.path())
+            held[tier].update(pin.node.path())
     ends = Counter(pin.node for pin in tree._pins)
     for node in nodes:
-        assert node.pins == [pins[tier][node] for tier in Tier], f"{_name(node)} counts pins {node.pins}"
         at_end = [sum(pin.node is node and tier in pin.tiers for pin in tree._pins) for tier in Tier]
+        below = [sum(child in held[tier] for child in node.children.values()) for tier in Tier]
+        pins = [here + under if node.parent else 0 for here, under in zip(at_end, below, strict=True)]
+        assert node.pins == pins, f"{_name(node)} counts pins {node.pins}, there are {pins}"
         assert node.state_pins == at_end, (
             f"{_name(node)} counts pins {node.state_pins} of its state, there are {at_end}"
         )

@@ -192,7 +192,10 @@ class Node:
         Ignored while the node is a branch.
         """
         self.pins = [0] * len(Tier)
-        """By tier: number of pins that end on or below this node. They hold the node's pages."""
+        """By tier: number of pins that end on this node, and of its children that are pinned in this sense.
+
+        The node's pages are held while this is not 0.
+        """
         self.state_pins = [0] * len(Tier)
         """By tier: number of pins that end on this node. They hold the node's state as well."""
         self.ends = 0

@@ -17,7 +17,7 @@ from tiercache.index.base import Match, Span
 from tiercache.index.counters import Counters
 from tiercache.index.eviction_order import EvictionColumns
 from tiercache.index.ghosts import Ghosts
-from tiercache.index.node import Node, Prefixes
+from tiercache.index.node import LOCAL, Node, Prefixes
 
 TOKEN_BYTES: Final = 8
 
@@ -133,7 +133,7 @@ class RadixTree:
         """Hold the path to `where` in `tiers`. `Pin.release` calls `release`, which must call `unpin`."""
         pin = Pin(self.node(where), frozenset(tiers), release)
         for tier in pin.tiers:
-            self.counters.pin(pin.node, tier, +1)
+            self.counters.pin(pin.node, tier)
         pin.node.ends += 1
         self._pins.add(pin)
         return pin
@@ -142,10 +142,13 @@ class RadixTree:
         """End the hold of a pin."""
         self._pins.remove(pin)
         for tier in pin.tiers:
-            self.counters.pin(pin.node, tier, -1)
-        pin.node.ends -= 1
-        self._columns.mark(pin.node)
-        self.tidy(pin.node)
+            self.counters.unpin(pin.node, tier)
+        node = pin.node
+        node.ends -= 1
+        # The node may have become a unit again: its state, or all of it if only storage has its objects.
+        if (pin.tiers and node.states is not None) or not (node.ends or node.resident_mask & LOCAL):
+            self._columns.mark(node)
+        self.tidy(node)
 
     def holds_only(self, pins: Iterable[Pin]) -> bool:
         """Return whether the pins that are not released yet are exactly `pins`."""
@@ -303,7 +306,7 @@ class RadixTree:
             node.state_pools,
             node.extra,
         )
-        upper.pins = list(node.pins)
+        upper.pins = [int(pins > 0) for pins in node.pins]
         upper.last_access, upper.hits, upper.nearest_state = node.last_access, node.hits, node.nearest_state
         upper.expected = node.expected
         upper.children = {node.edge[cut : cut + self._page_bytes]: node}
@@ -337,7 +340,7 @@ class RadixTree:
         (child,) = node.children.values()
         parent = node.parent
         assert parent is not None, "a root is never merged"
-        assert node.pins == child.pins, "a node on which no pin ends has the same pins as its only child"
+        assert node.pins == [int(pins > 0) for pins in child.pins], "only the child can be pinned"
         self.counters.add(node, -1)
         self.counters.add(child, -1)
         parent.children[node.edge[: self._page_bytes]] = child
