@@ -107,6 +107,24 @@ def test_every_pool_must_be_there():
     assert index.match(tokens_of((1, 2, 3), 1)).depth == 1
 
 
+def test_an_insert_after_a_held_node_looks_at_the_pages_behind_it_only():
+    """The edge behind the node is split as by an insert from the root, and a new page gets its slot."""
+    h = Harness(MAMBA)
+    h.insert((1, 2), 2)
+    h.insert((1, 2, 3, 4), 4)
+    node = h.match((1, 2)).node
+    slots = np.array([100, 101, 202, 300])
+    with h.index.pinned(node, Tier.DEVICE):
+        answer = h.index.insert(tokens_of((1, 2, 3, 9)), {KV: slots}, {4: {MAMBA: 300}}, after=node)
+        h.index.check_integrity()
+    assert (answer.start, answer.depth, answer.node.end) == (2, 4, 4)
+    pages = answer.pages[KV]
+    assert (pages.table.tolist(), pages.adopted.tolist()) == ([202, 300], [False, True])
+    assert not (pages.duplicate | pages.private).any()
+    assert h.edges == [(1, 2), (1, 2, 3), (1, 2, 3, 4), (1, 2, 3, 9)]
+    assert h.match((1, 2, 3, 9)).depth == 4
+
+
 def test_extras_do_not_share_and_empty_roots_go():
     h = Harness()
     h.insert((1, 2))

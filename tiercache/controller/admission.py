@@ -23,9 +23,9 @@ from tiercache.controller.allocation import DeviceFence
 from tiercache.controller.context import ControllerContext
 from tiercache.controller.prefetch import Lookup, Prefetch, Step
 from tiercache.controller.prefetch_rules import PrefetchPolicy, PrefetchRules
-from tiercache.controller.request_slots import RequestSlots
+from tiercache.controller.request_slots import RequestSlots, leading
 from tiercache.controller.restore import DeviceRestore, Sources, count_restore
-from tiercache.core import ABSENT, Locations, Mask, PoolName, Reason, Tier, TokenArray, reusable_pages
+from tiercache.core import ABSENT, Locations, PoolName, Reason, Tier, TokenArray, reusable_pages
 from tiercache.errors import AdmissionError, InputError
 from tiercache.index import Inserted, Match, Node, Origin, PathLocations, Pin
 from tiercache.policy import CheckpointKind
@@ -244,6 +244,14 @@ class Admission:
                 " whole sequence from its start"
             )
 
+    def held_node(self, depth: int) -> Node | None:
+        """Return the deepest pinned node within `depth` pages up to whose end all slots are the index's.
+
+        Returns None if there is none.
+        """
+        first = self.slots.first_own(min(depth, self._pinned_depth))
+        return next((node for node in self._pin.node.path() if node.end <= first), None)
+
     def on_committed(self, inserted: Inserted, tokens: TokenArray, fence: DeviceFence | None) -> None:
         """Update the slots, the pin and the known sequence after a commit of `tokens` (whole pages).
 
@@ -455,7 +463,7 @@ class Admission:
         """Return the deepest restorable depth, in pages, of which every page and state is on the device."""
         index = self._context.index
         near = index.node_at(match, match.near_depth)
-        run = min(_leading(at.device >= 0) for at in index.locations(near, match.near_depth).pages.values())
+        run = min(leading(at.device >= 0) for at in index.locations(near, match.near_depth).pages.values())
         if not index.state_pools:
             return run
         for depth in sorted(match.restorable, reverse=True):
@@ -465,8 +473,3 @@ class Admission:
             if all(state.device >= 0 for state in states.values()):
                 return depth
         return 0
-
-
-def _leading(flags: Mask) -> int:
-    """Return the number of set flags before the first flag that is not set."""
-    return len(flags) if flags.all() else int(flags.argmin())

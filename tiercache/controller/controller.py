@@ -320,6 +320,7 @@ class HybridCacheController:
             admission.lookup.extra,
             checkpoints=admission.checkpoint_kinds,
             origin=admission.origin,
+            after=admission.held_node(full),
         )
         admission.on_committed(inserted, sequence[: full * self.page_size], fence)
         # Write-through also gets the depth of the restored state, because storage may lack this state.

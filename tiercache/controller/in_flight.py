@@ -54,6 +54,8 @@ class EventQueue:
         #   1. owner: finds the queue empty
         #   2. other thread: posts an event, and sets the flag
         #   3. owner: clears the flag; `wait` then sleeps although an event is queued
+        if not self.arrived.is_set():  # of an event that is queued already, the flag follows at once
+            return
         self.arrived.clear()
         while True:
             try:

@@ -88,6 +88,10 @@ class RequestSlots:
         self._has_table = True
         return need
 
+    def first_own(self, limit: int) -> int:
+        """Return the first page below `limit` whose slot belongs to this request alone; `limit` if none."""
+        return min(leading(~own[:limit]) for own in self.own.values())
+
     def take_back(self, pool: PoolName, slots: Locations) -> None:
         """Take slots back from the index, because the load that should fill them has failed.
 
@@ -170,19 +174,20 @@ class RequestSlots:
         a *duplicate* if the index has the page in another slot. The slot of this request is then freed when
         the device has passed `fence`; until then, the device may write to the slot.
         """
-        #   page        0             inserted.depth     total
-        #   own         |  -   x   x   x   |   x   x   x   |   before the commit
-        #   adopted     |      x       x   |               |   the index took the slot of this request
-        #   duplicate   |          x       |               |   the index has the page in another slot
-        #   table       |  i   i   i   i   |   r   r   r   |   i: slot of the index, r: of this request
-        #   own         |  -   -   -   -   |   x   x   x   |   after the commit
+        #   page        0         inserted.start        inserted.depth     total
+        #   own         |  -   -   -   |  -   x   x   x   |   x   x   x   |   before the commit
+        #   adopted     |              |      x       x   |               |   the index took the slot
+        #   duplicate   |              |          x       |               |   the index has the page elsewhere
+        #   table       |  i   i   i   |  i   i   i   i   |   r   r   r   |   i: slot of the index, r: own
+        #   own         |  -   -   -   |  -   -   -   -   |   x   x   x   |   after the commit
+        here = slice(inserted.start, inserted.depth)
         duplicates: dict[PoolName, Locations] = {}
         for pool, pages in inserted.pages.items():
-            table, own = self.table[pool].copy(), self.own[pool][: inserted.depth]
+            table, own = self.table[pool].copy(), self.own[pool][here]
             if (mine := pages.duplicate & own).any():
-                duplicates[pool] = table[: inserted.depth][mine]
+                duplicates[pool] = table[here][mine]
             own &= ~(pages.adopted | pages.duplicate)
-            table[: inserted.depth] = pages.table
+            table[here] = pages.table
             self.table[pool] = table
         if duplicates:
             self._context.device_work.retire(duplicates, fence)
@@ -204,3 +209,8 @@ class RequestSlots:
         """
         self._open = False
         return self.private()
+
+
+def leading(flags: Mask) -> int:
+    """Return the number of set flags before the first flag that is not set."""
+    return len(flags) if flags.all() else int(flags.argmin())

@@ -253,12 +253,14 @@ class _Plan:
     def copy_stored(self) -> None:
         """Copy to the host the objects that storage has and the host lacks, as far as blocks are free."""
         context = self._context
-        self.at = 0
-        self.states = self._stored
-        self.held = {pool: np.zeros(self._depth, np.bool_) for pool in self.located}
         self.copies = {
             pool: at.stored & (at.device >= 0) & (at.host == ABSENT) for pool, at in self.located.items()
         }
+        if not self._stored and not any(mask.any() for mask in self.copies.values()):
+            return
+        self.at = 0
+        self.states = self._stored
+        self.held = {pool: np.zeros(self._depth, np.bool_) for pool in self.located}
         self._costs = self._sum_up()
         blocks = min(context.arena.available, context.in_flight.copying.left)
         if blocks and (end := int(np.searchsorted(self._costs, blocks, "right")) - 1):
@@ -428,6 +430,9 @@ class WriteThrough:
         """
         context, held_up = self._context, self._is_held_up
         to_storage = context.storage is not None and not commit.is_for_host
+        tiers = (Tier.HOST, Tier.STORAGE) if to_storage else (Tier.HOST,)
+        if is_new and _is_settled(node, commit.states if context.index.state_pools else (), tiers):
+            return True  # the usual case of a sequence that was served before: nothing to plan
         plan = _Plan(context, node, depth, commit.states, commit.at, to_storage=to_storage)
         if is_new and commit.is_for_host and not plan.fits:
             to_storage, commit.is_for_host = True, False
@@ -481,6 +486,19 @@ class WriteThrough:
     def _give_up(self, objects: Counter[PoolName], reason: str) -> None:
         for pool, count in objects.items():
             self._context.give_up(pool, reason, count)
+
+
+def _is_settled(node: Node, state_depths: Iterable[int], tiers: Iterable[Tier]) -> bool:
+    """Return whether each tier has all pages of the path to `node`, and the states at these depths."""
+    left = set(state_depths)
+    for at in node.path():
+        if not all(at.has_pages(tier) for tier in tiers):
+            return False
+        if at.end in left:
+            left.remove(at.end)
+            if not all(at.has_state(tier) for tier in tiers):
+                return False
+    return not left
 
 
 def _begins(commit: _Waiting, other: _Waiting) -> bool:

@@ -94,7 +94,7 @@ class PathLocations(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class InsertedPages:
-    """Result for the slots that a request handed in, one entry a page of [0, depth).
+    """Result for the slots that a request handed in, one entry a page of [start, depth).
 
     At most one of the three masks is set for a page. If none is set, the index owned the slot before.
     """
@@ -126,6 +126,8 @@ class Inserted:
 
     node: Node
     """Node whose edge holds the last page of [0, depth)."""
+    start: int
+    """First page that was looked at; the slots of the pages before it were the index's already."""
     depth: int
     pages: Mapping[PoolName, InsertedPages]
     adopted_states: tuple[PlacedState, ...]

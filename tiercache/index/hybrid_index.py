@@ -373,12 +373,15 @@ class HybridIndex:
         *,
         checkpoints: Mapping[int, CheckpointKind] | None = None,
         origin: Origin = Origin(),  # noqa: B008 (immutable)
+        after: Node | None = None,
     ) -> Inserted:
         """Insert the device slots of pages [0, d) and of states.
 
         `pages` has one array of shape (d,) per page pool, and `states` the slots by depth and pool.
         `checkpoints` says why each state was taken (default: END). `origin` is the result of `touch` for this
-        request. `InsertedPages` and `Inserted` say what becomes of each slot.
+        request. `after` is a pinned node on the path of `tokens`: the caller guarantees that the slots up to
+        its end are the index's own, and only the pages after it are looked at. `InsertedPages` and `Inserted`
+        say what becomes of each slot.
 
         Refreshes the node with page d - 1, and the nodes that get a state which they did not have. Raises
         InputError, and changes nothing, for arrays that do not fit.
@@ -388,8 +391,10 @@ class HybridIndex:
         depth = check_pages(tree, len(tokens), pages)
         check_states(tree, states, depth)
         self._columns.now += 1
-        node = tree.path_to(tokens[: depth * self.page_size].tobytes(), extra)
-        answer, changed = adopt_pages(tree, node, depth, pages)
+        after = tree.root(extra) if after is None else tree.node(after)
+        assert after.end <= depth, "a commit of fewer pages than are known to be held"
+        node = tree.path_to(after, tokens[after.end * self.page_size : depth * self.page_size].tobytes())
+        answer, changed = adopt_pages(tree, node, after.end, depth, pages)
         adopted, rejected = adopt_states(tree, node, states, self._columns.now, changed)
         for state in adopted:
             self._describe(
@@ -401,7 +406,7 @@ class HybridIndex:
             tree.counters.announce(at)
         node = node.covering(depth)
         self._refresh(node)
-        return Inserted(node, depth, answer, tuple(adopted), tuple(rejected))
+        return Inserted(node, after.end, depth, answer, tuple(adopted), tuple(rejected))
 
     def extend_path(self, tokens: TokenArray, depth: int, extra: bytes = b"") -> Node:
         """Return the node that ends exactly at `depth` of `tokens`, created without objects if it is new.
@@ -417,7 +422,7 @@ class HybridIndex:
                 f" {self.page_size})"
             )
         self._columns.now += 1
-        node = self._tree.path_to(tokens[: depth * self.page_size].tobytes(), extra)
+        node = self._tree.path_to(self._tree.root(extra), tokens[: depth * self.page_size].tobytes())
         return self._tree.split(node, depth) if node.end > depth else node
 
     def prune(self, node: Node) -> None:

@@ -52,11 +52,12 @@ def check_states(tree: RadixTree, states: States, depth: int) -> None:
 
 
 def adopt_pages(
-    tree: RadixTree, node: Node, depth: int, pages: Mapping[PoolName, Locations]
+    tree: RadixTree, node: Node, start: int, depth: int, pages: Mapping[PoolName, Locations]
 ) -> tuple[dict[PoolName, InsertedPages], list[Node]]:
-    """Enter the given slots for those pages [0, depth) of the path to `node` that the device lacks.
+    """Enter the given slots for those pages [start, depth) of the path to `node` that the device lacks.
 
-    Returns the result for every slot, and the changed nodes, which the caller announces (see `Counters`).
+    `pages` has slots from page 0 on. Returns the result for every slot from page `start` on, and the changed
+    nodes, which the caller announces (see `Counters`).
 
         page on the device      given slot
         absent                  adopted
@@ -64,15 +65,15 @@ def adopt_pages(
         present in another      duplicate
         pending                 private: a transfer is filling another slot with the page
     """
-    held = tree.gather(node, depth)[Tier.DEVICE]
+    held = tree.gather(node, depth, start)[Tier.DEVICE]
     absent, present = held == ABSENT, held >= 0
-    given = np.stack([pages[pool] for pool in tree.page_pools])
+    given = np.stack([pages[pool][start:] for pool in tree.page_pools])
     table, duplicate, private = np.where(present, held, given), present & (held != given), held < ABSENT
     missing = absent.any(axis=0)
     # Fast path: usually only the last pages of a deep path are absent.
-    first = int(missing.argmax()) if missing.any() else depth
+    first = int(missing.argmax()) if missing.any() else depth - start
     changed: list[Node] = []
-    for at, edge, part in tree.edge_slices(Span(node, first, depth)):
+    for at, edge, part in tree.edge_slices(Span(node, start + first, depth)):
         if missing[first:][part].any():
             slots, free = given[:, first:][:, part], absent[:, first:][:, part]
             np.copyto(at.where[Tier.DEVICE, :, edge], slots, where=free)
@@ -116,9 +117,9 @@ def adopt_states(
 
 def _complete_depth(node: Node) -> int:
     """Return how many leading pages of the path to `node` every page pool has in some tier."""
-    depth = 0
-    for at in reversed(list(node.path())):
-        depth = at.start + at.complete_pages
-        if depth < at.end:
-            break
+    depth, at = node.end, node
+    while (parent := at.parent) is not None:
+        if at.complete_pages < at.pages:
+            depth = parent.end + at.complete_pages
+        at = parent
     return depth

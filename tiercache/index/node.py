@@ -357,6 +357,15 @@ class Node:
         """Return whether anything of the node itself is present in `tier`."""
         return bool(self.resident_mask >> tier & 1)
 
+    def has_pages(self, tier: Tier) -> bool:
+        """Return whether every page pool has all pages of the edge in `tier`."""
+        pages = self.pages
+        return all(count == pages for count in self.resident[tier][: self.where.shape[1]])
+
+    def has_state(self, tier: Tier) -> bool:
+        """Return whether every state pool has the state at the end in `tier`."""
+        return all(self.resident[tier][self.where.shape[1] :])
+
     def path(self) -> Iterator[Node]:
         """Yield the node and its ancestors, upwards, without the root."""
         node = self

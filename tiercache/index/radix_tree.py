@@ -29,7 +29,7 @@ class Walk(NamedTuple):
     """
 
     path: list[Node]
-    """Nodes that the sequence enters, downwards, without the root."""
+    """Nodes that the sequence enters, downwards, without the node at which the walk began."""
     depth: int
     """Number of pages that the sequence shares with these nodes."""
 
@@ -183,11 +183,11 @@ class RadixTree:
         """Return the root for `extra`, or else a new root that is not in the table of roots yet."""
         return self._roots.get(extra) or Node.root(len(self.page_pools), len(self.state_pools), extra)
 
-    def walk(self, root: Node, data: bytes) -> Walk:
-        """Follow `data`, the tokens of whole pages, from `root` as far as the tree has them."""
+    def walk(self, start: Node, data: bytes) -> Walk:
+        """Follow `data`, the tokens of whole pages, from the end of `start` as far as the tree has them."""
         size = self._page_bytes
         path: list[Node] = []
-        children, at = root.children, 0
+        children, at = start.children, 0
         while at < len(data) and (child := children.get(data[at : at + size])) is not None:
             path.append(child)
             if not data.startswith(child.edge, at):
@@ -219,12 +219,16 @@ class RadixTree:
             if at.start <= span.start:
                 return
 
-    def gather(self, node: Node, depth: int) -> Locations:
-        """Return `out[tier, page pool, page]`: the locations of pages [0, depth) of the path to `node`."""
-        parts = [at.where for at in node.path()]
+    def gather(self, node: Node, depth: int, start: int = 0) -> Locations:
+        """Return `out[tier, page pool, page]`: locations of pages [start, depth) of the path to `node`."""
+        parts: list[Locations] = []
+        at = node
+        while (parent := at.parent) is not None and at.end > start:
+            parts.append(at.where)
+            at = parent
         if not parts:
             return np.empty((len(Tier), len(self.page_pools), 0), np.int64)
-        return np.concatenate(parts[::-1], axis=2)[:, :, :depth]
+        return np.concatenate(parts[::-1], axis=2)[:, :, start - at.end : depth - at.end]
 
     def page_keys(self, node: Node, depth: int, start: int) -> list[bytes]:
         """Return the keys of pages [start, depth) of the path to `node`; each edge keeps its keys."""
@@ -257,18 +261,17 @@ class RadixTree:
     # -- growing and shrinking
     # -----------------------------------------------------------------------------------------
 
-    def path_to(self, data: bytes, extra: bytes) -> Node:
-        """Return the node that covers the last page of `data`.
+    def path_to(self, start: Node, data: bytes) -> Node:
+        """Return the node that covers the last page of `data`, which follows the end of `start`.
 
         Creates the missing part of the path, without objects.
         """
-        root = self.root(extra)
-        path, depth = self.walk(root, data)
-        node = path[-1] if path else root
+        path, depth = self.walk(start, data)
+        node = path[-1] if path else start
         if depth * self._page_bytes == len(data):
             return node
-        if node.end > depth:
-            node = self.split(node, depth)
+        if node.end > start.end + depth:
+            node = self.split(node, start.end + depth)
         return self._grow(node, data[depth * self._page_bytes :])
 
     def _grow(self, parent: Node, edge: bytes) -> Node:
