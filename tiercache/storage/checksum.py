@@ -61,9 +61,12 @@ class Checksum:
 
 def checksum(key: ObjectKey, buffers: Sequence[memoryview], length: int) -> bytes:
     """Return the 16-byte checksum of the first `length` bytes of `buffers` under `key`."""
-    whole = Checksum()
-    whole.add(take(buffers, 0, length))
-    return whole.digest(key)
+    views = buffers if len(buffers) == 1 and buffers[0].nbytes == length else take(buffers, 0, length)
+    hasher = xxh3_128()
+    for view in views:
+        hasher.update(view)
+    hasher.update(key.digest)
+    return hasher.digest()
 
 
 class Checksums(NamedTuple):

@@ -215,19 +215,25 @@ class Residents:
             row = self.next[row]
         return int(row)
 
-    def find_many(self, digests: Sequence[bytes]) -> Sequence[int]:
+    def find_many(self, digests: Sequence[bytes]) -> list[int]:
         """Return the row of each digest, or NONE; much faster than `find` for many digests."""
-        if len(digests) < _FEW or set(map(len, digests)) != {DIGEST_BYTES}:
+        if len(digests) < _FEW:
             return [self.find(digest) for digest in digests]
+        found: list[int] = self.rows_of_all(digests).tolist()
+        return found
+
+    def rows_of_all(self, digests: Sequence[bytes]) -> Ints:
+        """Return the row of each digest, or NONE, as an array."""
+        if len(digests) < _FEW or set(map(len, digests)) != {DIGEST_BYTES}:
+            return np.array([self.find(digest) for digest in digests], np.int64)
         words = column_of(digests, DIGEST_BYTES)
         layouts = self._layouts.find_many(words[:, :4], digests)
         nodes = self.pages.find_many(words[:, 4:])
         # In each round, rows with a wrong layout move one step along the chain of their page.
-        rows = np.where(nodes >= 0, self.pages.columns["first"][nodes], NONE)
+        rows = np.where(nodes >= 0, self.pages.columns["first"][nodes], NONE).astype(np.int64)
         while len(wrong := np.flatnonzero((rows >= 0) & (self.columns["layout"][rows] != layouts))):
             rows[wrong] = self.columns["next"][rows[wrong]]
-        found: list[int] = rows.tolist()
-        return found
+        return rows
 
     def add(
         self,
@@ -332,6 +338,17 @@ class Residents:
     def touch(self, row: int) -> None:
         """Record that the object was used just now."""
         self._use(self.page[row])
+
+    def read(self, rows: Ints) -> None:
+        """Record that these objects were read just now, in this order."""
+        hits, ticks = self.hits, self.pages.columns["tick"]
+        for row in rows.tolist():
+            hits[row] = min(hits[row] + 1, 2**32 - 1)
+        # NumPy keeps the last of several values for one index.
+        ticks[self.columns["page"][rows]] = np.arange(self.clock + 1, self.clock + len(rows) + 1)
+        if self.pages.hinted and len(rows):
+            self.pages.values.used(self.clock + 1)
+        self.clock += len(rows)
 
     def renew(self, row: int) -> None:
         """Record that a writer brought an object that is stored already, which counts as a use.

@@ -2,24 +2,56 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from threading import Event
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from tiercache.core import BLOCK_ALIGN, Outcome
-from tiercache_backends.file.records import Extent, Placement
+from tiercache_backends.file.records import Extent, Places
+
+T = TypeVar("T")
 
 
-class Pin(NamedTuple):
-    """Hold on an object for one reader: the object's blocks are not freed until `StoreState.unpin`."""
+class Pins(NamedTuple):
+    """Hold on objects for one reader: their blocks are not freed until `StoreState.unpin`.
 
-    row: int
+    The columns have an entry for each item whose object can be read, in the order of the first blocks.
+    """
+
+    items: list[int]
+    """Index of the item in the call."""
+    rows: list[int]
     """Row of the object in the table of objects."""
-    number: int
+    numbers: list[int]
     """Number of the object's catalog record."""
-    placement: Placement
-    reused: bool
+    lengths: list[int]
+    """Payload bytes."""
+    places: Places
+    checksums: list[bytes]
+    macs: list[bytes]
+    """MACs; zeros if the store keeps none."""
+    reused: list[bool]
     """Whether the object was read before, since the store was opened."""
+
+    def only(self, positions: Sequence[int]) -> Pins:
+        """Return the entries at these positions."""
+
+        def chosen(column: Sequence[T]) -> list[T]:
+            return [column[p] for p in positions]
+
+        starts, blocks, further = self.places
+        left = {i: further[p] for i, p in enumerate(positions) if p in further}
+        return Pins(
+            chosen(self.items),
+            chosen(self.rows),
+            chosen(self.numbers),
+            chosen(self.lengths),
+            Places(chosen(starts), chosen(blocks), left),
+            chosen(self.checksums),
+            chosen(self.macs),
+            chosen(self.reused),
+        )
 
 
 class BatchItem(NamedTuple):

@@ -21,7 +21,7 @@ from typing import Final
 from tiercache.core import BLOCK_ALIGN
 from tiercache.storage.env import Env
 from tiercache.storage.vectors import read_all, write_all
-from tiercache_backends.file.runs import IoRequest, Run, runs_of, shares_of
+from tiercache_backends.file.runs import Batch, Run, runs_of, shares_of
 from tiercache_backends.file.slabs import Slabs
 from tiercache_backends.local.threads import MEMORY_THREADS, ThreadPool
 
@@ -86,11 +86,11 @@ class WritePathSelector:
 
 
 class IoEngine:
-    """Reader and writer of objects. A failure is recorded in the request that it concerns.
+    """Reader and writer of objects. A failure is recorded with the object that it concerns.
 
     A run is a range of blocks that one call moves. A share is a list of runs for one thread (see `runs.py`).
 
-    Thread safety: any thread may call; requests of different objects run in parallel.
+    Thread safety: any thread may call; batches are moved in parallel.
     """
 
     def __init__(self, env: Env, slabs: Slabs, threads: int, *, direct: bool) -> None:
@@ -98,12 +98,10 @@ class IoEngine:
         self._slabs = slabs
         self._direct = direct
         self._threads = ThreadPool(threads, "tiercache-file")
-        self._mutex = Lock()
-        """Guards only `IoRequest.left`. No other lock is taken and no I/O is done while it is held."""
         self._write_path = WritePathSelector()
 
-    def write(self, requests: Sequence[IoRequest]) -> None:
-        """Write payloads in whole blocks; pass each payload to its verifier first.
+    def write(self, batch: Batch) -> None:
+        """Write payloads in whole blocks, and compute their checksums first.
 
         In an object's last block, the bytes after the payload come from the buffers too. If the buffers do
         not reach the end of the block, these bytes are zeros.
@@ -120,14 +118,15 @@ class IoEngine:
 
         self._threads.map(
             write,
-            self._alternating(shares_of(runs_of(requests, _ZEROS, self._slabs.slab_blocks))),
+            self._alternating(shares_of(runs_of(batch, _ZEROS, self._slabs.slab_blocks))),
             MEMORY_THREADS,
         )
         if uncached:
             self._write_uncached(uncached)
+        batch.finish()
 
-    def read(self, requests: Sequence[IoRequest]) -> None:
-        """Fill the buffers with payloads and pass each payload to its verifier.
+    def read(self, batch: Batch) -> None:
+        """Fill the buffers with payloads and compute their checksums.
 
         Bytes of the buffers after the payload may be overwritten.
         """
@@ -137,19 +136,15 @@ class IoEngine:
             for run in runs:
                 if self._cached(run):
                     self._read(run, direct=False)
-                    self._verify_run(run)
-                    continue
-                # Read this run later, past the cache. Until then, the payload of this run and all later
-                # payload of its objects wait in `pending`, so that the verifiers get each object in order:
-                #   runs of an object    1 (cached)      2 (cold)      3 (cached)
-                #   verifier             gets 1 now      gets 2 and 3 when run 2 was read
-                for request, payload, _ in run.parts:
-                    request.left += 1
-                    request.pending.append(payload)
-                cold.append(run)
+                    batch.verify(run.pieces)
+                else:
+                    batch.postpone(run)
+                    cold.append(run)
 
-        self._threads.map(read, shares_of(runs_of(requests, _PAD, self._slabs.slab_blocks)), MEMORY_THREADS)
-        self._threads.map(self._read_cold, cold, self._threads.threads)
+        self._threads.map(read, shares_of(runs_of(batch, _PAD, self._slabs.slab_blocks)), MEMORY_THREADS)
+        if cold:
+            self._threads.map(self._read_cold, cold, self._threads.threads)
+        batch.finish()
 
     def close(self) -> None:
         """End the threads; call it while no other call is running."""
@@ -172,8 +167,8 @@ class IoEngine:
             return
         started = self._env.monotonic()
         if direct:
-            # Parallel calls write the runs of an object in any order. So first pass the objects that take
-            # several runs to their verifiers, in payload order.
+            # Parallel calls write the runs of an object in any order. So first verify the objects that take
+            # several runs, in payload order.
             self._threads.map(self._verify_pieces, shares, MEMORY_THREADS)
             runs = [run for share in shares for run in share]
             self._threads.map(self._write_direct, runs, self._threads.threads)
@@ -195,18 +190,18 @@ class IoEngine:
 
     def _write_cached(self, share: list[Run]) -> None:
         for run in share:
-            self._verify_run(run)
+            run.batch.verify(run.pieces)
             self._write(run, direct=False)
 
     def _verify_pieces(self, share: list[Run]) -> None:
-        """Give the verifiers the payload of every object that takes several runs."""
+        """Verify the payload of every object that takes several runs."""
         for run in share:
             if not run.is_whole:
-                self._verify_run(run)
+                run.batch.verify(run.pieces)
 
     def _write_direct(self, run: Run) -> None:
         if run.is_whole:
-            self._verify_run(run)
+            run.batch.verify(run.pieces)
         self._write(run, direct=not self._cached(run))
 
     def _write(self, run: Run, *, direct: bool) -> None:
@@ -221,24 +216,16 @@ class IoEngine:
                 write_all(self._env, slab.fd, run.views, offset)
         except OSError as error:
             # Try the objects of the run one by one, so that a bad block fails only its own object.
-            if len(run.parts) > 1:
-                for single in run.split():
+            if len(run.pieces) > 1:
+                for single in run.split(_ZEROS):
                     self._write(single, direct=direct)
             else:
-                run.parts[0].request.error = error
+                run.batch.errors[run.owners[0]] = error
 
     def _read_cold(self, run: Run) -> None:
-        self._read(run, direct=not any(part.request.reused for part in run.parts))
-        for request, _, _ in run.parts:
-            # Without the lock: (1) thread A reads left = 2. (2) B reads left = 2. (3) Both store 1. Then no
-            # thread sees 0, and the verifier never gets the pending payload.
-            with self._mutex:
-                request.left -= 1
-                last = not request.left
-            # The thread that has read an object's last cold run passes all pending views to the verifier.
-            if last and not request.failed and request.verifier is not None:
-                for views in request.pending:
-                    request.verifier.add(views)
+        reused = run.batch.reused
+        self._read(run, direct=not any(reused[i] for i in run.owners))
+        run.batch.arrived(run)
 
     def _read(self, run: Run, *, direct: bool) -> None:
         slab, offset = self._slabs.slab(run), self._slabs.offset(run)
@@ -250,16 +237,19 @@ class IoEngine:
             )
             if found is None:
                 found = read_all(self._env, slab.fd, run.views, offset)
+            if found == run.blocks * BLOCK_ALIGN:
+                return
+            failure = None
         except OSError as error:
-            if len(run.parts) > 1:
-                for single in run.split():
-                    self._read(single, direct=direct)
-            else:
-                run.parts[0].request.error = error
-            return
-        if found < run.blocks * BLOCK_ALIGN:
-            for part in run.parts:
-                part.request.short = True
+            failure = error
+        # Try the objects of the run one by one, so that a bad block or a cut file fails only one object.
+        if len(run.pieces) > 1:
+            for single in run.split(_PAD):
+                self._read(single, direct=direct)
+        elif failure is not None:
+            run.batch.errors[run.owners[0]] = failure
+        else:
+            run.batch.short.add(run.owners[0])
 
     def _call_direct(
         self, call: Callable[[Env, int, Sequence[memoryview], int], int], run: Run, fd: int, offset: int
@@ -274,14 +264,6 @@ class IoEngine:
             if error.errno != EINVAL:
                 raise
             return None
-
-    def _verify_run(self, run: Run) -> None:
-        """Pass payload to the verifiers; keep it in `pending` while earlier runs of its object are unread."""
-        for request, payload, _ in run.parts:
-            if request.pending:
-                request.pending.append(payload)
-            elif request.verifier is not None and not request.failed:
-                request.verifier.add(payload)
 
     def _cached(self, run: Run) -> bool:
         """Return whether the blocks of a run are in the page cache; True if the kernel cannot tell.

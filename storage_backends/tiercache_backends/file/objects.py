@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tiercache.storage.checksum import CHECKSUM_BYTES, MAC_BYTES, NO_MAC, Checksums
+from tiercache.storage.checksum import CHECKSUM_BYTES, MAC_BYTES, NO_MAC
+from tiercache.storage.pages import Ints
 from tiercache.storage.residents import ObjectColumns, Residents
 from tiercache_backends.file.records import (
     DEPTH_KNOWN,
@@ -14,7 +15,7 @@ from tiercache_backends.file.records import (
     CatalogContents,
     Extent,
     Facts,
-    Placement,
+    Places,
     words_of,
 )
 
@@ -84,15 +85,20 @@ class ObjectTable(Residents):
         self._further.pop(row, None)
         super().drop(row)
 
-    def placement(self, row: int) -> Placement:
-        """Return an object's length, checksums and extents."""
-        at = row * CHECKSUM_BYTES
-        mac = NO_MAC if self._mac is None else bytes(self._mac[at : at + MAC_BYTES])
-        return Placement(
-            self.length[row],
-            Checksums(bytes(self._checksum[at : at + CHECKSUM_BYTES]), mac),
-            self.extents(row),
+    def places(self, rows: Ints) -> Places:
+        """Return the places of these objects."""
+        columns, further = self.columns, self._further
+        several = columns["more"][rows].nonzero()[0].tolist() if further else ()
+        return Places(
+            columns["start"][rows].tolist(),
+            columns["blocks"][rows].tolist(),
+            {i: further[int(rows[i])] for i in several},
         )
+
+    def checksums(self, rows: Ints) -> tuple[list[bytes], list[bytes]]:
+        """Return the checksums and the MACs of these objects."""
+        macs = self.columns["mac"][rows].tolist() if self._mac is not None else [NO_MAC] * len(rows)
+        return self.columns["checksum"][rows].tolist(), macs
 
     def extents(self, row: int) -> tuple[Extent, ...]:
         """Return the extents of an object, in payload order."""

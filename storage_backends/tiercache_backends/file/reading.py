@@ -11,10 +11,10 @@ from tiercache.core import BLOCK_ALIGN, ObjectKey, Outcome, PoolName
 from tiercache.storage.base import GetItem
 from tiercache.storage.checksum import Checksums, MacKey
 from tiercache.storage.vectors import usable
-from tiercache_backends.file.claims import Pin
+from tiercache_backends.file.claims import Pins
 from tiercache_backends.file.io_engine import IoEngine
-from tiercache_backends.file.records import Extent
-from tiercache_backends.file.runs import IoRequest, pieces_of
+from tiercache_backends.file.records import Extent, Places
+from tiercache_backends.file.runs import Batch, pieces_of
 from tiercache_backends.file.slabs import Slabs
 from tiercache_backends.file.state import StoreState
 from tiercache_backends.file.writing import Remover
@@ -45,32 +45,45 @@ class ObjectReader:
         self._verifying = Lock()
         """Held while one stored object is read again (see `is_sound`)."""
 
-    def read(self, items: Sequence[GetItem], pins: Sequence[Pin | None]) -> list[Outcome]:
+    def read(self, items: Sequence[GetItem], pins: Pins) -> list[Outcome]:
         """Read pinned objects and return their outcomes; an item without a pin is a MISS."""
         outcomes = [Outcome.MISS] * len(items)
-        reads: list[tuple[int, Pin, IoRequest]] = []
-        for index, (item, pin) in enumerate(zip(items, pins, strict=True)):
-            if pin is None:
-                continue
-            length = pin.placement.length
-            if length != item.length or not usable(item.buffers, length, writable=True):
+        fitting = [
+            position
+            for position, (index, length) in enumerate(zip(pins.items, pins.lengths, strict=True))
+            if length == items[index].length and usable(items[index].buffers, length, writable=True)
+        ]
+        if len(fitting) < len(pins.items):
+            for index in pins.items:
                 outcomes[index] = Outcome.ERROR
-                continue
-            verifier = self._mac_key.verifier(item.key, length)
-            reads.append(
-                (index, pin, IoRequest(pin.placement.extents, item.buffers, length, verifier, pin.reused))
-            )
-        self._io.read([request for _, _, request in reads])
-        corrupt: list[Pin] = []
-        unreadable: list[Pin] = []
-        for index, pin, request in reads:
-            outcomes[index] = self._outcome(items[index].key, pin, request)
-            if outcomes[index] is Outcome.CORRUPT:
-                corrupt.append(pin)
-            elif request.error is not None and request.error.errno == EIO:
+            pins = pins.only(fitting)
+        batch = Batch(
+            [items[index].key for index in pins.items],
+            [items[index].buffers for index in pins.items],
+            pins.lengths,
+            pins.places,
+            self._mac_key,
+            reused=pins.reused,
+        )
+        self._io.read(batch)
+        if (
+            batch.checksums == pins.checksums
+            and batch.macs == pins.macs
+            and not (batch.errors or batch.short)
+        ):
+            for index in pins.items:
+                outcomes[index] = Outcome.HIT
+            return outcomes
+        corrupt: list[tuple[int, int]] = []
+        unreadable: list[tuple[int, int]] = []
+        for position, index in enumerate(pins.items):
+            outcomes[index] = outcome = self._outcome(batch, position, pins)
+            if outcome is Outcome.CORRUPT:
+                corrupt.append((pins.rows[position], pins.numbers[position]))
+            elif position in batch.errors and batch.errors[position].errno == EIO:
                 # A bad block stays unreadable until something is written to it. So remove the object. If the
                 # object stayed, the next set of the same key would answer HIT and write nothing.
-                unreadable.append(pin)
+                unreadable.append((pins.rows[position], pins.numbers[position]))
         if self._read_only:
             self._state.count("corrupt", len(corrupt))
         elif corrupt or unreadable:
@@ -92,9 +105,9 @@ class ObjectReader:
             for extent in pieces_of(extents):
                 size = min(left, extent.blocks * BLOCK_ALIGN)
                 room = memoryview(mmap(-1, extent.blocks * BLOCK_ALIGN))
-                request = IoRequest((extent,), [room], size)
-                self._io.read([request])
-                if request.failed:
+                piece = Batch([key], [[room]], [size], Places.of([(extent,)]), self._mac_key)
+                self._io.read(piece)
+                if piece.failed(0):
                     return False
                 verifier.add([room[:size]])
                 left -= size
@@ -103,26 +116,31 @@ class ObjectReader:
     def verify_since(self, number: int) -> None:
         """Verify the objects stored after record `number`; remove those that did not reach the medium."""
         for digest in self._state.digests_since(number):
-            [pin] = pins = self._state.pin([digest])
+            pins = self._state.pin([digest])
             try:
-                if pin is not None:
-                    for extent in pin.placement.extents:
+                # Verification uses only the digest, not the pool, so any pool will do here.
+                key = ObjectKey(PoolName.KV, digest)
+                for position, length in enumerate(pins.lengths):
+                    for extent in pins.places.extents(position):
                         self._slabs.forget(extent)
-                    # Verification uses only the digest, not the pool, so any pool will do here.
-                    key = ObjectKey(PoolName.KV, digest)
-                    self.read(
-                        [GetItem(key, [memoryview(bytearray(pin.placement.length))], pin.placement.length)],
-                        pins,
-                    )
+                    self.read([GetItem(key, [memoryview(bytearray(length))], length)], pins)
             finally:
                 self._remover.test_blocks(self._state.unpin(pins))
 
-    def _outcome(self, key: ObjectKey, pin: Pin, request: IoRequest) -> Outcome:
-        if request.error is not None:
-            return self._remover.failed("get", request.error)
-        assert request.verifier is not None, "every read has a verifier"
-        if not request.short and request.verifier.matches(pin.placement.checksums):
+    def _outcome(self, batch: Batch, position: int, pins: Pins) -> Outcome:
+        """Return the outcome of one object of a batch that was read."""
+        if position in batch.errors:
+            return self._remover.failed("get", batch.errors[position])
+        checksums = Checksums(pins.checksums[position], pins.macs[position])
+        if (
+            position not in batch.short
+            and batch.checksums[position] == checksums.checksum
+            and batch.macs[position] == checksums.mac
+        ):
             return Outcome.HIT
         # The mismatch alone proves no damage: another thread or process may have written to the buffers
         # during the read. So verify the stored bytes in private memory before the object is removed.
-        return Outcome.ERROR if self.is_sound(key, *pin.placement) else Outcome.CORRUPT
+        sound = self.is_sound(
+            batch.keys[position], batch.lengths[position], checksums, pins.places.extents(position)
+        )
+        return Outcome.ERROR if sound else Outcome.CORRUPT

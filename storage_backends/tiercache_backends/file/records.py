@@ -28,7 +28,7 @@ unnoticed: every get of the object would be refused, and no set would replace th
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -72,12 +72,29 @@ class Extent(NamedTuple):
     blocks: int
 
 
-class Placement(NamedTuple):
-    """Place of an object: its payload bytes, its checksums, and its extents in payload order."""
+class Places(NamedTuple):
+    """Places of objects, in columns: the first extent of each, and the rest of those that have several."""
 
-    length: int
-    checksums: Checksums
-    extents: tuple[Extent, ...]
+    starts: Sequence[int]
+    """First block of the first extent."""
+    blocks: Sequence[int]
+    """Number of blocks of the first extent."""
+    further: Mapping[int, tuple[Extent, ...]]
+    """Extents after the first, by position in the columns; only for objects that have any."""
+
+    @classmethod
+    def of(cls, extents: Sequence[tuple[Extent, ...]]) -> Places:
+        """Return the places of objects with these extents."""
+        return cls(
+            [each[0].start for each in extents],
+            [each[0].blocks for each in extents],
+            {i: each[1:] for i, each in enumerate(extents) if len(each) > 1},
+        )
+
+    def extents(self, position: int) -> tuple[Extent, ...]:
+        """Return the extents of one object, in payload order."""
+        first = Extent(self.starts[position], self.blocks[position])
+        return first, *self.further.get(position, ())
 
 
 class Facts(NamedTuple):

@@ -39,7 +39,7 @@ from tiercache.storage.base import ScanEntry
 from tiercache.storage.eviction import EvictionOrder
 from tiercache.storage.residents import RESIDENT, parents_first
 from tiercache.storage.restorable import Admissibility
-from tiercache_backends.file.claims import BatchItem, Claim, Claims, Pin, Removal, Removed
+from tiercache_backends.file.claims import BatchItem, Claim, Claims, Pins, Removal, Removed
 from tiercache_backends.file.extents import ExtentAllocator
 from tiercache_backends.file.objects import ObjectTable
 from tiercache_backends.file.records import CatalogContents, Extent, Facts
@@ -117,26 +117,34 @@ class StoreState:
                 for row, (number, _) in zip(rows, keys, strict=True)
             ]
 
-    def pin(self, digests: Sequence[bytes], *, is_use: bool = True) -> list[Pin | None]:
+    def pin(self, digests: Sequence[bytes], *, is_use: bool = True) -> Pins:
         """Hold the blocks of these objects until `unpin`; record a use of each if `is_use`.
 
-        Returns None for an object that cannot be read.
+        Objects that cannot be read are left out.
         """
         objects = self._objects
-        pins: list[Pin | None] = []
+        columns = objects.columns
         with self._mutex:
-            for row in objects.find_many(digests):
-                if row < 0:
-                    pins.append(None)
-                    continue
-                pins.append(Pin(row, objects.number[row], objects.placement(row), objects.hits[row] > 0))
+            found = objects.rows_of_all(digests)
+            [items] = (found >= 0).nonzero()
+            if is_use:
+                objects.read(found[items])
+            items = items[columns["start"][found[items]].argsort()]
+            rows = found[items]
+            pins = Pins(
+                items.tolist(),
+                rows.tolist(),
+                columns["number"][rows].tolist(),
+                columns["length"][rows].tolist(),
+                objects.places(rows),
+                *objects.checksums(rows),
+                (columns["hits"][rows] > is_use).tolist(),
+            )
+            for row in pins.rows:
                 objects.pins[row] += 1
-                if is_use:
-                    objects.hits[row] = min(objects.hits[row] + 1, 2**32 - 1)
-                    objects.touch(row)
         return pins
 
-    def unpin(self, pins: Iterable[Pin | None]) -> list[Extent]:
+    def unpin(self, pins: Pins) -> list[Extent]:
         """Undo one pin of each object.
 
         Returns the blocks of damaged objects that no reader uses any more. The caller tests these blocks, and
@@ -144,11 +152,10 @@ class StoreState:
         """
         suspects: list[Extent] = []
         with self._mutex:
-            for pin in pins:
-                if pin is not None:
-                    self._objects.pins[pin.row] -= 1
-                    if pin.row in self._leaving:
-                        suspects += self._free_row(pin.row)
+            for row in pins.rows:
+                self._objects.pins[row] -= 1
+                if row in self._leaving:
+                    suspects += self._free_row(row)
         return suspects
 
     def require_states(self, namespace_id: int) -> None:
@@ -324,13 +331,16 @@ class StoreState:
                     self._leave(removal, row)
         return removal
 
-    def take_out_suspects(self, pins: Iterable[Pin]) -> Removal:
-        """Take out pinned objects whose blocks are damaged; skip those that are taken out already."""
+    def take_out_suspects(self, damaged: Iterable[tuple[int, int]]) -> Removal:
+        """Take out pinned objects whose blocks are damaged, given by row and record number.
+
+        Objects that are taken out already are skipped.
+        """
         removal = Removal()
         with self._mutex:
-            for pin in pins:
-                if self._objects.number[pin.row] == pin.number and self._objects.state[pin.row] == RESIDENT:
-                    self._leave(removal, pin.row, suspect=True)
+            for row, number in damaged:
+                if self._objects.number[row] == number and self._objects.state[row] == RESIDENT:
+                    self._leave(removal, row, suspect=True)
         return removal
 
     def finish_removal(self, removal: Removal) -> list[Extent]:

@@ -327,9 +327,9 @@ class FileBackend(StorageBackend):
         Returns an empty list if the object is not stored. The `inspect` verb and tests use this.
         """
         with self._gate:
-            [pin] = pins = self._state.pin([key.digest])
+            pins = self._state.pin([key.digest])
             try:
-                extents = pin.placement.extents if pin else ()
+                extents = pins.places.extents(0) if pins.rows else ()
                 return [(*self._slabs.locate(extent), extent.blocks * BLOCK_ALIGN) for extent in extents]
             finally:
                 self._remover.test_blocks(self._state.unpin(pins))

@@ -18,13 +18,13 @@ from typing import Final
 
 from tiercache.core import Outcome
 from tiercache.storage.base import SetItem
-from tiercache.storage.checksum import NO_MAC, Checksums, MacKey
+from tiercache.storage.checksum import Checksums, MacKey
 from tiercache.storage.env import Env
 from tiercache_backends.file.catalog import Catalog
-from tiercache_backends.file.claims import Claim, Claims, Pin, Removal
+from tiercache_backends.file.claims import Claim, Claims, Removal
 from tiercache_backends.file.io_engine import IoEngine
-from tiercache_backends.file.records import MAX_EXTENTS, Extent, Facts
-from tiercache_backends.file.runs import IoRequest
+from tiercache_backends.file.records import MAX_EXTENTS, Extent, Facts, Places
+from tiercache_backends.file.runs import Batch
 from tiercache_backends.file.slabs import Slabs
 from tiercache_backends.file.state import StoreState
 
@@ -73,8 +73,8 @@ class Remover:
         self.test_blocks(self._state.finish_removal(removal))
         return True
 
-    def remove_damaged(self, damaged: Sequence[Pin]) -> int:
-        """Remove damaged objects and return their number.
+    def remove_damaged(self, damaged: Sequence[tuple[int, int]]) -> int:
+        """Remove damaged objects, given by row and record number; return how many were removed.
 
         Their blocks are tested when the last reader has finished.
         """
@@ -275,27 +275,25 @@ class ObjectWriter:
         self, items: Sequence[SetItem], claims: Sequence[Claim], outcomes: list[Outcome]
     ) -> list[tuple[Claim, Checksums]]:
         """Write the bytes; return the claims whose write succeeded, with the checksums of their objects."""
-        requests: list[IoRequest] = []
-        for claim in claims:
-            key, buffers, meta = items[claim.index]
-            # No verifier is needed if the caller gave a checksum and the store keeps no MACs.
-            verifier = (
-                None
-                if meta.checksum and not self._mac_key.fingerprint
-                else self._mac_key.verifier(key, meta.length)
-            )
-            requests.append(IoRequest(claim.extents, buffers, meta.length, verifier))
-        self._io.write(requests)
+        claimed = [items[claim.index] for claim in claims]
+        batch = Batch(
+            [item.key for item in claimed],
+            [item.buffers for item in claimed],
+            [item.meta.length for item in claimed],
+            Places.of([claim.extents for claim in claims]),
+            self._mac_key,
+            given=[item.meta.checksum for item in claimed],
+        )
+        self._io.write(batch)
         written: dict[int, Checksums] = {}
-        for claim, request in zip(claims, requests, strict=True):
-            given = items[claim.index].meta.checksum
-            if request.error is None:
-                checksum, mac = request.verifier.checksums() if request.verifier else (given, NO_MAC)
-                written[claim.index] = Checksums(given or checksum, mac)
+        for position, claim in enumerate(claims):
+            error = batch.errors.get(position)
+            if error is None:
+                written[claim.index] = Checksums(batch.checksums[position], batch.macs[position])
                 continue
-            outcomes[claim.index] = self._remover.failed("set", request.error)
+            outcomes[claim.index] = self._remover.failed("set", error)
             # The medium refused to write these blocks. Test them before they are used again.
-            if request.error.errno == EIO:
+            if error.errno == EIO:
                 extents, claim.extents = claim.extents, ()
                 self._remover.test_blocks(extents)
         writable = (

@@ -37,6 +37,10 @@ class ThreadPool:
         A task handles its own failures.
         """
         waiting = deque(shares)
+        if len(waiting) < 2:
+            for share in waiting:
+                task(share)
+            return
 
         def work() -> None:
             while waiting:

@@ -6,6 +6,7 @@ import errno
 import os
 from mmap import mmap
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -218,6 +219,19 @@ def test_neighbours_move_in_one_call(tmp_path: Path) -> None:
         items = [to_get(key(n), 5000, pieces=2) for n in range(32)]
         assert outcomes(store.get(items)) == {HIT: 32}
         assert len(env.doors("preadv")) == 1
+        shuffled = [to_get(key(n), 5000) for n in Random(1).sample(range(32), 32)]
+        assert outcomes(store.get(shuffled)) == {HIT: 32}
+        assert len(env.doors("preadv")) == 1, "they are neighbours in any order"
+
+
+def test_a_call_that_ends_early_hurts_one_object_of_a_joined_call(tmp_path: Path) -> None:
+    with FileBackend(str(tmp_path / "s"), CAPACITY, io="buffered") as store:
+        assert outcomes(store.set([to_set(key(n), payload(n, 5000)) for n in range(32)])) == {STORED: 32}
+        path, offset, _ = max(place for n in range(32) for place in store.locate(key(n)))
+        os.truncate(path, offset + 4096)
+        items = [to_get(key(n), 5000) for n in range(32)]
+        assert outcomes(store.get(items)) == {HIT: 31, CORRUPT: 1}
+        store.check_integrity()
 
 
 def test_asking_the_page_cache_brings_nothing_into_it(real_disk: Path) -> None:

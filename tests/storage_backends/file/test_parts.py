@@ -63,12 +63,21 @@ def test_loading_a_catalog_is_storing_one_by_one(objects: dict[tuple[int, int], 
     seen = []
     for table in (one_by_one, at_once):
         table.check_integrity()
-        rows = table.find_many([digest(*place) for place in objects])
+        rows = table.rows_of_all([digest(*place) for place in objects])
         facts = [
-            (table.placement(row), table.blocks(row), table.digest(row), table.number[row], table.length[row])
+            (table.extents(row), table.blocks(row), table.digest(row), table.number[row], table.length[row])
             for row in rows
         ]
-        seen.append((facts, [table.pages.depth[table.page[row]] for row in rows], table.pages.worth()))
+        places = table.places(rows)
+        assert [places.extents(i) for i in range(len(rows))] == [table.extents(row) for row in rows]
+        seen.append(
+            (
+                facts,
+                table.checksums(rows),
+                [table.pages.depth[table.page[row]] for row in rows],
+                table.pages.worth(),
+            )
+        )
     assert seen[0] == seen[1]
     for row in at_once.residents().tolist():
         at_once.leave(row)
