@@ -48,6 +48,9 @@ class ByteArrayPool:
         whole = memoryview(self.data)[handle * size : (handle + 1) * size]
         return [whole[at : at + BLOCK] for at in reversed(range(0, size, BLOCK))]
 
+    def buffers_of(self, handles: Sequence[int]) -> list[list[memoryview]]:
+        return [self.buffers(handle) for handle in handles]
+
     def fill(self, handle: int, seed: int) -> bytes:
         data = np.random.default_rng(seed).bytes(self.geometry.padded_nbytes)
         for n, view in enumerate(self.buffers(handle)):

@@ -89,7 +89,12 @@ class HostPool:
 
         The payload is the first `geometry.nbytes` bytes of these blocks.
         """
-        return [self.arena.view(block) for block in self.blocks([handle])[0].tolist()]
+        return self.buffers_of([handle])[0]
+
+    def buffers_of(self, handles: npt.ArrayLike) -> list[list[memoryview]]:
+        """Return the `buffers` of each of these objects."""
+        view = self.arena.view
+        return [[view(block) for block in blocks] for blocks in self.blocks(handles).tolist()]
 
     def check_integrity(self) -> None:
         """Check that the blocks of all objects are distinct and allocated; raise AssertionError otherwise."""

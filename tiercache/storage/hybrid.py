@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice, repeat
 from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
@@ -117,8 +118,8 @@ class HostObjects(Protocol):
         The store may use the memory until the store is closed.
         """
 
-    def buffers(self, handle: int) -> list[memoryview]:
-        """Return an object's blocks in order, as writable byte views. Each is a multiple of 4 KiB long.
+    def buffers_of(self, handles: Sequence[int]) -> list[list[memoryview]]:
+        """Return each object's blocks in order, as writable byte views. Each is a multiple of 4 KiB long.
 
         Raises SlotError for an unknown handle.
         """
@@ -141,9 +142,19 @@ class _Registered:
     def keys(self, page_keys: Sequence[bytes]) -> list[ObjectKey]:
         return object_keys(self.name, self.layout, page_keys)
 
-    def buffers(self, handle: int) -> list[memoryview]:
-        """Return the object's blocks, up to the first multiple of 4 KiB behind its payload."""
-        return take(self.pool.buffers(handle), 0, self.pool.geometry.padded_nbytes)
+    def buffers_of(self, handles: Sequence[int]) -> list[list[memoryview]]:
+        """Return each object's blocks, up to the first multiple of 4 KiB behind its payload.
+
+        Raises InputError for an object that is too small.
+        """
+        size = self.pool.geometry.padded_nbytes
+        found = [take(blocks, 0, size) for blocks in self.pool.buffers_of(handles)]
+        for handle, room in zip(handles, map(total, found), strict=True):
+            if room < self.length:
+                raise InputError(
+                    f"pool {self.name}: handle {handle} has {room} bytes, fewer than one object needs"
+                )
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,15 +329,13 @@ class HybridStorage:
         """
         parts = self._checked(transfers, extra)
         _check_apart(parts)
-        items = [
-            GetItem(key, buffers, part.pool.length)
-            for part in parts
-            for key, buffers in zip(part.object_keys(), part.buffers, strict=True)
-        ]
+        items: list[GetItem] = []
+        for part in parts:
+            items += map(GetItem, part.object_keys(), part.buffers, repeat(part.pool.length))
         outcomes = iter(self.backend.get(items) if items else ())
         result: dict[PoolName, list[Outcome]] = {}
         for part in parts:
-            result.setdefault(part.pool.name, []).extend(next(outcomes) for _ in part.buffers)
+            result.setdefault(part.pool.name, []).extend(islice(outcomes, len(part.buffers)))
         return result
 
     def batch_set_v2(
@@ -406,13 +415,7 @@ class HybridStorage:
         check_keys(transfer.keys)
         handles, depths, parents = handles_of(transfer), depths_of(transfer), parents_of(transfer)
         values = values_of(transfer)
-        buffers = [pool.buffers(handle) for handle in handles]
-        for handle, room in zip(handles, map(total, buffers), strict=True):
-            if room < pool.length:
-                raise InputError(
-                    f"pool {transfer.pool}: handle {handle} has {room} bytes, fewer than one object needs"
-                )
-        return _Part(transfer, pool, handles, buffers, depths, parents, values)
+        return _Part(transfer, pool, handles, pool.buffers_of(handles), depths, parents, values)
 
 
 def _host_pools(parts: Sequence[_Part]) -> bool:
@@ -431,16 +434,16 @@ def _check_apart(parts: Sequence[_Part]) -> None:
     if not _host_pools(parts):
         check_places(place for part in parts for place in part.places())
         return
-    seen: set[tuple[int, int]] = set()
+    seen: dict[int, set[int]] = {}
     for part in parts:
-        arena = id(part.pool.pool.memory)
-        for handle in part.handles:
-            if (arena, handle) in seen:
-                raise InputError(
-                    f"pool {part.pool.name}: handle {handle} is given twice; each key that is read needs a"
-                    " place of its own"
-                )
-            seen.add((arena, handle))
+        taken, handles = seen.setdefault(id(part.pool.pool.memory), set()), part.handles
+        if len(set(handles)) < len(handles) or not taken.isdisjoint(handles):
+            twice = next(h for i, h in enumerate(handles) if h in taken or h in handles[:i])
+            raise InputError(
+                f"pool {part.pool.name}: handle {twice} is given twice; each key that is read needs a place"
+                " of its own"
+            )
+        taken.update(handles)
 
 
 def _blocked(transfer: PoolTransfer, pages: Sequence[tuple[PoolTransfer, Sequence[Outcome]]]) -> list[bool]:

@@ -21,7 +21,7 @@ from typing import Final
 from tiercache.core import BLOCK_ALIGN
 from tiercache.storage.env import Env
 from tiercache.storage.vectors import read_all, write_all
-from tiercache_backends.file.runs import Batch, Run, runs_of, shares_of
+from tiercache_backends.file.runs import IoBatch, Run, runs_of, shares_of
 from tiercache_backends.file.slabs import Slabs
 from tiercache_backends.local.threads import MEMORY_THREADS, ThreadPool
 
@@ -100,7 +100,7 @@ class IoEngine:
         self._threads = ThreadPool(threads, "tiercache-file")
         self._write_path = WritePathSelector()
 
-    def write(self, batch: Batch) -> None:
+    def write(self, batch: IoBatch) -> None:
         """Write payloads in whole blocks, and compute their checksums first.
 
         In an object's last block, the bytes after the payload come from the buffers too. If the buffers do
@@ -125,7 +125,7 @@ class IoEngine:
             self._write_uncached(uncached)
         batch.finish()
 
-    def read(self, batch: Batch) -> None:
+    def read(self, batch: IoBatch) -> None:
         """Fill the buffers with payloads and compute their checksums.
 
         Bytes of the buffers after the payload may be overwritten.

@@ -14,7 +14,7 @@ from tiercache.storage.vectors import usable
 from tiercache_backends.file.claims import Pins
 from tiercache_backends.file.io_engine import IoEngine
 from tiercache_backends.file.records import Extent, Places
-from tiercache_backends.file.runs import Batch, pieces_of
+from tiercache_backends.file.runs import IoBatch, pieces_of
 from tiercache_backends.file.slabs import Slabs
 from tiercache_backends.file.state import StoreState
 from tiercache_backends.file.writing import Remover
@@ -57,7 +57,7 @@ class ObjectReader:
             for index in pins.items:
                 outcomes[index] = Outcome.ERROR
             pins = pins.only(fitting)
-        batch = Batch(
+        batch = IoBatch(
             [items[index].key for index in pins.items],
             [items[index].buffers for index in pins.items],
             pins.lengths,
@@ -105,7 +105,7 @@ class ObjectReader:
             for extent in pieces_of(extents):
                 size = min(left, extent.blocks * BLOCK_ALIGN)
                 room = memoryview(mmap(-1, extent.blocks * BLOCK_ALIGN))
-                piece = Batch([key], [[room]], [size], Places.of([(extent,)]), self._mac_key)
+                piece = IoBatch([key], [[room]], [size], Places.of([(extent,)]), self._mac_key)
                 self._io.read(piece)
                 if piece.failed(0):
                     return False
@@ -127,7 +127,7 @@ class ObjectReader:
             finally:
                 self._remover.test_blocks(self._state.unpin(pins))
 
-    def _outcome(self, batch: Batch, position: int, pins: Pins) -> Outcome:
+    def _outcome(self, batch: IoBatch, position: int, pins: Pins) -> Outcome:
         """Return the outcome of one object of a batch that was read."""
         if position in batch.errors:
             return self._remover.failed("get", batch.errors[position])

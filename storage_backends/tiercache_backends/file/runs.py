@@ -47,7 +47,7 @@ class _Stream:
     """Payload that waits for the pieces counted in `left`. The verifier then gets it, in payload order."""
 
 
-class Batch:
+class IoBatch:
     """Objects to move between buffers and slabs, in columns, and the result of the move.
 
     `given`: checksums that are known already. For such an object none is computed, unless there are MACs.
@@ -208,7 +208,7 @@ class Run:
     Thread safety: one thread at a time.
     """
 
-    batch: Batch
+    batch: IoBatch
     start: int
     """First block."""
     blocks: int
@@ -236,8 +236,8 @@ class Run:
         ]
 
 
-def runs_of(batch: Batch, filler: memoryview, slab_blocks: int) -> Iterator[Run]:
-    """Join adjacent pieces, and yield the runs. `filler`: see `Batch.views`."""
+def runs_of(batch: IoBatch, filler: memoryview, slab_blocks: int) -> Iterator[Run]:
+    """Join adjacent pieces, and yield the runs. `filler`: see `IoBatch.views`."""
     first, begin, end = 0, 0, -1
     views: list[memoryview] = []
     for piece, (start, blocks) in enumerate(zip(batch.starts, batch.blocks, strict=True)):

@@ -24,7 +24,7 @@ from tiercache_backends.file.catalog import Catalog
 from tiercache_backends.file.claims import Claim, Claims, Removal
 from tiercache_backends.file.io_engine import IoEngine
 from tiercache_backends.file.records import MAX_EXTENTS, Extent, Facts, Places
-from tiercache_backends.file.runs import Batch
+from tiercache_backends.file.runs import IoBatch
 from tiercache_backends.file.slabs import Slabs
 from tiercache_backends.file.state import StoreState
 
@@ -276,7 +276,7 @@ class ObjectWriter:
     ) -> list[tuple[Claim, Checksums]]:
         """Write the bytes; return the claims whose write succeeded, with the checksums of their objects."""
         claimed = [items[claim.index] for claim in claims]
-        batch = Batch(
+        batch = IoBatch(
             [item.key for item in claimed],
             [item.buffers for item in claimed],
             [item.meta.length for item in claimed],
