@@ -259,13 +259,14 @@ class ControllerContext:
             self.in_flight.landed = self.device_work.freed = False
             self.on_landed()
 
-    def give_up(self, pool: PoolName, reason: str, count: int) -> None:
+    def give_up(self, pool: PoolName, reason: str, count: int, *, final: bool = True) -> None:
         """Count `count` objects of `pool` that will not reach storage unless they are committed again.
 
-        `reason` is the label of the metric. `flush` reports the sum of all these objects.
+        `reason` is the label of the metric. `flush` reports the sum of all these objects. If they stay on the
+        host, and a flush offers them again, the attempt was not the `final` one.
         """
         self.metrics.increment("write_through_skipped_total", pool, reason, by=count)
-        if self.storage is not None:
+        if final and self.storage is not None:
             self.unstored += count
 
     def check_integrity(self, private: Sequence[Mapping[PoolName, Locations]], pins: Sequence[Pin]) -> None:

@@ -15,6 +15,7 @@ from tiercache.controller.admission import Admission
 from tiercache.controller.allocation import DeviceFence
 from tiercache.controller.beliefs import Beliefs
 from tiercache.controller.context import WRITE_BACK, ControllerContext, ControllerOptions
+from tiercache.controller.in_flight import InFlight
 from tiercache.controller.prefetch import Lookup, look_up
 from tiercache.controller.prefetch_queue import PrefetchQueue, PrefetchTicket
 from tiercache.controller.prefetch_rules import PrefetchRules
@@ -24,6 +25,7 @@ from tiercache.controller.tier_changes import TierChanges
 from tiercache.controller.values import Values
 from tiercache.controller.write_back import WriteBack
 from tiercache.controller.write_through import WriteThrough
+from tiercache.controller.writes import Write
 from tiercache.core import HitPolicy, Locations, PoolName, Tier, TokenArray, as_tokens
 from tiercache.errors import AdmissionError, ClosedError, GeometryError, InputError, SlotError, TokenError
 from tiercache.index import Content, HybridIndex
@@ -383,19 +385,20 @@ class HybridCacheController:
         With write-back, this writes what the host has and storage lacks, as far as it can be restored.
 
         Returns False if this takes longer than `timeout` seconds, or if some objects committed since the last
-        flush are not in storage. `unstored` is the number of these objects. The possible causes are: the host
-        had no room, a copy failed, storage did not take the objects, or calls of storage are suspended.
+        flush are not in storage, and logs the number of these objects. The possible causes are: the host had
+        no room, a copy failed, storage did not take the objects, or calls of storage are suspended.
 
-        A flush that does not time out logs this number, and sets the count of given-up objects back to 0.
+        A flush that does not time out sets the count of given-up objects back to 0.
         """
         self._enter()
         end = time.monotonic() + timeout
         if not self._drain_all(timeout):
+            _log.warning("%d objects did not reach storage within %g s", self._missing(), timeout)
             return False
         if self._backend is not None and not self._within(end - time.monotonic(), self._backend.flush):
             _log.warning("storage did not flush within %g s", timeout)
             return False
-        missing, self._context.unstored = self.unstored, 0
+        missing, self._context.unstored = self._missing(), 0
         if missing:
             _log.warning(
                 "%d objects that were committed since the last flush are not in storage; see"
@@ -408,22 +411,32 @@ class HybridCacheController:
     def unstored(self) -> int:
         """Number of objects committed since the last flush that are not on their way to storage.
 
-        These objects were given up, or wait for room or for the store.
+        These objects were given up, or wait for room or for the store. With write-back, everything counts
+        that can be restored from the host and not from storage.
         """
-        return (
-            self._context.unstored
-            + self._write_through.objects
-            + sum(call.objects for call in list(self._context.writes.waiting))
-        )
+        return self._not_begun + sum(call.objects for call in list(self._context.writes.waiting))
+
+    @property
+    def _not_begun(self) -> int:
+        """Number of objects that are not in storage, and that no write in progress stores."""
+        found = self._context.unstored + self._write_through.objects
+        if self._context.options.write == WRITE_BACK:
+            hang = _writes(self._context.in_flight.stranded)
+            found += self._write_back.objects + sum(write.objects for write in hang if write.stays_on_host)
+        return found
+
+    def _missing(self) -> int:
+        """Return the number of objects that are not in storage."""
+        return self._not_begun + sum(write.objects for write in _writes(self._context.in_flight.operations))
 
     def close(self, deadline: float | None = None) -> bool:
         """Wait up to `deadline` seconds for all operations, then release threads, storage and arena.
 
         `deadline` defaults to `close_deadline` of the options.
 
-        Returns True if all operations ended and no call hangs. While a thread hangs in the store, the store
-        and the arena's memory stay open. A second call does nothing and returns the first result. In a forked
-        process, the method does nothing.
+        Returns True if all operations ended and no call hangs. Logs how many objects storage did not get.
+        While a thread hangs in the store, the store and the arena's memory stay open. A second call does
+        nothing and returns the first result. In a forked process, the method does nothing.
         """
         if self._closed or self._context.is_forked:
             return self._drained
@@ -435,6 +448,8 @@ class HybridCacheController:
         self._prefetches.close()
         self._pins.close()
         drained = self._drain_all(end - time.monotonic())
+        if self._backend is not None and (missing := self._missing()):
+            _log.warning("%d objects that were committed since the last flush did not reach storage", missing)
         self._closed = True
         # Each part is closed before the parts that it uses: first the threads that call the store, then the
         # transfer engine, then the store, and last the arena, in whose memory all others work.
@@ -504,9 +519,11 @@ class HybridCacheController:
         self._prefetches.paused = True
         try:
             drained = self._drain_until(end)
-            if drained and self._context.options.write == WRITE_BACK:
-                self._write_back.write_all()  # only now is everything on the host
-                drained = self._drain_until(end)
+            if self._context.options.write == WRITE_BACK:
+                self._write_back.want_all()  # only now is everything on the host
+                if drained:
+                    self._write_back.follow()
+                    drained = self._drain_until(end)
             return drained
         finally:
             self._prefetches.paused = False
@@ -560,6 +577,10 @@ class HybridCacheController:
                 f"{len(tokens)} tokens fill more than the {covered} pages of this admission; extend it before"
                 " computing them"
             )
+
+
+def _writes(operations: Mapping[int, InFlight]) -> Iterator[Write]:
+    return (operation for operation in operations.values() if isinstance(operation, Write))
 
 
 def _own(tokens: Any) -> TokenArray:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from itertools import compress
-from typing import Final
+from typing import Final, NamedTuple
+
+import numpy as np
 
 from tiercache.controller.context import ControllerContext
-from tiercache.core import Tier
+from tiercache.core import ABSENT, Tier
 from tiercache.index import Node
 from tiercache.policy import UnitKind
 
@@ -20,6 +22,15 @@ _DECAY: Final = 0.95
 """Share of the earlier writes that each look keeps, in the measured rate of writes."""
 _FIRST_TICKS: Final = 2.0**14
 """Ticks that storage is assumed to keep an object before anything was written."""
+
+
+class UnitWrite(NamedTuple):
+    """Answer to the attempt to write a unit."""
+
+    blocks: int
+    """Number of host blocks of the objects whose writes have begun."""
+    is_over: bool
+    """Whether nothing is left to begin; else the rest waits for room."""
 
 
 class WriteBack:
@@ -36,7 +47,7 @@ class WriteBack:
     Thread safety: the owner's thread (the engine's thread, which calls the controller). No method waits.
     """
 
-    def __init__(self, context: ControllerContext, write_unit: Callable[[Node], int]) -> None:
+    def __init__(self, context: ControllerContext, write_unit: Callable[[Node], UnitWrite]) -> None:
         """`write_unit`: see `WriteThrough`."""
         self._context = context
         self._write_unit = write_unit
@@ -52,6 +63,19 @@ class WriteBack:
     def is_idle(self) -> bool:
         """Whether no write that is due waits for room, or storage takes none."""
         return not self._wanted or self._context.writes.is_suspended
+
+    @property
+    def objects(self) -> int:
+        """Number of objects that `want_all` would let be written, and for which no write has begun."""
+        if self._context.storage is None:
+            return 0
+        seen: set[Node] = set()
+        for end in self._restorable():
+            for node in end.path():
+                if node in seen:
+                    break
+                seen.add(node)
+        return sum(map(self._unwritten_objects, seen))
 
     def follow(self) -> None:
         """Begin the writes that are due, as far as there is room.
@@ -69,19 +93,49 @@ class WriteBack:
             self._wanted.extend(compress(found, likely.tolist()))
         self._begin()
 
-    def write_all(self) -> None:
-        """Begin the writes of everything on the host that can be restored, what is evicted last first."""
-        context = self._context
-        if context.storage is not None and not context.writes.is_suspended:
-            self._wanted = deque(reversed(self._evicted_next(context.arena.blocks)))
-            self._begin()
+    def want_all(self) -> None:
+        """Let `follow` write everything on the host that can be restored.
+
+        What the host would evict last comes first, and before it what is pinned.
+        """
+        if self._context.storage is not None:
+            rank = {node: n for n, (node, _) in enumerate(self._context.index.coldest_on_host())}
+            wanted = sorted(self._restorable(), key=lambda node: rank.get(node, len(rank)), reverse=True)
+            self._wanted = deque(wanted)
 
     def _begin(self) -> None:
         share, least = self._context.in_flight.writing, self._context.allocator.widest
         while self._wanted and share.left >= least:
-            node = self._wanted.popleft()
+            node = self._wanted[0]
             if node.parent is not None and _is_unwritten(node):  # neither evicted nor written meanwhile
-                self._written += self._write_unit(node)
+                begun = self._write_unit(node)
+                self._written += begun.blocks
+                if not begun.is_over:
+                    return
+            self._wanted.popleft()
+
+    def _restorable(self) -> list[Node]:
+        """Return the nodes with units that storage lacks in part, and whose whole path is in some tier."""
+        whole: set[Node | None] = {None}
+        found = []
+        for node in self._context.index.nodes():  # parents come before their children
+            if node.parent in whole and node.complete_pages == node.pages:
+                whole.add(node)
+                if node.parent is not None and _is_unwritten(node):
+                    found.append(node)
+        return found
+
+    def _unwritten_objects(self, node: Node) -> int:
+        """Return how many pages and states of a node storage lacks, and no write is storing."""
+        storing, index = self._context.in_flight.storing, self._context.index
+        found = 0
+        for number, pool in enumerate(index.page_pools):
+            host = node.where[Tier.HOST, number][node.where[Tier.STORAGE, number] == ABSENT]
+            found += len(host) - int(np.count_nonzero(storing[pool][host[host >= 0]]))
+        for number, pool in enumerate(index.state_pools):
+            handle, state = node.state(Tier.HOST, number), node.state(Tier.STORAGE, number)
+            found += handle >= 0 and state == ABSENT and not storing[pool][handle]
+        return found
 
     def _evicted_next(self, ahead: int) -> list[Node]:
         """Return the nodes with units among the next `ahead` blocks that storage lacks in part."""

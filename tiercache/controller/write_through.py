@@ -14,6 +14,7 @@ import numpy as np
 from tiercache.controller.context import WRITE_BACK, ControllerContext
 from tiercache.controller.operations import PART_BYTES, PageRun, gather_runs
 from tiercache.controller.values import Values
+from tiercache.controller.write_back import UnitWrite
 from tiercache.controller.writes import Chain, Write
 from tiercache.core import ABSENT, Locations, Mask, PoolName, Tier, TokenArray, pending
 from tiercache.errors import PoolFullError
@@ -387,20 +388,24 @@ class WriteThrough:
                 self._waiting.remove(before)
         self._offer(commit, node, depth)
 
-    def write_unit(self, node: Node) -> int:
+    def write_unit(self, node: Node) -> UnitWrite:
         """Begin the writes of the state at the node's end, and of the pages up to it that storage lacks.
 
-        Returns the number of host blocks of what is written: 0 if the host lacks a part of it, or nothing is
-        left to write. What there is no room for is not written.
+        A unit of which a part is in no tier is not written. What there is no room for is given up if nothing
+        is under way that could make room.
         """
-        context = self._context
-        plan = _Plan(context, node, node.end, [node.end], 0)
+        plan = _Plan(self._context, node, node.end, [node.end], 0)
         if plan.gone.total() or not plan.left():
-            return 0
-        chain = Chain({})
+            return UnitWrite(0, is_over=True)
+        chain = Chain({}, stays_on_host=True)
         self._describe(chain, plan, node, node.end)
         plan.begin(chain)
-        return plan.begun_blocks
+        left = plan.left()
+        if left and not self._context.under_way:
+            for pool, count in left.items():
+                self._context.give_up(pool, "host_full", count, final=False)
+            left.clear()
+        return UnitWrite(plan.begun_blocks, is_over=not left)
 
     @property
     def _is_held_up(self) -> bool:

@@ -36,9 +36,11 @@ class Chain:
     run at the same time, a state may be offered before a page that it needs.
     """
 
-    def __init__(self, keys: dict[int, bytes]) -> None:
+    def __init__(self, keys: dict[int, bytes], *, stays_on_host: bool = False) -> None:
         self.keys = keys
         """Page keys by page number."""
+        self.stays_on_host = stays_on_host
+        """Whether a later flush finds on the host what storage does not take now, and offers it again."""
         self.values: dict[PoolName, dict[bytes, float]] = {}
         """Values of the objects (see `Values`), by pool and page key."""
         self.refused: set[int] = set()
@@ -94,6 +96,16 @@ class Write(Operation):
     def pins(self) -> list[Pin]:  # noqa: D102
         return [*self._pins, *self._device_pins]
 
+    @property
+    def objects(self) -> int:
+        """Number of objects that storage has not taken yet."""
+        return sum(len(run.destinations) for run in self._stored)
+
+    @property
+    def stays_on_host(self) -> bool:
+        """Whether a later flush finds the objects on the host if this write fails."""
+        return self._chain.stays_on_host
+
     def _background_copied(self, ticket: Ticket) -> None:
         # A thread of the transfer engine runs this method. The storage write is submitted here, because the
         # owner's thread may be busy with a forward pass for a long time. `_land_copied` is posted first, so
@@ -111,7 +123,7 @@ class Write(Operation):
             # The marks are cleared before the handles are freed: the next write may mark the same handles.
             self._mark_storing(False)
             for run in self._stored or self.runs:
-                self._context.give_up(run.pool, "transfer_failed", len(run.destinations))
+                self._give_up(run, "transfer_failed")
             self._stored = []
         for run in self.runs:
             if copied:
@@ -226,7 +238,7 @@ class Write(Operation):
             self._context.events.later(pause, lambda: self._context.writes.submit(self._call()))
         else:
             for run in refused:
-                self._context.give_up(run.pool, "refused", len(run.destinations))
+                self._give_up(run, "refused")
             self._end()
         return any(outcome is not Outcome.ERROR for results in outcomes for outcome in results)
 
@@ -238,7 +250,7 @@ class Write(Operation):
         """
         assert begun, "a patient call is lost only when it hangs"
         for run in self._stored:
-            self._context.give_up(run.pool, str(reason), len(run.destinations))
+            self._give_up(run, str(reason))
             if not self._is_state(run):
                 self._chain.refused.update(range(run.span.start, run.span.end))
         self._context.in_flight.strand(self)
@@ -264,6 +276,9 @@ class Write(Operation):
             for outcome, count in Counter(results).items():
                 self._context.metrics.increment("storage_sets_total", run.pool, outcome, by=count)
         return refused
+
+    def _give_up(self, run: PageRun, reason: str) -> None:
+        self._context.give_up(run.pool, reason, len(run.destinations), final=not self.stays_on_host)
 
     def _end(self) -> None:
         self._share.give(self._blocks)

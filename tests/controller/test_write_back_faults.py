@@ -1,0 +1,211 @@
+"""Write-back under faults: what `flush` and `close` say is right, and nothing is lost that they stored."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+
+import pytest
+from tiercache_backends.memory import MemoryBackend
+
+from tests.controller.harness import Engine, P, evict_checked, prompt
+from tests.controller.test_hung_store import Hanging
+from tests.controller.test_write_back import BLOCKS, Never, engine_over, land
+from tests.storage_backends.grpc.daemon import Daemon
+from tiercache.controller import WRITE_BACK, ControllerOptions
+from tiercache.core import Tier
+from tiercache.errors import ClosedError, StorageError
+from tiercache.storage.registry import open_backend
+from tiercache.testing.outage import Outage
+
+NAMES = range(10, 80, 10)
+PAGES = 4
+
+
+def session(n, pages=PAGES):
+    return [*prompt(*range(n, n + pages)), 5]
+
+
+def serve(engine, pages=PAGES):
+    for n in NAMES:
+        engine.serve(session(n, pages))
+        land(engine)
+
+
+def restored(engine, names=NAMES):
+    """How many sessions are restored as a whole; the harness compares every byte."""
+    return [engine.serve([*session(n), 6]) for n in names].count(PAGES * P)
+
+
+def kept_back(store, *, hybrid=True, storage_deadline=10.0):
+    """An engine that writes nothing before a flush."""
+    options = ControllerOptions(write=WRITE_BACK, write_chance=1.0, storage_deadline=storage_deadline)
+    engine = Engine(store, pages=24, blocks=BLOCKS, hybrid=hybrid, options=options)
+    engine.context.index._appraiser._policy = Never()  # private: the harness makes its own controller
+    return engine
+
+
+def logged(caplog):
+    """The number of objects of the last line that says one."""
+    return int(re.findall(r"(\d+) objects", caplog.text)[-1])
+
+
+def flush(engine):
+    """Flush as soon as calls of the store go on."""
+    end = time.monotonic() + 60
+    while not engine.controller.flush(20):
+        engine.controller.tick(0.1)
+        assert time.monotonic() < end
+    engine.check()
+
+
+def unwritten(store, names=NAMES):
+    return len(names) * (PAGES + 1) - store.usage().objects
+
+
+@pytest.mark.parametrize("hybrid", [True, False])
+@pytest.mark.parametrize("pages", range(4, 9))
+def test_a_flush_writes_whole_units_though_writes_have_little_room(pages, hybrid):
+    store = MemoryBackend()
+    engine = kept_back(store, hybrid=hybrid)
+    serve(engine, pages)
+    assert store.usage().objects == 0
+    assert engine.settle()
+    assert store.usage().objects == len(NAMES) * (pages + hybrid)
+    engine.check()
+
+
+def test_a_flush_in_an_outage_says_what_is_not_stored_and_writes_it_afterwards():
+    store = Outage(MemoryBackend())
+    engine = kept_back(store)
+    serve(engine)
+    store.begin()
+    for _ in range(2):
+        with pytest.raises(StorageError, match="out of reach"):
+            engine.controller.flush()
+        assert engine.controller.unstored == len(NAMES) * (PAGES + 1)
+    store.end()
+    flush(engine)
+    assert not unwritten(store.inner)
+    evict_checked(engine, Tier.DEVICE, Tier.HOST)
+    assert restored(engine) == len(NAMES)
+
+
+def test_a_close_in_an_outage_says_what_is_not_stored(caplog):
+    store = Outage(MemoryBackend())
+    engine = kept_back(store)
+    serve(engine)
+    store.begin()
+    engine.controller.close()
+    assert logged(caplog) == len(NAMES) * (PAGES + 1)
+
+
+def test_a_flush_writes_what_is_pinned():
+    store = MemoryBackend()
+    engine = kept_back(store)
+    serve(engine)
+    for n in (10, 20):
+        assert engine.controller.pin(session(n), 60)
+    land(engine)
+    assert engine.settle()
+    assert not unwritten(store)
+
+
+class HangsLater(Hanging):
+    """A store whose sets hang after some of them."""
+
+    at = 0
+
+    def _pass(self, verb):
+        if verb == "set" and self.calls.count("set") == self.at:
+            self.hangs.add("set")
+        super()._pass(verb)
+
+
+@pytest.fixture
+def hanging():
+    store = HangsLater()
+    yield store
+    store.release()
+
+
+@pytest.mark.parametrize("sets", [0, 3])
+@pytest.mark.parametrize("patience", [0.3, 4.0])
+def test_a_flush_in_whose_middle_the_store_hangs_says_what_is_not_stored(hanging, caplog, sets, patience):
+    """The flush gives up after its own time, or when the deadline of the call has passed."""
+    engine = kept_back(hanging, storage_deadline=1.0)
+    serve(engine)
+    hanging.at = sets
+    assert not engine.controller.flush(patience)
+    assert hanging.hangs
+    # The pages of the unit in which the store hangs may be stored; the call has not said so.
+    assert unwritten(hanging.inner) <= logged(caplog) <= unwritten(hanging.inner) + PAGES
+    hanging.at = -1
+    hanging.release()
+    flush(engine)
+    assert not unwritten(hanging.inner)
+    evict_checked(engine, Tier.DEVICE, Tier.HOST)
+    assert restored(engine) == len(NAMES)
+
+
+@pytest.mark.parametrize("sets", [0, 3])
+@pytest.mark.parametrize("patience", [0.3, 4.0])
+def test_a_close_in_whose_middle_the_store_hangs_says_what_is_not_stored(hanging, caplog, sets, patience):
+    engine = kept_back(hanging, storage_deadline=1.0)
+    serve(engine)
+    hanging.at = sets
+    assert not engine.controller.close(patience)
+    # The pages of the unit in which the store hangs may be stored; the call has not said so.
+    assert unwritten(hanging.inner) <= logged(caplog) <= unwritten(hanging.inner) + PAGES
+
+
+def test_a_forked_child_is_turned_away_and_the_parent_writes_everything():
+    store = MemoryBackend()
+    engine = kept_back(store)
+    serve(engine)
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            try:
+                engine.controller.flush()
+            except ClosedError as error:
+                status = 0 if "make a new controller here" in str(error) and "\n" not in str(error) else 2
+            engine.controller.close()
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
+    assert store.usage().objects == 0
+    assert engine.settle()
+    assert not unwritten(store)
+    evict_checked(engine, Tier.DEVICE, Tier.HOST)
+    assert restored(engine) == len(NAMES)
+
+
+def test_two_controllers_write_back_to_one_daemon(tmp_path):
+    """Each serves sessions of its own and of both, on threads of their own."""
+    with Daemon("unix", tmp_path, "memory://?capacity=64MiB") as daemon:
+        url = f"grpc://{daemon.where}"
+        failures = []
+
+        def work(first):
+            try:
+                engine = engine_over(open_backend(url))
+                for n in [*range(first, first + 200, 10), *NAMES] * 2:
+                    engine.serve(session(n))
+                assert engine.settle()
+                engine.check()
+            except BaseException as error:  # noqa: BLE001  raised below
+                failures.append(error)
+
+        threads = [threading.Thread(target=work, args=(first,)) for first in (1000, 2000)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+        assert not failures
+        other = Engine(open_backend(url), blocks=BLOCKS)
+        for names in (NAMES, range(1000, 1200, 10), range(2000, 2200, 10)):
+            assert restored(other, names) == len(names)
