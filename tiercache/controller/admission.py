@@ -26,7 +26,7 @@ from tiercache.controller.prefetch_rules import PrefetchPolicy, PrefetchRules
 from tiercache.controller.request_slots import RequestSlots, leading
 from tiercache.controller.restore import DeviceRestore, Sources, count_restore
 from tiercache.core import ABSENT, Locations, PoolName, Reason, Tier, TokenArray, reusable_pages
-from tiercache.errors import AdmissionError, InputError
+from tiercache.errors import AdmissionError, InputError, PoolFullError
 from tiercache.index import Inserted, Match, Node, Origin, PathLocations, Pin
 from tiercache.policy import CheckpointKind
 
@@ -81,7 +81,6 @@ class Admission:
 
         Infinite until a poll has found storage at work.
         """
-        self._states = states
         self._limit = reusable_pages(len(lookup.tokens), context.page_size)
         """Deepest depth, in pages, that a restore of this prompt may reach."""
         self.sequence = lookup.tokens
@@ -94,6 +93,10 @@ class Admission:
         self._pinned_depth = 0
         """Number of pages, from the start of the sequence, that `_pin` keeps on the device."""
         self._frozen = False
+        self._settled = False
+        """Whether the wait for storage is over."""
+        self._loaded_progress = (0, 0)
+        """Progress of the prefetch at the last attempt to load ahead."""
         self._cut_short = False
         """Whether storage might have given more if the depth had been frozen later."""
         self._prefetch = Prefetch(context, lookup, self._limit)
@@ -112,12 +115,14 @@ class Admission:
         try:
             # A state that is loaded from host or storage needs a slot. So one more slot than asked for is
             # reserved, unless the restore uses a state on the device and nothing deeper can be fetched.
-            spare = states if on_device and match.near_depth == self._limit else states + 1
-            self.slots = RequestSlots(context, -(-tokens // context.page_size), resident, spare)
+            complete = on_device and match.near_depth == self._limit
+            self.slots = RequestSlots(
+                context, -(-tokens // context.page_size), resident, states, loads_state=not complete
+            )
         except BaseException:
             self._pin.release()
             raise
-        self._restore = DeviceRestore(context, self.slots)
+        self._restore = DeviceRestore(context, self.slots, self._limit)
 
     @property
     def pins(self) -> list[Pin]:
@@ -191,7 +196,7 @@ class Admission:
         while (poll := self.poll()).status is Status.PENDING:
             # Poll at least every 0.1 s: a store call that hangs posts no event, and polls watch its deadline.
             end = min(self._deadline, self._wait_end)
-            left = 0.1 if self._restore.has_loads else end - self._context.clock()
+            left = 0.1 if self._restore.has_loads or self._settled else end - self._context.clock()
             self._context.events.arrived.wait(max(0.0, min(0.1, left)))
         return poll
 
@@ -329,6 +334,8 @@ class Admission:
         if self.status is Status.PENDING:
             if self._restore.has_loads:
                 self._fall_back()
+            elif self._settled:
+                self._settle()
             else:
                 self._advance(freeze, late)
         return Poll(self.status, self.depth, self.reason)
@@ -344,6 +351,7 @@ class Admission:
         waiting = self._prefetch.waiting
         if waiting and not freeze:
             self._block()
+            self._load_ahead()
             return
         if not waiting:
             for reason in self._prefetch.collect_results():
@@ -354,6 +362,7 @@ class Admission:
         while not freeze and (target := self._prefetch.target(match)):
             if self._prefetch.begin(target) is not Step.NO_ROOM:
                 self._block()
+                self._load_ahead()
                 return
             self._fail(Reason.BUSY)
             match = self._match()
@@ -374,8 +383,28 @@ class Admission:
         # The prefetch ends before slots are allocated, because it pins a path. This path may have to be
         # evicted to make room for the slots.
         self._prefetch.close()
+        self._settled = True
+        self._settle()
+
+    def _settle(self) -> None:
+        """Freeze the deepest depth that device and host can restore.
+
+        Loads ahead may hold slots of a deeper depth, which was not reached. While they are under way, their
+        slots cannot be evicted; if they are needed, the admission stays PENDING until the loads have landed.
+        """
         match = self._match()
-        self._freeze(match, match.near_depth)
+        try:
+            self._freeze(match, match.near_depth)
+        except PoolFullError:
+            if not self._restore.is_loading_ahead:
+                raise
+
+    def _load_ahead(self) -> None:
+        """Begin to load to the device what has landed on the host since the last call."""
+        path, progress = self._prefetch.path, self._prefetch.progress
+        if path is not None and progress != self._loaded_progress:
+            self._loaded_progress = progress
+            self._restore.load_ahead(*path)
 
     def _block(self) -> None:
         """Begin to count the time that the prefetch policy allows, at the first poll that must wait."""
@@ -399,7 +428,7 @@ class Admission:
         # the earlier pin in `_hold` could merge the node into another one.
         with nullcontext() if node is self._pin.node else self._context.index.pinned(node, Tier.DEVICE):
             located = self._context.index.locations(node, depth)
-            need = self.slots.build_slot_table(located.pages)
+            need = self.slots.build_slot_table(located)
             self._depth = depth
             self._restore.begin(node, depth, located, need)
             self._restore.note_fences()
@@ -410,13 +439,13 @@ class Admission:
                 self._context.metrics.increment("hints_total", "honoured")
             if not self._frozen:
                 self._frozen = True
-                self.slots.keep_states(self._states)
+                self.slots.keep_states()
                 self._count(match, located)
             self._hold(node, depth)
 
     def _count(self, match: Match, located: PathLocations) -> None:
         """Count the restore in the metrics: the tiers it read from, and why storage did not give more."""
-        self.sources.count(located, self._depth, self._prefetch.fetched)
+        self.sources.count(located, self._depth, self._prefetch.fetched, self._restore.ahead)
         if self.lookup.query is not None or self._prefetch.rounds:
             outcome = "cut_short" if self._cut_short else "complete"
             self._context.metrics.increment("prefetches_total", self._rules.policy, outcome)

@@ -87,6 +87,12 @@ class ControllerOptions:
     """
     close_deadline: float = 10.0
     """Time that `close` may wait for operations to end."""
+    piece_bytes: int = 8 << 20
+    """Approximate number of bytes of one piece of a restore from storage.
+
+    The reads of a restore are cut into pieces. A piece that lies verified on the host is copied to the device
+    while the next pieces are read. A smaller amount is copied together with the rest.
+    """
     max_queries: int = 64
     """Maximum number of storage queries in flight. At the maximum, a lookup does not ask storage."""
     query_threads: int = 2
@@ -147,6 +153,11 @@ class ControllerOptions:
             )
         if not 0.0 <= self.pin_share < 1.0:
             raise ConfigError(f"pin_share={self.pin_share} is not possible; use a share from 0, and below 1")
+        if self.piece_bytes < 1:
+            raise ConfigError(
+                f"piece_bytes={self.piece_bytes} is not possible; use a positive number of bytes, such as"
+                f" {8 << 20}"
+            )
         if self.belief_checks < 0:
             raise ConfigError(
                 f"belief_checks={self.belief_checks} is not possible; use a number of objects from 0"

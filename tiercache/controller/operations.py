@@ -237,8 +237,10 @@ class Fetch(Operation):
         context.in_flight.fetching.take(sum(run.blocks(context) for run in runs))
         self._reserve()
         self._waiting: set[object] = set()
-        parts = [part for run in runs for part in run.split(self._part_of(run.pool))]
+        parts = self._in_order([part for run in runs for part in run.split(self._part_of(run.pool))])
         self._left = len(parts)
+        self.landed = 0
+        """Number of parts whose objects are on the host by now."""
         self._calls = [self._call(part, keys[part.span.start : part.span.end]) for part in parts]
         for call in self._calls:
             context.reads.submit(call)
@@ -261,8 +263,20 @@ class Fetch(Operation):
             for call in self._calls:
                 self._context.reads.cancel(call)
 
+    def _in_order(self, parts: Sequence[PageRun]) -> Sequence[PageRun]:
+        """Return the parts in the order in which they are read: states in the middle of the pages.
+
+        A state is one large part, whose copy to the device can only be hidden behind later reads. It is of
+        use only if all pages arrive, and so the first pages go before it.
+        """
+        states = [part for part in parts if part.pool in self._context.index.state_pools]
+        pages = [part for part in parts if part.pool in self._context.index.page_pools]
+        half = (len(pages) + 1) // 2
+        return [*pages[:half], *states, *pages[half:]]
+
     def _part_of(self, pool: PoolName) -> int:
-        return max(1, min(self.part, PART_BYTES // self._context.host[pool].geometry.nbytes))
+        nbytes = min(PART_BYTES, self._context.options.piece_bytes)
+        return max(1, min(self.part, nbytes // self._context.host[pool].geometry.nbytes))
 
     def _call(self, part: PageRun, keys: Sequence[bytes]) -> StoreCall:
         storage = self._context.storage
@@ -303,6 +317,7 @@ class Fetch(Operation):
             (part.pool, key): o.reason for key, o in zip(keys, outcomes, strict=True) if o is not Outcome.HIT
         }
         self._context.in_flight.fetching.give(part.blocks(self._context))
+        self.landed += 1
         self._end_part()
         return any(outcome is not Outcome.ERROR for outcome in outcomes)
 

@@ -199,10 +199,21 @@ class Prefetch:
         self._too_large: set[int] = set()
         """Depths, in pages, for which the host has no room."""
         self._fetching: set[Fetch] = set()
+        self._waves = 0
         self._met_outage = False
         """Whether an object could not be fetched because of an outage. Then nothing more is fetched."""
         self._depth = 0
         """Depth, in pages, that is being fetched; 0 if there is no such depth."""
+
+    @property
+    def path(self) -> tuple[Node, int] | None:
+        """Node of the path that is being fetched, and its depth in pages; None if there is no such path."""
+        return None if self.pin is None else (self.pin.node, self._depth)
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Value that changes when a wave begins, and when a part of it has landed on the host."""
+        return self._waves, sum(fetch.landed for fetch in self._fetching)
 
     @property
     def waiting(self) -> bool:
@@ -245,6 +256,7 @@ class Prefetch:
             held.release()
         self._keys = context.index.page_keys(node, target)
         self._depth = target
+        self._waves += 1
         try:
             return self._begin_wave(node, target, share)
         except PoolFullError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Final
 
 import numpy as np
 
@@ -10,7 +11,9 @@ from tiercache.controller.allocation import DeviceFence
 from tiercache.controller.context import ControllerContext
 from tiercache.core import ABSENT, Locations, Mask, PoolName, pending
 from tiercache.errors import PoolFullError, SlotError
-from tiercache.index import Inserted, PageLocations
+from tiercache.index import Inserted, PathLocations
+
+_NONE: Final = np.empty(0, np.int64)
 
 
 class RequestSlots:
@@ -23,9 +26,15 @@ class RequestSlots:
     """
 
     def __init__(
-        self, context: ControllerContext, pages: int, resident: Mapping[PoolName, int], states: int
+        self,
+        context: ControllerContext,
+        pages: int,
+        resident: Mapping[PoolName, int],
+        states: int,
+        *,
+        loads_state: bool,
     ) -> None:
-        """Reserve slots for `pages` pages and `states` states.
+        """Reserve slots for `pages` pages and `states` states, and one for a restored state if `loads_state`.
 
         `resident` pages of each pool need no slot, because they are on the device or on their way there.
         Raises PoolFullError, with nothing changed, if there are too few slots.
@@ -35,8 +44,9 @@ class RequestSlots:
         """Number of pages that the slot table covers."""
         self._open = True
         need = {p: pages - resident[p] for p in context.index.page_pools} | dict.fromkeys(
-            context.index.state_pools, states
+            context.index.state_pools, states + loads_state
         )
+        self._states = states
         taken = context.allocator.take_device(need)
         self.table: dict[PoolName, Locations] = {p: np.empty(0, np.int64) for p in context.index.page_pools}
         """Device slot of each page, by pool."""
@@ -50,11 +60,26 @@ class RequestSlots:
         self._handed_out: dict[PoolName, set[int]] = {p: set() for p in context.index.state_pools}
         """State slots that the engine has taken and that are not committed yet."""
 
-    def build_slot_table(self, located: Mapping[PoolName, PageLocations]) -> dict[PoolName, Mask]:
+    def unused(self, pool: PoolName) -> int:
+        """Return how many slots of `pool` a load may take before there is a slot table.
+
+        Slots for the states of the caller are not among them.
+        """
+        if pool in self._spare:
+            return max(0, len(self._spare[pool]) - self._states)
+        return len(self._unused[pool])
+
+    def give_pages(self, pool: PoolName, count: int) -> Locations:
+        """Hand `count` of the `unused` slots of a page pool to the index, for a load ahead of the table."""
+        given, self._unused[pool] = self._unused[pool][:count], self._unused[pool][count:]
+        return given
+
+    def build_slot_table(self, located: PathLocations) -> dict[PoolName, Mask]:
         """Build the table for a restore of the `located` pages; return the mask of pages to load, by pool.
 
-        The slots of pages to load belong to the index from now on. Raises PoolFullError, with nothing
-        changed, if there are too few slots.
+        The slots of pages to load belong to the index from now on. The first table also makes sure of a slot
+        for each located state that must be loaded. Raises PoolFullError, with nothing changed, if there are
+        too few slots.
         """
         #   page       0                  depth          total
         #   located    | dev  dev  pend  no |              |   on the device, on its way there, or neither
@@ -64,11 +89,19 @@ class RequestSlots:
         # More slots to take = pages to load + pages behind the depth - slots that this request has.
         more = {
             p: int((at.device == ABSENT).sum()) + self._total - len(at.device) - len(self._mine(p))
-            for p, at in located.items()
+            for p, at in located.pages.items()
         }
+        if not self._has_table:
+            # A state that was loaded before the table may belong to another depth.
+            more |= {
+                p: self._states + (one.device == ABSENT and one.host >= 0) - len(self._spare[p])
+                for p, one in located.states.items()
+            }
         taken = self._context.allocator.take_device({p: max(0, n) for p, n in more.items()})
         need: dict[PoolName, Mask] = {}
-        for pool, at in located.items():
+        for pool, spare in self._spare.items():
+            spare += taken.get(pool, _NONE).tolist()
+        for pool, at in located.pages.items():
             mine = np.concatenate([self._mine(pool), taken[pool]])
             depth = len(at.device)
             need[pool] = at.device == ABSENT
@@ -126,12 +159,12 @@ class RequestSlots:
         """Hand one spare state slot of `pool` to the index."""
         return self._spare[pool].pop()
 
-    def keep_states(self, count: int) -> None:
-        """Keep up to `count` spare slots of each state pool, and free the others."""
+    def keep_states(self) -> None:
+        """Keep the spare state slots for the states of the caller, and free the others."""
         for pool, spare in self._spare.items():
-            if spare[count:]:
-                self._context.allocator.free_device(pool, np.array(spare[count:], np.int64))
-                del spare[count:]
+            if spare[self._states :]:
+                self._context.allocator.free_device(pool, np.array(spare[self._states :], np.int64))
+                del spare[self._states :]
 
     def take_states(self) -> dict[PoolName, int]:
         """Hand out one spare slot of each state pool, for the engine to fill.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,12 +23,16 @@ class DeviceRestore:
     Thread safety: the owner's thread (the engine's thread, which calls the controller).
     """
 
-    def __init__(self, context: ControllerContext, slots: RequestSlots) -> None:
+    def __init__(self, context: ControllerContext, slots: RequestSlots, limit: int) -> None:
+        """Prepare a restore of up to `limit` pages into `slots`."""
+        self.ahead: dict[PoolName, Mask] = {p: np.zeros(limit, np.bool_) for p in context.pools}
+        """Mask of the pages, by pool, that `load_ahead` loads. A state counts as its last page."""
         self.states: dict[PoolName, int] = {}
         """Device slot of the restored state, by state pool; empty at depth 0."""
         self._context = context
         self._slots = slots
         self._loads: set[Load] = set()
+        self._loads_ahead: list[Load] = []
         self._fences: list[DeviceFence] = []
         """Fences of other requests whose device work may still be filling slots that this request reads."""
         self._ordered_streams: set[int | None] = set()
@@ -53,6 +57,52 @@ class DeviceRestore:
         """Forget the loads. Call this when all have landed."""
         self._loads.clear()
 
+    @property
+    def is_loading_ahead(self) -> bool:
+        """Whether a load of `load_ahead` is under way."""
+        return not all(load.done for load in self._loads_ahead)
+
+    # A restore from storage overlaps its legs. Each piece that has landed on the host is loaded as its own
+    # transfer, while later pieces are read:
+    #   storage -> host     | state   | p0-p9   | p10-p19 | p20-p29 |
+    #   host -> device                | state   | p0-p9   | p10-p19 | p20-p29 |
+    #   READY                                                       ^ the rest is loaded layer by layer
+    # Every object is verified before it is on the host, and a page on the device is of use to nobody without
+    # a state at a depth that is whole, so an object may be published on the device before the others arrive.
+
+    def load_ahead(self, node: Node, depth: int) -> None:
+        """Begin to load what the host has of pages [0, depth) of the path to `node` and of its state.
+
+        Less than a piece is left for later. After a load has failed, nothing is loaded ahead any more.
+        """
+        context = self._context
+        if any(load.ticket.error for load in self._loads_ahead):
+            return
+        located = context.index.locations(node, depth)
+        wanted = {pool: (at.device == ABSENT) & (at.host >= 0) for pool, at in located.pages.items()}
+        for pool, mask in wanted.items():
+            mask &= np.cumsum(mask) <= self._slots.unused(pool)
+        states = {
+            pool: one
+            for pool, one in located.states.items()
+            if one.device == ABSENT and one.host >= 0 and self._slots.unused(pool)
+        }
+        objects = {pool: int(np.count_nonzero(mask)) for pool, mask in wanted.items()} | dict.fromkeys(
+            states, 1
+        )
+        nbytes = sum(count * context.host[pool].geometry.nbytes for pool, count in objects.items())
+        if nbytes < context.options.piece_bytes:
+            return
+        runs = list[PageRun]()
+        for pool, mask in wanted.items():
+            slots = self._slots.give_pages(pool, objects[pool])
+            runs += gather_runs(pool, node, 0, located.pages[pool].host, mask, slots)
+            self.ahead[pool][:depth] |= mask
+        for pool, one in states.items():
+            self._place_state(pool, one, node, runs)
+            self.ahead[pool][depth - 1] = True
+        self._loads_ahead.append(self._load(node, runs))
+
     def begin(self, node: Node, depth: int, located: PathLocations, need: Mapping[PoolName, Mask]) -> None:
         """Load the pages in `need` and the state at `depth`, and join the loads of other requests."""
         runs = list[PageRun]()
@@ -65,8 +115,7 @@ class DeviceRestore:
         if depth:
             self.states = {p: self._place_state(p, one, node, runs) for p, one in located.states.items()}
         if runs:
-            pin = self._context.index.pin(node, Tier.DEVICE, Tier.HOST)
-            self._loads.add(Load(self._context, runs, [pin], self._slots.take_back))
+            self._loads.add(self._load(node, runs))
 
     def note_fences(self, besides: DeviceFence | None = None) -> None:
         """Record the fences of other requests whose device work may still be filling slots of this request.
@@ -88,6 +137,10 @@ class DeviceRestore:
             self._ordered_streams.add(stream)
         for load in self._loads:
             load.ticket.wait_layer(layer, stream=stream)
+
+    def _load(self, node: Node, runs: Sequence[PageRun]) -> Load:
+        pin = self._context.index.pin(node, Tier.DEVICE, Tier.HOST)
+        return Load(self._context, runs, [pin], self._slots.take_back)
 
     def _filling(self, pool: PoolName, device: Locations) -> Iterator[Load]:
         """Yield the loads of other requests that are filling some of these slots."""
@@ -125,13 +178,20 @@ class Sources:
         """Add `count` objects of `pool` from `tier`."""
         self.objects[tier, pool] = self.objects.get((tier, pool), 0) + int(count)
 
-    def count(self, located: PathLocations, depth: int, fetched: Mapping[PoolName, Mask]) -> None:
+    def count(
+        self,
+        located: PathLocations,
+        depth: int,
+        fetched: Mapping[PoolName, Mask],
+        ahead: Mapping[PoolName, Mask],
+    ) -> None:
         """Add the objects of a restore of `depth` pages.
 
-        `fetched` marks the pages that came from storage, by pool. A state is marked at its last page.
+        `fetched` marks the pages that came from storage, by pool, and `ahead` those that this restore itself
+        has brought to the device by now. A state is marked at its last page.
         """
         for pool, at in located.pages.items():
-            there = at.device != ABSENT
+            there = (at.device != ABSENT) & ~ahead[pool][:depth]
             device = int(np.count_nonzero(there))
             storage = int(np.count_nonzero(fetched[pool][:depth] & ~there))
             self.add(Tier.DEVICE, pool, device)
@@ -139,7 +199,8 @@ class Sources:
             self.add(Tier.HOST, pool, depth - device - storage)
         for pool, one in located.states.items() if depth else ():
             below = Tier.STORAGE if fetched[pool][depth - 1] else Tier.HOST
-            self.add(Tier.DEVICE if one.device != ABSENT else below, pool, 1)
+            there_before = one.device != ABSENT and not ahead[pool][depth - 1]
+            self.add(Tier.DEVICE if there_before else below, pool, 1)
 
     def slowest(self) -> Tier | None:
         """Return the slowest tier from which an object came; None if nothing was restored."""
