@@ -258,19 +258,6 @@ def test_a_shorter_commit_does_not_let_go_of_deeper_pages():
     wind_up(engine, admission)
 
 
-def test_a_host_too_small_for_the_deepest_restore_takes_the_next():
-    store = Gated()
-    engine = Engine(store)
-    stored(engine, [*prompt(1, 2), 5])
-    stored(engine, [*prompt(1, 2, 3, 4), 5])
-    assert engine.controller.close()
-    engine = Engine(store, blocks=6)
-    admission = ask(engine, prompt(1, 2, 3, 4, 6), states=1)
-    assert engine.restore(admission, np.array(prompt(1, 2, 3, 4, 6))) == 2 * P
-    assert engine.metrics.value("restore_failures_total", "busy") == 1
-    wind_up(engine, admission)
-
-
 def test_a_release_behind_a_fence_keeps_slots_and_pages_until_then():
     engine = Engine(Gated(), pages=8)
     tokens = np.array(prompt(1, 2, 3, 4))

@@ -135,9 +135,10 @@ class Lives(RuleBasedStateMachine):
         blocks=st.sampled_from([3, 12, 80]),
         file=st.sampled_from([True, False, False]),
         write=st.sampled_from([WRITE_THROUGH, WRITE_BACK]),
+        piece=st.sampled_from([1, 8 << 20]),
     )
-    def begin(self, hybrid, blocks, file, write):
-        self.hybrid, self.blocks, self.write = hybrid, blocks, write
+    def begin(self, hybrid, blocks, file, write, piece):
+        self.hybrid, self.blocks, self.write, self.piece = hybrid, blocks, write, piece
         self.directory = tempfile.mkdtemp() if file else None
         self.medium = None if file else MemoryBackend()
         self.failing_copies = []
@@ -159,7 +160,12 @@ class Lives(RuleBasedStateMachine):
             hybrid=self.hybrid,
             clock=lambda: time.monotonic() + self.now,
             options=ControllerOptions(
-                restore_deadline=20.0, write_retries=1, pin_share=0.5, write=self.write, write_chance=0.0
+                restore_deadline=20.0,
+                write_retries=1,
+                pin_share=0.5,
+                write=self.write,
+                write_chance=0.0,
+                piece_bytes=self.piece,
             ),
             engine=lambda d, h: CopyEngine(d, h, copier=self.copy),
         )

@@ -360,11 +360,14 @@ class Admission:
         # Each round of the loop tries the deepest depth that storage could restore. A depth for which the
         # host has no room is not tried again, so the loop ends.
         while not freeze and (target := self._prefetch.target(match)):
-            if self._prefetch.begin(target) is not Step.NO_ROOM:
+            step = self._prefetch.begin(target, to_device=True)
+            self._load_ahead(everything=step is not Step.BEGUN)
+            if step is not Step.NO_ROOM or self._restore.is_loading_ahead:
                 self._block()
-                self._load_ahead()
                 return
-            self._fail(Reason.BUSY)
+            if not self._let_host_evict():
+                self._prefetch.give_up()
+                self._fail(Reason.BUSY)
             match = self._match()
         self._cut_short = waiting or (freeze and self._prefetch.target(match) > 0)
         # Record the first of these reasons that explains why the depth is not deeper.
@@ -399,12 +402,27 @@ class Admission:
             if not self._restore.is_loading_ahead:
                 raise
 
-    def _load_ahead(self) -> None:
-        """Begin to load to the device what has landed on the host since the last call."""
+    def _let_host_evict(self) -> bool:
+        """Keep the near depth on the device only, if the device has its pages; return whether that is new.
+
+        The state at the near depth may then be evicted from the host, before the deeper restore is certain.
+        """
+        node = self._pin.node
+        pages, _ = self._context.index.locations(node, node.end)
+        if Tier.HOST not in self._pin.tiers or not all((at.device >= 0).all() for at in pages.values()):
+            return False
+        self._hold(node, node.end)
+        return True
+
+    def _load_ahead(self, *, everything: bool = False) -> None:
+        """Begin to load to the device what has landed on the host since the last call.
+
+        Without `everything`, less than a piece is left for later.
+        """
         path, progress = self._prefetch.path, self._prefetch.progress
-        if path is not None and progress != self._loaded_progress:
+        if path is not None and (everything or progress != self._loaded_progress):
             self._loaded_progress = progress
-            self._restore.load_ahead(*path)
+            self._restore.load_ahead(*path, least=1 if everything else self._context.options.piece_bytes)
 
     def _block(self) -> None:
         """Begin to count the time that the prefetch policy allows, at the first poll that must wait."""

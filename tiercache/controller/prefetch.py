@@ -166,14 +166,14 @@ class Step(enum.Enum):
     LATER = "later"
     """Other fetches hold all blocks that fetches may hold. Try again when a fetch has landed."""
     NO_ROOM = "no_room"
-    """The host cannot hold the objects that the depth needs."""
+    """The host cannot hold the objects that the depth needs. Make room, or give the depth up."""
 
 
 class Prefetch:
     """Fetches of one admission, which bring the objects that a depth lacks from storage to the host.
 
     The objects of a depth are fetched in waves. A wave has as many objects as fit into the host blocks that
-    fetches may hold. A pin keeps the objects of earlier waves on the host.
+    fetches may hold. A pin keeps the objects of earlier waves on the host, unless the device has all of them.
 
     Thread safety: the owner's thread.
     """
@@ -240,10 +240,11 @@ class Prefetch:
         self._met_outage |= any(map(is_outage, reasons))
         return reasons
 
-    def begin(self, target: int, *, share: int = 1) -> Step:
+    def begin(self, target: int, *, share: int = 1, to_device: bool = False) -> Step:
         """Begin the next wave of fetches for depth `target` (in pages).
 
-        The wave takes at most one part in `share` of the blocks that all fetches may hold.
+        The wave takes at most one part in `share` of the blocks that all fetches may hold. With `to_device`,
+        the caller loads what has landed to the device, so that the host need not hold the whole depth.
         """
         context, lookup = self._context, self._lookup
         if target != self._depth:
@@ -251,19 +252,30 @@ class Prefetch:
         node = context.index.extend_path(lookup.tokens, target, lookup.extra)
         # The new pin is taken before the old pin is released. In the other order, objects of the path could
         # be evicted in between.
-        held, self.pin = self.pin, context.index.pin(node, Tier.DEVICE, Tier.HOST)
+        tiers = (Tier.DEVICE,) if to_device and self._has_all(node, target) else (Tier.DEVICE, Tier.HOST)
+        held, self.pin = self.pin, context.index.pin(node, *tiers)
         if held is not None:
             held.release()
         self._keys = context.index.page_keys(node, target)
         self._depth = target
         self._waves += 1
         try:
-            return self._begin_wave(node, target, share)
+            return self._begin_wave(node, target, share, to_device)
         except PoolFullError:
-            self._too_large.add(target)
-            self._depth = 0
-            self._release_pin()  # removes the nodes that were made for this fetch
             return Step.NO_ROOM
+
+    def give_up(self) -> None:
+        """Give up the depth for which there was no room. It is not tried again."""
+        self._too_large.add(self._depth)
+        self._depth = 0
+        self._release_pin()  # removes the nodes that were made for this fetch
+
+    def _has_all(self, node: Node, depth: int) -> bool:
+        """Return whether the device has everything that the host has of the path to `node`."""
+        pages, states = self._context.index.locations(node, depth)
+        return all(((at.device >= 0) | (at.host == ABSENT)).all() for at in pages.values()) and all(
+            one.device >= 0 or one.host == ABSENT for one in states.values()
+        )
 
     def close(self) -> None:
         """Leave the fetches, and release the path.
@@ -343,7 +355,7 @@ class Prefetch:
             self.pin.release()
             self.pin = None
 
-    def _begin_wave(self, node: Node, depth: int, share: int) -> Step:
+    def _begin_wave(self, node: Node, depth: int, share: int, to_device: bool) -> Step:
         """Fetch absent objects on the path to `node`; join other fetches that bring objects of this path."""
         context = self._context
         #   page      0      1        2       3          4
@@ -364,6 +376,10 @@ class Prefetch:
             absent[pool] = np.zeros(depth, np.bool_)
             absent[pool][-1] = one.device < 0 and one.host == ABSENT
             self.fetched[pool][depth - 1] |= one.device < 0 and one.host < 0
+        if not to_device:
+            context.allocator.require_host(
+                sum(context.allocator.blocks_of(p, int(mask.sum())) for p, mask in absent.items())
+            )
         fetch = self._fetch(node, absent, share)
         self._fetching = {o for o in waiting if isinstance(o, Fetch)} | ({fetch} if fetch else set())
         for each in self._fetching:
@@ -380,12 +396,11 @@ class Prefetch:
     def _fetch(self, node: Node, absent: dict[PoolName, Mask], share: int) -> Fetch | None:
         """Fetch the first absent objects, as many as fetches may hold. The state at the end comes last.
 
-        Returns None if nothing is absent, or if there is no room now. Raises PoolFullError if the host could
-        not hold all absent objects.
+        Returns None if nothing is absent, or if fetches hold too many blocks now. Raises PoolFullError if the
+        host has no room for the wave.
         """
         context = self._context
         cost = {pool: context.allocator.blocks_of(pool, 1) for pool in absent}
-        context.allocator.require_host(sum(int(mask.sum()) * cost[pool] for pool, mask in absent.items()))
         # The absent objects of page i take blocks[i] host blocks. The wave has as many pages, from the start,
         # as fit. With blocks 0 2 2 6 and room for 5 blocks, the wave has the first three pages.
         blocks = sum(mask * cost[pool] for pool, mask in absent.items())
@@ -399,4 +414,5 @@ class Prefetch:
         runs: list[PageRun] = []
         for pool, mask in wave.items():
             runs += gather_runs(pool, node, 0, np.zeros(len(mask), np.int64), mask, handles[pool])
-        return Fetch(context, runs, self._keys, [context.index.pin(node, Tier.DEVICE, Tier.HOST)])
+        # The device is not held, because the fetch may go on, or hang, when no request waits for it any more.
+        return Fetch(context, runs, self._keys, [context.index.pin(node, Tier.HOST)])

@@ -74,6 +74,7 @@ class PrefetchTicket:
                 return
             if prefetch.begin(target, share=_SHARE) is not Step.NO_ROOM:
                 return
+            prefetch.give_up()
             self.reason = Reason.BUSY
             match = self._match()
         if self.reason is Reason.NONE:

@@ -70,10 +70,10 @@ class DeviceRestore:
     # Every object is verified before it is on the host, and a page on the device is of use to nobody without
     # a state at a depth that is whole, so an object may be published on the device before the others arrive.
 
-    def load_ahead(self, node: Node, depth: int) -> None:
+    def load_ahead(self, node: Node, depth: int, least: int) -> None:
         """Begin to load what the host has of pages [0, depth) of the path to `node` and of its state.
 
-        Less than a piece is left for later. After a load has failed, nothing is loaded ahead any more.
+        Less than `least` bytes are left for later. After a load has failed, nothing is loaded ahead any more.
         """
         context = self._context
         if any(load.ticket.error for load in self._loads_ahead):
@@ -91,7 +91,7 @@ class DeviceRestore:
             states, 1
         )
         nbytes = sum(count * context.host[pool].geometry.nbytes for pool, count in objects.items())
-        if nbytes < context.options.piece_bytes:
+        if nbytes < least:
             return
         runs = list[PageRun]()
         for pool, mask in wanted.items():

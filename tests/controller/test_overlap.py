@@ -1,0 +1,246 @@
+"""Restores whose pieces are copied to the device while storage is still being read."""
+
+import itertools
+import threading
+
+import pytest
+from tiercache_backends.memory import MemoryBackend
+from tiercache_kernels.reference import copy_segments
+
+from tests.controller.harness import KV, MAMBA, Engine, P, prompt
+from tests.controller.test_interleavings import Gated, ask, evict, failing, fetching, shut, until, wind_up
+from tests.controller.test_machine import Flaky
+from tiercache.controller import ControllerOptions, Status
+from tiercache.core import Outcome, Reason, as_tokens
+from tiercache.transfer import CopyEngine
+
+FIRST = [*prompt(1, 2, 3), 5]
+LONG = [*prompt(1, 2, 3, 4, 5, 6), 5]
+
+
+def options(**kwargs):
+    """Pieces of one object, so that whatever lands is loaded at once."""
+    return ControllerOptions(restore_deadline=20.0, piece_bytes=1, **kwargs)
+
+
+def filled(store, *prompts):
+    """The store, with the prompts in it: a state at each end."""
+    before = Engine(store, pages=24, blocks=80)
+    for one in prompts:
+        before.serve(one)
+    assert before.settle()
+    before.controller.close()
+    return store
+
+
+def on_device(engine, tokens, pool=KV):
+    """How many pages of the prompt the device has, and how many are on their way to it."""
+    index = engine.context.index
+    match = index.match(as_tokens(tokens))
+    at = index.locations(match, match.path_depth).pages[pool].device
+    return int((at >= 0).sum())
+
+
+def test_what_has_landed_is_on_the_device_before_the_last_page_is_read():
+    store = filled(Gated(), LONG)
+    engine = Engine(store, blocks=64, options=options(read_threads=4))
+    gate = shut(store, 5)
+    admission = ask(engine, LONG, states=2)
+    until(engine, lambda: admission.poll() and on_device(engine, LONG) == 5)
+    assert admission.poll().status is Status.PENDING
+    gate.set()
+    assert engine.restore(admission, LONG) == 6 * P
+    restored = engine.metrics.value
+    assert restored("restored_objects_total", "storage", "kv") == 6, "the device is not where they came from"
+    assert restored("restored_objects_total", "storage", "mamba") == 1
+    assert restored("restored_objects_total", "device", "kv") == 0
+    wind_up(engine, admission)
+
+
+def test_less_than_a_piece_is_loaded_with_the_rest():
+    store = filled(Gated(), LONG)
+    engine = Engine(store, blocks=64, options=ControllerOptions(restore_deadline=20.0))
+    gate = shut(store, 6)
+    admission = ask(engine, LONG, states=2)
+    until(engine, lambda: admission.poll() and fetching(admission))
+    assert on_device(engine, LONG) == 0
+    gate.set()
+    assert engine.restore(admission, LONG) == 6 * P
+    wind_up(engine, admission)
+
+
+@pytest.mark.parametrize("fault", [Outcome.ERROR, Outcome.MISS, Outcome.CORRUPT])
+@pytest.mark.parametrize("nth", range(7))
+def test_any_piece_that_is_not_read_leaves_the_depth_below(fault, nth):
+    """The n-th object of the read fails: the prompt is served from what is whole, and nothing leaks."""
+    store = filled(Flaky(MemoryBackend()), FIRST, LONG)
+    engine = Engine(store, blocks=64, options=options(read_threads=1))
+    store.gets = [fault, *[None] * nth]
+    depth = engine.serve(LONG)
+    assert depth in (0, 3 * P), "the depths that have a state"
+    engine.settle()
+    engine.check()
+    evict(engine)
+    engine.check()
+    assert engine.context.index.holds_only([])
+    assert all(pool.available == pool.capacity for pool in engine.pools.values())
+
+
+@pytest.mark.parametrize("nth", range(1, 30, 2))
+def test_any_layer_of_any_piece_may_fail(nth):
+    """The n-th copy fails, whichever piece it belongs to."""
+    copies = itertools.count(1)
+
+    def copier(*columns):
+        if next(copies) == nth:
+            raise OSError("a bad layer")
+        copy_segments(*columns)
+
+    store = filled(Gated(), FIRST, LONG)
+    engine = Engine(store, blocks=64, options=options(), engine=lambda d, h: CopyEngine(d, h, copier=copier))
+    assert engine.serve(LONG) in (0, 3 * P, 6 * P)
+    copies = itertools.count(nth + 1)
+    engine.settle()
+    engine.check()
+    evict(engine)
+    assert engine.serve(LONG) == 6 * P
+    engine.settle()
+    evict(engine)
+    engine.check()
+    assert engine.context.index.holds_only([])
+
+
+@pytest.mark.parametrize("landed", range(6))
+@pytest.mark.parametrize("end", ["release", "start", "close"])
+def test_an_end_behind_any_piece_leaks_nothing(landed, end):
+    store = filled(Gated(), LONG)
+    engine = Engine(store, pages=14, blocks=64, options=options(read_threads=8))
+    gates = [shut(store, depth) for depth in range(landed + 1, 7)]
+    admission = ask(engine, LONG, states=2)
+    until(engine, lambda: admission.poll() and fetching(admission) and on_device(engine, LONG) == landed)
+    if end == "close":
+        for gate in gates:
+            gate.set()
+        assert engine.controller.close()
+        return
+    if end == "start":
+        poll = admission.start()
+        assert (poll.status, poll.depth) == (Status.READY, 0), "no state has arrived"
+        engine.compute(admission, as_tokens(LONG), 0, 6 * P)
+        engine.controller.commit(admission, as_tokens(LONG))
+        engine.verify(admission, as_tokens(LONG), 6)
+    engine.controller.release(admission)
+    engine.check()
+    for gate in gates:
+        gate.set()
+    engine.settle()
+    engine.check()
+    evict(engine)
+    assert all(pool.available == pool.capacity for pool in engine.pools.values())
+    assert engine.context.index.holds_only([])
+
+
+def test_pages_of_a_depth_that_was_not_reached_do_not_keep_the_slots():
+    """The device has seven slots, which the request needs. It stops to wait for storage while a copy into one
+    of them hangs: it waits for that copy alone, and then computes into all of them.
+    """
+    gate, armed = threading.Event(), threading.Event()
+
+    def copier(*columns):
+        if armed.is_set():
+            assert gate.wait(30)
+        copy_segments(*columns)
+
+    store = filled(Gated(), LONG)
+    engine = Engine(
+        store,
+        pages=7,
+        states=4,
+        blocks=64,
+        options=options(read_threads=8),
+        engine=lambda d, h: CopyEngine(d, h, copier=copier),
+    )
+    fifth, last = shut(store, 5), shut(store, 6)
+    admission = ask(engine, LONG, states=2)
+    until(engine, lambda: admission.poll() and on_device(engine, LONG) == 4)
+    armed.set()
+    fifth.set()
+    until(engine, lambda: admission.poll() and engine.context.in_flight.count("load") == 1)
+    assert admission.start().status is Status.PENDING
+    engine.check()
+    gate.set()
+    poll = admission.wait()
+    assert (poll.status, poll.depth) == (Status.READY, 0)
+    engine.compute(admission, as_tokens(LONG), 0, 6 * P)
+    state = engine.take_state(admission, as_tokens(LONG[: 6 * P]))
+    engine.controller.commit(admission, as_tokens(LONG), {6 * P: state})
+    engine.verify(admission, as_tokens(LONG), 6)
+    last.set()
+    wind_up(engine, admission)
+
+
+def test_two_requests_share_the_pieces():
+    store = filled(Gated(), LONG)
+    engine = Engine(store, pages=20, blocks=64, options=options(read_threads=8))
+    gate = shut(store, 6)
+    one = ask(engine, LONG, states=1)
+    until(engine, lambda: one.poll() and on_device(engine, LONG) == 5)
+    two = ask(engine, LONG, states=1)
+    until(engine, lambda: two.poll() and fetching(two))
+    gate.set()
+    assert engine.restore(one, LONG) == engine.restore(two, LONG) == 6 * P
+    assert engine.metrics.value("storage_gets_total", "kv", "hit") == 6, "no page is read twice"
+    assert engine.metrics.value("restored_objects_total", "storage", "kv") == 6
+    assert engine.metrics.value("restored_objects_total", "device", "kv") == 6, "the first has brought them"
+    wind_up(engine, one, two)
+
+
+def test_a_prompt_larger_than_the_host_is_restored_through_it():
+    """The host has room for a state and two pages; the prompt has six pages."""
+    store = filled(Flaky(MemoryBackend()), LONG)
+    engine = Engine(store, blocks=5, options=options(in_flight_share=1.0))
+    blocks = {pool: engine.context.allocator.blocks_of(pool, 1) for pool in (KV, MAMBA)}
+    assert 6 * blocks[KV] + blocks[MAMBA] > 5
+    assert engine.serve(LONG) == 6 * P
+    assert engine.metrics.value("restored_objects_total", "storage", "kv") == 6
+    engine.settle()
+    engine.check()
+    evict(engine)
+    assert engine.arena.available == engine.arena.blocks
+    assert engine.context.index.holds_only([])
+
+
+def test_a_host_too_small_for_the_deepest_restore_takes_the_next():
+    """A load ahead has failed, so that nothing leaves the host before the depth is settled."""
+    armed = [True]
+    store = filled(Gated(), [*prompt(1, 2), 5], [*prompt(1, 2, 3, 4), 5])
+    engine = Engine(store, blocks=6, options=options(read_threads=1), engine=failing(armed))
+    admission = ask(engine, prompt(1, 2, 3, 4, 6), states=1)
+    assert engine.restore(admission, as_tokens(prompt(1, 2, 3, 4, 6))) == 2 * P
+    assert not armed
+    assert admission.reason is Reason.BUSY
+    wind_up(engine, admission)
+
+
+def test_a_prompt_larger_than_the_host_whose_loads_fail_is_computed():
+    def copier(*columns):
+        raise OSError("a bad device")
+
+    store = filled(Flaky(MemoryBackend()), LONG)
+    engine = Engine(
+        store,
+        blocks=5,
+        options=options(in_flight_share=1.0),
+        engine=lambda d, h: CopyEngine(d, h, copier=copier),
+    )
+    admission = ask(engine, LONG)
+    poll = admission.wait()
+    assert (poll.status, poll.depth, poll.reason) == (Status.FAILED, 0, Reason.BUSY)
+    engine.controller.release(admission)
+    engine.settle()
+    engine.check()
+
+
+def test_a_piece_of_no_bytes_is_refused():
+    with pytest.raises(Exception, match="piece_bytes=0 is not possible"):
+        ControllerOptions(piece_bytes=0)
