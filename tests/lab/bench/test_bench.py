@@ -16,11 +16,12 @@ from pathlib import Path
 import pytest
 
 from tests.cli.store.test_samples import call
-from tiercache.errors import StorageError
+from tiercache.errors import ConfigError, StorageError
 from tiercache.lab.bench.baselines import Copier, Piece, RawFile, pieces
 from tiercache.lab.bench.machine import machine
 from tiercache.lab.bench.plan import plan
-from tiercache.lab.bench.rows import Case, Row, Target, Unit, peer_target_of, size_text, target_of
+from tiercache.lab.bench.rivals import RIVALS, Page, check_rival, open_rival
+from tiercache.lab.bench.rows import Case, Row, Target, Unit, rival_target_of, size_text, target_of
 from tiercache.lab.bench.subject import Buffers
 from tiercache.lab.bench.timing import Crew, Side, medians, split
 
@@ -40,8 +41,8 @@ FIELDS = [
     "target",
     "met",
 ]
-BESIDE_PEER = {Case.SET_CACHED, Case.SET_FRESH, Case.GET_WARM, Case.GET_COLD}
-NAMES = {f"file {case.words}" for case in Case} | {f"file {case.words} / peer" for case in BESIDE_PEER}
+BESIDE_RIVALS = {Case.SET_CACHED, Case.SET_FRESH, Case.GET_WARM, Case.GET_COLD, Case.EXISTS}
+NAMES = {f"file {case.words}" for case in Case} | {f"file {case.words} / files" for case in BESIDE_RIVALS}
 
 
 def bench(*arguments, cwd="."):
@@ -65,10 +66,12 @@ def test_json_has_every_case_of_every_size_and_leaves_nothing_behind(tmp_path):
             row["objects"] for name, row in mine.items() if "exists" not in name and "open" not in name
         } == {objects}
         assert (mine["file exists"]["objects"], mine["file open"]["objects"]) == (1600, 2 * objects)
-        # The store's own figure is one and the same beside the raw limit and beside its peer.
-        assert mine["file get cold"]["seconds"] == mine["file get cold / peer"]["seconds"]
+        # The store's own figure is one and the same beside the raw limit and beside a rival.
+        for name in ("get cold", "exists"):
+            assert mine[f"file {name}"]["seconds"] == mine[f"file {name} / files"]["seconds"]
+        assert mine["file exists / files"]["ratio"] > 0
     moved = [row for row in rows if row["gbps"] is not None]
-    assert len(moved) == len(rows) - 4
+    assert len(moved) == len(rows) - 6
     for row in moved:
         assert row["ratio"] == pytest.approx(row["gbps"] / row["limit_gbps"], rel=2e-3)
         assert row["gbps"] == pytest.approx(row["size"] / row["us_per_object"] / 1e3, rel=2e-3)
@@ -95,7 +98,7 @@ def test_the_table_names_the_same_rows_and_what_they_depend_on(tmp_path):
 
 def test_only_what_was_asked_for_runs(tmp_path):
     rows = rows_of(bench(*ONE, "--case", "get-warm, open", "--directory", tmp_path, "-o", "jsonl"))
-    assert {row["name"] for row in rows} == {"file get warm", "file get warm / peer", "file open"}
+    assert {row["name"] for row in rows} == {"file get warm", "file get warm / files", "file open"}
     rows = rows_of(
         bench(
             "--size",
@@ -148,6 +151,7 @@ def test_a_reader_that_goes_away_leaves_nothing_behind(tmp_path):
         (["--backend", "tape"], "--backend 'tape' is not known; use file, lmdb"),
         (["--durability", "hope"], "--durability 'hope' is not known; use process, power"),
         (["--case", "get-warm,get-hot"], "--case 'get-hot' is not known"),
+        (["--beside", "files,tape"], "--beside 'tape' is not known; use files, lmcache, spoolcache"),
         (["--directory", "/dev/null"], "--directory /dev/null is not a directory"),
         (["--directory", "nowhere"], "--directory nowhere is not a directory"),
     ],
@@ -248,6 +252,44 @@ def test_the_raw_ways_move_every_byte(tmp_path):
             file.read([Piece(buffers.views[0], 2 * buffers.nbytes)], 0, crew)
 
 
+@pytest.mark.parametrize("name", RIVALS)
+def test_a_rival_gives_back_what_it_was_given(tmp_path, name):
+    try:
+        check_rival(name)
+    except ConfigError as error:
+        pytest.skip(str(error))
+    buffers = Buffers(65536, 3)
+    batches = [[Page(f"{n}-{i}", view) for i, view in enumerate(buffers.views)] for n in range(2)]
+    with Crew(1) as crew, open_rival(name, tmp_path / name, buffers.size, crew, durable=False) as rival:
+        for batch in batches:
+            rival.put(batch)
+        buffers.wipe()
+        rival.get(batches[1])
+        buffers.check()
+        rival.remove(batches[1])
+        assert [rival.count(batch) for batch in batches] == [3, 0]
+        with pytest.raises((OSError, StorageError)):
+            rival.get(batches[1])
+    assert rival.title
+    assert {"syncs", "verifies"} <= set(rival.about.replace(",", "").split())
+
+
+@pytest.mark.parametrize(("name", "module"), [("lmcache", "lmcache_fs"), ("spoolcache", "token_files")])
+def test_a_rival_without_its_package_is_refused_in_one_sentence(tmp_path, monkeypatch, name, module):
+    monkeypatch.setitem(sys.modules, f"{name}.{module}", None)  # as if it were not installed
+    done = bench("--beside", f"files,{name}", "--directory", tmp_path)
+    assert done.code == 2
+    said = " ".join(done.err.split())
+    assert f"--beside {name} cannot load the package {name}" in said
+    assert f"install it with pip install {name}, or leave it out of --beside" in said
+    assert (done.out, list(tmp_path.iterdir())) == ("", [])
+
+
+def test_nothing_runs_beside_an_empty_list(tmp_path):
+    rows = rows_of(bench(*ONE, "--case", "get-warm", "--beside", "", "--directory", tmp_path, "-o", "jsonl"))
+    assert {row["name"] for row in rows} == {"file get warm"}
+
+
 def test_a_row_is_judged_by_the_unit_of_its_target():
     fast = Row(
         "x",
@@ -274,10 +316,10 @@ def test_targets_stand_where_the_project_has_some():
     assert str(target_of("lmdb", Case.GET_WARM, 256 << 10, 128)) == ">= 0.65 x"
     assert str(target_of("file", Case.OPEN, 4096, 1_000_000)) == "<= 2 s"
     assert target_of("file", Case.OPEN, 4096, 999_999) is None
-    assert (str(peer_target_of("file", Case.GET_COLD)), peer_target_of("lmdb", Case.GET_COLD)) == (
-        ">= 1.2 x",
-        None,
-    )
+    assert str(rival_target_of("file", Case.GET_COLD, "files", 4096)) == ">= 1.2 x"
+    assert str(rival_target_of("file", Case.GET_COLD, "lmcache", 256 << 10)) == ">= 1.1 x"
+    assert rival_target_of("file", Case.GET_COLD, "lmcache", 4096) is None
+    assert rival_target_of("lmdb", Case.GET_COLD, "files", 4096) is None
 
 
 def test_the_words_for_sizes_and_machines(tmp_path):
@@ -297,7 +339,7 @@ def test_a_plan_fits_batches_into_what_may_be_stored(tmp_path):
     made = plan(
         backend="file", sizes="16KiB,1MiB,16MiB", path=tmp_path, threads=1, repeats=5, total="1536MiB",
         durability="process", cases="",
-        objects=0,
+        objects=0, beside="files",
     )  # fmt: skip
     assert [made.count(size) for size in made.sizes] == [128, 128, 16]
     assert made.cases == set(Case)

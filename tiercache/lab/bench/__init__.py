@@ -4,6 +4,6 @@ Most results are compared with a raw limit: the speed at which this machine move
 tiercache. The limit is measured in the same run.
 
 Reading order: `command` (the options), `plan` (their checked values), `disk` and `lookups` (the cases). The
-cases use `subject` (the store that is measured), `baselines` (plain system calls, and one file per page),
+cases use `subject` (the store that is measured), `baselines` (plain system calls), `rivals` (other stores),
 `timing`, `machine`, `rows`, `show`. `rpc` and `device/` are separate benchmarks.
 """

@@ -1,8 +1,6 @@
-"""Baselines for a store: plain system calls that move the same bytes, and one file per page.
+"""Baselines for a store: plain system calls that move the same bytes.
 
-This module calls `os` directly, because a baseline must share no code with the stores. The file of a page is
-written under a temporary name and then renamed. Files have no checksums, so reads are not verified. The total
-size of the files is not limited.
+This module calls `os` directly, because a baseline must share no code with the stores.
 """
 
 from __future__ import annotations
@@ -171,71 +169,3 @@ def direct_possible(directory: Path) -> bool:
     finally:
         path.unlink(missing_ok=True)
     return True
-
-
-PEER: Final = "file per page"
-"""Name of the baseline that keeps each page in a file of its own."""
-
-
-class Page(NamedTuple):
-    """Name of a page's file, and the buffer that is written to the file or filled from it."""
-
-    name: str
-    view: memoryview
-
-
-class PageFiles:
-    """Directory with one file for each page.
-
-    If `durable` is set, each file is synced before its rename, and the directory after all renames.
-
-    Thread safety: pages of different names may be written and read at once.
-    """
-
-    def __init__(self, directory: Path, *, durable: bool) -> None:
-        directory.mkdir()
-        self.directory: Final = directory
-        self._prefix = f"{directory}/"
-        self._durable = durable
-
-    def put(self, pages: Sequence[Page], crew: Crew) -> None:
-        """Write all pages. Raises OSError if a write fails."""
-        crew.each(self._put, pages)
-        if self._durable:
-            self._sync_directory()
-
-    def get(self, pages: Sequence[Page], crew: Crew) -> None:
-        """Read all pages. Raises OSError if a read fails."""
-        crew.each(self._get, pages)
-
-    def remove(self, names: Sequence[str]) -> None:
-        """Delete the files of pages. Raises OSError if a file cannot be deleted."""
-        for name in names:
-            os.unlink(self._prefix + name)
-
-    def _put(self, page: Page) -> None:
-        path = self._prefix + page.name
-        fd = os.open(f"{path}.tmp", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            if os.writev(fd, [page.view]) != page.view.nbytes:
-                raise StorageError("the disk accepted only a part of a page's file; is it full?")
-            if self._durable:
-                os.fdatasync(fd)
-        finally:
-            os.close(fd)
-        os.rename(f"{path}.tmp", path)
-
-    def _get(self, page: Page) -> None:
-        fd = os.open(self._prefix + page.name, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            if os.readv(fd, [page.view]) != page.view.nbytes:
-                raise StorageError("a page's file is too short; did another program change it?")
-        finally:
-            os.close(fd)
-
-    def _sync_directory(self) -> None:
-        fd = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)

@@ -76,17 +76,31 @@ def disk(
             min=0, help="If not 0: also measure exists and open on a store with this number of tiny objects."
         ),
     ] = 0,
+    beside: Annotated[
+        str,
+        typer.Option(
+            help=(
+                "Rivals to compare with, separated by commas: files (one file per page), lmcache, spoolcache."
+                " The last two need their packages. Empty: no rival."
+            )
+        ),
+    ] = "files",
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Measure a store on disk, and compare it with raw system calls and with one file per page.
+    """Measure a store on disk, and compare it with raw system calls and with other stores.
 
-    A batch has 128 objects, or fewer if they would exceed 256 MiB. The store, the system calls and the files
-    take turns and use the same buffers. The time of a set includes computing the checksums. The time of a get
-    includes verifying the checksums.
+    A batch has 128 objects, or fewer if they would exceed 256 MiB. The store, the system calls and the rivals
+    take turns and use the same buffers, and all bytes read are compared. The time of a set includes computing
+    the checksums. The time of a get includes verifying the checksums. The sentences below the table say what
+    each rival verifies and syncs.
 
     Measure a disk with pages of 1 MiB:
 
         tiercache bench disk --directory /var/lib --size 1MiB
+
+    Compare the store with LMCache's file system connector (pip install lmcache):
+
+        tiercache bench disk --size 1MiB --beside files,lmcache
 
     Measure the start of a store with a million objects:
 
@@ -104,7 +118,7 @@ def disk(
     made = plan(
         backend=backend, sizes=size, path=directory, threads=threads, repeats=repeat, total=total,
         durability=durability, cases=case,
-        objects=objects,
+        objects=objects, beside=beside,
     )  # fmt: skip
     with TemporaryDirectory(prefix=".benchmark-", dir=made.directory) as temporary:
         root = Path(temporary)

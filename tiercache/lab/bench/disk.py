@@ -1,34 +1,27 @@
 """A run of `bench disk`, which prepares the disk and the page cache for each case and compares the calls.
 
-Each case compares several ways to move the same batch. A way is a `Side`: the store, raw system calls, or
-one file per page (the peer). Sizes of objects are measured one after the other. The directories of a size are
-removed before the next size begins.
+Each case compares several ways to move the same batch. A way is a `Side`: the store, raw system calls, or a
+rival. Sizes of objects are measured one after the other. The directories of a size are removed before the
+next size begins.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final
 
 from tiercache.core import ObjectKey
-from tiercache.lab.bench.baselines import (
-    DIRECT_THREADS,
-    PEER,
-    PIECE,
-    Copier,
-    Page,
-    PageFiles,
-    RawFile,
-    pieces,
-)
+from tiercache.lab.bench.baselines import DIRECT_THREADS, PIECE, Copier, RawFile, pieces
 from tiercache.lab.bench.lookups import lookups, many, missing
 from tiercache.lab.bench.machine import Machine, drop, settle, warm
 from tiercache.lab.bench.plan import TINY, Plan
-from tiercache.lab.bench.rows import Case, Note, Row, peer_target_of, size_text, target_of
+from tiercache.lab.bench.rivals import Page, Rival, open_rival
+from tiercache.lab.bench.rows import Case, Note, Row, Target, rival_target_of, size_text, target_of
 from tiercache.lab.bench.subject import Buffers, Subject, batch_keys
 from tiercache.lab.bench.timing import Crew, Side, medians
 
@@ -51,6 +44,7 @@ class SizeBench:
         self._machine = machine
         self._buffers = buffers
         self._say = say
+        self._stack = stack
         self._callers = stack.enter_context(Crew(plan.threads))
         self._many = stack.enter_context(Crew(DIRECT_THREADS))
         self._pages = [
@@ -66,6 +60,7 @@ class SizeBench:
         plan, nbytes = self._plan, self._buffers.nbytes
         capacity = plan.steady_capacity(self._buffers.size)
         url = plan.url(root / "store", capacity)
+        rivals = self._rivals(root)
         with (
             Subject(url, root / "store", self._buffers, self._callers) as subject,
             RawFile(root / "buffered", nbytes) as buffered,
@@ -77,47 +72,45 @@ class SizeBench:
                 file.write(self._cut, 0, self._many)
                 file.sync()
             if Case.SET_CACHED in plan.cases:
-                yield from self._set_cached(
-                    subject, buffered, PageFiles(root / "pages", durable=plan.durable)
-                )
+                yield from self._set_cached(subject, buffered, rivals)
             if Case.SET_UNCACHED in plan.cases:
                 yield self._set_uncached(subject, buffered, direct)
-            yield from _store_note(subject)
+            yield from _notes(subject, rivals)
 
     def growing(self, root: Path) -> Iterator[Row | Note]:
         """Measure sets into new blocks, gets of the stored objects, and lookups."""
         plan, nbytes = self._plan, self._buffers.nbytes
         url = plan.url(root / "store", plan.growing_capacity(self._buffers.size))
         keys = [batch_keys(self._buffers.count) for _ in range(plan.batches)]
-        peer = PageFiles(root / "pages", durable=plan.durable)
+        rivals = self._rivals(root)
         with (
             Subject(url, root / "store", self._buffers, self._callers) as subject,
             RawFile(root / "buffered", plan.batches * nbytes) as buffered,
             RawFile(root / "direct", plan.batches * nbytes, direct=self._machine.direct) as direct,
         ):
-            yield from self._set_fresh(subject, buffered, direct, peer, keys)
+            yield from self._set_fresh(subject, buffered, direct, rivals, keys)
             yield from missing(subject, plan.batches * self._buffers.count)
             if Case.GET_WARM in plan.cases:
-                yield from self._get_warm(root, subject, buffered, peer, keys[1])
+                yield from self._get_warm(root, subject, buffered, rivals, keys[1])
             if Case.GET_COLD in plan.cases:
                 yield from self._get_cold(
-                    root, subject, (buffered, direct if self._machine.direct else buffered), peer, keys
+                    root, subject, (buffered, direct if self._machine.direct else buffered), rivals, keys
                 )
             known = [key for batch in keys for key in batch]
-            yield from lookups(plan, subject, known, self._say)
-            yield from _store_note(subject)
+            yield from lookups(plan, subject, known, self._say, rivals, self._pages)
+            yield from _notes(subject, rivals)
 
-    def _set_cached(self, subject: Subject, buffered: RawFile, peer: PageFiles) -> Iterator[Row]:
+    def _set_cached(self, subject: Subject, buffered: RawFile, rivals: Mapping[str, Rival]) -> Iterator[Row]:
         self._say("set, cached blocks")
         keys = [batch_keys(self._buffers.count) for _ in range(self._plan.batches)]
         stored: list[ObjectKey] = []
 
-        # Before round n, the store and the peer both remove the batch of round n - 1, so that round n reuses
-        # the space of that batch.
-        def free(n: int) -> None:
+        # Before round n, the store and the rivals remove the batch of round n - 1, so that round n reuses the
+        # space of that batch.
+        def free(rival: Rival, n: int) -> None:
             if n:
-                peer.remove([page.name for page in self._pages[n - 1]])
-            settle(peer.directory)
+                rival.remove(self._pages[n - 1])
+            settle(rival.directory)
 
         def give_back(n: int) -> None:
             subject.delete(stored)
@@ -128,16 +121,11 @@ class SizeBench:
             [
                 Side(STORE, lambda n: subject.put(keys[n]), give_back, lambda _: subject.store.flush()),
                 self._buffered_write(buffered, lambda _: 0),
-                Side(
-                    PEER,
-                    lambda n: peer.put(self._pages[n], self._callers),
-                    free,
-                    lambda _: settle(peer.directory),
-                ),
+                *(replace(side, before=partial(free, rivals[side.name])) for side in self._puts(rivals)),
             ]
         )
         subject.delete(stored)
-        yield from self._rows(Case.SET_CACHED, found)
+        yield from self._rows(Case.SET_CACHED, found, rivals)
 
     def _set_uncached(self, subject: Subject, buffered: RawFile, direct: RawFile) -> Row:
         self._say("set, uncached blocks")
@@ -152,7 +140,7 @@ class SizeBench:
             self._buffered_write(buffered, lambda _: 0, before=lambda _: buffered.drop()),
             *self._direct_write(direct, lambda _: 0),
         ]
-        [row] = self._rows(Case.SET_UNCACHED, self._compare_sets(sides))
+        [row] = self._rows(Case.SET_UNCACHED, self._compare_sets(sides), {})
         return row
 
     def _set_fresh(
@@ -160,7 +148,7 @@ class SizeBench:
         subject: Subject,
         buffered: RawFile,
         direct: RawFile,
-        peer: PageFiles,
+        rivals: Mapping[str, Rival],
         keys: Sequence[Sequence[ObjectKey]],
     ) -> Iterator[Row]:
         self._say("set, fresh blocks")
@@ -169,23 +157,24 @@ class SizeBench:
             Side(STORE, lambda n: subject.put(keys[n]), after=lambda _: subject.store.flush()),
             self._buffered_write(buffered, lambda n: n * nbytes),
             *self._direct_write(direct, lambda n: n * nbytes),
-            Side(
-                PEER,
-                lambda n: peer.put(self._pages[n], self._callers),
-                after=lambda _: settle(peer.directory),
-            ),
+            *self._puts(rivals),
         ]
         # Gets read the objects of these sets, so the sets run even if the plan does not name their case.
         found = self._compare_sets(sides)
         if Case.SET_FRESH in self._plan.cases:
-            yield from self._rows(Case.SET_FRESH, found)
+            yield from self._rows(Case.SET_FRESH, found, rivals)
 
     def _get_warm(
-        self, root: Path, subject: Subject, buffered: RawFile, peer: PageFiles, keys: Sequence[ObjectKey]
+        self,
+        root: Path,
+        subject: Subject,
+        buffered: RawFile,
+        rivals: Mapping[str, Rival],
+        keys: Sequence[ObjectKey],
     ) -> Iterator[Row]:
         self._say("get, warm")
         # Read batch 1 of set-fresh. In the raw file, batch 1 begins where batch 0 ends.
-        base, pages = self._buffers.nbytes, self._pages[1]
+        base = self._buffers.nbytes
         warm(root)
         subject.get(keys)
         with ExitStack() as stack:
@@ -194,27 +183,24 @@ class SizeBench:
                 limit = Side("copy from map", lambda _: copier.copy(self._whole, self._callers))
             else:
                 limit = Side("preadv", lambda _: buffered.read(self._whole, base, self._callers))
-            sides = [
-                Side(STORE, lambda _: subject.get(keys)),
-                limit,
-                Side(PEER, lambda _: peer.get(pages, self._callers)),
-            ]
+            sides = [Side(STORE, lambda _: subject.get(keys)), limit, *self._gets(rivals, lambda _: 1)]
             found = self._compare_gets(sides)
-        yield from self._rows(Case.GET_WARM, found)
+        yield from self._rows(Case.GET_WARM, found, rivals)
 
     def _get_cold(
         self,
         root: Path,
         subject: Subject,
         files: tuple[RawFile, RawFile],
-        peer: PageFiles,
+        rivals: Mapping[str, Rival],
         keys: Sequence[Sequence[ObjectKey]],
     ) -> Iterator[Row | Note]:
         self._say("get, cold")
         # `buffered` tells whether the page cache could be dropped. Raw reads come from `source`.
         buffered, source = files
         nbytes = self._buffers.nbytes
-        drop(peer.directory)
+        for rival in rivals.values():
+            drop(rival.directory)
         buffered.drop()
         if buffered.cached() and not self._machine.in_memory:
             yield Note(
@@ -226,9 +212,40 @@ class SizeBench:
             # cache. Therefore the store is reopened before every round.
             Side(STORE, lambda n: subject.get(keys[n]), lambda _: subject.reopen_cold(keys[0][0])),
             Side(how, lambda n: source.read(self._cut, n * nbytes, self._many), lambda _: source.drop()),
-            Side(PEER, lambda n: peer.get(self._pages[n], self._callers)),
+            *self._gets(rivals, lambda n: n),
         ]
-        yield from self._rows(Case.GET_COLD, self._compare_gets(sides))
+        yield from self._rows(Case.GET_COLD, self._compare_gets(sides), rivals)
+
+    def _rivals(self, root: Path) -> dict[str, Rival]:
+        """Open every rival of the plan in a directory of its own."""
+        plan = self._plan
+        return {
+            name: self._stack.enter_context(
+                open_rival(name, root / name, self._buffers.size, self._callers, durable=plan.durable)
+            )
+            for name in plan.rivals
+        }
+
+    def _puts(self, rivals: Mapping[str, Rival]) -> list[Side]:
+        """Return a side for each rival, which stores batch n in round n."""
+
+        def put(rival: Rival, n: int) -> None:
+            rival.put(self._pages[n])
+
+        def after(rival: Rival, _: int) -> None:
+            settle(rival.directory)
+
+        return [
+            Side(name, partial(put, rival), after=partial(after, rival)) for name, rival in rivals.items()
+        ]
+
+    def _gets(self, rivals: Mapping[str, Rival], batch: Callable[[int], int]) -> list[Side]:
+        """Return a side for each rival, which reads batch `batch(n)` in round n."""
+
+        def get(rival: Rival, n: int) -> None:
+            rival.get(self._pages[batch(n)])
+
+        return [Side(name, partial(get, rival)) for name, rival in rivals.items()]
 
     def _buffered_write(
         self, file: RawFile, base: Callable[[int], int], before: Callable[[int], object] = lambda _: None
@@ -274,38 +291,40 @@ class SizeBench:
 
         return medians([with_check(side) for side in sides], self._plan.repeats)
 
-    def _rows(self, case: Case, found: dict[str, float]) -> Iterator[Row]:
-        """Yield a row that compares the store with the fastest raw side.
-
-        If the peer was measured, yield a second row that compares the store with the peer.
-        """
+    def _rows(self, case: Case, found: dict[str, float], rivals: Mapping[str, Rival]) -> Iterator[Row]:
+        """Yield a row that compares the store with the fastest raw side, and a row for each rival."""
         plan, buffers = self._plan, self._buffers
-        name = f"{plan.backend} {case.words}"
-        raw = {way: seconds for way, seconds in found.items() if way not in (STORE, PEER)}
-        limit = min(raw, key=lambda way: raw[way])
-        target = None if plan.durable else target_of(plan.backend, case, buffers.size, buffers.count)
-        yield Row(name, buffers.size, buffers.count, found[STORE], buffers.nbytes, limit, raw[limit], target)
-        if PEER in found:
-            target = None if plan.durable else peer_target_of(plan.backend, case)
-            yield Row(
-                f"{name} / peer",
+        raw = {way: seconds for way, seconds in found.items() if way != STORE and way not in rivals}
+        fastest = min(raw, key=lambda way: raw[way])
+        target = target_of(plan.backend, case, buffers.size, buffers.count)
+
+        def row(name: str, limit: str, seconds: float, target: Target | None) -> Row:
+            return Row(
+                f"{plan.backend} {name}",
                 buffers.size,
                 buffers.count,
                 found[STORE],
                 buffers.nbytes,
-                PEER,
-                found[PEER],
-                target,
+                limit,
+                seconds,
+                None if plan.durable else target,
             )
 
+        yield row(case.words, fastest, raw[fastest], target)
+        for name, rival in rivals.items():
+            target = rival_target_of(plan.backend, case, name, buffers.size)
+            yield row(f"{case.words} / {name}", rival.title, found[name], target)
 
-def _store_note(subject: Subject) -> Iterator[Note]:
-    """Yield a note with the details that the store reports about its reads and writes, if there are any."""
+
+def _notes(subject: Subject, rivals: Mapping[str, Rival]) -> Iterator[Note]:
+    """Yield what the store reports about its reads and writes, if it does, and what each rival does."""
     told = {
         name: value for name, value in subject.usage().details.items() if name.startswith(("io", "direct"))
     }
     if told:
         yield Note("the store reports: " + ", ".join(f"{name} {value}" for name, value in told.items()))
+    for name, rival in rivals.items():
+        yield Note(f"/ {name}: {rival.about}")
 
 
 _FILL: Final = 4096

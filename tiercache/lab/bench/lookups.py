@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 from tiercache.core import ObjectKey
 from tiercache.errors import StorageError
 from tiercache.lab.bench.plan import Plan
+from tiercache.lab.bench.rivals import Page, Rival
 from tiercache.lab.bench.rows import Case, Note, Row, size_text, target_of
 from tiercache.lab.bench.subject import Buffers, Subject, batch_keys
 from tiercache.lab.bench.timing import Crew, Side, medians
@@ -18,35 +20,67 @@ _KEYS: Final = 1600
 
 
 def lookups(
-    plan: Plan, subject: Subject, known: Sequence[ObjectKey], say: Callable[[str], None]
+    plan: Plan,
+    subject: Subject,
+    known: Sequence[ObjectKey],
+    say: Callable[[str], None],
+    rivals: Mapping[str, Rival],
+    pages: Sequence[Sequence[Page]],
 ) -> Iterator[Row]:
     """Measure `exists` and `open` on a store that holds the keys `known`.
 
-    If there are fewer keys than one call of `exists` takes, the keys are repeated.
+    The rivals hold the batches `pages`, and only `exists` is compared with them.
     """
-
-    def row(case: Case, objects: int, side: Side) -> Row:
-        say(case.words)
-        seconds = medians([side], plan.repeats)[side.name]
-        return Row(
-            f"{plan.backend} {case.words}",
-            subject.size,
-            objects,
-            seconds,
-            target=target_of(plan.backend, case, subject.size, objects),
-        )
 
     def to_first_hit(_: int) -> None:
         subject.open()
         subject.first_hit(known[-1])
 
     if Case.EXISTS in plan.cases:
-        asked = [known[i % len(known)] for i in range(_KEYS)]
-        yield row(Case.EXISTS, _KEYS, Side("store", lambda _: _all_there(subject.store.exists(asked))))
+        say(Case.EXISTS.words)
+        yield from _exists(plan, subject, known, rivals, pages)
     if Case.OPEN in plan.cases:
-        yield row(
-            Case.OPEN, subject.usage().objects, Side("store", to_first_hit, before=lambda _: subject.close())
+        say(Case.OPEN.words)
+        objects = subject.usage().objects
+        side = Side("store", to_first_hit, before=lambda _: subject.close())
+        yield Row(
+            f"{plan.backend} {Case.OPEN.words}",
+            subject.size,
+            objects,
+            medians([side], plan.repeats)[side.name],
+            target=target_of(plan.backend, Case.OPEN, subject.size, objects),
         )
+
+
+def _exists(
+    plan: Plan,
+    subject: Subject,
+    known: Sequence[ObjectKey],
+    rivals: Mapping[str, Rival],
+    pages: Sequence[Sequence[Page]],
+) -> Iterator[Row]:
+    """Measure one call of `exists` for `_KEYS` keys; if fewer keys are known, they are repeated.
+
+    A rival is asked about each of its batches as a whole, and its time is scaled to as many keys.
+    """
+    asked = [known[i % len(known)] for i in range(_KEYS)]
+
+    def count(rival: Rival, _: int) -> None:
+        _all_there(rival.count(batch) == len(batch) for batch in pages)
+
+    found = medians(
+        [
+            Side("store", lambda _: _all_there(subject.store.exists(asked))),
+            *(Side(name, partial(count, rival)) for name, rival in rivals.items()),
+        ],
+        plan.repeats,
+    )
+    name, seconds = f"{plan.backend} {Case.EXISTS.words}", found["store"]
+    target = target_of(plan.backend, Case.EXISTS, subject.size, _KEYS)
+    yield Row(name, subject.size, _KEYS, seconds, target=target)
+    for beside, rival in rivals.items():
+        theirs = found[beside] * _KEYS / sum(map(len, pages))
+        yield Row(f"{name} / {beside}", subject.size, _KEYS, seconds, limit=rival.title, limit_seconds=theirs)
 
 
 def many(plan: Plan, buffers: Buffers, root: Path, say: Callable[[str], None]) -> Iterator[Row | Note]:
@@ -63,7 +97,7 @@ def many(plan: Plan, buffers: Buffers, root: Path, say: Callable[[str], None]) -
             # Keep every n-th key: enough keys for one call of `exists`, spread over the whole store.
             known += keys[:: max(1, plan.objects // _KEYS)]
         yield from missing(subject, -(-plan.objects // buffers.count) * buffers.count)
-        yield from lookups(plan, subject, known, say)
+        yield from lookups(plan, subject, known, say, {}, ())
 
 
 def missing(subject: Subject, stored: int) -> Iterator[Note]:
@@ -72,8 +106,6 @@ def missing(subject: Subject, stored: int) -> Iterator[Note]:
         yield Note(f"the store kept only {kept:,} of {stored:,} objects of {size_text(subject.size)}")
 
 
-def _all_there(answers: Sequence[bool]) -> None:
+def _all_there(answers: Iterable[bool]) -> None:
     if not all(answers):
-        raise StorageError(
-            "the store does not have objects that it has stored, so its speed was not measured"
-        )
+        raise StorageError("a store does not have objects that it has stored, so its speed was not measured")

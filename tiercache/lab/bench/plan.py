@@ -13,6 +13,7 @@ from tiercache.config.urls import storage_url
 from tiercache.core import BLOCK_ALIGN
 from tiercache.errors import ConfigError
 from tiercache.lab.bench.machine import free_bytes
+from tiercache.lab.bench.rivals import RIVALS, check_rival
 from tiercache.lab.bench.rows import MIB, Case
 
 BACKENDS: Final = ("file", "lmdb")
@@ -29,10 +30,10 @@ STEADY_BATCHES: Final = 4
 """Number of batches that fit into the store in which sets overwrite old blocks."""
 _SPARE: Final = 64 * MIB
 """Bytes that a store may need in addition to its objects; also the minimum size of a store."""
-_LAYOUTS: Final = 5
-"""Number of copies of the objects that are on disk at once.
+_LAYOUTS: Final = 4
+"""Number of copies of the objects that are on disk at once, without those of the rivals.
 
-The store may need twice the bytes of the objects. Two raw files and the files per page need one copy each.
+The store may need twice the bytes of the objects. Each of two raw files, and each rival, needs one copy.
 """
 _TINY_ROOM: Final = 4
 """Capacity of a store of tiny objects, as a multiple of the bytes of the objects.
@@ -60,6 +61,8 @@ class Plan:
     cases: frozenset[Case]
     objects: int
     """Number of tiny objects in a separate store; 0 for no such store."""
+    rivals: tuple[str, ...]
+    """Names of the rivals (see `rivals.py`)."""
 
     @property
     def batches(self) -> int:
@@ -94,7 +97,10 @@ class Plan:
         """Maximum bytes of disk space that the run uses at the same time."""
         largest = max(self.count(size) * size for size in self.sizes)
         steady = 2 * STEADY_BATCHES * largest
-        return max(_LAYOUTS * self.batches * largest, steady, 2 * self.objects * TINY) + 2 * _SPARE
+        return (
+            max((_LAYOUTS + len(self.rivals)) * self.batches * largest, steady, 2 * self.objects * TINY)
+            + 2 * _SPARE
+        )
 
     def url(self, path: Path, capacity: int) -> str:
         """Return the URL of a store at `path` with a capacity in bytes."""
@@ -105,7 +111,7 @@ class Plan:
 
 def plan(
     *, backend: str, sizes: str, path: Path, threads: int, repeats: int, total: str, durability: str,
-    cases: str, objects: int
+    cases: str, objects: int, beside: str
 ) -> Plan:  # fmt: skip
     """Return the plan that the options describe.
 
@@ -115,10 +121,15 @@ def plan(
     _one_of("--durability", durability, DURABILITIES)
     for name in cases.split(",") if cases else ():
         _one_of("--case", name.strip(), list(Case))
+    rivals = tuple(dict.fromkeys(name.strip() for name in beside.split(",") if beside))
+    for name in rivals:
+        _one_of("--beside", name, RIVALS)
+        check_rival(name)
     made = Plan(
         backend, sizes_of(sizes), directory_of(path), threads, repeats, _size("--bytes", total),
         durability == "power",
         frozenset(Case(name.strip()) for name in cases.split(",")) if cases else frozenset(Case), objects,
+        rivals,
     )  # fmt: skip
     for size in made.sizes:
         _check(made, size)

@@ -82,8 +82,8 @@ class Row:
 
     @property
     def limit_gbps(self) -> float | None:
-        """Speed of the limit in 10**9 bytes per second; None if there is no limit."""
-        return self.payload / self.limit_seconds / 1e9 if self.limit else None
+        """Speed of the limit in 10**9 bytes per second; None if there is no limit or no payload."""
+        return self.payload / self.limit_seconds / 1e9 if self.limit and self.payload else None
 
     @property
     def ratio(self) -> float | None:
@@ -144,6 +144,16 @@ _RATIOS: Final = {
     ("file", Case.GET_COLD): (MIB, 0.9),
     ("lmdb", Case.GET_WARM): (256 * KIB, 0.65),
 }
+# For each rival and case, the same two numbers of a `file` store.
+_RIVAL_RATIOS: Final = {
+    ("files", Case.SET_CACHED): (0, 2.0),
+    ("files", Case.SET_FRESH): (0, 2.0),
+    ("files", Case.GET_WARM): (0, 1.2),
+    ("files", Case.GET_COLD): (0, 1.2),
+    ("lmcache", Case.SET_FRESH): (256 * KIB, 1.1),
+    ("lmcache", Case.GET_WARM): (256 * KIB, 1.1),
+    ("lmcache", Case.GET_COLD): (256 * KIB, 1.1),
+}
 _MICROSECONDS: Final = {("file", Case.SET_CACHED): 20.0, ("file", Case.GET_WARM): 10.0}
 """Maximum microseconds per object, for batches of 128 objects of 16 KiB."""
 _EXISTS: Final = {"file": 1.0, "lmdb": 4.0}
@@ -170,8 +180,9 @@ def target_of(backend: str, case: Case, size: int, objects: int) -> Target | Non
     return Target(ratio, Unit.RATIO) if ratio and size >= min_bytes else None
 
 
-def peer_target_of(backend: str, case: Case) -> Target | None:
-    """Return the target of a store compared with one file per page, or None if there is no target."""
+def rival_target_of(backend: str, case: Case, rival: str, size: int) -> Target | None:
+    """Return the target of a store compared with a rival, or None if there is no target."""
     if backend != "file":
         return None
-    return Target(1.2 if case in (Case.GET_WARM, Case.GET_COLD) else 2.0, Unit.RATIO)
+    min_bytes, ratio = _RIVAL_RATIOS.get((rival, case), (0, 0.0))
+    return Target(ratio, Unit.RATIO) if ratio and size >= min_bytes else None

@@ -85,8 +85,8 @@ def footer(plan: Plan, machine: Machine, notes: Sequence[Note]) -> list[str]:
             " includes computing the checksums, a get verifying them."
         ),
         (
-            "limit: GB/s of the fastest plain system calls that move the same objects. / peer: the store is"
-            " compared with one file per page, written under a temporary name and renamed, without checksums."
+            "limit: GB/s of the fastest plain system calls that move the same objects, or of the rival that"
+            " the row names."
         ),
     ]
     if machine.in_memory:
@@ -108,9 +108,9 @@ def _cells(row: Row) -> list[str]:
             *start,
             "",
             "",
-            "",
+            f"{row.ratio:.2f}" if row.ratio else "",
             f"{row.us_per_object:.2f}",
-            f"{row.objects:,} in {_time(row.seconds)}",
+            row.limit or f"{row.objects:,} in {_time(row.seconds)}",
             *wanted,
         ]
     speeds = [f"{row.gbps:.2f}", f"{row.limit_gbps:.2f}", f"{row.ratio:.2f}"]
