@@ -372,9 +372,11 @@ class HybridStorage:
         items: list[SetItem] = []
         places: list[tuple[list[Outcome], int]] = []
         for part, held, answers in zip(parts, blocked, outcomes, strict=True):
+            has_tails = part.pool.length < part.pool.pool.geometry.padded_nbytes
             for j, key in enumerate(part.object_keys()):
                 if not held[j]:
-                    zero_tail(part.buffers[j], part.pool.length)
+                    if has_tails:
+                        zero_tail(part.buffers[j], part.pool.length)
                     meta = part.meta(j, key, self.namespace.namespace, self.worker)
                     items.append(SetItem(key, part.buffers[j], meta))
                     places.append((answers, j))

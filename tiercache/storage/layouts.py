@@ -52,6 +52,8 @@ class Layouts:
         """
         # A batch has the objects of one pool together, so equal layouts are mostly neighbours. One look-up
         # serves each run of equal layouts.
+        if (layouts == layouts[0]).all():
+            return np.full(len(layouts), self.find(digests[0][:LAYOUT_BYTES]), np.int32)
         starts = np.concatenate([[0], np.flatnonzero((layouts[1:] != layouts[:-1]).any(1)) + 1])
         numbers = np.fromiter(
             (self.find(digests[start][:LAYOUT_BYTES]) for start in starts.tolist()), np.int32, len(starts)

@@ -252,8 +252,22 @@ class Residents:
         """
         row = self._take()
         self.number[row], self.length[row] = number, length
-        self.attached[row] = parent == node
         self.hits[row] = self.pins[row] = 0
+        self._add(row, digest, node, parent, number, namespace_id, depth)
+        return row
+
+    def _add(
+        self,
+        row: int,
+        digest: bytes,
+        node: int,
+        parent: int | None,
+        number: int,
+        namespace_id: int,
+        depth: int,
+    ) -> None:
+        """Let a new object be found; see `add`."""
+        self.attached[row] = parent == node
         pages = self.pages
         if not pages.kv[node]:
             pages.namespace_id[node] = namespace_id
@@ -264,7 +278,6 @@ class Residents:
         pages.number[node] = self.newest
         self._use(node)
         self._enter(row, digest, node, parent)
-        return row
 
     def leave(self, row: int) -> tuple[bytes, bytes | None]:
         """Make an object impossible to find; return its digest, and its parent's page key if that is known.

@@ -35,12 +35,12 @@ import numpy as np
 import numpy.typing as npt
 
 from tiercache.storage.base import NamespaceRecord, ScanEntry, SetItem
-from tiercache.storage.checksum import Checksums
 from tiercache.storage.env import Env, close_quietly
 from tiercache_backends.file.records import (
     RECORD,
     CatalogContents,
     Extent,
+    Places,
     Records,
     entry,
     number_and_guard,
@@ -207,19 +207,15 @@ class Catalog:
     def pack(
         self,
         items: Sequence[SetItem],
-        places: Sequence[tuple[Extent, ...]],
-        checksums: Sequence[Checksums],
+        places: Places,
+        checksums: Sequence[bytes],
+        macs: Sequence[bytes],
         stored_at: int,
-    ) -> tuple[Records, dict[int, tuple[Extent, ...]]]:
-        """Return the records of a batch, not yet numbered, and their further extents by position.
-
-        `stored_at`: nanoseconds since 1970.
-        """
+    ) -> Records:
+        """Return the records of a batch, not yet numbered; `stored_at`: nanoseconds since 1970."""
         known_at = min(max(0, stored_at), 2**63 - 1)  # a wrong clock may show a time before 1970
-        records = pack(
-            items, places, checksums, [self.id_of(item.meta.namespace) for item in items], known_at
-        )
-        return records, {i: place[1:] for i, place in enumerate(places) if len(place) > 1}
+        namespaces = [self.id_of(item.meta.namespace) for item in items]
+        return pack(items, places, checksums, macs, namespaces, known_at)
 
     def apply(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -14,8 +14,8 @@ from tiercache_backends.file.records import (
     PARENT_KNOWN,
     CatalogContents,
     Extent,
-    Facts,
     Places,
+    Records,
     words_of,
 )
 
@@ -63,22 +63,26 @@ class ObjectTable(Residents):
         self._further = {row: loaded.extents[int(records["number"][row])] for row in rows}
 
     def store(
-        self, facts: Facts, digest: bytes, node: int, parent: int | None, extents: tuple[Extent, ...]
-    ) -> int:
-        """Add a new object with its place, checksum and MAC; return its row. See `Residents.add`."""
-        row = self.add(digest, node, parent, facts.number, facts.length, facts.namespace_id, facts.depth)
-        at = row * CHECKSUM_BYTES  # byte offset in both columns: a MAC and a checksum have the same size
-        self._checksum[at : at + CHECKSUM_BYTES] = facts.checksums.checksum
-        if self._mac is not None:
-            self._mac[at : at + MAC_BYTES] = facts.checksums.mac
-        self.start[row], self.first_blocks[row], self.more[row] = (
-            extents[0].start,
-            extents[0].blocks,
-            len(extents) - 1,
-        )
-        if len(extents) > 1:
-            self._further[row] = extents[1:]
-        return row
+        self,
+        records: Records,
+        digests: Sequence[bytes],
+        nodes: Sequence[int],
+        parents: Sequence[int | None],
+        further: Mapping[int, tuple[Extent, ...]],
+    ) -> list[int]:
+        """Add the new objects of these records; return their rows.
+
+        `nodes` and `parents`: see `Residents.add`. `further`: extents after the first, by position.
+        """
+        rows = [self._take() for _ in digests]
+        for name in self.columns.keys() & {"number", "length", "start", "blocks", "more", "checksum", "mac"}:
+            self.columns[name][rows] = records[name]
+        self.columns["hits"][rows] = self.columns["pins"][rows] = 0
+        facts = (records[name].tolist() for name in ("number", "namespace", "depth"))
+        for row, digest, node, parent, *known in zip(rows, digests, nodes, parents, *facts, strict=True):
+            self._add(row, digest, node, parent, *known)
+        self._further.update((rows[i], extents) for i, extents in further.items())
+        return rows
 
     def drop(self, row: int) -> None:
         """Free the row of an object that was taken out, so that another object may use it."""
@@ -97,7 +101,7 @@ class ObjectTable(Residents):
 
     def checksums(self, rows: Ints) -> tuple[list[bytes], list[bytes]]:
         """Return the checksums and the MACs of these objects."""
-        macs = self.columns["mac"][rows].tolist() if self._mac is not None else [NO_MAC] * len(rows)
+        macs = self.columns["mac"][rows].tolist() if "mac" in self.columns else [NO_MAC] * len(rows)
         return self.columns["checksum"][rows].tolist(), macs
 
     def extents(self, row: int) -> tuple[Extent, ...]:
@@ -117,9 +121,3 @@ class ObjectTable(Residents):
         self.start, self.first_blocks, self.more = (
             self.columns[name].data for name in ("start", "blocks", "more")
         )
-        raw = {
-            name: self.columns[name].view(np.uint8).data
-            for name in ("checksum", "mac")
-            if name in self.columns
-        }
-        self._checksum, self._mac = raw["checksum"], raw.get("mac")

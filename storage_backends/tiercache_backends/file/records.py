@@ -37,7 +37,6 @@ from numpy.lib.stride_tricks import as_strided
 
 from tiercache.core import ObjectKey, ObjectMeta, PoolName
 from tiercache.storage.base import ScanEntry, SetItem
-from tiercache.storage.checksum import Checksums
 
 RECORD: Final = np.dtype([
     ("number", ">u8"), ("digest", "V64"), ("parent", "V32"), ("checksum", "V16"), ("mac", "V16"),
@@ -63,6 +62,7 @@ _WEIGHTS: Final = np.array(
 
 Records = npt.NDArray[Any]
 """Array of catalog records, with the dtype RECORD."""
+NO_RECORDS: Final[Records] = np.zeros(0, RECORD)
 
 
 class Extent(NamedTuple):
@@ -97,18 +97,6 @@ class Places(NamedTuple):
         return first, *self.further.get(position, ())
 
 
-class Facts(NamedTuple):
-    """Contents of an object's catalog record, apart from its keys and its place."""
-
-    number: int
-    length: int
-    """Payload bytes."""
-    depth: int
-    """Pages up to the object's end; 0 if not known."""
-    namespace_id: int
-    checksums: Checksums
-
-
 class CatalogContents(NamedTuple):
     """Sound records (see `sound`) of a catalog, with their extents."""
 
@@ -125,8 +113,9 @@ class CatalogContents(NamedTuple):
 
 def pack(
     items: Sequence[SetItem],
-    places: Sequence[tuple[Extent, ...]],
-    checksums: Sequence[Checksums],
+    places: Places,
+    checksums: Sequence[bytes],
+    macs: Sequence[bytes],
     namespaces: Sequence[int],
     stored_at: int,
 ) -> Records:
@@ -135,13 +124,13 @@ def pack(
     metas = [item.meta for item in items]
     records["digest"] = _column([item.key.digest for item in items], 64)
     records["parent"] = _column([m.parent or bytes(32) for m in metas], 32)
-    records["checksum"] = _column([each.checksum for each in checksums], 16)
-    records["mac"] = _column([each.mac for each in checksums], 16)
+    records["checksum"] = _column(checksums, 16)
+    records["mac"] = _column(macs, 16)
     records["length"] = [m.length for m in metas]
     records["stored_at"] = stored_at
-    records["start"] = [place[0].start for place in places]
-    records["blocks"] = [place[0].blocks for place in places]
-    records["more"] = [len(place) - 1 for place in places]
+    records["start"], records["blocks"] = places.starts, places.blocks
+    for i, extents in places.further.items():
+        records["more"][i] = len(extents)
     records["flags"] = [
         (m.parent is not None) * PARENT_KNOWN | (m.depth is not None) * DEPTH_KNOWN for m in metas
     ]

@@ -42,7 +42,7 @@ from tiercache.storage.restorable import Admissibility
 from tiercache_backends.file.claims import BatchItem, Claim, Claims, Pins, Removal, Removed
 from tiercache_backends.file.extents import ExtentAllocator
 from tiercache_backends.file.objects import ObjectTable
-from tiercache_backends.file.records import CatalogContents, Extent, Facts
+from tiercache_backends.file.records import CatalogContents, Extent, Records
 from tiercache_backends.file.recovery import sound_records
 
 
@@ -242,26 +242,34 @@ class StoreState:
                 claim.extents = extents
             return max(0, sum(claim.blocks for claim in without if not claim.extents) - self._allocator.free)
 
-    def publish(self, claims: Claims, facts: dict[int, Facts]) -> None:
-        """End a batch: the objects of claims with an entry in `facts` (by item index) become resident.
+    def publish(self, claims: Claims, stored: Sequence[Claim], records: Records) -> None:
+        """End a batch: the objects of the claims `stored` become resident, as their records describe them.
 
         The blocks of all other claims are freed.
         """
         objects = self._objects
         with self._mutex:
             for claim in claims.fresh:
-                found, wanted = facts.get(claim.index), claim.wanted
                 if claim.is_page:
                     objects.pages.expected(claim.node)
-                if found is not None:
-                    row = objects.store(found, wanted.digest, claim.node, claim.parent, claim.extents)
-                    objects.hint(row, wanted.value, wanted.worker)
-                else:
-                    self._allocator.give(claim.extents)
-                    # The write failed. Without this page, no restore could use the pages that follow it.
-                    if claim.is_page:
-                        claims.missing.add(wanted.page)
-                del self._busy[wanted.digest]
+                del self._busy[claim.wanted.digest]
+            rows = objects.store(
+                records,
+                [claim.wanted.digest for claim in stored],
+                [claim.node for claim in stored],
+                [claim.parent for claim in stored],
+                {i: claim.extents[1:] for i, claim in enumerate(stored) if len(claim.extents) > 1},
+            )
+            for row, claim in zip(rows, stored, strict=True):
+                objects.hint(row, claim.wanted.value, claim.wanted.worker)
+            if len(stored) < len(claims.fresh):
+                kept = {claim.index for claim in stored}
+                for claim in claims.fresh:
+                    if claim.index not in kept:
+                        self._allocator.give(claim.extents)
+                        # The write failed. Without this page, no restore could use the pages that follow it.
+                        if claim.is_page:
+                            claims.missing.add(claim.wanted.page)
             self._writing.pop(id(claims), None)
         claims.done.set()
 

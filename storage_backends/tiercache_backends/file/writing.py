@@ -18,12 +18,12 @@ from typing import Final
 
 from tiercache.core import Outcome
 from tiercache.storage.base import SetItem
-from tiercache.storage.checksum import Checksums, MacKey
+from tiercache.storage.checksum import MacKey
 from tiercache.storage.env import Env
 from tiercache_backends.file.catalog import Catalog
 from tiercache_backends.file.claims import Claim, Claims, Removal
 from tiercache_backends.file.io_engine import IoEngine
-from tiercache_backends.file.records import MAX_EXTENTS, Extent, Facts, Places
+from tiercache_backends.file.records import MAX_EXTENTS, NO_RECORDS, Extent, Places, Records
 from tiercache_backends.file.runs import IoBatch
 from tiercache_backends.file.slabs import Slabs
 from tiercache_backends.file.state import StoreState
@@ -141,7 +141,7 @@ class ObjectWriter:
 
     def store(self, items: Sequence[SetItem], claims: Claims, outcomes: list[Outcome]) -> None:
         """Write claimed objects and set their outcomes by item index. In any case, end every claim."""
-        facts: dict[int, Facts] = {}
+        stored: tuple[Sequence[Claim], Records] = [], NO_RECORDS
         try:
             self._reserve(claims.fresh)
             placed = _with_stored_parents(
@@ -152,9 +152,9 @@ class ObjectWriter:
             # of the other objects.
             for claim in claims.fresh:
                 outcomes[claim.index] = Outcome.THROTTLED
-            facts = self._write(items, placed, outcomes)
+            stored = self._write(items, placed, outcomes)
         finally:
-            self._state.publish(claims, facts)
+            self._state.publish(claims, *stored)
         self._sweep()
 
     def _reserve(self, claims: Sequence[Claim]) -> None:
@@ -251,8 +251,10 @@ class ObjectWriter:
 
     def _write(
         self, items: Sequence[SetItem], claims: Sequence[Claim], outcomes: list[Outcome]
-    ) -> dict[int, Facts]:
-        """Write the bytes and the records of the claims; return the facts of stored objects by item index."""
+    ) -> tuple[Sequence[Claim], Records]:
+        """Write the bytes and the records of the claims; return what is stored, with the records."""
+        if not claims:
+            return [], NO_RECORDS
         with ExitStack() as stack:
             try:
                 fds = (
@@ -262,61 +264,52 @@ class ObjectWriter:
                 )
                 # Order: (1) write the bytes, (2) with `power`, sync them, (3) write the records. So a record
                 # never names blocks that were not written.
-                written = self._write_payloads(items, claims, outcomes)
+                written, records = self._write_payloads(items, claims, outcomes)
                 self._slabs.sync(fds)
-                return self._acknowledge(items, written, outcomes) if written else {}
+                if written:
+                    self._acknowledge(written, records, outcomes)
+                return written, records
             except OSError as error:
                 outcome = self._remover.failed("set", error)
                 for claim in claims:
                     outcomes[claim.index] = outcome
-                return {}
+                return [], NO_RECORDS
 
     def _write_payloads(
         self, items: Sequence[SetItem], claims: Sequence[Claim], outcomes: list[Outcome]
-    ) -> list[tuple[Claim, Checksums]]:
-        """Write the bytes; return the claims whose write succeeded, with the checksums of their objects."""
+    ) -> tuple[Sequence[Claim], Records]:
+        """Write the bytes; return the claims whose objects can be stored, and their records."""
         claimed = [items[claim.index] for claim in claims]
+        places = Places.of([claim.extents for claim in claims])
         batch = IoBatch(
             [item.key for item in claimed],
             [item.buffers for item in claimed],
             [item.meta.length for item in claimed],
-            Places.of([claim.extents for claim in claims]),
+            places,
             self._mac_key,
             given=[item.meta.checksum for item in claimed],
         )
         self._io.write(batch)
-        written: dict[int, Checksums] = {}
-        for position, claim in enumerate(claims):
-            error = batch.errors.get(position)
-            if error is None:
-                written[claim.index] = Checksums(batch.checksums[position], batch.macs[position])
-                continue
+        records = self._catalog.pack(claimed, places, batch.checksums, batch.macs, self._env.time_ns())
+        if not batch.errors:
+            return claims, records
+        for position, error in batch.errors.items():
+            claim = claims[position]
             outcomes[claim.index] = self._remover.failed("set", error)
             # The medium refused to write these blocks. Test them before they are used again.
             if error.errno == EIO:
                 extents, claim.extents = claim.extents, ()
                 self._remover.test_blocks(extents)
-        writable = (
-            claims
-            if len(written) == len(claims)
-            else _with_stored_parents(claims, {c.index for c in claims} - written.keys())
-        )
-        return [(claim, written[claim.index]) for claim in writable]
+        writable = _with_stored_parents(claims, {claims[position].index for position in batch.errors})
+        left = {claim.index for claim in writable}
+        return writable, records[[claim.index in left for claim in claims]]
 
-    def _acknowledge(
-        self, items: Sequence[SetItem], written: Sequence[tuple[Claim, Checksums]], outcomes: list[Outcome]
-    ) -> dict[int, Facts]:
+    def _acknowledge(self, written: Sequence[Claim], records: Records, outcomes: list[Outcome]) -> None:
         """Add the records of written objects and remove the records of evicted ones, in one transaction.
 
-        Returns the facts of stored objects by item index. Raises OSError if the transaction fails.
+        Raises OSError if the transaction fails.
         """
-        metas = [items[claim.index].meta for claim, _ in written]
-        records, further = self._catalog.pack(
-            [items[claim.index] for claim, _ in written],
-            [claim.extents for claim, _ in written],
-            [checksums for _, checksums in written],
-            self._env.time_ns(),
-        )
+        further = {i: claim.extents[1:] for i, claim in enumerate(written) if len(claim.extents) > 1}
         removal = self._evict_ahead(len(written))
         try:
             self._catalog.apply(records, further, removals=removal.numbers)
@@ -325,13 +318,8 @@ class ObjectWriter:
             raise
         self._state.count("evicted", len(removal.objects))
         self._remover.test_blocks(self._state.finish_removal(removal))
-        facts: dict[int, Facts] = {}
-        for (claim, checksums), meta, number in zip(written, metas, records["number"].tolist(), strict=True):
-            facts[claim.index] = Facts(
-                number, meta.length, meta.depth or 0, claim.wanted.namespace_id, checksums
-            )
+        for claim in written:
             outcomes[claim.index] = Outcome.STORED
-        return facts
 
 
 def _with_stored_parents(claims: Sequence[Claim], failed: AbstractSet[int]) -> list[Claim]:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiercache_backends.file.extents import APART_BLOCKS, ExtentAllocator
 from tiercache_backends.file.objects import ObjectTable
-from tiercache_backends.file.records import DEPTH_KNOWN, PARENT_KNOWN, RECORD, CatalogContents, Extent, Facts
+from tiercache_backends.file.records import DEPTH_KNOWN, PARENT_KNOWN, RECORD, CatalogContents, Extent
 from tiercache_backends.file.recovery import sound_records
 
 from tests.examples import example_count
@@ -54,9 +54,9 @@ def test_loading_a_catalog_is_storing_one_by_one(objects: dict[tuple[int, int], 
         records[i]["checksum"], records[i]["mac"] = np.void(checksums.checksum), np.void(checksums.mac)
         further.update({i + 1: extents[1:]} if extents[1:] else {})
         nodes = [one_by_one.pages.hold(key) for key in (d[32:], parent) if key]
-        one_by_one.store(
-            Facts(i + 1, 10 + i, depth, 7, checksums), d, nodes[0], nodes[1] if parent else None, extents
-        )
+        above_node = nodes[1] if parent else None
+        beyond = {0: extents[1:]} if extents[1:] else {}
+        one_by_one.store(records[i : i + 1], [d], nodes[:1], [above_node], beyond)
         for node in nodes:
             one_by_one.pages.release(node)
     at_once.load_catalog(CatalogContents(records, further))
