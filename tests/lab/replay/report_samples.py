@@ -32,7 +32,7 @@ def result(**changes: object) -> Result:
         "token_hit_rate": 0.547,
         "flops_saved": 0.531, "ttft_ms_mean": 212.0, "ttft_ms_p95": 611.0, "peak_bytes": 11 * GIB,
         "requests": 120, "seconds": 0.4,
-        "seed": 20457, "profile": "9b",
+        "seed": 20457, "profile": "9b", "write": "write_through", "write_chance": 0.02,
     }  # fmt: skip
     return Result(**{**fields, **changes})  # type: ignore[arg-type]
 
@@ -118,6 +118,8 @@ def run(
         seconds=float(chance.uniform(4, 40)),
         seed=7,
         profile="qwen3-next-80b-a3b",
+        write="write_through",
+        write_chance=0.02,
         is_bound=limit or policy == "clairvoyant",
         tiers={} if limit else tiers,
         kept=() if limit else tuple(kept),

@@ -15,7 +15,7 @@ from tiercache.lab.replay.drive import Run, Setup, measure
 from tiercache.lab.replay.sources import open_source
 from tiercache.lab.replay.store import NullStore
 from tiercache.lab.replay.tiers import StorageTier, Tiers
-from tiercache.storage.base import SetItem
+from tiercache.storage.base import GetItem, SetItem
 
 SMALL = Tiers(host_bytes=400_000, storage=disk(1_500_000))
 TWO = replace(SMALL, storage=(*SMALL.storage, StorageTier("far", 3_000_000)))
@@ -73,21 +73,29 @@ def test_a_store_that_raises_from_now_on_ends_the_run_too(
     assert str(raised.value.__cause__) == f"call 3 of {operation}"
 
 
-def test_a_store_that_answers_with_an_error_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("operation", ["set", "get"])
+def test_a_store_that_answers_with_an_error_ends_the_run(
+    operation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Refusing(NullStore):
-        """Null store whose first set fails without an exception."""
+        """Null store whose first set or get fails without an exception."""
 
         failed = 0
 
         def set(self, items: Sequence[SetItem]) -> list[Outcome]:
-            outcomes = super().set(items)
-            if not self.failed:
+            return self.answer("set", super().set(items))
+
+        def get(self, items: Sequence[GetItem]) -> list[Outcome]:
+            return self.answer("get", super().get(items))
+
+        def answer(self, name: str, outcomes: list[Outcome]) -> list[Outcome]:
+            if name == operation and not self.failed:
                 self.failed = len(outcomes)
                 return [Outcome.ERROR] * self.failed
             return outcomes
 
     monkeypatch.setattr(drive, "NullStore", Refusing)
     one, steps = run(SMALL)
-    with pytest.raises(RuntimeError, match=r"storage failed \(storage_sets_total kv error: \d+"):
+    with pytest.raises(RuntimeError, match=rf"storage failed \(storage_{operation}s_total kv error: \d+"):
         one.go(lambda: steps.append(1))
     assert len(steps) == 50

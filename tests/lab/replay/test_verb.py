@@ -27,7 +27,10 @@ FIRST = [
     "source", "policy", "capacity", "capacity_bytes", "token_hit_rate", "flops_saved", "ttft_ms_mean",
     "ttft_ms_p95", "peak_bytes",
 ]  # fmt: skip
-THEN = ["requests", "seconds", "seed", "profile", "is_bound", "tiers", "kept", "by_round", "published"]
+THEN = [
+    "requests", "seconds", "seed", "profile", "write", "write_chance", "is_bound", "tiers", "kept",
+    "by_round", "published",
+]  # fmt: skip
 QUICK = ("--limit", "40", "--no-bounds")
 
 
@@ -362,7 +365,10 @@ def test_the_host_writes_at_once_or_what_it_is_about_to_evict(replay: Command, t
     disk = ("--disk-bytes", "8GiB")
 
     def written(*arguments: object) -> int:
-        return int(replay(*chats, *disk, "-o", "jsonl", *arguments).rows[1]["tiers"]["disk"]["written_bytes"])
+        row = replay(*chats, *disk, "-o", "jsonl", *arguments).rows[1]
+        assert row["write"] == ("write_back" if "write_back" in arguments else "write_through")
+        assert row["write_chance"] == (float(str(arguments[-1])) if len(arguments) > 2 else WRITE_CHANCE)
+        return int(row["tiers"]["disk"]["written_bytes"])
 
     back = ("--write", "write_back")
     through = written("--write", "write_through")

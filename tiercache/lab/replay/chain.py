@@ -118,11 +118,14 @@ class NullChain(StorageBackend):
         for tier in self._tiers:
             if not left:
                 break
-            answers = tier.store.get([items[i] for i in left])
-            hits = [i for i, outcome in zip(left, answers, strict=True) if outcome is Outcome.HIT]
-            for i in hits:
-                outcomes[i] = Outcome.HIT
-                self._read[tier.name] += items[i].length
+            hits = []
+            for i, outcome in zip(left, tier.store.get([items[i] for i in left]), strict=True):
+                if outcome is Outcome.HIT:
+                    hits.append(i)
+                    self._read[tier.name] += items[i].length
+                # As in a real chain, a failure of one tier is the answer unless another has the object.
+                if outcome is Outcome.HIT or outcomes[i] is Outcome.MISS:
+                    outcomes[i] = outcome
             self._offers.read(self._lineup, cast(Tier, tier), [items[i] for i in hits], set())
             left = [i for i in left if outcomes[i] is not Outcome.HIT]
         self._move()

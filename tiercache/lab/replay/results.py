@@ -92,6 +92,10 @@ class Result:
     seed: int
     profile: str
     """Name of the model profile."""
+    write: str
+    """When the host writes to storage: `write_through` or `write_back` (see `ControllerOptions.write`)."""
+    write_chance: float
+    """With `write_back`, the least chance of a hit with which a unit is written."""
     is_bound: bool = False
     """Whether the run is a bound on what policies can reach, and not the run of a policy.
 

@@ -233,6 +233,8 @@ class _Study:
             seconds=time.perf_counter() - started,
             seed=question.seed,
             profile=question.profile.name,
+            write=question.write,
+            write_chance=question.write_chance,
             tiers=run.uses(),
             kept=run.kept(),
             over_time=tuple(run.tally.over_time),
@@ -265,5 +267,7 @@ class _Study:
                 seconds=time.perf_counter() - started,
                 seed=question.seed,
                 profile=question.profile.name,
+                write=question.write,
+                write_chance=question.write_chance,
                 is_bound=True,
             )
