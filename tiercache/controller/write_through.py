@@ -18,7 +18,7 @@ from tiercache.controller.write_back import UnitWrite
 from tiercache.controller.writes import Chain, Write
 from tiercache.core import ABSENT, Locations, Mask, PoolName, Tier, TokenArray, pending
 from tiercache.errors import PoolFullError
-from tiercache.index import Node, PageLocations, Span
+from tiercache.index import Node, Span
 
 _MAX_WAITING: Final = 256
 """Maximum number of commits that wait for room. A waiting commit keeps its tokens, at 8 bytes per token."""
@@ -117,15 +117,19 @@ class _Plan:
         #   in no tier                            `gone`: counted, and left out
         # A page that another write is storing is in none of these masks.
         for pool, where in self.located.items():
-            on_device = where.device >= 0
-            self.copies[pool] = ~where.stored & on_device & (where.host == ABSENT)
-            self.held[pool] = self._idle(pool, where)
-            self.arriving[pool] = arriving = ~where.stored & (where.host < ABSENT)
-            # A page whose handle is marked in `storing` is on its way to storage as well.
-            arriving[arriving] = ~context.in_flight.storing[pool][pending(where.host[arriving])]
+            lacking = ~where.stored
+            storing = context.in_flight.storing[pool]
+            away = lacking & (where.host == ABSENT)
+            self.copies[pool] = away & (where.device >= 0)
+            self.held[pool] = held = lacking & (where.host >= 0) & self._to_storage
+            held[held] = ~storing[where.host[held]]
+            self.arriving[pool] = arriving = lacking & (where.host < ABSENT)
             if arriving.any():
-                self._end = min(self._end, 2 * int(arriving.argmax()))
-            lost = ~where.stored & (where.device == ABSENT) & (where.host == ABSENT)
+                # A page whose handle is marked in `storing` is on its way to storage as well.
+                arriving[arriving] = ~storing[pending(where.host[arriving])]
+                if arriving.any():
+                    self._end = min(self._end, 2 * int(arriving.argmax()))
+            lost = away & (where.device == ABSENT)
             self.gone[pool] = int(np.count_nonzero(lost[(at + 1) // 2 :]))
         for end in sorted(state_depths):
             if 2 * end - 1 < at:  # a write of this state's position has begun
@@ -135,12 +139,6 @@ class _Plan:
             else:
                 self.gone.update(context.index.state_pools)
         self._costs = self._sum_up()
-
-    def _idle(self, pool: PoolName, at: PageLocations) -> Mask:
-        """Return the mask of the pages that the host has, storage lacks, and no write is storing."""
-        if not self._to_storage:
-            return np.zeros(len(at.host), np.bool_)
-        return ~at.stored & (at.host >= 0) & ~self._context.in_flight.storing[pool][np.maximum(at.host, 0)]
 
     def _states_of(self, node: Node) -> list[_State]:
         """Return the states at the end of `node` that are to be written or copied.
@@ -179,13 +177,13 @@ class _Plan:
 
     def _sum_up(self) -> Locations:
         """Return the host blocks of all objects before each position; shape [2 * depth + 1]."""
-        costs = np.zeros(2 * self._depth, np.int64)
+        costs = np.zeros(2 * self._depth + 1, np.int64)
         for pool in self.located:
-            costs[::2] += (self.copies[pool] | self.held[pool]) * self._context.allocator.blocks_of(pool, 1)
+            costs[1::2] += (self.copies[pool] | self.held[pool]) * self._context.allocator.blocks_of(pool, 1)
         for one in self.states:
-            costs[2 * one.page + 1] += self._context.allocator.blocks_of(one.pool, 1)
-        costs[: self.at] = 0
-        return np.concatenate([[0], np.cumsum(costs)])
+            costs[2 * one.page + 2] += self._context.allocator.blocks_of(one.pool, 1)
+        costs[: self.at + 1] = 0
+        return costs.cumsum()
 
     @property
     def first_page(self) -> int:

@@ -29,6 +29,9 @@ _TOLERANCE: Final = 0.5
 A store that puts two units in the wrong order then keeps one that is worth at least 0.7 of the other.
 """
 
+_LEAST: Final = np.finfo(np.float64).tiny
+"""Value below which values count as equal, so that 0 has a logarithm."""
+
 
 class Appraisal(NamedTuple):
     """Values of the objects of one node, in FLOPs per byte and second (see `Policy.value`)."""
@@ -95,17 +98,14 @@ class Appraiser:
         if more := len(columns.shared["digest"]) - len(self._digest):
             self._reported = np.concatenate([self._reported, np.zeros(more)])
             self._digest = np.concatenate([self._digest, np.zeros(more, np.int64)])
-        has_state = columns.shared["complete"][rows] != 0 if self._state_bytes else np.zeros(len(rows), bool)
+        has_state = (columns.shared["complete"][rows] != 0) & bool(self._state_bytes)
         state_bytes = has_state * self._state_bytes
         # A leaf of a store ends where a restore can end, and has all pages since the restore point before it.
-        units = UnitRows(columns, rows, 0, columns.shared["replay"][rows] * self._page_bytes + state_bytes)
-        pages = self._policy.value(units) * rate
-        states = pages * (units.nbytes / np.maximum(state_bytes, 1)) * has_state
-        with np.errstate(divide="ignore"):
-            now = np.log2(pages)
-        digest = columns.shared["digest"][rows]
-        known = self._digest[rows] == digest
-        chosen = ~known | (np.abs(now - np.where(known, self._reported[rows], 0.0)) > tolerance)
+        nbytes = columns.shared["replay"][rows] * self._page_bytes + state_bytes
+        pages = self._policy.value(UnitRows(columns, rows, 0, nbytes)) * rate
+        states = pages * (nbytes / np.maximum(state_bytes, 1)) * has_state
+        now, digest = np.log2(np.maximum(pages, _LEAST)), columns.shared["digest"][rows]
+        chosen = (self._digest[rows] != digest) | (np.abs(now - self._reported[rows]) > tolerance)
         found = []
         for i in np.flatnonzero(chosen).tolist():
             node = columns.nodes[rows[i]]

@@ -99,19 +99,18 @@ class Counters:
     def add(self, node: Node, sign: int) -> None:
         """Add the node's contribution to the totals (`sign` +1), or subtract it (-1)."""
         self.generation += 1
+        mask = node.resident_mask
         for tier in TIERS:
-            if node.resident_mask >> tier & 1:
+            if mask >> tier & 1:
+                total, counts = self.evictable[tier], node.resident[tier]
                 if not node.pins[tier]:
-                    self._add_evictable(node, tier, sign, self._pages)
+                    for pool in self._pages:
+                        total[pool] += sign * counts[pool]
                 if not node.state_pins[tier]:
-                    self._add_evictable(node, tier, sign, self._states)
-        if node.resident_mask & (LOCAL | IN_STORAGE) == IN_STORAGE:
+                    for pool in self._states:
+                        total[pool] += sign * counts[pool]
+        if mask & (LOCAL | IN_STORAGE) == IN_STORAGE:
             self.stored_only_pages += sign * node.pages
-
-    def _add_evictable(self, node: Node, tier: Tier, sign: int, pools: range) -> None:
-        total, counts = self.evictable[tier], node.resident[tier]
-        for pool in pools:
-            total[pool] += sign * counts[pool]
 
     def announce(self, node: Node) -> None:
         """Propagate the bits of the subtree (tiers with objects, `ALIVE`) to the ancestors.
@@ -149,28 +148,38 @@ class Counters:
     def pin(self, node: Node, tier: Tier) -> None:
         """Hold the pages of the path to `node` in `tier`, and the state of `node`."""
         # Nothing is marked: the queue checks each unit before it returns the unit.
+        total, pages = self.evictable[tier], self._pages
         if not node.state_pins[tier]:
-            self._add_evictable(node, tier, -1, self._states)
+            for pool in self._states:
+                total[pool] -= node.resident[tier][pool]
         node.state_pins[tier] += 1
-        at, held = node, False
+        at, held = node, 0
         while not held and (parent := at.parent) is not None:
-            held = at.pins[tier] > 0
-            at.pins[tier] += 1
+            pins = at.pins
+            held = pins[tier]
+            pins[tier] = held + 1
             if not held:
-                self._add_evictable(at, tier, -1, self._pages)
+                counts = at.resident[tier]
+                for pool in pages:
+                    total[pool] -= counts[pool]
             at = parent
 
     def unpin(self, node: Node, tier: Tier) -> None:
         """End one hold of `pin`. Marks the nodes whose pages can be evicted again as leaves."""
+        total, pages = self.evictable[tier], self._pages
         node.state_pins[tier] -= 1
         if not node.state_pins[tier]:
-            self._add_evictable(node, tier, +1, self._states)
-        at, held = node, False
+            for pool in self._states:
+                total[pool] += node.resident[tier][pool]
+        at, held = node, 0
         while not held and (parent := at.parent) is not None:
-            at.pins[tier] -= 1
-            held = at.pins[tier] > 0
+            pins = at.pins
+            held = pins[tier] - 1
+            pins[tier] = held
             if not held:
-                self._add_evictable(at, tier, +1, self._pages)
+                counts = at.resident[tier]
+                for pool in pages:
+                    total[pool] += counts[pool]
                 if not at.subtree_counts[tier]:
                     self._mark(at)
             at = parent

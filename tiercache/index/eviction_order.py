@@ -72,7 +72,10 @@ class Kind(NamedTuple):
     """Kind of units that one queue holds: the units that the function `of` finds in one tier."""
 
     of: Callable[[Node], UnitKind]
-    """Returns which unit a node has now for this queue: LEAF, STATE or NONE."""
+    """Returns which unit a node has now for this queue: LEAF, STATE or NONE.
+
+    It is NONE for a node without objects in `tier`.
+    """
     tier: Tier
     """Tier from which an eviction takes the unit."""
 
@@ -97,7 +100,7 @@ class EvictionColumns:
         self.nodes: list[Node | None] = []
         """Node of each row; None for a free row."""
         self._object_bytes = list(object_bytes)
-        self._page_pools = page_pools
+        self._leaf_pools, self._state_pools = slice(None), slice(page_pools, None)
         self._lower_tiers = [sum(1 << other for other in Tier if other > tier) for tier in Tier]
         """For each tier, the bits of the tiers below."""
         self._free: list[int] = []
@@ -239,10 +242,11 @@ class EvictionColumns:
         if row < 0:
             row = node.row = self._take(node)
         self._version += 1
+        held, branches, can_answer = node.resident_mask, node.branches, node.can_answer
         self._last_access[row] = node.last_access
         self._hits[row] = node.hits
         self._depth[row] = node.end
-        self._children[row] = node.branches
+        self._children[row] = branches
         self._replay[row] = node.replay
         self._checkpoint[row] = node.checkpoint
         self._lineage[row] = node.lineage
@@ -250,22 +254,20 @@ class EvictionColumns:
         self._expected[row] = node.expected
         # Alive: a complete state is at the node's end or below it, and the node is a branch or within the
         # limit of its path. Without state pools every unit is alive.
-        self._alive[row] = not node.state_pools or (
-            node.is_alive and not (node.over_limit and node.branches < 2)
-        )
-        self._complete[row] = node.can_answer
+        self._alive[row] = not node.state_pools or (node.is_alive and not (node.over_limit and branches < 2))
+        self._complete[row] = can_answer
         self._digest[row] = node.signature
         self._version_of[row] = self._version
         for number, (kind_of, tier) in enumerate(self.kinds):
-            self._kind[number][row] = kind = kind_of(node)
+            self._kind[number][row] = kind = kind_of(node) if held >> tier & 1 else UnitKind.NONE
             if kind:
                 # A leaf has objects of all pools, a state only of the state pools.
-                pools = slice(0 if kind is UnitKind.LEAF else self._page_pools, None)
-                held = node.resident[tier][pools]
-                self._nbytes[number][row] = sum(map(mul, held, self._object_bytes[pools])) or 1
+                pools = self._leaf_pools if kind is UnitKind.LEAF else self._state_pools
+                counts = node.resident[tier][pools]
+                self._nbytes[number][row] = sum(map(mul, counts, self._object_bytes[pools])) or 1
                 # Covered: a single lower tier has at least as many objects of each of these pools.
-                self._covered[number][row] = bool(node.resident_mask & self._lower_tiers[tier]) and any(
-                    all(map(le, held, counts[pools])) for counts in node.resident[tier + 1 :]
+                self._covered[number][row] = bool(held & self._lower_tiers[tier]) and any(
+                    all(map(le, counts, lower[pools])) for lower in node.resident[tier + 1 :]
                 )
 
     def _take(self, node: Node) -> int:

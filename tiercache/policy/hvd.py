@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -116,23 +116,26 @@ def _classes_of(
     checkpoint: Column, children: Column, hits: Column, lineage: Column, new_tokens: Column
 ) -> tuple[Column, Column, Column]:
     """Return the class of each unit on the three levels, outermost first."""
-    # Classes of the second level:
-    #   0 to 4    units without hits, by the logarithm of lineage + 1
-    #   5 to 10   units with hits, by the logarithm of the hits
     kind = checkpoint * 3 + np.minimum(children, 2)
-    past = np.where(
-        hits > 0,
-        _LINEAGES + np.minimum(_log2(np.maximum(hits, 1)), _HITS - 1),
-        np.minimum(_log2(lineage + 1), _LINEAGES - 1),
-    )
-    size = np.clip(_log2(np.maximum(new_tokens, 1)) - 9, 0, _SIZES - 1)
+    past = _PAST[np.minimum(hits, _PAST.shape[0] - 1), np.minimum(lineage, _PAST.shape[1] - 1)]
+    size = _SIZE[np.minimum(new_tokens >> 10, len(_SIZE) - 1)]
     return kind, past, size
 
 
-def _log2(values: Column) -> Column:
-    """Return the binary logarithm, rounded down, of integers from 1."""
-    exponents: Column = np.frexp(values.astype(np.float64))[1] - 1
-    return exponents
+# Classes of the second level, by the hits and the lineage:
+#   0 to 4    units without hits, by the logarithm of lineage + 1
+#   5 to 10   units with hits, by the logarithm of the hits
+_PAST: Final = np.array(
+    [
+        [
+            (lineage + 1).bit_length() - 1 if not hits else _LINEAGES + hits.bit_length() - 1
+            for lineage in range(16)
+        ]
+        for hits in range(33)
+    ]
+)
+_SIZE: Final = np.array([thousands.bit_length() for thousands in range(17)])
+"""Class of the third level, by the number of new tokens in units of 1,024."""
 
 
 class Hazard:
@@ -174,7 +177,7 @@ class Hazard:
 
     def rate(self, classes: Classes, age: Column) -> Ranks:
         """Return the value of keeping units of these classes and ages, in hits per tick."""
-        rates: Ranks = self._rates[(*classes, _bucket(age))]
+        rates: Ranks = self._rates.ravel().take(self._place(classes, _bucket(age)))
         return rates
 
     def chance(self, classes: Classes, age: Column, ticks: float) -> Ranks:
@@ -199,7 +202,7 @@ class Hazard:
 
     def hit(self, classes: Classes, age: Column) -> None:
         """Add hits of units of these classes at these ages."""
-        np.add.at(self.hits, (*classes, _bucket(age)), 1.0)
+        np.add.at(self.hits.ravel(), self._place(classes, _bucket(age)), 1.0)
         self._wait(classes, age, self._elapsed / 2)  # on average a hit comes in the middle of the period
 
     def wait(self, classes: Classes, age: Column) -> None:
@@ -218,20 +221,21 @@ class Hazard:
         # The prior rate is c / age. This c is chosen so that the prior rate, over the ticks that units
         # waited, predicts about as many hits as were observed.
         prior = (hits.sum() + 1.0) / ((waited / self._middles).sum() + 1.0) / self._middles
-        rates = _shrunk(hits, waited, prior)[None]
-        best = _best(rates, self._widths)
-        # `rates` and `best` have one row per class of a level. At first they have a single row, for the class
-        # of all units. Each turn of the loop divides every class into its parts, which start with the rates
-        # of that class.
+        # `known` collects the rates of all classes that were observed, on all levels. `at` has one entry per
+        # class of a level: the row of its rates in `known`. At first there is only the class of all units.
+        # Each turn of the loop divides every class into its parts. Most parts are never observed: these keep
+        # the rates of the class that contains them.
+        known, at = _shrunk(hits, waited, prior)[None], np.zeros(1, np.int64)
         for level, parts in enumerate(self._shape, 1):
             inner = tuple(range(level, len(self._shape)))
             hits, waited = (table.sum(axis=inner).reshape(-1, _BUCKETS) for table in (self.hits, self.waited))
-            rates, best = np.repeat(rates, parts, axis=0), np.repeat(best, parts, axis=0)
-            # Most classes are never observed. These keep the values of the class that contains them.
-            seen = waited.any(axis=1)
-            rates[seen] = _shrunk(hits[seen], waited[seen], rates[seen])
-            best[seen] = _best(rates[seen], self._widths)
-        self._rates, self._plain = (table.reshape(*self._shape, _BUCKETS) for table in (best, rates))
+            at = np.repeat(at, parts)
+            seen = np.flatnonzero(waited.any(axis=1))
+            rates = _shrunk(hits[seen], waited[seen], known[at[seen]])
+            at[seen] = np.arange(len(known), len(known) + len(seen))
+            known = np.concatenate([known, rates])
+        best = _best(known, self._widths)
+        self._rates, self._plain = (table[at].reshape(*self._shape, _BUCKETS) for table in (best, known))
 
     def _wait(self, classes: Classes, age: Column, elapsed: float) -> None:
         # A unit that waited over several buckets adds to each bucket the ticks that it spent there:
@@ -241,14 +245,20 @@ class Hazard:
         since = np.maximum(until - elapsed, 0.0)
         last = _bucket(until)
         whole = _bucket(since) == last  # for most units the whole wait lies in one bucket
-        np.add.at(self.waited, (*(part[whole] for part in classes), last[whole]), (until - since)[whole])
+        ticks, first = self.waited.ravel(), self._place(classes)
+        np.add.at(ticks, (first + last)[whole], (until - since)[whole])
         low, high = self.edges[:-1], self.edges[1:]
         until, since = until[~whole, None], since[~whole, None]
-        np.add.at(
-            self.waited,
-            tuple(part[~whole] for part in classes),
-            np.clip(until, low, high) - np.clip(since, low, high),
-        )
+        spent = np.clip(until, low, high) - np.clip(since, low, high)
+        places = first[~whole, None] + np.arange(_BUCKETS)
+        np.add.at(ticks, places.ravel(), spent.ravel())
+
+    def _place(self, classes: Classes, bucket: Column | int = 0) -> Column:
+        """Return the index of each class and bucket in a flat table, with which numpy is much faster."""
+        place = classes[0]
+        for part, parts in zip(classes[1:], self._shape[1:], strict=True):
+            place = place * parts + part
+        return place * _BUCKETS + bucket
 
 
 def _shrunk(hits: Table, waited: Table, prior: Table) -> Table:
@@ -266,21 +276,26 @@ def _best(rates: Table, widths: npt.NDArray[np.float64]) -> Table:
     Each choice has a value: the expected number of hits (at most one) divided by the expected ticks until the
     hit or the end. The result has the highest value for each class and bucket.
     """
+    # In a bucket of w ticks with the rate r, the chance of a hit is 1 - exp(-r w). The expected ticks until
+    # the hit or the bucket's end are chance / r. A unit is on average in the middle of its first bucket.
     n = rates.shape[-1]
-    waiting, hits, ticks = np.ones_like(rates), np.zeros_like(rates), np.zeros_like(rates)
-    best = np.zeros_like(rates)
-    for ahead in range(n):
-        at = np.minimum(np.arange(n) + ahead, n - 1)
-        # A unit is on average in the middle of its first bucket.
-        here, width = rates[..., at], widths[at] * (0.5 if ahead == 0 else 1.0)
-        # In a bucket of w ticks with the rate r, the chance of a hit is 1 - exp(-r w). The expected ticks
-        # until the hit or the bucket's end are chance / r. `waiting` is the chance that no earlier bucket
-        # brought a hit.
-        chance = -np.expm1(-here * width)
-        hits += waiting * chance
-        ticks += waiting * chance / here
-        waiting *= 1.0 - chance
-        np.maximum(best, hits / ticks, out=best)
+    chance = -np.expm1(-rates * (0.5 * widths))
+    hits, waiting = chance.copy(), 1.0 - chance
+    ticks = chance / rates
+    best = hits / ticks
+    # Column a + `ahead` of the next tables belongs to bucket a. The last bucket goes on for ever.
+    later = np.minimum(np.arange(2 * n - 1), n - 1)
+    chance = -np.expm1(-rates * widths)
+    survival, chance, rates = (1.0 - chance)[:, later], chance[:, later], rates[:, later]
+    for ahead in range(1, n):
+        # `waiting` is the chance that no earlier bucket brought a hit.
+        here = slice(ahead, ahead + n)
+        gain = waiting * chance[:, here]
+        hits += gain
+        gain /= rates[:, here]
+        ticks += gain
+        waiting *= survival[:, here]
+        np.maximum(best, np.divide(hits, ticks, out=gain), out=best)
     return best
 
 
