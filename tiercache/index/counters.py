@@ -29,6 +29,8 @@ class Counters:
     ) -> None:
         self.generation = 0
         """Counter that increases with every change that could alter the result of a match."""
+        self.reservations = 0
+        """Counter that increases when locations become pending, which no match can see."""
         self.evictable = [[0] * (page_pools + state_pools) for _ in Tier]
         """Number of present objects that no pin holds, by tier and pool."""
         self.stored_only_pages = 0

@@ -202,7 +202,8 @@ class Sweep:
         self.tier = tier
         self._pools = pools
         self._page_pools = page_pools
-        self._freed: list[list[Locations]] = [[] for _ in pools]
+        self._freed: list[list[Locations]] = [[] for _ in pools[:page_pools]]
+        self._states: list[list[int]] = [[] for _ in pools[page_pools:]]
         self._demoted = 0
         self.counts = [0] * len(pools)
         """Objects freed so far, by pool."""
@@ -218,15 +219,15 @@ class Sweep:
 
     def result(self) -> Eviction:
         """Return the answer of the eviction."""
-        freed = {
-            name: np.concatenate(parts) for name, parts in zip(self._pools, self._freed, strict=True) if parts
-        }
+        parts = [*self._freed, *([np.array(slots)] if slots else [] for slots in self._states)]
+        freed = {name: np.concatenate(part) for name, part in zip(self._pools, parts, strict=True) if part}
         return Eviction(freed, self._demoted, sum(self.counts) - self._demoted)
 
     def _take_pages(self, node: Node, pool: int) -> None:
         row = node.where[self.tier, pool]
         held = row >= 0
-        self._take_locations(pool, row[held])
+        self._freed[pool].append(row[held])
+        self.counts[pool] += len(self._freed[pool][-1])
         row[held] = ABSENT
         # A page that another tier has, too, is demoted. Any other page is lost.
         if elsewhere := [tier for tier in TIERS if tier is not self.tier and node.resident[tier][pool]]:
@@ -237,12 +238,9 @@ class Sweep:
             location = node.state(self.tier, pool)
             if location >= 0:
                 node.set_state(self.tier, pool, ABSENT)
-                self._take_locations(self._page_pools + pool, np.array([location], np.int64))
+                self._states[pool].append(location)
+                self.counts[self._page_pools + pool] += 1
                 self._demoted += node.states is not None and max(tier[pool] for tier in node.states) >= 0
-
-    def _take_locations(self, pool: int, locations: Locations) -> None:
-        self._freed[pool].append(locations)
-        self.counts[pool] += len(locations)
 
 
 def reuse_of(node: Node, now: int) -> Reuse:

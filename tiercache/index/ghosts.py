@@ -112,11 +112,8 @@ class Ghosts:
     def deepest(self, digests: Digests) -> int | None:
         """Return the index in `digests` of the deepest prefix that a lost unit ended with, or None."""
         at = self._at
-        if at:
-            for place in range(len(digests) - 1, -1, -1):
-                if int(digests[place]) in at:
-                    return place
-        return None
+        last = len(digests) - 1
+        return next((last - i for i, digest in enumerate(digests[::-1].tolist()) if digest in at), None)
 
     def reuse(self, digest: int, now: int) -> Reuse:
         """Return and forget the description of the lost unit with this digest."""

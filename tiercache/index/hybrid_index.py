@@ -42,7 +42,7 @@ from tiercache.index.eviction_order import EvictionColumns, EvictionQueue
 from tiercache.index.ghosts import Ghosts
 from tiercache.index.insertion import adopt_pages, adopt_states, check_pages, check_states
 from tiercache.index.integrity import check_integrity, owned
-from tiercache.index.node import ALIVE, IN_STORAGE, Node, Prefixes
+from tiercache.index.node import ALIVE, IN_STORAGE, Digests, Node, Prefixes
 from tiercache.index.planner import CheckpointRules, checkpoint_depths
 from tiercache.index.radix_tree import Pin, RadixTree
 from tiercache.index.residency import Residency
@@ -124,6 +124,10 @@ class HybridIndex:
         page_bytes, state_bytes = sum(nbytes[: len(page_pools)]), sum(nbytes[len(page_pools) :])
         self._appraiser = Appraiser(self._columns, policy, page_bytes, state_bytes)
         self._evictor = Evictor(self._tree, self._columns, self._ghosts, policy, self._queues)
+        self._located: tuple[tuple[Node, int, int, int], PathLocations] | None = None
+        """Last answer of `locations`, and what it depends on."""
+        self._beyond: tuple[Match, TokenArray, Digests] | None = None
+        """Digests of the pages of the last prompt that its match does not know."""
 
     # -- reading
     # --------------------------------------------------------------------------------------------------------
@@ -190,18 +194,21 @@ class HybridIndex:
     def locations(self, where: Node | Match, depth: int) -> PathLocations:
         """Return the locations of pages [0, depth) and of the states exactly at `depth`.
 
-        Pending locations are returned as pending, so that callers can share loads that are under way.
+        Pending locations are returned as pending, so that callers can share loads that are under way. The
+        arrays are read-only. A request that asks again before anything has changed gets the same ones.
         """
-        node = self.node_at(where, depth)
-        at = self._tree.gather(node, depth)
-        pages = {
-            pool: PageLocations(
-                at[Tier.DEVICE, row].copy(), at[Tier.HOST, row].copy(), at[Tier.STORAGE, row] >= 0
-            )
-            for row, pool in enumerate(self.page_pools)
-        }
-        states = {pool: _state_at(node, number, depth) for number, pool in enumerate(self.state_pools)}
-        return PathLocations(pages, states)
+        node, counters = self.node_at(where, depth), self._tree.counters
+        asked = (node, depth, counters.generation, counters.reservations)
+        if self._located is None or self._located[0] != asked:
+            at = self._tree.gather(node, depth)
+            at.flags.writeable = False
+            pages = {
+                pool: PageLocations(at[Tier.DEVICE, row], at[Tier.HOST, row], at[Tier.STORAGE, row] >= 0)
+                for row, pool in enumerate(self.page_pools)
+            }
+            states = {pool: _state_at(node, number, depth) for number, pool in enumerate(self.state_pools)}
+            self._located = asked, PathLocations(pages, states)
+        return self._located[1]
 
     def page_keys(self, where: Node | Match, depth: int, start: int = 0) -> list[bytes]:
         """Return the keys of pages [start, depth) of the path to `where`.
@@ -251,8 +258,7 @@ class HybridIndex:
         tokens = as_tokens(tokens)
         ghost = match.path_depth
         if self.checkpoints.ghost and len(self._ghosts):
-            rest = tokens[match.path_depth * self.page_size :]
-            ghost += self._ghosts.repeated(self._tree.prefixes.of(rest, self._digest_at(match)))
+            ghost += self._ghosts.repeated(self._digests_beyond(match, tokens))
         return checkpoint_depths(
             depth, match.path_depth, len(tokens), self.page_size, ghost_depth=ghost, rules=self.checkpoints
         )
@@ -314,7 +320,7 @@ class HybridIndex:
         known = np.concatenate(
             [at.digests for at in reversed(list(match.node.path()))] or [np.empty(0, np.uint64)]
         )[: match.path_depth]
-        rest = self._tree.prefixes.of(tokens[match.path_depth * self.page_size :], self._digest_at(match))
+        rest = self._digests_beyond(match, tokens)
         # digests[i] is that of the prefix with match.depth + 1 + i pages. Only depths that the match did not
         # restore and that a restore of this prompt may reach are searched:
         #   depth      match.depth + 1 ... path_depth     path_depth + 1 ... limit
@@ -322,6 +328,13 @@ class HybridIndex:
         digests = np.concatenate([known, rest])[match.depth : limit]
         place = self._ghosts.deepest(digests)
         return None if place is None else self._ghosts.reuse(int(digests[place]), self._columns.now)
+
+    def _digests_beyond(self, match: Match, tokens: TokenArray) -> Digests:
+        """Return the digests of the pages of a prompt behind those in the tree."""
+        if self._beyond is None or self._beyond[0] is not match or self._beyond[1] is not tokens:
+            rest = tokens[match.path_depth * self.page_size :]
+            self._beyond = match, tokens, self._tree.prefixes.of(rest, self._digest_at(match))
+        return self._beyond[2]
 
     def _digest_at(self, match: Match) -> int:
         """Return the digest of the part of the prompt that is in the tree."""

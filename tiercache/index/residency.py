@@ -140,6 +140,7 @@ class Residency:
             if here.any():
                 now[here] = new[part][here]
                 if reserve:
+                    self._tree.counters.reservations += 1
                     node.expect(pages=int(np.count_nonzero(here)))
                 else:
                     self._tree.counters.pages_changed(node)
@@ -152,6 +153,7 @@ class Residency:
         if changed[0]:
             node.set_state(tier, state, int(new[0]))
             if reserve:
+                self._tree.counters.reservations += 1
                 node.expect(states=1)
             else:
                 self._tree.counters.states_changed(node)
