@@ -19,7 +19,17 @@ from tiercache.core import ObjectKey, Outcome
 from tiercache.daemon.views import NameCipher, NamespaceView, TenantView
 from tiercache.storage.base import NamespaceRecord, StorageBackend
 from tiercache.testing.conformance import BackendConformance
-from tiercache.testing.objects import NAMESPACE, OTHER_NAMESPACE, fetch, key, payload, put, to_get, to_set
+from tiercache.testing.objects import (
+    NAMESPACE,
+    OTHER_NAMESPACE,
+    content,
+    fetch,
+    key,
+    payload,
+    put,
+    to_get,
+    to_set,
+)
 
 VEIL = NameCipher(b"a salt of the operator's, 32 bytes")
 OTHER_VEIL = NameCipher(b"another salt of the operator's, 32")
@@ -181,5 +191,9 @@ def test_a_view_shows_no_more_to_a_peek_than_to_a_get(view_of):
     store.set([to_set(key("other"), payload("other", 5000), namespace=OTHER_NAMESPACE)])
     view = view_of(store)
     assert view.peek([to_get(key("other"), 5000)]) == view.get([to_get(key("other"), 5000)]) == [Outcome.MISS]
+    view.set([to_set(key("own"), payload("own", 5000))])
+    item = to_get(key("own"), 5000)
+    assert view.peek([item]) == [Outcome.HIT]
+    assert content(item) == payload("own", 5000)
     assert view.coldest(1 << 20) is None
     assert store.coldest(1 << 20), "the store itself can say it"

@@ -285,7 +285,9 @@ class SharedCalls:
             GetItem(key, views, length)
             for key, views, length in zip(wanted.keys, buffers, wanted.lengths, strict=True)
         ]
-        outcomes = await self._move(call.caller, session, call.caller.permissions.store.get, items)
+        store = call.caller.permissions.store
+        read = store.peek if request.peek else store.get
+        outcomes = await self._move(call.caller, session, read, items)
         self._metrics.count_reads(call.caller.permissions.name, "shared", items, outcomes)
         await call.send(messages.outcomes(outcomes).SerializeToString())
 

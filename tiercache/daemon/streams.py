@@ -92,7 +92,7 @@ class StreamCalls:
                 for number, window in enumerate(windows):
                     if following is None:
                         lease = await Lease.take(self._arena, call.caller.budgets.payload, window.lengths)
-                        following = self._read(call.caller, window, lease)
+                        following = self._read(call.caller, window, lease, peek=request.peek)
                     if number == 0:
                         await call.begin()  # while the store reads
                     # If this wait is cancelled, `following` stays set, and the blocks of the window that it
@@ -100,7 +100,7 @@ class StreamCalls:
                     found, following = await following, None
                     try:
                         if number + 1 < len(windows):
-                            following = self._read_ahead(call.caller, windows[number + 1])
+                            following = self._read_ahead(call.caller, windows[number + 1], peek=request.peek)
                         name = call.caller.permissions.name
                         self._metrics.count_reads(name, "stream", found.items, found.outcomes)
                         for frame in found.frames(self._chunk):
@@ -111,16 +111,16 @@ class StreamCalls:
                 if following is not None:  # the call ends early, while a thread may still read this window
                     following.add_done_callback(_release_window)
 
-    def _read_ahead(self, caller: Caller, window: Wanted) -> Task[_Window] | None:
+    def _read_ahead(self, caller: Caller, window: Wanted, *, peek: bool) -> Task[_Window] | None:
         """Begin to read the next window if there is room for it now, else return None.
 
         This must not wait for room, because the current window holds room. Calls that hold room while they
         wait for more would deadlock.
         """
         lease = Lease.try_take(self._arena, caller.budgets.payload, window.lengths)
-        return None if lease is None else self._read(caller, window, lease)
+        return None if lease is None else self._read(caller, window, lease, peek=peek)
 
-    def _read(self, caller: Caller, window: Wanted, lease: Lease) -> Task[_Window]:
+    def _read(self, caller: Caller, window: Wanted, lease: Lease, *, peek: bool) -> Task[_Window]:
         items = [
             GetItem(key, views, length)
             for key, views, length in zip(window.keys, lease.views, window.lengths, strict=True)
@@ -132,6 +132,7 @@ class StreamCalls:
             items,
             window.first,
             lease,
+            peek,
             undo=lease.release,
         )
 
@@ -188,13 +189,15 @@ class _Window:
             )
 
 
-def _read_window(store: StorageBackend, items: Sequence[GetItem], first: int, lease: Lease) -> _Window:
-    """Read objects and find their checksums; runs in a store thread.
+def _read_window(
+    store: StorageBackend, items: Sequence[GetItem], first: int, lease: Lease, peek: bool
+) -> _Window:
+    """Read objects, as `peek` does or as `get` does, and find their checksums; runs in a store thread.
 
     A checksum covers the key and the payload. The client computes the checksum of the key that it asked for
     and the payload that it received, and compares the two.
     """
-    outcomes = store.get(items)
+    outcomes = store.peek(items) if peek else store.get(items)
     large = [
         i.key
         for i, outcome in zip(items, outcomes, strict=True)

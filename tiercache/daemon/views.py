@@ -110,8 +110,15 @@ class _View(Wrapper):
     Thread safety: as `Wrapper`.
     """
 
+    def get(self, items: Sequence[GetItem]) -> list[Outcome]:
+        return super().get(self._asked(items))
+
     def peek(self, items: Sequence[GetItem]) -> list[Outcome]:
-        return self.get(items)
+        return super().peek(self._asked(items))
+
+    def _asked(self, items: Sequence[GetItem]) -> Sequence[GetItem]:
+        """Return the items as the inner store is asked for them."""
+        return items
 
     def coldest(self, nbytes: int) -> None:
         return None
@@ -136,8 +143,8 @@ class TenantView(_View):
     def exists(self, keys: Sequence[ObjectKey]) -> list[bool]:
         return super().exists(self._hidden(keys))
 
-    def get(self, items: Sequence[GetItem]) -> list[Outcome]:
-        return super().get([item._replace(key=self._hide(item.key)) for item in items])
+    def _asked(self, items: Sequence[GetItem]) -> Sequence[GetItem]:
+        return [item._replace(key=self._hide(item.key)) for item in items]
 
     def set(self, items: Sequence[SetItem]) -> list[Outcome]:
         with self._gate:
@@ -286,16 +293,14 @@ class NamespaceView(_View):
     def exists(self, keys: Sequence[ObjectKey]) -> list[bool]:
         return [entry is not None for entry in self.describe(keys)]
 
-    def get(self, items: Sequence[GetItem]) -> list[Outcome]:
+    def _asked(self, items: Sequence[GetItem]) -> Sequence[GetItem]:
         mine = self._mine([item.key for item in items])
         # A request for an object of another namespace is passed on with a key that no object has. Then the
         # store answers exactly as for an absent object, even if the request is malformed.
-        return super().get(
-            [
-                item if own else item._replace(key=_absent_key(item.key))
-                for item, own in zip(items, mine, strict=True)
-            ]
-        )
+        return [
+            item if own else item._replace(key=_absent_key(item.key))
+            for item, own in zip(items, mine, strict=True)
+        ]
 
     def set(self, items: Sequence[SetItem]) -> list[Outcome]:
         with self._gate:

@@ -287,7 +287,8 @@ class StorageBackend(ABC):
     def peek(self, items: Sequence[GetItem]) -> list[Outcome]:
         """Read objects like `get`, but without a use of the objects where the store can do so.
 
-        For copies to other stores: an object that is copied is not needed for longer. Default: `get`.
+        For copies to other stores, and for verification: neither shows that the object is needed. Default:
+        `get`.
         """
         return self.get(items)
 

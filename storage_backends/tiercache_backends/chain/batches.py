@@ -39,8 +39,22 @@ class _Batch(Generic[Item]):
 class GetBatch(_Batch[GetItem]):
     """Objects of one get, each of which the first tier answers that has it.
 
+    Unless the get `is_use` of the objects, it does not count as a read, and no object goes to other tiers.
+
     Thread safety: one thread.
     """
+
+    def __init__(
+        self,
+        lineup: Lineup,
+        offers: Offers,
+        items: Sequence[GetItem],
+        deleted: Digests,
+        *,
+        is_use: bool = True,
+    ) -> None:
+        super().__init__(lineup, offers, items, deleted)
+        self._is_use: Final = is_use
 
     def read(self) -> list[Outcome]:
         """Read all objects; return their outcomes."""
@@ -71,7 +85,7 @@ class GetBatch(_Batch[GetItem]):
                 held = [False] * len(wanted)
             here = [i for i, there in zip(wanted, held, strict=True) if there]
             elsewhere = [i for i, there in zip(wanted, held, strict=True) if not there]
-        pending = tier.begin_get([self._items[i] for i in here]) if here else None
+        pending = tier.begin_get([self._items[i] for i in here], is_use=self._is_use) if here else None
         try:
             if elsewhere:
                 self._read(below, elsewhere)
@@ -86,8 +100,9 @@ class GetBatch(_Batch[GetItem]):
                 self._outcomes[i] = outcome
             if outcome is not Outcome.HIT:
                 missed.append(i)
-        hits = [self._items[i] for i in here if self._outcomes[i] is Outcome.HIT]
-        self._offers.read(self._lineup, tier, hits, self._deleted)
+        if self._is_use:
+            hits = [self._items[i] for i in here if self._outcomes[i] is Outcome.HIT]
+            self._offers.read(self._lineup, tier, hits, self._deleted)
         if missed and below and not pending.is_tainted:
             self._read(below, missed)
 

@@ -135,6 +135,10 @@ class TierChain(StorageBackend, TierControl):
         with self._lineups.bound() as lineup, self._deletions.watch() as deleted:
             return GetBatch(lineup, self._offers, items, deleted).read()
 
+    def peek(self, items: Sequence[GetItem]) -> list[Outcome]:
+        with self._lineups.bound() as lineup, self._deletions.watch() as deleted:
+            return GetBatch(lineup, self._offers, items, deleted, is_use=False).read()
+
     def set(self, items: Sequence[SetItem]) -> list[Outcome]:
         with self._lineups.bound() as lineup, self._deletions.watch() as deleted:
             return SetBatch(lineup, self._offers, items, deleted).store()

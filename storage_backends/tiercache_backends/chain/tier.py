@@ -59,8 +59,11 @@ class Tier(MonitoredStore):
         """Whether so many bytes are under way that gets and sets are THROTTLED."""
         return self._in_flight.is_full
 
-    def begin_get(self, items: Sequence[GetItem]) -> PendingGet:
-        """Begin a get; its `outcomes` wait for the answers. They are THROTTLED if the tier is busy."""
+    def begin_get(self, items: Sequence[GetItem], *, is_use: bool = True) -> PendingGet:
+        """Begin a get, or a peek if it is no use of the objects; its `outcomes` wait for the answers.
+
+        They are THROTTLED if the tier is busy.
+        """
         nbytes = sum(item.length for item in items)
         if not self._in_flight.enter(nbytes):
             return PendingGet(self, items, Outcome.THROTTLED)
@@ -68,15 +71,15 @@ class Tier(MonitoredStore):
             loan = LentGets(items, self._backlog.memories, self._private)
         try:
             call = self._begin(
-                "get",
-                lambda store: _each(store.get(loan.items), items),
+                "get" if is_use else "peek",
+                lambda store: _each((store.get if is_use else store.peek)(loan.items), items),
                 nbytes,
                 loan.give_up,
                 self._leave(nbytes),
             )
         except UnavailableError:
             return PendingGet(self, items, Outcome.UNAVAILABLE)
-        return PendingGet(self, items, Outcome.UNAVAILABLE, loan, call)
+        return PendingGet(self, items, Outcome.UNAVAILABLE, loan, call, is_use=is_use)
 
     def read(self, items: Sequence[GetItem]) -> list[Outcome]:
         """Read for a copy, which counts as no use of the objects, and waits while the tier is busy.
@@ -280,12 +283,15 @@ class PendingGet:
         refusal: Outcome,
         loan: LentGets | None = None,
         call: PendingCall[list[Outcome]] | None = None,
+        *,
+        is_use: bool = True,
     ) -> None:
         self._tier = tier
         self._items = items
         self._refusal = refusal
         self._loan = loan
         self._call = call
+        self._is_use = is_use
 
     def outcomes(self) -> list[Outcome]:
         """Return the outcomes; `refusal` for all items if the tier is out, busy or does not answer."""
@@ -297,8 +303,9 @@ class PendingGet:
             return [self._refusal] * len(self._items)
         self._loan.collect(outcomes)
         self._tier._judge(outcomes)
-        read = [item.length for item, out in zip(self._items, outcomes, strict=True) if out is Outcome.HIT]
-        self._tier.figures.note_read(read)
+        if self._is_use:
+            hits = zip(self._items, outcomes, strict=True)
+            self._tier.figures.note_read([item.length for item, out in hits if out is Outcome.HIT])
         return outcomes
 
     @property

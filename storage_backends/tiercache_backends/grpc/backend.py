@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from threading import Lock
 from typing import Any, Final, Self, TypeVar
 
@@ -112,6 +113,11 @@ class GrpcBackend(StorageBackend, RemoteTiers):
         with self._gate:
             plane = self._shared or self._stream
             return decide(items, self._unreadable, plane.get)
+
+    def peek(self, items: Sequence[GetItem]) -> list[Outcome]:
+        with self._gate:
+            plane = self._shared or self._stream
+            return decide(items, self._unreadable, partial(plane.get, peek=True))
 
     def set(self, items: Sequence[SetItem]) -> list[Outcome]:
         with self._gate:

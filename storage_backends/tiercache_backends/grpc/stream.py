@@ -52,15 +52,15 @@ class StreamPlane:
         self._manager = manager
         self._timeout = timeout
 
-    def get(self, items: Sequence[GetItem]) -> list[Outcome]:
-        """Read items, as `StorageBackend.get` does.
+    def get(self, items: Sequence[GetItem], *, peek: bool = False) -> list[Outcome]:
+        """Read items, as `StorageBackend.get` does, or as `peek` does.
 
         An object that arrives damaged is ERROR, not CORRUPT: the daemon has verified the stored object, so
         only the copy that arrived is damaged.
         """
         outcomes: list[Outcome] = []
         for part in batches(items, lambda item: item.length, self._manager.limits.keys, CALL_BYTES):
-            incoming = _Incoming(part)
+            incoming = _Incoming(part, peek)
             try:
                 self._manager.perform(incoming.receive, self._timeout)
             except CallError as error:
@@ -205,8 +205,9 @@ class _Incoming:
     Thread safety: only the caller's thread uses it.
     """
 
-    def __init__(self, items: Sequence[GetItem]) -> None:
+    def __init__(self, items: Sequence[GetItem], peek: bool) -> None:
         self._items = items
+        self._peek = peek
         self._keys = messages.keys([item.key for item in items])
         self.outcomes: list[Outcome] = []
         """Outcomes of the items that have arrived completely, in order."""
@@ -216,7 +217,8 @@ class _Incoming:
 
         Raises CallError if the call fails, or if the answer breaks the protocol.
         """
-        request = pb.GetRequest(keys=self._keys, lengths=[item.length for item in self._items])
+        lengths = [item.length for item in self._items]
+        request = pb.GetRequest(keys=self._keys, lengths=lengths, peek=self._peek)
         self.outcomes = []
         self._at = 0  # bytes of the current item that have arrived
         try:

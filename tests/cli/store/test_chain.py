@@ -183,6 +183,8 @@ def test_a_daemon_serves_a_chain_while_a_tier_is_out(tmp_path: Path) -> None:
                         ("sick", "out", 0),
                     ]
                     assert status["tiers"][0]["read_objects"] == 1
+                    assert call("verify", "-s", directory, "-o", "json").document["summary"]["ok"] == 1
+                    assert store.usage().tiers[0].read_objects == 1, "to verify an object is no use of it"
                     assert str(owner.pid) in status["tiers"][1]["why"]
                     assert status["daemon"]["store"] == "chain"
                     assert f"tier sick is out: {status['tiers'][1]['why']}" in call(

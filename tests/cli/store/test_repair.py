@@ -170,11 +170,11 @@ def test_what_cannot_be_read_is_exit_code_1(tmp_path, monkeypatch):
     path = make_store("file", tmp_path / "s")
     tries = []
 
-    def get(self, items):
+    def peek(self, items):
         tries.append(len(items))
         return [Outcome.THROTTLED if len(tries) < 3 else Outcome.ERROR for _ in items]
 
-    monkeypatch.setattr("tiercache_backends.file.FileBackend.get", get)
+    monkeypatch.setattr("tiercache_backends.file.FileBackend.peek", peek)
     done = call("verify", "-s", path, "-o", "json", ok=1)
     assert done.document["summary"]["unreadable"] == EVERYTHING
     assert tries == [EVERYTHING] * 3

@@ -9,13 +9,14 @@ import pytest
 from tiercache_backends.grpc import GrpcBackend
 from tiercache_backends.grpc.settings import read_settings
 
-from tests.storage_backends.grpc.nodes import daemon_settings, scratch
+from tests.storage_backends.grpc.nodes import daemon_settings, scratch, section
 from tiercache.core import Outcome
 from tiercache.daemon import StorageServer
 from tiercache.errors import RefusedError
 from tiercache.storage.registry import open_backend
-from tiercache.testing.objects import fetch, key, payload, put
+from tiercache.testing.objects import content, fetch, key, payload, put, to_get
 
+SIZE = 5000
 PRINCIPALS = {"worker": ("read", "write", "admin"), "tenant": ("read", "write")}
 
 
@@ -99,3 +100,24 @@ def test_a_tenant_is_not_told_of_tiers(node: StorageServer) -> None:
         assert [entry.tier for entry in store.scan_all()] == [""]
         with pytest.raises(RefusedError, match="admin"):
             store.usage()
+
+
+@pytest.mark.parametrize("transport", ["unix", "tcp"])
+def test_a_peek_through_a_daemon_neither_counts_nor_promotes(tmp_path: Path, transport: str) -> None:
+    disk = f"file://{tmp_path}/store?capacity=64MiB"
+    with open_backend(disk) as store:
+        put(store, key("a"), payload("a", SIZE))
+    chain = open_backend(["memory://?capacity=16MiB", f"{disk}&tier_promote=always"])
+    settings = daemon_settings(transport)
+    with StorageServer(settings, chain) as served:
+        where = str(settings.sockets) if transport == "unix" else served.addresses[0]
+        with GrpcBackend(read_settings(section(transport, where))) as store:
+            item = to_get(key("a"), SIZE)
+            assert store.peek([item, to_get(key("b"), SIZE)]) == [Outcome.HIT, Outcome.MISS]
+            assert content(item) == payload("a", SIZE)
+            chain.flush()
+            assert [(tier.objects, tier.read_objects) for tier in chain.usage().tiers] == [(0, 0), (1, 0)]
+            assert fetch(store, key("a"), SIZE) == payload("a", SIZE)
+            chain.flush()
+            assert [(tier.objects, tier.read_objects) for tier in chain.usage().tiers] == [(1, 0), (1, 1)]
+    chain.close()

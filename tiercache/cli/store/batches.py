@@ -46,7 +46,7 @@ class ObjectReader:
         self._buffer = memoryview(mmap(-1, BATCH_BYTES))
 
     def check(self, entries: Iterable[ScanEntry]) -> Iterator[list[Checked]]:
-        """Read each object and yield the outcomes, one list for each batch.
+        """Read each object and yield the outcomes, one list for each batch; this is no use of the objects.
 
         A store that was opened for change drops the objects that it finds corrupt.
         """
@@ -75,7 +75,7 @@ class ObjectReader:
         for entry in batch:
             items.append(GetItem(entry.key, [buffer[start : start + _padded(entry)]], entry.meta.length))
             start += _padded(entry)
-        return self._store.get(items)
+        return self._store.peek(items)
 
 
 def _padded(entry: ScanEntry) -> int:

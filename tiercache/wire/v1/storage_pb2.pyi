@@ -146,12 +146,14 @@ class OutcomesReply(_message.Message):
     def __init__(self, outcomes: _Optional[_Iterable[_Union[Outcome, str]]] = ...) -> None: ...
 
 class GetRequest(_message.Message):
-    __slots__ = ("keys", "lengths")
+    __slots__ = ("keys", "lengths", "peek")
     KEYS_FIELD_NUMBER: _ClassVar[int]
     LENGTHS_FIELD_NUMBER: _ClassVar[int]
+    PEEK_FIELD_NUMBER: _ClassVar[int]
     keys: Keys
     lengths: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, keys: _Optional[_Union[Keys, _Mapping]] = ..., lengths: _Optional[_Iterable[int]] = ...) -> None: ...
+    peek: bool
+    def __init__(self, keys: _Optional[_Union[Keys, _Mapping]] = ..., lengths: _Optional[_Iterable[int]] = ..., peek: _Optional[bool] = ...) -> None: ...
 
 class GetReply(_message.Message):
     __slots__ = ("pieces", "payload")
@@ -206,14 +208,16 @@ class Places(_message.Message):
     def __init__(self, counts: _Optional[_Iterable[int]] = ..., regions: _Optional[_Iterable[int]] = ..., offsets: _Optional[_Iterable[int]] = ..., sizes: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GetIntoRequest(_message.Message):
-    __slots__ = ("keys", "lengths", "places")
+    __slots__ = ("keys", "lengths", "places", "peek")
     KEYS_FIELD_NUMBER: _ClassVar[int]
     LENGTHS_FIELD_NUMBER: _ClassVar[int]
     PLACES_FIELD_NUMBER: _ClassVar[int]
+    PEEK_FIELD_NUMBER: _ClassVar[int]
     keys: Keys
     lengths: _containers.RepeatedScalarFieldContainer[int]
     places: Places
-    def __init__(self, keys: _Optional[_Union[Keys, _Mapping]] = ..., lengths: _Optional[_Iterable[int]] = ..., places: _Optional[_Union[Places, _Mapping]] = ...) -> None: ...
+    peek: bool
+    def __init__(self, keys: _Optional[_Union[Keys, _Mapping]] = ..., lengths: _Optional[_Iterable[int]] = ..., places: _Optional[_Union[Places, _Mapping]] = ..., peek: _Optional[bool] = ...) -> None: ...
 
 class SetFromRequest(_message.Message):
     __slots__ = ("keys", "metas", "places")

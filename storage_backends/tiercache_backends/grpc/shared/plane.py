@@ -161,8 +161,8 @@ class SharedPlane:
         for attached in self._memories:
             self._attach_to(connection, attached.memory)
 
-    def get(self, items: Sequence[GetItem]) -> list[Outcome]:
-        """Read items, as `StorageBackend.get` does."""
+    def get(self, items: Sequence[GetItem], *, peek: bool = False) -> list[Outcome]:
+        """Read items, as `StorageBackend.get` does, or as `peek` does."""
 
         def move(call: _Call[GetItem]) -> list[Outcome]:
             keys = messages.keys([item.key for item in call.items])
@@ -170,7 +170,7 @@ class SharedPlane:
 
             def request(regions: dict[int, int]) -> pb.GetIntoRequest:
                 places = encode_places(call.extents, regions)
-                return pb.GetIntoRequest(keys=keys, lengths=lengths, places=places)
+                return pb.GetIntoRequest(keys=keys, lengths=lengths, places=places, peek=peek)
 
             answers = self._perform(call, "GetInto", request)
             for at, (offset, _) in call.leases.items():
@@ -179,7 +179,7 @@ class SharedPlane:
                     _copy(take(item.buffers, 0, item.length), [call.staging_view(offset, item.length)])
             return answers
 
-        return self._batch(items, lambda item: item.length, move, self._stream.get)
+        return self._batch(items, lambda item: item.length, move, partial(self._stream.get, peek=peek))
 
     def set(self, items: Sequence[SetItem]) -> list[Outcome]:
         """Store items with distinct keys, as `StorageBackend.set` does."""
