@@ -101,6 +101,25 @@ def test_verify_checks_every_copy_and_says_in_which_tier_it_is(chain: list[str],
     assert call("verify", *chain, "-o", "json").document["summary"]["objects"] == UPPER + LOWER - 1
 
 
+@pytest.mark.parametrize("repair", [[], ["--repair"]])
+def test_verify_counts_no_page_that_is_corrupt_in_every_tier_as_an_ancestor(
+    tmp_path: Path, repair: list[str]
+) -> None:
+    page = keys_of(PROMPT)[1]
+    for name, tokens in (("a", PROMPT[: UPPER * 4]), ("b", PROMPT)):
+        with open_store("file", tmp_path / name) as store:
+            store.register_namespace(NamespaceRecord(ACME, identity().public_record()))
+            store_sequence(store, tokens, states=())
+        spoil(tmp_path / name, object_key(PoolName.KV, KV, page))
+    both = ["-s", str(tmp_path / "a"), "-s", str(tmp_path / "b")]
+    found = call("verify", *both, *repair, "-o", "json", ok=4).document
+    assert [bad["tier"] for bad in found["found"] if bad["result"] == "corrupt"] == ["file", "file-2"]
+    orphans = [bad["tier"] for bad in found["found"] if bad["result"] == "orphan"]
+    assert sorted(orphans) == ["file"] * (UPPER - 2) + ["file-2"] * (LOWER - 2)
+    if repair:
+        assert call("verify", *both, "-o", "json").document["summary"]["objects"] == 2
+
+
 def test_flush_deletes_every_copy_and_copies_nothing(chain: list[str], tmp_path: Path) -> None:
     before = set(content_of("lmdb", tmp_path / "b"))
     with open_store("file", tmp_path / "a") as store:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Final
 
@@ -132,29 +132,59 @@ def verify(
 
 
 def _verify(target: Target, wanted: Filter, repair: bool, tally: VerifyCounts) -> Iterator[dict[str, Any]]:
-    """Check a store, or every tier of a chain by itself, so that every copy of an object is checked."""
-    if not target.tiers:
-        yield from _verify_one(target, wanted, repair, tally, ())
-        return
-    held: dict[str, list[ScanEntry]] = {}
-    for tier in target.tiers:
-        try:
-            with suppress(StoreDamagedError), opened(tier) as store:
-                held[tier.tier] = list(store.scan_all())
-            held.setdefault(tier.tier, [])
-        except (StorageError, ConfigError) as error:
-            say(f"tier {tier.tier} is out, and its objects are not checked: {error}")
-            tally.is_partial = True
-    for tier in target.tiers:
-        if tier.tier in held:
-            elsewhere = [entry for name, entries in held.items() if name != tier.tier for entry in entries]
-            yield from _verify_one(tier, wanted, repair, tally, elsewhere)
+    """Check a store, or every tier of a chain by itself, so that every copy of an object is checked.
+
+    Orphans are looked for when all tiers have been read, because an object that is corrupt in one tier may be
+    whole in another. While a tier is out, they cannot be told.
+    """
+    with ExitStack() as stack:
+        checks: list[_StoreCheck] = []
+        for one in target.tiers or [target]:
+            try:
+                check = _begin(one, wanted, repair, tally, stack)
+            except (StorageError, ConfigError) as error:
+                if not target.tiers:
+                    raise
+                say(f"tier {one.tier} is out, and its objects are not checked: {error}")
+                tally.is_partial = True
+                continue
+            checks.append(check)
+            tally.counts["corrupt"] += len(check.dropped)
+            yield from (_record("corrupt", "dropped", entry) for entry in check.dropped)
+            yield from _check_objects(check, tally)
+        for check in () if tally.is_partial else checks:
+            others = [entry for other in checks if other is not check for entry in other.whole]
+            yield from _report_orphans(check, others, repair, tally)
 
 
-def _verify_one(
-    target: Target, wanted: Filter, repair: bool, tally: VerifyCounts, elsewhere: Sequence[ScanEntry]
-) -> Iterator[dict[str, Any]]:
-    """Check one store; `elsewhere` has the objects of the other tiers of its chain."""
+@dataclass(slots=True)
+class _StoreCheck:
+    """A store that is open while it is checked.
+
+    Thread safety: one thread.
+    """
+
+    target: Target
+    store: StorageBackend
+    everything: Sequence[ScanEntry]
+    """All objects of the store."""
+    wanted: Sequence[ScanEntry]
+    """Those of them that are to be checked."""
+    dropped: Sequence[ScanEntry]
+    """Objects to be checked that were lost when the store was opened."""
+    gone: set[bytes] = field(default_factory=set)
+    """Digests of objects that are corrupt, or not stored any more."""
+
+    @property
+    def whole(self) -> list[ScanEntry]:
+        """All objects but those that are gone."""
+        return [entry for entry in self.everything if entry.key.digest not in self.gone]
+
+
+def _begin(
+    target: Target, wanted: Filter, repair: bool, tally: VerifyCounts, stack: ExitStack
+) -> _StoreCheck:
+    """Open one store until `stack` ends, and list its objects."""
     listed: list[ScanEntry] = []
     if repair and not target.live:
         # Opening a store for change drops the entries of objects whose slab is missing. Therefore the store
@@ -165,21 +195,22 @@ def _verify_one(
             listed = _entries_of(target, looked)
             tally.check_catalog(looked)
         tally.damaged |= not can_be_read
-    with _opened(target, repair) as opened_store:
-        if repair:
-            check_removable(target, opened_store)
-        tally.check_catalog(opened_store)
-        everything = _entries_of(target, opened_store)
-        if target.live:
-            tally.count_copies(opened_store, len(everything))
-        there = {entry.key.digest for entry in everything}
-        dropped = list(
-            wanted.scan(opened_store, [entry for entry in listed if entry.key.digest not in there])
-        )
-        wanted_entries = list(wanted.scan(opened_store, everything))
-        tally.counts["corrupt"] += len(dropped)
-        yield from (_record("corrupt", "dropped", entry) for entry in dropped)
-        yield from _check_objects(target, opened_store, everything, wanted_entries, repair, tally, elsewhere)
+    store = stack.enter_context(_opened(target, repair))
+    if repair:
+        check_removable(target, store)
+    tally.check_catalog(store)
+    everything = _entries_of(target, store)
+    if target.live:
+        tally.count_copies(store, len(everything))
+    there = {entry.key.digest for entry in everything}
+    dropped = [entry for entry in listed if entry.key.digest not in there]
+    return _StoreCheck(
+        target,
+        store,
+        everything,
+        wanted=list(wanted.scan(store, everything)),
+        dropped=list(wanted.scan(store, dropped)),
+    )
 
 
 def _entries_of(target: Target, store: StorageBackend) -> list[ScanEntry]:
@@ -245,41 +276,38 @@ class VerifyCounts:
         }
 
 
-def _check_objects(
-    target: Target,
-    store: StorageBackend,
-    everything: Sequence[ScanEntry],
-    wanted: Sequence[ScanEntry],
-    repair: bool,
-    tally: VerifyCounts,
-    elsewhere: Sequence[ScanEntry] = (),
-) -> Iterator[dict[str, Any]]:
-    """Check all `wanted` objects; yield a record for each object that is not ok.
+def _check_objects(check: _StoreCheck, tally: VerifyCounts) -> Iterator[dict[str, Any]]:
+    """Check all wanted objects of a store; yield a record for each object that is not ok.
 
-    A record is yielded as soon as its object is found. All objects are counted in `tally`. With `repair`,
-    orphans are deleted. An object whose ancestors are `elsewhere`, in other tiers, is no orphan; none is
-    looked for while a tier is out.
+    A record is yielded as soon as its object is found. All objects are counted in `tally`.
     """
-    gone: set[bytes] = set()  # digests of objects that are corrupt, or not stored any more
-    with progress("checking", sum(entry.meta.length for entry in wanted)) as advance:
+    with progress("checking", sum(entry.meta.length for entry in check.wanted)) as advance:
         started = time.monotonic() - tally.seconds  # as if the tiers before this one were part of this run
-        for batch in ObjectReader(store).check(wanted):
+        for batch in ObjectReader(check.store).check(check.wanted):
             nbytes = sum(checked.entry.meta.length for checked in batch)
             tally.nbytes, tally.seconds = tally.nbytes + nbytes, time.monotonic() - started
-            check_answered(target, [checked.outcome for checked in batch])
+            check_answered(check.target, [checked.outcome for checked in batch])
             tally.counts.update(_RESULT_OF[checked.outcome] for checked in batch)
             yield from _bad_records(
-                store, [checked for checked in batch if checked.outcome is not Outcome.HIT], gone
+                check.store, [checked for checked in batch if checked.outcome is not Outcome.HIT], check.gone
             )
             advance(nbytes)
-    if tally.is_partial:
-        return
-    own = [entry for entry in everything if entry.key.digest not in gone]
+
+
+def _report_orphans(
+    check: _StoreCheck, others: Sequence[ScanEntry], repair: bool, tally: VerifyCounts
+) -> Iterator[dict[str, Any]]:
+    """Yield a record for each orphan among the wanted objects of a store; with `repair`, delete them.
+
+    An object whose ancestors are among `others`, in other tiers, is no orphan.
+    """
+    own = check.whole
     digests = {entry.key.digest for entry in own}
-    others = [entry for entry in elsewhere if entry.key.digest not in digests]
-    lost = _orphans(store, [*own, *others], {entry.key.digest for entry in wanted} - gone, gone)
+    others = [entry for entry in others if entry.key.digest not in digests]
+    wanted = {entry.key.digest for entry in check.wanted} - check.gone
+    lost = _orphans(check.store, [*own, *others], wanted, check.gone)
     tally.counts["orphan"] += len(lost)
-    kept = set(_delete_orphans(target, store, lost)) if repair else set()
+    kept = set(_delete_orphans(check.target, check.store, lost)) if repair else set()
     for entry in lost:
         deleted = repair and entry.key.digest not in kept
         tally.counts["repaired"] += deleted
