@@ -148,23 +148,18 @@ class EvictionColumns:
         kind = self._kind[number]
         return [row for row in dict.fromkeys(rows) if kind[row]]
 
-    def has_unit(self, node: Node, number: int) -> bool:
-        """Return whether the node still has the unit of this kind that its row describes.
+    def take(self, node: Node, number: int) -> UnitKind:
+        """Take the node's unit of this kind out of its row until the next write; return which it is.
 
-        If the node has another unit or none, its row is written again. This happens after a pin, which
-        changes units without a mark.
+        If the node has another unit than its row says, or none, the row is written again instead, and the
+        answer is NONE. This happens after a pin, which changes units without a mark.
         """
         row, kind = node.row, self.kinds[number].of(node)
         if kind == self._kind[number][row]:
-            return kind is not UnitKind.NONE
+            self._kind[number][row] = UnitKind.NONE
+            return kind
         self._update((node,))
-        return False
-
-    def take(self, node: Node, number: int) -> UnitKind:
-        """Remove the unit from its row until the row is written again; return which unit it was."""
-        kind = UnitKind(self._kind[number][node.row])
-        self._kind[number][node.row] = UnitKind.NONE
-        return kind
+        return UnitKind.NONE
 
     def rows_of(self, nodes: Iterable[Node]) -> npt.NDArray[np.int64]:
         """Return the rows of some nodes, which are written first if they may be out of date."""
@@ -180,10 +175,6 @@ class EvictionColumns:
             return
         self._update([node for node in self._marked if node.parent is not None])
         self._marked.clear()
-        for number, waiting in enumerate(self._listeners):
-            if waiting is not None and len(waiting) > 2 * len(self.nodes) + _MAX_WAITING:
-                # The queue has not asked for its changed rows for a long time. Its next pass reads all rows.
-                self._listeners[number] = None
 
     def rows(self, number: int, *, alive: bool) -> npt.NDArray[np.int64]:
         """Return the rows with living units of this kind, or with dead weight if `alive` is False."""
@@ -216,7 +207,7 @@ class EvictionColumns:
         self._version_of[row] = version
         fresh = [self._by_kind_of(row, number) for number in range(len(now))]
         # A row may show more units than the node has: a pin removes or reduces units without a mark, and
-        # `has_unit` corrects that. A row must not lack a unit, or describe one wrongly.
+        # `take` corrects that. A row must not lack a unit, or describe one wrongly.
         missed = any(
             f[0] and (not o[0] or (f[0] == o[0] and f != o)) for f, o in zip(fresh, by_kind, strict=True)
         )
@@ -229,13 +220,18 @@ class EvictionColumns:
     def _by_kind_of(self, row: int, number: int) -> tuple[int, ...]:
         return tuple(int(column[number, row]) for column in self.by_kind.values())
 
-    def _update(self, nodes: Iterable[Node]) -> None:
+    def _update(self, nodes: Sequence[Node]) -> None:
         """Write the rows of some nodes, and record them as changed."""
-        listeners = [rows for rows in self._listeners if rows is not None]
         for node in nodes:
             self._write(node)
-            for rows in listeners:
-                rows.append(node.row)
+        written = [node.row for node in nodes]
+        most = 2 * len(self.nodes) + _MAX_WAITING
+        for number, waiting in enumerate(self._listeners):
+            if waiting is not None:
+                waiting += written
+                if len(waiting) > most:
+                    # The queue has not asked for its changed rows for long. Its next pass reads all rows.
+                    self._listeners[number] = None
 
     def _write(self, node: Node) -> None:
         row = node.row
@@ -434,10 +430,10 @@ class EvictionQueue:
             if (
                 node is not None
                 and columns.shared["version"][row] == version
-                and columns.has_unit(node, self._number)
+                and (kind := columns.take(node, self._number))
             ):
-                return Victim(node, columns.take(node, self._number), self._number, rank if alive else None)
-            self._add_changed()  # `has_unit` may have written the row again
+                return Victim(node, kind, self._number, rank if alive else None)
+            self._add_changed()  # `take` may have written the row again
         return None
 
     def coldest(self) -> Iterator[tuple[Node, UnitKind]]:

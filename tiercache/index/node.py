@@ -249,23 +249,24 @@ class Node:
 
     def recount_states(self) -> None:
         """Recompute the counts that depend on states. This is enough if no location of a page changed."""
-        first = self.where.shape[1]
-        if self.states is None:
+        first, states = self.where.shape[1], self.states
+        self.in_flight, self.state_local, mask = self.pages_in_flight, False, 0
+        if states is not None:
+            # This runs for every unit that is evicted. Loops over so few numbers are faster than generators.
+            for counts, tier in zip(self.resident, states, strict=True):
+                for pool, at in enumerate(tier, first):
+                    counts[pool] = int(at >= 0)
+                    self.in_flight += at < ABSENT
+            by_pool = list(zip(*states, strict=True))
+            self.state_local = min([max(tiers[: Tier.STORAGE]) for tiers in by_pool]) >= 0
+            mask = (min([max(tiers) for tiers in by_pool]) >= 0) << ALIVE
+        else:
             for counts in self.resident:
                 counts[first:] = [0] * self.state_pools
-            self.in_flight, self.state_local = self.pages_in_flight, False
-            self.resident_mask = sum(1 << tier for tier, counts in enumerate(self.resident) if any(counts))
-            return
-        states = self.states
-        by_pool = list(zip(*states, strict=True))
-        for counts, tier in zip(self.resident, states, strict=True):
-            counts[first:] = [int(at >= 0) for at in tier]
-        self.in_flight = self.pages_in_flight + sum(at < ABSENT for tier in states for at in tier)
-        self.state_local = bool(by_pool) and all(max(tiers[: Tier.STORAGE]) >= 0 for tiers in by_pool)
-        alive = bool(by_pool) and all(max(tiers) >= 0 for tiers in by_pool)
-        self.resident_mask = (
-            sum(1 << tier for tier, counts in enumerate(self.resident) if any(counts)) | alive << ALIVE
-        )
+        for number, counts in enumerate(self.resident):
+            if any(counts):
+                mask |= 1 << number
+        self.resident_mask = mask
 
     def expect(self, *, pages: int = 0, states: int = 0) -> None:
         """Count more objects in flight at this node. `recount` would find the same counts, but is slower."""
