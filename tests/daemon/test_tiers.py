@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -387,6 +388,24 @@ def test_a_daemon_is_no_tier_of_itself(node: StorageServer, client: GrpcBackend)
     with pytest.raises(ConfigError, match="would be the daemon itself"):
         client.add_tier(f"grpc://{node.settings.socket_directory}")
     assert names(client) == ["a", "b"]
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_daemons_are_no_tiers_of_each_other(count: int) -> None:
+    """Each has the one before it as a tier, and the first may not have the last."""
+    with ExitStack() as stack:
+        chains = [open_backend(["memory://"]) for _ in range(count + 1)]
+        nodes = [stack.enter_context(StorageServer(daemon_settings("unix"), chain)) for chain in chains]
+        urls = [f"grpc://{node.settings.socket_directory}" for node in nodes]
+        first, *others = [stack.enter_context(client_of(node)) for node in nodes[:-1]]
+        for other, before in zip(others, urls, strict=False):
+            other.add_tier(before)
+        with pytest.raises(ConfigError, match="has this daemon as a tier") as caught:
+            first.add_tier(urls[count - 1])
+        assert "\n" not in str(caught.value)
+        assert names(first) == ["memory"]
+        first.add_tier(urls[-1])
+        assert names(first) == ["memory", "grpc"], "a daemon apart is no ring"
 
 
 def test_messages_without_sense(client: GrpcBackend) -> None:

@@ -78,6 +78,7 @@ class Service:
         self._metrics = metrics or NodeMetrics()
         self._instance = instance
         self._store = store
+        self._tiers = tiers
         self._handlers: dict[str, Handler] = {
             "Get": streams.get,
             "Set": streams.set,
@@ -319,7 +320,9 @@ class Service:
 
     async def _keys(self, call: Call, kind: type[Any]) -> list[ObjectKey]:
         request = await call.request(kind)
-        return read_keys(request.keys, self._limits.keys)
+        keys = read_keys(request.keys, self._limits.keys)
+        self._tiers.notice(keys)
+        return keys
 
 
 def _register(store: StorageBackend, record: NamespaceRecord) -> None:

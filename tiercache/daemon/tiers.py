@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from threading import Thread
+from threading import Event, Thread
 from typing import Any, Final
 
 from grpc import StatusCode
 
+from tiercache.core import DIGEST_BYTES, ObjectKey, PoolName
 from tiercache.daemon.access import Refusal
 from tiercache.daemon.call import Call
 from tiercache.errors import ConfigError, InputError, RefusedError, StorageError, TierCacheError, WireError
@@ -89,7 +90,15 @@ class TierCalls:
         """Change the tiers of `store`; `instance` are the random bytes by which clients know this daemon."""
         self._store: Final = store
         self._instance: Final = instance
+        self._question = b""
+        """Layout digest in the keys of the present question; see `_comes_back`."""
+        self._came_back: Final = Event()
         self._changes: dict[int, _Change] = {}
+
+    def notice(self, keys: Sequence[ObjectKey]) -> None:
+        """Note that a client asks for these keys; it may be a tier, with the question of `_comes_back`."""
+        if self._question and any(key.layout == self._question for key in keys):
+            self._came_back.set()
 
     async def change(self, call: Call) -> None:
         """Serve ChangeTiers: begin a change, and wait a moment for its end."""
@@ -200,13 +209,35 @@ class TierCalls:
         work(control, report)
 
     def _check_other(self, section: Mapping[str, str]) -> None:
-        """Raise ConfigError if a tier is this daemon itself: its calls would come back to it for ever."""
+        """Raise ConfigError if a tier is this daemon, or has it as a tier: calls would go round for ever."""
         own = {name: value for name, value in section.items() if not name.startswith(PREFIX)}
         if own.get("type") != "grpc":
             return
         with suppress(StorageError), open_backend(own) as store:
             if getattr(store, "ping")().instance == self._instance.hex():  # noqa: B009  not of the contract
                 raise ConfigError("this tier would be the daemon itself; name another daemon")
+            if self._comes_back(store):
+                raise ConfigError(
+                    "the daemon of this tier has this daemon as a tier, perhaps through others, so calls"
+                    " would go round for ever; remove this daemon from its tiers first"
+                )
+
+    def _comes_back(self, store: StorageBackend) -> bool:
+        """Ask a store for an object that nobody has; return whether the question comes back to this daemon.
+
+            1. this daemon asks the store      2. that daemon asks its own tiers, this daemon among them
+
+        A daemon may rename the page of a key for its tiers, but never the layout.
+        """
+        layout, page = secrets.token_bytes(DIGEST_BYTES // 2), secrets.token_bytes(DIGEST_BYTES // 2)
+        self._came_back.clear()
+        self._question = layout
+        try:
+            with suppress(StorageError):
+                store.exists([ObjectKey(PoolName.KV, layout + page)])
+        finally:
+            self._question = b""
+        return self._came_back.is_set()
 
 
 def _require_operator(call: Call) -> None:
