@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice, repeat
+from itertools import repeat
 from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
@@ -182,21 +182,18 @@ class _Part:
         for handle, buffers in zip(self.handles, self.buffers, strict=True):
             yield (self.pool.name, handle), buffers
 
-    def meta(self, j: int, key: ObjectKey, namespace: bytes, worker: int) -> ObjectMeta:
-        """Describe object `j`, whose value `worker` gives.
+    def set_items(self, namespace: bytes, worker: int) -> list[SetItem]:
+        """Return an item to write for each object; `worker` gives the values.
 
-        The checksum is left empty: the store computes it while it writes, so the bytes are read only once.
+        Checksums are left empty: the store computes them while it writes, so the bytes are read only once.
         """
-        parent = key.page_key if self.attached else self.parents[j]
-        return ObjectMeta(
-            namespace,
-            self.pool.length,
-            checksum=b"",
-            parent=parent,
-            depth=self.depths[j],
-            value=self.values[j],
-            worker=worker,
-        )
+        length, parents = self.pool.length, self.transfer.keys if self.attached else self.parents
+        return [
+            SetItem(key, buffers, ObjectMeta(namespace, length, b"", parent, depth, value, worker))
+            for key, buffers, parent, depth, value in zip(
+                self.object_keys(), self.buffers, parents, self.depths, self.values, strict=True
+            )
+        ]
 
 
 class HybridStorage:
@@ -335,7 +332,7 @@ class HybridStorage:
         outcomes = iter(self.backend.get(items) if items else ())
         result: dict[PoolName, list[Outcome]] = {}
         for part in parts:
-            result.setdefault(part.pool.name, []).extend(islice(outcomes, len(part.buffers)))
+            result.setdefault(part.pool.name, []).extend(next(outcomes) for _ in part.buffers)
         return result
 
     def batch_set_v2(
@@ -370,18 +367,16 @@ class HybridStorage:
         """
         outcomes = [[Outcome.THROTTLED] * len(part.buffers) for part in parts]
         items: list[SetItem] = []
-        places: list[tuple[list[Outcome], int]] = []
-        for part, held, answers in zip(parts, blocked, outcomes, strict=True):
-            has_tails = part.pool.length < part.pool.pool.geometry.padded_nbytes
-            for j, key in enumerate(part.object_keys()):
-                if not held[j]:
-                    if has_tails:
-                        zero_tail(part.buffers[j], part.pool.length)
-                    meta = part.meta(j, key, self.namespace.namespace, self.worker)
-                    items.append(SetItem(key, part.buffers[j], meta))
-                    places.append((answers, j))
-        for (answers, j), outcome in zip(places, self.backend.set(items) if items else (), strict=True):
-            answers[j] = outcome
+        open_to = [[j for j, held in enumerate(each) if not held] for each in blocked]
+        for part, chosen in zip(parts, open_to, strict=True):
+            if part.pool.length < part.pool.pool.geometry.padded_nbytes:
+                for j in chosen:
+                    zero_tail(part.buffers[j], part.pool.length)
+            offered = part.set_items(self.namespace.namespace, self.worker)
+            items += [offered[j] for j in chosen]
+        places = [(found, j) for found, chosen in zip(outcomes, open_to, strict=True) for j in chosen]
+        for (found, j), outcome in zip(places, self.backend.set(items) if items else (), strict=True):
+            found[j] = outcome
         return outcomes
 
     def _exists(self, keys: Sequence[ObjectKey]) -> tuple[list[bool], Reason]:

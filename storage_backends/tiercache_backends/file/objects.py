@@ -69,15 +69,16 @@ class ObjectTable(Residents):
         nodes: Sequence[int],
         parents: Sequence[int | None],
         further: Mapping[int, tuple[Extent, ...]],
-    ) -> list[int]:
+    ) -> Sequence[int]:
         """Add the new objects of these records; return their rows.
 
         `nodes` and `parents`: see `Residents.add`. `further`: extents after the first, by position.
         """
         rows = [self._take() for _ in digests]
+        at = np.array(rows, np.int64)
         for name in self.columns.keys() & {"number", "length", "start", "blocks", "more", "checksum", "mac"}:
-            self.columns[name][rows] = records[name]
-        self.columns["hits"][rows] = self.columns["pins"][rows] = 0
+            self.columns[name][at] = records[name]
+        self.columns["hits"][at] = self.columns["pins"][at] = 0
         facts = (records[name].tolist() for name in ("number", "namespace", "depth"))
         for row, digest, node, parent, *known in zip(rows, digests, nodes, parents, *facts, strict=True):
             self._add(row, digest, node, parent, *known)
@@ -99,7 +100,7 @@ class ObjectTable(Residents):
             {i: further[int(rows[i])] for i in several},
         )
 
-    def checksums(self, rows: Ints) -> tuple[list[bytes], list[bytes]]:
+    def checksums(self, rows: Ints | list[int]) -> tuple[list[bytes], list[bytes]]:
         """Return the checksums and the MACs of these objects."""
         macs = self.columns["mac"][rows].tolist() if "mac" in self.columns else [NO_MAC] * len(rows)
         return self.columns["checksum"][rows].tolist(), macs

@@ -42,8 +42,11 @@ from tiercache.storage.restorable import Admissibility
 from tiercache_backends.file.claims import BatchItem, Claim, Claims, Pins, Removal, Removed
 from tiercache_backends.file.extents import ExtentAllocator
 from tiercache_backends.file.objects import ObjectTable
-from tiercache_backends.file.records import CatalogContents, Extent, Records
+from tiercache_backends.file.records import CatalogContents, Extent, Places, Records
 from tiercache_backends.file.recovery import sound_records
+
+_FEW: Final = 8
+"""If a call reads fewer objects than this, pinning them one by one is faster than using NumPy."""
 
 
 class StoreState:
@@ -125,6 +128,8 @@ class StoreState:
         objects = self._objects
         columns = objects.columns
         with self._mutex:
+            if len(digests) < _FEW:
+                return self._pin_few(digests, is_use=is_use)
             found = objects.rows_of_all(digests)
             [items] = (found >= 0).nonzero()
             if is_use:
@@ -448,6 +453,27 @@ class StoreState:
             )
             used = sum(extent.blocks for extent in held) + self._abandoned + self._retired
             assert used + self._allocator.free == self._allocator.size, "free + used = capacity"
+
+    def _pin_few(self, digests: Sequence[bytes], *, is_use: bool) -> Pins:
+        """Do the same as `pin`, one object after another."""
+        objects = self._objects
+        found = [(row, item) for item, row in enumerate(objects.find_many(digests)) if row >= 0]
+        for row, _ in found:
+            objects.pins[row] += 1
+            if is_use:
+                objects.hits[row] = min(objects.hits[row] + 1, 2**32 - 1)
+                objects.touch(row)
+        found.sort(key=lambda pair: objects.start[pair[0]])
+        rows = [row for row, _ in found]
+        return Pins(
+            [item for _, item in found],
+            rows,
+            [objects.number[row] for row in rows],
+            [objects.length[row] for row in rows],
+            Places.of([objects.extents(row) for row in rows]),
+            *objects.checksums(rows),
+            [objects.hits[row] > is_use for row in rows],
+        )
 
     def _rank(self, claim: Claim) -> float | None:
         """Return the rank of an object to write; None if it has no value."""
