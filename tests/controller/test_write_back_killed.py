@@ -9,7 +9,10 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -39,8 +42,8 @@ def say(line: str) -> None:
     os.write(1, f"{line}\n".encode())
 
 
-def opened(path: str | Path) -> StorageBackend:
-    return open_backend(f"file://{path}/store?capacity=32MiB")
+def opened(path: str | Path, kind: str = "file") -> StorageBackend:
+    return open_backend(f"{kind}://{path}/store?capacity=32MiB")
 
 
 def session(n: int) -> list[int]:
@@ -52,11 +55,11 @@ def engine_on(store: StorageBackend) -> Engine:
     return Engine(store, blocks=BLOCKS, options=options)
 
 
-def live(path: str, seed: str) -> None:
+def live(path: str, seed: str, kind: str) -> None:
     """Serve, flush and close with write-back until the process is killed."""
     drawn = random.Random(seed)
     while True:
-        engine = engine_on(Telling(opened(path)))
+        engine = engine_on(Telling(opened(path, kind)))
         for _ in range(drawn.randrange(1, 4)):
             for _ in range(drawn.randrange(1, 30)):
                 engine.serve(session(10 * drawn.randrange(1, 200)))
@@ -70,16 +73,25 @@ def live(path: str, seed: str) -> None:
         say("closed")
 
 
+@contextmanager
+def living(path: Path, seed: int, kind: str = "file") -> Iterator[tuple[subprocess.Popen[str], IO[str]]]:
+    """A process that lives, and what it says."""
+    code = "import sys; from tests.controller.test_write_back_killed import live; live(*sys.argv[1:])"
+    command = [sys.executable, "-c", code, str(path), str(seed), kind]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield process, process.stdout
+        finally:
+            process.kill()
+
+
 def kill_one(path: Path, seed: int, step: str, lines: int) -> set[str]:
     """Kill the process so many lines after it has said `step`; return the objects that were acknowledged."""
-    code = "import sys; from tests.controller.test_write_back_killed import live; live(*sys.argv[1:])"
     stored: set[str] = set()
-    with subprocess.Popen(
-        [sys.executable, "-c", code, path, str(seed)], stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        left = None
-        for line in process.stdout:
+    left = None
+    with living(path, seed) as (process, said):
+        for line in said:
             if line.startswith("stored "):
                 stored.add(line.split()[2])
             if left is None and (step == "stored" or line.strip() == step):
@@ -88,7 +100,7 @@ def kill_one(path: Path, seed: int, step: str, lines: int) -> set[str]:
                 left -= 1
                 if left == 0:
                     process.kill()  # what it has said until then is still read
-        assert process.wait() == -9, "it was killed, and did not end by itself"
+    assert process.returncode == -9, "it was killed, and did not end by itself"
     return stored
 
 
@@ -116,4 +128,31 @@ def test_what_was_acknowledged_is_there_and_nothing_else_is_wrong(
     ends = [e for e in there.values() if e.key.pool is not KV and e.meta.depth == PAGES]
     assert depths.count(PAGES * P) == len(ends)
     engine.controller.evict(Tier.DEVICE)
+    engine.check()
+
+
+def test_a_controller_goes_on_beside_one_that_is_killed(tmp_path: Path) -> None:
+    """Both write back to one store, and serve the same sessions."""
+    engine = engine_on(opened(tmp_path, "lmdb"))
+    drawn = random.Random("beside")
+
+    def serve() -> None:
+        engine.serve(session(10 * drawn.randrange(1, 200)))
+
+    for seed in range(3):
+        with living(tmp_path, seed, "lmdb") as (process, said):
+            for _ in zip(range(100), said, strict=False):
+                serve()
+            process.kill()
+        for _ in range(20):
+            serve()
+    names = range(1, 11)
+    for n in names:
+        engine.serve(session(10 * n))
+        while engine.controller.tick(0.01):
+            pass
+    assert engine.controller.flush()
+    engine.controller.evict(Tier.DEVICE)
+    engine.controller.evict(Tier.HOST)
+    assert {engine.serve([*session(10 * n), 6]) for n in names} == {PAGES * P}
     engine.check()
