@@ -93,9 +93,7 @@ class SizeBench:
             if Case.GET_WARM in plan.cases:
                 yield from self._get_warm(root, subject, buffered, rivals, keys[1])
             if Case.GET_COLD in plan.cases:
-                yield from self._get_cold(
-                    root, subject, (buffered, direct if self._machine.direct else buffered), rivals, keys
-                )
+                yield from self._get_cold(root, subject, buffered, direct, rivals, keys)
             known = [key for batch in keys for key in batch]
             yield from lookups(plan, subject, known, self._say, rivals, self._pages)
             yield from _notes(subject, rivals)
@@ -191,13 +189,12 @@ class SizeBench:
         self,
         root: Path,
         subject: Subject,
-        files: tuple[RawFile, RawFile],
+        buffered: RawFile,
+        direct: RawFile,
         rivals: Mapping[str, Rival],
         keys: Sequence[Sequence[ObjectKey]],
     ) -> Iterator[Row | Note]:
         self._say("get, cold")
-        # `buffered` tells whether the page cache could be dropped. Raw reads come from `source`.
-        buffered, source = files
         nbytes = self._buffers.nbytes
         for rival in rivals.values():
             drop(rival.directory)
@@ -206,12 +203,17 @@ class SizeBench:
             yield Note(
                 "the page cache could not be dropped on this machine, so get cold is the same as get warm"
             )
-        how = _DIRECT if self._machine.direct else f"preadv x {DIRECT_THREADS}"
+        # Neither raw way is the faster one on all machines.
+        raw = {f"preadv x {DIRECT_THREADS}": buffered} | ({_DIRECT: direct} if self._machine.direct else {})
+
+        def read(file: RawFile, n: int) -> None:
+            file.read(self._cut, n * nbytes, self._many)
+
         sides = [
             # The kernel reads ahead: a read of one batch may bring blocks of the next batch into the page
             # cache. Therefore the store is reopened before every round.
             Side(STORE, lambda n: subject.get(keys[n]), lambda _: subject.reopen_cold(keys[0][0])),
-            Side(how, lambda n: source.read(self._cut, n * nbytes, self._many), lambda _: source.drop()),
+            *(Side(how, partial(read, file), partial(_drop, file)) for how, file in raw.items()),
             *self._gets(rivals, lambda n: n),
         ]
         yield from self._rows(Case.GET_COLD, self._compare_gets(sides), rivals)
@@ -314,6 +316,10 @@ class SizeBench:
         for name, rival in rivals.items():
             target = rival_target_of(plan.backend, case, name, buffers.size)
             yield row(f"{case.words} / {name}", rival.title, found[name], target)
+
+
+def _drop(file: RawFile, _: int) -> None:
+    file.drop()
 
 
 def _notes(subject: Subject, rivals: Mapping[str, Rival]) -> Iterator[Note]:
