@@ -470,9 +470,10 @@ class WriteThrough:
 
     def _describe(self, chain: Chain, plan: _Plan, node: Node, depth: int) -> None:
         """Enter the keys and the values of what the plan writes."""
-        first = max(0, plan.first_page - 1)  # the first page's parent is the page before it
-        if first not in chain.keys:
-            chain.keys.update(enumerate(self._context.index.page_keys(node, depth, first), first))
+        first = plan.first_page
+        before = max(0, first - 1)  # the first page's parent is the page before it
+        if before not in chain.keys:
+            chain.keys.update(enumerate(self._context.index.page_keys(node, depth, before), before))
         # Not a page's own value alone: a page is worth as much as the unit in which it would be evicted.
         path = takewhile(lambda one: one.end > first, node.path())
         for pool, values in self._values.of(path).items():

@@ -73,10 +73,10 @@ def adopt_pages(
     # Fast path: usually only the last pages of a deep path are absent.
     first = int(missing.argmax()) if missing.any() else depth - start
     changed: list[Node] = []
+    given, absent_here, missing = given[:, first:], absent[:, first:], missing[first:]
     for at, edge, part in tree.edge_slices(Span(node, start + first, depth)):
-        if missing[first:][part].any():
-            slots, free = given[:, first:][:, part], absent[:, first:][:, part]
-            np.copyto(at.where[Tier.DEVICE, :, edge], slots, where=free)
+        if missing[part].any():
+            np.copyto(at.where[Tier.DEVICE, :, edge], given[:, part], where=absent_here[:, part])
             tree.counters.recount(at)
             changed.append(at)
     answers = {
