@@ -21,7 +21,7 @@ import numpy as np
 
 from tiercache.controller.allocation import DeviceFence
 from tiercache.controller.context import ControllerContext
-from tiercache.controller.prefetch import Lookup, Prefetch, Step
+from tiercache.controller.prefetch import Lookup, Prefetch, Step, near_runs
 from tiercache.controller.prefetch_rules import PrefetchPolicy, PrefetchRules
 from tiercache.controller.request_slots import RequestSlots, leading
 from tiercache.controller.restore import DeviceRestore, Sources, count_restore
@@ -95,6 +95,8 @@ class Admission:
         self._frozen = False
         self._settled = False
         """Whether the wait for storage is over."""
+        self._leaves_host = False
+        """Whether computing the tokens is faster than loading what the host has of them."""
         self._loaded_progress = (0, 0)
         """Progress of the prefetch at the last attempt to load ahead."""
         self._cut_short = False
@@ -396,8 +398,12 @@ class Admission:
         slots cannot be evicted; if they are needed, the admission stays PENDING until the loads have landed.
         """
         match = self._match()
+        depth = self._worthwhile_near(match)
+        self._leaves_host = depth < match.near_depth
+        if self._leaves_host and self.reason is Reason.NONE:
+            self.reason = Reason.NOT_WORTH
         try:
-            self._freeze(match, match.near_depth)
+            self._freeze(match, depth)
         except PoolFullError:
             if not self._restore.is_loading_ahead:
                 raise
@@ -413,6 +419,25 @@ class Admission:
             return False
         self._hold(node, node.end)
         return True
+
+    def _worthwhile_near(self, match: Match) -> int:
+        """Return the near depth, or the deepest depth on the device if computing the rest is faster."""
+        context, near = self._context, match.near_depth
+        if not near or not context.options.load_or_recompute:
+            return near
+        on_device, _ = near_runs(context, match, near)
+        if on_device == near:
+            return near
+        depth = self._deepest_on_device(match)
+        sizes = {pool: context.host[pool].geometry.nbytes for pool in context.pools}
+        nbytes = sum(
+            sizes[pool] * (near - on_device if pool in context.index.page_pools else 1) for pool in sizes
+        )
+        page = context.page_size
+        gains = context.speeds.gains(
+            depth * page, np.array([near * page]), reads=np.zeros(1, np.int64), loads=np.array([nbytes])
+        )
+        return near if gains is None or gains[0] > 0 else depth
 
     def _load_ahead(self, *, everything: bool = False) -> None:
         """Begin to load to the device what has landed on the host since the last call.
@@ -477,7 +502,10 @@ class Admission:
             storage_reason = None
         held = self._pools_held(match)
         tokens = len(self.lookup.tokens)
-        count_restore(self._context, self.sources, held, storage_reason, tokens, self.depth)
+        reasons = {Tier.HOST: Reason.NOT_WORTH} if self._leaves_host else {}
+        if storage_reason is not None:
+            reasons[Tier.STORAGE] = storage_reason
+        count_restore(self._context, self.sources, held, reasons, tokens, self.depth)
 
     def _pools_held(self, match: Match) -> dict[Tier, frozenset[PoolName]]:
         """Return, for each tier, the pools with at least one object on this prompt's path in that tier.

@@ -14,6 +14,7 @@ import numpy as np
 from tiercache.controller.allocation import DeviceWork, ObjectAllocator
 from tiercache.controller.in_flight import EventQueue, InFlightTable
 from tiercache.controller.prefetch_rules import PrefetchRules
+from tiercache.controller.speeds import Speeds
 from tiercache.controller.store_calls import StoreCalls
 from tiercache.core import Locations, PoolName, Tier
 from tiercache.errors import ClosedError, ConfigError
@@ -92,6 +93,12 @@ class ControllerOptions:
 
     The reads of a restore are cut into pieces. A piece that lies verified on the host is copied to the device
     while the next pieces are read. A smaller amount is copied together with the rest.
+    """
+    load_or_recompute: bool = True
+    """Whether tokens are computed that would take longer to restore, by the speeds measured so far.
+
+    The speed of the prefill is known from `note_prefill`; without it, all that can be restored is restored.
+    With False, what is restored does not depend on how fast anything is.
     """
     max_queries: int = 64
     """Maximum number of storage queries in flight. At the maximum, a lookup does not ask storage."""
@@ -205,6 +212,7 @@ class ControllerContext:
     def __post_init__(self) -> None:
         slots = {p: pool.capacity for p, pool in self.device.items()}
         self.events = EventQueue(self.clock)
+        self.speeds = Speeds(self.profile, self.options.read_threads, self.clock)
         self.allocator = ObjectAllocator(self.index, self.device, self.host, self.arena, self.metrics)
         self.device_work = DeviceWork(self.allocator, slots)
         # A fetch needs room for at least one object of every pool: a page, and the state at its end.

@@ -347,6 +347,21 @@ class HybridCacheController:
         if self._shadows is not None and admission.committed:
             self._shadows.served(admission.lookup.tokens, admission.sequence, admission.lookup.extra)
 
+    def note_prefill(self, start: int, end: int, seconds: float) -> None:
+        """Record that the device has computed tokens [start, end) of a sequence in `seconds`.
+
+        With this, tokens are computed that would take longer to restore (see `load_or_recompute` of the
+        options). `seconds` is the time of the computation alone, without waiting for the restore. Raises
+        InputError for a range or a time that is not possible.
+        """
+        self._enter()
+        if not 0 <= start < end or not 0.0 <= seconds < float("inf"):
+            raise InputError(
+                f"a prefill of tokens {start} to {end} in {seconds} s is not possible; give the first token,"
+                " the one behind the last, and a finite number of seconds"
+            )
+        self._context.speeds.note_prefill(start, end, seconds)
+
     def tick(self, wait: float = 0.0) -> bool:
         """Apply background events, after waiting up to `wait` seconds for an event.
 

@@ -187,13 +187,20 @@ class Load(Operation):
         self._give_back = give_back
         self._reserve()
         after = context.device_work.fences((p.pool, p.destinations) for p in runs)
+        self._begun = context.clock()
         try:
             self.ticket: LayerTicket = context.engine.load([p.units() for p in runs], after=after)
         except Exception as error:  # noqa: BLE001
             # an engine may raise any exception; the load then counts as failed
             self.ticket = LayerTicket(range(context.layers))
             self.ticket.finish(TransferError(f"the load could not begin: {error}"))
-        self.ticket.add_done_callback(lambda _: context.events.post(self._land))
+        self.ticket.add_done_callback(self._background_done)
+
+    def _background_done(self, ticket: LayerTicket) -> None:
+        if ticket.error is None:
+            nbytes = sum(len(run.sources) * self._context.host[run.pool].geometry.nbytes for run in self.runs)
+            self._context.speeds.note_load(nbytes, self._begun)
+        self._context.events.post(self._land)
 
     def _land(self) -> None:
         if self.ticket.error is not None:
@@ -292,12 +299,17 @@ class Fetch(Operation):
     def _background_read(self, part: PageRun, keys: Sequence[bytes]) -> Sequence[Outcome]:
         storage = self._context.storage
         assert storage is not None
+        begun = self._context.clock()
         try:
-            return storage.batch_get_v2([PoolTransfer(part.pool, keys, part.destinations)])[part.pool]
+            outcomes = storage.batch_get_v2([PoolTransfer(part.pool, keys, part.destinations)])[part.pool]
         except Exception:  # noqa: BLE001
             # an exception breaks the store's contract; only this read fails, and counts as ERROR below
             _log.exception("reading %d objects of pool %s failed", len(keys), part.pool)
             return [Outcome.ERROR] * len(keys)
+        if all(outcome is Outcome.HIT for outcome in outcomes):
+            nbytes = len(keys) * self._context.host[part.pool].geometry.nbytes
+            self._context.speeds.note_read(nbytes, self._context.clock() - begun)
+        return outcomes
 
     def _land(self, part: PageRun, keys: Sequence[bytes], outcomes: Sequence[Outcome]) -> bool:
         index = self._context.index

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import logging
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -14,6 +15,7 @@ from tiercache.controller.beliefs import forget_missing
 from tiercache.controller.context import ControllerContext
 from tiercache.controller.in_flight import InFlight
 from tiercache.controller.operations import Fetch, PageRun, gather_runs
+from tiercache.controller.request_slots import leading
 from tiercache.controller.store_calls import StoreCall
 from tiercache.core import (
     ABSENT,
@@ -135,21 +137,20 @@ def look_up(
     if context.in_flight.count("query") >= context.options.max_queries:
         return Lookup(tokens, extra, match, near_tokens, unasked=Reason.BUSY)
     query = StorageQuery(
-        context, tokens[: limit * context.page_size], extra, _near_run(context, match, limit)
+        context, tokens[: limit * context.page_size], extra, near_runs(context, match, limit)[1]
     )
     return Lookup(tokens, extra, match, near_tokens, query)
 
 
-def _near_run(context: ControllerContext, match: Match, limit: int) -> int:
-    """Return the number of pages, from the start, that are on device or host.
+def near_runs(context: ControllerContext, match: Match, limit: int) -> tuple[int, int]:
+    """Return the numbers of pages, from the start, that are on the device, and that are on device or host.
 
     These pages count even if there is no state that makes them restorable.
     """
     pages, _ = context.index.locations(match, min(match.path_depth, limit))
-    present = np.ones(min(match.path_depth, limit), np.bool_)
-    for at in pages.values():
-        present &= (at.device >= 0) | (at.host >= 0)
-    return int(np.logical_and.accumulate(present).sum())
+    on_device = np.logical_and.reduce([at.device >= 0 for at in pages.values()])
+    present = np.logical_and.reduce([(at.device >= 0) | (at.host >= 0) for at in pages.values()])
+    return leading(on_device), leading(present)
 
 
 _MAX_ROUNDS: Final = 8
@@ -294,11 +295,12 @@ class Prefetch:
         return 0 if self._met_outage or self._context.reads.is_suspended else self.worthwhile_depth(match)
 
     def worthwhile_depth(self, match: Match) -> int:
-        """Return the deepest depth, in pages, that storage could restore, provided that reads succeed.
+        """Return the depth, in pages, that is best restored from storage, provided that reads succeed.
 
-        Returns 0 if there is none, or if that depth adds too few tokens to be worth a fetch.
+        This is the deepest one, unless computing its last tokens is faster. Returns 0 if there is none, or if
+        it adds too few tokens to be worth a fetch.
         """
-        depth = self._deepest(match)
+        depth = self._best(match, self._restorable(match))
         # The gain is what the whole fetch adds to the near depth at lookup. Each wave that has landed raises
         # the present near depth. Compared with the present near depth, the last waves would look too small
         # to be worth a fetch.
@@ -308,26 +310,47 @@ class Prefetch:
         )
 
     def is_gain_too_small(self, match: Match) -> bool:
-        """Return whether storage could restore more tokens, but too few to be worth a fetch."""
-        return self._deepest(match) > 0 and not self.worthwhile_depth(match)
+        """Return whether storage could restore more tokens, but those are not worth a fetch."""
+        return max(self._restorable(match), default=0) > self.worthwhile_depth(match)
 
-    def _deepest(self, match: Match) -> int:
-        """Return the deepest depth, in pages, that storage may restore beyond the near depth, or 0."""
+    def _best(self, match: Match, depths: Collection[int]) -> int:
+        """Return which of these depths saves most time beside the near depth; 0 if none saves any."""
+        context = self._context
+        deepest = max(depths, default=0)
+        if not deepest or not context.options.load_or_recompute:
+            return deepest
+        near, page = match.near_depth, context.page_size
+        on_device, on_host = near_runs(context, match, self._limit)
+        sizes = {pool: context.host[pool].geometry.nbytes for pool in context.pools}
+        per_page = sum(sizes[pool] for pool in context.index.page_pools)
+        state = sum(sizes[pool] for pool in context.index.state_pools)
+        at = np.array(sorted(depths, reverse=True))
+        gains = context.speeds.gains(
+            near * page,
+            at * page,
+            reads=np.maximum(at - on_host, 0) * per_page + state,
+            loads=np.maximum(at - on_device, 0) * per_page + state,
+            load_before=max(0, near - on_device) * per_page,
+        )
+        if gains is None:
+            return deepest
+        return int(at[gains.argmax()]) if gains.max() > 0 else 0
+
+    def _restorable(self, match: Match) -> Collection[int]:
+        """Return the depths, in pages, that storage may restore beyond the near depth."""
         query = self._lookup.query
         if (
             self._context.storage is None
             or self.rounds == _MAX_ROUNDS
             or (query is not None and is_outage(query.reason))
         ):
-            return 0
+            return ()
         # Depths that the index or the answer of storage names as restorable, if the host has room for them.
         known = {*match.restorable, match.depth}
         if query is not None and query.result is not None:
             known.update(query.result.restorable_prefix_pages)
         known -= self._too_large
-        return max(
-            (d for d in known if match.near_depth < d <= self._limit and self._may_exist(d)), default=0
-        )
+        return [d for d in known if match.near_depth < d <= self._limit and self._may_exist(d)]
 
     def shortfall(self, match: Match) -> Reason:
         """Return the reason why nothing more is fetched; NONE if storage has nothing more."""

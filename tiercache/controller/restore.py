@@ -211,7 +211,7 @@ def count_restore(
     context: ControllerContext,
     sources: Sources,
     held: Mapping[Tier, frozenset[PoolName]],
-    storage_reason: Reason | None,
+    reasons: Mapping[Tier, Reason],
     tokens: int,
     restored: int,
 ) -> None:
@@ -223,8 +223,9 @@ def count_restore(
     `held` has, for each tier, the pools with at least one object of this prompt in that tier. A miss in such
     a pool has the reason PARTIAL_POOLS, and a miss in another pool has the reason ABSENT.
 
-    `storage_reason` is None if storage was not consulted because there was nothing to ask for. It is NONE if
-    storage answered. Any other value says what went wrong, and is the reason of all misses of storage.
+    `reasons` says for a tier why it gave nothing or less, and is then the reason of all misses of that tier.
+    Storage is not in `reasons` if it was not consulted because there was nothing to ask for; its reason is
+    NONE if it answered.
     """
     metrics = context.metrics
     # The host was consulted unless the device had all pages that a prompt may restore. These are the whole
@@ -233,7 +234,7 @@ def count_restore(
         restored < tokens - 1 - (tokens - 1) % context.page_size or sources.slowest() is not Tier.DEVICE
     )
     for tier in Tier:
-        if (tier is Tier.STORAGE and storage_reason is None) or (tier is Tier.HOST and not below_device):
+        if (tier is Tier.STORAGE and tier not in reasons) or (tier is Tier.HOST and not below_device):
             continue
         for pool in context.pools:
             count = sources.objects.get((tier, pool), 0)
@@ -244,8 +245,8 @@ def count_restore(
                     "restored_bytes_total", str(tier), pool, by=count * context.host[pool].geometry.nbytes
                 )
                 metrics.set("tier_last_read_seconds", str(tier), to=time.time())
-            elif tier is Tier.STORAGE and storage_reason not in (None, Reason.NONE):
-                result, reason = MISS, storage_reason
+            elif reasons.get(tier, Reason.NONE) is not Reason.NONE:
+                result, reason = MISS, reasons[tier]
             else:
                 result, reason = (
                     MISS,

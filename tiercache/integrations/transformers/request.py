@@ -146,6 +146,8 @@ class Request:
         computed = self._worker.stream.mark()
         self._worker.stream.synchronize()  # without this, only the queueing of the work would be measured
         ttft = time.perf_counter() - self._started
+        prefill_seconds = self._worker.stream.seconds(self._filled, computed)
+        self._worker.controller.note_prefill(self._restored, len(self._prompt), prefill_seconds)
         self._decode(logits, new_tokens, stop)
         return Generation(
             prompt_tokens=len(self._prompt),
@@ -156,7 +158,7 @@ class Request:
             reason=self._admission.reason if self._admission else self._reason,
             bounds=tuple(self._bounds),
             states=tuple(self._states),
-            restore_seconds=max(0.0, ttft - self._worker.stream.seconds(self._filled, computed)),
+            restore_seconds=max(0.0, ttft - prefill_seconds),
             ttft_seconds=ttft,
             cache=self._restored_cache or self._cache,
             restored_state=self._restored_state,

@@ -1,0 +1,152 @@
+"""Tokens that are computed because restoring them would take longer, by measured speeds."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.controller.harness import MAMBA, Engine, P, prompt
+from tests.controller.test_interleavings import Gated, ask, evict, wind_up
+from tests.controller.test_prefetch import Clock
+from tiercache.controller import ControllerOptions, Status
+from tiercache.controller.speeds import ENOUGH_S, HALF_LIFE_S, Speed, Speeds
+from tiercache.core import Reason, Tier
+from tiercache.errors import InputError
+from tiercache.policy import profile_named
+
+FIRST = [*prompt(1, 2, 3), 5]
+MIB = 1 << 20
+PROFILE = profile_named("llama-3.1-8b")
+
+
+def column(*numbers):
+    return np.array(numbers, np.int64)
+
+
+def filled(**options):
+    """An engine whose store has FIRST, and neither device nor host, and its clock."""
+    clock = Clock()
+    engine = Engine(Gated(), clock=clock, options=ControllerOptions(restore_deadline=20.0, **options))
+    engine.serve(FIRST)
+    engine.settle()
+    evict(engine)
+    return engine, clock
+
+
+def make_storage_slow(engine):
+    engine.context.speeds.note_read(MIB, 10.0)
+    engine.controller.note_prefill(0, 4096, 0.1)
+
+
+def test_what_storage_would_bring_too_slowly_is_computed():
+    engine, clock = filled()
+    make_storage_slow(engine)
+    assert engine.serve(FIRST) == 0
+    assert engine.metrics.total("storage_gets_total") == 0
+    assert engine.metrics.value("lookups_total", "storage", "kv", "miss", "not_worth") == 1
+    assert engine.metrics.total("restore_failures_total") == 0, "nothing has failed"
+    engine.settle()
+    evict(engine)
+    clock.now += 10 * HALF_LIFE_S
+    assert engine.serve(FIRST) == 3 * P, "an old measurement says nothing of storage now"
+
+
+def test_a_fast_storage_is_used():
+    engine, _ = filled()
+    engine.context.speeds.note_read(1000 * MIB, 0.1)
+    engine.controller.note_prefill(0, 4096, 10.0)
+    assert engine.serve(FIRST) == 3 * P
+
+
+def test_who_wants_determinism_gets_what_is_there():
+    engine, _ = filled(load_or_recompute=False)
+    make_storage_slow(engine)
+    engine.context.speeds.note_load(MIB, engine.context.clock() - 10.0)
+    assert engine.serve(FIRST) == 3 * P
+    engine.settle()
+    engine.controller.evict(Tier.DEVICE)
+    assert engine.serve(FIRST) == 3 * P
+
+
+def test_what_the_host_would_bring_too_slowly_is_computed():
+    engine, clock = filled()
+    assert engine.serve(FIRST) == 3 * P
+    engine.controller.evict(Tier.DEVICE)
+    begun = clock.now
+    clock.now += 10.0
+    engine.context.speeds.note_load(MIB, begun)
+    engine.controller.note_prefill(0, 4096, 0.1)
+    admission = ask(engine, FIRST)
+    poll = admission.wait()
+    assert (poll.status, poll.depth, poll.reason) == (Status.FAILED, 0, Reason.NOT_WORTH)
+    assert engine.metrics.value("lookups_total", "host", "mamba", "miss", "not_worth") == 1
+    wind_up(engine, admission)
+
+
+def test_what_the_device_has_is_always_used():
+    engine, clock = filled()
+    assert engine.serve(FIRST) == 3 * P
+    begun = clock.now
+    clock.now += 10.0
+    engine.context.speeds.note_load(MIB, begun)
+    engine.controller.note_prefill(0, 4096, 0.1)
+    assert engine.serve(FIRST) == 3 * P
+    assert engine.metrics.value("restored_objects_total", "device", str(MAMBA)) == 1
+
+
+def test_speeds_are_unknown_until_enough_was_measured():
+    clock = Clock()
+    speeds = Speeds(PROFILE, 2, clock)
+
+    def gains():
+        return speeds.gains(0, column(1000), column(MIB), column(MIB))
+
+    assert gains() is None
+    speeds.note_prefill(0, 100, 0.009)
+    speeds.note_read(MIB - 1, 10.0)
+    assert gains() is None, "too little to be a measurement"
+    speeds.note_prefill(0, 1000, 1.0)
+    assert gains() is None, "of what a restore takes nothing is known"
+    speeds.note_read(MIB, 1.0)
+    assert gains()[0] == pytest.approx(1.0 - 0.5), "two threads read"
+    begun = clock.now
+    clock.now += 0.75
+    speeds.note_load(MIB, begun)
+    assert gains()[0] == pytest.approx(1.0 - 0.75, rel=1e-6), "the slower leg counts"
+
+
+def test_loads_that_wait_for_each_other_are_not_counted_twice():
+    clock = Clock()
+    speeds = Speeds(PROFILE, 1, clock)
+    speeds.note_prefill(0, 1000, 1.0)
+    begun = clock.now
+    for _ in range(4):  # four loads, begun at once, of one second each
+        clock.now += 1.0
+        speeds.note_load(MIB, begun)
+    assert speeds.gains(0, column(1000), column(0), column(MIB))[0] == pytest.approx(0.0, abs=1e-6)
+
+
+@given(st.lists(st.tuples(st.floats(1.0, 1e12), st.floats(1e-6, 100.0), st.floats(0.0, 100.0)), min_size=1))
+def test_a_pace_lies_between_the_slowest_and_the_fastest_measurement(measurements):
+    clock = Clock()
+    speed = Speed(clock)
+    for amount, seconds, pause in measurements:
+        speed.add(amount, seconds)
+        clock.now += pause
+    pace = speed.pace()
+    if pace is None:
+        assert sum(seconds for _, seconds, _ in measurements) < ENOUGH_S or clock.now > 100.0
+        return
+    paces = [seconds / amount for amount, seconds, _ in measurements]
+    assert min(paces) * 0.999999 <= pace <= max(paces) * 1.000001
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "seconds"), [(4, 4, 1.0), (-1, 4, 1.0), (0, 4, math.nan), (0, 4, -1.0)]
+)
+def test_an_impossible_prefill(start, end, seconds):
+    engine, _ = filled()
+    with pytest.raises(InputError, match="is not possible"):
+        engine.controller.note_prefill(start, end, seconds)
