@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from tests.index.model import PAGE, Path, path_of, tokens_of
+from tests.index.states import ONE, publish_state, reserve_state, span_of
 from tiercache.core import PoolName, Tier
 from tiercache.index import HybridIndex, Inserted, Match, Span
 
@@ -45,19 +46,19 @@ class Harness:
         with self.index.pinned(span.node, Tier.DEVICE):
             if pages:
                 handles = self.index.locations(span.node, span.end)[0][KV].device + 1_000_000
-                self.index.reserve_pages(span, KV, Tier.HOST, handles)
-                self.index.publish_pages(span, KV, Tier.HOST, handles)
+                self.index.residency.reserve(span, KV, Tier.HOST, handles)
+                self.index.residency.publish(span, KV, Tier.HOST, handles)
             if state:
                 slot = self.index.locations(span.node, span.end)[1][MAMBA].device
-                assert self.index.reserve_state(span.node, MAMBA, Tier.HOST, slot + 1_000_000)
-                assert self.index.publish_state(span.node, MAMBA, Tier.HOST, slot + 1_000_000)
+                assert reserve_state(self.index, span.node, MAMBA, Tier.HOST, slot + 1_000_000)
+                assert publish_state(self.index, span.node, MAMBA, Tier.HOST, slot + 1_000_000)
         self.index.check_integrity()
 
     def store(self, path: Path, *, state: bool = False) -> None:
         span = self.span(path)
-        self.index.mark_stored(span, KV, np.ones(len(span), np.bool_))
+        self.index.residency.mark_stored(span, KV, np.ones(len(span), np.bool_))
         if state:
-            self.index.mark_state_stored(span.node, MAMBA)
+            self.index.residency.mark_stored(span_of(span.node), MAMBA, ONE)
 
     def evict(self, **need: int) -> dict[PoolName, list[int]]:
         eviction = self.index.evict_device({PoolName(name): count for name, count in need.items()})

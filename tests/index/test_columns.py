@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from tests.index.seen import Seen, copied, digest_of
+from tests.index.states import drop_state
 from tests.policy.rig import BYTES, KV, SETUPS, STATE, PlainUnits, Rig, random_units, tokens_of, units
 from tiercache.core import Tier
 from tiercache.policy import CheckpointKind, Lru, UnitKind
@@ -65,7 +66,7 @@ def test_a_unit_is_covered_when_a_lower_tier_holds_all_that_goes():
     rig.store((2, 2))
     rig.copy((3, 3))
     span = rig.match((3, 3)).node
-    assert rig.index.drop_state(span, STATE, Tier.HOST) >= 0
+    assert drop_state(rig.index, span, STATE, Tier.HOST) >= 0
     rig.evict_device(1)
     covered = dict(zip(policy.seen[-1].digest, policy.seen[-1].covered, strict=True))
     assert [covered[digest_of(rig, (n, n))] for n in (2, 3, 4)] == [1, 0, 0]

@@ -7,6 +7,7 @@ import pytest
 
 from tests.index.harness import COST, KV, MAMBA, Harness
 from tests.index.model import tokens_of
+from tests.index.states import drop_state
 from tiercache.core import PoolName, Tier
 from tiercache.errors import PoolFullError
 from tiercache.index import Span
@@ -131,8 +132,8 @@ def test_another_page_of_the_edge_in_another_tier_demotes_nothing():
     h = Harness()
     h.insert((1, 2, 3))
     span, first = h.span((1, 2, 3)), np.array([True, False, False])
-    h.index.mark_stored(span, KV, first)
-    h.index.drop_pages(span, KV, Tier.DEVICE, first)
+    h.index.residency.mark_stored(span, KV, first)
+    h.index.residency.drop(span, KV, Tier.DEVICE, first)
     eviction = h.index.evict_device({KV: 2})
     assert (eviction.demoted, eviction.lost) == (0, 2)
 
@@ -150,7 +151,7 @@ def test_a_merged_edge_is_as_recent_as_its_most_recent_part():
     h.insert((1, 2, 3, 4), 2, 4)
     h.insert((9,), 1)
     h.index.touch(h.match((1, 2)))
-    assert h.index.drop_state(h.index.node_at(h.match((1, 2)), 2), MAMBA, Tier.DEVICE) == 10_002
+    assert drop_state(h.index, h.index.node_at(h.match((1, 2)), 2), MAMBA, Tier.DEVICE) == 10_002
     assert h.edges == [(1, 2, 3, 4), (9,)]
     assert h.evict(kv=1)[KV] == [200]
 
@@ -221,11 +222,11 @@ def test_what_is_in_flight_is_not_evicted():
     h = Harness()
     h.insert((1, 2))
     span = h.span((1, 2))
-    h.index.reserve_pages(span, KV, Tier.HOST, np.array([7, 8]))
+    h.index.residency.reserve(span, KV, Tier.HOST, np.array([7, 8]))
     assert h.index.evictable(Tier.HOST) == {KV: 0}
     h.evict(kv=2)
     assert h.index.locations(span.node, 2).pages[KV].host.tolist() == [-9, -10]
-    assert h.index.cancel_pages(span, KV, Tier.HOST, np.array([7, 8])).all()
+    assert h.index.residency.cancel(span, KV, Tier.HOST, np.array([7, 8])).all()
     assert not list(h.index.nodes())
 
 
@@ -238,8 +239,10 @@ def test_what_is_known_of_stored_pages_is_bounded():
     assert [h.match(path).depth for path in ((1, 2), (3, 4), (5, 6))] == [0, 2, 2]
     with h.index.pinned(h.match((3, 4)), Tier.STORAGE):
         node = h.index.extend_path(tokens_of((7, 8)), 2)
-        h.index.mark_stored(Span(node, 0, 2), KV, np.ones(2, np.bool_))
-        h.index.mark_stored(Span(h.index.extend_path(tokens_of((9,)), 1), 0, 1), KV, np.ones(1, np.bool_))
+        h.index.residency.mark_stored(Span(node, 0, 2), KV, np.ones(2, np.bool_))
+        h.index.residency.mark_stored(
+            Span(h.index.extend_path(tokens_of((9,)), 1), 0, 1), KV, np.ones(1, np.bool_)
+        )
         assert [h.match(path).depth for path in ((3, 4), (5, 6), (7, 8), (9,))] == [2, 0, 0, 1]
     h.index.check_integrity()
 

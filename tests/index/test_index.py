@@ -7,6 +7,7 @@ import pytest
 
 from tests.index.harness import INDEXER, KV, MAMBA, Harness
 from tests.index.model import PAGE, tokens_of
+from tests.index.states import publish_state, reserve_state
 from tiercache.core import ABSENT, Locations, PoolName, Tier, pending
 from tiercache.errors import InputError
 from tiercache.index import HybridIndex, Span
@@ -69,16 +70,16 @@ def test_pending_and_nowhere_else_is_not_present():
     node = h.index.extend_path(tokens_of((1, 2, 3)), 3)
     span = Span(node, 2, 3)
     with h.index.pinned(node, Tier.DEVICE):
-        h.index.reserve_pages(span, KV, Tier.DEVICE, np.array([7]))
-        h.index.reserve_state(node, MAMBA, Tier.DEVICE, 8)
+        h.index.residency.reserve(span, KV, Tier.DEVICE, np.array([7]))
+        reserve_state(h.index, node, MAMBA, Tier.DEVICE, 8)
         match = h.match((1, 2, 3))
         assert (match.path_depth, match.depth) == (3, 2)
         where = h.index.locations(match, 3)
         assert where.pages[KV].device.tolist() == [100, 101, int(pending(np.int64(7)))]
         assert where.states[MAMBA].device == -2 - 8
-        h.index.publish_pages(span, KV, Tier.DEVICE, np.array([7]))
+        h.index.residency.publish(span, KV, Tier.DEVICE, np.array([7]))
         assert h.match((1, 2, 3)).depth == 2
-        assert h.index.publish_state(node, MAMBA, Tier.DEVICE, 8)
+        assert publish_state(h.index, node, MAMBA, Tier.DEVICE, 8)
         assert h.match((1, 2, 3)).depth == 3
     assert h.match((1, 2, 3)).depth == 3
 
@@ -86,7 +87,7 @@ def test_pending_and_nowhere_else_is_not_present():
 def test_a_state_is_of_use_only_with_all_kv_up_to_it():
     h = Harness(MAMBA)
     h.insert((1, 2, 3), 3)
-    h.index.drop_pages(h.span((1, 2, 3)), KV, Tier.DEVICE, np.array([False, True, False]))
+    h.index.residency.drop(h.span((1, 2, 3)), KV, Tier.DEVICE, np.array([False, True, False]))
     assert (h.match((1, 2, 3)).depth, h.match((1, 2, 3)).near_depth) == (0, 0)
 
 
@@ -103,7 +104,7 @@ def test_every_pool_must_be_there():
     index = HybridIndex(page_size=PAGE, namespace=bytes(32), page_pools=[KV, INDEXER])
     index.insert(tokens_of((1, 2, 3)), {KV: np.arange(3), INDEXER: np.arange(3)})
     span = Span(index.match(tokens_of((1, 2, 3))).node, 0, 3)
-    index.drop_pages(span, INDEXER, Tier.DEVICE, np.array([False, True, False]))
+    index.residency.drop(span, INDEXER, Tier.DEVICE, np.array([False, True, False]))
     assert index.match(tokens_of((1, 2, 3), 1)).depth == 1
 
 
@@ -170,7 +171,7 @@ def test_the_index_own_slots_are_neither_adopted_nor_duplicates():
 def test_a_page_that_a_load_is_filling_stays_private():
     h = Harness(MAMBA)
     node = h.index.extend_path(tokens_of((1, 2)), 2)
-    h.index.reserve_pages(Span(node, 0, 2), KV, Tier.DEVICE, np.array([7, ABSENT]))
+    h.index.residency.reserve(Span(node, 0, 2), KV, Tier.DEVICE, np.array([7, ABSENT]))
     answer = h.insert((1, 2), 2)
     pages = answer.pages[KV]
     assert pages.private.tolist() == [True, False]

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.examples import example_count
 from tests.index.model import PAGE, Model, Path, Prefix, path_of, tokens_of
+from tests.index.states import ONE, cancel_state, drop_state, publish_state, reserve_state, span_of
 from tiercache.core import ABSENT, Locations, Mask, PoolName, Tier, pending
 from tiercache.errors import PoolFullError
 from tiercache.index import Eviction, HybridIndex, Match, Pin, Span
@@ -212,7 +213,7 @@ class IndexMachine(RuleBasedStateMachine):
         for pool in self.page_pools:
             offered = self.fresh(len(span))
             offered[[bool(skip >> bit & 1) for bit in range(len(span))]] = ABSENT
-            entered = self.index.reserve_pages(span, pool, tier, offered)
+            entered = self.index.residency.reserve(span, pool, tier, offered)
             for at, location, mark in zip(self._prefixes(span, extra, path), offered, entered, strict=True):
                 tiers = self.model.page(at, pool)
                 assert mark == (location >= 0 and tiers[tier] == ABSENT)
@@ -222,7 +223,7 @@ class IndexMachine(RuleBasedStateMachine):
         for pool in self.state_pools:
             slot = int(self.fresh(1)[0])
             tiers = self.model.state((extra, path), pool)
-            entered = self.index.reserve_state(node, pool, tier, slot)
+            entered = reserve_state(self.index, node, pool, tier, slot)
             assert entered == (tiers[tier] == ABSENT)
             if entered:
                 tiers[tier] = -2 - slot
@@ -234,8 +235,8 @@ class IndexMachine(RuleBasedStateMachine):
     def finish(self, which: int, publish: bool) -> None:
         flight = self.flights.pop(which % len(self.flights))
         tier, span, hold = flight.tier, flight.span, flight.hold
-        settle_pages = self.index.publish_pages if publish else self.index.cancel_pages
-        settle_state = self.index.publish_state if publish else self.index.cancel_state
+        settle_pages = self.index.residency.publish if publish else self.index.residency.cancel
+        settle_state = publish_state if publish else cancel_state
         for pool, (offered, entered) in flight.pages.items():
             done = settle_pages(span, pool, tier, offered)
             np.testing.assert_array_equal(done, entered)
@@ -245,7 +246,7 @@ class IndexMachine(RuleBasedStateMachine):
                 if location >= 0:
                     self.model.page(at, pool)[tier] = int(location) if publish else ABSENT
         for pool, (slot, entered) in flight.states.items():
-            assert settle_state(span.node, pool, tier, slot) == entered
+            assert settle_state(self.index, span.node, pool, tier, slot) == entered
             if entered:
                 self.model.state((hold.extra, hold.path), pool)[tier] = slot if publish else ABSENT
         hold.pin.release()
@@ -260,13 +261,14 @@ class IndexMachine(RuleBasedStateMachine):
         mask = np.array([bool(bits >> page & 1) for page in range(len(span))], np.bool_)
         with self.index.pinned(match):
             node = match.node
+            note = self.index.residency.mark_stored if stored else self.index.forget_stored
             for pool in self.page_pools:
-                (self.index.mark_stored if stored else self.index.forget_stored)(span, pool, mask)
+                note(span, pool, mask)
                 for at, chosen in zip(self._prefixes(span, extra, path), mask, strict=True):
                     if chosen:
                         self.model.page(at, pool)[Tier.STORAGE] = 0 if stored else ABSENT
             for pool in self.state_pools if node.pages else ():
-                (self.index.mark_state_stored if stored else self.index.forget_state_stored)(node, pool)
+                note(span_of(node), pool, ONE)
                 self.model.state((extra, path_of(node)), pool)[Tier.STORAGE] = 0 if stored else ABSENT
 
     @rule(path=paths, extra=extras, tier=near_tiers, bits=draws)
@@ -276,7 +278,7 @@ class IndexMachine(RuleBasedStateMachine):
         mask = np.array([bool(bits >> page & 1) for page in range(len(span))], np.bool_)
         with self.index.pinned(match):
             for pool in self.page_pools:
-                taken = self.index.drop_pages(span, pool, tier, mask)
+                taken = self.index.residency.drop(span, pool, tier, mask)
                 for at, chosen, location in zip(self._prefixes(span, extra, path), mask, taken, strict=True):
                     tiers = self.model.page(at, pool)
                     assert location == (tiers[tier] if chosen and tiers[tier] >= 0 else ABSENT)
@@ -284,7 +286,7 @@ class IndexMachine(RuleBasedStateMachine):
                         tiers[tier] = ABSENT
             for pool in self.state_pools if match.node.pages else ():
                 tiers = self.model.state((extra, path_of(match.node)), pool)
-                assert self.index.drop_state(match.node, pool, tier) == max(ABSENT, tiers[tier])
+                assert drop_state(self.index, match.node, pool, tier) == max(ABSENT, tiers[tier])
                 tiers[tier] = min(ABSENT, tiers[tier])
 
     # -- evicting ------------------------------------------------------------------------------
@@ -396,7 +398,7 @@ class IndexMachine(RuleBasedStateMachine):
                         Span(leaves[0], 0, leaves[0].end), pool, np.ones(leaves[0].end, np.bool_)
                     )
                 for pool in self.state_pools:
-                    self.index.forget_state_stored(leaves[0], pool)
+                    self.index.forget_stored(span_of(leaves[0]), pool, ONE)
             self.index.check_integrity()
         assert not list(self.index.nodes())
 

@@ -7,6 +7,7 @@ import pytest
 
 from tests.index.harness import COST, KV, MAMBA, Harness
 from tests.index.model import tokens_of
+from tests.index.states import drop_state, publish_state, reserve_state
 from tiercache.core import ABSENT, Locations, Tier
 from tiercache.errors import AdmissionError, InputError, PoolFullError
 from tiercache.index import Span
@@ -41,7 +42,7 @@ def test_so_does_a_leaf_that_was_pinned_through_what_follows_it():
     h.insert((1, 2))
     node = h.index.extend_path(tokens_of((1, 2, 3)), 3)
     h.insert((7,))
-    h.index.mark_stored(Span(node, 2, 3), KV, np.ones(1, np.bool_))
+    h.index.residency.mark_stored(Span(node, 2, 3), KV, np.ones(1, np.bool_))
     with h.index.pinned(node, Tier.DEVICE):
         assert h.evict(kv=1) == {KV: [200]}
     h.index.check_integrity()
@@ -108,16 +109,20 @@ def test_only_the_location_that_was_reserved_is_published_or_cancelled():
     h = Harness()
     h.insert((1, 2, 3))
     span = h.span((1, 2, 3))
-    assert h.index.reserve_pages(span, KV, Tier.HOST, np.array([5, 6, ABSENT])).tolist() == [
+    assert h.index.residency.reserve(span, KV, Tier.HOST, np.array([5, 6, ABSENT])).tolist() == [
         True,
         True,
         False,
     ]
-    assert h.index.reserve_pages(span, KV, Tier.HOST, np.array([7, 8, 9])).tolist() == [False, False, True]
-    assert h.index.publish_pages(span, KV, Tier.HOST, np.array([5, 8, 9])).tolist() == [True, False, True]
-    assert h.index.cancel_pages(span, KV, Tier.HOST, np.array([5, 6, 9])).tolist() == [False, True, False]
+    assert h.index.residency.reserve(span, KV, Tier.HOST, np.array([7, 8, 9])).tolist() == [
+        False,
+        False,
+        True,
+    ]
+    assert h.index.residency.publish(span, KV, Tier.HOST, np.array([5, 8, 9])).tolist() == [True, False, True]
+    assert h.index.residency.cancel(span, KV, Tier.HOST, np.array([5, 6, 9])).tolist() == [False, True, False]
     assert h.index.locations(span.node, 3).pages[KV].host.tolist() == [5, ABSENT, 9]
-    assert h.index.drop_pages(span, KV, Tier.HOST, np.array([True, True, False])).tolist() == [
+    assert h.index.residency.drop(span, KV, Tier.HOST, np.array([True, True, False])).tolist() == [
         5,
         ABSENT,
         ABSENT,
@@ -129,9 +134,9 @@ def test_a_span_stays_right_while_others_split_its_path():
     node = h.index.extend_path(tokens_of((1, 2, 3, 4)), 4)
     span = Span(node, 1, 4)
     with h.index.pinned(node, Tier.DEVICE):
-        h.index.reserve_pages(span, KV, Tier.DEVICE, np.array([5, 6, 7]))
+        h.index.residency.reserve(span, KV, Tier.DEVICE, np.array([5, 6, 7]))
         h.insert((1, 2, 8))
-        assert h.index.publish_pages(span, KV, Tier.DEVICE, np.array([5, 6, 7])).all()
+        assert h.index.residency.publish(span, KV, Tier.DEVICE, np.array([5, 6, 7])).all()
         assert h.index.locations(node, 4).pages[KV].device.tolist() == [100, 5, 6, 7]
 
 
@@ -154,12 +159,12 @@ def test_a_state_that_comes_up_keeps_the_depth_it_belongs_to():
     h.insert((1, 2, 3, 4), 4)
     node = h.index.extend_path(tokens_of((1, 2)), 2)
     with h.index.pinned(node, Tier.HOST):
-        assert h.index.reserve_state(node, MAMBA, Tier.HOST, 5)
-        assert not h.index.reserve_state(node, MAMBA, Tier.HOST, 6)
-        assert not h.index.publish_state(node, MAMBA, Tier.HOST, 6)
-        assert h.index.publish_state(node, MAMBA, Tier.HOST, 5)
+        assert reserve_state(h.index, node, MAMBA, Tier.HOST, 5)
+        assert not reserve_state(h.index, node, MAMBA, Tier.HOST, 6)
+        assert not publish_state(h.index, node, MAMBA, Tier.HOST, 6)
+        assert publish_state(h.index, node, MAMBA, Tier.HOST, 5)
     assert h.match((1, 2, 3, 4)).restorable == (2, 4)
-    assert h.index.drop_state(node, MAMBA, Tier.HOST) == 5
+    assert drop_state(h.index, node, MAMBA, Tier.HOST) == 5
     assert h.edges == [(1, 2, 3, 4)]
 
 
@@ -168,4 +173,4 @@ def test_a_span_takes_one_location_a_page(locations: Locations):
     h = Harness()
     h.insert((1, 2))
     with pytest.raises(InputError):
-        h.index.reserve_pages(h.span((1, 2)), KV, Tier.HOST, locations)
+        h.index.residency.reserve(h.span((1, 2)), KV, Tier.HOST, locations)

@@ -9,6 +9,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from tests.index.states import ONE, publish_state, reserve_state, span_of
 from tiercache.core import ABSENT, Locations, PoolName, Tier, TokenArray
 from tiercache.index import Eviction, HybridIndex, Match, Pin, Span
 from tiercache.policy import CheckpointKind, Costs, ModelProfile, Policy, Reuse
@@ -251,22 +252,22 @@ class Rig:
         pages, states = self.index.locations(node, span.end)
         with self.index.pinned(node, Tier.DEVICE, Tier.HOST):
             handles = np.where(pages[KV].device >= 0, self.fresh(len(span)), ABSENT)
-            entered = self.index.reserve_pages(span, KV, Tier.HOST, handles)
-            assert (self.index.publish_pages(span, KV, Tier.HOST, handles) == entered).all()
+            entered = self.index.residency.reserve(span, KV, Tier.HOST, handles)
+            assert (self.index.residency.publish(span, KV, Tier.HOST, handles) == entered).all()
             if states and states[STATE].device >= 0:
                 handle = int(self.fresh(1)[0])
-                if self.index.reserve_state(node, STATE, Tier.HOST, handle):
-                    assert self.index.publish_state(node, STATE, Tier.HOST, handle)
+                if reserve_state(self.index, node, STATE, Tier.HOST, handle):
+                    assert publish_state(self.index, node, STATE, Tier.HOST, handle)
 
     def store(self, path: Sequence[int]) -> None:
         """Mark everything that is known of the path as stored."""
         match = self.match(path)
         with self.index.pinned(match):
-            self.index.mark_stored(
+            self.index.residency.mark_stored(
                 Span(match.node, 0, match.path_depth), KV, np.ones(match.path_depth, np.bool_)
             )
             if self.index.state_pools and match.node.pages and match.node.end == match.path_depth:
-                self.index.mark_state_stored(match.node, STATE)
+                self.index.residency.mark_stored(span_of(match.node), STATE, ONE)
 
     def pin(self, path: Sequence[int], *tiers: Tier) -> None:
         """Pin the known prefix of the path in `tiers`, and remember its locations."""

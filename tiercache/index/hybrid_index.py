@@ -120,7 +120,10 @@ class HybridIndex:
         rng = np.random.default_rng(seed)
         self._queues = [EvictionQueue(self._columns, number, policy, rng) for number in range(len(kinds))]
         self.residency = Residency(self._tree, self._queues[-1], max_stored_pages)
-        """Locations by span and pool, of pages and states alike."""
+        """Locations by span and pool, which transfers reserve, publish, cancel and drop.
+
+        A state is named as a span of one page, the last page of its node.
+        """
         page_bytes, state_bytes = sum(nbytes[: len(page_pools)]), sum(nbytes[len(page_pools) :])
         self._appraiser = Appraiser(self._columns, policy, page_bytes, state_bytes)
         self._evictor = Evictor(self._tree, self._columns, self._ghosts, policy, self._queues)
@@ -470,79 +473,11 @@ class HybridIndex:
     # -- transfers: a state is handled as a span of one page, the last page of its node
     # --------------------------------------------------------------------------------------------------------
 
-    def reserve_pages(self, span: Span, pool: PoolName, tier: Tier, locations: Locations) -> Mask:
-        """Enter `locations` as pending wherever the tier has nothing; return which were entered.
-
-        `locations` has one entry per page. An entry that is ABSENT offers no location. The caller keeps the
-        locations that were not entered.
-        """
-        self._tree.check_page_pool(pool)
-        return self.residency.reserve(span, pool, tier, locations)
-
-    def publish_pages(self, span: Span, pool: PoolName, tier: Tier, locations: Locations) -> Mask:
-        """Make present those entries that are pending at exactly these locations; return which changed.
-
-        The caller publishes locations whose bytes have arrived.
-        """
-        self._tree.check_page_pool(pool)
-        return self.residency.publish(span, pool, tier, locations)
-
-    def cancel_pages(self, span: Span, pool: PoolName, tier: Tier, locations: Locations) -> Mask:
-        """Make absent those entries that are pending at exactly these locations; return which changed.
-
-        The caller cancels locations whose bytes will not arrive, and has the locations back.
-        """
-        self._tree.check_page_pool(pool)
-        return self.residency.cancel(span, pool, tier, locations)
-
-    def drop_pages(self, span: Span, pool: PoolName, tier: Tier, mask: Mask) -> Locations:
-        """Take the present entries under `mask` out of a tier, for example because a copy is corrupt.
-
-        Returns one entry per page: the location, which is the caller's from now on, or ABSENT if nothing was
-        taken. A pin does not prevent this.
-        """
-        self._tree.check_page_pool(pool)
-        return self.residency.drop(span, pool, tier, mask)
-
-    def mark_stored(self, span: Span, pool: PoolName, mask: Mask) -> None:
-        """Record that the pages under `mask` are in the store."""
-        self._tree.check_page_pool(pool)
-        self.residency.mark_stored(span, pool, mask)
-
     def forget_stored(self, span: Span, pool: PoolName, mask: Mask) -> None:
-        """Record that the pages under `mask` turned out not to be in the store."""
-        self._tree.check_page_pool(pool)
-        self._forget(span, pool, mask)
+        """Record that the objects under `mask` turned out not to be in the store.
 
-    def reserve_state(self, node: Node, pool: PoolName, tier: Tier, location: int) -> bool:
-        """Enter `location` as pending for the state at the node's end; return whether the tier had none."""
-        return bool(self.residency.reserve(self._state(node, pool), pool, tier, _one(location))[0])
-
-    def publish_state(self, node: Node, pool: PoolName, tier: Tier, location: int) -> bool:
-        """Make the state present if it is pending at exactly this location; return whether it changed."""
-        return bool(self.residency.publish(self._state(node, pool), pool, tier, _one(location))[0])
-
-    def cancel_state(self, node: Node, pool: PoolName, tier: Tier, location: int) -> bool:
-        """Make the state absent if it is pending at exactly this location; return whether it changed."""
-        return bool(self.residency.cancel(self._state(node, pool), pool, tier, _one(location))[0])
-
-    def drop_state(self, node: Node, pool: PoolName, tier: Tier) -> int:
-        """Take the state out of a tier; return its location, or ABSENT if the state was not there.
-
-        The location is the caller's from now on. A pin does not prevent this.
+        The units and pages that are lost with them are remembered as ghosts.
         """
-        return int(self.residency.drop(self._state(node, pool), pool, tier, _ONE)[0])
-
-    def mark_state_stored(self, node: Node, pool: PoolName) -> None:
-        """Record that the state at the node's end is in the store."""
-        self.residency.mark_stored(self._state(node, pool), pool, _ONE)
-
-    def forget_state_stored(self, node: Node, pool: PoolName) -> None:
-        """Record that the state at the node's end turned out not to be in the store."""
-        self._forget(self._state(node, pool), pool, _ONE)
-
-    def _forget(self, span: Span, pool: PoolName, mask: Mask) -> None:
-        """Forget stored objects, and remember as ghosts the units and pages that are lost with them."""
         now = self._columns.now
         nodes = [part.node for part in self._tree.edge_slices(span)]
         units = [(node, node.digest, reuse_of(node, now)) for node in nodes if node.can_answer]
@@ -554,6 +489,10 @@ class HybridIndex:
         if pool in self.page_pools and mask.all():
             for digests in pages:
                 self._ghosts.note_pages(digests)
+
+    def forget_state_stored(self, node: Node, pool: PoolName) -> None:
+        """Record that the state at the node's end turned out not to be in the store."""
+        self.forget_stored(Span(node, node.end - 1, node.end), pool, np.ones(1, np.bool_))
 
     # -- values
     # ------------------------------------------------------------------------------------------------------
@@ -575,11 +514,6 @@ class HybridIndex:
     def chance(self, nodes: Sequence[Node], ticks: float) -> Ranks:
         """Return the probability that a hit ends at each of these nodes within `ticks` ticks of `now`."""
         return self._appraiser.chance(nodes, ticks)
-
-    def _state(self, node: Node, pool: PoolName) -> Span:
-        """Return the span of the state at the node's end."""
-        self._tree.check_state_pool(pool)
-        return Span(node, node.end - 1, node.end)
 
     # -- evicting
     # --------------------------------------------------------------------------------------------------------
@@ -621,16 +555,6 @@ class HybridIndex:
         node while the iterator is in use.
         """
         return self._evictor.coldest_on_host()
-
-
-_ONE: Final = np.ones(1, np.bool_)
-"""Mask of a single object. Nobody writes to it."""
-
-
-def _one(location: int) -> Locations:
-    if location < 0:
-        raise InputError(f"{location} is not a slot or a handle")
-    return np.array([location], np.int64)
 
 
 def _state_at(node: Node, number: int, depth: int) -> StateLocation:

@@ -154,11 +154,6 @@ class RadixTree:
         """Return whether the pins that are not released yet are exactly `pins`."""
         return self._pins == set(pins)
 
-    def check_page_pool(self, pool: PoolName) -> None:
-        """Raise InputError if `pool` is not a page pool of this index."""
-        if pool not in self.page_pools:
-            raise InputError(f"{pool} is not a page pool of this index; it has {', '.join(self.page_pools)}")
-
     def check_state_pool(self, pool: PoolName) -> None:
         """Raise InputError if `pool` is not a state pool of this index."""
         if pool not in self.state_pools:
