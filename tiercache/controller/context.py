@@ -89,10 +89,11 @@ class ControllerOptions:
     close_deadline: float = 10.0
     """Time that `close` may wait for operations to end."""
     piece_bytes: int = 8 << 20
-    """Approximate number of bytes of one piece of a restore from storage.
+    """Approximate number of bytes of one piece of a restore from storage, and of a commit's first piece.
 
     The reads of a restore are cut into pieces. A piece that lies verified on the host is copied to the device
-    while the next pieces are read. A smaller amount is copied together with the rest.
+    while the next pieces are read. A smaller amount is copied together with the rest. In the other direction,
+    a piece that has reached the host is written to storage while the next pieces are copied.
     """
     load_or_recompute: bool = True
     """Whether tokens are computed that would take longer to restore, by the speeds measured so far.

@@ -74,13 +74,15 @@ class PageRun:
 
     def split(self, size: int) -> list[PageRun]:
         """Split this run into parts of at most `size` objects."""
-        return [self._part(at, min(at + size, len(self.sources))) for at in range(0, len(self.sources), size)]
+        return [self.part(at, at + size) for at in range(0, len(self.sources), size)]
 
     def blocks(self, context: ControllerContext) -> int:
         """Return the number of host blocks that the objects of this run take."""
         return context.allocator.blocks_of(self.pool, len(self.destinations))
 
-    def _part(self, start: int, end: int) -> PageRun:
+    def part(self, start: int, end: int) -> PageRun:
+        """Return the objects [start, end) of this run; `end` may lie behind the last."""
+        end = min(end, len(self.sources))
         at = self.span
         return PageRun(
             self.pool,
@@ -95,7 +97,7 @@ class PageRun:
         #   flags   1 1 1 0 0 1
         #   cuts    0     3   5 6     -> (a b c, True), (d e, False), (f, True)
         cuts = [0, *(np.flatnonzero(flags[1:] != flags[:-1]) + 1).tolist(), len(flags)]
-        return [(self._part(a, b), bool(flags[a])) for a, b in pairwise(cuts) if b > a]
+        return [(self.part(a, b), bool(flags[a])) for a, b in pairwise(cuts) if b > a]
 
 
 def gather_runs(

@@ -57,7 +57,7 @@ class StoreCall:
 
     If `work` had begun, the store may still use the buffers of the call.
     """
-    late: Callable[[Any], None]
+    late: Callable[[Any], object]
     """Callback with the result of `work`, when a lost call returns at last."""
     probe: Callable[[], bool] | None = None
     """Function that makes a small call of the same kind, and returns whether the call worked."""

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from tiercache.controller.context import ControllerContext
 from tiercache.controller.operations import Operation, PageRun
 from tiercache.controller.store_calls import StoreCall
-from tiercache.core import HitPolicy, Outcome, PoolName, PoolTransfer, Reason, Tier
+from tiercache.controller.write_pieces import Chain, Piece, count_objects, cut_pieces
+from tiercache.core import HitPolicy, Outcome, PoolTransfer, Reason, Tier
 from tiercache.errors import TransferError
 from tiercache.index import Pin
 from tiercache.transfer import Ticket
@@ -28,30 +30,23 @@ _PAUSE_GROWTH: Final = 4
 """Factor from one pause before a retry to the next: 0.1 s, 0.4 s, 1.6 s."""
 
 
-class Chain:
-    """Page keys of one commit, and the pages that storage refused. All writes of a commit share one chain.
+class _Answer(NamedTuple):
+    """Answer of storage to the runs of some pieces."""
 
-    Thread safety: the owner's thread (the engine's thread, which calls the controller) adds `keys`. Write
-    threads update `refused`, and so does the owner's thread when a write hangs. If several writes of a chain
-    run at the same time, a state may be offered before a page that it needs.
-    """
-
-    def __init__(self, keys: dict[int, bytes], *, stays_on_host: bool = False) -> None:
-        self.keys = keys
-        """Page keys by page number."""
-        self.stays_on_host = stays_on_host
-        """Whether a later flush finds on the host what storage does not take now, and offers it again."""
-        self.values: dict[PoolName, dict[bytes, float]] = {}
-        """Values of the objects (see `Values`), by pool and page key."""
-        self.refused: set[int] = set()
-        """Numbers of the pages that storage was offered and has not confirmed as stored."""
+    pieces: list[Piece]
+    runs: list[PageRun]
+    outcomes: list[Sequence[Outcome]]
+    """Outcomes of each run, one per object."""
 
 
 class Write(Operation):
     """Background write from device to host to storage.
 
-    First, `runs` are copied from device to host. Then `runs` and `held` are written to storage, unless
-    `host_only` is set. The objects of `held` are on the host already; their destinations are the handles.
+    `runs` are copied from device to host. Then `runs` and `held` are written to storage, unless `host_only`
+    is set. The objects of `held` are on the host already; their destinations are the handles.
+
+    This is done in pieces. A piece that has reached the host is written to storage while the next pieces are
+    copied. If a copy fails, later pieces are not written to storage, because they follow what failed.
 
     Objects that storage does not take are offered again up to `write_retries` times, and then given up. While
     calls of the store are suspended after failures, the objects wait on the host. A state is held back while
@@ -77,20 +72,38 @@ class Write(Operation):
         self._blocks = sum(run.blocks(context) for run in (*runs, *held))
         self._share = context.in_flight.copying if host_only else context.in_flight.writing
         self._share.take(self._blocks)
-        self._stored = [] if host_only else [*runs, *held]
         self._chain = chain
-        self._pauses = (_FIRST_PAUSE_S * _PAUSE_GROWTH**i for i in range(context.options.write_retries))
-        self._mark_storing(True)
+        self._pauses: Iterator[float] = (
+            _FIRST_PAUSE_S * _PAUSE_GROWTH**i for i in range(context.options.write_retries)
+        )
+        self._is_lost = False
+        """Whether a call hung, and the objects were given up."""
+        self._refused: list[PageRun] = []
+        """Runs that storage has not taken, and that will be offered again with the others."""
+        pieces = [Piece(list(runs), [])] if host_only else cut_pieces(context, chain, runs, held)
+        self._open = list(pieces)
+        """Pieces whose end is not known."""
+        self._copying = len(pieces)
+        """Number of pieces whose copy has not landed."""
+        # `_lock` guards `_waiting` and `_is_called`. No callback and no call of the store runs under it.
+        self._lock = threading.Lock()
+        self._waiting = [] if host_only else list(pieces)
+        """Pieces that no call has taken and that are to be written to storage, on the host or not."""
+        self._is_called = False
+        """Whether a call that will take what has reached the host is queued or under way."""
+        for piece in pieces:
+            self._mark_storing(piece.stored, True)
         self._reserve()
         # Some pages may come from another request, whose work in another stream has not written them yet.
         after = context.device_work.fences((p.pool, p.sources) for p in runs)
-        try:
-            ticket = context.engine.store([p.units() for p in runs], after=after)
-        except Exception as error:  # noqa: BLE001
-            # an engine may raise any exception; the copy then counts as failed
-            ticket = Ticket()
-            ticket.finish(TransferError(f"the copy could not begin: {error}"))
-        ticket.add_done_callback(self._background_copied)
+        for piece in pieces:
+            try:
+                ticket = context.engine.store([p.units() for p in piece.copied], after=after)
+            except Exception as error:  # noqa: BLE001
+                # an engine may raise any exception; the copy then counts as failed
+                ticket = Ticket()
+                ticket.finish(TransferError(f"the copy could not begin: {error}"))
+            ticket.add_done_callback(partial(self._background_copied, piece))
 
     @property
     def pins(self) -> list[Pin]:  # noqa: D102
@@ -99,106 +112,133 @@ class Write(Operation):
     @property
     def objects(self) -> int:
         """Number of objects that storage has not taken yet."""
-        return sum(len(run.destinations) for run in self._stored)
+        return count_objects(self._open) + sum(len(run.destinations) for run in self._refused)
 
     @property
     def stays_on_host(self) -> bool:
         """Whether a later flush finds the objects on the host if this write fails."""
         return self._chain.stays_on_host
 
-    def _background_copied(self, ticket: Ticket) -> None:
+    def _background_copied(self, piece: Piece, ticket: Ticket) -> None:
         # A thread of the transfer engine runs this method. The storage write is submitted here, because the
-        # owner's thread may be busy with a forward pass for a long time. `_land_copied` is posted first, so
-        # that the owner publishes the host objects before the result of the storage write is applied.
-        self._context.events.post(partial(self._land_copied, ticket.error))
-        if ticket.error is None and self._stored:
-            self._context.writes.submit(self._call())
-        else:
-            self._context.events.post(self._end)
+        # owner's thread may be busy with a forward pass for a long time. `_land_copied` is posted before a
+        # call can take the piece, so that the owner publishes the host objects before the result of the
+        # storage write is applied.
+        with self._lock:
+            if ticket.error is not None:
+                self._waiting = [other for other in self._waiting if other.is_on_host]
+            piece.is_on_host = piece in self._waiting
+            self._context.events.post(partial(self._land_copied, piece, ticket.error, piece.is_on_host))
+        self._call()
 
-    def _land_copied(self, error: TransferError | None) -> None:
-        metrics, copied = self._context.metrics, error is None
-        if not copied:
+    def _call(self) -> None:
+        """Submit a call for what has reached the host, unless one that will take it is there already."""
+        with self._lock:
+            if self._is_called or not any(piece.is_on_host for piece in self._waiting):
+                return
+            self._is_called, objects = True, count_objects(self._waiting)
+        self._context.writes.submit(
+            StoreCall(
+                self._background_store,
+                landed=self._land_stored,
+                lost=self._lose,
+                late=self._land_stored,
+                patient=True,
+                objects=objects,
+            )
+        )
+
+    def _land_copied(self, piece: Piece, error: TransferError | None, is_stored: bool) -> None:
+        if error is not None:
             _log.warning("a copy to the host failed, its write-through is skipped: %s", error)
+        if not is_stored:
             # The marks are cleared before the handles are freed: the next write may mark the same handles.
-            self._mark_storing(False)
-            for run in self._stored or self.runs:
+            self._mark_storing(piece.stored, False)
+            for run in piece.stored or (piece.copied if error is not None else ()):
                 self._give_up(run, "transfer_failed")
-            self._stored = []
-        for run in self.runs:
-            if copied:
+            self._open.remove(piece)
+        for run in piece.copied:
+            if error is None:
                 self._publish(run)
-                metrics.increment("written_objects_total", "host", run.pool, by=len(run.destinations))
+                self._context.metrics.increment(
+                    "written_objects_total", "host", run.pool, by=len(run.destinations)
+                )
             else:
                 self._cancel(run)
                 self._context.allocator.free_host(run.pool, run.destinations)
-        for pin in self._device_pins:
-            pin.release()
-        self._device_pins.clear()
+        self._copying -= 1
+        if not self._copying:
+            for pin in self._device_pins:
+                pin.release()
+            self._device_pins.clear()
+            self._strand_if_lost()
+        self._settle()
 
-    def _call(self) -> StoreCall:
-        objects = sum(len(run.destinations) for run in self._stored)
-        return StoreCall(
-            self._background_store,
-            landed=self._land_stored,
-            lost=self._lose,
-            late=self._land_late,
-            patient=True,
-            objects=objects,
-        )
+    def _background_store(self) -> _Answer:
+        """Write what is on the host, and what arrives there meanwhile; after a failure, nothing more."""
+        answer, is_well = _Answer([], [], []), True
+        while pieces := self._take():
+            runs = [run for piece in pieces for run in piece.stored]
+            outcomes = self._store(runs) if is_well else _errors(runs)
+            is_well = _is_well(outcomes)
+            for run, results in zip(runs, outcomes, strict=True):
+                if not self._is_state(run):
+                    pages = range(run.span.start, run.span.end)
+                    self._chain.refused.difference_update(pages)
+                    self._chain.refused.update(
+                        page for page, outcome in zip(pages, results, strict=True) if outcome not in _TAKEN
+                    )
+            answer.pieces.extend(pieces)
+            answer.runs.extend(runs)
+            answer.outcomes.extend(outcomes)
+        return answer
 
-    def _background_store(self) -> list[Sequence[Outcome]]:
+    def _take(self) -> list[Piece]:
+        """Return what has reached the host and no call has taken; without any, the call under way ends."""
+        with self._lock:
+            taken = [piece for piece in self._waiting if piece.is_on_host]
+            self._waiting = [piece for piece in self._waiting if not piece.is_on_host]
+            self._is_called = bool(taken)
+        return taken
+
+    def _store(self, runs: Sequence[PageRun]) -> list[Sequence[Outcome]]:
         """Offer all objects in one call, so that storage can write each state after its pages.
 
-        Returns the outcomes of each run in `_stored`, one outcome per object. A state that is held back has
-        the outcome THROTTLED, so that it is offered again.
+        Returns the outcomes of each run, one outcome per object. A state that is held back has the outcome
+        THROTTLED, so that it is offered again.
         """
-        storage, chain = self._context.storage, self._chain
+        storage = self._context.storage
         assert storage is not None
-        outcomes: list[Sequence[Outcome]] = [
-            [Outcome.THROTTLED] * len(run.destinations) for run in self._stored
-        ]
+        outcomes: list[Sequence[Outcome]] = [[Outcome.THROTTLED] * len(run.destinations) for run in runs]
         offered = [
             i
-            for i, run in enumerate(self._stored)
-            if not self._is_state(run) or self._can_follow_its_pages(run)
+            for i, run in enumerate(runs)
+            if not self._is_state(run) or self._can_follow_its_pages(run, runs)
         ]
         try:
-            answer = (
-                storage.batch_set_v2(self._transfers([self._stored[i] for i in offered])) if offered else {}
-            )
+            answer = storage.batch_set_v2(self._transfers([runs[i] for i in offered])) if offered else {}
             # The answer has one list of outcomes per pool. The list begins with the outcomes of the pool's
             # first run, then come those of the second run, and so on. `read` is the number of outcomes, by
             # pool, that belong to earlier runs.
             read = dict.fromkeys(answer, 0)
             for i in offered:
-                run = self._stored[i]
+                run = runs[i]
                 start = read[run.pool]
                 read[run.pool] += len(run.destinations)
                 outcomes[i] = answer[run.pool][start : read[run.pool]]
         except Exception:  # noqa: BLE001
             # an exception breaks the store's contract; only this write fails, and counts as ERROR below
             _log.exception("writing to storage failed")
-            outcomes = [[Outcome.ERROR] * len(run.destinations) for run in self._stored]
-        for run, results in zip(self._stored, outcomes, strict=True):
-            if not self._is_state(run):
-                pages = range(run.span.start, run.span.end)
-                chain.refused.difference_update(pages)
-                chain.refused.update(
-                    page for page, outcome in zip(pages, results, strict=True) if outcome not in _TAKEN
-                )
+            return _errors(runs)
         return outcomes
 
     def _is_state(self, run: PageRun) -> bool:
         return run.pool in self._context.index.state_pools
 
-    def _can_follow_its_pages(self, state: PageRun) -> bool:
-        """Return whether each refused page up to the end of this state is offered again in the same call."""
+    def _can_follow_its_pages(self, state: PageRun, runs: Sequence[PageRun]) -> bool:
+        """Return whether each refused page up to the end of this state is among `runs`, offered again."""
         with_it = {
-            page
-            for run in self._stored
-            if not self._is_state(run)
-            for page in range(run.span.start, run.span.end)
+            page for run in runs if not self._is_state(run) for page in range(run.span.start, run.span.end)
         }
         # The loop runs over a copy of `refused`, because another write thread may change the set meanwhile.
         return not any(page <= state.span.start and page not in with_it for page in list(self._chain.refused))
@@ -223,24 +263,39 @@ class Write(Operation):
             )
         return transfers
 
-    def _land_stored(self, outcomes: Sequence[Sequence[Outcome]]) -> bool:
-        """Record what storage took, and offer the other objects again after a pause.
+    def _land_stored(self, answer: _Answer) -> bool:
+        """Record what storage took, and return whether the store did its work."""
+        for run, outcomes in zip(answer.runs, answer.outcomes, strict=True):
+            self._note(run, outcomes)
+        for piece in answer.pieces:
+            self._open.remove(piece)
+        self._settle()
+        return _is_well(answer.outcomes)
 
-        After the last retry, the other objects are given up. Returns whether the store did its work: False if
-        all outcomes are errors.
+    def _settle(self) -> None:
+        """Once the end of all pieces is known, offer what storage has not taken again after a pause.
+
+        After the last retry, or if a call hung, the write ends.
         """
-        refused = self._note(outcomes)
-        self._mark_storing(False)
-        self._stored = refused
+        if self._open or self._copying:
+            return
+        refused, self._refused = self._refused, []
         pause = next(self._pauses, None) if refused else None
         if pause is not None:
-            self._mark_storing(True)
-            self._context.events.later(pause, lambda: self._context.writes.submit(self._call()))
-        else:
-            for run in refused:
-                self._give_up(run, "refused")
-            self._end()
-        return any(outcome is not Outcome.ERROR for results in outcomes for outcome in results)
+            again = Piece([], refused, is_on_host=True)
+            self._open = [again]
+            self._context.events.later(pause, partial(self._offer_again, again))
+            return
+        self._mark_storing(refused, False)
+        for run in refused:
+            self._give_up(run, "refused")
+        self._share.give(self._blocks)
+        self._finish()
+
+    def _offer_again(self, piece: Piece) -> None:
+        with self._lock:
+            self._waiting.append(piece)
+        self._call()
 
     def _lose(self, reason: Reason, begun: bool) -> None:
         """Give up a write that hangs.
@@ -249,41 +304,52 @@ class Write(Operation):
         wait for the write.
         """
         assert begun, "a patient call is lost only when it hangs"
-        for run in self._stored:
+        with self._lock:
+            left, self._waiting = self._waiting, []
+        for run in [*self._refused, *(run for piece in self._open for run in piece.stored)]:
             self._give_up(run, str(reason))
             if not self._is_state(run):
                 self._chain.refused.update(range(run.span.start, run.span.end))
-        self._context.in_flight.strand(self)
+        self._is_lost, self._pauses = True, iter(())
+        for piece in left:
+            if piece.is_on_host:  # the others end when their copy does
+                self._mark_storing(piece.stored, False)
+                self._open.remove(piece)
+        self._strand_if_lost()
 
-    def _land_late(self, outcomes: Sequence[Sequence[Outcome]]) -> None:
-        self._note(outcomes)
-        self._mark_storing(False)
-        self._end()
+    def _strand_if_lost(self) -> None:
+        # While a copy is under way, other operations may wait for this one.
+        if self._is_lost and self._open and not self._copying:
+            self._context.in_flight.strand(self)
 
-    def _note(self, outcomes: Sequence[Sequence[Outcome]]) -> list[PageRun]:
-        """Record the outcomes in the index and the metrics; return the runs that storage did not take."""
-        refused: list[PageRun] = []
-        for run, results in zip(self._stored, outcomes, strict=True):
-            for part, there in run.cut(np.array([o in _TAKEN for o in results])):
-                if there:
-                    part.note_stored(self._context.index, True)
-                    self._context.metrics.increment(
-                        "written_objects_total", "storage", part.pool, by=len(part.destinations)
-                    )
-                    self._context.stored += len(part.destinations)
-                else:
-                    refused.append(part)
-            for outcome, count in Counter(results).items():
-                self._context.metrics.increment("storage_sets_total", run.pool, outcome, by=count)
-        return refused
+    def _note(self, run: PageRun, outcomes: Sequence[Outcome]) -> None:
+        """Record the outcomes of one run in the index and the metrics; keep what storage did not take."""
+        for part, there in run.cut(np.array([o in _TAKEN for o in outcomes])):
+            if there:
+                self._mark_storing([part], False)
+                part.note_stored(self._context.index, True)
+                self._context.metrics.increment(
+                    "written_objects_total", "storage", part.pool, by=len(part.destinations)
+                )
+                self._context.stored += len(part.destinations)
+            else:
+                self._refused.append(part)
+        for outcome, count in Counter(outcomes).items():
+            self._context.metrics.increment("storage_sets_total", run.pool, outcome, by=count)
 
     def _give_up(self, run: PageRun, reason: str) -> None:
-        self._context.give_up(run.pool, reason, len(run.destinations), final=not self.stays_on_host)
+        if not self._is_lost:  # after a hang, everything was given up already
+            self._context.give_up(run.pool, reason, len(run.destinations), final=not self.stays_on_host)
 
-    def _end(self) -> None:
-        self._share.give(self._blocks)
-        self._finish()
-
-    def _mark_storing(self, storing: bool) -> None:
-        for run in self._stored:
+    def _mark_storing(self, runs: Iterable[PageRun], storing: bool) -> None:
+        for run in runs:
             self._context.in_flight.storing[run.pool][run.destinations] = storing
+
+
+def _errors(runs: Iterable[PageRun]) -> list[Sequence[Outcome]]:
+    return [[Outcome.ERROR] * len(run.destinations) for run in runs]
+
+
+def _is_well(outcomes: Iterable[Sequence[Outcome]]) -> bool:
+    """Return whether a store did its work: False if all outcomes are errors."""
+    return any(outcome is not Outcome.ERROR for results in outcomes for outcome in results)
