@@ -10,8 +10,9 @@ from tiercache_kernels.reference import copy_segments
 from tests.controller.harness import KV, MAMBA, Engine, P, prompt
 from tests.controller.test_interleavings import Gated, ask, evict, failing, fetching, shut, until, wind_up
 from tests.controller.test_machine import Flaky
+from tests.controller.test_prefetch import Clock
 from tiercache.controller import ControllerOptions, Status
-from tiercache.core import Outcome, Reason, as_tokens
+from tiercache.core import Outcome, Reason, Tier, as_tokens
 from tiercache.transfer import CopyEngine
 
 FIRST = [*prompt(1, 2, 3), 5]
@@ -244,3 +245,70 @@ def test_a_prompt_larger_than_the_host_whose_loads_fail_is_computed():
 def test_a_piece_of_no_bytes_is_refused():
     with pytest.raises(Exception, match="piece_bytes=0 is not possible"):
         ControllerOptions(piece_bytes=0)
+
+
+@pytest.mark.parametrize(
+    ("depth", "near"), [*((d, 0) for d in range(1, 7)), *((d, 3 * P) for d in (4, 5, 6))]
+)
+def test_any_piece_whose_read_hangs_leaves_the_depth_below(depth, near):
+    """The read of one page hangs beyond the deadline of the store; the others are on the device by then.
+
+    Storage is not asked again, so what is left is what the host had before.
+    """
+    clock = Clock()
+    store = filled(Gated(), FIRST, LONG)
+    engine = Engine(
+        store, blocks=64, clock=clock, options=options(read_threads=8, storage_deadline=5.0, write_retries=0)
+    )
+    if near:
+        assert engine.serve(FIRST) == near
+        engine.settle()
+        engine.controller.evict(Tier.DEVICE)
+    gate = shut(store, depth)
+    admission = ask(engine, LONG, states=2)
+    until(engine, lambda: admission.poll() and fetching(admission) and on_device(engine, LONG) == 5)
+    clock.now += 6.0
+    assert engine.restore(admission, LONG) == near
+    engine.check()
+    engine.controller.release(admission)
+    gate.set()
+    engine.settle()
+    until(engine, lambda: not any(engine.context.in_flight.quarantined.values()))
+    engine.check()
+    evict(engine)
+    assert engine.arena.available == engine.arena.blocks
+    assert all(pool.available == pool.capacity for pool in engine.pools.values())
+    assert engine.context.index.holds_only([])
+
+
+@pytest.mark.parametrize("nth", range(1, 9))
+@pytest.mark.parametrize("end", ["wait", "release"])
+def test_any_copy_to_the_device_may_hang(nth, end):
+    """The n-th copy of a layer hangs for a while: nobody takes its slots meanwhile."""
+    loading, gate = threading.Event(), threading.Event()
+    copies = itertools.count(1)
+
+    def copier(*columns):
+        if loading.is_set() and next(copies) == nth:
+            assert gate.wait(30)
+        copy_segments(*columns)
+
+    store = filled(Gated(), LONG)
+    engine = Engine(
+        store, pages=8, blocks=64, options=options(), engine=lambda d, h: CopyEngine(d, h, copier=copier)
+    )
+    loading.set()
+    admission = ask(engine, LONG, states=2)
+    until(engine, lambda: admission.poll() and engine.context.in_flight.count("load"))
+    engine.check()
+    if end == "wait":
+        gate.set()
+        assert engine.restore(admission, LONG) == 6 * P
+    engine.controller.release(admission)
+    engine.check()
+    gate.set()
+    engine.settle()
+    evict(engine)
+    engine.check()
+    assert all(pool.available == pool.capacity for pool in engine.pools.values())
+    assert engine.context.index.holds_only([])
