@@ -13,6 +13,15 @@ from tiercache_backends.file.records import Extent, Places
 T = TypeVar("T")
 
 
+class Suspect(NamedTuple):
+    """Pinned object whose bytes are damaged or cannot be read."""
+
+    row: int
+    """Row of the object in the table of objects."""
+    number: int
+    """Number of the object's catalog record."""
+
+
 class Pins(NamedTuple):
     """Hold on objects for one reader: their blocks are not freed until `StoreState.unpin`.
 
@@ -33,6 +42,10 @@ class Pins(NamedTuple):
     """MACs; zeros if the store keeps none."""
     reused: list[bool]
     """Whether the object was read before, since the store was opened."""
+
+    def suspect(self, position: int) -> Suspect:
+        """Return the object at a position as damaged."""
+        return Suspect(self.rows[position], self.numbers[position])
 
     def only(self, positions: Sequence[int]) -> Pins:
         """Return the entries at these positions."""

@@ -11,7 +11,7 @@ from tiercache.core import BLOCK_ALIGN, ObjectKey, Outcome, PoolName
 from tiercache.storage.base import GetItem
 from tiercache.storage.checksum import Checksums, MacKey
 from tiercache.storage.vectors import usable
-from tiercache_backends.file.claims import Pins
+from tiercache_backends.file.claims import Pins, Suspect
 from tiercache_backends.file.io_engine import IoEngine
 from tiercache_backends.file.records import Extent, Places
 from tiercache_backends.file.runs import IoBatch, pieces_of
@@ -74,16 +74,16 @@ class ObjectReader:
             for index in pins.items:
                 outcomes[index] = Outcome.HIT
             return outcomes
-        corrupt: list[tuple[int, int]] = []
-        unreadable: list[tuple[int, int]] = []
+        corrupt: list[Suspect] = []
+        unreadable: list[Suspect] = []
         for position, index in enumerate(pins.items):
             outcomes[index] = outcome = self._outcome(batch, position, pins)
             if outcome is Outcome.CORRUPT:
-                corrupt.append((pins.rows[position], pins.numbers[position]))
+                corrupt.append(pins.suspect(position))
             elif position in batch.errors and batch.errors[position].errno == EIO:
                 # A bad block stays unreadable until something is written to it. So remove the object. If the
                 # object stayed, the next set of the same key would answer HIT and write nothing.
-                unreadable.append((pins.rows[position], pins.numbers[position]))
+                unreadable.append(pins.suspect(position))
         if self._read_only:
             self._state.count("corrupt", len(corrupt))
         elif corrupt or unreadable:

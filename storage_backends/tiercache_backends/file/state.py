@@ -39,7 +39,7 @@ from tiercache.storage.base import ScanEntry
 from tiercache.storage.eviction import EvictionOrder
 from tiercache.storage.residents import RESIDENT, parents_first
 from tiercache.storage.restorable import Admissibility
-from tiercache_backends.file.claims import BatchItem, Claim, Claims, Pins, Removal, Removed
+from tiercache_backends.file.claims import BatchItem, Claim, Claims, Pins, Removal, Removed, Suspect
 from tiercache_backends.file.extents import ExtentAllocator
 from tiercache_backends.file.objects import ObjectTable
 from tiercache_backends.file.records import CatalogContents, Extent, Places, Records
@@ -344,11 +344,8 @@ class StoreState:
                     self._leave(removal, row)
         return removal
 
-    def take_out_suspects(self, damaged: Iterable[tuple[int, int]]) -> Removal:
-        """Take out pinned objects whose blocks are damaged, given by row and record number.
-
-        Objects that are taken out already are skipped.
-        """
+    def take_out_suspects(self, damaged: Iterable[Suspect]) -> Removal:
+        """Take out pinned objects whose blocks are damaged; skip those that are taken out already."""
         removal = Removal()
         with self._mutex:
             for row, number in damaged:

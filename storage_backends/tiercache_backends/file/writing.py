@@ -21,7 +21,7 @@ from tiercache.storage.base import SetItem
 from tiercache.storage.checksum import MacKey
 from tiercache.storage.env import Env
 from tiercache_backends.file.catalog import Catalog
-from tiercache_backends.file.claims import Claim, Claims, Removal
+from tiercache_backends.file.claims import Claim, Claims, Removal, Suspect
 from tiercache_backends.file.io_engine import IoEngine
 from tiercache_backends.file.records import MAX_EXTENTS, NO_RECORDS, Extent, Places, Records
 from tiercache_backends.file.runs import IoBatch
@@ -73,8 +73,8 @@ class Remover:
         self.test_blocks(self._state.finish_removal(removal))
         return True
 
-    def remove_damaged(self, damaged: Sequence[tuple[int, int]]) -> int:
-        """Remove damaged objects, given by row and record number; return how many were removed.
+    def remove_damaged(self, damaged: Sequence[Suspect]) -> int:
+        """Remove damaged objects and return their number.
 
         Their blocks are tested when the last reader has finished.
         """
