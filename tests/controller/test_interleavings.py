@@ -328,7 +328,7 @@ def test_a_host_that_holds_one_state_and_nothing_beside_it_lets_everything_throu
     """Less is tried where a wave finds no room, down to one object; what cannot go down keeps nobody else
     waiting.
     """
-    engine = Engine(MemoryBackend(), blocks=3)
+    engine = Engine(MemoryBackend(), blocks=3, states=40)  # no state is evicted before its copy
     for turn in range(4):
         engine.serve([*prompt(turn), 7])
     assert engine.settle()
