@@ -423,7 +423,8 @@ class Admission:
     def _worthwhile_near(self, match: Match) -> int:
         """Return the near depth, or the deepest depth on the device if computing the rest is faster."""
         context, near = self._context, match.near_depth
-        if not near or not context.options.load_or_recompute:
+        is_held = self._pin.node.end == near and Tier.HOST not in self._pin.tiers
+        if not near or is_held or not context.options.load_or_recompute:
             return near
         on_device, _ = near_runs(context, match, near)
         if on_device == near:
