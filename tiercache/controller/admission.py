@@ -21,7 +21,7 @@ import numpy as np
 
 from tiercache.controller.allocation import DeviceFence
 from tiercache.controller.context import ControllerContext
-from tiercache.controller.prefetch import Lookup, Prefetch, Step, near_runs
+from tiercache.controller.prefetch import Lookup, Prefetch, Step
 from tiercache.controller.prefetch_rules import PrefetchPolicy, PrefetchRules
 from tiercache.controller.request_slots import RequestSlots, leading
 from tiercache.controller.restore import DeviceRestore, Sources, count_restore
@@ -426,14 +426,11 @@ class Admission:
         is_held = self._pin.node.end == near and Tier.HOST not in self._pin.tiers
         if not near or is_held or not context.options.load_or_recompute:
             return near
-        on_device, _ = near_runs(context, match, near)
-        if on_device == near:
-            return near
         depth = self._deepest_on_device(match)
-        sizes = {pool: context.host[pool].geometry.nbytes for pool in context.pools}
-        nbytes = sum(
-            sizes[pool] * (near - on_device if pool in context.index.page_pools else 1) for pool in sizes
-        )
+        pages, states = context.index.locations(match, near)
+        absent = {p: int(np.count_nonzero(at.device == ABSENT)) for p, at in pages.items()}
+        absent |= {p: int(one.device == ABSENT) for p, one in states.items()}
+        nbytes = sum(count * context.host[pool].geometry.nbytes for pool, count in absent.items())
         page = context.page_size
         gains = context.speeds.gains(
             depth * page, np.array([near * page]), reads=np.zeros(1, np.int64), loads=np.array([nbytes])

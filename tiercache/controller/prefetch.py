@@ -137,12 +137,12 @@ def look_up(
     if context.in_flight.count("query") >= context.options.max_queries:
         return Lookup(tokens, extra, match, near_tokens, unasked=Reason.BUSY)
     query = StorageQuery(
-        context, tokens[: limit * context.page_size], extra, near_runs(context, match, limit)[1]
+        context, tokens[: limit * context.page_size], extra, _near_runs(context, match, limit)[1]
     )
     return Lookup(tokens, extra, match, near_tokens, query)
 
 
-def near_runs(context: ControllerContext, match: Match, limit: int) -> tuple[int, int]:
+def _near_runs(context: ControllerContext, match: Match, limit: int) -> tuple[int, int]:
     """Return the numbers of pages, from the start, that are on the device, and that are on device or host.
 
     These pages count even if there is no state that makes them restorable.
@@ -320,7 +320,7 @@ class Prefetch:
         if not deepest or not context.options.load_or_recompute:
             return deepest
         near, page = match.near_depth, context.page_size
-        on_device, on_host = near_runs(context, match, self._limit)
+        on_device, on_host = _near_runs(context, match, self._limit)
         sizes = {pool: context.host[pool].geometry.nbytes for pool in context.pools}
         per_page = sum(sizes[pool] for pool in context.index.page_pools)
         state = sum(sizes[pool] for pool in context.index.state_pools)
