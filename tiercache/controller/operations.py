@@ -83,6 +83,8 @@ class PageRun:
     def part(self, start: int, end: int) -> PageRun:
         """Return the objects [start, end) of this run; `end` may lie behind the last."""
         end = min(end, len(self.sources))
+        if not start and end == len(self.sources):
+            return self
         at = self.span
         return PageRun(
             self.pool,
