@@ -171,6 +171,13 @@ def test_nothing_is_scheduled_without_room_or_without_anything_to_do():
     assert plan_prefill(150, 150, 100, RULES) == plan_prefill(0, 0, 1, RULES) == ()
 
 
+def test_a_model_without_states_needs_no_cut_before_its_tail():
+    rules = PrefillRules(16, cuts_tail=False)
+    assert ends(50, 0, 100, rules) == [50]
+    assert ends(50, 0, 32, rules) == [32, 50]
+    assert ends(50, 0, 100, rules, (16,)) == [16, 50]
+
+
 def test_a_chunk_knows_how_many_tokens_it_computes():
     assert Chunk(32, 48).tokens == 16
     assert Chunk(32, 32).tokens == 0
@@ -319,7 +326,11 @@ def walk(prompt: int, start: int, limit: int, rules: PrefillRules, checkpoints: 
         hit = min(prompt - 1, prompt - rules.lookahead)
         usable = stop + (rules.block if rules.drops_block else 0)
         last = stop % rules.block == 0 and usable <= hit < usable + rules.block
-        if stop in checkpoints or last or (start % rules.block and stop % rules.block == 0):
+        if (
+            stop in checkpoints
+            or (last and rules.cuts_tail)
+            or (start % rules.block and stop % rules.block == 0)
+        ):
             return stop
     return at
 
@@ -330,6 +341,7 @@ rules_of = st.builds(
     lookahead=st.integers(0, 30),
     drops_block=st.booleans(),
     advance_inside=st.booleans(),
+    cuts_tail=st.booleans(),
 )
 
 
@@ -384,13 +396,14 @@ def test_a_plan_of_aligned_depths(case: Case):
         == {chunk.end for chunk in plan if chunk.checkpoint}
         <= cuts
     )
-    assert rules.last_boundary(prompt) in cuts or rules.last_boundary(prompt) <= start
+    last = rules.last_boundary(prompt)
+    assert not rules.cuts_tail or last in cuts or last <= start
     for chunk in plan[:-1]:
         assert chunk.private == (chunk.end % rules.block != 0)
     if limit >= rules.block:
         assert not any(chunk.private for chunk in plan)
         for earlier, later in pairwise(plan):
-            needed = earlier.checkpoint or earlier.end == rules.last_boundary(prompt)
+            needed = earlier.checkpoint or (rules.cuts_tail and earlier.end == last)
             assert needed or earlier.tokens + min(rules.block, later.tokens) > limit, (
                 "no cut without a reason"
             )

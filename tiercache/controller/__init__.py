@@ -9,6 +9,7 @@ from tiercache.controller.controller import EngineFactory, HybridCacheController
 from tiercache.controller.prefetch import Lookup
 from tiercache.controller.prefetch_queue import PrefetchTicket
 from tiercache.controller.prefetch_rules import PrefetchPolicy, PrefetchRules
+from tiercache.controller.preview import Preview
 from tiercache.controller.restore import Sources
 from tiercache.threads import IoThreads
 
@@ -26,6 +27,7 @@ __all__ = [
     "PrefetchPolicy",
     "PrefetchRules",
     "PrefetchTicket",
+    "Preview",
     "Sources",
     "Status",
 ]

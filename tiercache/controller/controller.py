@@ -19,6 +19,7 @@ from tiercache.controller.in_flight import InFlight
 from tiercache.controller.prefetch import Lookup, look_up
 from tiercache.controller.prefetch_queue import PrefetchQueue, PrefetchTicket
 from tiercache.controller.prefetch_rules import PrefetchRules
+from tiercache.controller.preview import Preview, preview
 from tiercache.controller.retention import Hints, PrefixPins
 from tiercache.controller.shadows import Shadows
 from tiercache.controller.tier_changes import TierChanges
@@ -193,6 +194,14 @@ class HybridCacheController:
         prompt = _own(tokens)
         self._beliefs.check()
         return look_up(self._context, prompt, extra)
+
+    def preview(self, tokens: Any, extra: bytes = b"") -> Preview:
+        """Return what the index knows of a prompt; ask, reserve and count nothing.
+
+        Raises TokenError as `lookup` does.
+        """
+        self._enter()
+        return preview(self._context, _own(tokens), extra)
 
     def admit(
         self,

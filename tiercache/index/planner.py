@@ -119,6 +119,11 @@ class PrefillRules:
     nothing and waits for a larger limit. vLLM sets `advance_inside` if a block is larger than every chunk
     that its configuration allows.
     """
+    cuts_tail: bool = True
+    """Whether the prefill is also cut at the last boundary that a repeat of the prompt may restore.
+
+    If False, only the limit and the checkpoints cut it. Models without states need no cut there.
+    """
 
     def __post_init__(self) -> None:
         _at_least(1, "the block size", self.block)
@@ -164,7 +169,7 @@ def next_chunk(
       the limit. `PrefillRules.advance_inside` says what happens if there is no such boundary.
     - If one of these depths lies strictly inside the chunk, the chunk ends at the first of them instead:
       - the next boundary, if the chunk starts inside a block (otherwise no state would exist there)
-      - the last boundary that a repeat of the prompt may restore
+      - the last boundary that a repeat of the prompt may restore (with `PrefillRules.cuts_tail`)
       - each of `checkpoints`
 
     `checkpoints` are strictly ascending depths up to the prompt's end, in tokens. They need not be multiples
@@ -218,7 +223,9 @@ def _next(
             end -= end % block
         elif not rules.advance_inside:
             end = start
-    stops = [rules.last_boundary(prompt_tokens), *checkpoints]
+    stops = list(checkpoints)
+    if rules.cuts_tail:
+        stops.append(rules.last_boundary(prompt_tokens))
     if start % block:
         stops.append(boundary)
     end = min((stop for stop in stops if start < stop < end), default=end)

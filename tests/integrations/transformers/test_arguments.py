@@ -95,6 +95,8 @@ def test_sizes_of_every_kind_are_one_size() -> None:
         {"storage": object()},
         {"identity": "me"}, {"identity": b"me"}, {"options": {"restore_deadline": 1}}, {"engine": "cuda"},
         {"stream": 0},
+        {"chunk_limit": 0}, {"chunk_limit": PAGE // 2}, {"chunk_limit": PAGE + 1}, {"chunk_limit": -PAGE},
+        {"chunk_limit": "64"}, {"chunk_limit": float(PAGE)}, {"chunk_limit": True},
         {"model": None}, {"model": 7}, {"model": torch.nn.Linear(2, 2)}, {"model": "/nowhere/at/all"},
         {"model": type("Model", (), {})()},
     ],

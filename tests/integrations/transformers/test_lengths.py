@@ -19,7 +19,8 @@ from tests.integrations.transformers.models import DENSE, PAGE, build, prompt
 from tests.integrations.transformers.serving import AMPLE, joined, store
 from tiercache.core import Reason
 from tiercache.errors import InputError, UnsupportedModelError
-from tiercache.integrations.transformers import ModelRunner, TailMode, load
+from tiercache.index import Chunk
+from tiercache.integrations.transformers import ModelRunner, RequestPlan, TailMode, load
 from tiercache.integrations.transformers.audit import Audit
 from tiercache.integrations.transformers.lengths import named_lengths, positions_of
 from tiercache.integrations.transformers.reach import Explorer
@@ -122,6 +123,17 @@ def test_an_answer_that_crosses_the_switch_can_be_audited(tmp_path: Path) -> Non
             assert generation.anew == SWITCH + 1
             assert (verdict.max_logit_diff, verdict.same_text, verdict.same_bytes) == (0.0, True, True)
         assert generation.restored == (SWITCH - 20) // PAGE * PAGE
+
+
+def test_a_prompt_beyond_the_limit_of_the_model_is_one_chunk(tmp_path: Path) -> None:
+    """A cut below the length at which the rotary embedding changes would mix two of them in one cache."""
+    tokens = prompt(SWITCH + 60, seed=2)
+    with open_worker(roped("longrope"), tmp_path, chunk_limit=2 * PAGE) as worker:
+        plan = worker.plan(tokens)
+        assert plan == RequestPlan(len(tokens), (Chunk(0, len(tokens)),), 0, 0, 0, 0)
+        assert worker.serve(tokens, 1).bounds == (len(tokens),)
+        assert worker.plan(tokens[:SWITCH], 60).pages == SWITCH // PAGE
+        assert len(worker.plan(tokens[:SWITCH]).chunks) == SWITCH // (2 * PAGE)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from tiercache.integrations.transformers.audit import Audit, Verdict
 from tiercache.integrations.transformers.device import PoolTensors, differences
 from tiercache.integrations.transformers.layout import CacheLayout, inspect_cache
 from tiercache.integrations.transformers.lengths import TailMode
+from tiercache.integrations.transformers.plan import RequestPlan
 from tiercache.integrations.transformers.probe import load, probe
 from tiercache.integrations.transformers.request import Generation
 from tiercache.integrations.transformers.runner import ModelRunner
@@ -17,6 +18,7 @@ __all__ = [
     "ModelRunner",
     "PoolTensors",
     "ProbeReport",
+    "RequestPlan",
     "TailMode",
     "Verdict",
     "Worker",

@@ -126,6 +126,7 @@ class Request:
         self._restored_state: dict[tuple[int, str], torch.Tensor] = {}
         self._bounds: list[int] = []
         self._states: list[int] = []
+        self._handed_over: frozenset[int] = frozenset()  # depths at which the prefill hands over a state
         # _exported: the number of tokens whose pages are in the admission's slots
         self._cache, self._exported = self._restore()
         self._restored = self._exported
@@ -138,11 +139,12 @@ class Request:
 
     def run(self, new_tokens: int, stop: frozenset[int]) -> Generation:
         """Compute the prompt and decode up to `new_tokens` tokens; end early after a token in `stop`."""
-        cuts = self._cuts()
+        chunks = self._worker.chunks(len(self._prompt), self._restored, self._checkpoints())
+        self._handed_over = frozenset(chunk.end for chunk in chunks if chunk.checkpoint)
+        self._bounds += [chunk.end for chunk in chunks]
         logits = first = self._runner.prefill(
-            self._cache, self._prompt, self._restored, cuts, self._hand_over
+            self._cache, self._prompt, self._restored, tuple(self._bounds), self._hand_over
         )
-        self._bounds += [*(c for c in cuts if c < len(self._prompt)), len(self._prompt)]
         computed = self._worker.stream.mark()
         self._worker.stream.synchronize()  # without this, only the queueing of the work would be measured
         ttft = time.perf_counter() - self._started
@@ -165,21 +167,21 @@ class Request:
             anew=self._anew,
         )
 
-    def _cuts(self) -> tuple[int, ...]:
-        """Return the depths at which to cut the prefill.
+    def _checkpoints(self) -> tuple[int, ...]:
+        """Return the depths at which the prefill hands over a state.
 
-        If the checkpoint rules ask for more states than there are slots, only the deepest cuts are returned.
+        If the rules ask for more states than there are slots, only the deepest depths are returned.
         """
         if self._admission is None:
             return ()
-        cuts = self._admission.checkpoints
-        more = len(cuts) - CHECKPOINTS
+        depths = self._admission.checkpoints
+        more = len(depths) - CHECKPOINTS
         if more > 0:
             try:
                 self._admission.extend(len(self._prompt), more)
             except PoolFullError:
-                return cuts[more:]
-        return cuts
+                return depths[more:]
+        return depths
 
     def _restore(self) -> tuple[DynamicCache, int]:
         """Return the cache from which to continue, and the number of tokens that it holds."""
@@ -236,9 +238,9 @@ class Request:
     def _hand_over(self, depth: int) -> None:
         """Commit the pages up to a checkpoint that the prefill has reached, and the state at the checkpoint.
 
-        Does nothing if `depth` is not on a page boundary.
+        Does nothing at the end of another chunk.
         """
-        if self._admission is not None and depth % self._runner.page_size == 0:
+        if depth in self._handed_over:
             self._commit(depth, self._snapshot())
 
     def _decode(self, logits: torch.Tensor, new_tokens: int, stop: frozenset[int]) -> None:

@@ -13,16 +13,12 @@ The worker also shows which stream waits for which work on a device that works a
 from __future__ import annotations
 
 import logging
-import operator
 import os
-import sys
 import time
-from collections.abc import Iterable, Mapping
-from pathlib import Path
-from types import UnionType
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, Self
 
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from tiercache.controller import (
     Admission,
@@ -36,6 +32,17 @@ from tiercache.controller.allocation import DeviceFence
 from tiercache.core import PoolName, Reason, TokenArray
 from tiercache.errors import ConfigError, InputError, PoolFullError, TokenError
 from tiercache.geometry import Geometry
+from tiercache.index import Chunk, PrefillRules, plan_prefill
+from tiercache.integrations.transformers.arguments import (
+    chunk_of,
+    count_of,
+    extra_of,
+    model_of,
+    require,
+    size_of,
+    stops_of,
+)
+from tiercache.integrations.transformers.plan import RequestPlan
 from tiercache.integrations.transformers.probe import load
 from tiercache.integrations.transformers.request import (
     CHECKPOINTS,
@@ -44,7 +51,6 @@ from tiercache.integrations.transformers.request import (
     Generation,
     Request,
 )
-from tiercache.integrations.transformers.runner import first_line
 from tiercache.integrations.transformers.stream import TorchStream, stream_of
 from tiercache.integrations.transformers.trial import ProbeReport
 from tiercache.integrations.transformers.watch import Watch, identity_of
@@ -53,7 +59,6 @@ from tiercache.policy import ModelProfile, profile_of
 from tiercache.pools import DevicePool, HostArena, HostPool
 from tiercache.storage.base import StorageBackend
 from tiercache.storage.registry import Spec, open_backend
-from tiercache.text import parse_size
 from tiercache.transfer import TransferEngine, engine_for
 
 _log = logging.getLogger(__name__)
@@ -68,7 +73,9 @@ class Worker:
     memory. `storage` is an open store, the URL of a store, a mapping with its settings, or a list of URLs and
     mappings for a chain of tiers; closing the worker also closes the store. `engine` makes the transfer
     engine that copies between device and host (default: the one for the model's device). `stream` is the
-    stream in which torch queues its work (default: the current stream of that device).
+    stream in which torch queues its work (default: the current stream of that device). `chunk_limit` is the
+    maximum number of tokens of one forward pass of a prefill, a multiple of the page size (default: no
+    limit).
 
     The default identity is a digest of everything that the model computes with (see `Watch`), so that two
     different models never share a cached byte. If hashing large weights takes too long, pass an identity
@@ -93,6 +100,7 @@ class Worker:
         options: ControllerOptions | None = None,
         engine: EngineFactory = engine_for,
         stream: TorchStream | None = None,
+        chunk_limit: int | None = None,
     ) -> None:
         device_size = size_of("device_bytes", device_bytes)
         host_size: int | Literal["auto"] = (
@@ -111,6 +119,8 @@ class Worker:
                 f"engine is of type {type(engine).__name__}; give a function that makes a transfer engine"
             )
         page_size = count_of("page_size", page_size)
+        self.chunk_limit = chunk_of(chunk_limit, page_size)
+        """Maximum number of tokens of one forward pass of a prefill; None for no limit."""
         require("options", options, ControllerOptions, "ControllerOptions of tiercache.controller")
         model = model_of(model)
         self.watch = Watch(model, contents=identity is None)
@@ -196,27 +206,75 @@ class Worker:
         settings have changed since the worker was made.
         """
         count, stops, context = count_of("new_tokens", new_tokens), stops_of(stop), extra_of(extra)
-        prompt = self.runner.checked(tokens)
-        # The last new token is never fed to the model, so it needs no position.
-        fed, positions = len(prompt) + count - 1, self.runner.positions
-        if positions is not None and fed > positions:
-            raise TokenError(
-                f"a prompt of {len(prompt)} tokens and {count} new ones need {fed} positions, and the model"
-                f" has {positions}; shorten the prompt, or ask for fewer"
-            )
+        prompt = self._prompt(tokens, count)
         self.watch.check()
         started = time.perf_counter()
-        if self.limit is not None and len(prompt) > self.limit:
+        if self._exceeds_limit(len(prompt)):
             return Request(self, None, prompt, audit, started, Reason.DISABLED).run(count, stops)
         lookup = self.controller.lookup(prompt, context)
         states = CHECKPOINTS + DECODE_SNAPSHOTS if self.runner.layout.state_geometry else 0
-        admission = self._admit(lookup, min(len(prompt) + count, self.limit or sys.maxsize), states)
+        admission = self._admit(lookup, self._kept(len(prompt) + count), states)
         try:
             return Request(self, admission, prompt, audit, started).run(count, stops)
         finally:
             if admission is not None:
                 self._released = self.stream.fence()
                 self.controller.release(admission, fence=self._released)
+
+    def plan(self, tokens: Any, new_tokens: int = 1, *, extra: bytes = b"") -> RequestPlan:
+        """Return how `serve` would serve a request now, as far as the index knows.
+
+        Storage is not asked, and nothing is reserved or counted. The request restores more than planned if
+        storage has more than the index knows of, and less if something is evicted before, or if computing it
+        is faster (see `ControllerOptions.load_or_recompute`). Raises TokenError and InputError as `serve`
+        does.
+        """
+        count, context = count_of("new_tokens", new_tokens), extra_of(extra)
+        prompt = self._prompt(tokens, count)
+        if self._exceeds_limit(len(prompt)):
+            return RequestPlan(len(prompt), self.chunks(len(prompt)), 0, 0, 0, 0)
+        seen = self.controller.preview(prompt, context)
+        page, state = self.runner.layout.kv_geometry, self.runner.layout.state_geometry
+        pages = -(-self._kept(len(prompt) + count) // self.runner.page_size)
+        states = max(CHECKPOINTS, len(seen.checkpoints)) + DECODE_SNAPSHOTS + (seen.restored > 0)
+        return RequestPlan(
+            len(prompt),
+            self.chunks(len(prompt), seen.restored, seen.checkpoints),
+            pages,
+            states if state else 0,
+            pages * page.nbytes,
+            states * state.nbytes if state else 0,
+        )
+
+    def chunks(
+        self, prompt_tokens: int, restored: int = 0, checkpoints: Sequence[int] = ()
+    ) -> tuple[Chunk, ...]:
+        """Return the chunks of a prefill, which is cut at `checkpoints` and after `chunk_limit` tokens each.
+
+        A prompt longer than `limit` is one chunk, because the model might compute something else with cuts.
+        """
+        most = prompt_tokens if self._exceeds_limit(prompt_tokens) else self.chunk_limit or prompt_tokens
+        rules = PrefillRules(self.runner.page_size, cuts_tail=False)
+        return plan_prefill(prompt_tokens, restored, most, rules, checkpoints)
+
+    def _prompt(self, tokens: Any, new_tokens: int) -> TokenArray:
+        """Return checked tokens. Raises TokenError if the model lacks positions for them and the new ones."""
+        prompt = self.runner.checked(tokens)
+        # The last new token is never fed to the model, so it needs no position.
+        fed, positions = len(prompt) + new_tokens - 1, self.runner.positions
+        if positions is not None and fed > positions:
+            raise TokenError(
+                f"a prompt of {len(prompt)} tokens and {new_tokens} new ones need {fed} positions, and the"
+                f" model has {positions}; shorten the prompt, or ask for fewer"
+            )
+        return prompt
+
+    def _exceeds_limit(self, tokens: int) -> bool:
+        return self._kept(tokens) < tokens
+
+    def _kept(self, tokens: int) -> int:
+        """Return how many of a sequence's tokens the cache may keep (see `limit`)."""
+        return tokens if self.limit is None else min(tokens, self.limit)
 
     def prefetch(self, tokens: Any, *, extra: bytes = b"") -> PrefetchTicket:
         """Begin to bring what storage has of `tokens` to the host (see `HybridCacheController.prefetch`).
@@ -327,80 +385,3 @@ def split_device_bytes(device_bytes: int, geometries: Mapping[PoolName, Geometry
             f" {least * state + 2 * page}"
         )
     return pages, states
-
-
-def size_of(name: str, value: Any) -> int:
-    """Return the bytes of a size such as 4294967296, "4GiB" or a NumPy integer.
-
-    Raises ConfigError, naming the argument, for anything else.
-    """
-    try:
-        return parse_size(value if isinstance(value, str | bool) else operator.index(value))
-    except (ConfigError, TypeError) as error:
-        raise ConfigError(f"{name} is {value!r}; give a number of bytes, or a size such as 4GiB") from error
-
-
-def require(name: str, value: object, kind: type | UnionType, wanted: str) -> None:
-    """Raise InputError, which says what is `wanted`, unless `value` is None or of type `kind`."""
-    if value is not None and not isinstance(value, kind):
-        raise InputError(f"{name} is of type {type(value).__name__}; give {wanted}")
-
-
-def model_of(model: Any) -> PreTrainedModel:
-    """Return the model, loaded first if `model` is a local directory.
-
-    Raises ConfigError for a directory without a model that can be loaded, and InputError for anything else.
-    """
-    if isinstance(model, PreTrainedModel):
-        return model
-    if not isinstance(model, str | os.PathLike):
-        raise InputError(
-            "a model is a PreTrainedModel of transformers or a directory with one, not of type"
-            f" {type(model).__name__}"
-        )
-    if not Path(model, "config.json").is_file():
-        raise ConfigError(
-            f"{os.fspath(model)} holds no config.json; pass a directory that save_pretrained or a download"
-            " made"
-        )
-    try:
-        loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            model, local_files_only=True, use_safetensors=True
-        )
-    except Exception as error:  # the exception depends on the file that the loader cannot read
-        raise ConfigError(
-            f"{os.fspath(model)} holds no causal language model that can be loaded: {first_line(error)}"
-        ) from error
-    return loaded
-
-
-def count_of(name: str, value: Any) -> int:
-    """Return a number of tokens. Raises InputError unless it is a Python or NumPy integer of at least 1."""
-    try:
-        count = operator.index(value)
-    except TypeError:
-        count = 0
-    if count < 1 or isinstance(value, bool):
-        raise InputError(f"{name} is {value!r}; give an integer, at least one")
-    return count
-
-
-def stops_of(value: Any) -> frozenset[int]:
-    """Return stop tokens, given as one id or several. Raises InputError for anything else."""
-    try:
-        return frozenset(map(operator.index, value if isinstance(value, Iterable) else (value,)))
-    except TypeError as error:
-        raise InputError(f"stop is {value!r}; give token ids, as integers") from error
-
-
-def extra_of(value: Any) -> bytes:
-    """Return, as bytes, the extra data on which the cache of a request depends.
-
-    Raises InputError for anything but bytes.
-    """
-    if not isinstance(value, bytes | bytearray | memoryview):
-        raise InputError(
-            f"extra is {value!r}; give bytes, for example from sequence_extra of tiercache.keys, or encode"
-            " text by .encode()"
-        )
-    return bytes(value)
