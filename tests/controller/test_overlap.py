@@ -312,3 +312,57 @@ def test_any_copy_to_the_device_may_hang(nth, end):
     engine.check()
     assert all(pool.available == pool.capacity for pool in engine.pools.values())
     assert engine.context.index.holds_only([])
+
+
+def test_pages_loaded_ahead_make_room_when_the_rest_fails():
+    """The device has seven slots, which the request needs. Copies fail when five of them are filled."""
+    broken = threading.Event()
+
+    def copier(*columns):
+        if broken.is_set():
+            raise OSError("a bad device")
+        copy_segments(*columns)
+
+    store = filled(Gated(), LONG)
+    engine = Engine(
+        store,
+        pages=7,
+        blocks=64,
+        options=options(read_threads=8),
+        engine=lambda d, h: CopyEngine(d, h, copier=copier),
+    )
+    gate = shut(store, 6)
+    admission = ask(engine, LONG, states=1)
+    until(engine, lambda: admission.poll() and on_device(engine, LONG) == 5)
+    broken.set()
+    gate.set()
+    assert engine.restore(admission, as_tokens(LONG)) == 0
+    assert admission.reason is Reason.IO_ERROR
+    engine.compute(admission, as_tokens(LONG), 0, 6 * P)
+    engine.controller.commit(admission, as_tokens(LONG))
+    engine.verify(admission, as_tokens(LONG), 6)
+    wind_up(engine, admission)
+
+
+def test_a_near_depth_that_made_room_on_the_host_does_not_keep_its_slots():
+    """The device has seven slots: three pages of the prompt, and four that the request reserves. The state
+    behind these pages is on the host alone, and leaves it for the deeper restore, which is then given up.
+    """
+    store = filled(Gated(), FIRST, LONG)
+    engine = Engine(store, pages=7, states=2, blocks=6, options=options(read_threads=8, in_flight_share=1.0))
+    first = ask(engine, FIRST)
+    assert engine.restore(first, FIRST) == 3 * P
+    engine.controller.release(first)
+    engine.settle()
+    engine.controller.release(ask(engine, [1], states=1))
+    gates = [shut(store, depth) for depth in (4, 5, 6)]
+    admission = ask(engine, LONG, states=1)
+    assert admission.slots.unused(KV) == 4
+    until(engine, lambda: admission.poll() and fetching(admission))
+    assert admission.start().depth == 0
+    engine.compute(admission, as_tokens(LONG), 0, 6 * P)
+    engine.controller.commit(admission, as_tokens(LONG))
+    engine.verify(admission, as_tokens(LONG), 6)
+    for gate in gates:
+        gate.set()
+    wind_up(engine, admission)

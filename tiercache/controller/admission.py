@@ -14,7 +14,6 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -170,8 +169,9 @@ class Admission:
 
         After a layer has failed, the admission is PENDING until the load of that layer has landed. Then it is
         READY at a depth whose objects are all on the device, or FAILED. In this last step, `poll` raises
-        PoolFullError, with nothing changed, if there are too few slots to compute the lost pages again. The
-        caller polls again when other requests have released slots, or releases this admission.
+        PoolFullError if there are too few slots to compute the lost pages again. So does the end of a wait,
+        if other requests use pages that this one has loaded for a depth that was not reached. The caller
+        polls again when other requests have released slots, or releases this admission.
         """
         self._require_open()
         self._context.drain()
@@ -271,7 +271,7 @@ class Admission:
             self.sequence = tokens.copy()
         # A shorter commit must not release deeper pages that are in the slot table.
         if inserted.depth >= self._pinned_depth:
-            self._hold(inserted.node, inserted.depth, fence)
+            self._hold(inserted.node, inserted.depth, Tier.DEVICE, fence=fence)
 
     def close(self, fence: DeviceFence | None = None) -> None:
         """Once the device has passed `fence`, release the pins, and the slots that only this request uses.
@@ -320,14 +320,14 @@ class Admission:
             else self._context.index.extend_path(self.lookup.tokens, depth, self.lookup.extra)
         )
 
-    def _hold(self, node: Node, depth: int, fence: DeviceFence | None = None) -> None:
-        """Pin pages [0, depth) on the device, and release the earlier pin.
+    def _hold(self, node: Node, depth: int, *tiers: Tier, fence: DeviceFence | None = None) -> None:
+        """Pin pages [0, depth) in `tiers`, of which the device is one, and release the earlier pin.
 
         `node` covers page `depth` - 1. The earlier pin is released once the device has passed `fence`. Until
         then, the device may be reading the state on the earlier path, which only the earlier pin protects.
         """
-        if self._pin.node is not node or Tier.HOST in self._pin.tiers:
-            before, self._pin = self._pin, self._context.index.pin(node, Tier.DEVICE)
+        if self._pin.node is not node or self._pin.tiers != {*tiers}:
+            before, self._pin = self._pin, self._context.index.pin(node, *tiers)
             self._context.device_work.retire({}, fence, [before])
         self._pinned_depth = depth
 
@@ -417,7 +417,7 @@ class Admission:
         pages, _ = self._context.index.locations(node, node.end)
         if Tier.HOST not in self._pin.tiers or not all((at.device >= 0).all() for at in pages.values()):
             return False
-        self._hold(node, node.end)
+        self._hold(node, node.end, Tier.DEVICE)
         return True
 
     def _worthwhile_near(self, match: Match) -> int:
@@ -462,27 +462,29 @@ class Admission:
     def _freeze(self, match: Match, depth: int) -> None:
         """Settle on `depth`, make the slot table and start the loads.
 
-        Raises PoolFullError, with nothing changed, for lack of slots.
+        Raises PoolFullError for lack of slots; nothing has changed then, except that pages behind `depth` may
+        be evicted.
         """
         node = self._node_ending(match, depth)
-        # The node is pinned meanwhile. Without this pin, making room could evict the node, and the release of
-        # the earlier pin in `_hold` could merge the node into another one.
-        with nullcontext() if node is self._pin.node else self._context.index.pinned(node, Tier.DEVICE):
-            located = self._context.index.locations(node, depth)
-            need = self.slots.build_slot_table(located)
-            self._depth = depth
-            self._restore.begin(node, depth, located, need)
-            self._restore.note_fences()
-            self.status = Status.FAILED if self.reason is not Reason.NONE and not depth else Status.READY
-            self.checkpoint_kinds = self._context.index.plan_checkpoints(match, self.lookup.tokens, depth)
-            self.origin = self._context.index.touch(match, self.lookup.tokens)
-            if self.origin.expected:
-                self._context.metrics.increment("hints_total", "honoured")
-            if not self._frozen:
-                self._frozen = True
-                self.slots.keep_states()
-                self._count(match, located)
-            self._hold(node, depth)
+        # What is behind the depth is let go first, because its slots may be needed.
+        if node is not self._pin.node:
+            self._hold(node, depth, Tier.DEVICE, Tier.HOST)
+        located = self._context.index.locations(node, depth)
+        need = self.slots.build_slot_table(located)
+        match = self._match()
+        self._depth = depth
+        self._restore.begin(node, depth, located, need)
+        self._restore.note_fences()
+        self.status = Status.FAILED if self.reason is not Reason.NONE and not depth else Status.READY
+        self.checkpoint_kinds = self._context.index.plan_checkpoints(match, self.lookup.tokens, depth)
+        self.origin = self._context.index.touch(match, self.lookup.tokens)
+        if self.origin.expected:
+            self._context.metrics.increment("hints_total", "honoured")
+        if not self._frozen:
+            self._frozen = True
+            self.slots.keep_states()
+            self._count(match, located)
+        self._hold(node, depth, Tier.DEVICE)
 
     def _count(self, match: Match, located: PathLocations) -> None:
         """Count the restore in the metrics: the tiers it read from, and why storage did not give more."""
