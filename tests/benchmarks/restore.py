@@ -9,13 +9,15 @@ daemon on loopback; each serves a `file` store.
 
     restore   whole: from `lookup` until every layer is in its device slots
               legs:  `get` (the store's batch_get_v2 in one call), `load` (host to device),
-                     `raw` (the bytes of `get` without a store)
+                     `raw` (the bytes of `get` without a store),
+                     `both` (a `get` and a `load` of other bytes at the same time: what the cores can do)
     write     whole: from `commit` until storage has acknowledged every object; nothing is synced
-              legs:  `copy` (device to host), `set` (the store's batch_set_v2 in one call)
+              legs:  `copy` (device to host), `set` (the store's batch_set_v2 in one call), `both` as above
 
 The sides of a row take turns on the same memory, and every byte that came back is compared. `ratio` is the
-time of the slower leg (of a write: of `set`) in that of the whole, and `raw_ratio` is the same with `raw` for
-`get`. Figures are medians; `cpu_ms` is the processor time of this process, without that of a daemon.
+time of the slower leg (of a write: of `set`) in that of the whole; `raw_ratio` is the same with `raw` for
+`get`, and `both_ratio` with `both`. Figures are medians; `cpu_ms` is the processor time of this process,
+without that of a daemon.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -205,6 +208,25 @@ class Bed:
             self._device[pool].free(slots)
         self.give_host(n)
 
+    def begin_both(self) -> None:
+        """Prepare a load of one set of host objects, and take another set for a read."""
+        self.begin_load()
+        self._loaded = self.handles
+        self.take_host()
+
+    def both(self, n: int) -> None:
+        """Read the prompt into one set of host objects while another set is copied to device slots."""
+        reading = Thread(target=self.get, args=(n,))
+        reading.start()
+        self._context.engine.load(self._units(self._loaded, self._slots)).wait()
+        reading.join()
+
+    def end_both(self, n: int) -> None:
+        """Compare what was read and loaded, and give everything back."""
+        self.give_host()
+        self.handles = self._loaded
+        self.end_load(n)
+
     # A write: all of it, and its legs.
 
     def begin_write(self, _: int) -> None:
@@ -250,6 +272,26 @@ class Bed:
     def set(self, _: int) -> None:
         """Write host objects to the store."""
         self._expect(self._storage.batch_set_v2(self._transfers()), Outcome.STORED)
+
+    def begin_both_writes(self) -> None:
+        """Keep the filled host objects for a set, and take another set of them for a copy."""
+        self._filled_handles = self.handles
+        self.take_host()
+
+    def both_writes(self, n: int) -> None:
+        """Write one set of host objects to the store while the prompt is copied to another set."""
+        units = self._units(self._table(self._states), self.handles)
+        self.handles, self._copied = self._filled_handles, self.handles
+        setting = Thread(target=self.set, args=(n,))
+        setting.start()
+        self._context.engine.store(units).wait()
+        setting.join()
+
+    def end_both_writes(self, n: int) -> None:
+        """Compare what was copied and what the store has, and end the request."""
+        self.give_host()
+        self.handles = self._copied
+        self.end_set(n)
 
     def end_copy(self, n: int) -> None:
         """Compare what was copied, and end the request."""
@@ -331,8 +373,14 @@ def restores(bed: Bed, files: Path, rounds: int, *, cold: bool, raw: Side | None
         prepare_get(n)
         bed.begin_load()
 
+    def prepare_both(n: int) -> None:
+        prepare_get(n)
+        bed.begin_both()
+        (drop if cold else warm)(files)
+
     sides = [
         Side("whole", bed.restore, prepare, bed.end_restore),
+        Side("both", bed.both, prepare_both, bed.end_both),
         Side("get", bed.get, prepare_get, bed.give_host),
         Side("load", bed.load, prepare_load, bed.end_load),
     ]
@@ -352,9 +400,14 @@ def writes(bed: Bed, rounds: int) -> dict[str, Time]:
         prepare_copy(n)
         bed.copy(n)
 
+    def prepare_both(n: int) -> None:
+        prepare_set(n)
+        bed.begin_both_writes()
+
     return measure(
         [
             Side("whole", bed.write, bed.begin_write, bed.end_write),
+            Side("both", bed.both_writes, prepare_both, bed.end_both_writes),
             Side("copy", bed.copy, prepare_copy, bed.end_copy),
             Side("set", bed.set, prepare_set, bed.end_set),
         ],
@@ -454,6 +507,8 @@ def row_of(
         "cpu_ms": {name: round(each.cpu * 1e3, 1) for name, each in times.items()},
         "ratio": round(limit / wall["whole"], 2), "target": TARGETS[what],
     }  # fmt: skip
+    if "both" in wall:
+        row["both_ratio"] = round(wall["both"] / wall["whole"], 2)
     if "raw" in wall:
         row["raw_ratio"] = round(max(wall["raw"], wall["load"]) / wall["whole"], 2)
     return row
@@ -461,8 +516,8 @@ def row_of(
 
 def table(rows: Sequence[Mapping[str, object]]) -> Iterator[str]:
     """Yield the lines of a table of all rows."""
-    yield "| | tokens | MiB | whole | legs | ratio | raw ratio | target |"
-    yield "|---|---|---|---|---|---|---|---|"
+    yield "| | tokens | MiB | whole | legs | ratio | raw ratio | both ratio | target |"
+    yield "|---|---|---|---|---|---|---|---|---|"
     for row in rows:
         times = row["ms"]
         assert isinstance(times, dict)
@@ -470,7 +525,7 @@ def table(rows: Sequence[Mapping[str, object]]) -> Iterator[str]:
         yield (
             f"| {str(row['benchmark']).partition('.')[2]} {row['store']} | {row['tokens']} | {row['mib']} |"
             f" {times['whole']:.0f} ms, {row['gb_s']} GB/s | {legs} | {row['ratio']} |"
-            f" {row.get('raw_ratio', '-')} | {row['target']} |"
+            f" {row.get('raw_ratio', '-')} | {row.get('both_ratio', '-')} | {row['target']} |"
         )
 
 

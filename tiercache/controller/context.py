@@ -88,12 +88,12 @@ class ControllerOptions:
     """
     close_deadline: float = 10.0
     """Time that `close` may wait for operations to end."""
-    piece_bytes: int = 8 << 20
-    """Approximate number of bytes of one piece of a restore from storage, and of a commit's first piece.
+    piece_bytes: int = 32 << 20
+    """Approximate number of bytes of one piece of a restore from storage.
 
     The reads of a restore are cut into pieces. A piece that lies verified on the host is copied to the device
-    while the next pieces are read. A smaller amount is copied together with the rest. In the other direction,
-    a piece that has reached the host is written to storage while the next pieces are copied.
+    while the next pieces are read. A smaller amount is copied together with the rest. Each piece costs
+    hand-overs between threads: with 8 MiB, a restore of 265 MiB on two cores takes a tenth longer.
     """
     load_or_recompute: bool = True
     """Whether tokens are computed that would take longer to restore, by the speeds measured so far.
@@ -164,7 +164,7 @@ class ControllerOptions:
         if self.piece_bytes < 1:
             raise ConfigError(
                 f"piece_bytes={self.piece_bytes} is not possible; use a positive number of bytes, such as"
-                f" {8 << 20}"
+                f" {32 << 20}"
             )
         if self.belief_checks < 0:
             raise ConfigError(

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from tiercache.controller.context import ControllerContext
     from tiercache.controller.operations import PageRun
 
+_FIRST_BYTES: Final = 8 << 20
+"""Size in bytes of the first piece of a commit, or `piece_bytes` of the options if that is less."""
 _MAX_BYTES: Final = 32 << 20
 """Size in bytes up to which pieces grow."""
 
@@ -54,11 +56,11 @@ def cut_pieces(
 ) -> list[Piece]:
     """Return the pieces of one write, in the order of the path. There is one at least.
 
-    `held` are runs that are on the host already. The first piece of a commit has `piece_bytes` of the
-    options, so that storage begins early. Each further piece is twice as large, up to `_MAX_BYTES`, because a
+    `held` are runs that are on the host already. The first piece of a commit has `_FIRST_BYTES`, so that
+    storage begins early. Each further piece is twice as large, up to `_MAX_BYTES`, because a
     piece costs a call of the transfer engine, and one of the store if that waits for it.
     """
-    chain.piece_bytes = chain.piece_bytes or context.options.piece_bytes
+    chain.piece_bytes = chain.piece_bytes or min(_FIRST_BYTES, context.options.piece_bytes)
     # A state comes after the page on which it ends.
     order = sorted(
         [*((run, True) for run in copied), *((run, False) for run in held)],
