@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.controller.harness import MAMBA, Engine, P, prompt
-from tests.controller.test_interleavings import Gated, ask, evict, wind_up
+from tests.controller.harness import KV, MAMBA, Engine, P, prompt
+from tests.controller.test_interleavings import Gated, ask, evict, until, wind_up
+from tests.controller.test_machine import Fence
 from tests.controller.test_prefetch import Clock
-from tiercache.controller import ControllerOptions, Status
+from tiercache.controller import ControllerOptions, Status, speeds
 from tiercache.controller.speeds import ENOUGH_S, HALF_LIFE_S, Speed, Speeds
 from tiercache.core import Reason, Tier
 from tiercache.errors import InputError
@@ -126,6 +127,33 @@ def test_loads_that_wait_for_each_other_are_not_counted_twice():
         clock.now += 1.0
         speeds.note_load(MIB, begun)
     assert speeds.gains(0, column(1000), column(0), column(MIB))[0] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_load_that_waited_for_the_device_is_not_measured(monkeypatch):
+    """The work that still uses its slots goes on for ten seconds."""
+    monkeypatch.setattr(speeds, "LEAST_BYTES", 1)
+    engine, clock = filled()
+    assert engine.serve(FIRST) == 3 * P
+    engine.controller.evict(Tier.DEVICE)
+    fence = Fence()
+    engine.context.device_work.note(fence, [(KV, np.arange(engine.pools[KV].capacity))])
+    admission = ask(engine, FIRST)
+    assert admission.poll().depth == 3 * P
+    clock.now += 10.0
+    fence.open()
+    until(engine, lambda: not engine.context.in_flight.operations)
+    engine.controller.note_prefill(0, 4096, 0.1)
+    assert engine.context.speeds.gains(0, column(1000), column(0), column(MIB)) is None
+    engine.verify(admission, FIRST, 3)
+    wind_up(engine, admission)
+
+
+def test_a_prefill_of_no_flops_says_nothing():
+    """At this depth, the float64 of both ends is the same."""
+    engine, _ = filled()
+    engine.context.speeds.note_read(MIB, 10.0)
+    engine.controller.note_prefill(2**62, 2**62 + 1, 1.0)
+    assert engine.serve(FIRST) == 3 * P
 
 
 @given(st.lists(st.tuples(st.floats(1.0, 1e12), st.floats(1e-6, 100.0), st.floats(0.0, 100.0)), min_size=1))

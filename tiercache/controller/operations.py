@@ -191,6 +191,7 @@ class Load(Operation):
         self._give_back = give_back
         self._reserve()
         after = context.device_work.fences((p.pool, p.destinations) for p in runs)
+        self._waits = bool(after)
         self._begun = context.clock()
         try:
             self.ticket: LayerTicket = context.engine.load([p.units() for p in runs], after=after)
@@ -201,9 +202,10 @@ class Load(Operation):
         self.ticket.add_done_callback(self._background_done)
 
     def _background_done(self, ticket: LayerTicket) -> None:
-        if ticket.error is None:
-            nbytes = sum(len(run.sources) * self._context.host[run.pool].geometry.nbytes for run in self.runs)
-            self._context.speeds.note_load(nbytes, self._begun)
+        # A load that has waited for other requests' work on the device says nothing of the speed of copies.
+        runs = () if self._waits or ticket.error else self.runs
+        nbytes = sum(len(run.sources) * self._context.host[run.pool].geometry.nbytes for run in runs)
+        self._context.speeds.note_load(nbytes, self._begun)
         self._context.events.post(self._land)
 
     def _land(self) -> None:

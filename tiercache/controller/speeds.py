@@ -41,8 +41,11 @@ class Speed:
         self._amount = self._seconds = self._at = 0.0
 
     def add(self, amount: float, seconds: float) -> None:
-        """Add the measurement of `amount` in `seconds`. A measurement without a duration says nothing."""
-        if not seconds > 0.0:
+        """Add the measurement of `amount` in `seconds`.
+
+        A measurement without a duration, or without a finite amount, says nothing.
+        """
+        if not (seconds > 0.0 and 0.0 < amount < math.inf):
             return
         with self._lock:
             self._decay()
@@ -86,7 +89,10 @@ class Speeds:
             self._reads.add(nbytes, seconds)
 
     def note_load(self, nbytes: int, begun: float) -> None:
-        """Record that a load of `nbytes`, begun at clock time `begun`, is over now."""
+        """Record that a load of `nbytes`, begun at clock time `begun`, is over now.
+
+        With 0 bytes, the load is not measured.
+        """
         # Loads are served one after the other, so a load that was begun early has waited for the one before.
         now = self._clock()
         if nbytes >= LEAST_BYTES:
