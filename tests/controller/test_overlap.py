@@ -7,12 +7,14 @@ import pytest
 from tiercache_backends.memory import MemoryBackend
 from tiercache_kernels.reference import copy_segments
 
-from tests.controller.harness import KV, MAMBA, Engine, P, prompt
+from tests.controller.harness import KV, MAMBA, PAGES, STATES, Engine, P, prompt
 from tests.controller.test_interleavings import Gated, ask, evict, failing, fetching, shut, until, wind_up
 from tests.controller.test_machine import Flaky
 from tests.controller.test_prefetch import Clock
 from tiercache.controller import ControllerOptions, Status
+from tiercache.controller.operations import Fetch
 from tiercache.core import Outcome, Reason, Tier, as_tokens
+from tiercache.errors import PoolFullError
 from tiercache.transfer import CopyEngine
 
 FIRST = [*prompt(1, 2, 3), 5]
@@ -365,4 +367,27 @@ def test_a_near_depth_that_made_room_on_the_host_does_not_keep_its_slots():
     engine.verify(admission, as_tokens(LONG), 6)
     for gate in gates:
         gate.set()
+    wind_up(engine, admission)
+
+
+def test_the_slot_of_a_state_whose_load_ahead_failed_stays_with_its_request(monkeypatch):
+    """The state is loaded again when the depth is frozen, and the device has no other slot for it."""
+    monkeypatch.setattr(Fetch, "part", 1)
+    store, armed = filled(Gated(), LONG), [True]
+    engine = Engine(
+        store,
+        states=2,
+        blocks=64,
+        options=ControllerOptions(
+            restore_deadline=20.0, read_threads=8, piece_bytes=5 * PAGES.nbytes + STATES.nbytes
+        ),
+        engine=failing(armed),
+    )
+    gate = shut(store, 5)
+    admission = ask(engine, LONG, states=1)
+    until(engine, lambda: admission.poll() and not armed and not engine.context.in_flight.count("load"))
+    with pytest.raises(PoolFullError):
+        ask(engine, [1])
+    gate.set()
+    assert engine.restore(admission, LONG) == 6 * P
     wind_up(engine, admission)

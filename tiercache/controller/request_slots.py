@@ -128,11 +128,13 @@ class RequestSlots:
     def take_back(self, pool: PoolName, slots: Locations) -> None:
         """Take slots back from the index, because the load that should fill them has failed.
 
-        Page slots are kept, so that pages can be computed into them. State slots are freed, because no state
-        is loaded a second time. After `close`, all slots are freed.
+        Page slots are kept, so that pages can be computed into them. State slots are kept until there is a
+        table, and freed after that, because no state is loaded again then. After `close`, all are freed.
         """
         if self._open and pool in self._unused:
             self._unused[pool] = np.concatenate([self._unused[pool], slots])
+        elif self._open and not self._has_table:
+            self._spare[pool] += slots.tolist()
         else:
             self._context.allocator.free_device(pool, slots)
 
