@@ -20,9 +20,10 @@ import numpy as np
 
 from tiercache.controller.allocation import DeviceFence
 from tiercache.controller.context import ControllerContext
+from tiercache.controller.depths import deepest_on_device, near_depth
 from tiercache.controller.prefetch import Lookup, Prefetch, Step
 from tiercache.controller.prefetch_rules import PrefetchPolicy, PrefetchRules
-from tiercache.controller.request_slots import RequestSlots, leading
+from tiercache.controller.request_slots import RequestSlots
 from tiercache.controller.restore import DeviceRestore, Sources, count_restore
 from tiercache.core import ABSENT, Locations, PoolName, Reason, Tier, TokenArray, reusable_pages
 from tiercache.errors import AdmissionError, InputError, PoolFullError
@@ -398,7 +399,8 @@ class Admission:
         slots cannot be evicted; if they are needed, the admission stays PENDING until the loads have landed.
         """
         match = self._match()
-        depth = self._worthwhile_near(match)
+        is_held = self._pin.node.end == match.near_depth and Tier.HOST not in self._pin.tiers
+        depth = match.near_depth if is_held else near_depth(self._context, match)
         self._leaves_host = depth < match.near_depth
         if self._leaves_host and self.reason is Reason.NONE:
             self.reason = Reason.NOT_WORTH
@@ -419,23 +421,6 @@ class Admission:
             return False
         self._hold(node, node.end, Tier.DEVICE)
         return True
-
-    def _worthwhile_near(self, match: Match) -> int:
-        """Return the near depth, or the deepest depth on the device if computing the rest is faster."""
-        context, near = self._context, match.near_depth
-        is_held = self._pin.node.end == near and Tier.HOST not in self._pin.tiers
-        if not near or is_held or not context.options.load_or_recompute:
-            return near
-        depth = self._deepest_on_device(match)
-        pages, states = context.index.locations(match, near)
-        absent = {p: int(np.count_nonzero(at.device == ABSENT)) for p, at in pages.items()}
-        absent |= {p: int(one.device == ABSENT) for p, one in states.items()}
-        nbytes = sum(count * context.host[pool].geometry.nbytes for pool, count in absent.items())
-        page = context.page_size
-        gains = context.speeds.gains(
-            depth * page, np.array([near * page]), reads=np.zeros(1, np.int64), loads=np.array([nbytes])
-        )
-        return near if gains is None or gains[0] > 0 else depth
 
     def _load_ahead(self, *, everything: bool = False) -> None:
         """Begin to load to the device what has landed on the host since the last call.
@@ -532,19 +517,4 @@ class Admission:
             return
         self._fail(Reason.IO_ERROR)
         match = self._match()
-        self._freeze(match, self._deepest_on_device(match))
-
-    def _deepest_on_device(self, match: Match) -> int:
-        """Return the deepest restorable depth, in pages, of which every page and state is on the device."""
-        index = self._context.index
-        near = index.node_at(match, match.near_depth)
-        run = min(leading(at.device >= 0) for at in index.locations(near, match.near_depth).pages.values())
-        if not index.state_pools:
-            return run
-        for depth in sorted(match.restorable, reverse=True):
-            if depth > run:
-                continue
-            states = index.locations(near, depth).states
-            if all(state.device >= 0 for state in states.values()):
-                return depth
-        return 0
+        self._freeze(match, deepest_on_device(self._context.index, match))

@@ -13,9 +13,9 @@ import numpy as np
 
 from tiercache.controller.beliefs import forget_missing
 from tiercache.controller.context import ControllerContext
+from tiercache.controller.depths import best_depth, near_runs
 from tiercache.controller.in_flight import InFlight
 from tiercache.controller.operations import Fetch, PageRun, gather_runs
-from tiercache.controller.request_slots import leading
 from tiercache.controller.store_calls import StoreCall
 from tiercache.core import (
     ABSENT,
@@ -137,20 +137,9 @@ def look_up(
     if context.in_flight.count("query") >= context.options.max_queries:
         return Lookup(tokens, extra, match, near_tokens, unasked=Reason.BUSY)
     query = StorageQuery(
-        context, tokens[: limit * context.page_size], extra, _near_runs(context, match, limit)[1]
+        context, tokens[: limit * context.page_size], extra, near_runs(context, match, limit)[1]
     )
     return Lookup(tokens, extra, match, near_tokens, query)
-
-
-def _near_runs(context: ControllerContext, match: Match, limit: int) -> tuple[int, int]:
-    """Return the numbers of pages, from the start, that are on the device, and that are on device or host.
-
-    These pages count even if there is no state that makes them restorable.
-    """
-    pages, _ = context.index.locations(match, min(match.path_depth, limit))
-    on_device = np.logical_and.reduce([at.device >= 0 for at in pages.values()])
-    present = np.logical_and.reduce([(at.device >= 0) | (at.host >= 0) for at in pages.values()])
-    return leading(on_device), leading(present)
 
 
 _MAX_ROUNDS: Final = 8
@@ -300,7 +289,7 @@ class Prefetch:
         This is the deepest one, unless computing its last tokens is faster. Returns 0 if there is none, or if
         it adds too few tokens to be worth a fetch.
         """
-        depth = self._best(match, self._restorable(match))
+        depth = best_depth(self._context, match, self._restorable(match), self._limit)
         # The gain is what the whole fetch adds to the near depth at lookup. Each wave that has landed raises
         # the present near depth. Compared with the present near depth, the last waves would look too small
         # to be worth a fetch.
@@ -312,29 +301,6 @@ class Prefetch:
     def is_gain_too_small(self, match: Match) -> bool:
         """Return whether storage could restore more tokens, but those are not worth a fetch."""
         return max(self._restorable(match), default=0) > self.worthwhile_depth(match)
-
-    def _best(self, match: Match, depths: Collection[int]) -> int:
-        """Return which of these depths saves most time beside the near depth; 0 if none saves any."""
-        context = self._context
-        deepest = max(depths, default=0)
-        if not deepest or not context.options.load_or_recompute:
-            return deepest
-        near, page = match.near_depth, context.page_size
-        on_device, on_host = _near_runs(context, match, self._limit)
-        sizes = {pool: context.host[pool].geometry.nbytes for pool in context.pools}
-        per_page = sum(sizes[pool] for pool in context.index.page_pools)
-        state = sum(sizes[pool] for pool in context.index.state_pools)
-        at = np.array(sorted(depths, reverse=True))
-        gains = context.speeds.gains(
-            near * page,
-            at * page,
-            reads=np.maximum(at - on_host, 0) * per_page + state,
-            loads=np.maximum(at - on_device, 0) * per_page + state,
-            load_before=max(0, near - on_device) * per_page,
-        )
-        if gains is None:
-            return deepest
-        return int(at[gains.argmax()]) if gains.max() > 0 else 0
 
     def _restorable(self, match: Match) -> Collection[int]:
         """Return the depths, in pages, that storage may restore beyond the near depth."""
