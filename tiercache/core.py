@@ -53,6 +53,11 @@ def pending(location: Locations) -> Locations:
     return -2 - location
 
 
+def leading(flags: Mask) -> int:
+    """Return the number of set flags before the first flag that is not set."""
+    return len(flags) if flags.all() else int(flags.argmin())
+
+
 class PoolName(enum.StrEnum):
     """Name of a cache kind.
 

@@ -124,7 +124,8 @@ def test_pieces_that_arrive_while_the_store_is_busy_share_a_call():
     store.go_on.set()
     assert engine.settle()
     first = len(store.batches[0])
-    assert store.pools == [[KV] * first, [KV] * (6 - first), [MAMBA]]
+    # On a busy machine, all pages may arrive before the first call begins.
+    assert store.pools == [[KV] * first, *([[KV] * (6 - first)] if first < 6 else []), [MAMBA]]
     check_restored(engine)
 
 

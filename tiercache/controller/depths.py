@@ -10,8 +10,7 @@ from collections.abc import Collection
 import numpy as np
 
 from tiercache.controller.context import ControllerContext
-from tiercache.controller.request_slots import leading
-from tiercache.core import ABSENT
+from tiercache.core import ABSENT, leading
 from tiercache.index import HybridIndex, Match
 
 

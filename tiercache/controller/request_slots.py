@@ -9,7 +9,7 @@ import numpy as np
 
 from tiercache.controller.allocation import DeviceFence
 from tiercache.controller.context import ControllerContext
-from tiercache.core import ABSENT, Locations, Mask, PoolName, pending
+from tiercache.core import ABSENT, Locations, Mask, PoolName, leading, pending
 from tiercache.errors import PoolFullError, SlotError
 from tiercache.index import Inserted, PathLocations
 
@@ -244,8 +244,3 @@ class RequestSlots:
         """
         self._open = False
         return self.private()
-
-
-def leading(flags: Mask) -> int:
-    """Return the number of set flags before the first flag that is not set."""
-    return len(flags) if flags.all() else int(flags.argmin())
