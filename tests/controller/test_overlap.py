@@ -36,6 +36,17 @@ def filled(store, *prompts):
     return store
 
 
+def all_is_free(engine):
+    """Everything lands and is evicted; then nobody holds anything."""
+    engine.settle()
+    engine.check()
+    evict(engine)
+    engine.check()
+    assert engine.arena.available == engine.arena.blocks
+    assert all(pool.available == pool.capacity for pool in engine.pools.values())
+    assert engine.context.index.holds_only([])
+
+
 def on_device(engine, tokens, pool=KV):
     """How many pages of the prompt the device has, and how many are on their way to it."""
     index = engine.context.index
@@ -81,12 +92,7 @@ def test_any_piece_that_is_not_read_leaves_the_depth_below(fault, nth):
     store.gets = [fault, *[None] * nth]
     depth = engine.serve(LONG)
     assert depth in (0, 3 * P), "the depths that have a state"
-    engine.settle()
-    engine.check()
-    evict(engine)
-    engine.check()
-    assert engine.context.index.holds_only([])
-    assert all(pool.available == pool.capacity for pool in engine.pools.values())
+    all_is_free(engine)
 
 
 @pytest.mark.parametrize("nth", range(1, 30, 2))
@@ -107,10 +113,7 @@ def test_any_layer_of_any_piece_may_fail(nth):
     engine.check()
     evict(engine)
     assert engine.serve(LONG) == 6 * P
-    engine.settle()
-    evict(engine)
-    engine.check()
-    assert engine.context.index.holds_only([])
+    all_is_free(engine)
 
 
 @pytest.mark.parametrize("landed", range(6))
@@ -136,11 +139,7 @@ def test_an_end_behind_any_piece_leaks_nothing(landed, end):
     engine.check()
     for gate in gates:
         gate.set()
-    engine.settle()
-    engine.check()
-    evict(engine)
-    assert all(pool.available == pool.capacity for pool in engine.pools.values())
-    assert engine.context.index.holds_only([])
+    all_is_free(engine)
 
 
 def test_pages_of_a_depth_that_was_not_reached_do_not_keep_the_slots():
@@ -206,11 +205,7 @@ def test_a_prompt_larger_than_the_host_is_restored_through_it():
     assert 6 * blocks[KV] + blocks[MAMBA] > 5
     assert engine.serve(LONG) == 6 * P
     assert engine.metrics.value("restored_objects_total", "storage", "kv") == 6
-    engine.settle()
-    engine.check()
-    evict(engine)
-    assert engine.arena.available == engine.arena.blocks
-    assert engine.context.index.holds_only([])
+    all_is_free(engine)
 
 
 def test_a_host_too_small_for_the_deepest_restore_takes_the_next():
@@ -274,13 +269,8 @@ def test_any_piece_whose_read_hangs_leaves_the_depth_below(depth, near):
     engine.check()
     engine.controller.release(admission)
     gate.set()
-    engine.settle()
     until(engine, lambda: not any(engine.context.in_flight.quarantined.values()))
-    engine.check()
-    evict(engine)
-    assert engine.arena.available == engine.arena.blocks
-    assert all(pool.available == pool.capacity for pool in engine.pools.values())
-    assert engine.context.index.holds_only([])
+    all_is_free(engine)
 
 
 @pytest.mark.parametrize("nth", range(1, 9))
@@ -309,11 +299,7 @@ def test_any_copy_to_the_device_may_hang(nth, end):
     engine.controller.release(admission)
     engine.check()
     gate.set()
-    engine.settle()
-    evict(engine)
-    engine.check()
-    assert all(pool.available == pool.capacity for pool in engine.pools.values())
-    assert engine.context.index.holds_only([])
+    all_is_free(engine)
 
 
 def test_pages_loaded_ahead_make_room_when_the_rest_fails():
