@@ -16,15 +16,41 @@ from tiercache.wire import attachment
 from tiercache.wire.v1 import attach_pb2 as pb
 
 
+def opened(path: Path) -> Attachments:
+    bounds = Budgets(*(Budget(1 << 30) for _ in range(5)))
+    attachments = Attachments(
+        Access(daemon_settings("unix"), MemoryBackend(), bounds), max_clients=4, max_bytes=1 << 30
+    )
+    attachments.listen(str(path), 0o600)
+    return attachments
+
+
+def test_a_client_that_arrives_while_the_daemon_ends_is_let_go(tmp_path: Path) -> None:
+    """The connection is accepted, and the daemon ends before it has served a step of it."""
+
+    async def scenario(turns: int) -> None:
+        attachments = opened(tmp_path / f"{turns}.sock")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
+            client.connect(str(tmp_path / f"{turns}.sock"))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            await asyncio.wait_for(attachments.close(), 30)
+            client.settimeout(10)
+            try:
+                while client.recv(1 << 10):
+                    pass
+            except ConnectionResetError:
+                pass  # the connection was never accepted
+
+    for turns in range(6):
+        asyncio.run(scenario(turns))
+
+
 def test_the_end_is_not_told_before_everything_has_landed_not_even_when_the_daemon_ends(
     tmp_path: Path,
 ) -> None:
     async def scenario() -> None:
-        bounds = Budgets(*(Budget(1 << 30) for _ in range(5)))
-        attachments = Attachments(
-            Access(daemon_settings("unix"), MemoryBackend(), bounds), max_clients=4, max_bytes=1 << 30
-        )
-        attachments.listen(str(tmp_path / "attach.sock"), 0o600)
+        attachments = opened(tmp_path / "attach.sock")
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
             await asyncio.to_thread(client.connect, str(tmp_path / "attach.sock"))
             greeting, _ = await asyncio.to_thread(attachment.receive, client, pb.Session)

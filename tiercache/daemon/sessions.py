@@ -13,6 +13,7 @@ import os
 import socket
 from asyncio import CancelledError, Event, Task, get_running_loop
 from contextlib import suppress
+from functools import partial
 from typing import Final
 
 from tiercache.daemon.access import Access
@@ -94,7 +95,12 @@ class Attachments:
         connection.setblocking(False)
         task = get_running_loop().create_task(self._serve(connection))
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(partial(self._end, connection))
+
+    def _end(self, connection: socket.socket, task: Task[None]) -> None:
+        # Not in `_serve`: a task that is cancelled before its first step runs nothing of it.
+        connection.close()
+        self._tasks.discard(task)
 
     def _resume(self) -> None:
         if self._listener is not None:
@@ -158,7 +164,6 @@ class Attachments:
                         await asyncio.shield(unused)
                 session.end()
                 del self._sessions[session.token]
-            connection.close()
 
     async def _converse(self, connection: socket.socket, session: AttachSession) -> None:
         while True:
