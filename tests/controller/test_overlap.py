@@ -14,7 +14,7 @@ from tests.controller.test_prefetch import Clock
 from tiercache.controller import ControllerOptions, Status
 from tiercache.controller.operations import Fetch
 from tiercache.core import Outcome, Reason, Tier, as_tokens
-from tiercache.errors import PoolFullError
+from tiercache.errors import ConfigError, PoolFullError
 from tiercache.transfer import CopyEngine
 
 FIRST = [*prompt(1, 2, 3), 5]
@@ -71,12 +71,15 @@ def test_what_has_landed_is_on_the_device_before_the_last_page_is_read():
     wind_up(engine, admission)
 
 
-def test_less_than_a_piece_is_loaded_with_the_rest():
+def test_less_than_a_piece_is_loaded_with_the_rest(monkeypatch):
+    monkeypatch.setattr(Fetch, "part", 1)
     store = filled(Gated(), LONG)
-    engine = Engine(store, blocks=64, options=ControllerOptions(restore_deadline=20.0))
+    engine = Engine(store, blocks=64, options=ControllerOptions(restore_deadline=20.0, read_threads=8))
     gate = shut(store, 6)
     admission = ask(engine, LONG, states=2)
-    until(engine, lambda: admission.poll() and fetching(admission))
+    until(engine, lambda: admission.poll() and engine.metrics.value("storage_gets_total", "kv", "hit") == 5)
+    admission.poll()
+    assert not engine.context.in_flight.count("load")
     assert on_device(engine, LONG) == 0
     gate.set()
     assert engine.restore(admission, LONG) == 6 * P
@@ -240,7 +243,7 @@ def test_a_prompt_larger_than_the_host_whose_loads_fail_is_computed():
 
 
 def test_a_piece_of_no_bytes_is_refused():
-    with pytest.raises(Exception, match="piece_bytes=0 is not possible"):
+    with pytest.raises(ConfigError, match="piece_bytes=0 is not possible"):
         ControllerOptions(piece_bytes=0)
 
 

@@ -131,13 +131,19 @@ def hanging():
     store.release()
 
 
+def about_to_hang(store, sets):
+    """An engine that has kept everything on the host, over a store that hangs after `sets` more sets."""
+    engine = kept_back(store, storage_deadline=1.0)
+    serve(engine)
+    store.at = sets
+    return engine
+
+
 @pytest.mark.parametrize("sets", [0, 3])
 @pytest.mark.parametrize("patience", [0.3, 4.0])
 def test_a_flush_in_whose_middle_the_store_hangs_says_what_is_not_stored(hanging, caplog, sets, patience):
     """The flush gives up after its own time, or when the deadline of the call has passed."""
-    engine = kept_back(hanging, storage_deadline=1.0)
-    serve(engine)
-    hanging.at = sets
+    engine = about_to_hang(hanging, sets)
     assert not engine.controller.flush(patience)
     assert hanging.hangs
     # The pages of the unit in which the store hangs may be stored; the call has not said so.
@@ -153,9 +159,7 @@ def test_a_flush_in_whose_middle_the_store_hangs_says_what_is_not_stored(hanging
 @pytest.mark.parametrize("sets", [0, 3])
 @pytest.mark.parametrize("patience", [0.3, 4.0])
 def test_a_close_in_whose_middle_the_store_hangs_says_what_is_not_stored(hanging, caplog, sets, patience):
-    engine = kept_back(hanging, storage_deadline=1.0)
-    serve(engine)
-    hanging.at = sets
+    engine = about_to_hang(hanging, sets)
     assert not engine.controller.close(patience)
     # The pages of the unit in which the store hangs may be stored; the call has not said so.
     assert unwritten(hanging.inner) <= logged(caplog) <= unwritten(hanging.inner) + PAGES

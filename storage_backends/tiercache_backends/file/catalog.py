@@ -119,7 +119,7 @@ class Catalog:
             raise self._os_error(error) from error
         try:
             self._length = FileLength(env, self._file, self._lmdb)
-        except BaseException:
+        except BaseException:  # whatever it is, the environment does not stay open, and it is raised again
             self._lmdb.close()
             raise
         try:
@@ -129,7 +129,7 @@ class Catalog:
             self._page_bytes: int = self._lmdb.stat()["psize"]
             self._load_facts()
             self._reserve()
-        except BaseException as error:
+        except BaseException as error:  # whatever it is, no file stays open, and it is raised again
             self._close_files()
             if isinstance(error, lmdb.Error):
                 raise self._os_error(error) from error
@@ -181,7 +181,7 @@ class Catalog:
                 try:
                     txn.put(_MARK, self._next.to_bytes(8), db=self._extents)
                     self._env.commit(txn)
-                except BaseException:
+                except BaseException:  # whatever it is, LMDB's writer is free again, and it is raised again
                     txn.abort()
                     raise
             except lmdb.Error as error:
@@ -375,7 +375,7 @@ class Catalog:
             for namespace in self._unsaved:
                 txn.put(namespace, self._known.packed(namespace), db=self._names)
             pages = self._used_pages(txn)
-        except BaseException:
+        except BaseException:  # whatever it is, LMDB's writer is free again, and it is raised again
             txn.abort()
             raise
         try:
