@@ -242,6 +242,30 @@ def test_a_prompt_larger_than_the_host_whose_loads_fail_is_computed():
     engine.check()
 
 
+def test_a_state_loaded_for_a_deeper_depth_takes_no_slot_of_the_caller(monkeypatch):
+    """The device has three states: one to restore, and two for the caller. The deepest state is loaded ahead,
+    and then page 5 turns out to be lost.
+    """
+    monkeypatch.setattr(Fetch, "part", 1)
+    store = filled(Gated(), FIRST, LONG)
+    engine = Engine(store, states=3, blocks=64, options=options(read_threads=1))
+    gate = shut(store, 4)  # read behind the state
+    store.lose(store.page(5))
+    admission = ask(engine, LONG, states=2)
+
+    def is_state_on_device():
+        index = engine.context.index
+        match = index.match(as_tokens(LONG))
+        return match.path_depth >= 6 and index.locations(match, 6).states[MAMBA].device >= 0
+
+    until(engine, lambda: admission.poll() and is_state_on_device())
+    gate.set()
+    assert engine.restore(admission, LONG) == 3 * P
+    for _ in range(2):
+        admission.take_states()
+    wind_up(engine, admission)
+
+
 def test_a_piece_of_no_bytes_is_refused():
     with pytest.raises(ConfigError, match="piece_bytes=0 is not possible"):
         ControllerOptions(piece_bytes=0)

@@ -50,7 +50,8 @@ def test_what_storage_would_bring_too_slowly_is_computed():
     assert engine.metrics.total("restore_failures_total") == 0, "nothing has failed"
     engine.settle()
     evict(engine)
-    clock.now += 10 * HALF_LIFE_S
+    clock.now += 4 * HALF_LIFE_S
+    engine.controller.note_prefill(0, 4096, 0.1)
     assert engine.serve(FIRST) == 3 * P, "an old measurement says nothing of storage now"
 
 
