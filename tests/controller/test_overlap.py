@@ -291,6 +291,9 @@ def test_any_piece_whose_read_hangs_leaves_the_depth_below(depth, near):
     gate = shut(store, depth)
     admission = ask(engine, LONG, states=2)
     until(engine, lambda: admission.poll() and fetching(admission) and on_device(engine, LONG) == 5)
+    reading = engine.context.reads
+    # private: no public call tells that a read has begun; at depth 6 a page and a state are read
+    until(engine, lambda: len(reading._running) == (2 if depth == 6 else 1))
     clock.now += 6.0
     assert engine.restore(admission, LONG) == near
     engine.check()
