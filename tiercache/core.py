@@ -206,7 +206,7 @@ class ObjectMeta:
     """Page key of the object's parent; None if the caller does not know it.
 
     The parent of a page is the page before it. The parent of a state is the page on which the state ends. So
-    a state and its parent have the same page key.
+    a state and its parent have the same page key. A state of a model that keeps no pages has no parent.
     """
     depth: int | None = None
     """Pages from the sequence's start to the object's end; None if the caller does not know it."""
@@ -273,7 +273,8 @@ class PoolTransferResult:
 
     Example: the KV of pages [0, 4) is stored, and states are stored at depths 2, 3 and 6. Then `kv_run_pages`
     is 4, `extra_pool_hit_pages` is 3 for the states, `restorable_prefix_pages` is (2, 3), and `kv_hit_pages`
-    is 3.
+    is 3. Without a page pool and with the same states, of 8 pages, `kv_run_pages` is 8, and depth 6 is
+    restorable as well.
     """
 
     kv_hit_pages: int
@@ -283,7 +284,7 @@ class PoolTransferResult:
     restorable_prefix_pages: tuple[int, ...]
     """All depths at which every pool can be restored, ascending, not necessarily adjacent."""
     kv_run_pages: int
-    """Number of leading pages whose KV is stored."""
+    """Number of leading pages whose KV is stored; without a page pool, the number of all pages."""
     reason: Reason = Reason.NONE
     """Why the store could not be asked; NONE if it was asked.
 
@@ -337,25 +338,31 @@ def check_trailing(trailing: Any, pool: object) -> None:
 
 
 def restorable_prefixes(
-    presence: Mapping[PoolName, PoolPresence], anchor: PoolName = PoolName.KV
+    presence: Mapping[PoolName, PoolPresence], anchor: PoolName | None = PoolName.KV
 ) -> PoolTransferResult:
     """Combine what every pool holds into the depths at which *all* of them can be restored.
 
     The *run* is the number of leading pages that the anchor has without a gap. The answer names a depth from
-    1 to the run if every pool restores this depth under its own hit policy. The caller passes `present`
-    arrays of equal length, and marks the pages that it already has as present. Raises InputError for arrays
-    of different lengths, a missing anchor, or a bad `trailing`.
+    1 to the run if every pool restores this depth under its own hit policy. Without an anchor (None), as for
+    a model that keeps states alone, the run is the whole sequence. The caller passes `present` arrays of
+    equal length, and marks the pages that it already has as present. Raises InputError for arrays of
+    different lengths, a missing anchor, no pool, or a bad `trailing`.
     """
-    if anchor not in presence:
+    if not presence:
+        raise InputError("no pool was given, so nothing could be restored; name one pool at least")
+    if anchor is not None and anchor not in presence:
         raise InputError(f"pool {anchor} is missing; its leading run bounds every depth")
+    first = next(iter(presence)) if anchor is None else anchor
     for name, pool in presence.items():
         check_trailing(pool.trailing, name)
-        if len(pool.present) != len(presence[anchor].present):
+        if len(pool.present) != len(presence[first].present):
             raise InputError(
-                f"pool {name} covers {len(pool.present)} pages and {anchor} {len(presence[anchor].present)};"
+                f"pool {name} covers {len(pool.present)} pages and {first} {len(presence[first].present)};"
                 " all cover the same"
             )
-    run = int(np.logical_and.accumulate(presence[anchor].present).sum())
+    run = len(presence[first].present)
+    if anchor is not None:
+        run = int(np.logical_and.accumulate(presence[anchor].present).sum())
     agreed = np.ones(run, np.bool_)
     extra: dict[PoolName, int] = {}
     for name, pool in presence.items():

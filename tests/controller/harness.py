@@ -39,7 +39,7 @@ def content(tokens, segment) -> torch.Tensor:
 class Engine:
     """Serves prompts through a controller.
 
-    `hybrid` False leaves the states out. Thread safety: one owner thread.
+    `hybrid` False leaves the states out, `kv` False the pages. Thread safety: one owner thread.
     """
 
     opened: ClassVar[list[HybridCacheController]] = []
@@ -53,15 +53,20 @@ class Engine:
         states=8,
         blocks=32,
         hybrid=True,
+        kv=True,
         clock=None,
         options=None,
         engine=None,
         identity=IDENTITY,
         shard=None,
     ):
-        self.hybrid = hybrid
-        self.tensors = {KV: {(s.layer, s.name): torch.zeros(pages * P, *s.shape[1:]) for s in PAGES.segments}}
-        geometries = {KV: PAGES}
+        self.hybrid, self.kv = hybrid, kv
+        self.tensors, geometries = {}, {}
+        if kv:
+            self.tensors[KV] = {
+                (s.layer, s.name): torch.zeros(pages * P, *s.shape[1:]) for s in PAGES.segments
+            }
+            geometries[KV] = PAGES
         if hybrid:
             geometries[MAMBA] = STATES
             self.tensors[MAMBA] = {
@@ -140,7 +145,7 @@ class Engine:
 
     def compute(self, admission, tokens, start, end):
         """Write what the model computes for full pages of tokens [start, end)."""
-        for page in range(start // P, end // P):
+        for page in range(start // P, end // P) if self.kv else ():
             slot = int(admission.pages[KV][page])
             for segment in PAGES.segments:
                 rows = self.tensors[KV][segment.layer, segment.name][slot * P : (slot + 1) * P]
@@ -155,7 +160,7 @@ class Engine:
 
     def verify(self, admission, tokens, pages):
         """Every page of the table holds what its tokens say."""
-        for page in range(pages):
+        for page in range(pages) if self.kv else ():
             slot = int(admission.pages[KV][page])
             for segment in PAGES.segments:
                 rows = self.tensors[KV][segment.layer, segment.name][slot * P : (slot + 1) * P]
@@ -188,7 +193,7 @@ class Engine:
     def restart(self, url, **kwargs):
         """Another process, as far as the cache can tell."""
         self.controller.close()
-        return Engine(open_backend(url), hybrid=self.hybrid, **kwargs)
+        return Engine(open_backend(url), hybrid=self.hybrid, kv=self.kv, **kwargs)
 
 
 def evict_checked(engine, *tiers):

@@ -13,7 +13,7 @@ import torch
 
 from tests.controller.harness import IDENTITY, KV, MAMBA, PAGES, STATES, Engine, P, prompt
 from tiercache.controller import ControllerOptions, HybridCacheController, Status
-from tiercache.core import Tier
+from tiercache.core import PoolName, Tier
 from tiercache.errors import (
     AdmissionError,
     ClosedError,
@@ -104,10 +104,31 @@ def test_an_identity_with_another_page_size_than_the_pools():
         HybridCacheController(Identity("test", "1", "float32", "float32", "float32", 2 * P), pools, arena)
 
 
-def test_pools_without_pages():
-    pools, arena = parts({MAMBA: STATES})
-    with pytest.raises(GeometryError, match="no page pool named kv"):
+def test_no_pool_at_all():
+    with pytest.raises(GeometryError, match="no pool is registered"):
+        HybridCacheController(IDENTITY, {}, parts({KV: PAGES})[1])
+
+
+def test_pages_without_kv():
+    side = replace(PAGES, pool=PoolName.INDEXER)
+    pools, arena = parts({PoolName.INDEXER: side, MAMBA: STATES})
+    with pytest.raises(GeometryError, match=r"page pools \(indexer\), and none is named kv"):
         HybridCacheController(IDENTITY, pools, arena)
+
+
+def test_pages_for_states_alone():
+    engine = Engine(kv=False)
+    admission = engine.controller.admit(engine.controller.lookup(prompt(1, 2)), states=2)
+    admission.start()
+    before = engine.pools[MAMBA].available
+    for pages in ({KV: np.arange(2)}, {MAMBA: np.arange(2)}):
+        with pytest.raises(SlotError, match="none, only states; leave"):
+            engine.controller.commit(admission, prompt(1, 2), pages=pages)
+    assert engine.pools[MAMBA].available == before
+    engine.check()
+    with pytest.raises(InputError, match="this index has only states"):
+        engine.context.index.insert(np.arange(8, dtype=np.uint64), {KV: np.arange(2)})
+    engine.check()
 
 
 def test_a_pool_under_the_name_of_another():
@@ -287,9 +308,11 @@ def test_pages_that_are_not_the_admissions(engine, running):
     admission, tokens = running
     table = admission.pages[KV].copy()
     table[-1] += 1
-    for pages in ({KV: table}, {KV: table[:1]}, {MAMBA: table}):
+    for pages in ({KV: table}, {KV: table[:1]}):
         with pytest.raises(SlotError, match="its own table"):
             engine.controller.commit(admission, tokens, pages=pages)
+    with pytest.raises(SlotError, match="the page pools of this controller are kv; leave mamba out"):
+        engine.controller.commit(admission, tokens, pages={MAMBA: table})
     engine.controller.commit(admission, tokens, pages=admission.pages)
 
 

@@ -131,14 +131,15 @@ class Open:
 
 class Lives(RuleBasedStateMachine):
     @initialize(
-        hybrid=st.booleans(),
+        pools=st.sampled_from(["pages", "both", "states"]),
         blocks=st.sampled_from([3, 12, 80]),
         file=st.sampled_from([True, False, False]),
         write=st.sampled_from([WRITE_THROUGH, WRITE_BACK]),
         piece=st.sampled_from([1, 8 << 20]),
     )
-    def begin(self, hybrid, blocks, file, write, piece):
-        self.hybrid, self.blocks, self.write, self.piece = hybrid, blocks, write, piece
+    def begin(self, pools, blocks, file, write, piece):
+        self.hybrid, self.kv = pools != "pages", pools != "states"
+        self.blocks, self.write, self.piece = blocks, write, piece
         self.directory = tempfile.mkdtemp() if file else None
         self.medium = None if file else MemoryBackend()
         self.failing_copies = []
@@ -158,6 +159,7 @@ class Lives(RuleBasedStateMachine):
             states=14,
             blocks=self.blocks,
             hybrid=self.hybrid,
+            kv=self.kv,
             clock=lambda: time.monotonic() + self.now,
             options=ControllerOptions(
                 restore_deadline=20.0,
@@ -317,7 +319,7 @@ class Lives(RuleBasedStateMachine):
         context = self.engine.context
         # private: no public call says which nodes are pinned for a time
         ends = {pin.node for pin in self.controller._pins.pins}
-        pages = sum(node.pages for node in {node for end in ends for node in end.path()})
+        pages = sum(node.pages for node in {node for end in ends for node in end.path()}) * self.kv
         assert pages <= context.arena.blocks // 2
         unit = context.arena.block_bytes
         assert pages * unit <= self.engine.metrics.value("pinned_bytes") <= context.arena.blocks // 2 * unit

@@ -9,10 +9,11 @@ from tiercache.core import HitPolicy, PoolName, PoolPresence, restorable_prefixe
 from tiercache.errors import InputError
 
 
-def brute_force(presence):
-    anchor = presence[PoolName.KV].present
+def brute_force(presence, anchor=PoolName.KV):
     run = 0
-    while run < len(anchor) and anchor[run]:
+    if anchor is None:
+        run = len(next(iter(presence.values())).present)
+    while anchor and run < len(presence[anchor].present) and presence[anchor].present[run]:
         run += 1
 
     def allows(pool, p):
@@ -23,17 +24,18 @@ def brute_force(presence):
     alone = {
         n: max((p for p in range(1, run + 1) if allows(pool, p)), default=0)
         for n, pool in presence.items()
-        if n is not PoolName.KV
+        if n is not anchor
     }
     return run, everyone, alone
 
 
 @st.composite
-def presences(draw):
+def presences(draw, anchored=True):
     pages = draw(st.integers(0, 12))
-    names = draw(st.sets(st.sampled_from([PoolName.MAMBA, PoolName.SWA, PoolName.INDEXER])))
+    others = st.sampled_from([PoolName.MAMBA, PoolName.SWA, PoolName.INDEXER])
+    names = draw(st.sets(others, min_size=0 if anchored else 1))
     bits = st.lists(st.booleans(), min_size=pages, max_size=pages)
-    drawn = {PoolName.KV: PoolPresence(HitPolicy.ALL_PAGES, np.array(draw(bits), bool))}
+    drawn = {PoolName.KV: PoolPresence(HitPolicy.ALL_PAGES, np.array(draw(bits), bool))} if anchored else {}
     for name in names:
         drawn[name] = PoolPresence(
             draw(st.sampled_from(HitPolicy)), np.array(draw(bits), bool), draw(st.integers(1, 14))
@@ -49,6 +51,20 @@ def test_equals_the_brute_force(presence):
     assert list(result.restorable_prefix_pages) == everyone
     assert result.kv_hit_pages == max(everyone, default=0)
     assert result.extra_pool_hit_pages == alone
+
+
+@given(presences(anchored=False))
+def test_without_an_anchor_the_whole_sequence_is_the_run(presence):
+    run, everyone, alone = brute_force(presence, None)
+    result = restorable_prefixes(presence, None)
+    assert (result.kv_run_pages, list(result.restorable_prefix_pages)) == (run, everyone)
+    assert result.extra_pool_hit_pages == alone
+
+
+def test_no_pool_at_all():
+    for anchor in (PoolName.KV, None):
+        with pytest.raises(InputError, match="no pool was given"):
+            restorable_prefixes({}, anchor)
 
 
 def test_worked_example():

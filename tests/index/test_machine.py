@@ -110,6 +110,8 @@ class IndexMachine(RuleBasedStateMachine):
         answer = self.index.insert(tokens_of(path, tail=1), given, states, extra)
         assert answer.depth == len(path)
         assert path_of(answer.node)[: len(path)] == path
+        if not self.page_pools:  # the pages behind the deepest state stay for as long as a pin is on them
+            self.index.prune(answer.node)
         for pool in self.page_pools:
             self._check_inserted(
                 answer.pages[pool], given[pool], [self.model.page(at, pool) for at in prefixes]
@@ -413,6 +415,16 @@ class OneStateMachine(IndexMachine):
     state_pools = (MAMBA,)
 
 
+class StatesAloneMachine(IndexMachine):
+    page_pools = ()
+    state_pools = (MAMBA, SWA)
+
+
+class OneStateAloneMachine(IndexMachine):
+    page_pools = ()
+    state_pools = (MAMBA,)
+
+
 limits = settings(
     max_examples=example_count(40),
     stateful_step_count=40,
@@ -425,3 +437,7 @@ TestStateless = StatelessMachine.TestCase
 TestStateless.settings = limits
 TestOneState = OneStateMachine.TestCase
 TestOneState.settings = limits
+TestStatesAlone = StatesAloneMachine.TestCase
+TestStatesAlone.settings = limits
+TestOneStateAlone = OneStateAloneMachine.TestCase
+TestOneStateAlone.settings = limits

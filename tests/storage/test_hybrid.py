@@ -232,6 +232,27 @@ def test_a_pool_of_states_is_told_to_the_store() -> None:
     )
 
 
+def test_states_alone_need_no_pages() -> None:
+    hybrid, backend = storage(state_pool())
+    assert backend.namespaces() == [RECORD], "no KV is useless without them"
+    assert hybrid.batch_set_v2([replace(states(1, 4), depths=[2, 5])]) == {MAMBA: [Outcome.STORED] * 2}
+    assert [(i.meta.parent, i.meta.depth) for i in backend.sets] == [(None, 2), (None, 5)]
+    for prefix in (0, 3):
+        result = hybrid.batch_exists_v2(
+            pages(*range(prefix, 6)), [ASK_STATES], StorageExtra(pages(*range(prefix)))
+        )
+        assert (result.restorable_prefix_pages, result.kv_run_pages) == ((2, 5), 6)
+    assert backend.exists_calls == 2
+    windows = PoolTransfer(MAMBA, hit_policy=HitPolicy.TRAILING_PAGES, trailing=2)
+    assert hybrid.batch_exists_v2(pages(0, 1, 4), [windows]).restorable_prefix_pages == (3,)
+    with pytest.raises(InputError, match="pool kv is not registered"):
+        hybrid.batch_set_v2([kv(1)])
+    hybrid.register_pool(kv_pool())
+    assert backend.namespaces() == [replace(RECORD, states=True)]
+    hybrid.batch_set_v2([states(7)])
+    assert backend.sets[-1].meta.parent == page_key(7)
+
+
 def test_pages_go_first_and_states_over_failed_pages_are_held_back() -> None:
     hybrid, backend = storage(kv_pool(), state_pool())
     backend.failing = {(KV, page_key(2))}

@@ -595,7 +595,7 @@ class HybridCacheController:
 
     def _check_tokens(self, admission: Admission, tokens: TokenArray) -> None:
         admission.check_sequence(tokens)
-        covered = min((len(t) for t in admission.pages.values()), default=0)
+        covered = admission.slots.pages
         if len(tokens) // self.page_size > covered:
             raise SlotError(
                 f"{len(tokens)} tokens fill more than the {covered} pages of this admission; extend it before"
@@ -619,7 +619,12 @@ def _own(tokens: Any) -> TokenArray:
 def _check_pages(admission: Admission, pages: Mapping[PoolName, Locations] | None, full: int) -> None:
     for pool, slots in (pages or {}).items():
         expected = admission.pages.get(pool)
-        if expected is None or len(slots) < full or not np.array_equal(expected[:full], slots[:full]):
+        if expected is None:
+            raise SlotError(
+                f"slots came for pages of pool {pool}, and the page pools of this controller are"
+                f" {', '.join(admission.pages) or 'none, only states'}; leave {pool} out of `pages`"
+            )
+        if len(slots) < full or not np.array_equal(expected[:full], slots[:full]):
             raise SlotError(
                 f"the slots given for pool {pool} are not this admission's; commit the slots of its own table"
             )
@@ -628,10 +633,15 @@ def _check_pages(admission: Admission, pages: Mapping[PoolName, Locations] | Non
 def _split_pools(
     identity: Identity, pools: Mapping[PoolName, DevicePool]
 ) -> tuple[list[PoolName], list[PoolName]]:
-    """Return the page pools and the state pools among `pools`.
+    """Return the page pools and the state pools among `pools`; there may be no page pool.
 
     Raises GeometryError for a pool that the index cannot serve.
     """
+    if not pools:
+        raise GeometryError(
+            "no pool is registered, so there is nothing to keep; pass the device pool of the KV pages, of the"
+            " states, or of both"
+        )
     kinds: dict[HitPolicy, list[PoolName]] = {HitPolicy.ALL_PAGES: [], HitPolicy.TRAILING_PAGES: []}
     for name, pool in pools.items():
         geometry = pool.geometry
@@ -650,6 +660,9 @@ def _split_pools(
                 " and single states"
             )
         kinds[geometry.hit_policy].append(name)
-    if PoolName.KV not in kinds[HitPolicy.ALL_PAGES]:
-        raise GeometryError("there is no page pool named kv; a hit is anchored on KV pages")
+    if kinds[HitPolicy.ALL_PAGES] and PoolName.KV not in kinds[HitPolicy.ALL_PAGES]:
+        raise GeometryError(
+            f"there are page pools ({', '.join(kinds[HitPolicy.ALL_PAGES])}), and none is named kv; a hit is"
+            " anchored on KV pages, or on the tokens alone where there are only states"
+        )
     return kinds[HitPolicy.ALL_PAGES], kinds[HitPolicy.TRAILING_PAGES]

@@ -17,18 +17,22 @@ from tiercache.index import HybridIndex, Match
 def near_runs(context: ControllerContext, match: Match, limit: int) -> tuple[int, int]:
     """Return the numbers of pages, from the start, that are on the device, and that are on device or host.
 
-    At most `limit` pages are counted. They count even if there is no state that makes them restorable.
+    At most `limit` pages are counted. They count even if there is no state that makes them restorable, and
+    even if there are no page pools.
     """
-    pages, _ = context.index.locations(match, min(match.path_depth, limit))
-    on_device = np.logical_and.reduce([at.device >= 0 for at in pages.values()])
-    present = np.logical_and.reduce([(at.device >= 0) | (at.host >= 0) for at in pages.values()])
+    most = min(match.path_depth, limit)
+    pages, _ = context.index.locations(match, most)
+    known = np.ones(most, np.bool_)
+    on_device = np.logical_and.reduce([known, *(at.device >= 0 for at in pages.values())])
+    present = np.logical_and.reduce([known, *((at.device >= 0) | (at.host >= 0) for at in pages.values())])
     return leading(on_device), leading(present)
 
 
 def deepest_on_device(index: HybridIndex, match: Match) -> int:
     """Return the deepest restorable depth of which every page and state is on the device."""
     near = index.node_at(match, match.near_depth)
-    run = min(leading(at.device >= 0) for at in index.locations(near, match.near_depth).pages.values())
+    pages = index.locations(near, match.near_depth).pages
+    run = min((leading(at.device >= 0) for at in pages.values()), default=match.near_depth)
     if not index.state_pools:
         return run
     for depth in sorted(match.restorable, reverse=True):

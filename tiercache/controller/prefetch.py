@@ -61,7 +61,7 @@ class StorageQuery:
         self._near_pages = near_pages
         """Number of pages, from the start, that are not asked for because they are near."""
         assert context.storage is not None
-        probe = partial(context.storage.probe, context.index.page_pools[0], bytes(KEY_BYTES), read=False)
+        probe = partial(context.storage.probe, context.pools[0], bytes(KEY_BYTES), read=False)
         context.in_flight.begin(self)
         context.queries.submit(
             StoreCall(

@@ -60,6 +60,11 @@ class RequestSlots:
         self._handed_out: dict[PoolName, set[int]] = {p: set() for p in context.index.state_pools}
         """State slots that the engine has taken and that are not committed yet."""
 
+    @property
+    def pages(self) -> int:
+        """Number of pages that the admission covers; without page pools they take no slots."""
+        return self._total
+
     def unused(self, pool: PoolName) -> int:
         """Return how many slots of `pool` a load may take before there is a slot table.
 
@@ -123,7 +128,7 @@ class RequestSlots:
 
     def first_own(self, limit: int) -> int:
         """Return the first page below `limit` whose slot belongs to this request alone; `limit` if none."""
-        return min(leading(~own[:limit]) for own in self.own.values())
+        return min((leading(~own[:limit]) for own in self.own.values()), default=limit)
 
     def take_back(self, pool: PoolName, slots: Locations) -> None:
         """Take slots back from the index, because the load that should fill them has failed.

@@ -101,7 +101,8 @@ class Appraiser:
         has_state = (columns.shared["complete"][rows] != 0) & bool(self._state_bytes)
         state_bytes = has_state * self._state_bytes
         # A leaf of a store ends where a restore can end, and has all pages since the restore point before it.
-        nbytes = columns.shared["replay"][rows] * self._page_bytes + state_bytes
+        # Without page pools, a node may have no bytes at all.
+        nbytes = np.maximum(columns.shared["replay"][rows] * self._page_bytes + state_bytes, 1)
         pages = self._policy.value(UnitRows(columns, rows, 0, nbytes)) * rate
         states = pages * (nbytes / np.maximum(state_bytes, 1)) * has_state
         now, digest = np.log2(np.maximum(pages, _LEAST)), columns.shared["digest"][rows]

@@ -187,10 +187,12 @@ class Evictor:
         else:
             counters.pages_changed(node)
         # Ghosts remember losses. A unit is lost if no hit can end here any more. The pages of a leaf are lost
-        # if the node has no objects left in any tier.
+        # if the node has no objects left in any tier. Without page pools, the pages are lost with the last
+        # state at their end, unless states below keep them in the tree.
         if unit is not None and not node.can_answer:
             self._ghosts.note_unit(node.digest, unit, self._columns.now)
-        if victim.kind is UnitKind.LEAF and not node.resident_mask:
+        is_end = victim.kind is UnitKind.LEAF if self._tree.page_pools else not node.children
+        if is_end and not node.resident_mask:
             self._ghosts.note_pages(node.digests)
         self._tree.tidy(node)
 

@@ -100,6 +100,7 @@ class EvictionColumns:
         self.nodes: list[Node | None] = []
         """Node of each row; None for a free row."""
         self._object_bytes = list(object_bytes)
+        self._page_pools = page_pools
         self._leaf_pools, self._state_pools = slice(None), slice(page_pools, None)
         self._lower_tiers = [sum(1 << other for other in Tier if other > tier) for tier in Tier]
         """For each tier, the bits of the tiers below."""
@@ -249,8 +250,10 @@ class EvictionColumns:
         self._grown[row] = node.new_pages
         self._expected[row] = node.expected
         # Alive: a complete state is at the node's end or below it, and the node is a branch or within the
-        # limit of its path. Without state pools every unit is alive.
-        self._alive[row] = not node.state_pools or (node.is_alive and not (node.over_limit and branches < 2))
+        # limit of its path. Without state pools every unit is alive. Without page pools, states below need
+        # nothing of the node.
+        used = node.is_alive if self._page_pools else node.is_complete
+        self._alive[row] = not node.state_pools or (used and not (node.over_limit and branches < 2))
         self._complete[row] = can_answer
         self._digest[row] = node.signature
         self._version_of[row] = self._version

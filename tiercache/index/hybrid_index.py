@@ -2,7 +2,8 @@
 
 The index is a radix tree over token ids. Its edges are whole pages. With page pools alone, every depth up to
 which all pages are present is restorable. With state pools, such a depth is restorable only if every state
-pool has a state exactly there.
+pool has a state exactly there. With state pools alone, the pages have no objects, and a depth is restorable
+wherever the states are.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ MAX_AHEAD: Final = 1 << 40
 class HybridIndex:
     """Index of the pages and states that exist for token sequences, and of the tiers in which they are.
 
-    - `page_pools` have one object per page, `state_pools` one object at the end of a node.
+    - `page_pools` have one object per page, `state_pools` one object at the end of a node. Either may be
+      empty.
     - `policy` ranks the units that may be evicted (default: LRU).
     - `refresh` says whether a hit refreshes (counts as an access of) only the last matched node ("last"), or
       its whole path ("path").
@@ -399,7 +401,8 @@ class HybridIndex:
         its end are the index's own, and only the pages after it are looked at. `InsertedPages` and `Inserted`
         say what becomes of each slot.
 
-        Refreshes the node with page d - 1, and the nodes that get a state which they did not have. Raises
+        Refreshes the node with page d - 1, and the nodes that get a state which they did not have. Without
+        page pools, the pages behind the deepest state have no objects: pin their node, or `prune` it. Raises
         InputError, and changes nothing, for arrays that do not fit.
         """
         tokens, states = as_tokens(tokens), states or {}
@@ -421,6 +424,9 @@ class HybridIndex:
         for at in sorted(dict.fromkeys(changed), key=lambda at: at.end):
             tree.counters.announce(at)
         node = node.covering(depth)
+        if not tree.page_pools and node.is_removable:
+            # Pages behind the deepest state. The release of the last pin, or `prune`, removes them.
+            self._ghosts.note_pages(node.digests)
         self._refresh(node)
         return Inserted(node, after.end, depth, answer, tuple(adopted), tuple(rejected))
 
@@ -482,11 +488,13 @@ class HybridIndex:
         nodes = [part.node for part in self._tree.edge_slices(span)]
         units = [(node, node.digest, reuse_of(node, now)) for node in nodes if node.can_answer]
         pages = [node.digests for node in nodes if node.resident_mask & ~(1 << ALIVE) == IN_STORAGE]
+        is_end = not any(node.children for node in nodes)
         self.residency.forget_stored(span, pool, mask)
         for node, digest, unit in units:
             if not node.can_answer:
                 self._ghosts.note_unit(digest, unit, now)
-        if pool in self.page_pools and mask.all():
+        is_lost = pool in self.page_pools if self.page_pools else is_end and not nodes[0].resident_mask
+        if is_lost and mask.all():
             for digests in pages:
                 self._ghosts.note_pages(digests)
 

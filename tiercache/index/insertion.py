@@ -19,8 +19,14 @@ States = Mapping[int, Mapping[PoolName, int]]
 def check_pages(tree: RadixTree, tokens: int, pages: Mapping[PoolName, Locations]) -> int:
     """Return the number of pages that the slots in `pages` cover, for a request of `tokens` tokens.
 
-    Raises InputError for arrays that do not fit.
+    Without page pools, these are all whole pages. Raises InputError for arrays that do not fit.
     """
+    if not tree.page_pools:
+        if pages:
+            raise InputError(
+                f"slots came for pages of {', '.join(pages)}, and this index has only states; pass states"
+            )
+        return full_pages(tokens, tree.page_size)
     if set(pages) != set(tree.page_pools):
         raise InputError(
             f"slots came for {', '.join(pages) or 'no pool'}; pass them for {', '.join(tree.page_pools)}"
@@ -65,6 +71,8 @@ def adopt_pages(
         present in another      duplicate
         pending                 private: a transfer is filling another slot with the page
     """
+    if not tree.page_pools:
+        return {}, []
     held = tree.gather(node, depth, start)[Tier.DEVICE]
     absent, present = held == ABSENT, held >= 0
     given = np.stack([pages[pool][start:] for pool in tree.page_pools])

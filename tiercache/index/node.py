@@ -211,9 +211,12 @@ class Node:
         # the caller of this constructor calls `recount`.
         self.resident: list[list[int]] = [[0] * (where.shape[1] + state_pools) for _ in TIERS]
         """Number of objects present, by tier and pool."""
-        self.complete_pages = 0
-        """Number of leading pages of the edge that every page pool has in some tier."""
-        self.local_pages = 0
+        self.complete_pages = 0 if where.shape[1] else self.pages
+        """Number of leading pages of the edge that every page pool has in some tier.
+
+        Without page pools these are all pages, because nothing of them is needed.
+        """
+        self.local_pages = self.complete_pages
         """Number of leading pages of the edge that every page pool has on the device or the host."""
         self.pages_in_flight = 0
         """Number of pending locations of pages."""
@@ -279,7 +282,8 @@ class Node:
         The result is that of `recount`. The caller guarantees that no other tier held anything.
         """
         self.resident[tier] = [0] * len(self.resident[tier])
-        self.resident_mask = self.complete_pages = self.local_pages = 0
+        self.resident_mask = 0
+        self.complete_pages = self.local_pages = 0 if self.where.shape[1] else self.pages
         self.state_local = False
 
     @property
@@ -409,6 +413,8 @@ def _leading(held: Mask, counts: list[list[int]]) -> int:
     `held` has the shape [tier, pool, page], and `counts[tier][pool]` are its sums over the pages.
     """
     pages = int(held.shape[2])
+    if not held.shape[1]:
+        return pages
     most = [max(by_tier) for by_tier in zip(*counts, strict=True)]
     if min(most) == pages:
         return pages

@@ -93,9 +93,9 @@ class RadixTree:
         self.page_pools = tuple(page_pools)
         self.state_pools = tuple(state_pools)
         self.pools = self.page_pools + self.state_pools
-        if not self.page_pools or len(set(self.pools)) < len(self.pools):
+        if not self.pools or len(set(self.pools)) < len(self.pools):
             raise InputError(
-                f"pools {self.pools} are not possible; name at least one page pool, and each pool once"
+                f"pools {self.pools} are not possible; name at least one pool, and each pool once"
             )
         self.number: Mapping[PoolName, int] = {name: number for number, name in enumerate(self.pools)}
         """Number of each pool: page pools first, then state pools."""

@@ -74,6 +74,7 @@ class Shadow:
             int(np.count_nonzero(one.adopted)) * self._cost[pool] for pool, one in inserted.pages.items()
         )
         self._used += sum(self._cost[pool] for _, pool, _ in inserted.adopted_states)
+        index.prune(inserted.node)
         if self._used > self._capacity:
             self._shrink()
         return match.depth * size

@@ -45,7 +45,8 @@ class SetItem(NamedTuple):
 
     `meta.parent` is the key of the page on which the object depends. The parent of a page is the page before
     it. An object that is attached to a page, such as a state, has that page as its parent, and has the same
-    page key. No store evicts a page before the objects that depend on the page.
+    page key. An object without a parent, such as a first page, or a state of a model that keeps no pages,
+    depends on nothing. No store evicts a page before the objects that depend on the page.
     """
 
     key: ObjectKey
@@ -99,9 +100,9 @@ class NamespaceRecord:
     identity: Mapping[str, str | int]
     """Fields of the namespace's `keys.Identity`, without the secret salt."""
     states: bool = False
-    """Whether prefixes in this namespace need recurrent states.
+    """Whether prefixes in this namespace need recurrent states besides pages.
 
-    If so, KV is useless without a state on its page or on a later page.
+    If so, KV is useless without a state on its page or on a later page. False where there are states alone.
     """
 
     def over(self, known: NamespaceRecord | None) -> NamespaceRecord:

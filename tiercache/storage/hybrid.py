@@ -47,7 +47,7 @@ from tiercache.storage.vectors import take, total, zero_tail
 ANCHOR: Final = PoolName.KV
 """Pool that limits every restore: no depth beyond its leading run of stored pages can be restored.
 
-See `core.restorable_prefixes`.
+See `core.restorable_prefixes`. Where only states are registered, the sequence itself takes its place.
 """
 
 _UNANSWERED: Final = frozenset({Reason.UNAVAILABLE, Reason.REFUSED, Reason.TIMEOUT})
@@ -90,7 +90,7 @@ def answer(
     """Return the depths at which a sequence of `pages` pages can be restored, and which objects are stored.
 
     `there` tells for each object of `wanted_objects` whether the store has the object. `anchor` is the pool
-    that limits every restore (see `ANCHOR`).
+    that limits every restore (see `ANCHOR`); None if there are states alone.
     """
     answers = iter(there)
     presence: dict[Any, PoolPresence] = {}
@@ -159,7 +159,11 @@ class _Registered:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A checked transfer of a get or a set, with the buffers, depths and parents of its objects."""
+    """A checked transfer of a get or a set, with the buffers, depths and parents of its objects.
+
+    States are attached to the pages on which they end. Where no pages are kept, a state is an object like a
+    first page: it has no parent, and is of use alone.
+    """
 
     transfer: PoolTransfer
     pool: _Registered
@@ -168,11 +172,8 @@ class _Part:
     depths: list[int | None]
     parents: list[bytes | None]
     values: list[float | None]
-
-    @property
-    def attached(self) -> bool:
-        """Whether the objects are attached to pages, as states are, instead of being pages."""
-        return self.transfer.hit_policy is not HitPolicy.ALL_PAGES
+    attached: bool
+    """Whether the objects are attached to pages, as states are, instead of being pages."""
 
     def object_keys(self) -> list[ObjectKey]:
         return self.pool.keys(self.transfer.keys)
@@ -200,8 +201,9 @@ class HybridStorage:
     """Pages and states of all registered pools in one backend, under one namespace.
 
     `shard` is the shard of every pool that is registered without a shard of its own. `namespace` is the
-    record that is registered with the store. Its `states` becomes True when the first trailing pool is
-    registered (a pool with `HitPolicy.TRAILING_PAGES`, such as a pool of states).
+    record that is registered with the store. Its `states` becomes True when both a page pool and a trailing
+    pool are registered (a pool with `HitPolicy.TRAILING_PAGES`, such as a pool of states): only then is KV
+    useless without a state. With trailing pools alone, their objects need no pages.
 
     A set zeroes the bytes between the end of each payload and the end of the payload's last 4 KiB block. A
     store may write whole blocks. Without the zeros, bytes of earlier objects in the same memory could then
@@ -242,7 +244,8 @@ class HybridStorage:
                 " for this one"
             )
         self._pools[name] = _Registered(pool, layout)
-        if pool.geometry.hit_policy is not HitPolicy.ALL_PAGES and not self.namespace.states:
+        kinds = {one.pool.geometry.hit_policy for one in self._pools.values()}
+        if len(kinds) == len(HitPolicy) and not self.namespace.states:
             self.namespace = replace(self.namespace, states=True)
             self.backend.register_namespace(self.namespace)
         if pool.memory is not None:
@@ -292,7 +295,7 @@ class HybridStorage:
         `keys` are the page keys that follow `extra.prefix_keys` (the prefix). Each transfer names a pool and
         its hit policy, and has no keys. The anchor pool is looked up even if no transfer names it, but only
         for `keys`: the pages of the prefix count as stored. The other pools are looked up in the prefix as
-        well, because a restore may end there.
+        well, because a restore may end there. Where no page pool is registered, every page counts as stored.
 
         This makes one call of the backend; if the store could not be asked, `reason` says why. Raises
         InputError.
@@ -306,14 +309,16 @@ class HybridStorage:
             raise InputError(
                 "batch_exists_v2 takes each pool once, without keys: the call has keys of its own"
             )
-        asked.setdefault(ANCHOR, PoolTransfer(ANCHOR))
+        anchor = ANCHOR if self._has_pages or not asked else None
+        if anchor is not None:
+            asked.setdefault(ANCHOR, PoolTransfer(ANCHOR))
         queries: dict[PoolName, PoolQuery] = {}
         for name, transfer in asked.items():
-            known = len(prefix) if name is ANCHOR else 0
+            known = len(prefix) if name is anchor else 0
             wanted = self._registered(name).keys(sequence[known:])
             queries[name] = PoolQuery(wanted, transfer.hit_policy, transfer.trailing, known)
         there, reason = self._exists(wanted_objects(queries))
-        return replace(answer(queries, len(sequence), there), reason=reason)
+        return replace(answer(queries, len(sequence), there, anchor), reason=reason)
 
     def batch_get_v2(
         self, transfers: Sequence[PoolTransfer], extra: StorageExtra | None = None
@@ -390,6 +395,11 @@ class HybridStorage:
             reason = Reason.REFUSED if isinstance(error, RefusedError) else Reason.UNAVAILABLE
             return [False] * len(keys), reason if keys else Reason.NONE
 
+    @property
+    def _has_pages(self) -> bool:
+        """Whether a page pool is registered."""
+        return any(one.pool.geometry.hit_policy is HitPolicy.ALL_PAGES for one in self._pools.values())
+
     def _registered(self, name: PoolName) -> _Registered:
         try:
             return self._pools[name]
@@ -411,8 +421,10 @@ class HybridStorage:
         pool = self._registered(transfer.pool)
         check_keys(transfer.keys)
         handles, depths, parents = handles_of(transfer), depths_of(transfer), parents_of(transfer)
-        values = values_of(transfer)
-        return _Part(transfer, pool, handles, pool.buffers_of(handles), depths, parents, values)
+        values, attached = values_of(transfer), False
+        if transfer.hit_policy is not HitPolicy.ALL_PAGES:
+            attached, parents = self._has_pages, [None] * len(handles)
+        return _Part(transfer, pool, handles, pool.buffers_of(handles), depths, parents, values, attached)
 
 
 def _host_pools(parts: Sequence[_Part]) -> bool:

@@ -112,6 +112,22 @@ class Restorable(BackendHooks):
             bounded.set(plain)
         assert all(bounded.exists([item.key for item in plain])), "they were used all the time"
 
+    def test_states_without_pages_are_of_use_alone(self, bounded: StorageBackend) -> None:
+        bounded.register_namespace(NamespaceRecord(NAMESPACE, {}, states=True))
+        alone = [_state_alone(("kept", n), depth=n + 1) for n in range(5)]
+        assert set(bounded.set(alone)) == {STORED}
+        assert self._worth(bounded) == (5 * STATE, 0, 0)
+        for name in range(2 * self.small // _nbytes(1)):
+            _converse(bounded, name, 1)
+            other = _state_alone(name, depth=7)
+            assert bounded.set([other]) == [STORED]
+            bounded.set(alone)
+        assert self._restorable_share(bounded) == 1
+        assert all(bounded.exists([item.key for item in alone])), "they were used all the time"
+        for name in range(2 * self.small // STATE):
+            assert bounded.set([_state_alone(("more", name), depth=name + 1)]) == [STORED]
+        assert self._restorable_share(bounded) == 1
+
     def test_what_it_holds_is_told_by_what_it_is_good_for(self, bounded: StorageBackend) -> None:
         items = [
             to_set(k, payload(k, PAGE), parent=parent, depth=n + 1)
@@ -227,6 +243,12 @@ def _turn(name: object, turn: int, every: int = EVERY) -> list[SetItem]:
     items = [to_set(k, payload(k, PAGE), parent=parent, depth=depth) for depth, (k, parent) in pages]
     state = state_of((name, pages[-1][0] - 1))
     return [*items, to_set(state, payload(state, STATE), parent=state.page_key, depth=pages[-1][0])]
+
+
+def _state_alone(name: object, depth: int) -> SetItem:
+    """Return a state of a model that has no pages."""
+    state = state_of(("alone", name))
+    return to_set(state, payload(state, STATE), namespace=OTHER_NAMESPACE, depth=depth)
 
 
 def _converse(store: StorageBackend, name: object, turns: int) -> list[Outcome]:
