@@ -33,8 +33,9 @@ from tiercache.cli.store.forest import Forest
 from tiercache.cli.store.trees import add_runs, draw, follow, runs_of
 from tiercache.cli.terminal import console
 from tiercache.core import ObjectKey, ObjectMeta, PoolName, as_tokens
-from tiercache.keys import page_keys, sequence_extra
+from tiercache.keys import namespace_of, page_keys, sequence_extra
 from tiercache.storage.base import NamespaceRecord, ScanEntry
+from tiercache.testing.objects import payload, to_set
 
 
 def page_entry(page: bytes, parent: bytes | None, depth: int | None = None) -> ScanEntry:
@@ -289,3 +290,39 @@ def test_pages_that_go_round_in_a_circle_do_not_hang_anybody():
     assert forest.end_of(c)[0] == "missing"
     assert len(forest.removal_order([*forest.orphans()])) == 4
     assert runs_of(forest, forest.roots) == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_states_without_pages_are_no_orphans(kind, tmp_path):
+    path = make_store(kind, tmp_path / "s")
+    alone = identity("alone")
+    store = open_store(kind, path)
+    store.register_namespace(NamespaceRecord(namespace_of(alone), alone.public_record()))
+    keys = page_keys(namespace_of(alone), as_tokens(PROMPT), PAGE)
+    items = [
+        to_set(state(keys[depth - 1]), payload(depth, 50), namespace=namespace_of(alone), depth=depth)
+        for depth in (3, 7, 10)
+    ]
+    assert {str(outcome) for outcome in store.set(items)} == {"stored"}
+    store.close()
+    (tmp_path / "tokens").write_text(json.dumps(PROMPT))
+    [found] = call(
+        "inspect", "--namespace", "alone", "-s", path, "--tokens", tmp_path / "tokens", "-o", "json"
+    ).document
+    assert (found["matched_pages"], found["orphans"]) == (3, [])
+    assert [layout["policy"] for layout in found["layouts"]] == ["trailing_pages"]
+    assert [one["pages"] for one in found["restorable"]] == [[3, 7]], "one token is left to compute"
+    drawn = call("inspect", "--namespace", "alone", "-s", path, "--tokens", tmp_path / "tokens").out
+    assert "restorable at pages 3, 7" in drawn
+    assert "missing" not in drawn
+    tree = call("inspect", "--namespace", "alone", "-s", path)
+    assert "0 pages, 3 states" in tree.out
+    assert "page 7 no pages are kept; mamba at 7" in tree.out
+    assert not any(word in tree.out for word in ("ORPHAN", "not stored"))
+    page = call("inspect", keys[6].hex(), "-s", path, "--verify")
+    assert "above: 0 pages up to the root" in page.out
+    assert page.out.count("verified") == 1
+    assert call("ls", "--namespace", "alone", "-s", path, "-o", "jsonl").lines[0]["parent"] is None
+    assert call("verify", "-s", path).code == 0
+    held = call("status", "-s", path, "-o", "json").out
+    assert "orphans" not in held or '"orphans": 0' in held

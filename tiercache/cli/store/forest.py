@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from tiercache.cli.store.names import is_attached
+from tiercache.core import PoolName
 from tiercache.storage.base import ScanEntry
 
 
@@ -33,6 +34,13 @@ class Page:
     def entries(self) -> list[ScanEntry]:
         """All objects under the key; objects attached to the page come last."""
         return [*self.pages, *self.states]
+
+    @property
+    def is_states_alone(self) -> bool:
+        """Whether these are states of a model that keeps no pages: none is KV, and none has a parent."""
+        return bool(self.pages) and not any(
+            entry.key.pool is PoolName.KV or entry.meta.parent is not None for entry in self.entries
+        )
 
     @property
     def depth(self) -> int | None:
@@ -132,6 +140,8 @@ class Forest:
             return "missing", top.key
         if top.parent is not None:
             return "missing", top.parent
+        if top.is_states_alone:
+            return "root", None
         return ("unknown" if (top.depth or 1) > 1 else "root"), None
 
     def removal_order(self, wanted: Iterable[ScanEntry]) -> list[ScanEntry]:

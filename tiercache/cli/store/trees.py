@@ -50,7 +50,7 @@ class Run:
 
     def append(self, page: Page) -> None:
         """Append the next page to the run."""
-        for entry in page.states:
+        for entry in page.entries if page.is_states_alone else page.states:
             self.states.setdefault((str(entry.key.pool), entry.key.layout.hex()), []).append(
                 self.start + self.pages
             )
@@ -136,7 +136,9 @@ def add_runs(tree: Tree, runs: list[Run], limit: int) -> None:
 def _label(run: Run, several: set[str], *, aside: bool) -> str:
     end = run.start + run.pages - 1
     pages = f"pages {run.start}..{end}" if run.pages > 1 else f"page {run.start}"
-    pools = ", ".join(pool_text(pool, layout, several) for pool, layout in run.pools) or "[red]not stored[/]"
+    pools = ", ".join(pool_text(pool, layout, several) for pool, layout in run.pools)
+    if not pools:
+        pools = "[dim]no pages are kept[/]" if run.first.is_states_alone else "[red]not stored[/]"
     states = "".join(
         f"; {pool_text(p, layout, several)} at {ranges_text(depths)}"
         for (p, layout), depths in sorted(run.states.items())
@@ -166,7 +168,11 @@ def _pools_with_several_layouts(runs: list[Run]) -> set[str]:
 
 
 def _pools(page: Page) -> tuple[tuple[str, str], ...]:
-    return tuple(sorted((str(entry.key.pool), entry.key.layout.hex()) for entry in page.pages))
+    return (
+        ()
+        if page.is_states_alone
+        else tuple(sorted((str(entry.key.pool), entry.key.layout.hex()) for entry in page.pages))
+    )
 
 
 def _continues(forest: Forest, run: Run, page: Page) -> bool:
@@ -187,8 +193,8 @@ def _depth(page: Page, before: Run | None) -> int:
 def summary(forest: Forest, keys: Iterable[bytes]) -> str:
     """Return the numbers of pages, states and bytes of these pages as one line."""
     pages = [forest.pages[key] for key in keys]
-    stored = sum(bool(page.pages) for page in pages)
-    states = sum(len(page.states) for page in pages)
+    stored = sum(bool(page.pages) and not page.is_states_alone for page in pages)
+    states = sum(len(page.entries if page.is_states_alone else page.states) for page in pages)
     nbytes = sum(entry.meta.length for page in pages for entry in page.entries)
     return f"{count_text(stored, 'page')}, {count_text(states, 'state')}, {readable_size(nbytes)}"
 
@@ -210,6 +216,8 @@ class Layout:
     """Layout digest."""
     presence: PoolPresence
     """Whether the object of each page is stored: `present[0]` is that of the first page, at depth 1."""
+    has_pages: bool
+    """Whether the objects belong to pages: they are pages, or attached to pages as states are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +241,11 @@ class PromptPath:
     """Depths of the prompt's stored pages that cannot be reached, because a page before them is missing."""
 
     @property
+    def is_states_alone(self) -> bool:
+        """Whether the namespace has objects, and all are states without pages."""
+        return bool(self.layouts) and not any(found.has_pages for found in self.layouts)
+
+    @property
     def matched(self) -> int:
         """Number of pages of the prompt with at least one stored object."""
         return int(
@@ -250,12 +263,13 @@ class PromptPath:
         by_pool: dict[PoolName, list[Layout]] = {}
         for found in self.layouts:
             by_pool.setdefault(found.pool, []).append(found)
-        if PoolName.KV not in by_pool:
+        anchor = None if self.is_states_alone else PoolName.KV
+        if anchor and anchor not in by_pool:
             return []
         choices: list[tuple[Sequence[Layout], Sequence[int]]] = []
         for choice, _ in zip(product(*by_pool.values()), range(_COMBINATIONS), strict=False):
             depths = restorable_prefixes(
-                {found.pool: found.presence for found in choice}
+                {found.pool: found.presence for found in choice}, anchor
             ).restorable_prefix_pages
             choices.append((choice, [depth for depth in depths if depth <= limit]))
         return choices
@@ -296,13 +310,16 @@ def follow(forest: Forest, namespace: bytes, tokens: TokenArray, page_size: int,
     `extra` are the bytes that the page keys include for adapters and images (`keys.sequence_extra`).
     """
     keys = page_keys(namespace, tokens, page_size, extra=extra)
-    # All layouts of the namespace, each with whether its objects are attached to pages, as states are.
-    layouts: dict[tuple[PoolName, bytes], bool] = {}
+    # All layouts of the namespace, each with whether its objects are attached to pages, as states are, and
+    # whether they belong to pages at all.
+    layouts: dict[tuple[PoolName, bytes], tuple[bool, bool]] = {}
     for page in forest.pages.values():
+        alone = page.is_states_alone
         for entry in page.entries:
             if entry.meta.namespace == namespace:
                 place = (entry.key.pool, entry.key.layout)
-                layouts[place] = layouts.get(place, False) or is_attached(entry)
+                attached, has_pages = layouts.get(place, (False, False))
+                layouts[place] = attached or is_attached(entry), has_pages or not alone
     found = {place: np.zeros(len(keys), np.bool_) for place in layouts}
     branches: list[tuple[int, int]] = []
     orphans: list[int] = []
@@ -322,9 +339,13 @@ def follow(forest: Forest, namespace: bytes, tokens: TokenArray, page_size: int,
         Layout(
             PoolName(pool),
             layout,
-            PoolPresence(HitPolicy.TRAILING_PAGES if attached else HitPolicy.ALL_PAGES, found[pool, layout]),
+            PoolPresence(
+                HitPolicy.ALL_PAGES if has_pages and not attached else HitPolicy.TRAILING_PAGES,
+                found[pool, layout],
+            ),
+            has_pages,
         )
-        for (pool, layout), attached in sorted(layouts.items())
+        for (pool, layout), (attached, has_pages) in sorted(layouts.items())
     ]
     return PromptPath(namespace, page_size, len(tokens), keys, made, branches, orphans)
 
@@ -345,9 +366,9 @@ def draw(path: PromptPath, label: str, limit: int) -> Tree:
         pages = f"pages {first}..{last}" if last > first else f"page {first}"
         pools = ", ".join(pool_text(str(found.pool), found.layout.hex(), several) for found in here)
         orphan = " [red]ORPHAN[/]" if first in lost else ""
+        missing = "[dim]no pages are kept[/]" if path.is_states_alone else "[red]missing[/]"
         node = tree.add(
-            f"{pages} {pools or '[red]missing[/]'}{orphan} [dim]ends with"
-            f" {path.keys[last - 1].hex()[:SHORT]}[/]"
+            f"{pages} {pools or missing}{orphan} [dim]ends with {path.keys[last - 1].hex()[:SHORT]}[/]"
         )
         for found in states:
             at = np.flatnonzero(found.presence.present[first - 1 : last])  # counted from the run's first page
