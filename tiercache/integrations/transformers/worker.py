@@ -42,16 +42,13 @@ from tiercache.integrations.transformers.arguments import (
     size_of,
     stops_of,
 )
+from tiercache.integrations.transformers.commits import CHECKPOINTS, DECODE_SNAPSHOTS
+from tiercache.integrations.transformers.generation import Generation
 from tiercache.integrations.transformers.plan import RequestPlan
+from tiercache.integrations.transformers.prefill import COPY_SECONDS
 from tiercache.integrations.transformers.probe import load
-from tiercache.integrations.transformers.request import (
-    CHECKPOINTS,
-    COPY_SECONDS,
-    DECODE_SNAPSHOTS,
-    Generation,
-    Request,
-)
 from tiercache.integrations.transformers.stream import TorchStream, stream_of
+from tiercache.integrations.transformers.task import Task
 from tiercache.integrations.transformers.trial import ProbeReport
 from tiercache.integrations.transformers.watch import Watch, identity_of
 from tiercache.keys import Identity
@@ -210,16 +207,18 @@ class Worker:
         self.watch.check()
         started = time.perf_counter()
         if self._exceeds_limit(len(prompt)):
-            return Request(self, None, prompt, audit, started, Reason.DISABLED).run(count, stops)
+            task = Task(
+                self, None, prompt, count, stops, audit=audit, started=started, reason=Reason.DISABLED
+            )
+            return task.run()
         lookup = self.controller.lookup(prompt, context)
         states = CHECKPOINTS + DECODE_SNAPSHOTS if self.runner.layout.state_geometry else 0
         admission = self._admit(lookup, self._kept(len(prompt) + count), states)
+        task = Task(self, admission, prompt, count, stops, audit=audit, started=started)
         try:
-            return Request(self, admission, prompt, audit, started).run(count, stops)
+            return task.run()
         finally:
-            if admission is not None:
-                self._released = self.stream.fence()
-                self.controller.release(admission, fence=self._released)
+            task.close()
 
     def plan(self, tokens: Any, new_tokens: int = 1, *, extra: bytes = b"") -> RequestPlan:
         """Return how `serve` would serve a request now, as far as the index knows.
@@ -306,6 +305,11 @@ class Worker:
     def _prefix(self, tokens: Any) -> TokenArray:
         """Return the part of checked tokens that the cache may hold (see `limit`)."""
         return self.runner.checked(tokens)[: self.limit]
+
+    def release(self, admission: Admission) -> None:
+        """End an admission, once the device has finished what is queued now."""
+        self._released = self.stream.fence()
+        self.controller.release(admission, fence=self._released)
 
     def synchronize(self) -> None:
         """Wait until the device has finished the last request.

@@ -1,0 +1,130 @@
+"""Continuation of one prompt: decoding, snapshots of the state and commits, one forward pass at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+from transformers.cache_utils import DynamicCache
+
+from tiercache.core import PoolName, as_tokens
+from tiercache.integrations.transformers.commits import DECODE_SNAPSHOTS, Commits
+from tiercache.integrations.transformers.generation import Generation
+from tiercache.integrations.transformers.prefill import Prefill
+
+if TYPE_CHECKING:
+    from tiercache.integrations.transformers.worker import Worker
+
+
+class Continuation:
+    """Greedy answer to a prompt, of up to `new_tokens` tokens; it ends early after a token in `stop`.
+
+    It begins when `prefill` is over, and takes over `cache`, the live cache after the prompt.
+
+    Thread safety: one owner thread.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        prefill: Prefill,
+        commits: Commits,
+        cache: DynamicCache,
+        new_tokens: int,
+        stop: frozenset[int],
+        *,
+        audit: bool,
+    ) -> None:
+        assert prefill.logits is not None
+        self._worker = worker
+        self._runner = worker.runner
+        self._prefill = prefill
+        self._commits = commits
+        self._cache = cache
+        self._logits = self._first_logits = prefill.logits
+        self._end = len(prefill.prompt) + new_tokens
+        self._stop = stop
+        self._audit = audit
+        self._limit = worker.limit
+        self._anew = 0
+        self._restored_cache: DynamicCache | None = None
+        self._tokens = list(prefill.tokens)
+        self._bounds = list(prefill.bounds)
+        # The slots are used in turn. _slots[0] is the one for the next snapshot; _slots[1] holds the newest
+        # one, so that the newest snapshot is never overwritten:
+        #
+        #     page boundary of the answer     1   2   3   4
+        #     slot that takes the snapshot    a   b   a   b
+        self._slots = [commits.take() for _ in range(DECODE_SNAPSHOTS)]
+        self._newest: tuple[int, Mapping[PoolName, int]] | None = None
+        self.generation: Generation | None = None
+        """The result; None until the answer is complete."""
+
+    def step(self) -> None:
+        """Choose the next token, and feed it to the model unless it is the last one.
+
+        At each page boundary of the answer, a snapshot of the state is taken.
+        """
+        token = int(self._logits.argmax())
+        self._tokens.append(token)
+        if token in self._stop or len(self._tokens) == self._end:
+            self._finish()
+            return
+        if self._limit is not None and len(self._tokens) == self._limit + 1:
+            self._commit_end()
+            self._compute_anew()
+        else:
+            self._logits = self._runner.forward(self._cache, [token], len(self._tokens) - 1)
+        self._bounds.append(len(self._tokens))
+        if len(self._tokens) % self._runner.page_size == 0 and not self._beyond:
+            self._newest = (len(self._tokens), self._slots[0])
+            self._commits.export_state(self._cache, self._slots[0])
+            self._slots.reverse()
+
+    @property
+    def _beyond(self) -> bool:
+        """Whether the live cache holds more tokens than a stored cache may have."""
+        return self._limit is not None and self._runner.layout.length(self._cache) > self._limit
+
+    def _finish(self) -> None:
+        if not self._beyond:
+            self._commit_end()
+        first = self._prefill
+        self.generation = Generation(
+            prompt_tokens=len(first.prompt),
+            tokens=np.array(self._tokens, np.int64),
+            first_logits=self._first_logits,
+            restored=first.restored,
+            sources=first.sources,
+            reason=first.reason,
+            bounds=tuple(self._bounds),
+            states=tuple(self._commits.states),
+            restore_seconds=first.restore_seconds,
+            ttft_seconds=first.ttft_seconds,
+            cache=self._restored_cache or self._cache,
+            restored_state=first.restored_state,
+            anew=self._anew,
+        )
+
+    def _commit_end(self) -> None:
+        """Commit everything that the cache holds, and the newest snapshot if the rules keep it."""
+        if self._commits.admission is None:
+            return
+        # The last token was never fed to the model, so the cache holds one token less than the sequence.
+        held = self._runner.layout.length(self._cache)
+        at, slots = self._newest or (0, {})
+        if not self._commits.admission.keeps_end:
+            slots = {}
+        self._commits.commit(self._cache, self._tokens, held, slots, at=at)
+
+    def _compute_anew(self) -> None:
+        """Feed all tokens to an empty cache.
+
+        Beyond the limit, the model may compute other values than those in the cache for the same tokens. With
+        an empty cache, the logits are those of a server without a cache.
+        """
+        self._restored_cache = self._cache if self._audit else None
+        self._cache = self._runner.new_cache()
+        self._anew = len(self._tokens)
+        self._logits = self._runner.prefill(self._cache, as_tokens(self._tokens))
