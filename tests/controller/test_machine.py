@@ -240,6 +240,24 @@ class Lives(RuleBasedStateMachine):
             self.opened.remove(request)
             self.release(request, fenced)
 
+    @rule(which=st.integers(0, 2), pages=st.integers(0, 2))
+    def fork(self, which, pages):
+        """Another continuation, with a longer answer, goes on beside its source."""
+        request = self.one(which)
+        if not request or request.done is None or len(self.opened) > 3:
+            return
+        tokens = np.array([*request.tokens.tolist(), *prompt(*[3] * pages)], np.uint64)
+        try:
+            admission = self.controller.fork(
+                request.admission, tokens=len(tokens), states=2 if self.hybrid else 0
+            )
+        except PoolFullError:
+            self.engine.check()
+            return
+        self.opened.append(Open(admission, tokens))
+        self.opened[-1].done = admission.depth
+        self.engine.verify(admission, tokens, admission.depth // P)
+
     def one(self, which):
         """One of the open requests, if there is any."""
         return self.opened[which % len(self.opened)] if self.opened else None

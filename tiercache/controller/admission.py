@@ -67,7 +67,13 @@ class Admission:
         states: int,
         deadline: float,
         rules: PrefetchRules,
+        shared: Node | None = None,
     ) -> None:
+        """Reserve slots, and pin what the restore will read.
+
+        With `shared`, a pinned node, the request goes on behind the pages up to its end, which are on the
+        device or on their way there. Nothing else is restored then.
+        """
         self.lookup = lookup
         self.status = Status.PENDING
         self.reason = Reason.NONE
@@ -87,6 +93,11 @@ class Admission:
         """Longest known part of the sequence: the prompt or, if longer, the committed tokens."""
         self.committed = False
         """Whether there was a commit."""
+        self.live_states: Mapping[PoolName, int] = {}
+        """Slot by state pool of a live state that the request began with, as if from `take_states`.
+
+        A fork has one if its source gave one.
+        """
         self._last_match = lookup.match
         self._depth = 0
         """Restored depth in pages."""
@@ -107,17 +118,18 @@ class Admission:
         self.origin = Origin()
         """The requests and the pages that this request continues."""
         match = self._match()
-        near = self._node_ending(match, match.near_depth)
-        located, restored = context.index.locations(near, match.near_depth)
+        near = self._node_ending(match, match.near_depth) if shared is None else shared
+        located, restored = context.index.locations(near, near.end)
         resident = {p: int(np.count_nonzero(at.device != ABSENT)) for p, at in located.items()}
         on_device = all((at.device >= 0).all() for at in located.values()) and all(
             one.device >= 0 for one in restored.values()
         )
-        self._pin = context.index.pin(near, *((Tier.DEVICE,) if on_device else (Tier.DEVICE, Tier.HOST)))
+        is_held = on_device or shared is not None
+        self._pin = context.index.pin(near, *((Tier.DEVICE,) if is_held else (Tier.DEVICE, Tier.HOST)))
         try:
             # A state that is loaded from host or storage needs a slot. So one more slot than asked for is
             # reserved, unless the restore uses a state on the device and nothing deeper can be fetched.
-            complete = on_device and match.near_depth == self._limit
+            complete = shared is not None or (on_device and match.near_depth == self._limit)
             self.slots = RequestSlots(
                 context, -(-tokens // context.page_size), resident, states, loads_state=not complete
             )
@@ -125,6 +137,8 @@ class Admission:
             self._pin.release()
             raise
         self._restore = DeviceRestore(context, self.slots, self._limit)
+        if shared is not None:
+            self._begin_shared(shared)
 
     @property
     def pins(self) -> list[Pin]:
@@ -230,6 +244,21 @@ class Admission:
         self.require_started()
         return self.slots.take_states()
 
+    def fork_states(self, *, stream: int = 0) -> dict[PoolName, int]:
+        """Take one slot of each state pool, and copy the restored state into them; return the slots.
+
+        The caller writes to the copy. On a CUDA device, the copies are queued in `stream`. Raises
+        AdmissionError if no state was restored, PoolFullError if no slot is left, and TransferError, with the
+        slots given back, if the copy fails.
+        """
+        self.require_started()
+        if not self._restore.states:
+            raise AdmissionError(
+                "this admission has restored no state; compute from its start, or take empty slots with"
+                " take_states"
+            )
+        return self.slots.copy_states(self._restore.states, stream)
+
     def extend(self, tokens: int, states: int = 0) -> None:
         """Extend the slot table to `tokens` tokens, and reserve `states` more state slots.
 
@@ -251,6 +280,10 @@ class Admission:
                 "the committed tokens do not begin as the admitted prompt and earlier commits do; commit the"
                 " whole sequence from its start"
             )
+
+    def shared_node(self) -> Node:
+        """Return the deepest pinned node up to whose end all slots are the index's; the root if none."""
+        return self.held_node(self._pinned_depth) or self._context.index.node_at(self._pin.node, 0)
 
     def held_node(self, depth: int) -> Node | None:
         """Return the deepest pinned node within `depth` pages up to whose end all slots are the index's.
@@ -295,6 +328,18 @@ class Admission:
                 else "is still pending;"
             )
             raise AdmissionError(f"this admission {what} poll until it is ready, or call start()")
+
+    def _begin_shared(self, node: Node) -> None:
+        """Make the slot table behind pages of the index, and wait for the loads that bring them."""
+        located = self._context.index.locations(node, node.end)
+        if any(one.device == ABSENT for one in located.states.values()):
+            located = located._replace(states={})
+        self._prefetch.close()
+        self._settled = self._frozen = True
+        self._depth = self._pinned_depth = node.end
+        self._restore.begin(node, node.end, located, self.slots.build_slot_table(located))
+        self._restore.note_fences()
+        self.status = Status.READY
 
     def _require_open(self) -> None:
         if self.released:

@@ -15,6 +15,7 @@ from tiercache.controller.admission import Admission
 from tiercache.controller.allocation import DeviceFence
 from tiercache.controller.beliefs import Beliefs
 from tiercache.controller.context import WRITE_BACK, ControllerContext, ControllerOptions
+from tiercache.controller.continuation.forks import fork_admission
 from tiercache.controller.in_flight import InFlight
 from tiercache.controller.prefetch import Lookup, look_up
 from tiercache.controller.prefetch_queue import PrefetchQueue, PrefetchTicket
@@ -240,6 +241,48 @@ class HybridCacheController:
             raise
         self._admissions.add(admission)
         return admission
+
+    def fork(
+        self,
+        admission: Admission,
+        *,
+        tokens: int | None = None,
+        states: int = 0,
+        written: int = 0,
+        live: Mapping[PoolName, int] | None = None,
+        stream: int = 0,
+    ) -> Admission:
+        """Begin another continuation of a started request's sequence, with slots of its own.
+
+        The committed pages are shared: the index has them, and the fork pins them for itself. So the two
+        requests are released independently and in any order, with `release`. For everything behind these
+        pages, the fork has slots of its own, also for the page in which the prompt ends. It is ready at once,
+        at the depth of the shared pages (`Admission.depth`), and its commits begin with the same tokens. If
+        the source's restore still loads layers, the fork waits for them with `wait_layer` too.
+
+        - `tokens` is the number of tokens to reserve slots for; it defaults to the source's sequence (the
+          prompt, or what it has committed if that is longer). `states` is the number of state slots.
+        - `written` is the number of tokens whose KV is in the source's slots. What of their pages is not
+          shared, a last page that is not full included, is copied into the fork's slots. By default nothing
+          is copied: an engine that keeps the tail of the sequence elsewhere copies it there.
+        - `live` is the source's live state, in slots from its `take_states`. It is copied into one of the
+          fork's states, which `Admission.live_states` names. If the device has the state at the depth of the
+          shared pages, `Admission.restored_states` has it, and `Admission.fork_states` makes a copy to write
+          to.
+
+        Copies go from device slot to device slot. On a CUDA device they are queued in `stream`; elsewhere
+        they are over when the method returns. A stream that did not compute the source must wait for it
+        first.
+
+        Raises PoolFullError, InputError, SlotError or TransferError, with nothing changed.
+        """
+        self._enter()
+        self._require_mine(admission)
+        fork = fork_admission(
+            self._context, admission, tokens=tokens, states=states, written=written, live=live, stream=stream
+        )
+        self._admissions.add(fork)
+        return fork
 
     def prefetch(self, tokens: Any, extra: bytes = b"") -> PrefetchTicket:
         """Bring what storage has of the whole pages of `tokens` to the host, without a request.
