@@ -109,8 +109,10 @@ def test_every_known_model_has_a_profile():
     for name in PROFILES:
         profile = profile_named(name)
         assert profile.name == name
-        assert profile.kv_bytes_per_token > 0
-        assert profile.flops_per_token > 1e9 > profile.flops_per_context_token > 0
+        keeps_pages = name not in ("mamba2-2.7b", "falcon-mamba-7b")
+        assert keeps_pages == (profile.kv_bytes_per_token > 0) == (profile.flops_per_context_token > 0)
+        assert profile.flops_per_token > 1e9 > profile.flops_per_context_token
+        assert keeps_pages or profile.state_bytes
 
 
 def test_a_sliding_window_costs_as_if_it_were_full():
@@ -208,6 +210,12 @@ SMALL = {
         "n_groups": 2, "moe_latent_size": 24, "n_routed_experts": 5, "moe_intermediate_size": 36,
         "moe_shared_expert_intermediate_size": 52,
     },
+    "mamba": {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 3, "state_size": 6, "expand": 3,
+     "conv_kernel": 5, "time_step_rank": "auto"},
+    "falcon_mamba": {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 6,
+     "intermediate_size": 96, "expand": 3, "conv_kernel": 4, "time_step_rank": 7},
+    "mamba2": {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 3, "state_size": 6, "expand": 3,
+     "conv_kernel": 5, "num_heads": 8, "head_dim": 12, "n_groups": 2, "chunk_size": 16},
     "lfm2": NO_HEAD_DIM | {"layer_types": CONV, "block_multiple_of": 32},
     "lfm2_moe": NO_HEAD_DIM | MOE | {"layer_types": CONV, "num_dense_layers": 1},
 }  # fmt: skip
@@ -255,8 +263,9 @@ def test_the_layers_are_those_that_transformers_builds(model_type):
     assert model_type == "gpt_oss" or cost_of(as_given)[0] == cost
 
     cache, tokens = DynamicCache(config=config), 7
+    taken = "cache_params" if model_type.endswith(("mamba", "mamba2")) else "past_key_values"
     with torch.no_grad():
-        model(torch.arange(tokens)[None], past_key_values=cache, use_cache=True)
+        model(torch.arange(tokens)[None], **{taken: cache}, use_cache=True)
     kv = state = conv = 0
     for layer in cache.layers:
         kv += sum(

@@ -174,6 +174,11 @@ def _lfm2(fields: Fields, *, feed_forward: FeedForward) -> Iterator[Cost]:
     )
 
 
+def _recurrent(fields: Fields, *, mixer: Mixer) -> Iterator[Cost]:
+    kinds = layer_kinds.listed(fields) or [LayerKind.RECURRENT] * layer_kinds.layers_of(fields)
+    return _stack(fields, kinds, {LayerKind.RECURRENT: mixer})
+
+
 ARCHITECTURES: Final[Mapping[str, Callable[[Fields], Iterator[Cost]]]] = {
     **dict.fromkeys(("llama", "qwen2", "qwen3"), _dense),
     **dict.fromkeys(("mistral", "phi3"), partial(_dense, window_alone=True)),
@@ -185,6 +190,8 @@ ARCHITECTURES: Final[Mapping[str, Callable[[Fields], Iterator[Cost]]]] = {
     "kimi_linear": _kimi_linear, "jamba": _jamba, "bamba": _bamba, "granitemoehybrid": _granite_hybrid,
     "falcon_h1": _falcon_h1,
     "nemotron_h": _nemotron_h,
+    **dict.fromkeys(("mamba", "falcon_mamba"), partial(_recurrent, mixer=layers.pure_mamba1)),
+    "mamba2": partial(_recurrent, mixer=layers.pure_mamba2),
     "lfm2": partial(_lfm2, feed_forward=layers.lfm2_mlp),
     "lfm2_moe": partial(_lfm2, feed_forward=layers.lfm2_moe),
 }  # fmt: skip

@@ -133,6 +133,34 @@ def nemotron_mamba2(fields: Fields) -> Cost:
     )
 
 
+def pure_mamba1(fields: Fields) -> Cost:
+    """Return the cost of a Mamba mixer, from the fields that Mamba's and Falcon-Mamba's configs use."""
+    hidden = fields.count("hidden_size")
+    inner = (
+        fields.count("intermediate_size")
+        if fields.has("intermediate_size")
+        else fields.count("expand") * hidden
+    )
+    # "auto" stands for hidden size / 16, rounded up.
+    rank = -(-hidden // 16) if fields.is_text("time_step_rank", "auto") else fields.count("time_step_rank")
+    return costs.mamba1(hidden, inner, fields.count("state_size"), rank, fields.count("conv_kernel"))
+
+
+def pure_mamba2(fields: Fields) -> Cost:
+    """Return the cost of a Mamba-2 mixer, from the fields that Mamba-2's configs use."""
+    hidden, heads = fields.count("hidden_size"), fields.count("num_heads")
+    inner = fields.count("expand") * hidden
+    head_dim = _share(fields, "the width of a Mamba layer", inner, "num_heads", heads)
+    if fields.has("head_dim") and fields.count("head_dim") != head_dim:
+        raise fields.error(
+            f"head_dim is {fields.count('head_dim')}, but {heads} heads of a layer {inner} wide have"
+            f" {head_dim}"
+        )
+    return costs.mamba2(
+        hidden, heads, head_dim, *(fields.count(name) for name in ("state_size", "n_groups", "conv_kernel"))
+    )
+
+
 def short_conv(fields: Fields) -> Cost:
     """Return the cost of a gated short convolution, from the fields that LFM2's configs use."""
     return costs.short_conv(fields.count("hidden_size"), fields.count("conv_L_cache"))

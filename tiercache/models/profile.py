@@ -126,6 +126,14 @@ CONFIGS: Final[dict[str, dict[str, Any]]] = {
         "moe_intermediate_size": 1024,
         "first_k_dense_replace": 1, "moe_layer_freq": 1,
     },
+    "mamba2-2.7b": {
+        "model_type": "mamba2", "hidden_size": 2560, "num_hidden_layers": 64, "num_heads": 80, "head_dim": 64,
+        "expand": 2, "state_size": 128, "n_groups": 1, "conv_kernel": 4,
+    },
+    "falcon-mamba-7b": {
+        "model_type": "falcon_mamba", "hidden_size": 4096, "num_hidden_layers": 64, "intermediate_size": 8192,
+        "expand": 16, "state_size": 16, "time_step_rank": 256, "conv_kernel": 4,
+    },
     "lfm2-1.2b": {
         "model_type": "lfm2", "hidden_size": 2048, "num_hidden_layers": 16,
         "full_attn_idxs": [2, 5, 8, 10, 12, 14],

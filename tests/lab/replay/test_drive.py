@@ -25,6 +25,8 @@ HYBRID = ModelProfile(
 )
 """A page is one block of 4 KiB, a state ten of them."""
 ATTENTION = replace(HYBRID, name="attention", state_bytes=0)
+ALONE = replace(HYBRID, name="alone", kv_bytes_per_token=0, flops_per_context_token=0.0)
+"""A state takes ten blocks of 4 KiB, or one of its own size."""
 BLOCK = 4096
 STATE = 10 * BLOCK
 CHATS = "multi-turn?conversations=10&rounds=5&live=5&user=64-400&answer=64-200"
@@ -314,6 +316,25 @@ def test_a_model_without_states(policy: str) -> None:
     assert 0 < less.tally.token_hit_rate < free.tally.token_hit_rate
     assert [kept.kind for kept in less.kept()] == ["none"]
     assert less.uses()["host"].peak <= free.peak_bytes // 4
+
+
+@pytest.mark.parametrize("policy", ["lru", "hvd"])
+def test_a_model_of_states_alone(policy: str) -> None:
+    """Whatever the sizes, nothing but states moves, and with room for all the hits are those of a hybrid."""
+    source = open_source(CHATS)
+    tight = Tiers(12 * STATE, 24 * STATE, disk(20 * STATE))
+    run = ran(source, tight, policy, ALONE)
+    # private: the controller is the run's own
+    assert set(run.controller._context.pools) == {PoolName.MAMBA}
+    assert 0 < run.tally.token_hit_rate < 1
+    need = measure(source)
+    rules = CheckpointRules()
+    alone, hybrid = (
+        ran(source, infinite(source, need, profile, rules), policy, profile) for profile in (ALONE, HYBRID)
+    )
+    assert alone.tally.token_hit_rate == hybrid.tally.token_hit_rate > run.tally.token_hit_rate
+    with pytest.raises(ConfigError, match="neither KV nor states"):
+        ran(source, tight, policy, replace(ALONE, state_bytes=0))
 
 
 def test_a_cache_without_a_limit_never_evicts() -> None:

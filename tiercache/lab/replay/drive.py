@@ -90,11 +90,12 @@ def measure(source: Source, step: Callable[[], object] = lambda: None) -> Need:
 def infinite(source: Source, need: Need, profile: ModelProfile, rules: CheckpointRules) -> Tiers:
     """Return tiers with a host so large that it never evicts."""
     # A page takes one block. A state takes as many whole blocks as its bytes need.
-    block = block_bytes(geometries(profile, source.page_size)[PoolName.KV])
+    geometry = geometries(profile, source.page_size)
+    block, pages = block_bytes(geometry), need.pages if PoolName.KV in geometry else 0
     states = need.requests * _SPARE_STATES + (
         need.pages * source.page_size // rules.every if rules.every else 0
     )
-    return Tiers(need.pages * block + states * (-(-profile.state_bytes // block) * block))
+    return Tiers(pages * block + states * (-(-profile.state_bytes // block) * block))
 
 
 class Run:
@@ -117,13 +118,14 @@ class Run:
             tier.name: tier.bandwidth or setup.machine.disk_bandwidth for tier in setup.tiers.storage
         }
         self._device_peak = 0
-        block = block_bytes(geometry[PoolName.KV])
+        block = block_bytes(geometry)
         # The requests cannot fill more than `fillable` bytes. A larger arena would only cost bookkeeping.
         fillable = infinite(source, need, setup.profile, setup.checkpoints).host_bytes
         self._arena = NullArena(min(setup.tiers.host_bytes, fillable), block)
         self._device = {
             name: device_pool(one, slots)
-            for (name, one), slots in zip(geometry.items(), self._slots(need), strict=False)
+            for name, slots in zip((PoolName.KV, PoolName.MAMBA), self._slots(need), strict=True)
+            if (one := geometry.get(name))
         }
         self._store: NullChain | None = None
         if setup.tiers.storage:
@@ -241,7 +243,7 @@ class Run:
         for kind, count, with_state in self._controller.contents():
             pages[kind] += count
             states[kind] += with_state
-        page, state = self._object_bytes[PoolName.KV], self._setup.profile.state_bytes
+        page, state = self._object_bytes.get(PoolName.KV, 0), self._setup.profile.state_bytes
         return tuple(
             Kept(str(kind), states[kind], states[kind] * state, pages[kind] * page)
             for kind in CheckpointKind
@@ -264,29 +266,30 @@ class Run:
         source, tiers, every = self._source, self._setup.tiers, self._setup.checkpoints.every
         # State slots that one request can take: the spare ones, and one for each interval of `every` tokens.
         own = _SPARE_STATES + (need.longest * source.page_size // every if every else 0)
+        page, state = self._object_bytes.get(PoolName.KV, 0), self._setup.profile.state_bytes
+        state_share = _STATE_SHARE if page else 1.0
         # (page slots, state slots) of the requests that run at once
-        minimum = (need.longest + 1) * source.concurrency, own * source.concurrency
+        minimum = (need.longest + 1) * source.concurrency if page else 0, own * source.concurrency
         if tiers.device_bytes is None:
             return minimum
-        page, state = self._object_bytes[PoolName.KV], self._setup.profile.state_bytes
         # Only one request ends at a time, and it alone takes `own` slots. Each other running request holds
         # one slot: that of the state from which it was restored.
         ending = own + source.concurrency - 1 if state else 0
         states = tiers.device_states
         if states is None:
-            states = int(tiers.device_bytes * _STATE_SHARE) // state if state else 0
+            states = int(tiers.device_bytes * state_share) // state if state else 0
         elif states < ending:
             raise ConfigError(
                 f"{states} state slots on the device are too few for the requests that run at once;"
                 f" use at least {ending}"
             )
-        pages = (tiers.device_bytes - states * state) // page
+        pages = (tiers.device_bytes - states * state) // page if page else 0
         if pages < minimum[0] or states < ending:
             wanted = minimum[0] * page + states * state
             if state and tiers.device_states is None:
                 # States and pages each get a fixed share of the bytes. `wanted` is the larger of two sizes:
                 # the first makes the share of the states large enough, the second the share of the pages.
-                wanted = math.ceil(max(ending * state / _STATE_SHARE, minimum[0] * page / (1 - _STATE_SHARE)))
+                wanted = math.ceil(max(ending * state / state_share, minimum[0] * page / (1 - _STATE_SHARE)))
             raise ConfigError(
                 f"a device of {tiers.device_bytes} bytes does not hold the requests that run at once"
                 f" ({minimum[0]} pages and {ending} states); give it at least {wanted} bytes"

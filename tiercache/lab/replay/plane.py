@@ -14,7 +14,7 @@ import numpy as np
 
 from tiercache.controller import IoThreads
 from tiercache.core import BLOCK_ALIGN, CacheTransferUnits, PoolName
-from tiercache.errors import SlotError
+from tiercache.errors import ConfigError, SlotError
 from tiercache.geometry import Geometry, Segment, state_geometry
 from tiercache.policy import ModelProfile
 from tiercache.pools import BlockArena, DevicePool
@@ -26,13 +26,16 @@ from tiercache.transfer.fences import Fence
 def geometries(profile: ModelProfile, page_size: int) -> dict[PoolName, Geometry]:
     """Return one geometry per pool, whose objects are plain bytes and as large as those of the model.
 
-    A model without states has no state pool.
+    A model without states has no state pool, and one without KV no page pool. Raises ConfigError for a model
+    with neither.
     """
-    found = {
-        PoolName.KV: Geometry(
+    found: dict[PoolName, Geometry] = {}
+    if profile.kv_bytes_per_token:
+        found[PoolName.KV] = Geometry(
             PoolName.KV, page_size, (Segment(0, "kv", (page_size, profile.kv_bytes_per_token), "uint8"),)
         )
-    }
+    elif not profile.state_bytes:
+        raise ConfigError(f"model {profile.name} has neither KV nor states, so a cache has nothing to keep")
     if profile.state_bytes:
         found[PoolName.MAMBA] = state_geometry([(0, "state", (profile.state_bytes,), "uint8")], page_size)
     return found
@@ -77,9 +80,9 @@ class NullArena(BlockArena):
         pass
 
 
-def block_bytes(geometry: Geometry) -> int:
-    """Return the bytes of a block that holds one page: the page's bytes, rounded up to the alignment."""
-    return max(BLOCK_ALIGN, geometry.padded_nbytes)
+def block_bytes(pools: Mapping[PoolName, Geometry]) -> int:
+    """Return the bytes of a block: those of a page, or of a state if there are no pages, rounded up."""
+    return max(BLOCK_ALIGN, (pools.get(PoolName.KV) or pools[PoolName.MAMBA]).padded_nbytes)
 
 
 class NullEngine(TransferEngine):

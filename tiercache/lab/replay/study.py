@@ -184,7 +184,8 @@ class _Study:
             assert isinstance(self._source, WorkloadSource)
             assert self._source.layout is not None
             layout = self._source.layout
-            page = geometries(question.profile, self._source.page_size)[PoolName.KV].nbytes
+            kv = geometries(question.profile, self._source.page_size).get(PoolName.KV)
+            page = kv.nbytes if kv else 0
             # The published benchmark limits states but not pages, so the device has room for all pages.
             pages = max(need.pages + need.longest, (need.longest + 1) * self._source.concurrency)
             device = layout.device_states * question.profile.state_bytes + pages * page
