@@ -4,6 +4,7 @@
     page key d[i] = BLAKE3(key = namespace, d[i-1] || tokens of page i as little-endian u64 || extra)
     layout        = BLAKE3(canonical msgpack([pool, geometry fingerprint, shard]))
     object key    = layout || page key
+    parked key[i] = BLAKE3(key = BLAKE3(key = namespace, canonical msgpack([scheme, id, extra]) || tokens), i)
 
 `||` joins bytes, and d[-1] is 32 zero bytes. Page keys are 32 bytes and never truncated. All ranks have the
 same namespace and therefore the same page keys; a rank's shard is part of the layout.
@@ -118,6 +119,18 @@ def page_keys(
         digest = hasher.digest()
         keys.append(digest)
     return keys
+
+
+def parked_keys(namespace: bytes, ticket: bytes, tokens: TokenArray, extra: bytes, pages: int) -> list[bytes]:
+    """Return the keys of the pages of one parked request, the last page included if it is not full.
+
+    `ticket` are the random bytes that name the request. Without them, nobody can compute these keys from the
+    tokens, so no prompt finds the pages. With other tokens or another namespace the keys are others, too.
+    """
+    root = blake3(_canonical(["tiercache.parked", KEY_SCHEME, ticket, extra]), key=namespace)
+    root.update(tokens.view(np.uint8).data)
+    key = root.digest()
+    return [blake3(i.to_bytes(8, "little"), key=key).digest() for i in range(pages)]
 
 
 @dataclass(frozen=True, slots=True)

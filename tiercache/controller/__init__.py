@@ -5,6 +5,8 @@
 
 from tiercache.controller.admission import Admission, Poll, Status
 from tiercache.controller.context import WRITE_BACK, WRITE_CHANCE, WRITE_THROUGH, ControllerOptions
+from tiercache.controller.continuation.parked import Parked, ParkedStatus
+from tiercache.controller.continuation.resumed import ResumedAdmission
 from tiercache.controller.controller import EngineFactory, HybridCacheController
 from tiercache.controller.prefetch import Lookup
 from tiercache.controller.prefetch_queue import PrefetchTicket
@@ -23,11 +25,14 @@ __all__ = [
     "HybridCacheController",
     "IoThreads",
     "Lookup",
+    "Parked",
+    "ParkedStatus",
     "Poll",
     "PrefetchPolicy",
     "PrefetchRules",
     "PrefetchTicket",
     "Preview",
+    "ResumedAdmission",
     "Sources",
     "Status",
 ]

@@ -96,7 +96,7 @@ class Admission:
         self.live_states: Mapping[PoolName, int] = {}
         """Slot by state pool of a live state that the request began with, as if from `take_states`.
 
-        A fork has one if its source gave one.
+        A fork has one if its source gave one, and a resumed request has the one with which it was parked.
         """
         self._last_match = lookup.match
         self._depth = 0
@@ -281,9 +281,9 @@ class Admission:
                 " whole sequence from its start"
             )
 
-    def shared_node(self) -> Node:
-        """Return the deepest pinned node up to whose end all slots are the index's; the root if none."""
-        return self.held_node(self._pinned_depth) or self._context.index.node_at(self._pin.node, 0)
+    def shared_node(self, depth: int) -> Node:
+        """Return the deepest pinned node within `depth` pages whose path is the index's; the root if none."""
+        return self.held_node(depth) or self._context.index.node_at(self._pin.node, 0)
 
     def held_node(self, depth: int) -> Node | None:
         """Return the deepest pinned node within `depth` pages up to whose end all slots are the index's.
@@ -312,10 +312,15 @@ class Admission:
 
         Operations in flight go on without the admission.
         """
+        slots, pins = self.hand_over()
+        self._context.device_work.retire(slots, fence, pins)
+
+    def hand_over(self) -> tuple[dict[PoolName, Locations], list[Pin]]:
+        """End the request, and return the slots and the pins that it leaves to the caller."""
         self._require_open()
         self.released = True
         self._prefetch.close()
-        self._context.device_work.retire(self.slots.close(), fence, [self._pin])
+        return self.slots.close(), [self._pin]
 
     def require_started(self) -> None:
         """Raise AdmissionError while PENDING, after a layer has failed, and after the release."""

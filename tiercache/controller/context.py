@@ -64,6 +64,8 @@ class ControllerOptions:
     """
     pin_share: float = 0.25
     """Maximum share of the host's blocks that pinned prefixes may keep; 0 for no pins."""
+    park_share: float = 0.25
+    """Maximum share of the host's blocks that parked requests may keep; 0 for no parking."""
     belief_checks: int = 512
     """Approximate number of objects that one check asks the store about; 0 for no checks.
 
@@ -161,6 +163,10 @@ class ControllerOptions:
             )
         if not 0.0 <= self.pin_share < 1.0:
             raise ConfigError(f"pin_share={self.pin_share} is not possible; use a share from 0, and below 1")
+        if not 0.0 <= self.park_share < 1.0:
+            raise ConfigError(
+                f"park_share={self.park_share} is not possible; use a share from 0, and below 1"
+            )
         if self.piece_bytes < 1:
             raise ConfigError(
                 f"piece_bytes={self.piece_bytes} is not possible; use a positive number of bytes, such as"
@@ -289,11 +295,17 @@ class ControllerContext:
         if final and self.storage is not None:
             self.unstored += count
 
-    def check_integrity(self, private: Sequence[Mapping[PoolName, Locations]], pins: Sequence[Pin]) -> None:
+    def check_integrity(
+        self,
+        private: Sequence[Mapping[PoolName, Locations]],
+        pins: Sequence[Pin],
+        parked: Sequence[Mapping[PoolName, Locations]] = (),
+    ) -> None:
         """Check that every slot, block and pin in use has exactly one owner; raise AssertionError otherwise.
 
         An owner is the index, a request, an operation or a fence. `private` has the slots that belong to each
-        request alone, and `pins` has the pins of all requests.
+        request alone, `pins` has the pins of all requests, and `parked` has the host objects that belong to
+        each parked request alone.
         """
         self.index.check_integrity()
         quarantined = sum(
@@ -313,15 +325,19 @@ class ControllerContext:
                 [
                     self.index.owned(Tier.DEVICE, name),
                     *(r.slots[name] for r in retired if name in r.slots),
-                    *(slots[name] for slots in private),
+                    *(slots[name] for slots in private if name in slots),
                 ]
             )
             assert len(np.unique(held)) == len(held), f"a device slot of pool {name} is held twice"
             assert len(held) == pool.capacity - pool.available, (
                 f"pool {name}: {len(held)} slots are held, {pool.capacity - pool.available} taken"
             )
-        blocks = quarantined + sum(
-            self.allocator.blocks_of(p, len(self.index.owned(Tier.HOST, p))) for p in self.host
-        )
+        blocks = quarantined
+        for name in self.host:
+            handles = np.concatenate(
+                [self.index.owned(Tier.HOST, name), *(held[name] for held in parked if name in held)]
+            )
+            assert len(np.unique(handles)) == len(handles), f"a host object of pool {name} is held twice"
+            blocks += self.allocator.blocks_of(name, len(handles))
         taken = self.arena.blocks - self.arena.available - self.arena.withheld
         assert blocks == taken, f"{blocks} blocks are held, {taken} taken"

@@ -16,6 +16,8 @@ from tiercache.controller.allocation import DeviceFence
 from tiercache.controller.beliefs import Beliefs
 from tiercache.controller.context import WRITE_BACK, ControllerContext, ControllerOptions
 from tiercache.controller.continuation.forks import fork_admission
+from tiercache.controller.continuation.parked import Parked, Parking
+from tiercache.controller.continuation.resumed import ResumedAdmission
 from tiercache.controller.in_flight import InFlight
 from tiercache.controller.prefetch import Lookup, look_up
 from tiercache.controller.prefetch_queue import PrefetchQueue, PrefetchTicket
@@ -157,6 +159,7 @@ class HybridCacheController:
         self._prefetches = PrefetchQueue(self._context)
         self._pins = PrefixPins(self._context)
         self._hints = Hints(self._context)
+        self._parking = Parking(self._context, self._values)
         self._context.on_landed = self._retry_waiting
         chosen = self._context.index.policy
         self._shadows = Shadows(self._context, chosen) if isinstance(chosen, Portfolio) else None
@@ -283,6 +286,86 @@ class HybridCacheController:
         )
         self._admissions.add(fork)
         return fork
+
+    def park(
+        self,
+        admission: Admission,
+        tokens: Any,
+        states: Mapping[PoolName, int] | None = None,
+        *,
+        ttl: float,
+        below: bool = False,
+        fence: DeviceFence | None = None,
+    ) -> Parked:
+        """End a request for now: keep its pages and its live state until `resume`, for `ttl` seconds.
+
+        `tokens` are all tokens whose KV is in the slots; their last page need not be full. `states` are the
+        slots of the state behind the last token, from `Admission.take_states`; with state pools they are
+        required. The device passes `fence` when it has finished writing and reading the slots; None means
+        that it has finished already. The admission is released. Its device slots serve other requests as soon
+        as they have been copied to the host, which happens in the background.
+
+        What is parked belongs to this request alone: no prompt finds it, and it is not evicted. Pages that
+        the index has on the host already are not copied again. With `below`, everything is then written to
+        storage under keys that only the ticket can derive, and leaves the host once storage has all of it;
+        `Parked.to_bytes` then carries the request to another process. If storage does not take it, it stays
+        on the host. After `ttl`, it is released. `docs/parking.md` has the rules.
+
+        Raises AdmissionError, with nothing changed, beyond `park_share` of the host; PoolFullError if the
+        host has no room; InputError or SlotError for tokens or states that are not this admission's.
+        """
+        self._enter()
+        self._require_mine(admission)
+        self._check_fence(fence)
+        parked = self._parking.park(admission, as_tokens(tokens), states, ttl=ttl, below=below, fence=fence)
+        self._admissions.discard(admission)
+        return parked
+
+    def resume(
+        self,
+        parked: Parked | bytes,
+        *,
+        tokens: int | None = None,
+        states: int = 1,
+        deadline: float | None = None,
+        prefetch: PrefetchRules | None = None,
+    ) -> ResumedAdmission:
+        """Go on with a parked request, or with the bytes of its ticket; each can be resumed once.
+
+        Reserves slots for `tokens` tokens (by default those of the parked request) and `states` states, of
+        which one is the live state. The admission is polled like any other. Once READY, its `resumed` says
+        whether it goes on where it was parked: bit for bit the same pages, the last one included, and the
+        same state in the slots of `live_states`. Otherwise, with a reason, it is an ordinary admission for
+        the same tokens, at the deepest depth that can be restored. `deadline` and `prefetch` are as in
+        `admit`; the deadline covers both.
+
+        Raises PoolFullError, with nothing changed, if there are too few slots; AdmissionError for a request
+        that was resumed, released or has expired, or of another controller; InputError for bytes that are
+        damaged or of another identity.
+        """
+        self._enter()
+        found = self._parking.find(parked)
+        count = len(found.tokens) if tokens is None else tokens
+        if count < len(found.tokens):
+            raise InputError(
+                f"an admission for {count} tokens cannot hold the {len(found.tokens)} tokens of the parked"
+                " request; ask for at least that many"
+            )
+        if states < bool(self._context.index.state_pools):
+            raise InputError(f"{states} states cannot be reserved; pass 1 or more, for the live state")
+        wait = self._context.options.restore_deadline if deadline is None else deadline
+        admission = ResumedAdmission(
+            self._context,
+            self._parking,
+            found,
+            count,
+            states,
+            self._context.clock() + wait,
+            prefetch or self._context.options.prefetch,
+        )
+        self._admissions.add(admission)
+        admission.poll()
+        return admission
 
     def prefetch(self, tokens: Any, extra: bytes = b"") -> PrefetchTicket:
         """Bring what storage has of the whole pages of `tokens` to the host, without a request.
@@ -515,6 +598,7 @@ class HybridCacheController:
         self._prefetches.close()
         self._pins.close()
         drained = self._drain_all(end - time.monotonic())
+        self._parking.close()
         if self._backend is not None and (missing := self._missing()):
             _log.warning("%d objects that were committed since the last flush did not reach storage", missing)
         self._closed = True
@@ -544,7 +628,9 @@ class HybridCacheController:
         self._context.drain()
         pins = [pin for a in self._admissions for pin in a.pins]
         self._context.check_integrity(
-            [a.slots.private() for a in self._admissions], [*pins, *self._prefetches.pins, *self._pins.pins]
+            [*(a.slots.private() for a in self._admissions), *self._parking.slots],
+            [*pins, *self._prefetches.pins, *self._pins.pins, *self._parking.pins],
+            self._parking.holds.objects,
         )
 
     def __enter__(self) -> Self:
@@ -623,6 +709,7 @@ class HybridCacheController:
             raise ClosedError("this controller was closed; make a new one")
         self._context.drain()
         self._pins.expire()
+        self._parking.expire()
 
     def _require_mine(self, admission: Admission) -> None:
         if admission.released:

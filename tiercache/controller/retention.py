@@ -79,7 +79,7 @@ class PrefixPins:
         knows nothing, and AdmissionError, with nothing changed, for a pin beyond the share.
         """
         context = self._context
-        ttl = _seconds("ttl", ttl, MAX_TTL)
+        ttl = checked_seconds("ttl", ttl, MAX_TTL)
         key = self._key(tokens, extra)
         self.expire()
         held, outcome = self._by_key.get(key), "renewed"
@@ -212,7 +212,7 @@ class Hints:
         Raises InputError for a prefix of which nothing can be restored.
         """
         index, page = self._context.index, self._context.page_size
-        expected_in = _seconds("expected_in", expected_in, MAX_EXPECTED_IN)
+        expected_in = checked_seconds("expected_in", expected_in, MAX_EXPECTED_IN)
         match: Match = index.match(tokens, extra, limit=full_pages(len(tokens), page))
         if not match.depth:
             self._context.metrics.increment("hints_total", "unknown")
@@ -235,7 +235,7 @@ class Hints:
         return rate
 
 
-def _seconds(name: str, value: Any, most: float) -> float:
+def checked_seconds(name: str, value: Any, most: float) -> float:
     """Return a number of seconds above 0 and up to `most`; InputError for anything else."""
     try:
         seconds = math.nan if isinstance(value, str | bytes | bool) else float(value)

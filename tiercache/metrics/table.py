@@ -150,6 +150,11 @@ CONTROLLER: Final = (
      {"outcome": ("taken", "renewed", "refused", "released", "expired")}),
     Metric("pinned_bytes", Gauge,
      "Bytes of the host that the pinned prefixes take once the host has all of them."),
+    Metric("parked_requests_total", Counter,
+     "Parked requests, and what became of them. refused: they would have exceeded `park_share`; stored: they "
+     "left the host for storage; missed: they could not be resumed; lost: a copy failed.",
+     {"outcome": ("parked", "refused", "stored", "resumed", "missed", "lost", "released", "expired")}),
+    Metric("parked_bytes", Gauge, "Bytes of the host that parked requests keep."),
     Metric("hints_total", Counter,
      "Hints at continuations. taken: the hint was noted; honoured: a request hit what a hint was noted for; "
      "unknown: nothing of the prefix could be restored.",
@@ -178,7 +183,7 @@ CONTROLLER: Final = (
         {"operation": ("query", "fetch", "write")},
     ),
     Metric("in_flight_operations", Gauge, "Operations under way.",
-     {"operation": ("query", "fetch", "load", "write", "check")}),
+     {"operation": ("query", "fetch", "load", "write", "check", "park", "resume")}),
     Metric("tier_last_read_seconds", Gauge,
      "Time when a tier last contributed to a restore, by the wall clock; 0: never.", {"tier": _TIERS}),
 )  # fmt: skip

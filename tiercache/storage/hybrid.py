@@ -266,6 +266,12 @@ class HybridStorage:
         keys = [key for name, given in values.items() for key in self._registered(name).keys(list(given))]
         self.backend.advise(keys, [one for given in values.values() for one in given.values()], self.worker)
 
+    def forget(self, wanted: Mapping[PoolName, Sequence[bytes]]) -> None:
+        """Delete these pages and states, by page key, with one call of the backend; raises as it does."""
+        self.backend.delete(
+            [key for name, keys in wanted.items() for key in self._registered(name).keys(keys)]
+        )
+
     def probe(self, pool: PoolName, page_key: bytes, *, read: bool) -> bool:
         """Test the store with one object, and return whether the store works.
 

@@ -42,7 +42,7 @@ def fork_admission(
         source.slots.check_states([live])
         if not live:
             raise SlotError("there is no state pool, so that no live state can be copied; leave `live` out")
-    node, match = source.shared_node(), context.index.match(sequence, source.lookup.extra)
+    node, match = source.shared_node(source.slots.pages), context.index.match(sequence, source.lookup.extra)
     lookup = Lookup(sequence, source.lookup.extra, match, node.end * page)
     fork = Admission(context, lookup, tokens, states, context.clock(), context.options.prefetch, shared=node)
     try:

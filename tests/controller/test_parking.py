@@ -1,0 +1,428 @@
+"""Requests that are retracted in mid-decode and go on later, bit for bit."""
+
+import gc
+import itertools
+import time
+
+import numpy as np
+import pytest
+from tiercache_backends.memory import MemoryBackend
+
+from tests.controller.harness import KV, MAMBA, Engine, P, evict_checked, prompt
+from tests.controller.parking import PROMPT, computed, go_on, parked, scribble, verify
+from tests.controller.test_interleavings import ask, until
+from tests.controller.test_machine import Fence
+from tests.controller.test_overlap import all_is_free
+from tests.controller.test_prefetch import Clock
+from tiercache.controller import ControllerOptions, ParkedStatus, Status
+from tiercache.core import Reason, Tier, as_tokens
+from tiercache.errors import AdmissionError, ConfigError, InputError, PoolFullError, SlotError
+
+EXACT = prompt(1, 2, 3)
+KINDS = {"hybrid": {}, "pages": {"hybrid": False}, "states": {"kv": False}}
+
+
+def options(**kwargs):
+    return ControllerOptions(restore_deadline=20.0, **{"park_share": 0.9, "piece_bytes": 1, **kwargs})
+
+
+def settled(engine):
+    until(engine, lambda: not engine.context.in_flight.operations)
+
+
+def empty(engine):
+    """Everything that is not held leaves device and host, and free slots are overwritten."""
+    settled(engine)
+    evict_checked(engine, Tier.DEVICE, Tier.HOST)
+    scribble(engine)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tokens", [PROMPT, EXACT, [5]], ids=["partial", "whole", "one"])
+@pytest.mark.parametrize("commit", [True, False])
+def test_a_parked_request_goes_on_bit_for_bit(kind, tokens, commit):
+    engine = Engine(blocks=40, options=options(), **KINDS[kind])
+    held = parked(engine, tokens, commit=commit)
+    engine.check()
+    empty(engine)
+    assert held.status is ParkedStatus.ON_HOST
+    assert all(pool.available == pool.capacity for pool in engine.pools.values()), "the device is free"
+    admission = engine.controller.resume(held)
+    engine.check()
+    assert admission.wait().status is Status.READY
+    assert admission.resumed
+    verify(engine, admission, tokens)
+    engine.check()
+    assert held.status is ParkedStatus.RESUMED
+    longer = go_on(engine, admission, tokens)
+    settled(engine)
+    assert engine.serve([*longer, 1]) == len(longer) // P * P
+    all_is_free(engine)
+
+
+def test_pages_that_the_host_has_already_are_not_copied_again():
+    engine = Engine(blocks=40, options=options())
+    engine.serve(PROMPT)
+    settled(engine)
+    before = engine.arena.available
+    held = parked(engine)
+    settled(engine)
+    cost = engine.context.allocator.blocks_of
+    assert before - engine.arena.available == cost(KV, 1) + cost(MAMBA, 1), "the tail and the live state"
+    assert engine.metrics.value("parked_bytes") == (4 * cost(KV, 1) + cost(MAMBA, 1)) * 4096
+    empty(engine)
+    admission = engine.controller.resume(held)
+    admission.wait()
+    verify(engine, admission)
+    engine.controller.release(admission)
+    assert engine.metrics.value("parked_bytes") == 0
+    all_is_free(engine)
+
+
+def test_pages_that_are_still_on_the_device_are_shared_again():
+    engine = Engine(pages=16, blocks=40, options=options())
+    held = parked(engine)
+    settled(engine)
+    other = ask(engine, PROMPT, states=1)
+    engine.restore(other, as_tokens(PROMPT))
+    admission = engine.controller.resume(held)
+    admission.wait()
+    assert np.array_equal(admission.pages[KV][:3], other.pages[KV][:3])
+    engine.controller.release(other)
+    verify(engine, admission)
+    engine.controller.release(admission)
+    all_is_free(engine)
+
+
+def test_what_is_parked_is_offered_to_no_prompt_and_is_not_evicted():
+    engine = Engine(MemoryBackend(), blocks=40, options=options())
+    held = parked(engine, commit=False)
+    until(engine, lambda: held.status is ParkedStatus.ON_HOST)
+    for prefix in (PROMPT, [*PROMPT, 5], EXACT, [*EXACT, 5]):
+        lookup = ask(engine, prefix)
+        assert lookup.wait().depth == 0
+        engine.controller.release(lookup)
+    for number in range(20, 40):
+        engine.serve(prompt(number, number + 100, number + 200))
+    settled(engine)
+    scribble(engine)
+    admission = engine.controller.resume(held)
+    admission.wait()
+    verify(engine, admission)
+    engine.controller.release(admission)
+    all_is_free(engine)
+
+
+def test_two_requests_with_the_same_tokens_are_parked_apart():
+    engine = Engine(pages=20, states=10, blocks=80, options=options())
+    held = [parked(engine, commit=False) for _ in range(2)]
+    empty(engine)
+    for one in held:
+        admission = engine.controller.resume(one)
+        admission.wait()
+        verify(engine, admission)
+        engine.controller.release(admission)
+    all_is_free(engine)
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_many_are_parked_and_resumed_in_any_order(order):
+    engine = Engine(MemoryBackend(), pages=24, states=12, blocks=120, options=options())
+    prompts = [[*prompt(1, 2, 3 + n), 70 + n] for n in range(3)]
+    held = [parked(engine, tokens) for tokens in prompts]
+    engine.check()
+    empty(engine)
+    for which in order:
+        admission = engine.controller.resume(held[which])
+        admission.wait()
+        verify(engine, admission, prompts[which])
+        go_on(engine, admission, prompts[which])
+        engine.check()
+    all_is_free(engine)
+
+
+def test_a_resume_reserves_what_the_request_needs_next():
+    engine = Engine(blocks=40, options=options())
+    held = parked(engine)
+    settled(engine)
+    admission = engine.controller.resume(held, tokens=6 * P, states=3)
+    admission.wait()
+    assert len(admission.pages[KV]) == 6
+    for _ in range(2):
+        admission.take_states()
+    with pytest.raises(PoolFullError):
+        admission.take_states()
+    engine.controller.release(admission)
+    all_is_free(engine)
+
+
+def test_a_resume_for_which_there_are_no_slots_changes_nothing():
+    engine = Engine(pages=6, states=6, blocks=40, options=options())
+    held = parked(engine)
+    settled(engine)
+    other = ask(engine, prompt(7, 8, 9))
+    with pytest.raises(PoolFullError):
+        engine.controller.resume(held)
+    engine.check()
+    engine.controller.release(other)
+    admission = engine.controller.resume(held)
+    admission.wait()
+    verify(engine, admission)
+    engine.controller.release(admission)
+    all_is_free(engine)
+
+
+def test_a_request_may_be_parked_again():
+    engine = Engine(MemoryBackend(), blocks=60, options=options())
+    held = parked(engine)
+    for _ in range(3):
+        empty(engine)
+        admission = engine.controller.resume(held)
+        admission.wait()
+        verify(engine, admission)
+        held = engine.controller.park(admission, PROMPT, admission.live_states, ttl=60)
+    held.release()
+    all_is_free(engine)
+
+
+def test_the_slots_are_given_back_once_the_fence_has_passed():
+    engine = Engine(pages=4, states=4, blocks=40, options=options())
+    fence = Fence()
+    held = parked(engine, fence=fence)
+    for _ in range(5):
+        engine.controller.tick(0.01)
+    engine.check()
+    assert held.status is ParkedStatus.COPYING
+    with pytest.raises(PoolFullError):
+        ask(engine, prompt(7, 8, 9))
+    fence.open()
+    until(engine, lambda: held.status is ParkedStatus.ON_HOST)
+    engine.controller.release(ask(engine, prompt(7, 8, 9)))
+    held.release()
+    all_is_free(engine)
+
+
+def test_a_resume_waits_for_the_copies_of_its_own_park():
+    engine = Engine(pages=12, states=8, blocks=40, options=options())
+    fence = Fence()
+    held = parked(engine, fence=fence)
+    admission = engine.controller.resume(held)
+    assert admission.poll().status is Status.PENDING
+    engine.check()
+    fence.open()
+    admission.wait()
+    verify(engine, admission)
+    engine.controller.release(admission)
+    all_is_free(engine)
+
+
+# -- the end of what is parked
+# -----------------------------------------------------------------------------------------------
+
+
+def test_a_request_that_is_never_resumed_is_released_at_its_deadline():
+    clock = Clock()
+    engine = Engine(blocks=40, clock=clock, options=options())
+    held = parked(engine, ttl=60.0)
+    settled(engine)
+    clock.now += 59.0
+    engine.controller.tick()
+    assert held.status is ParkedStatus.ON_HOST
+    clock.now += 2.0
+    engine.controller.tick()
+    assert held.status is ParkedStatus.EXPIRED
+    with pytest.raises(AdmissionError, match="has expired"):
+        engine.controller.resume(held)
+    with pytest.raises(AdmissionError, match="has expired"):
+        held.release()
+    assert engine.metrics.value("parked_bytes") == 0
+    all_is_free(engine)
+
+
+def test_a_second_end_is_refused():
+    engine = Engine(blocks=60, options=options())
+    held = parked(engine)
+    admission = engine.controller.resume(held)
+    with pytest.raises(AdmissionError, match="being resumed"):
+        engine.controller.resume(held)
+    admission.wait()
+    for again in (engine.controller.resume, lambda one: one.release()):
+        with pytest.raises(AdmissionError, match="was resumed already"):
+            again(held)
+    engine.controller.release(admission)
+    other = parked(engine)
+    other.release()
+    for again in (engine.controller.resume, lambda one: one.release()):
+        with pytest.raises(AdmissionError, match="was released already"):
+            again(other)
+    all_is_free(engine)
+
+
+def test_another_controller_does_not_take_it():
+    engine, other = (Engine(blocks=40, options=options()) for _ in range(2))
+    held = parked(engine)
+    with pytest.raises(AdmissionError, match="parked by another controller"):
+        other.controller.resume(held)
+    held.release()
+    for one in (engine, other):
+        all_is_free(one)
+
+
+def test_a_park_is_the_end_of_its_admission():
+    engine = Engine(blocks=40, options=options())
+    admission, live = computed(engine)
+    held = engine.controller.park(admission, PROMPT, live, ttl=60)
+    for call in (
+        lambda: engine.controller.release(admission),
+        lambda: engine.controller.park(admission, PROMPT, live, ttl=60),
+    ):
+        with pytest.raises(AdmissionError, match="released already"):
+            call()
+    held.release()
+    all_is_free(engine)
+
+
+def test_a_resume_that_is_let_go_of_leaves_nothing():
+    engine = Engine(blocks=40, options=options())
+    fence = Fence()
+    engine.controller.release(engine.controller.resume(parked(engine, fence=fence)))
+    engine.check()
+    fence.open()
+    held = parked(engine)
+    settled(engine)
+    engine.controller.release(engine.controller.resume(held))
+    engine.check()
+    all_is_free(engine)
+
+
+def test_a_resume_that_is_started_early_is_an_ordinary_request():
+    engine = Engine(pages=12, states=10, blocks=40, options=options())
+    fence = Fence()
+    admission = engine.controller.resume(parked(engine, fence=fence))
+    poll = admission.start()
+    assert (poll.status, poll.depth, poll.reason) == (Status.READY, 3 * P, Reason.NONE)
+    assert not admission.resumed
+    engine.verify(admission, as_tokens(PROMPT), 3)
+    engine.check()
+    fence.open()
+    engine.controller.release(admission)
+    all_is_free(engine)
+
+
+def test_a_deadline_ends_the_wait():
+    clock = Clock()
+    engine = Engine(pages=12, states=10, blocks=40, clock=clock, options=options())
+    fence = Fence()
+    admission = engine.controller.resume(parked(engine, fence=fence), deadline=5.0)
+    assert admission.poll().status is Status.PENDING
+    clock.now += 6.0
+    poll = admission.poll()
+    assert (poll.status, poll.depth, poll.reason) == (Status.READY, 3 * P, Reason.TIMEOUT)
+    fence.open()
+    go_on(engine, admission)
+    all_is_free(engine)
+
+
+@pytest.mark.parametrize("fenced", [False, True])
+def test_close_with_parked_requests_leaks_nothing(fenced):
+    engine = Engine(MemoryBackend(), pages=24, states=12, blocks=80, options=options())
+    fence = Fence()
+    held = [parked(engine, fence=fence if fenced else None), parked(engine, [*prompt(5, 6), 1])]
+    pending = engine.controller.resume(held[1])
+    begun = time.monotonic()
+    closed = engine.controller.close(deadline=0.5 if fenced else 10.0)
+    assert closed is not fenced
+    assert time.monotonic() - begun < 20.0
+    assert pending.released
+    engine.context.drain()
+    engine.controller.check_integrity()
+    fence.open()
+    gc.collect()
+
+
+# -- what is refused
+# -----------------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_parked_is_refused_and_changes_nothing():
+    engine = Engine(blocks=40, options=options())
+    admission, live = computed(engine)
+    park = engine.controller.park
+
+    def refused(error, match, *args, **kwargs):
+        with pytest.raises(error, match=match):
+            park(admission, *args, **{"ttl": 60, **kwargs})
+        engine.check()
+        assert not admission.released
+
+    refused(InputError, "0 tokens cannot be parked", [], live)
+    refused(InputError, "17 tokens cannot be parked", [*PROMPT, 1, 2, 3], live)
+    refused(InputError, "do not begin as the admitted prompt", [9, *PROMPT[1:]], live)
+    refused(SlotError, "needs a slot of each", PROMPT)
+    refused(SlotError, "is not this admission's", PROMPT, {MAMBA: 6 - live[MAMBA]})
+    refused(InputError, "no storage to park", PROMPT, live, below=True)
+    for ttl in (0, -1, float("nan"), 1e9, "1"):
+        refused(InputError, "ttl=", PROMPT, live, ttl=ttl)
+    engine.controller.release(admission)
+    pending = Engine(MemoryBackend(), options=options())
+    waiting = pending.controller.admit(pending.controller.lookup(PROMPT))
+    if waiting.poll().status is Status.PENDING:
+        with pytest.raises(AdmissionError, match="still pending"):
+            pending.controller.park(waiting, PROMPT, ttl=60)
+    pending.controller.release(waiting)
+    all_is_free(engine)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.7])
+def test_parked_requests_keep_to_their_share(share):
+    engine = Engine(pages=30, states=12, blocks=40, options=options(park_share=share))
+    cost = engine.context.allocator.blocks_of
+    each = 4 * cost(KV, 1) + cost(MAMBA, 1)
+    held = []
+    for n in range(4):
+        admission, live = computed(engine, [*prompt(1, 2, 3 + n), 70, 71])
+        tokens = [*prompt(1, 2, 3 + n), 70, 71]
+        if (n + 1) * each <= int(40 * share):
+            held.append(engine.controller.park(admission, tokens, live, ttl=60))
+            continue
+        with pytest.raises(AdmissionError, match="raise park_share"):
+            engine.controller.park(admission, tokens, live, ttl=60)
+        engine.check()
+        engine.verify(admission, as_tokens(tokens), 3)
+        engine.controller.release(admission)
+    assert len(held) == int(40 * share) // each
+    for one in held:
+        one.release()
+    all_is_free(engine)
+
+
+def test_a_host_that_is_full_of_pins_refuses():
+    engine = Engine(pages=30, states=12, blocks=15, options=options(pin_share=0.95))
+    engine.serve(prompt(20, 21, 22, 23, 24, 25))
+    settled(engine)
+    engine.controller.pin(prompt(20, 21, 22, 23, 24, 25), 60)
+    admission, live = computed(engine, commit=False)
+    with pytest.raises(PoolFullError):
+        engine.controller.park(admission, PROMPT, live, ttl=60)
+    engine.check()
+    engine.controller.unpin(prompt(20, 21, 22, 23, 24, 25))
+    held = engine.controller.park(admission, PROMPT, live, ttl=60)
+    held.release()
+    all_is_free(engine)
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.0, float("nan")])
+def test_a_share_that_is_not_possible(share):
+    with pytest.raises(ConfigError, match="park_share"):
+        ControllerOptions(park_share=share)
+
+
+def test_a_resume_with_too_few_slots_to_hold_it_is_refused():
+    engine = Engine(blocks=40, options=options())
+    held = parked(engine)
+    with pytest.raises(InputError, match="cannot hold the 14 tokens"):
+        engine.controller.resume(held, tokens=13)
+    with pytest.raises(InputError, match="for the live state"):
+        engine.controller.resume(held, states=0)
+    held.release()
+    all_is_free(engine)

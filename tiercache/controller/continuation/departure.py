@@ -1,0 +1,209 @@
+"""Copies of a parked request from device to host, and on to storage."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import numpy as np
+
+from tiercache.controller.allocation import DeviceFence
+from tiercache.controller.context import ControllerContext
+from tiercache.controller.continuation.holds import HostHold
+from tiercache.controller.continuation.parcels import Parcel, Places
+from tiercache.controller.store_calls import StoreCall
+from tiercache.core import HitPolicy, Locations, Mask, Outcome, PoolName, PoolTransfer, Reason
+from tiercache.errors import TransferError
+from tiercache.index import Pin
+from tiercache.transfer import Ticket
+
+_log = logging.getLogger(__name__)
+
+TAKEN = (Outcome.STORED, Outcome.HIT)
+"""Outcomes of a set that show that the object is in storage."""
+
+
+class ParkCopy:
+    """Copy of a request's own objects from device to host.
+
+    A parcel's device slots are given back as soon as its copy has landed. The pins, which keep the pages that
+    the index has on the device, are released at the end.
+
+    Thread safety: the owner's thread. Only `_background_copied` runs on another thread.
+    """
+
+    kind = "park"
+
+    def __init__(
+        self,
+        context: ControllerContext,
+        hold: HostHold,
+        parcels: Sequence[Parcel],
+        device: Places,
+        host: Places,
+        wanted: Mapping[PoolName, Mask],
+        *,
+        slots: Mapping[PoolName, Locations],
+        pins: Sequence[Pin],
+        fence: DeviceFence | None,
+        over: Callable[[bool], None],
+    ) -> None:
+        """Begin the copies, after `fence` has passed.
+
+        `slots` are the device slots that the request had for itself; those of them that are not copied are
+        given back at once. `over` is called with whether everything has arrived.
+        """
+        self.done = False
+        self.pins: list[Pin] = list(pins)
+        self._context, self._hold, self._fence, self._over = context, hold, fence, over
+        self._is_whole = True
+        copied = [parcel.pick(device, wanted) for parcel in parcels]
+        mine = [{pool: at[np.isin(at, slots[pool])] for pool, at in parcel.items()} for parcel in copied]
+        self.slots: list[Mapping[PoolName, Locations]] = [
+            each for each in mine if any(map(len, each.values()))
+        ]
+        """Slots that copies may still read, by pool, for each parcel."""
+        kept = {
+            pool: np.concatenate([one[pool] for one in mine if pool in one] or [slots[pool][:0]])
+            for pool in slots
+        }
+        context.device_work.retire({pool: np.setdiff1d(at, kept[pool]) for pool, at in slots.items()}, fence)
+        self._left = len(parcels)
+        context.in_flight.begin(self)
+        for parcel, at, own in zip(parcels, copied, mine, strict=True):
+            hold.use()
+            after = [*([] if fence is None else [fence]), *context.device_work.fences(at.items())]
+            try:
+                ticket = context.engine.store(parcel.units(device, host, wanted), after=after)
+            except Exception as error:  # noqa: BLE001
+                # an engine may raise any exception; the copy then counts as failed
+                ticket = Ticket()
+                ticket.finish(TransferError(f"the copy could not begin: {error}"))
+            ticket.add_done_callback(partial(self._background_copied, own))
+
+    def _background_copied(self, own: Mapping[PoolName, Locations], ticket: Ticket) -> None:
+        self._context.events.post(partial(self._land, own, ticket.error))
+
+    def _land(self, own: Mapping[PoolName, Locations], error: TransferError | None) -> None:
+        if error is not None:
+            _log.warning("a copy of a parked request failed; it will be computed again: %s", error)
+            self._is_whole = False
+        self.slots = [other for other in self.slots if other is not own]
+        # A copy that failed before its fence does not show that the device has passed the fence.
+        self._context.device_work.retire(own, self._fence)
+        self._hold.leave()
+        self._left -= 1
+        if self._left:
+            return
+        pins, self.pins = self.pins, []
+        self._context.device_work.retire({}, self._fence, pins)
+        self.done = True
+        self._context.in_flight.end(self)
+        self._over(self._is_whole)
+
+
+class ParkWrite:
+    """Write of a parked request from host to storage, one parcel after the other.
+
+    It ends at the first parcel that storage does not take. A call that hangs keeps the host objects in use
+    until it returns; `flush` and `close` do not wait for it.
+
+    Thread safety: the owner's thread. Only `_background_store` runs on another thread.
+    """
+
+    kind = "park"
+    pins = ()
+
+    def __init__(
+        self,
+        context: ControllerContext,
+        hold: HostHold,
+        parcels: Sequence[Parcel],
+        host: Places,
+        wanted: Mapping[PoolName, Mask],
+        keys: Sequence[bytes],
+        value: float,
+        over: Callable[[bool], None],
+    ) -> None:
+        self.done = False
+        self._context, self._hold, self._over = context, hold, over
+        self._left = list(parcels)
+        self._host, self._wanted, self._keys, self._value = host, wanted, keys, value
+        self._is_hung = False
+        context.in_flight.begin(self)
+        self._next()
+
+    def stop(self) -> None:
+        """Write nothing more. A call that has begun goes on."""
+        self._left.clear()
+
+    def _next(self) -> None:
+        if not self._left:
+            self._end(whole=True)
+            return
+        self._hold.use()
+        self._context.writes.submit(
+            StoreCall(
+                partial(self._background_store, self._left.pop(0)),
+                landed=self._land,
+                lost=self._lose,
+                late=self._land_late,
+            )
+        )
+
+    def _background_store(self, parcel: Parcel) -> Mapping[PoolName, Sequence[Outcome]]:
+        storage, keys = self._context.storage, self._keys
+        assert storage is not None
+        transfers = []
+        for pool, handles in parcel.pick(self._host, self._wanted).items():
+            pages = range(parcel.start, parcel.end)
+            is_state = pool in self._context.index.state_pools
+            transfers.append(
+                PoolTransfer(
+                    pool,
+                    keys=[keys[i] for i in pages],
+                    handles=handles,
+                    hit_policy=HitPolicy.TRAILING_PAGES if is_state else HitPolicy.ALL_PAGES,
+                    depths=[i + 1 for i in pages],
+                    parents=[keys[i - 1] if i else b"" for i in pages],
+                    values=[self._value for _ in pages],
+                )
+            )
+        try:
+            return storage.batch_set_v2(transfers)
+        except Exception:  # noqa: BLE001
+            # an exception breaks the store's contract; the parked request stays on the host
+            _log.exception("writing a parked request to storage failed")
+            return {pool: [Outcome.ERROR] * (parcel.end - parcel.start) for pool in parcel.pools}
+
+    def _land(self, outcomes: Mapping[PoolName, Sequence[Outcome]]) -> bool:
+        found = [outcome for each in outcomes.values() for outcome in each]
+        for pool, each in outcomes.items():
+            for outcome in each:
+                self._context.metrics.increment("storage_sets_total", pool, outcome)
+        self._hold.leave()
+        if all(outcome in TAKEN for outcome in found):
+            self._next()
+        else:
+            self._end(whole=False)
+        return any(outcome is not Outcome.ERROR for outcome in found)
+
+    def _lose(self, reason: Reason, begun: bool) -> None:
+        if begun:
+            self._is_hung = True
+            self._context.in_flight.strand(self)
+            self._over(False)
+        else:
+            self._hold.leave()
+            self._end(whole=False)
+
+    def _land_late(self, _: object) -> None:
+        self.done = True
+        self._context.in_flight.end(self)
+        self._hold.leave()
+
+    def _end(self, *, whole: bool) -> None:
+        self.done = True
+        self._context.in_flight.end(self)
+        self._over(whole)

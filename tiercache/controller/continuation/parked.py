@@ -1,0 +1,410 @@
+"""Parked requests: their life from `park` to `resume`, and the share of the host that they may take."""
+
+from __future__ import annotations
+
+import enum
+import math
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+
+from tiercache.controller.admission import Admission
+from tiercache.controller.allocation import DeviceFence
+from tiercache.controller.context import ControllerContext
+from tiercache.controller.continuation.arrival import Arrival, ParkedSource
+from tiercache.controller.continuation.departure import ParkCopy, ParkWrite
+from tiercache.controller.continuation.holds import HostHold, HostHolds
+from tiercache.controller.continuation.parcels import Places, all_objects, counts, cut_parcels, spread
+from tiercache.controller.continuation.tickets import ID_BYTES, MAX_TOKENS, ParkingTicket
+from tiercache.controller.retention import MAX_TTL, checked_seconds
+from tiercache.controller.store_calls import StoreCall
+from tiercache.controller.values import Values
+from tiercache.core import Locations, Mask, PoolName, Tier, TokenArray
+from tiercache.errors import AdmissionError, InputError
+from tiercache.index import Node
+from tiercache.keys import parked_keys
+from tiercache.storage.values import HALF_LIFE
+
+MAX_PARKED: Final = 1024
+"""Maximum number of parked requests."""
+_MAX_HALVINGS: Final = 64.0
+"""Maximum number of half-lives by which the value of a parked object is raised."""
+
+
+class ParkedStatus(enum.StrEnum):
+    """Place and fate of a parked request."""
+
+    COPYING = "copying"
+    """On its way from the device to the host."""
+    ON_HOST = "on_host"
+    """On the host, and with `below` perhaps on its way to storage."""
+    STORED = "stored"
+    """In storage, and not on the host any more."""
+    LOST = "lost"
+    """A copy failed. To resume it is a miss."""
+    RESUMED = "resumed"
+    RELEASED = "released"
+    EXPIRED = "expired"
+
+
+_OVER: Final = (ParkedStatus.RESUMED, ParkedStatus.RELEASED, ParkedStatus.EXPIRED)
+
+
+class Parked:
+    """One parked request, which `HybridCacheController.park` returns and `resume` takes.
+
+    Thread safety: the owner's thread (the engine's thread, which calls the controller).
+    """
+
+    def __init__(
+        self, parking: Parking, ticket: ParkingTicket, keys: Sequence[bytes], expires: float
+    ) -> None:
+        self.status = ParkedStatus.COPYING
+        self.expires = expires
+        """Clock time in seconds at which the request is given up."""
+        self.keys = keys
+        """Keys of its pages in storage."""
+        self.ticket = ticket
+        self.hold: HostHold | None = None
+        self.host: Places = {}
+        """Handles of its objects, while the host has them."""
+        self.write: ParkWrite | None = None
+        self.was_offered = False
+        """Whether some of its objects may be in storage."""
+        self._parking = parking
+
+    @property
+    def tokens(self) -> TokenArray:
+        """Tokens of the request. Do not change them."""
+        return self.ticket.tokens
+
+    @property
+    def source(self) -> ParkedSource:
+        """Present places of its objects."""
+        return ParkedSource(self.keys, self.hold, self.host)
+
+    def to_bytes(self) -> bytes:
+        """Return the ticket as bytes, with which another process can resume the request.
+
+        Whoever has them can resume it. Raises AdmissionError unless the request is in storage.
+        """
+        if self.status is not ParkedStatus.STORED:
+            raise AdmissionError(
+                f"this request is not in storage (it is {self.status}); park it with below=True, and call"
+                " flush or wait until its status is `stored`"
+            )
+        return self.ticket.to_bytes()
+
+    def release(self) -> None:
+        """Give the request up: free its host memory, and delete it from storage in the background.
+
+        Raises AdmissionError if it was resumed or released before, or has expired.
+        """
+        self._parking.release(self)
+
+
+class Parking:
+    """All parked requests of one controller.
+
+    Thread safety: the owner's thread.
+    """
+
+    def __init__(self, context: ControllerContext, values: Values) -> None:
+        self._context, self._values = context, values
+        self._active: dict[bytes, Parked] = {}
+        """Parked requests that can be resumed, by their id."""
+        self._next = math.inf
+        """Earliest clock time in seconds at which one expires."""
+        self._copies: list[ParkCopy] = []
+        self._arrivals: list[Arrival] = []
+        self.holds = HostHolds(context)
+        self._most = int(context.arena.blocks * context.options.park_share)
+
+    @property
+    def slots(self) -> list[Mapping[PoolName, Locations]]:
+        """Device slots that no request has any more, and that copies still use."""
+        left = [one.left_behind for one in self._arrivals if one.left_behind is not None]
+        return [*(each for copy in self._copies for each in copy.slots), *(one[0] for one in left)]
+
+    @property
+    def pins(self) -> list[Any]:
+        """Pins in the index that are held for parked requests, and for copies of released ones."""
+        left = [one.left_behind for one in self._arrivals if one.left_behind is not None]
+        return [*self.holds.pins, *(pin for one in left for pin in one[1])]
+
+    def park(
+        self,
+        admission: Admission,
+        tokens: TokenArray,
+        states: Mapping[PoolName, int] | None,
+        *,
+        ttl: float,
+        below: bool,
+        fence: DeviceFence | None,
+    ) -> Parked:
+        """Park a request; `HybridCacheController.park` explains it."""
+        context = self._context
+        ttl = checked_seconds("ttl", ttl, MAX_TTL)
+        self._check(admission, tokens, states, below)
+        self._forget_done()
+        pages = -(-len(tokens) // context.page_size)
+        node = admission.shared_node(len(tokens) // context.page_size)
+        wanted = all_objects(context, pages)
+        blocks = sum(context.allocator.blocks_of(pool, n) for pool, n in counts(wanted).items())
+        kept, unit = self.holds.blocks + blocks, context.arena.block_bytes
+        if kept > self._most or len(self._active) >= MAX_PARKED:
+            self._count("refused")
+            raise AdmissionError(
+                f"with this request, parked requests would keep {kept * unit} bytes of the host,"
+                f" and may keep {self._most * unit}, and {MAX_PARKED} at a time; resume or release"
+                " others, or raise park_share"
+            )
+        hold, host, copied = self._take_host(node, wanted, pages, blocks)
+        device = self._device_places(admission, states, pages)
+        name = secrets.token_bytes(ID_BYTES)
+        extra = admission.lookup.extra
+        ticket = ParkingTicket(context.namespace, name, tokens.copy(), extra, time.time() + ttl)
+        keys = parked_keys(context.namespace, name, ticket.tokens, extra, pages)
+        parked = Parked(self, ticket, keys, context.clock() + ttl)
+        parked.hold, parked.host = hold, host
+        self._active[name] = parked
+        self._next = min(self._next, parked.expires)
+        value = self._value(node, ttl) if below else None
+        slots, pins = admission.hand_over()
+        parcels = [p for p in cut_parcels(context, pages) if any(m.any() for m in p.flags(copied).values())]
+        over = partial(self._copied, parked, wanted, value)
+        if not parcels:  # cannot happen with states; without, every page may be shared
+            context.device_work.retire(slots, fence, pins)
+            over(True)
+        else:
+            self._copies.append(
+                ParkCopy(
+                    context,
+                    hold,
+                    parcels,
+                    device,
+                    host,
+                    copied,
+                    slots=slots,
+                    pins=pins,
+                    fence=fence,
+                    over=over,
+                )
+            )
+        self._count("parked")
+        return parked
+
+    def find(self, parked: Any) -> Parked:
+        """Return the request to resume. Raises AdmissionError or InputError if it cannot be resumed."""
+        context = self._context
+        if isinstance(parked, Parked):
+            self._require_active(parked)
+            return parked
+        ticket = ParkingTicket.from_bytes(parked, context.namespace)
+        if (mine := self._active.get(ticket.id)) is not None:
+            return mine
+        left = ticket.expires - time.time()
+        if left <= 0:
+            raise AdmissionError("this parked request has expired; compute its tokens again")
+        if context.storage is None:
+            raise InputError("this ticket is of a request in storage, and this controller has no storage")
+        pages = -(-len(ticket.tokens) // context.page_size)
+        keys = parked_keys(context.namespace, ticket.id, ticket.tokens, ticket.extra, pages)
+        found = Parked(self, ticket, keys, context.clock() + left)
+        found.status, found.was_offered = ParkedStatus.STORED, True
+        return found
+
+    def take(self, parked: Parked) -> None:
+        """Record that a request is being resumed, so that it cannot be resumed again."""
+        self._active.pop(parked.ticket.id, None)
+        if parked.write is not None:
+            parked.write.stop()
+
+    def arrive(self, arrival: Arrival) -> None:
+        """Watch over the copies of a resumed request."""
+        self._forget_done()
+        self._arrivals.append(arrival)
+
+    def finish(self, parked: Parked, *, whole: bool) -> None:
+        """Let go of the objects of a request that was resumed, or that turned out to be lost."""
+        self._count("resumed" if whole else "missed")
+        self._end(parked, ParkedStatus.RESUMED)
+
+    def release(self, parked: Parked) -> None:
+        """Give a parked request up. Raises AdmissionError if it was ended before."""
+        self._require_active(parked)
+        self._count("released")
+        self._end(parked, ParkedStatus.RELEASED)
+
+    def expire(self) -> None:
+        """Give up the requests whose time is over."""
+        if self._next == math.inf or (now := self._context.clock()) < self._next:
+            return
+        for parked in [one for one in self._active.values() if one.expires <= now]:
+            self._count("expired")
+            self._end(parked, ParkedStatus.EXPIRED)
+        self._next = min((one.expires for one in self._active.values()), default=math.inf)
+
+    def close(self) -> None:
+        """Free the host memory of all parked requests. What is in storage stays there."""
+        for parked in list(self._active.values()):
+            if parked.status is not ParkedStatus.STORED:
+                self._end(parked, ParkedStatus.RELEASED)
+        self._active.clear()
+
+    def _check(
+        self, admission: Admission, tokens: TokenArray, states: Mapping[PoolName, int] | None, below: bool
+    ) -> None:
+        context = self._context
+        admission.require_started()
+        admission.check_sequence(tokens)
+        most = min(admission.slots.pages * context.page_size, MAX_TOKENS)
+        if not 0 < len(tokens) <= most:
+            raise InputError(
+                f"{len(tokens)} tokens cannot be parked; this admission has slots for 1 to {most}"
+            )
+        if context.index.state_pools or states:
+            admission.slots.check_states([states or {}])
+        if below and context.storage is None:
+            raise InputError("there is no storage to park a request in; leave out below=True")
+
+    def _take_host(
+        self, node: Node, wanted: Mapping[PoolName, Mask], pages: int, blocks: int
+    ) -> tuple[HostHold, Places, dict[PoolName, Mask]]:
+        """Take room on the host; return it with the place of every object, and which ones to copy there.
+
+        Pages that the index has on the host stay where they are, and are pinned.
+        """
+        index = self._context.index
+        located = index.locations(node, node.end).pages
+        copied = {pool: mask.copy() for pool, mask in wanted.items()}
+        for pool, at in located.items():
+            copied[pool][: node.end] = at.host < 0
+        pins = [index.pin(node, Tier.HOST)] if any((at.host >= 0).any() for at in located.values()) else []
+        try:
+            hold = self.holds.take(counts(copied), pins, blocks)
+        except BaseException:
+            for pin in pins:
+                pin.release()
+            raise
+        host = spread(pages, copied, hold.own)
+        for pool, at in located.items():
+            host[pool][: node.end] = np.where(at.host >= 0, at.host, host[pool][: node.end])
+        return hold, host, copied
+
+    def _device_places(
+        self, admission: Admission, states: Mapping[PoolName, int] | None, pages: int
+    ) -> dict[PoolName, Locations]:
+        places = {pool: table[:pages].copy() for pool, table in admission.pages.items()}
+        return places | {pool: np.full(pages, slot, np.int64) for pool, slot in (states or {}).items()}
+
+    def _value(self, node: Node, ttl: float) -> float:
+        """Return the value with which storage keeps the objects until `ttl` has passed, and hardly longer.
+
+        Values lose half of their weight in an hour, so that a higher value is worth as many hours as it has
+        doublings more than what the request shares with others.
+        """
+        found = [one for values in self._values.of(node.path()).values() for one in values.values()]
+        return float(max([1.0, *found]) * 2.0 ** min(ttl / HALF_LIFE, _MAX_HALVINGS))
+
+    def _copied(
+        self, parked: Parked, wanted: Mapping[PoolName, Mask], value: float | None, whole: bool
+    ) -> None:
+        """Go on when everything is on the host, or a copy has failed."""
+        self._forget_done()
+        if parked.status is not ParkedStatus.COPYING or parked.hold is None:
+            return
+        if not whole:
+            self._count("lost")
+            parked.status = ParkedStatus.LOST
+            parked.hold.close()
+            parked.hold = None
+            return
+        parked.status = ParkedStatus.ON_HOST
+        if value is None or parked.ticket.id not in self._active:
+            return
+        parked.was_offered = True
+        write = ParkWrite(
+            self._context,
+            parked.hold,
+            cut_parcels(self._context, len(parked.keys)),
+            parked.host,
+            wanted,
+            parked.keys,
+            value,
+            partial(self._written, parked),
+        )
+        parked.write = None if write.done else write
+
+    def _written(self, parked: Parked, whole: bool) -> None:
+        """Let go of the host once storage has everything. Otherwise the host keeps the request."""
+        parked.write = None
+        if parked.status in _OVER:
+            self._forget(parked)
+        elif whole and parked.ticket.id in self._active and parked.hold is not None:
+            self._count("stored")
+            parked.status = ParkedStatus.STORED
+            parked.hold.close()
+            parked.hold, parked.host = None, {}
+
+    def _end(self, parked: Parked, status: ParkedStatus) -> None:
+        self._active.pop(parked.ticket.id, None)
+        parked.status = status
+        if parked.hold is not None:
+            parked.hold.close()
+            parked.hold, parked.host = None, {}
+        if parked.write is not None:
+            parked.write.stop()  # its end deletes what it has written
+        else:
+            self._forget(parked)
+
+    def _forget(self, parked: Parked) -> None:
+        """Delete in the background what storage may have of a request. If that fails, its value fades."""
+        context, storage = self._context, self._context.storage
+        if not parked.was_offered or storage is None:
+            return
+        parked.was_offered = False
+        wanted = {
+            pool: parked.keys if pool in context.index.page_pools else parked.keys[-1:]
+            for pool in context.pools
+        }
+        call = StoreCall(
+            partial(_background_forget, partial(storage.forget, wanted)),
+            landed=bool,
+            lost=lambda *_: None,
+            late=lambda _: None,
+        )
+        context.writes.submit(call)
+
+    def _forget_done(self) -> None:
+        self._copies = [copy for copy in self._copies if not copy.done]
+        self._arrivals = [one for one in self._arrivals if not one.done]
+
+    def _require_active(self, parked: Parked) -> None:
+        if self._active.get(parked.ticket.id) is parked:
+            return
+        if parked.status in _OVER:
+            raise AdmissionError(
+                f"this parked request was {parked.status} already; a request is parked, and resumed, once"
+                if parked.status is not ParkedStatus.EXPIRED
+                else "this parked request has expired; compute its tokens again"
+            )
+        raise AdmissionError(
+            "this request was parked by another controller, or is being resumed; use the one that parked it,"
+            " or carry it over with to_bytes"
+        )
+
+    def _count(self, outcome: str) -> None:
+        self._context.metrics.increment("parked_requests_total", outcome)
+
+
+def _background_forget(forget: Any) -> bool:
+    try:
+        forget()
+    except Exception:  # noqa: BLE001  best effort: the value of what is left fades
+        return False
+    return True
