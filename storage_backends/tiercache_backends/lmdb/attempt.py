@@ -7,7 +7,7 @@ looks up again which objects are stored.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -164,18 +164,20 @@ class Attempt:
         self._transaction.save()
         return AttemptResult(applied, outcomes, self._transaction.used_pages())
 
-    def _add(self, fitting: Sequence[NewObject], needs: Mapping[bytes, int]) -> Iterator[bytes]:
-        """Store the objects that fit and whose parent is stored; yield the places stored."""
+    def _add(self, fitting: Sequence[NewObject], needs: Mapping[bytes, int]) -> list[bytes]:
+        """Store the objects that fit and whose parent is stored; return the places stored."""
         used = self._transaction.used_pages()
         # Pages of this chunk that are not stored. Parents come before the objects that follow them: if an
         # object's parent is still in this set, the parent did not fit.
         left: set[bytes] = {new.page for new in fitting if not new.attached}
+        added: list[tuple[bytes, SetItem, Checksums]] = []
         for new in fitting:
             if used + needs[new.place] <= self._limits.limit and new.item.meta.parent not in left:
                 used += needs[new.place]
-                self._transaction.add(new.item, new.place, new.checksums, self._limits.part_pages)
+                added.append((new.place, new.item, new.checksums))
                 left.discard(new.page)
-                yield new.place
+        self._transaction.add(added, self._limits.part_pages)
+        return [place for place, _, _ in added]
 
     def _worthy(self, fitting: Sequence[NewObject], needs: Mapping[bytes, int]) -> Sequence[NewObject]:
         """Return the objects without those that are not worth what must be evicted for them.

@@ -14,7 +14,13 @@ from typing import Final
 from tiercache.errors import ConfigError, StorageError, StoreDamagedError
 from tiercache.storage.checksum import MacKey
 from tiercache.storage.env import Env
-from tiercache_backends.lmdb.budget import SMALLEST_CAPACITY, PageBudget, capacity_for, map_bytes
+from tiercache_backends.lmdb.budget import (
+    SMALLEST_CAPACITY,
+    PageBudget,
+    capacity_for,
+    keep_freed_memory,
+    map_bytes,
+)
 from tiercache_backends.lmdb.environment import Environment
 from tiercache_backends.lmdb.records import SIZE, Size
 from tiercache_backends.lmdb.salvage import data_file, salvage
@@ -136,6 +142,7 @@ def _open(
     try:
         if not read_only:
             environment.clear_readers()
+            keep_freed_memory()
         size = (
             _agreed_size(directory, environment, wanted) if wanted else _existing_size(directory, environment)
         )

@@ -16,8 +16,9 @@ become a piece of their own (`rest`), which LMDB stores in a leaf of its tree, b
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from errno import EIO
+from functools import lru_cache
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -41,7 +42,8 @@ _CACHED_BYTES: Final = 256 << 10
 """Number of bytes that are copied before they are checked. The processor's cache still holds all of them."""
 _SMALL_BYTES: Final = 32 << 10
 """Size of a copy in bytes below which the GIL is kept, because releasing the GIL costs more than the copy."""
-
+_LENGTHS: Final = 1024
+"""Number of payload lengths whose division into pieces is remembered; a model has only few lengths."""
 
 Verify: TypeAlias = Callable[[Sequence[memoryview]], None]
 """A function that takes the next bytes of a payload, such as the checksum's `add`."""
@@ -52,12 +54,18 @@ def part_key(number: int, part: int) -> bytes:
     return _PART.pack(number, part)
 
 
+def part_keys(number: int, parts: int) -> list[bytes]:
+    """Return the keys of the first `parts` pieces of an object's payload."""
+    return [_PART.pack(number, part) for part in range(parts)]
+
+
 def number_of(key: bytes) -> int:
     """Return the number of the object to which the piece with this key belongs."""
     return int(_PART.unpack(key)[0])
 
 
-def piece_sizes(length: int, page_bytes: int, part_pages: int = PART_PAGES) -> list[int]:
+@lru_cache(_LENGTHS)
+def piece_sizes(length: int, page_bytes: int, part_pages: int = PART_PAGES) -> Sequence[int]:
     """Return the sizes of a payload's pieces in bytes, in order; the payload has `length` bytes."""
     full = part_pages * page_bytes - _MARGIN_BYTES
     sizes = [full] * (length // full)
@@ -68,9 +76,10 @@ def piece_sizes(length: int, page_bytes: int, part_pages: int = PART_PAGES) -> l
     if cut > 0 and rest - cut <= _INLINE_BYTES:
         sizes.append(cut)
         rest -= cut
-    return [*sizes, rest] if rest else sizes
+    return (*sizes, rest) if rest else tuple(sizes)
 
 
+@lru_cache(_LENGTHS)
 def pages_for(length: int, page_bytes: int, part_pages: int = PART_PAGES) -> int:
     """Estimate the LMDB pages that a payload of `length` bytes takes, with its share of LMDB's trees."""
     sizes = piece_sizes(length, page_bytes, part_pages)
@@ -111,21 +120,33 @@ class BufferCursor:
         return views
 
 
-def write(txn: Any, db: Any, number: int, buffers: Sequence[memoryview], sizes: Iterable[int]) -> None:
-    """Put a payload's pieces into LMDB.
-
-    `number`: the number of the object, larger than the numbers of all stored objects. Raises OSError where
-    the store already holds a piece with this number or a larger number.
-    """
+def pieces(
+    number: int, buffers: Sequence[memoryview], sizes: Iterable[int]
+) -> Iterator[tuple[bytes, memoryview | bytes]]:
+    """Yield key and bytes of each piece of the payload of object `number`."""
+    if len(buffers) == 1:
+        at, buffer = 0, buffers[0]
+        for part, size in enumerate(sizes):
+            yield _PART.pack(number, part), buffer[at : at + size]
+            at += size
+        return
     cursor = BufferCursor(buffers)
     for part, size in enumerate(sizes):
         views = cursor.take(size)
-        # Join a piece only if it lies in several buffers, because joining costs a copy. `append` puts the key
-        # behind all others without a search of the tree, and fails unless the key is the largest.
-        if not txn.put(
-            part_key(number, part), views[0] if len(views) == 1 else b"".join(views), db=db, append=True
-        ):
-            raise OSError(EIO, f"the store holds a part of object {number}, which was never stored")
+        # Join a piece only if it lies in several buffers, because joining costs a copy.
+        yield _PART.pack(number, part), views[0] if len(views) == 1 else b"".join(views)
+
+
+def write(txn: Any, db: Any, entries: Iterable[tuple[bytes, memoryview | bytes]]) -> None:
+    """Put pieces into LMDB, in order; their numbers are larger than those of all stored objects.
+
+    Raises OSError where the store already holds a piece with one of these numbers or a larger number.
+    """
+    # `append` puts a key behind all others without a search of the tree, and skips a key that is not larger.
+    with txn.cursor(db) as cursor:
+        taken, added = cursor.putmulti(entries, append=True)
+    if added < taken:
+        raise OSError(EIO, "the store holds a part of an object that was never stored")
 
 
 def read(cursor: Any, number: int, length: int, buffers: Sequence[memoryview], verify: Verify) -> bool:
@@ -147,6 +168,24 @@ def read(cursor: Any, number: int, length: int, buffers: Sequence[memoryview], v
             target.end()
             return True
     return False
+
+
+def copy_whole(pieces: Sequence[tuple[memoryview, memoryview]], length: int, buffer: memoryview) -> bool:
+    """Copy the pieces of a small payload, (key, bytes) each, into one buffer; verify nothing.
+
+    Returns False, and may have copied some of the pieces, unless they have `length` bytes together.
+    """
+    at = 0
+    for _, piece in pieces:
+        end = at + len(piece)
+        if end > length:
+            return False
+        if end - at < _SMALL_BYTES:
+            buffer[at:end] = piece
+        else:
+            _copy(buffer[at:end], piece)
+        at = end
+    return at == length
 
 
 def verify_in_map(cursor: Any, number: int, length: int, verify: Verify) -> bool:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple
 
 from tiercache.core import DIGEST_BYTES, Outcome
 from tiercache.storage.base import GetItem
-from tiercache.storage.checksum import Checksums, MacKey
-from tiercache.storage.vectors import usable
+from tiercache.storage.checksum import Checksums, MacKey, checksum
+from tiercache.storage.vectors import batches, usable
 from tiercache_backends.lmdb import payload
 from tiercache_backends.lmdb.environment import Environment, ErrorCounters
 from tiercache_backends.lmdb.maintenance import Maintenance
-from tiercache_backends.lmdb.records import Record, place_of
+from tiercache_backends.lmdb.records import Record, place_of, proof_of
 from tiercache_backends.local.failures import DamagedError
 
 _KEYS_PER_TRANSACTION: Final = 1024
@@ -21,14 +21,32 @@ _KEYS_PER_TRANSACTION: Final = 1024
 
 Transactions are short, because LMDB reuses no given-up pages while a read transaction lasts.
 """
+_OBJECTS_PER_TRANSACTION: Final = 64
+"""Maximum number of objects read in one transaction."""
+_SMALL_BYTES: Final = 64 << 10
+"""Maximum length of an object that is read in one transaction with others, in bytes.
+
+Nothing is gained with larger objects. No transaction reads more than 4 MiB in this way.
+"""
 
 
 class ReadResult(NamedTuple):
-    """Result of a get for one object. If the outcome is CORRUPT, the caller removes the object."""
+    """Result of a get for one object."""
 
     outcome: Outcome
     number: int | None = None
     """Number of the object that was read; None if it has no readable record."""
+
+
+class BatchResult(NamedTuple):
+    """Results of a get for a batch of objects."""
+
+    outcomes: list[Outcome]
+    damaged: dict[bytes, int | None]
+    """Numbers of the CORRUPT objects, by place; None if an object has no readable record.
+
+    The caller removes these objects.
+    """
 
 
 class Reader:
@@ -42,6 +60,7 @@ class Reader:
     ) -> None:
         self._environment = environment
         self._mac_key = mac_key
+        self._has_macs = mac_key.fingerprint is not None
         self._maintenance = maintenance
         self._errors = errors
 
@@ -57,7 +76,32 @@ class Reader:
                 answers += [False] * len(some)
         return answers
 
-    def fetch(self, item: GetItem) -> ReadResult:
+    def fetch(self, items: Sequence[GetItem]) -> BatchResult:
+        """Read objects into their buffers and verify them."""
+        found = BatchResult([], {})
+        for batch in batches(items, _size, _OBJECTS_PER_TRANSACTION, _OBJECTS_PER_TRANSACTION * _SMALL_BYTES):
+            for item, outcome in zip(batch, self._fetch_together(batch), strict=True):
+                if outcome is None:
+                    outcome, number = self._fetch_alone(item)
+                    if outcome is Outcome.CORRUPT:
+                        found.damaged[place_of(item.key.digest)] = number
+                found.outcomes.append(outcome)
+        return found
+
+    def _fetch_together(self, items: Sequence[GetItem]) -> Sequence[Outcome | None]:
+        """Read small objects in one transaction: HIT or MISS for each, or None.
+
+        None: this item must be read alone, because something about it is unusual, or because something
+        failed. Then its buffers may have been written to.
+        """
+        if len(items) > 1 and not self._maintenance.any_damaged():
+            try:
+                return self._environment.read(partial(self._read_together, items))
+            except OSError:
+                pass  # `_fetch_alone` meets the same failure, and tells which objects it concerns
+        return [None] * len(items)
+
+    def _fetch_alone(self, item: GetItem) -> ReadResult:
         """Read one object into its buffers and verify it."""
         if len(item.key.digest) != DIGEST_BYTES:
             return ReadResult(Outcome.MISS)
@@ -97,6 +141,44 @@ class Reader:
             answers.append(record is not None and not self._maintenance.is_damaged(place, record.number))
         return answers
 
+    def _read_together(self, items: Sequence[GetItem], txn: Any) -> list[Outcome | None]:
+        places = [place_of(item.key.digest) for item in items]
+        # In `objects` a key of another length than a place holds a count of dependents (records.py).
+        if any(len(place) != DIGEST_BYTES for place in places):
+            return [None] * len(items)
+        with txn.cursor(self._environment.objects) as cursor:
+            stored = cursor.getmulti(places)
+        present: Iterable[int] = range(len(items))
+        if len(stored) < len(items):
+            there = {bytes(key) for key, _ in stored}
+            present = [i for i, place in enumerate(places) if place in there]
+        outcomes: list[Outcome | None] = [Outcome.MISS] * len(items)
+        wanted: list[tuple[int, int, bytes, bytes]] = []  # index of the item, its pieces, checksum and MAC
+        keys: list[bytes] = []  # keys of all pieces
+        for i, (_, value) in zip(present, stored, strict=True):
+            outcomes[i] = None
+            number, length, proof, mac = proof_of(value)
+            _, buffers, wanted_length = items[i]
+            if length == wanted_length and len(buffers) == 1 and usable(buffers, length, writable=True):
+                parts = len(payload.piece_sizes(length, self._environment.page_bytes))
+                wanted.append((i, parts, proof, mac))
+                keys += payload.part_keys(number, parts)
+        with txn.cursor(self._environment.parts) as cursor:
+            pieces = cursor.getmulti(keys)
+        if len(pieces) < len(keys):  # some payload is stored in shorter pieces, or a piece is missing
+            return outcomes
+        at = 0
+        for i, parts, proof, mac in wanted:
+            key, buffers, length = items[i]
+            if (
+                payload.copy_whole(pieces[at : at + parts], length, buffers[0])
+                and checksum(key, buffers, length) == proof
+                and (not self._has_macs or self._mac_key.mac(key, buffers, length) == mac)
+            ):
+                outcomes[i] = Outcome.HIT
+            at += parts
+        return outcomes
+
     def _fetch(self, item: GetItem, met: list[int], txn: Any) -> ReadResult:
         """Read and verify one object; append its number to `met` before its payload is read."""
         key, buffers, length = item
@@ -128,3 +210,8 @@ class Reader:
         return (
             ReadResult(Outcome.ERROR, record.number) if sound else ReadResult(Outcome.CORRUPT, record.number)
         )
+
+
+def _size(item: GetItem) -> int:
+    """Return the size in bytes with which an item counts in a batch: a large item fills a batch alone."""
+    return item.length if item.length <= _SMALL_BYTES else _OBJECTS_PER_TRANSACTION * _SMALL_BYTES

@@ -55,6 +55,7 @@ from tiercache.storage.checksum import Checksums
 HALF: Final = 32
 """Bytes of a page key, and of a layout digest."""
 _RECORD: Final = struct.Struct("<QQQIIB7x16s16s32s")
+_PROOF: Final = struct.Struct("<Q8xQ16x16s16s")
 _FACTS: Final = struct.Struct("<6Q")
 _SIZE: Final = struct.Struct("<QQ")
 _TICK: Final = struct.Struct(">Q")
@@ -152,6 +153,14 @@ def count_value(count: int) -> bytes:
 def count_of(value: bytes) -> int:
     """Return the count in a stored value, the inverse of `count_value`."""
     return int(_COUNT.unpack(value)[0])
+
+
+def proof_of(value: bytes | memoryview) -> tuple[int, int, bytes, bytes]:
+    """Return number, length, checksum and MAC from a stored record; zeros from a value that is too short."""
+    found: tuple[int, int, bytes, bytes] = _PROOF.unpack_from(
+        value if len(value) > _RECORD.size else bytes(_PROOF.size)
+    )
+    return found
 
 
 class Record(NamedTuple):

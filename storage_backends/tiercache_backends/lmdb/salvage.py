@@ -158,8 +158,7 @@ def _object(
 def _write(target: Environment, batch: list[tuple[bytes, SetItem, Record]]) -> int:
     def work(txn: Any) -> None:
         transaction = Transaction(target, txn)
-        for place, item, record in batch:
-            transaction.add(item, place, record.checksums, PART_PAGES)
+        transaction.add([(place, item, record.checksums) for place, item, record in batch], PART_PAGES)
         transaction.save()
 
     if batch:

@@ -134,15 +134,9 @@ class LmdbBackend(StorageBackend):
 
     def _get(self, items: Sequence[GetItem], *, is_use: bool = True) -> list[Outcome]:
         with self._gate:
-            found = [self._reader.fetch(item) for item in items]
-            outcomes = [f.outcome for f in found]
+            outcomes, damaged = self._reader.fetch(items)
             if self._read_only:  # do not remove damaged objects, and record no use
                 return outcomes
-            damaged = {
-                place_of(item.key.digest): result.number
-                for item, result in zip(items, found, strict=True)
-                if result.outcome is Outcome.CORRUPT
-            }
             if damaged:
                 self._maintenance.drop(damaged)
             if not is_use:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from itertools import chain, count
 from typing import Any, Final
 
 from tiercache.storage.base import NamespaceRecord, SetItem
@@ -89,31 +92,41 @@ class Transaction:
             place = record.depends_on + place[HALF:]
         return place == above
 
-    def add(self, item: SetItem, place: bytes, checksums: Checksums, part_pages: int) -> None:
-        """Store an object that is not there yet, in pieces of at most `part_pages` LMDB pages."""
+    def add(self, objects: Sequence[tuple[bytes, SetItem, Checksums]], part_pages: int) -> None:
+        """Store objects that are not there yet, in pieces of at most `part_pages` LMDB pages.
+
+        `objects`: place, item and checksums of each. Raises OSError where the store already holds a piece
+        with the number of one of these objects or a larger number.
+        """
         # Write one entry per piece in `parts`, one entry in each of `objects` and `ages`, and the count of
-        # dependents at the parent.
-        facts, meta = self.totals, item.meta
-        tick = facts.next_tick
-        record = Record.of(
-            facts.next_number, tick, item.key, meta, self.namespace_id(meta.namespace), checksums
-        )
-        sizes = payload.piece_sizes(meta.length, self._environment.page_bytes, part_pages)
-        payload.write(self._txn, self._environment.parts, record.number, item.buffers, sizes)
-        self._put(place, record)
-        # The tick in the record is also the object's key in `ages`.
-        self._txn.put(tick_key(tick), place, db=self._environment.ages)
-        if record.depends_on:
-            self._txn.put(
-                record.depends_on,
-                count_value(self.dependents(record.depends_on) + 1),
-                db=self._environment.objects,
-            )
+        # dependents at the parent. All entries of a database are written in one call.
+        facts, page_bytes = self.totals, self._environment.page_bytes
+        pieces: list[Iterator[tuple[bytes, memoryview | bytes]]] = []
+        records: list[tuple[bytes, bytes]] = []
+        ages: list[tuple[bytes, bytes]] = []
+        parents: Counter[bytes] = Counter()
+        numbers, ticks = count(facts.next_number), count(facts.next_tick)
+        for (place, item, checksums), number, tick in zip(objects, numbers, ticks, strict=False):
+            meta = item.meta
+            record = Record.of(number, tick, item.key, meta, self.namespace_id(meta.namespace), checksums)
+            sizes = payload.piece_sizes(meta.length, page_bytes, part_pages)
+            pieces.append(payload.pieces(number, item.buffers, sizes))
+            records.append((place, record.pack()))
+            # The tick in the record is also the object's key in `ages`.
+            ages.append((tick_key(tick), place))
+            if record.depends_on:
+                parents[record.depends_on] += 1
+        records += [(page, count_value(self.dependents(page) + more)) for page, more in parents.items()]
+        for db, entries in ((self._environment.objects, sorted(records)), (self._environment.ages, ages)):
+            with self._txn.cursor(db) as cursor:
+                cursor.putmulti(entries)
+        # Payload comes last: if the file is cut, more of the records before it are still there.
+        payload.write(self._txn, self._environment.parts, chain.from_iterable(pieces))
         self.totals = facts._replace(
-            next_number=record.number + 1,
-            next_tick=tick + 1,
-            objects=facts.objects + 1,
-            payload_bytes=facts.payload_bytes + meta.length,
+            next_number=facts.next_number + len(objects),
+            next_tick=facts.next_tick + len(objects),
+            objects=facts.objects + len(objects),
+            payload_bytes=facts.payload_bytes + sum(item.meta.length for _, item, _ in objects),
         )
 
     def remove(self, place: bytes, record: Record) -> None:
