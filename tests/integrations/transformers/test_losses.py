@@ -242,8 +242,7 @@ def test_writes_that_hang_are_not_waited_for(tmp_path: Path) -> None:
         assert hang.reached.wait(30)
         right(audit, worker, worker.serve(LONG[1], 2, audit=True))
         too_long = joined(LONG[1], prompt(8 << 10, 3))
-        # private: serving so many tokens would compute for minutes
-        assert worker._admit(worker.controller.lookup(too_long), AMPLE, 5) is None
+        assert worker.scheduler.admit(worker.controller.lookup(too_long), AMPLE, 5) is None
         assert time.monotonic() - started < 5
         hang.release()
         settle(worker)

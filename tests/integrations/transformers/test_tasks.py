@@ -1,54 +1,231 @@
-"""Requests of the worker that are advanced one forward pass at a time, in turns with others."""
+"""Requests of the worker that have turns: tasks, and `Worker.serve_all`."""
 
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from tests.examples import slow_after
-from tests.integrations.transformers.models import PAGE, loaded, prompt
-from tests.integrations.transformers.serving import LONG, evict, joined, right, serving, store
-from tiercache.core import Tier, as_tokens
+from tests.integrations.transformers.models import PAGE, build, loaded, prompt
+from tests.integrations.transformers.serving import (
+    AMPLE,
+    LONG,
+    SYSTEM,
+    context_of,
+    evict,
+    joined,
+    right,
+    serving,
+    store,
+)
+from tiercache.core import PoolName, Reason, Tier
+from tiercache.errors import ClosedError, InputError, TokenError, UnsupportedModelError
+from tiercache.integrations.transformers import Generation, Request, Sampling, differences
 from tiercache.integrations.transformers.audit import Audit
 from tiercache.integrations.transformers.task import Task
 from tiercache.integrations.transformers.worker import Worker
+from tiercache.testing.faults import FaultEnv
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+NAMES = slow_after(2, ["bamba", "llama", "qwen3_next", "jamba"])
+WARM = Sampling(temperature=1.5, seed=3)
 
-def begin(worker: Worker, tokens: list[int], new_tokens: int) -> Task:
+
+def begin(worker: Worker, tokens: Any, new_tokens: int) -> Task:
     """A task with slots for its whole sequence."""
-    asked = as_tokens(tokens)
-    admission = worker.controller.admit(
-        worker.controller.lookup(asked), tokens=len(asked) + new_tokens, states=5
-    )
-    return Task(worker, admission, asked, new_tokens, frozenset(), audit=True, started=time.perf_counter())
+    # private: no public call lets a test look between two steps
+    checked = worker._checked(Request(tokens, new_tokens))
+    return worker.scheduler.begin(checked, audit=True, started=time.perf_counter())
 
 
-@pytest.mark.parametrize("name", slow_after(2, ["qwen3_next", "llama", "bamba", "jamba"]))
-def test_two_tasks_in_turns_equal_their_recompute(name: str, tmp_path: Path) -> None:
-    """One restores from the disk while the other computes; a third is ended before its end."""
+def generated(results: list[Generation | Exception]) -> list[Generation]:
+    """The results, none of which may be a failure."""
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+    return [result for result in results if isinstance(result, Generation)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tasks_in_turns_equal_their_recompute(name: str, tmp_path: Path) -> None:
+    """The restore of one waits for a disk that hangs, while another computes to its end; a third is ended
+    before its end.
+    """
+    env = FaultEnv()
     audit = Audit(loaded(name)[0], page_slots=128, state_slots=32)
-    with serving(name, store(tmp_path), chunk_limit=2 * PAGE) as worker:
+    with serving(name, store(tmp_path, env), chunk_limit=2 * PAGE) as worker:
         right(audit, worker, worker.serve(LONG[1], 2))
         evict(worker, Tier.DEVICE, Tier.HOST)
-        asked = [joined(LONG[1], prompt(PAGE, 3)), LONG[2], prompt(3 * PAGE, 4).tolist()]
-        tasks = [begin(worker, tokens, PAGE + 4) for tokens in asked]
-        stepped = [0, 0, 0]
-        while any(task.generation is None for task in tasks[:2]):
-            for n, task in enumerate(tasks):
-                if task.generation is None and (n < 2 or stepped[2] < 5):
-                    stepped[n] += task.step(wait=False)
-        for task in reversed(tasks):
+        hang = env.hang("preadv", times=1000)
+        waits = begin(worker, joined(LONG[1], prompt(PAGE, 3)), PAGE + 4)
+        others = [begin(worker, tokens, PAGE + 4) for tokens in (LONG[2], prompt(3 * PAGE, 4))]
+        while not hang.reached.wait(0.01):
+            assert not waits.step(wait=False)
+        for _ in range(5):
+            assert [task.step(wait=False) for task in (waits, *others)] == [False, True, True]
+        others[1].close()
+        while not others[0].generations:
+            assert not waits.step(wait=False)
+            others[0].step()
+        hang.release()
+        for task, restored in ((waits, 6 * PAGE), (others[0], 0)):
+            (generation,) = task.run()
             task.close()
             task.close()
-        for task, restored in zip(tasks, (6 * PAGE, 0), strict=False):
-            assert task.generation is not None
-            assert task.generation.restored == restored
-            right(audit, worker, task.generation)
-        assert tasks[2].generation is None
+            assert generation.restored == restored
+            right(audit, worker, generation)
         worker.synchronize()
         worker.controller.check_integrity()
         right(audit, worker, worker.serve(LONG[2], 2, audit=True))
+
+
+# --- serve_all
+# ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_requests_in_turns_give_what_they_give_one_by_one(name: str, tmp_path: Path) -> None:
+    """Prompts that share nothing have the same cuts in both ways, so everything is equal, to the last bit."""
+    asked = [
+        Request(prompt(n * PAGE // 2 + 1, seed=n), 3 * n, sampling=WARM if n % 2 else Sampling())
+        for n in range(1, 7)
+    ]
+    with serving(name, store(tmp_path / "alone"), chunk_limit=2 * PAGE) as worker:
+        alone = [worker.serve(one.tokens, one.new_tokens, sampling=one.sampling) for one in asked]
+    for in_flight in (1, 4):
+        with serving(name, store(tmp_path / str(in_flight)), chunk_limit=2 * PAGE) as worker:
+            for one, expected in zip(
+                generated(worker.serve_all(asked, in_flight=in_flight)), alone, strict=True
+            ):
+                assert one.tokens.tolist() == expected.tokens.tolist()
+                assert (one.bounds, one.states, one.reason) == (
+                    expected.bounds, expected.states, expected.reason
+                )  # fmt: skip
+                assert torch.equal(one.first_logits, expected.first_logits)
+                assert differences(worker.runner.layout, one.cache, expected.cache) == ()
+            worker.synchronize()
+            worker.controller.check_integrity()
+            assert worker.controller.flush()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_requests_that_share_a_prefix_use_what_earlier_ones_left(name: str, tmp_path: Path) -> None:
+    """Out of the device, and out of the disk after a restart; later ones restore what earlier ones left."""
+    audit = Audit(loaded(name)[0], page_slots=512, state_slots=128)
+    histories = [joined(SYSTEM, prompt(13, seed=n)) for n in range(5)]
+    for turn in range(2):
+        with serving(name, store(tmp_path)) as worker:
+            asked = [Request(history, PAGE + n) for n, history in enumerate(histories)]
+            answers = generated(worker.serve_all(asked, in_flight=2, audit=True))
+            for answer in answers:
+                right(audit, worker, answer)
+            restored = [answer.restored for answer in answers]
+            assert restored[-1] >= 2 * PAGE
+            assert turn == 0 or min(restored) >= 3 * PAGE
+            assert turn == 0 or {answer.tier for answer in answers} >= {Tier.STORAGE}
+            histories = [joined(answer.tokens, prompt(5, seed=9)) for answer in answers]
+            worker.synchronize()
+            worker.controller.check_integrity()
+            assert worker.controller.flush()
+
+
+@pytest.mark.parametrize("name", ["bamba", "llama"])
+def test_requests_wait_for_slots(name: str, tmp_path: Path) -> None:
+    """The pools have room for one or two; one needs more than there is, and is computed without them."""
+    runner = loaded(name)[0]
+    geometries = runner.layout.geometries
+    states = geometries.get(PoolName.MAMBA)
+    small = 10 * geometries[PoolName.KV].nbytes + (7 * states.nbytes if states else 0)
+    audit = Audit(runner, page_slots=256, state_slots=64)
+    asked = [prompt(3 * PAGE, seed) for seed in range(5)]
+    asked.insert(2, prompt(12 * PAGE, seed=9))
+    with serving(name, store(tmp_path), device_bytes=small) as worker:
+        answers = generated(worker.serve_all([Request(tokens, PAGE) for tokens in asked], in_flight=6))
+        assert [answer.reason is Reason.BUSY for answer in answers] == [n == 2 for n in range(6)]
+        for answer in answers:
+            right(audit, worker, answer)
+        worker.synchronize()
+        worker.controller.check_integrity()
+        free = {pool: one.available for pool, one in context_of(worker).device.items()}
+        evict(worker, Tier.DEVICE)
+        assert all(one.available == one.capacity for one in context_of(worker).device.values()), free
+
+
+FORBIDDEN: list[int] = []
+"""Tokens at which the model of the next test fails."""
+
+
+def fail_at_forbidden_tokens(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+    if any(token in FORBIDDEN for token in args[0].flatten().tolist()):
+        raise RuntimeError("this token is forbidden")
+
+
+def test_a_request_that_fails_in_the_middle_does_not_disturb_the_others(tmp_path: Path) -> None:
+    """In the prefill, while it decodes, and in its last step; what it committed before is whole."""
+    model = build("bamba")
+    model.get_input_embeddings().register_forward_pre_hook(fail_at_forbidden_tokens)
+    asked = [Request(prompt(2 * PAGE, seed), PAGE) for seed in range(4)]
+    with Worker(
+        model, device_bytes=AMPLE, host_bytes=AMPLE, storage=store(tmp_path), page_size=PAGE
+    ) as worker:
+        audit = Audit(worker.runner, page_slots=128, state_slots=32)
+        whole = generated(worker.serve_all(asked, in_flight=4))
+        for answer in whole:
+            right(audit, worker, answer)
+        rest = set().union(*(answer.tokens.tolist() for answer in whole[1:]))
+        alone = [n for n, token in enumerate(whole[0].tokens.tolist()) if token not in rest]
+        assert alone[0] < 2 * PAGE < alone[-1] < 3 * PAGE - 1, "tokens of the first request only"
+        for at in (alone[0], next(n for n in alone if n >= 2 * PAGE), alone[-1]):
+            FORBIDDEN[:] = [int(whole[0].tokens[at])]
+            anew = [replace(one, extra=str(at).encode()) for one in asked]  # nothing of it is cached yet
+            try:
+                failed, *others = worker.serve_all(anew, in_flight=3, audit=True)
+            finally:
+                FORBIDDEN.clear()
+            assert isinstance(failed, UnsupportedModelError)
+            assert "forbidden" in str(failed)
+            for answer, expected in zip(generated(others), whole[1:], strict=True):
+                assert answer.tokens.tolist() == expected.tokens.tolist()
+                right(audit, worker, answer)
+            worker.synchronize()
+            worker.controller.check_integrity()
+        right(audit, worker, worker.serve(whole[0].tokens, 2, audit=True))
+
+
+def test_requests_that_are_not_possible_are_refused_before_any_begins() -> None:
+    with serving("llama") as worker:
+        good = Request(LONG[1], 2)
+        for bad, error in (
+            (Request(LONG[1], 0), InputError), (Request([], 1), TokenError),
+            (Request([1 << 30], 1), TokenError),
+            (Request(LONG[1], 1, stop="a"), InputError), (Request(LONG[1], 1, extra="a"), InputError),  # type: ignore[arg-type]
+            (Request(LONG[1], 1, sampling=1), InputError), (LONG[1], InputError),  # type: ignore[arg-type]
+        ):  # fmt: skip
+            with pytest.raises(error, match=r"^request 1 \(the first is 0\): .*; "):
+                worker.serve_all([good, bad])  # type: ignore[list-item]
+        for in_flight in (0, -1, 0.5):
+            with pytest.raises(InputError, match=r"in_flight is .*; give an integer, at least one"):
+                worker.serve_all([good], in_flight=in_flight)  # type: ignore[arg-type]
+        assert worker.controller.metrics.total("lookups_total") == 0
+        assert worker.serve_all([]) == []
+    with pytest.raises(ClosedError):
+        worker.serve_all([good])
+
+
+def test_a_worker_that_is_closed_in_the_middle_ends_every_request() -> None:
+    with serving("llama") as worker:
+        tasks = [begin(worker, LONG[seed], PAGE) for seed in (1, 2)]
+        for _ in range(4):
+            for task in tasks:
+                task.step()
+        worker.close()
+        for task in tasks:
+            with pytest.raises(ClosedError):
+                task.run()
+            task.close()

@@ -7,7 +7,9 @@ from tiercache.integrations.transformers.layout import CacheLayout, inspect_cach
 from tiercache.integrations.transformers.lengths import TailMode
 from tiercache.integrations.transformers.plan import RequestPlan
 from tiercache.integrations.transformers.probe import load, probe
+from tiercache.integrations.transformers.request import Request
 from tiercache.integrations.transformers.runner import ModelRunner
+from tiercache.integrations.transformers.sampling import Sampling
 from tiercache.integrations.transformers.trial import ProbeReport
 from tiercache.integrations.transformers.worker import Worker
 
@@ -18,7 +20,9 @@ __all__ = [
     "ModelRunner",
     "PoolTensors",
     "ProbeReport",
+    "Request",
     "RequestPlan",
+    "Sampling",
     "TailMode",
     "Verdict",
     "Worker",

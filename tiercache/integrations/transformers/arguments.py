@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tiercache.errors import ConfigError, InputError
 from tiercache.integrations.transformers.runner import first_line
+from tiercache.integrations.transformers.sampling import GREEDY, Sampling
 from tiercache.text import parse_size
 
 
@@ -70,6 +71,21 @@ def count_of(name: str, value: Any) -> int:
     if count < 1 or isinstance(value, bool):
         raise InputError(f"{name} is {value!r}; give an integer, at least one")
     return count
+
+
+def samplings_of(sampling: Any, n: Any) -> tuple[Sampling, ...]:
+    """Return the samplings of `n` continuations.
+
+    Raises InputError for anything but a Sampling, for an `n` below 1, and for several greedy continuations.
+    """
+    require("sampling", sampling, Sampling, "a Sampling of tiercache.integrations.transformers")
+    chosen, count = sampling or GREEDY, count_of("n", n)
+    if count > 1 and not chosen.temperature:
+        raise InputError(
+            f"n is {count}, and greedy continuations would all be equal; pass a sampling with a temperature,"
+            " such as Sampling(temperature=0.8, seed=1)"
+        )
+    return chosen.spread(count)
 
 
 def chunk_of(value: Any, page_size: int) -> int | None:

@@ -22,6 +22,7 @@ from tiercache.core import TokenArray, as_tokens
 from tiercache.errors import InputError, PoolFullError
 from tiercache.integrations.transformers.generation import Generation
 from tiercache.integrations.transformers.runner import ModelRunner
+from tiercache.integrations.transformers.sampling import Chooser, Sampling
 from tiercache.keys import page_keys
 
 
@@ -50,6 +51,9 @@ class Run:
 
     A sequence is computed again when the answer grows beyond the worker's limit.
     """
+    temperature: float = 0.0
+    seed: int = 0
+    """Seed and temperature of the `Sampling` by which the answer was chosen."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the run as JSON values, from which `from_json` can restore it in another process."""
@@ -116,7 +120,7 @@ class Audit:
         run = Run(
             tuple(generation.tokens.tolist()), generation.prompt_tokens, generation.restored,
             generation.bounds, generation.states, parts,
-            generation.anew,
+            generation.anew, generation.sampling.temperature, generation.sampling.seed,
         )  # fmt: skip
         first, answer = self.recompute(run)
         if uncut is None:
@@ -134,10 +138,11 @@ class Audit:
     def recompute(self, run: Run) -> tuple[torch.Tensor, tuple[int, ...]]:
         """Recompute a run and keep its pages and states.
 
-        Returns the first new token's logits and the greedy answer.
+        Returns the first new token's logits and the answer.
         """
         tokens, page_size = as_tokens(list(run.tokens)), self._runner.page_size
         keys = self._keys(tokens)
+        choose = Chooser(Sampling(run.temperature, run.seed))
         # 0 ........ restored .... bounds[0] .... bounds[1] .... bounds[-1]
         # |from the `parts`|  forward  |   forward   |   forward   |
         cache = self._build(keys[: run.restored // page_size], run.parts)
@@ -150,7 +155,7 @@ class Audit:
             if end == run.prompt_tokens:
                 first = logits
             if end >= run.prompt_tokens:
-                answer.append(int(logits.argmax()))
+                answer.append(choose(logits))
             if end in run.states:
                 self._keep_state(cache, keys[end // page_size - 1])
             start = end

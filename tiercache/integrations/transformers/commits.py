@@ -120,8 +120,25 @@ class Commits:
         )
         self.states += states
 
+    def fork(self, tokens: int) -> Commits:
+        """Return what another continuation of the same sequence keeps, with slots for `tokens` tokens.
+
+        It shares the committed pages. If there is no room for it, it keeps nothing.
+        """
+        admission = self.admission
+        if admission is None:
+            return Commits(self._worker, None, self._reason)
+        tokens = self._worker.kept(tokens)
+        states = DECODE_SNAPSHOTS if self._worker.runner.layout.state_geometry else 0
+        fork = self._worker.scheduler.await_room(
+            lambda: self._worker.controller.fork(admission, tokens=tokens, states=states), tokens
+        )
+        forked = Commits(self._worker, fork, exported=fork.depth if fork is not None else 0)
+        forked.states += self.states
+        return forked
+
     def release(self) -> None:
         """Give the slots back once the device has finished with them; a second call does nothing."""
         if self._held is not None:
             held, self._held, self.admission = self._held, None, None
-            self._worker.release(held)
+            self._worker.scheduler.release(held)

@@ -12,13 +12,14 @@ from tiercache.core import PoolName, as_tokens
 from tiercache.integrations.transformers.commits import DECODE_SNAPSHOTS, Commits
 from tiercache.integrations.transformers.generation import Generation
 from tiercache.integrations.transformers.prefill import Prefill
+from tiercache.integrations.transformers.sampling import Chooser, Sampling
 
 if TYPE_CHECKING:
     from tiercache.integrations.transformers.worker import Worker
 
 
 class Continuation:
-    """Greedy answer to a prompt, of up to `new_tokens` tokens; it ends early after a token in `stop`.
+    """One answer to a prompt, of up to `new_tokens` tokens; it ends early after a token in `stop`.
 
     It begins when `prefill` is over, and takes over `cache`, the live cache after the prompt.
 
@@ -33,6 +34,7 @@ class Continuation:
         cache: DynamicCache,
         new_tokens: int,
         stop: frozenset[int],
+        sampling: Sampling,
         *,
         audit: bool,
     ) -> None:
@@ -45,7 +47,12 @@ class Continuation:
         self._logits = self._first_logits = prefill.logits
         self._end = len(prefill.prompt) + new_tokens
         self._stop = stop
+        self._sampling = sampling
+        self._choose = Chooser(sampling)
         self._audit = audit
+        # A continuation for which there was no room keeps nothing, although the prompt was restored.
+        shares = commits.admission is not None or prefill.commits.admission is None
+        self._reason = prefill.reason if shares else commits.reason
         self._limit = worker.limit
         self._anew = 0
         self._restored_cache: DynamicCache | None = None
@@ -66,7 +73,7 @@ class Continuation:
 
         At each page boundary of the answer, a snapshot of the state is taken.
         """
-        token = int(self._logits.argmax())
+        token = self._choose(self._logits)
         self._tokens.append(token)
         if token in self._stop or len(self._tokens) == self._end:
             self._finish()
@@ -97,7 +104,7 @@ class Continuation:
             first_logits=self._first_logits,
             restored=first.restored,
             sources=first.sources,
-            reason=first.reason,
+            reason=self._reason,
             bounds=tuple(self._bounds),
             states=tuple(self._commits.states),
             restore_seconds=first.restore_seconds,
@@ -105,6 +112,7 @@ class Continuation:
             cache=self._restored_cache or self._cache,
             restored_state=first.restored_state,
             anew=self._anew,
+            sampling=self._sampling,
         )
 
     def _commit_end(self) -> None:

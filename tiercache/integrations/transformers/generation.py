@@ -12,11 +12,12 @@ from transformers.cache_utils import DynamicCache
 
 from tiercache.controller import Sources
 from tiercache.core import Reason, Tier
+from tiercache.integrations.transformers.sampling import GREEDY, Sampling
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """The result of one request.
+    """The result of one continuation of a request.
 
     Depths are in tokens. Times are in seconds from the start of the request.
     """
@@ -55,6 +56,9 @@ class Generation:
 
     A sequence is recomputed when the answer grows beyond the worker's limit.
     """
+
+    sampling: Sampling = GREEDY
+    """The rule by which the new tokens were chosen."""
 
     @property
     def answer(self) -> npt.NDArray[np.int64]:

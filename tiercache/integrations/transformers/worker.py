@@ -1,4 +1,4 @@
-"""The reference worker: a Hugging Face model behind a `HybridCacheController`, one request at a time.
+"""The reference worker: a Hugging Face model behind a `HybridCacheController`.
 
 The worker shows what an engine has to do, and in which order:
 
@@ -16,21 +16,13 @@ import logging
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, overload
 
 from transformers import PreTrainedModel
 
-from tiercache.controller import (
-    Admission,
-    ControllerOptions,
-    EngineFactory,
-    HybridCacheController,
-    Lookup,
-    PrefetchTicket,
-)
-from tiercache.controller.allocation import DeviceFence
-from tiercache.core import PoolName, Reason, TokenArray
-from tiercache.errors import ConfigError, InputError, PoolFullError, TokenError
+from tiercache.controller import ControllerOptions, EngineFactory, HybridCacheController, PrefetchTicket
+from tiercache.core import PoolName, TokenArray
+from tiercache.errors import ConfigError, InputError, TokenError
 from tiercache.geometry import Geometry
 from tiercache.index import Chunk, PrefillRules, plan_prefill
 from tiercache.integrations.transformers.arguments import (
@@ -39,16 +31,18 @@ from tiercache.integrations.transformers.arguments import (
     extra_of,
     model_of,
     require,
+    samplings_of,
     size_of,
     stops_of,
 )
 from tiercache.integrations.transformers.commits import CHECKPOINTS, DECODE_SNAPSHOTS
 from tiercache.integrations.transformers.generation import Generation
 from tiercache.integrations.transformers.plan import RequestPlan
-from tiercache.integrations.transformers.prefill import COPY_SECONDS
 from tiercache.integrations.transformers.probe import load
+from tiercache.integrations.transformers.request import Request
+from tiercache.integrations.transformers.sampling import GREEDY, Sampling
+from tiercache.integrations.transformers.scheduler import Checked, Scheduler
 from tiercache.integrations.transformers.stream import TorchStream, stream_of
-from tiercache.integrations.transformers.task import Task
 from tiercache.integrations.transformers.trial import ProbeReport
 from tiercache.integrations.transformers.watch import Watch, identity_of
 from tiercache.keys import Identity
@@ -62,7 +56,7 @@ _log = logging.getLogger(__name__)
 
 
 class Worker:
-    """Server of one causal language model, which decodes greedily.
+    """Server of one causal language model.
 
     The layers of the model may be attention, recurrent or mixed layers. `model` may be a directory that
     `save_pretrained` made, with weights as safetensors. `device_bytes` and `host_bytes` bound the pools in
@@ -140,7 +134,8 @@ class Worker:
         # The first load into the pools runs in another stream. Without this wait, the zeros of the allocation
         # could overwrite what that load has copied.
         self.stream.synchronize()
-        self._released: DeviceFence | None = None  # passed when the last request's device work is over
+        self.scheduler = Scheduler(self)
+        """Admission of requests, and their turns."""
         pools = {
             name: DevicePool.from_tensors(
                 g, self.tensors.states if name is PoolName.MAMBA else self.tensors.kv
@@ -183,6 +178,18 @@ class Worker:
         """The report of the checks at load."""
         return self.report
 
+    @overload
+    def serve(
+        self, tokens: Any, new_tokens: int, *, stop: int | Iterable[int] = (), extra: bytes = b"",
+        audit: bool = False, sampling: Sampling = GREEDY, n: None = None,
+    ) -> Generation: ...  # fmt: skip
+
+    @overload
+    def serve(
+        self, tokens: Any, new_tokens: int, *, stop: int | Iterable[int] = (), extra: bytes = b"",
+        audit: bool = False, sampling: Sampling = GREEDY, n: int,
+    ) -> tuple[Generation, ...]: ...  # fmt: skip
+
     def serve(
         self,
         tokens: Any,
@@ -191,34 +198,58 @@ class Worker:
         stop: int | Iterable[int] = (),
         extra: bytes = b"",
         audit: bool = False,
-    ) -> Generation:
-        """Answer a prompt with up to `new_tokens` greedy tokens; end early after a token of `stop`.
+        sampling: Sampling = GREEDY,
+        n: int | None = None,
+    ) -> Generation | tuple[Generation, ...]:
+        """Answer a prompt with up to `new_tokens` tokens; end early after a token of `stop`.
 
-        With `audit`, the generation keeps a copy of the restored state for `Audit`; the measured times leave
-        out that copy. The request is computed without the cache if the device pools are too small (the reason
-        is `busy`), or if the prompt is longer than `limit` (the reason is `disabled`).
+        The tokens are chosen by `sampling`. With `n`, the result is a tuple of `n` answers: the prompt is
+        restored and computed once, its pages are shared, and answer k is the one that the seed plus k gives
+        alone. With `audit`, the generation keeps a copy of the restored state for `Audit`; the measured times
+        leave out that copy. The request is computed without the cache if the device pools are too small (the
+        reason is `busy`), or if the prompt is longer than `limit` (the reason is `disabled`).
 
         Raises TokenError for an empty prompt, for ids outside the vocabulary and for more tokens than the
-        model has positions; InputError for `new_tokens` below 1; ConfigError if the model or torch's numeric
-        settings have changed since the worker was made.
+        model has positions; InputError for `new_tokens` or `n` below 1, and for several greedy answers;
+        ConfigError if the model or torch's numeric settings have changed since the worker was made.
         """
-        count, stops, context = count_of("new_tokens", new_tokens), stops_of(stop), extra_of(extra)
-        prompt = self._prompt(tokens, count)
-        self.watch.check()
-        started = time.perf_counter()
-        if self._exceeds_limit(len(prompt)):
-            task = Task(
-                self, None, prompt, count, stops, audit=audit, started=started, reason=Reason.DISABLED
-            )
-            return task.run()
-        lookup = self.controller.lookup(prompt, context)
-        states = CHECKPOINTS + DECODE_SNAPSHOTS if self.runner.layout.state_geometry else 0
-        admission = self._admit(lookup, self._kept(len(prompt) + count), states)
-        task = Task(self, admission, prompt, count, stops, audit=audit, started=started)
+        request = self._checked(Request(tokens, new_tokens, stop, extra, sampling), 1 if n is None else n)
+        task = self.scheduler.begin(request, audit=audit, started=time.perf_counter())
         try:
-            return task.run()
+            generations = task.run()
         finally:
             task.close()
+        return generations[0] if n is None else generations
+
+    def serve_all(
+        self, requests: Iterable[Request], *, in_flight: int = 8, audit: bool = False
+    ) -> list[Generation | Exception]:
+        """Answer several requests in turns of one forward pass each, at most `in_flight` at a time.
+
+        The result has, in the order of the requests, each one's generation, or the exception that ended it; a
+        request that fails does not disturb the others. Each answer is the one that `serve` computes with the
+        same cuts. Times count from the call, so they include the turns of other requests.
+
+        A request for which the device pools have no room waits until others have ended. If it is alone and
+        still has none, it is computed without the cache, as `serve` does.
+
+        Raises what `serve` raises for a request that is not possible, before any begins; and ClosedError for
+        a closed worker.
+        """
+        checked = []
+        for number, request in enumerate(requests):
+            try:
+                checked.append(self._checked(request))
+            except (InputError, TokenError) as error:
+                raise type(error)(f"request {number} (the first is 0): {error}") from error
+        return self.scheduler.run_all(checked, count_of("in_flight", in_flight), audit=audit)
+
+    def _checked(self, request: Request, n: int = 1) -> Checked:
+        """Return a request in the worker's form. Raises InputError and TokenError as `serve` does."""
+        require("a request", request, Request, "a Request of tiercache.integrations.transformers")
+        count, stops = count_of("new_tokens", request.new_tokens), stops_of(request.stop)
+        samplings, extra = samplings_of(request.sampling, n), extra_of(request.extra)
+        return Checked(self._prompt(request.tokens, count), count, stops, extra, samplings)
 
     def plan(self, tokens: Any, new_tokens: int = 1, *, extra: bytes = b"") -> RequestPlan:
         """Return how `serve` would serve a request now, as far as the index knows.
@@ -230,11 +261,11 @@ class Worker:
         """
         count, context = count_of("new_tokens", new_tokens), extra_of(extra)
         prompt = self._prompt(tokens, count)
-        if self._exceeds_limit(len(prompt)):
+        if self.exceeds_limit(len(prompt)):
             return RequestPlan(len(prompt), self.chunks(len(prompt)), 0, 0, 0, 0)
         seen = self.controller.preview(prompt, context)
         page, state = self.runner.layout.kv_geometry, self.runner.layout.state_geometry
-        pages = -(-self._kept(len(prompt) + count) // self.runner.page_size)
+        pages = -(-self.kept(len(prompt) + count) // self.runner.page_size)
         states = max(CHECKPOINTS, len(seen.checkpoints)) + DECODE_SNAPSHOTS + (seen.restored > 0)
         return RequestPlan(
             len(prompt),
@@ -252,13 +283,18 @@ class Worker:
 
         A prompt longer than `limit` is one chunk, because the model might compute something else with cuts.
         """
-        most = prompt_tokens if self._exceeds_limit(prompt_tokens) else self.chunk_limit or prompt_tokens
+        most = prompt_tokens if self.exceeds_limit(prompt_tokens) else self.chunk_limit or prompt_tokens
         rules = PrefillRules(self.runner.page_size, cuts_tail=False)
         return plan_prefill(prompt_tokens, restored, most, rules, checkpoints)
 
     def _prompt(self, tokens: Any, new_tokens: int) -> TokenArray:
-        """Return checked tokens. Raises TokenError if the model lacks positions for them and the new ones."""
+        """Return checked tokens.
+
+        Raises TokenError if there are none, or if the model lacks positions for them and the new ones.
+        """
         prompt = self.runner.checked(tokens)
+        if not len(prompt):
+            raise TokenError("the prompt is empty; pass at least one token")
         # The last new token is never fed to the model, so it needs no position.
         fed, positions = len(prompt) + new_tokens - 1, self.runner.positions
         if positions is not None and fed > positions:
@@ -268,10 +304,11 @@ class Worker:
             )
         return prompt
 
-    def _exceeds_limit(self, tokens: int) -> bool:
-        return self._kept(tokens) < tokens
+    def exceeds_limit(self, tokens: int) -> bool:
+        """Return whether a sequence of `tokens` tokens is longer than the cache may keep (see `limit`)."""
+        return self.kept(tokens) < tokens
 
-    def _kept(self, tokens: int) -> int:
+    def kept(self, tokens: int) -> int:
         """Return how many of a sequence's tokens the cache may keep (see `limit`)."""
         return tokens if self.limit is None else min(tokens, self.limit)
 
@@ -306,41 +343,13 @@ class Worker:
         """Return the part of checked tokens that the cache may hold (see `limit`)."""
         return self.runner.checked(tokens)[: self.limit]
 
-    def release(self, admission: Admission) -> None:
-        """End an admission, once the device has finished what is queued now."""
-        self._released = self.stream.fence()
-        self.controller.release(admission, fence=self._released)
-
     def synchronize(self) -> None:
         """Wait until the device has finished the last request.
 
         After that, the slots of the request are free, and the pages and states that it committed can be
         evicted.
         """
-        if self._released is not None:
-            self._released.synchronize()
-            self._released = None
-        self.controller.tick()
-
-    def _admit(self, lookup: Lookup, tokens: int, states: int) -> Admission | None:
-        """Admit a request; return None if the device pools have no room for it.
-
-        The slots of the last request stay taken for milliseconds, until their content is copied to the host.
-        Therefore a failed admission is tried again for up to `COPY_SECONDS`.
-        """
-        deadline = time.monotonic() + COPY_SECONDS
-        while True:
-            try:
-                return self.controller.admit(lookup, tokens=tokens, states=states)
-            except PoolFullError as error:
-                if self._released is not None:
-                    self.synchronize()  # the copies to the host begin when the last request's work is over
-                    deadline = time.monotonic() + COPY_SECONDS
-                    continue
-                possible = -(-tokens // self.controller.page_size) <= self.tensors.page_slots
-                if not possible or time.monotonic() > deadline or not self.controller.tick(wait=0.01):
-                    _log.warning("computing %d tokens without the cache: %s", tokens, error)
-                    return None
+        self.scheduler.synchronize()
 
     def close(self) -> bool:
         """Drain and close the controller; return whether all its operations ended and no thread hangs."""

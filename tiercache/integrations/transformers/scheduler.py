@@ -1,0 +1,178 @@
+"""Admission of the worker's requests, and the turns of those that run beside each other."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tiercache.controller import Admission, Lookup
+from tiercache.controller.allocation import DeviceFence
+from tiercache.core import Reason, TokenArray
+from tiercache.errors import ClosedError, PoolFullError
+from tiercache.integrations.transformers.commits import CHECKPOINTS, DECODE_SNAPSHOTS
+from tiercache.integrations.transformers.generation import Generation
+from tiercache.integrations.transformers.prefill import COPY_SECONDS
+from tiercache.integrations.transformers.sampling import Sampling
+from tiercache.integrations.transformers.task import Task
+
+if TYPE_CHECKING:
+    from tiercache.integrations.transformers.worker import Worker
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A request whose values are checked and in the worker's form."""
+
+    prompt: TokenArray
+    new_tokens: int
+    stop: frozenset[int]
+    extra: bytes
+    samplings: Sequence[Sampling]
+    """Samplings of the continuations."""
+
+
+class Scheduler:
+    """Scheduler of one worker's requests, which knows when the device has finished with their slots.
+
+    Thread safety: one owner thread.
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._released: DeviceFence | None = None  # passed when the device work of ended requests is over
+
+    def begin(
+        self,
+        request: Checked,
+        *,
+        audit: bool,
+        started: float,
+        lookup: Lookup | None = None,
+        wait: bool = True,
+    ) -> Task:
+        """Admit a request and return its task, which is to be closed.
+
+        If the device pools have no room for it, the task runs without the cache; without `wait`, the method
+        raises PoolFullError instead. `lookup` is an earlier lookup of this prompt.
+
+        Raises ConfigError if the model or a numeric setting has changed.
+        """
+        worker = self._worker
+        worker.watch.check()
+        admission, reason = None, Reason.BUSY
+        if worker.exceeds_limit(len(request.prompt)):
+            reason = Reason.DISABLED
+        else:
+            lookup = lookup or worker.controller.lookup(request.prompt, request.extra)
+            states = CHECKPOINTS + DECODE_SNAPSHOTS if worker.runner.layout.state_geometry else 0
+            tokens = worker.kept(len(request.prompt) + request.new_tokens)
+            admission = self.admit(lookup, tokens, states, wait=wait)
+        return Task(
+            worker, admission, request.prompt, request.new_tokens, request.stop, request.samplings,
+            audit=audit, started=started, reason=reason,
+        )  # fmt: skip
+
+    def run_all(
+        self, requests: Sequence[Checked], in_flight: int, *, audit: bool
+    ) -> list[Generation | Exception]:
+        """Run requests in turns, at most `in_flight` at a time; return what each of them gave.
+
+        They begin in their order. A request for which the pools have no room waits until an earlier one ends.
+        """
+        results: dict[int, Generation | Exception] = {}
+        waiting = deque(enumerate(requests))
+        running: dict[int, Task] = {}
+        lookup: Lookup | None = None  # of the first request that waits
+        started = time.perf_counter()
+        self._worker.controller.tick()  # raises ClosedError if the worker is closed
+        try:
+            while waiting or running:
+                while waiting and len(running) < in_flight:
+                    number, request = waiting[0]
+                    try:
+                        if not self._worker.exceeds_limit(len(request.prompt)):
+                            lookup = lookup or self._worker.controller.lookup(request.prompt, request.extra)
+                        running[number] = self.begin(
+                            request, audit=audit, started=started, lookup=lookup, wait=not running
+                        )
+                    except PoolFullError:
+                        break
+                    except Exception as error:  # noqa: BLE001  whatever ends a request, the others go on
+                        results[number] = error
+                    waiting.popleft()
+                    lookup = None
+                results |= self._take_turns(running)
+        finally:
+            for task in running.values():
+                task.close()
+        return [results[number] for number in range(len(requests))]
+
+    def _take_turns(self, running: dict[int, Task]) -> dict[int, Generation | Exception]:
+        """Give each task one step; take those that are over out of `running`, and return what they gave."""
+        over: dict[int, Generation | Exception] = {}
+        computed = False
+        for number, task in list(running.items()):
+            try:
+                computed |= task.step(wait=False)
+            except Exception as error:  # noqa: BLE001  whatever ends a request, the others go on
+                over[number] = error
+            else:
+                if task.generations:
+                    (over[number],) = task.generations
+            if number in over:
+                task.close()
+                del running[number]
+        if running and not computed:
+            self._worker.controller.tick(wait=0.01)
+        return over
+
+    def admit(self, lookup: Lookup, tokens: int, states: int, *, wait: bool = True) -> Admission | None:
+        """Admit a request; return None if the device pools have no room for it.
+
+        Without `wait`, raises PoolFullError at once instead.
+        """
+
+        def attempt() -> Admission:
+            return self._worker.controller.admit(lookup, tokens=tokens, states=states)
+
+        return self.await_room(attempt, tokens) if wait else attempt()
+
+    def await_room(self, attempt: Callable[[], Admission], tokens: int) -> Admission | None:
+        """Return what `attempt` gives for `tokens` tokens; None if it finds no room.
+
+        The slots of the last request stay taken for milliseconds, until their content is copied to the host.
+        Therefore a failed attempt is repeated for up to `COPY_SECONDS`.
+        """
+        worker, deadline = self._worker, time.monotonic() + COPY_SECONDS
+        while True:
+            try:
+                return attempt()
+            except PoolFullError as error:
+                if self._released is not None:
+                    self.synchronize()  # the copies to the host begin when the last request's work is over
+                    deadline = time.monotonic() + COPY_SECONDS
+                    continue
+                possible = -(-tokens // worker.controller.page_size) <= worker.tensors.page_slots
+                if not possible or time.monotonic() > deadline or not worker.controller.tick(wait=0.01):
+                    _log.warning("computing %d tokens without the cache: %s", tokens, error)
+                    return None
+
+    def release(self, admission: Admission) -> None:
+        """End an admission, once the device has finished what is queued now."""
+        self._released = self._worker.stream.fence()
+        with suppress(ClosedError):  # a controller that closes releases its admissions itself
+            self._worker.controller.release(admission, fence=self._released)
+
+    def synchronize(self) -> None:
+        """Wait until the device has finished the requests that are over, and free their slots."""
+        if self._released is not None:
+            self._released.synchronize()
+            self._released = None
+        self._worker.controller.tick()
