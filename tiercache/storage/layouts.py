@@ -64,8 +64,8 @@ class Layouts:
         """Return the layout with this number."""
         return self._names[number]
 
-    def obtain(self, layout: bytes) -> int:
-        """Count one more object of a layout; return its number."""
+    def obtain(self, layout: bytes, count: int = 1) -> int:
+        """Count `count` more objects of a layout; return its number."""
         number = self._ids.get(layout)
         if number is None:
             number = self._free.pop() if self._free else len(self._names)
@@ -74,7 +74,7 @@ class Layouts:
                 self._counts.append(0)
             self._names[number] = layout
             self._ids[layout] = number
-        self._counts[number] += 1
+        self._counts[number] += count
         return number
 
     def release(self, number: int) -> None:

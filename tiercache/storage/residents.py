@@ -387,6 +387,20 @@ class Residents:
             values.give_one(node, value, worker, attached=self.attached[row] != 0)
             self.pages.note_evictable(node)
 
+    def hint_all(self, rows: Sequence[int], values: Sequence[float | None], workers: Sequence[int]) -> None:
+        """Do the same as `hint` for each of these rows."""
+        if len(rows) < _FEW or None in values or min(workers) < max(workers):
+            for row, value, worker in zip(rows, values, workers, strict=True):
+                self.hint(row, value, worker)
+            return
+        at = np.array(rows, np.int64)
+        nodes = self.columns["page"][at]
+        self.pages.values.begin(self.clock)
+        self.pages.values.give(
+            nodes, self.columns["attached"][at] != 0, np.array(values, np.float64), workers[0]
+        )
+        self.pages.note_evictables(nodes.tolist())
+
     def advise(self, digests: Sequence[bytes], values: Sequence[float], worker: int) -> None:
         """Take values for these objects from `worker`; unknown objects and impossible values are ignored."""
         possible, which = usable_hints(values, worker, len(digests))

@@ -22,11 +22,12 @@ from __future__ import annotations
 import enum
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from tiercache.storage.pages import BROKEN, CUT, NONE, SERVED, Mask, PageTable
+from tiercache.storage.pages import BROKEN, CUT, NONE, SERVED, Ints, Mask, PageTable
 from tiercache.storage.values import Values
 
 _MAX_EVICTABLE: Final = 1 << 16
@@ -267,6 +268,26 @@ class RestorablePages(PageTable):
             self._follow(node, parent)
         if kv == 1:
             self._first_page_added(node)
+
+    def pages_added(self, nodes: Ints, parents: Ints, lengths: npt.NDArray[Any], namespace_id: int) -> None:
+        """Do `weigh` and `page_added` for the first page objects of these nodes, in this order.
+
+        `parents` has NONE where none is known. Nothing may be stored on the nodes or follow them. A parent is
+        the node before it in the order, or a page of this namespace that is stored and not broken.
+        """
+        columns, follows = self.columns, parents[parents >= 0]
+        columns["kv"][nodes] = 1
+        columns["nbytes"][nodes] = lengths
+        columns["parent_node"][nodes] = parents
+        np.add.at(columns["children"], follows, 1)
+        self._kv_of[namespace_id] += len(nodes)
+        if namespace_id in self._hybrid:
+            self.unproven_bytes += int(lengths.sum())
+            return
+        # Without states, a page counts itself in `live`, and its parent counts it.
+        columns["live"][nodes] = 1
+        np.add.at(columns["live"], follows, 1)
+        columns["flags"][nodes] |= SERVED
 
     def page_removed(self, node: int) -> None:
         """Account for the removal of one page object from this node."""

@@ -148,7 +148,7 @@ class Values:
         with np.errstate(divide="ignore"):
             logarithms = np.maximum(np.log2(values), _ZERO)
         self._learn(logarithms[values > 0])
-        ranks = logarithms + (BASE + (self._clock() - self._origin) / HALF_LIFE)
+        ranks = logarithms + BASE + (self._clock() - self._origin) / HALF_LIFE
         columns = self._pages.columns
         for kind, chosen in (("", ~attached), ("state_", attached)):
             at, new = nodes[chosen], ranks[chosen]

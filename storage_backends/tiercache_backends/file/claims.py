@@ -8,6 +8,7 @@ from threading import Event
 from typing import NamedTuple, TypeVar
 
 from tiercache.core import BLOCK_ALIGN, Outcome
+from tiercache.storage.pages import NONE
 from tiercache_backends.file.records import Extent, Places
 
 T = TypeVar("T")
@@ -67,15 +68,16 @@ class Pins(NamedTuple):
         )
 
 
-class BatchItem(NamedTuple):
-    """Item of a batch, with everything that its claim needs."""
+@dataclass(slots=True)
+class Claim:
+    """Item of a batch, and the exclusive right to write its object once a call has claimed it."""
 
-    item: int
-    """Index in the batch."""
+    index: int
+    """Index of the item in the batch."""
     digest: bytes
     page: bytes
     """Key of the object's page."""
-    parent: bytes | None
+    parent_page: bytes | None
     """Key of the page that the object names as its parent; None if not known.
 
     For an object that is attached to a page (a state), this is `page` itself.
@@ -90,28 +92,17 @@ class BatchItem(NamedTuple):
     """Value that the caller gave; None if it gave none."""
     worker: int
     """Number of the caller that gave the value."""
-
-
-@dataclass(slots=True)
-class Claim:
-    """Exclusive right of a call to write one item of its batch."""
-
-    index: int
-    """Index of the item in the batch."""
-    wanted: BatchItem
-    node: int
-    """Node of the object's page in the page table."""
-    parent: int | None
-    """Node of the page that the object names as its parent; None if not known."""
-    is_page: bool
-    """Whether the object is the page itself, which other pages can follow."""
+    node: int = NONE
+    """Node of the object's page in the page table; NONE before the item is claimed."""
+    parent: int | None = None
+    """Node of `parent_page`; None if that is None, or before the item is claimed."""
     extents: tuple[Extent, ...] = ()
     """Extents for the object's bytes; empty until blocks are allocated."""
 
     @property
-    def blocks(self) -> int:
-        """Number of blocks that the object takes."""
-        return self.wanted.blocks
+    def is_page(self) -> bool:
+        """Whether the object is the page itself, which other pages can follow."""
+        return self.parent_page != self.page
 
 
 @dataclass(slots=True)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
 import numpy as np
 
 from tiercache.storage.checksum import CHECKSUM_BYTES, MAC_BYTES, NO_MAC
-from tiercache.storage.pages import Ints
-from tiercache.storage.residents import ObjectColumns, Residents
+from tiercache.storage.layouts import LAYOUT_BYTES
+from tiercache.storage.pages import NONE, Ints
+from tiercache.storage.residents import RESIDENT, ObjectColumns, Residents
+from tiercache_backends.file.new_pages import are_plain
 from tiercache_backends.file.records import (
     DEPTH_KNOWN,
     PARENT_KNOWN,
@@ -18,6 +21,9 @@ from tiercache_backends.file.records import (
     Records,
     words_of,
 )
+
+_FEW: Final = 8
+"""If a batch has fewer pages than this, adding them one by one is faster than using NumPy."""
 
 
 class ObjectTable(Residents):
@@ -79,11 +85,51 @@ class ObjectTable(Residents):
         for name in self.columns.keys() & {"number", "length", "start", "blocks", "more", "checksum", "mac"}:
             self.columns[name][at] = records[name]
         self.columns["hits"][at] = self.columns["pins"][at] = 0
-        facts = (records[name].tolist() for name in ("number", "namespace", "depth"))
-        for row, digest, node, parent, *known in zip(rows, digests, nodes, parents, *facts, strict=True):
-            self._add(row, digest, node, parent, *known)
+        if not self._add_plain(at, records, digests, nodes, parents):
+            facts = (records[name].tolist() for name in ("number", "namespace", "depth"))
+            for row, digest, node, parent, *known in zip(rows, digests, nodes, parents, *facts, strict=True):
+                self._add(row, digest, node, parent, *known)
         self._further.update((rows[i], extents) for i, extents in further.items())
         return rows
+
+    def _add_plain(
+        self,
+        rows: Ints,
+        records: Records,
+        digests: Sequence[bytes],
+        nodes: Sequence[int],
+        parents: Sequence[int | None],
+    ) -> bool:
+        """Let new pages be found, in columns; return False, with nothing changed, if they are not plain.
+
+        This does the same as `_add` for each of them, if they have one layout and one namespace (see also
+        `are_plain`).
+        """
+        n, layout = len(rows), digests[0][:LAYOUT_BYTES] if digests else b""
+        if n < _FEW or not all(digest.startswith(layout) for digest in digests):
+            return False
+        pages, namespace_id = self.pages, int(records["namespace"][0])
+        at, above = np.array(nodes), np.array([NONE if up is None else up for up in parents])
+        if (records["namespace"] != namespace_id).any() or not are_plain(pages, at, above, namespace_id):
+            return False
+        mine, lengths, depths = self.columns, records["length"], records["depth"]
+        numbers = np.maximum(records["number"], np.uint64(self.newest))
+        mine["page"][rows], mine["next"][rows] = at, NONE
+        mine["attached"][rows], mine["state"][rows] = 0, RESIDENT
+        mine["layout"][rows] = self._layouts.obtain(layout, n)
+        columns = pages.columns
+        columns["first"][at], columns["number"][at] = rows, numbers
+        columns["namespace_id"][at] = namespace_id
+        columns["depth"][at[depths > 0]] = depths[depths > 0]
+        columns["tick"][at] = np.arange(self.clock + 1, self.clock + n + 1)
+        if pages.hinted:
+            pages.values.used(self.clock + 1)
+        self.clock += n
+        self.newest = int(numbers[-1])
+        self.count += n
+        self.payload += int(lengths.sum())
+        pages.pages_added(at, above, lengths, namespace_id)
+        return True
 
     def drop(self, row: int) -> None:
         """Free the row of an object that was taken out, so that another object may use it."""

@@ -39,8 +39,9 @@ from tiercache.storage.base import ScanEntry
 from tiercache.storage.eviction import EvictionOrder
 from tiercache.storage.residents import RESIDENT, parents_first
 from tiercache.storage.restorable import Admissibility
-from tiercache_backends.file.claims import BatchItem, Claim, Claims, Pins, Removal, Removed, Suspect
+from tiercache_backends.file.claims import Claim, Claims, Pins, Removal, Removed, Suspect
 from tiercache_backends.file.extents import ExtentAllocator
+from tiercache_backends.file.new_pages import expected_all, hold_new
 from tiercache_backends.file.objects import ObjectTable
 from tiercache_backends.file.records import CatalogContents, Extent, Places, Records
 from tiercache_backends.file.recovery import sound_records
@@ -168,7 +169,7 @@ class StoreState:
         with self._mutex:
             self._objects.pages.require_states(namespace_id)
 
-    def claim(self, batch: Sequence[BatchItem], limit: int, missing: Iterable[bytes] = ()) -> Claims:
+    def claim(self, batch: Sequence[Claim], limit: int, missing: Iterable[bytes] = ()) -> Claims:
         """Sort a batch: claim at most `limit` objects for writing, and leave the others for `Claims.later`.
 
         No restore can use a page without its parent. So a page is THROTTLED if its parent is not stored, not
@@ -179,26 +180,26 @@ class StoreState:
         """
         claims = Claims(missing=set(missing))
         later: set[bytes] = set()
-        ordered = [batch[i] for i in parents_first([(wanted.page, wanted.parent) for wanted in batch])]
+        ordered = [batch[i] for i in parents_first([(one.page, one.parent_page) for one in batch])]
         with self._mutex:
-            for wanted, row in zip(
-                ordered, self._objects.find_many([wanted.digest for wanted in ordered]), strict=True
-            ):
-                if row >= 0:
-                    self._objects.renew(row)
-                    self._objects.hint(row, wanted.value, wanted.worker)
-                    claims.hits.append(wanted.item)
-                    self._hold(wanted.page, claims)
-                # Leave the item for later in three cases: (1) this object is being stored or removed. (2) The
-                # batch has `limit` claims. (3) The parent was left for later.
-                elif wanted.digest in self._busy or len(claims.fresh) == limit or wanted.parent in later:
-                    claims.later.append(wanted.item)
-                    if wanted.parent != wanted.page:
-                        later.add(wanted.page)
-                    if (event := self._busy.get(wanted.digest)) not in (None, claims.done):
-                        claims.waits.add(event)
-                else:
-                    self._claim(wanted, claims)
+            rows = self._objects.find_many([one.digest for one in ordered])
+            if not self._claim_new(ordered, rows, limit, claims):
+                for one, row in zip(ordered, rows, strict=True):
+                    if row >= 0:
+                        self._objects.renew(row)
+                        self._objects.hint(row, one.value, one.worker)
+                        claims.hits.append(one.index)
+                        self._hold(one.page, claims)
+                    # Leave the item for later in three cases: (1) this object is being stored or removed. (2)
+                    # The batch has `limit` claims. (3) The parent was left for later.
+                    elif one.digest in self._busy or len(claims.fresh) == limit or one.parent_page in later:
+                        claims.later.append(one.index)
+                        if one.is_page:
+                            later.add(one.page)
+                        if (event := self._busy.get(one.digest)) not in (None, claims.done):
+                            claims.waits.add(event)
+                    else:
+                        self._claim(one, claims)
             if claims.fresh:
                 self._writing[id(claims)] = claims
         return claims
@@ -254,19 +255,17 @@ class StoreState:
         """
         objects = self._objects
         with self._mutex:
+            expected_all(objects.pages, [claim.node for claim in claims.fresh if claim.is_page])
             for claim in claims.fresh:
-                if claim.is_page:
-                    objects.pages.expected(claim.node)
-                del self._busy[claim.wanted.digest]
+                del self._busy[claim.digest]
             rows = objects.store(
                 records,
-                [claim.wanted.digest for claim in stored],
+                [claim.digest for claim in stored],
                 [claim.node for claim in stored],
                 [claim.parent for claim in stored],
                 {i: claim.extents[1:] for i, claim in enumerate(stored) if len(claim.extents) > 1},
             )
-            for row, claim in zip(rows, stored, strict=True):
-                objects.hint(row, claim.wanted.value, claim.wanted.worker)
+            objects.hint_all(rows, [claim.value for claim in stored], [claim.worker for claim in stored])
             if len(stored) < len(claims.fresh):
                 kept = {claim.index for claim in stored}
                 for claim in claims.fresh:
@@ -274,7 +273,7 @@ class StoreState:
                         self._allocator.give(claim.extents)
                         # The write failed. Without this page, no restore could use the pages that follow it.
                         if claim.is_page:
-                            claims.missing.add(claim.wanted.page)
+                            claims.missing.add(claim.page)
             self._writing.pop(id(claims), None)
         claims.done.set()
 
@@ -306,8 +305,7 @@ class StoreState:
         removal, residents = Removal(), self._objects
         with self._mutex:
             promising = any(
-                residents.pages.is_promising(c.node, c.wanted.namespace_id, attached=not c.is_page)
-                for c in claims
+                residents.pages.is_promising(c.node, c.namespace_id, attached=not c.is_page) for c in claims
             )
             taker = _Evicting(self, removal, blocks, objects, max_objects)
             # Only the units that are worth less than every one of the new objects make room for all of them.
@@ -474,7 +472,7 @@ class StoreState:
 
     def _rank(self, claim: Claim) -> float | None:
         """Return the rank of an object to write; None if it has no value."""
-        value = claim.wanted.value
+        value = claim.value
         return None if value is None else self._objects.rank(value)
 
     def _write_parents(self) -> Iterator[int]:
@@ -484,27 +482,58 @@ class StoreState:
                 if claim.parent is not None:
                     yield claim.parent
 
-    def _claim(self, wanted: BatchItem, claims: Claims) -> None:
+    def _claim_new(self, batch: list[Claim], rows: Sequence[int], limit: int, claims: Claims) -> bool:
+        """Claim a batch of which all is new, in columns; return False, with nothing changed, if it is not.
+
+        This does the same as the loop in `claim`, several times as fast.
+        """
+        pages, busy = self._objects.pages, self._busy
+        if not _FEW <= len(batch) <= limit or max(rows) >= 0:
+            return False
+        digests = [one.digest for one in batch]
+        namespace_id = batch[0].namespace_id
+        if not all(one.is_page and one.namespace_id == namespace_id for one in batch) or not (
+            busy.keys().isdisjoint(digests)
+        ):
+            return False
+        held = hold_new(
+            pages,
+            [one.page for one in batch],
+            [one.parent_page for one in batch],
+            [one.depth for one in batch],
+            namespace_id,
+        )
+        if held is None:
+            return False
+        for one in batch:
+            one.node = held[one.page]
+            if one.parent_page is not None:
+                one.parent = held[one.parent_page]
+        claims.held, claims.fresh = held, batch
+        busy.update(dict.fromkeys(digests, claims.done))
+        return True
+
+    def _claim(self, one: Claim, claims: Claims) -> None:
         """Add an item to `claims.fresh`, or to `claims.refused` if its object must not be stored."""
-        objects, page = self._objects, wanted.page
-        is_page = wanted.parent != page  # an attached object (a state) names its own page as its parent
-        parent = None if wanted.parent is None else self._hold(wanted.parent, claims)
+        pages, page = self._objects.pages, one.page
+        parent = None if one.parent_page is None else self._hold(one.parent_page, claims)
         node = self._hold(page, claims)
-        admissibility = objects.pages.admissibility(
-            node, parent, wanted.depth, wanted.namespace_id, refused=page in claims.missing
+        admissibility = pages.admissibility(
+            node, parent, one.depth, one.namespace_id, refused=page in claims.missing
         )
         if admissibility is not Admissibility.FINE:
-            claims.refused[wanted.item] = (
+            claims.refused[one.index] = (
                 Outcome.ERROR if admissibility is Admissibility.IMPOSSIBLE else Outcome.THROTTLED
             )
             self._counts[f"refused_{admissibility.value}"] += 1
-            if is_page:
+            if one.is_page:
                 claims.missing.add(page)
             return
-        self._busy[wanted.digest] = claims.done
-        if is_page:
-            objects.pages.expect(node, wanted.depth, wanted.namespace_id)
-        claims.fresh.append(Claim(wanted.item, wanted, node, parent, is_page))
+        self._busy[one.digest] = claims.done
+        if one.is_page:
+            pages.expect(node, one.depth, one.namespace_id)
+        one.node, one.parent = node, parent
+        claims.fresh.append(one)
 
     def _hold(self, page: bytes, claims: Claims) -> int:
         """Return the node of a page. The call with these claims holds the node until `release_nodes`."""

@@ -38,7 +38,7 @@ from tiercache.storage.checksum import Checksums, MacKey
 from tiercache.storage.env import Env, close_quietly, moves_direct
 from tiercache.storage.gate import CallGate
 from tiercache.storage.pages import PAGE_KEY_BYTES
-from tiercache_backends.file.claims import BatchItem, blocks_for
+from tiercache_backends.file.claims import Claim, blocks_for
 from tiercache_backends.file.io_engine import IoEngine
 from tiercache_backends.file.opening import open_catalog, read_catalog
 from tiercache_backends.file.reading import ObjectReader
@@ -347,10 +347,10 @@ class FileBackend(StorageBackend):
         """Raise AssertionError unless all counts add up; call it only while no other call is running."""
         self._state.check_integrity()
 
-    def _wanted(self, index: int, item: SetItem) -> BatchItem:
+    def _wanted(self, index: int, item: SetItem) -> Claim:
         meta, digest = item.meta, item.key.digest
         namespace_id = self._catalog.id_of(meta.namespace)
-        return BatchItem(
+        return Claim(
             index,
             digest,
             digest[-PAGE_KEY_BYTES:],

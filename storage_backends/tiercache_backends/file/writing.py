@@ -188,7 +188,7 @@ class ObjectWriter:
 
         Nothing is left out while there is room, also for the blocks that are kept free for later sets.
         """
-        valued = [c for c in claims if c.wanted.value is not None and not c.extents]
+        valued = [c for c in claims if c.value is not None and not c.extents]
         if (
             not valued
             or self._state.shortage(None if self._cramped else self._slabs.budget_blocks, _LOW_WATER)
