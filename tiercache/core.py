@@ -142,6 +142,8 @@ class Reason(enum.StrEnum):
     """Nothing was asked, because there is no storage, or because the cache does not serve this prompt."""
     NOT_WORTH = "not_worth"
     """Nothing was asked or fetched, because too few tokens would be restored."""
+    RANKS = "ranks"
+    """Another rank of the group could not restore as much."""
 
 
 _REASONS: Final = {

@@ -18,6 +18,7 @@
     │   └── StoreDamagedError             the store is damaged and cannot be read before it is repaired
     ├── WireError(ValueError)             a message from the other end is malformed or beyond a limit
     ├── AdmissionError(RuntimeError)      an admission is used after its release, or out of order
+    ├── RankError(RuntimeError)           the ranks of a group do not fit together, or differ in their calls
     ├── UnsupportedModelError(ValueError) a model cannot be served; the message names the layer
     └── ClosedError(RuntimeError)         the object was closed
 
@@ -119,6 +120,10 @@ class WireError(TierCacheError, ValueError):
 
 class AdmissionError(TierCacheError, RuntimeError):
     """An admission is used after its release, or its methods are called out of order."""
+
+
+class RankError(TierCacheError, RuntimeError):
+    """The ranks of a group do not fit together, do not all answer, or differ in their calls."""
 
 
 class UnsupportedModelError(TierCacheError, ValueError):

@@ -59,6 +59,7 @@ class Engine:
         engine=None,
         identity=IDENTITY,
         shard=None,
+        ranks=None,
     ):
         self.hybrid, self.kv = hybrid, kv
         self.tensors, geometries = {}, {}
@@ -83,6 +84,7 @@ class Engine:
             self.arena,
             storage,
             shard=shard,
+            ranks=ranks,
             options=options or ControllerOptions(restore_deadline=10.0),
             **extra,
         )

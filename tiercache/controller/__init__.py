@@ -12,6 +12,7 @@ from tiercache.controller.prefetch import Lookup
 from tiercache.controller.prefetch_queue import PrefetchTicket
 from tiercache.controller.prefetch_rules import PrefetchPolicy, PrefetchRules
 from tiercache.controller.preview import Preview
+from tiercache.controller.ranks import RankGroup
 from tiercache.controller.restore import Sources
 from tiercache.threads import IoThreads
 
@@ -32,6 +33,7 @@ __all__ = [
     "PrefetchRules",
     "PrefetchTicket",
     "Preview",
+    "RankGroup",
     "ResumedAdmission",
     "Sources",
     "Status",

@@ -217,6 +217,31 @@ class Admission:
             self._context.events.arrived.wait(max(0.0, min(0.1, left)))
         return poll
 
+    @property
+    def confirmed(self) -> bool:
+        """Whether everything of the restore is on the device, as of the last poll.
+
+        In a group of ranks, the leader says True when this holds for all ranks. Until then, a load may fail
+        on one of them, and nothing that was computed may leave the engine.
+        """
+        return self.status is not Status.PENDING and self._restore.has_landed and not self._restore.has_failed
+
+    @property
+    def attempt(self) -> int:
+        """Number of times that a load of this request has failed on some rank of a group."""
+        return 0
+
+    def follow(self, depth: int, attempt: int = 0) -> Poll:
+        """Freeze the depth at the one that the leader's poll has returned, in its attempt, in tokens.
+
+        For the ranks of a group other than the leader; `docs/ranks.md` has the rules. Raises RankError for a
+        depth that this rank has not promised, TransferError if a load has failed since on some rank, and
+        AdmissionError without a group.
+        """
+        raise AdmissionError(
+            f"no leader can set a depth of {depth} tokens in attempt {attempt}, for there is a single rank"
+        )
+
     def wait_layer(self, layer: int, *, stream: int | None = None) -> None:
         """Return once all of `layer` is in its device slots.
 

@@ -103,6 +103,13 @@ class ControllerOptions:
     The speed of the prefill is known from `note_prefill`; without it, all that can be restored is restored.
     With False, what is restored does not depend on how fast anything is.
     """
+    check_order: bool = False
+    """Whether the ranks of a group compare the calls of their engines, to find one that differs.
+
+    For debugging: each call costs a message, and a digest of its tokens.
+    """
+    join_deadline: float = 60.0
+    """Time in which all ranks of a group must be there, from the start of this one."""
     max_queries: int = 64
     """Maximum number of storage queries in flight. At the maximum, a lookup does not ask storage."""
     query_threads: int = 2
@@ -167,6 +174,10 @@ class ControllerOptions:
             raise ConfigError(
                 f"park_share={self.park_share} is not possible; use a share from 0, and below 1"
             )
+        if not 0.0 <= self.join_deadline < float("inf"):
+            raise ConfigError(
+                f"join_deadline={self.join_deadline} is not possible; use a finite number of seconds from 0"
+            )
         if self.piece_bytes < 1:
             raise ConfigError(
                 f"piece_bytes={self.piece_bytes} is not possible; use a positive number of bytes, such as"
@@ -208,6 +219,8 @@ class ControllerContext:
     profile: ModelProfile
     clock: Callable[[], float] = time.monotonic
     threads: Callable[[str, int], IoThreads] = IoThreads
+    elsewhere: frozenset[PoolName] = frozenset()
+    """Pools whose objects another rank writes to storage."""
     unstored: int = 0
     """Number of objects whose write to storage was given up and that no `flush` has reported yet."""
     stored: int = 0

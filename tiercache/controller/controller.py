@@ -23,6 +23,9 @@ from tiercache.controller.prefetch import Lookup, look_up
 from tiercache.controller.prefetch_queue import PrefetchQueue, PrefetchTicket
 from tiercache.controller.prefetch_rules import PrefetchRules
 from tiercache.controller.preview import Preview, preview
+from tiercache.controller.ranks.base import RankFacts, RankGroup
+from tiercache.controller.ranks.group_admission import GroupAdmission
+from tiercache.controller.ranks.session import describe_call, join_ranks
 from tiercache.controller.retention import Hints, PrefixPins
 from tiercache.controller.shadows import Shadows
 from tiercache.controller.tier_changes import TierChanges
@@ -78,14 +81,16 @@ class HybridCacheController:
 
     - `shard` says which part of each object this rank holds, for all pools or by pool. A pool that is not
       named is whole on every rank.
+    - `ranks` joins this rank to the others that serve the model; `docs/ranks.md` has the rules. Making the
+      controller then waits for all ranks, and raises RankError if they do not fit together, or do not come.
     - `profile` is the model's profile, by which the policy weighs bytes against computation. It defaults to
       `DEFAULT_PROFILE`, a Qwen3-Next.
     - `policy` replaces the eviction policy that the options name.
     - `engine` makes the transfer engine, and `threads` makes the threads that call the store.
     - `clock` returns the time in seconds.
 
-    The controller owns the host pools, the index and its threads; `close` also closes `storage` and the
-    arena. No method waits for storage except `flush` and `close`.
+    The controller owns the host pools, the index and its threads; `close` also closes `storage`, `ranks`
+    and the arena. No method waits for storage except `flush` and `close`.
 
     Thread safety: one owner thread, the engine's. Copies and storage calls run on other threads, which post
     events. Every method first applies the events that have come in.
@@ -99,6 +104,7 @@ class HybridCacheController:
         storage: StorageBackend | None = None,
         *,
         shard: Shard | Mapping[PoolName, Shard] | None = None,
+        ranks: RankGroup | None = None,
         options: ControllerOptions | None = None,
         profile: ModelProfile | None = None,
         policy: Policy | None = None,
@@ -114,16 +120,27 @@ class HybridCacheController:
         host = {name: HostPool(pool.geometry, arena) for name, pool in device_pools.items()}
         self._backend = storage
         self._hybrid: HybridStorage | None = None
+        shards = shard if isinstance(shard, Mapping) else dict.fromkeys(host, shard)
+        if unknown := shards.keys() - host.keys():
+            raise InputError(
+                f"a shard is given for {', '.join(sorted(unknown))}, which is no pool here; the pools are"
+                f" {', '.join(host)}"
+            )
+        self._facts = RankFacts(
+            size=1 if ranks is None else ranks.size,
+            page_size=identity.page_size,
+            namespace=namespace,
+            pools={
+                str(name): (shards.get(name) or Shard(), pool.geometry.fingerprint)
+                for name, pool in host.items()
+            },
+            check_order=options.check_order,
+        )
+        self._session = join_ranks(ranks, self._facts, options.join_deadline)
         if storage is not None:
             self._hybrid = HybridStorage(
                 storage, namespace=NamespaceRecord(namespace, identity.public_record())
             )
-            shards = shard if isinstance(shard, Mapping) else dict.fromkeys(host, shard)
-            if unknown := shards.keys() - host.keys():
-                raise InputError(
-                    f"a shard is given for {', '.join(sorted(unknown))}, which is no pool here; the pools are"
-                    f" {', '.join(host)}"
-                )
             for name, pool in host.items():
                 self._hybrid.register_pool(pool, shards.get(name))
         self._context = ControllerContext(
@@ -151,6 +168,7 @@ class HybridCacheController:
             clock=clock,
             threads=threads,
         )
+        self._follow_session()
         self._values = Values(self._context)
         self._write_through = WriteThrough(self._context, self._values)
         self._write_back = WriteBack(self._context, self._write_through.write_unit)
@@ -196,6 +214,7 @@ class HybridCacheController:
         """
         self._enter()
         prompt = _own(tokens)
+        self._note_call("a lookup", prompt)
         self._beliefs.check()
         return look_up(self._context, prompt, extra)
 
@@ -236,7 +255,12 @@ class HybridCacheController:
             raise InputError(f"{states} states cannot be reserved; pass 0 or more")
         wait = self._context.options.restore_deadline if deadline is None else deadline
         rules = prefetch or self._context.options.prefetch
-        admission = Admission(self._context, lookup, tokens, states, self._context.clock() + wait, rules)
+        self._note_call(f"an admission for {tokens} tokens and {states} states", lookup.tokens)
+        admission = (
+            Admission(self._context, lookup, tokens, states, self._context.clock() + wait, rules)
+            if self._session is None
+            else GroupAdmission(self._context, lookup, tokens, states, wait, rules, self._session.begin())
+        )
         try:
             admission.poll()
         except BaseException:
@@ -315,6 +339,7 @@ class HybridCacheController:
         host has no room; InputError or SlotError for tokens or states that are not this admission's.
         """
         self._enter()
+        self._require_single("park")
         self._require_mine(admission)
         self._check_fence(fence)
         parked = self._parking.park(admission, as_tokens(tokens), states, ttl=ttl, below=below, fence=fence)
@@ -344,6 +369,7 @@ class HybridCacheController:
         damaged or of another identity.
         """
         self._enter()
+        self._require_single("resume")
         found = self._parking.find(parked)
         count = len(found.tokens) if tokens is None else tokens
         if count < len(found.tokens):
@@ -433,6 +459,7 @@ class HybridCacheController:
         self._enter()
         self._require_mine(admission)
         admission.require_started()
+        self._note_call("a commit", tokens)
         self._check_fence(fence)
         sequence, by_depth = as_tokens(tokens), {}
         self._check_tokens(admission, sequence)
@@ -475,12 +502,32 @@ class HybridCacheController:
         """
         self._enter()
         self._require_mine(admission)
+        self._note_call("a release", admission.lookup.tokens)
         self._check_fence(fence)
         admission.close(fence)
         self._admissions.discard(admission)
         self._values.tell()
         if self._shadows is not None and admission.committed:
             self._shadows.served(admission.lookup.tokens, admission.sequence, admission.lookup.extra)
+
+    def join_ranks(self, ranks: RankGroup) -> None:
+        """Join the ranks of a group anew, after one of them was started again.
+
+        All ranks call this between two requests. It waits for them as the constructor does. Requests under
+        way restore nothing that has not been decided. Raises RankError if the ranks do not fit together, or
+        do not come; every request then restores nothing until a call succeeds.
+        """
+        self._enter()
+        if self._session is None:
+            raise InputError("this controller was made for a single rank; make a new one with ranks=")
+        if ranks.size != self._session.size:
+            raise InputError(
+                f"a group of {ranks.size} ranks cannot take the place of one of {self._session.size}; make"
+                " new controllers"
+            )
+        self._session.leave()
+        self._session = join_ranks(ranks, self._facts, self._context.options.join_deadline)
+        self._follow_session()
 
     def note_prefill(self, start: int, end: int, seconds: float) -> None:
         """Record that the device has computed tokens [start, end) of a sequence in `seconds`.
@@ -608,6 +655,8 @@ class HybridCacheController:
             t.close(max(0.1, end - time.monotonic()))
             for t in (self._context.queries, self._context.reads, self._context.writes)
         ]
+        if self._session is not None:
+            self._session.close()
         if self._shadows is not None:
             self._shadows.close(max(0.1, end - time.monotonic()))
         self._context.engine.close(max(0.1, end - time.monotonic()))
@@ -710,6 +759,27 @@ class HybridCacheController:
         self._context.drain()
         self._pins.expire()
         self._parking.expire()
+        if self._session is not None:
+            self._session.check()
+
+    def _follow_session(self) -> None:
+        """Take from the session which pools this rank writes, and let its messages end a wait."""
+        if self._session is not None:
+            self._context.elsewhere = frozenset(
+                pool for pool in self._context.pools if str(pool) not in self._session.writes
+            )
+            self._session.wake = partial(self._context.events.post, lambda: None)
+
+    def _require_single(self, call: str) -> None:
+        if self._session is not None:
+            raise AdmissionError(
+                f"{call} is not possible in a group of ranks, which cannot agree on parked requests; release"
+                " the request, and admit it again"
+            )
+
+    def _note_call(self, call: str, tokens: Any) -> None:
+        if self._session is not None:
+            self._session.note_call(lambda: describe_call(call, as_tokens(tokens)))
 
     def _require_mine(self, admission: Admission) -> None:
         if admission.released:

@@ -44,6 +44,23 @@ def deepest_on_device(index: HybridIndex, match: Match) -> int:
     return 0
 
 
+def near_depths(context: ControllerContext, match: Match, *, device_only: bool = False) -> int:
+    """Return the set of depths that device and host can restore; bit d - 1 stands for depth d.
+
+    With `device_only`, the host does not count.
+    """
+    index = context.index
+    top = deepest_on_device(index, match) if device_only else match.near_depth
+    if not index.state_pools:
+        return (1 << top) - 1
+    mask, near = 0, index.node_at(match, match.near_depth)
+    for depth in match.restorable:
+        states = index.locations(near, depth).states.values() if depth <= top else ()
+        if states and all(one.device >= 0 or (one.host >= 0 and not device_only) for one in states):
+            mask |= 1 << depth - 1
+    return mask
+
+
 def near_depth(context: ControllerContext, match: Match) -> int:
     """Return the near depth, or the deepest depth on the device if computing the rest is faster."""
     near, page = match.near_depth, context.page_size

@@ -277,11 +277,8 @@ class Prefetch:
         self._release_pin()
 
     def target(self, match: Match) -> int:
-        """Return the deepest depth, in pages, that a fetch should try next; 0 if there is none.
-
-        While storage cannot be read, the answer is 0: a fetch would evict other objects for nothing.
-        """
-        return 0 if self._met_outage or self._context.reads.is_suspended else self.worthwhile_depth(match)
+        """Return the deepest depth, in pages, that a fetch should try next; 0 if there is none."""
+        return 0 if self.is_cut_off else self.worthwhile_depth(match)
 
     def worthwhile_depth(self, match: Match) -> int:
         """Return the depth, in pages, that is best restored from storage, provided that reads succeed.
@@ -289,7 +286,7 @@ class Prefetch:
         This is the deepest one, unless computing its last tokens is faster. Returns 0 if there is none, or if
         it adds too few tokens to be worth a fetch.
         """
-        depth = best_depth(self._context, match, self._restorable(match), self._limit)
+        depth = best_depth(self._context, match, self.restorable(match, beyond=match.near_depth), self._limit)
         # The gain is what the whole fetch adds to the near depth at lookup. Each wave that has landed raises
         # the present near depth. Compared with the present near depth, the last waves would look too small
         # to be worth a fetch.
@@ -300,10 +297,15 @@ class Prefetch:
 
     def is_gain_too_small(self, match: Match) -> bool:
         """Return whether storage could restore more tokens, but those are not worth a fetch."""
-        return max(self._restorable(match), default=0) > self.worthwhile_depth(match)
+        return max(self.restorable(match, beyond=match.near_depth), default=0) > self.worthwhile_depth(match)
 
-    def _restorable(self, match: Match) -> Collection[int]:
-        """Return the depths, in pages, that storage may restore beyond the near depth."""
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether storage cannot be read now, so that a fetch would evict other objects for nothing."""
+        return self._met_outage or self._context.reads.is_suspended
+
+    def restorable(self, match: Match, beyond: int) -> Collection[int]:
+        """Return the depths, in pages, above `beyond` that may be restored with the help of storage."""
         query = self._lookup.query
         if (
             self._context.storage is None
@@ -316,7 +318,7 @@ class Prefetch:
         if query is not None and query.result is not None:
             known.update(query.result.restorable_prefix_pages)
         known -= self._too_large
-        return [d for d in known if match.near_depth < d <= self._limit and self._may_exist(d)]
+        return [d for d in known if beyond < d <= self._limit and self._may_exist(d)]
 
     def shortfall(self, match: Match) -> Reason:
         """Return the reason why nothing more is fetched; NONE if storage has nothing more."""

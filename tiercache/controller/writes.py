@@ -213,7 +213,8 @@ class Write(Operation):
         offered = [
             i
             for i, run in enumerate(runs)
-            if not self._is_state(run) or self._can_follow_its_pages(run, runs)
+            if run.pool not in self._context.elsewhere
+            and (not self._is_state(run) or self._can_follow_its_pages(run, runs))
         ]
         try:
             answer = storage.batch_set_v2(self._transfers([runs[i] for i in offered])) if offered else {}
@@ -226,11 +227,22 @@ class Write(Operation):
                 start = read[run.pool]
                 read[run.pool] += len(run.destinations)
                 outcomes[i] = answer[run.pool][start : read[run.pool]]
+            for i, run in enumerate(runs):
+                if run.pool in self._context.elsewhere:
+                    outcomes[i] = self._ask(run)
         except Exception:  # noqa: BLE001
             # an exception breaks the store's contract; only this write fails, and counts as ERROR below
             _log.exception("writing to storage failed")
             return _errors(runs)
         return outcomes
+
+    def _ask(self, run: PageRun) -> list[Outcome]:
+        """Return HIT for each object that another rank has written, and THROTTLED for the others."""
+        storage = self._context.storage
+        assert storage is not None
+        keys = [self._chain.keys[page] for page in range(run.span.start, run.span.end)]
+        there, _ = storage.holds({run.pool: keys})
+        return [Outcome.HIT if stored else Outcome.THROTTLED for stored in there[run.pool]]
 
     def _is_state(self, run: PageRun) -> bool:
         return run.pool in self._context.index.state_pools

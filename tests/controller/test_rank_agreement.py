@@ -1,0 +1,321 @@
+"""Votes of ranks on a depth, with every message lost, late, repeated or out of order, and every rank dead."""
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.controller.ranks_rig import Post, facts, greet, joined
+from tiercache.controller.ranks.base import Decision, Message, MessageKind, check_rank
+from tiercache.controller.ranks.session import RankSession, describe_call
+from tiercache.core import Reason, as_tokens
+from tiercache.errors import InputError, RankError
+from tiercache.keys import Shard
+
+
+class Rank:
+    """A rank's part in one request: what it has at hand, what it may fetch, and what then turns out lost."""
+
+    def __init__(self, session, near, far, lost):
+        self.session, self.near, self.far, self.lost = session, set(near), set(far), set(lost)
+        self.agreement = None
+        self.promised = set()
+
+    def step(self):
+        """Do what its engine's thread does at a poll."""
+        if self.agreement is None:
+            self.agreement = self.session.begin()
+        agreement = self.agreement
+        if agreement.decision is not None or agreement.has_voted:
+            return
+        target = 0 if agreement.allowed is None else agreement.allowed.bit_length()
+        if target in self.far:
+            self.far.discard(target)
+            if target not in self.lost:
+                self.near.add(target)
+        possible = mask(self.near | self.far)
+        if agreement.allowed is not None:
+            possible &= agreement.allowed
+        ready = (mask(self.near) & possible).bit_length()
+        self.promised = {0, ready}
+        agreement.vote(possible, ready)
+
+    @property
+    def depth(self):
+        return (
+            None if self.agreement is None or not self.agreement.decision else self.agreement.decision.depth
+        )
+
+
+def mask(depths):
+    return sum(1 << depth - 1 for depth in depths)
+
+
+DEPTHS = st.sets(st.integers(1, 6))
+
+
+@st.composite
+def ranks(draw, most=4):
+    """Draw what each rank has: near, far, and the part of far that is lost."""
+    return [
+        (draw(DEPTHS), far := draw(DEPTHS), draw(st.sets(st.sampled_from(sorted(far)))) if far else set())
+        for _ in range(draw(st.integers(2, most)))
+    ]
+
+
+def common(has):
+    return max(set.intersection(*(near | (far - lost) for near, far, lost in has)), default=0)
+
+
+@given(ranks())
+@settings(max_examples=100, deadline=None)
+def test_the_deepest_depth_that_all_have_is_decided(has):
+    post = Post(len(has))
+    crew = [Rank(session, *each) for session, each in zip(joined(post), has, strict=True)]
+    for _ in range(20):
+        for rank in crew:
+            rank.step()
+        post.deliver_all()
+    assert {rank.depth for rank in crew} == {common(has)}
+    assert all(common(has) in rank.promised for rank in crew)
+
+
+@given(ranks(), st.data())
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.data_too_large])
+def test_whatever_is_lost_all_can_begin_at_the_leaders_depth(has, data):
+    post = Post(len(has))
+    crew = [Rank(session, *each) for session, each in zip(joined(post), has, strict=True)]
+    leader, *others = crew
+    for _ in range(data.draw(st.integers(0, 40))):
+        match data.draw(st.sampled_from(["step", "step", "deliver", "deliver", "repeat", "lose", "die"])):
+            case "step":
+                number = data.draw(st.integers(0, len(crew) - 1))
+                if number not in post.dead:
+                    crew[number].step()
+            case "die":
+                post.dead.add(data.draw(st.integers(0, len(crew) - 1)))
+            case action if post.mail:
+                index = data.draw(st.integers(0, len(post.mail) - 1))
+                if action == "repeat":
+                    post.mail.append(post.mail[index])
+                elif action == "lose":
+                    post.mail.pop(index)
+                else:
+                    post.deliver(index)
+    leader.step()
+    leader.agreement.expire()  # its deadline
+    assert leader.depth is not None
+    if leader.depth:
+        for rank in crew:
+            assert leader.depth in rank.promised & (rank.near | {0})
+    # Whoever is told by its engine can begin there, whatever it has heard itself.
+    for rank in others:
+        rank.step()
+        assert rank.depth in (None, 0, leader.depth)
+        rank.agreement.follow(leader.depth)
+        assert rank.depth == leader.depth
+
+
+def pair(**changes):
+    post = Post(2)
+    return post, joined(post, [facts(2, **changes)] * 2)
+
+
+def run(post, *crew):
+    for _ in range(6):
+        for rank in crew:
+            rank.step()
+        post.deliver_all()
+
+
+def test_nobody_waits_twice_for_a_silent_rank_and_it_is_welcome_when_it_speaks():
+    post, (one, two) = pair()
+    post.dead.add(1)
+    leader = Rank(one, {3}, (), ())
+    run(post, leader)
+    assert leader.depth is None
+    leader.agreement.expire()
+    assert leader.agreement.decision == Decision(0, Reason.TIMEOUT)
+    again = Rank(one, {3}, (), ())
+    run(post, again)
+    assert again.agreement.decision == Decision(0, Reason.UNAVAILABLE)
+    post.dead.clear()
+    slow = [Rank(two, {3}, (), ()) for _ in range(2)]
+    run(post, *slow)
+    assert [rank.depth for rank in slow] == [0, 0]
+    third = [Rank(one, {3}, (), ()), Rank(two, {3}, (), ())]
+    run(post, *third)
+    assert [rank.depth for rank in third] == [3, 3]
+
+
+def test_a_follower_whose_leader_is_silent_misses_at_once_until_it_speaks():
+    post, (one, two) = pair()
+    post.dead.add(0)
+    waits = Rank(two, {3}, (), ())
+    run(post, waits)
+    waits.agreement.expire()
+    assert waits.agreement.decision == Decision(0, Reason.TIMEOUT)
+    misses = Rank(two, {3}, (), ())
+    run(post, misses)
+    assert misses.agreement.decision == Decision(0, Reason.UNAVAILABLE)
+    post.dead.clear()
+    first = Rank(one, {3}, (), ())
+    first.step()
+    first.agreement.expire()
+    run(post, first, Rank(one, {3}, (), ()))
+    for depth in (0, 3):  # the leader has to hear of the follower first
+        both = [Rank(one, {3}, (), ()), Rank(two, {3}, (), ())]
+        run(post, *both)
+        assert [rank.depth for rank in both] == [depth, depth]
+
+
+def test_a_load_that_failed_on_one_rank_is_voted_on_again_by_all():
+    post, (one, two) = pair()
+    crew = [Rank(one, {2, 3}, (), ()), Rank(two, {2, 3}, (), ())]
+    run(post, *crew)
+    crew[0].agreement.note_loaded()
+    assert [rank.depth for rank in crew] == [3, 3]
+    assert not crew[0].agreement.is_confirmed(crew[0].agreement.attempt)
+    crew[1].near = {2}
+    crew[1].agreement.fail_load()
+    run(post, *crew)
+    assert [rank.depth for rank in crew] == [2, 2]
+    assert not crew[0].agreement.is_confirmed(crew[0].agreement.attempt)
+    for rank in crew:
+        rank.agreement.note_loaded()
+    post.deliver_all()
+    assert crew[0].agreement.is_confirmed(crew[0].agreement.attempt)
+    for _ in range(4):  # what fails again and again ends without a restore
+        crew[0].agreement.fail_load()
+        run(post, *crew)
+    assert [rank.depth for rank in crew] == [0, 0]
+
+
+def test_a_request_that_one_rank_cannot_admit_begins_on_none():
+    post, (one, two) = pair()
+    waits = Rank(one, {3}, (), ())
+    run(post, waits)
+    two.begin().close()
+    run(post, waits)
+    assert waits.agreement.decision.is_refused
+    one.begin().close()
+    late = Rank(two, {3}, (), ())
+    run(post, late)
+    assert late.agreement.decision.is_refused
+
+
+def test_a_rank_that_differs_is_named_with_its_call_on_every_rank():
+    post, (one, two) = pair(check_order=True)
+    tokens = as_tokens([1, 2, 3])
+    for session in (two, one):
+        session.note_call(lambda: describe_call("a lookup", tokens))
+    post.deliver_all()
+    one.note_call(lambda: describe_call("a commit", tokens))
+    one.check(), two.check()
+    two.note_call(lambda: describe_call("a release", tokens))
+    post.deliver_all()
+    for session in (one, two):
+        with pytest.raises(RankError, match=r"call 1 of rank 1 is a release of 3 .* rank 0 is a commit of 3"):
+            session.check()
+
+
+def refusal(*given):
+    post = Post(len(given))
+    sessions = [RankSession(group, one) for group, one in zip(post.groups, given, strict=True)]
+    greet(post, sessions)
+    with pytest.raises(RankError) as leader:
+        sessions[0].join(0.1)
+    for session in sessions[1:]:
+        with pytest.raises(RankError) as other:
+            session.join(0.1)
+        assert str(other.value) == str(leader.value)
+    return str(leader.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"page_size": 8}, "rank 1 has pages of 8 tokens"),
+        ({"namespace": b"other"}, "rank 1 has another namespace"),
+        ({"size": 3}, "rank 1 was made for 3 ranks"),
+        ({"check_order": True}, "check_order differs"),
+        ({"pools": {"kv": (Shard(), b"pages")}}, "rank 1 has the pools kv and"),
+        (
+            {"pools": {"kv": (Shard(), b"x"), "mamba": (Shard(), b"states")}},
+            "ranks 0 and 1 hold the same part",
+        ),
+        ({"pools": {"kv": (Shard(1, 2), b""), "mamba": (Shard(), b"")}}, "pool kv has 2 shards on rank 1"),
+    ],
+)
+def test_ranks_that_do_not_fit_together_all_say_why(changes, sentence):
+    assert sentence in refusal(facts(2), facts(**{"size": 2} | changes))
+
+
+def test_a_rank_outside_the_group_stops_all_and_a_size_that_differs_needs_no_full_group():
+    post = Post(4)
+    lone = RankSession(post.groups[3], facts(4))
+    post.groups[0].size = 2
+    leader = RankSession(post.groups[0], facts(2))
+    greet(post, [leader, lone])
+    for session in (leader, lone):
+        with pytest.raises(RankError, match="rank 3 is outside the group of 2 that rank 0 knows"):
+            session.join(0.0)
+    post = Post(4)
+    sessions = [RankSession(post.groups[0], facts(4)), RankSession(post.groups[1], facts(2))]
+    greet(post, sessions)
+    with pytest.raises(RankError, match="rank 1 was made for 2 ranks"):
+        sessions[1].join(0.0)
+
+
+def test_shards_that_the_ranks_cannot_hold_evenly_are_refused():
+    def held(rank, size):
+        return facts(4, pools={"kv": (Shard(rank, size), b"")})
+
+    assert "cannot hold the 3 shards" in refusal(held(0, 3), held(1, 3), held(2, 3), held(0, 3))
+    assert "by shard are 3, 1" in refusal(held(0, 2), held(0, 2), held(0, 2), held(1, 2))
+    post = Post(4)  # grouped heads: two ranks hold each half
+    sessions = joined(post, [held(0, 2), held(0, 2), held(1, 2), held(1, 2)])
+    assert [session.writes for session in sessions] == [{"kv"}, set(), {"kv"}, set()]
+
+
+def test_a_rank_that_does_not_come_is_named_and_one_that_comes_again_takes_its_place():
+    post = Post(3)
+    leader, first = (RankSession(post.groups[rank], facts(3)) for rank in (0, 1))
+    first.greet(), post.deliver_all(), leader.greet()
+    with pytest.raises(RankError, match=r"of the 3 ranks of this group, 1, 2 did not answer within 0 s"):
+        leader.join(0.0)
+    with pytest.raises(RankError, match=r"of the 3 ranks of this group, 0 did not answer"):
+        first.join(0.0)
+    again = [RankSession(post.groups[rank], facts(3)) for rank in (1, 2)]
+    greet(post, [leader, *again])
+    for session in (leader, *again):
+        session.join(0.0)
+
+
+def test_impossible_groups_are_refused():
+    with pytest.raises(InputError, match="a group of 0 ranks"):
+        check_rank(0, 0)
+    with pytest.raises(InputError, match="rank 2 is outside the group of 2; ranks go from 0 to 1"):
+        check_rank(2, 2)
+
+
+@given(st.data())
+@settings(max_examples=15, deadline=None)
+def test_messages_that_are_none_change_nothing(data):
+    post, (one, two) = pair()
+    crew = [Rank(one, {3}, (), ()), Rank(two, {3}, (), ())]
+    anything = st.one_of(
+        st.none(), st.integers(-9, 9), st.binary(max_size=4), st.text(max_size=4), st.booleans()
+    )
+    # private: a message that the session takes for its own has its name
+    name = one._handshake.session
+    for _ in range(5):
+        kind = data.draw(st.sampled_from(MessageKind))
+        fields = data.draw(st.lists(anything, max_size=7))
+        if kind is MessageKind.PROBLEM or (fields and fields[0] == 0):
+            continue
+        session = data.draw(st.sampled_from([name, b"", b"another"]))
+        bad = Message(kind, session, data.draw(st.integers(-1, 3)), fields).pack()
+        for each in (one, two):
+            each.deliver(data.draw(st.sampled_from([bad, bad[:-1], bad[1:], b"\xc1"])))
+    run(post, *crew)
+    assert [rank.depth for rank in crew] == [3, 3]

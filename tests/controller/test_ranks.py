@@ -1,0 +1,316 @@
+"""Controllers of several ranks over one store: all restore the same depth, or none does."""
+
+import threading
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiercache_backends.memory import MemoryBackend
+from tiercache_kernels.reference import copy_segments
+
+from tests.controller.harness import KV, MAMBA, Engine, P, prompt
+from tests.controller.ranks_rig import Crew, ThreadedGroup, threaded
+from tests.controller.test_machine import Flaky
+from tiercache.controller import ControllerOptions, Status
+from tiercache.core import Reason, Tier
+from tiercache.errors import AdmissionError, InputError, PoolFullError, RankError
+from tiercache.keys import Shard, layout_digest
+from tiercache.transfer import CopyEngine
+
+PROMPT = prompt(*range(1, 7), repeat=P)
+
+
+class Ranked(Flaky):
+    """One rank's view of the store: what `lost` names is reported as there, and then cannot be read."""
+
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.lost = set()
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def exists(self, keys):
+        return [key in self.lost or there for key, there in zip(keys, self.inner.exists(keys), strict=True)]
+
+    def get(self, items):
+        assert self.gate.wait(30)
+        return super().get(items)
+
+
+class Stores:
+    """One medium, and the view of it that each rank has."""
+
+    def __init__(self, size):
+        self.medium = MemoryBackend()
+        self.ranks = [Ranked(self.medium) for _ in range(size)]
+
+    def __call__(self, rank):
+        return self.ranks[rank]
+
+    def keys(self, crew, rank, pool):
+        """Keys of one rank's shard of a pool, by depth in pages."""
+        geometry = crew.engines[rank].pools[pool].geometry
+        layout = layout_digest(pool, geometry.fingerprint, Shard(rank, crew.size))
+        found = {e.meta.depth: e.key for e in self.medium.scan_all() if e.key.layout == layout}
+        return dict(sorted(found.items()))
+
+    def lose(self, crew, rank, pool, depth, *, hidden=False):
+        key = self.keys(crew, rank, pool)[depth]
+        self.medium.delete([key])
+        if hidden:
+            self.ranks[rank].lost.add(key)
+
+
+@pytest.fixture
+def crew():
+    crews = []
+
+    def make(size=2, store=None, **settings):
+        crews.append(Crew(size, store or Stores(size), **settings))
+        return crews[-1]
+
+    yield make
+    for one in crews:
+        for engine in one.engines:
+            if isinstance(engine.context.storage.backend, Ranked):
+                engine.context.storage.backend.gate.set()
+        one.close()
+
+
+def filled(crew, size=2, **settings):
+    """Ranks that have PROMPT in storage only, with states at some depths; and the stores."""
+    stores = Stores(size)
+    ranks = crew(size, stores, **settings)
+    for pages in (3, 5, 6):
+        ranks.serve(PROMPT[: pages * P], [1])
+    assert all(ranks.settle())
+    ranks.evict(Tier.DEVICE, Tier.HOST)
+    depths = [*stores.keys(ranks, 0, MAMBA)]
+    assert depths == [2, 3, 4, 5, 6]
+    return ranks, stores
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("sharded", [True, False])
+def test_all_ranks_restore_the_same_from_every_tier(crew, size, sharded):
+    stores = Stores(size)
+    ranks = crew(size, stores, sharded=sharded)
+    assert ranks.serve(PROMPT, [1]) == [0]
+    assert ranks.settle() == [True] * size
+    kinds = [entry.key.pool for entry in stores.medium.scan_all()]
+    assert kinds.count(KV) == 6 * (size if sharded else 1)  # replicated pages are written by one rank
+    for tiers in ((), (Tier.DEVICE,), (Tier.DEVICE, Tier.HOST)):
+        ranks.evict(*tiers)
+        assert ranks.serve(PROMPT, [1]) == [5]
+    assert ranks.engines[-1].metrics.total("restore_failures_total") == 0
+    other = crew(2 * size, lambda _: Ranked(stores.medium), sharded=sharded)
+    assert other.serve(PROMPT, [1]) == [0]  # nothing of it is for another number of ranks
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_holes_in_the_stores_of_ranks_lead_to_the_deepest_depth_that_all_have(crew, hidden):
+    ranks, stores = filled(crew, 4)
+    stores.lose(ranks, 3, MAMBA, 5, hidden=hidden)
+    stores.lose(ranks, 1, MAMBA, 4, hidden=hidden)
+    assert ranks.serve(PROMPT, [1]) == [3]
+    ranks.settle()
+    ranks.evict(Tier.DEVICE, Tier.HOST)
+    stores.lose(ranks, 2, KV, 1, hidden=hidden)
+    assert ranks.serve(PROMPT, [1]) == [0]
+    assert ranks.engines[0].metrics.total("lookups_total", reason="ranks") > 0
+
+
+def test_what_one_rank_has_evicted_it_fetches_while_the_others_have_it(crew):
+    ranks, _ = filled(crew)
+    assert ranks.serve(PROMPT, [1]) == [5]
+    ranks.engines[1].controller.evict(Tier.DEVICE)
+    ranks.engines[1].controller.evict(Tier.HOST)
+    assert ranks.serve(PROMPT, [1]) == [5]
+    ranks.engines[0].controller.evict(Tier.DEVICE)
+    assert ranks.serve(PROMPT, [1]) == [5]
+
+
+def test_a_rank_whose_reads_hang_makes_all_compute_by_the_deadline(crew):
+    ranks, stores = filled(crew, deadline=1.0)
+    stores.ranks[1].gate.clear()
+    assert ranks.serve(PROMPT, [1]) == [0]
+    stores.ranks[1].gate.set()
+    ranks.settle()
+    ranks.evict(Tier.DEVICE, Tier.HOST)
+    assert ranks.serve(PROMPT, [1]) == [5]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_load_that_fails_on_one_rank_after_the_start_voids_it_on_all(crew, failing):
+    armed = []
+
+    def copier(*columns):
+        if armed and armed.pop():
+            raise OSError("a bad layer")
+        copy_segments(*columns)
+
+    def engine(device, host):
+        return CopyEngine(device, host, copier=copier)
+
+    engines = [None, None]
+    engines[failing] = engine
+    ranks = crew(engine=engines)
+    ranks.serve(PROMPT, [1])
+    ranks.settle()
+    ranks.evict(Tier.DEVICE)
+    armed += [True, False]
+    assert ranks.serve(PROMPT, [1]) == [5, 0]
+    assert [e.metrics.value("restore_failures_total", "io_error") for e in ranks.engines] == [1, 1]
+    ranks.evict(Tier.DEVICE)
+    assert ranks.serve(PROMPT, [1]) == [5]
+
+
+def test_a_killed_rank_makes_the_others_miss_until_it_has_joined_again(crew):
+    ranks, stores = filled(crew, deadline=0.5)
+    leader, killed = ranks.engines
+    ranks.groups[1].is_cut = True
+
+    def alone(reason):
+        admission = leader.controller.admit(leader.controller.lookup(PROMPT), states=5)
+        poll = admission.wait()
+        assert (poll.status, poll.depth, poll.reason) == (Status.FAILED, 0, reason)
+        assert admission.confirmed
+        leader.controller.release(admission)
+
+    alone(Reason.TIMEOUT)
+    alone(Reason.UNAVAILABLE)
+    group = ranks.groups[1] = ThreadedGroup(1, 2, ranks.groups)
+
+    def join(rank):
+        if rank:
+            shard = {KV: Shard(1, 2), MAMBA: Shard(1, 2)}
+            return Engine(Ranked(stores.medium), ranks=group, shard=shard)
+        leader.controller.join_ranks(ranks.groups[0])
+        return leader
+
+    ranks.engines = ranks.on_all(join)
+    assert ranks.serve(PROMPT, [1]) == [5]
+    killed.controller.close()
+
+
+def test_a_request_for_which_one_rank_has_no_slots_is_released_on_all(crew):
+    ranks, _ = filled(crew, pages=[16, 8])
+    leader, small = (engine.controller for engine in ranks.engines)
+    held = [each.admit(each.lookup([9] * P), tokens=4 * P) for each in (leader, small)]
+    [each.wait() for each in held]
+    waiting = leader.admit(leader.lookup(PROMPT))
+    with pytest.raises(PoolFullError):
+        small.admit(small.lookup(PROMPT))
+    with pytest.raises(PoolFullError, match="another rank has too few slots"):
+        waiting.wait()
+    for each, first in zip((leader, small), held, strict=True):
+        each.release(first)
+    leader.release(waiting)
+    assert ranks.serve(PROMPT, [1]) == [5]
+
+
+def test_a_follower_begins_at_the_leaders_depth_only(crew):
+    ranks, _ = filled(crew)
+    leader, other = (engine.controller for engine in ranks.engines)
+    first, second = (each.admit(each.lookup(PROMPT), states=1) for each in (leader, other))
+    with pytest.raises(InputError, match="no whole number of pages"):
+        second.follow(P + 1)
+    with pytest.raises(AdmissionError, match="single rank"):
+        super(type(second), second).follow(P)
+    while first.poll().status is Status.PENDING:
+        second.poll()
+    assert first.depth == 5 * P
+    assert second.poll().status in (Status.PENDING, Status.READY)
+    with pytest.raises(RankError, match=r"(holds 5|at a depth of 20 tokens)"):
+        second.follow(4 * P)
+    assert second.follow(5 * P).depth == 5 * P
+    leader.release(first)
+    other.release(second)
+
+
+def test_a_follower_that_has_given_up_says_so(crew):
+    ranks, _ = filled(crew, deadline=0.3)
+    other = ranks.engines[1].controller
+    admission = other.admit(other.lookup(PROMPT))
+    assert admission.wait().reason is Reason.TIMEOUT
+    with pytest.raises(RankError, match="before its deadline"):
+        admission.follow(5 * P)
+    assert admission.follow(0).depth == 0
+    other.release(admission)
+    leader = ranks.engines[0].controller
+    leader.release(leader.admit(leader.lookup(PROMPT)))
+
+
+def test_start_ends_the_wait_for_storage_on_all(crew):
+    ranks, stores = filled(crew)
+    stores.ranks[0].gate.clear()
+    admissions = [e.controller.admit(e.controller.lookup(PROMPT)) for e in ranks.engines]
+    for each in admissions:
+        each.start()
+    assert [each.wait().depth for each in admissions] == [0, 0]
+    for engine, each in zip(ranks.engines, admissions, strict=True):
+        engine.controller.release(each)
+    stores.ranks[0].gate.set()
+
+
+def tick_for_5_seconds(controller):
+    for _ in range(500):
+        controller.tick()
+        time.sleep(0.01)
+
+
+def test_engines_that_call_in_another_order_are_told(crew):
+    options = ControllerOptions(check_order=True)
+    ranks = crew(options=options)
+    assert ranks.serve(PROMPT, [1]) == [0]
+    one, two = (engine.controller for engine in ranks.engines)
+    one.lookup(PROMPT)
+    two.lookup(PROMPT[:-1])
+    for each in (one, two):
+        with pytest.raises(RankError, match=r"call \d+ of rank 1 is a lookup of 23 .*, and that of rank 0 "):
+            tick_for_5_seconds(each)
+
+
+def test_a_group_of_one_costs_nothing_and_an_impossible_one_is_refused():
+    [group] = threaded(1)
+    engine = Engine(MemoryBackend(), ranks=group)
+    assert engine.controller._session is None  # private: nothing else shows that there is no session
+    assert engine.serve(PROMPT) == 0
+    with pytest.raises(InputError, match="single rank"):
+        engine.controller.join_ranks(group)
+    for size, rank, sentence in ((0, 0, "a group of 0 ranks"), (2, 2, "rank 2 is outside the group of 2")):
+        with pytest.raises(InputError, match=sentence):
+            Engine(MemoryBackend(), ranks=ThreadedGroup(rank, size, []))
+
+
+EVENTS = st.one_of(
+    st.tuples(st.just("serve"), st.integers(2, 6), st.integers(1, 2)),
+    st.tuples(st.just("evict"), st.integers(0, 1), st.sampled_from([Tier.DEVICE, Tier.HOST])),
+    st.tuples(st.just("lose"), st.integers(0, 1), st.integers(0, 99)),
+    st.tuples(st.just("hide"), st.integers(0, 1), st.integers(0, 99)),
+    st.tuples(st.just("settle"), st.just(0), st.just(0)),
+)
+
+
+@given(st.lists(EVENTS, min_size=4, max_size=12))
+@settings(max_examples=25, deadline=None)
+def test_whatever_ranks_lose_they_restore_the_same(events):
+    stores = Stores(2)
+    ranks = Crew(2, stores)
+    try:
+        for kind, number, detail in events:
+            if kind == "serve":
+                ranks.serve(prompt(*range(1, number), 10 * detail), [1])
+            elif kind == "evict":
+                ranks.engines[number].controller.evict(detail)
+            elif kind == "settle":
+                ranks.settle()
+            else:
+                for pool in (KV, MAMBA):
+                    depths = [*stores.keys(ranks, number, pool)]
+                    if depths:
+                        stores.lose(ranks, number, pool, depths[detail % len(depths)], hidden=kind == "hide")
+        ranks.serve(PROMPT, [1])
+    finally:
+        ranks.close()

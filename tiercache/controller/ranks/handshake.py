@@ -1,0 +1,136 @@
+"""How the ranks of a group find out that all are there and fit together, before their first request.
+
+    follower                     leader
+    HELLO(nonce, facts)  ---->            until all ranks have said HELLO
+                         <----   WELCOME  or REFUSED, with the sentence that every rank raises
+    JOINED               ---->            until all have joined
+                         <----   BEGIN
+
+A follower repeats what has not been answered. A rank that was started again has a new nonce, which takes the
+place of the old one.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from typing import Final
+
+from tiercache.controller.ranks.base import (
+    LEADER,
+    Message,
+    MessageKind,
+    RankFacts,
+    RankGroup,
+    find_difference,
+    writers,
+)
+from tiercache.errors import WireError
+
+REPEAT_S: Final = 0.1
+"""Seconds after which a message of the handshake is sent again."""
+
+
+class Handshake:
+    """One rank's part in the handshake.
+
+    Thread safety: any thread.
+    """
+
+    def __init__(self, group: RankGroup, facts: RankFacts) -> None:
+        """Prepare the handshake of this rank. Nothing is sent before `advance`."""
+        self.over = threading.Event()
+        """Set when all ranks have joined, or when `trouble` says why they cannot."""
+        self.trouble = ""
+        self.writes: list[str] = []
+        """Pools of which this rank writes objects to storage."""
+        self.session = secrets.token_bytes(8)
+        """Name of the session: the leader's choice. For a follower, its nonce until it is welcome."""
+        self._group = group
+        self._facts = facts
+        self._nonce = self.session
+        self._lock = threading.Lock()
+        self._is_welcome = False
+        self._ranks = {LEADER: facts}
+        self._nonces: dict[int, bytes] = {}
+        self._joined: set[int] = set()
+
+    @property
+    def missing(self) -> list[int]:
+        """The ranks that have not answered."""
+        if self._group.rank != LEADER:
+            return [LEADER]
+        with self._lock:
+            return [rank for rank in range(1, self._group.size) if rank not in self._joined]
+
+    def advance(self) -> None:
+        """Send what has not been answered yet."""
+        if self._group.rank == LEADER:
+            with self._lock:
+                self._welcome()
+        elif not self.over.is_set():
+            if self._is_welcome:
+                self._send(LEADER, MessageKind.JOINED, self._nonce)
+            else:
+                self._send(LEADER, MessageKind.HELLO, self._nonce, *self._facts.fields())
+
+    def handle(self, message: Message) -> None:
+        """Handle one message of the handshake. Raises WireError for one that cannot be read."""
+        with self._lock:
+            if self._group.rank == LEADER:
+                self._lead(message)
+            else:
+                self._follow(message)
+
+    def _lead(self, message: Message) -> None:
+        rank = message.sender
+        if rank < 1 or not message.fields:
+            return
+        nonce = message.fields[0]
+        if message.kind is MessageKind.HELLO:
+            if self.over.is_set() and not self.trouble:
+                return  # a rank that was started again; it waits for the next session
+            self._ranks[rank] = RankFacts.of(message.fields[1:])
+            if self._nonces.get(rank) != nonce:
+                self._nonces[rank] = nonce
+                self._joined.discard(rank)
+            self._welcome()
+        elif message.kind is MessageKind.JOINED and self._nonces.get(rank) == nonce:
+            self._joined.add(rank)
+            if len(self._joined) == self._group.size - 1:
+                self.over.set()
+                for other in self._joined:
+                    self._send(other, MessageKind.BEGIN, self._nonces[other])
+
+    def _welcome(self) -> None:
+        self.trouble = self.trouble or find_difference(self._ranks)
+        if len(self._ranks) < self._group.size and not self.trouble:
+            return
+        if not self.trouble:
+            self.writes = writers(self._ranks, LEADER)
+        for rank, nonce in self._nonces.items():
+            if self.trouble:
+                self._send(rank, MessageKind.REFUSED, nonce, self.trouble)
+            elif rank not in self._joined:
+                self._send(rank, MessageKind.WELCOME, nonce, self.session, writers(self._ranks, rank))
+        if self.trouble:
+            self.over.set()
+
+    def _follow(self, message: Message) -> None:
+        if message.sender != LEADER or not message.fields or message.fields[0] != self._nonce:
+            return
+        try:
+            if message.kind is MessageKind.WELCOME and not self._is_welcome:
+                _, session, pools = message.fields
+                self.session, self.writes, self._is_welcome = bytes(session), list(pools), True
+                self._send(LEADER, MessageKind.JOINED, self._nonce)
+            elif message.kind is MessageKind.REFUSED:
+                self.trouble = str(message.fields[1])
+                self.over.set()
+            elif message.kind is MessageKind.BEGIN and self._is_welcome:
+                self.over.set()
+        except (ValueError, TypeError, IndexError) as error:
+            raise WireError(f"rank 0 sent a {message.kind.name} that cannot be read: {error}") from None
+
+    def _send(self, to: int, kind: MessageKind, *fields: object) -> None:
+        self._group.send(to, Message(kind, self.session, self._group.rank, fields).pack())
