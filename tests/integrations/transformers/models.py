@@ -18,10 +18,14 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from tiercache.core import PoolName
 from tiercache.integrations.transformers import ModelRunner, ProbeReport, load
 from tiercache.lab.demo.small import strengthen
 
 PAGE: Final = 16
+
+WINDOW: Final = 41
+"""Length of the windows in tokens; they are full within a page."""
 
 BASE: Final = {
     "vocab_size": 256, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -53,14 +57,14 @@ class Family:
     """One family: its `model_type`, a small configuration, and what is expected of it.
 
     `mode` is the expected tail mode, or None if the model is refused, in which case the sentence starts with
-    `refused`.
+    `refused`. `states` are the state pools that it needs.
     """
 
     model_type: str
     config: dict[str, Any] = field(repr=False)
     mode: str | None = "chunk"
     refused: str = ""
-    states: bool = True
+    states: tuple[PoolName, ...] = (PoolName.MAMBA,)
 
 
 FAMILIES: Final[dict[str, Family]] = {
@@ -84,8 +88,8 @@ FAMILIES: Final[dict[str, Family]] = {
     "bamba": Family("bamba", FOUR | MAMBA2 | {"attn_layer_indices": [1, 3]}),
     "falcon_h1": Family("falcon_h1",
      DENSE | MAMBA2 | {"mamba_d_ssm": 128, "head_dim": 16, "attention_out_multiplier": 8.0}),
-    "llama": Family("llama", DENSE, states=False),
-    "qwen3": Family("qwen3", DENSE | {"head_dim": 16}, states=False),
+    "llama": Family("llama", DENSE, states=()),
+    "qwen3": Family("qwen3", DENSE | {"head_dim": 16}, states=()),
     "qwen3_5": Family("qwen3_5_text", FOUR | DELTA | {"layer_types": HYBRID, "head_dim": 16}),
     "nemotron_h": Family(
         "nemotron_h",
@@ -150,29 +154,54 @@ FAMILIES: Final[dict[str, Family]] = {
             "n_group": 1, "topk_group": 1,
             "first_k_dense_replace": 1,
         },
-        states=False,
+        states=(),
     ),
     "deepseek_v32": Family(
         "deepseek_v32",
         DENSE | MLA | {
             "moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2, "q_lora_rank": 32,
             "n_group": 1, "topk_group": 1,
-            "first_k_dense_replace": 1, "head_dim": 8, "index_topk": 16, "index_head_dim": 16,
-            "index_n_heads": 2,
+            # With few heads, many scores of the indexer are 0, and which of them it selects is left open.
+            "first_k_dense_replace": 1, "head_dim": 8, "index_topk": WINDOW, "index_head_dim": 16,
+            "index_n_heads": 32,
         },
-        mode=None,
-        refused="layer 0 keeps its cache in a DynamicIndexedLayer, which also keeps an indexer's keys",
-    ),
-    "mistral": Family(
-        "mistral", DENSE | {"sliding_window": 32}, mode=None,
-        refused="layer 0 keeps its cache in a DynamicSlidingWindowLayer"
+        states=(),
     ),
     "gemma3": Family(
         "gemma3_text",
-        DENSE | {"head_dim": 16, "sliding_window": 32,
+        DENSE | {"head_dim": 16, "sliding_window": WINDOW,
          "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
-        mode=None,
-        refused="layer 1 keeps its cache in a DynamicSlidingWindowLayer",
+        states=(PoolName.SWA,),
+    ),
+    "gpt_oss": Family(
+        "gpt_oss",
+        FOUR | {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW,
+         "max_position_embeddings": 2048},
+        states=(PoolName.SWA,),
+    ),
+    "llama4": Family(
+        "llama4_text",
+        FOUR | {"head_dim": 16, "intermediate_size_mlp": 128, "num_local_experts": 4,
+         "attention_chunk_size": WINDOW, "max_position_embeddings": 2048,
+         "layer_types": ["chunked_attention", "full_attention"] * 2},
+        states=(PoolName.SWA,),
+    ),
+    "inkling": Family(
+        "inkling_text",
+        FOUR | {
+            "head_dim": 16, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 16,
+            "sliding_window_size": WINDOW, "d_rel": 16, "moe_intermediate_size": 32, "n_routed_experts": 4,
+            "num_experts_per_tok": 2, "n_shared_experts": 1, "max_position_embeddings": 2048,
+            "layer_types": ["hybrid_sliding", "hybrid"] * 2,
+        },
+        states=(PoolName.MAMBA, PoolName.SWA),
+    ),
+    "bloom": Family(
+        "bloom", {"vocab_size": 256, "hidden_size": 64, "n_layer": 2, "n_head": 4}, states=()
+    ),
+    "mistral": Family(
+        "mistral", DENSE | {"sliding_window": 32}, mode=None,
+        refused="every layer of the model that keeps KV forgets what leaves its sliding window of 32 tokens"
     ),
     "minimax": Family(
         "minimax",
@@ -199,7 +228,7 @@ FAMILIES: Final[dict[str, Family]] = {
 }  # fmt: skip
 
 SERVED: Final = [name for name, family in FAMILIES.items() if family.mode]
-USUAL: Final = ("qwen3_next", "bamba", "falcon_h1", "llama", "jamba")
+USUAL: Final = ("qwen3_next", "bamba", "falcon_h1", "llama", "jamba", "gemma3")
 """One family for each way in which caches are built and fed.
 
 The others are `slow`, as is the sweep over every type of transformers.

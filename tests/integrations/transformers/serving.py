@@ -86,7 +86,7 @@ def objects(worker: Worker, tier: Tier, prompt: Sequence[int], pool: PoolName) -
         ]
     tensors, layout = worker.tensors, worker.runner.layout
     if pool in states:
-        return [[tensor[n] for tensor in tensors.states.values()] for n in at]
+        return [[tensor[n] for tensor in tensors.of(pool).values()] for n in at]
     return [[tensors.pages(t.layer, t.name)[n] for t in layout.kv_tensors()] for n in at]
 
 
@@ -128,8 +128,8 @@ def fill(worker: Worker, audit: Audit) -> dict[int, list[int]]:
     first = worker.serve(FIRST, 24)
     branch = worker.serve(joined(SYSTEM, prompt(13, seed=3)), 1)
     assert first.restored == 0
-    assert branch.restored == (0 if worker.runner.layout.state_geometry else 2 * PAGE)
-    if worker.runner.layout.state_geometry:
+    assert branch.restored == (0 if worker.runner.layout.state_geometries else 2 * PAGE)
+    if worker.runner.layout.state_geometries:
         assert (first.states, branch.states) == ((3 * PAGE, 5 * PAGE), (2 * PAGE, 3 * PAGE))
     for generation in (first, branch):
         right(audit, worker, generation)

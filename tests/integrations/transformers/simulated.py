@@ -23,6 +23,7 @@ from tests.transfer.simulated_cuda import SimulatedDevice, SimulatedEvent
 from tiercache.core import PoolName
 from tiercache.integrations.transformers import device as copies
 from tiercache.integrations.transformers.device import PoolTensors, Slots
+from tiercache.integrations.transformers.layout import StateSlots
 from tiercache.integrations.transformers.runner import ModelRunner, no_wait
 from tiercache.integrations.transformers.stream import TorchStream
 from tiercache.integrations.transformers.worker import Worker
@@ -96,14 +97,16 @@ class LateRunner(ModelRunner):
 
         self.stream.run(late)
 
-    def export_state(self, cache: DynamicCache, pool: PoolTensors, slot: int) -> None:
+    def export_state(self, cache: DynamicCache, pool: PoolTensors, slots: StateSlots) -> None:
         taken = super().allocate_pools(0, 1)
         copies.export_state(cache, taken, 0)
 
         def late() -> None:
             time.sleep(self.pause)
-            for at, tensor in pool.states.items():
-                tensor[slot] = taken.states[at][0]
+            for name in self.layout.state_geometries:
+                slot = slots if isinstance(slots, int) else slots[name]
+                for at, tensor in pool.of(name).items():
+                    tensor[slot] = taken.states[at][0]
 
         self.stream.run(late)
 
@@ -111,14 +114,14 @@ class LateRunner(ModelRunner):
         self,
         pool: PoolTensors,
         page_slots: Slots,
-        state_slot: int | None,
+        state_slots: StateSlots | None,
         *,
         wait_layer: Callable[[int], None] = no_wait,
     ) -> DynamicCache:
         for layer in self.layout.layers:
             wait_layer(layer.layer)
         cache = self.new_cache()
-        self.stream.run(lambda: copies.fill(cache, pool, page_slots, state_slot, no_wait))
+        self.stream.run(lambda: copies.fill(cache, pool, page_slots, state_slots, no_wait))
         self.stream.synchronize()  # for the forward, which reads the cache on this thread
         return cache
 

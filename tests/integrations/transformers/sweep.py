@@ -41,6 +41,8 @@ LAYERS: Final = 4
 _SMALL: Final[tuple[tuple[str, int], ...]] = (
     (r"^vocab_size(_per_layer_input)?$|^(pad|bos|eos|sep|cls|mask|unk)_vocab", 256),
     (r"^(num|n)_(hidden_|decoder_|encoder_|kv_shared_)?layers?$|^(decoder|encoder)_layers$|^depth$", LAYERS),
+    # A score of an indexer is a sum over heads of what is 0 half of the time: with few heads, many are equal.
+    (r"^index_n_heads$", 32),
     (r"key_value_heads$|kv_heads$|^n_head_kv$|^num_key_value_heads", 2),
     (r"heads?$|^n_heads$|attention_heads", 4),
     (r"^qk_rope_head_dim$|^rotary_dim$|^index_head_dim$", 8),
@@ -53,6 +55,8 @@ _SMALL: Final[tuple[tuple[str, int], ...]] = (
     (r"experts_per_tok|^moe_k$|^moe_top_?k$|^topk$|^num_selects$", 2),
     (r"^n_groups?$|^topk_group$|^num_expert_groups?$|^n_shared_experts$|^mamba_n_groups$|"
      r"^first_k_dense_replace$", 1),
+    # Shorter than the prompts, and no multiple of a page.
+    (r"^sliding_window$|^attention_chunk_size$|^index_topk$|^sliding_window_size$", 41),
     (r"^(hidden_size_per_layer_input|kv_channels|conv_dim|moe_intermediate_size|"
      r"shared_expert_intermediate_size)$", 32),
 )  # fmt: skip

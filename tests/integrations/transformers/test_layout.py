@@ -10,7 +10,7 @@ from transformers.cache_utils import (
     DummyLayer,
     DynamicCache,
     DynamicLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
+    DynamicSlidingWindowLayer,
     LinearAttentionLayer,
     StaticCache,
     StaticLayer,
@@ -28,15 +28,16 @@ def test_geometries_describe_the_tensors_of_a_long_cache(name: str) -> None:
     layout, cache = runner.layout, runner.new_cache()
     runner.forward(cache, prompt(3 * PAGE, 0), 0)
     geometries = layout.geometries
-    assert set(geometries) == ({PoolName.KV, PoolName.MAMBA} if FAMILIES[name].states else {PoolName.KV})
+    assert set(geometries) == {PoolName.KV, *FAMILIES[name].states}
     for segment in geometries[PoolName.KV].segments:
         held = layout.tensor_of(cache, segment.layer, segment.name)
         assert segment.shape == (PAGE, held.shape[1], held.shape[3])
         assert getattr(torch, segment.dtype) == held.dtype
-    for segment in geometries[PoolName.MAMBA].segments if FAMILIES[name].states else ():
-        held = layout.tensor_of(cache, segment.layer, segment.name)
-        assert (1, *segment.shape) == tuple(held.shape)
-        assert getattr(torch, segment.dtype) == held.dtype
+    for pool in FAMILIES[name].states:
+        for segment in geometries[pool].segments:
+            held = layout.tensor_of(cache, segment.layer, segment.name)
+            assert (1, *segment.shape) == tuple(held.shape)
+            assert getattr(torch, segment.dtype) == held.dtype
 
 
 @pytest.mark.parametrize("name", EACH)
@@ -48,6 +49,8 @@ def test_nothing_that_the_cache_holds_is_left_out(name: str) -> None:
     for n, layer in enumerate(cache.layers):
         if isinstance(getattr(layer, "keys", None), torch.Tensor):
             held |= {(n, "k"), (n, "v")}
+        if getattr(layer, "indexer_keys", None) is not None:
+            held.add((n, "indexer"))
         for kind in ("conv", "recurrent"):
             states: dict[int, Any] = getattr(layer, f"{kind}_states", {})
             held |= {(n, f"{kind}_{i}") for i, tensor in states.items() if tensor is not None}
@@ -64,8 +67,7 @@ def test_a_family_that_cannot_be_restored_is_refused(name: str) -> None:
 
 def test_a_layer_may_be_in_both_geometries_or_in_none() -> None:
     both = loaded("falcon_h1")[0].layout
-    assert both.state_geometry is not None
-    assert both.kv_geometry.layers == both.state_geometry.layers == (0, 1, 2)
+    assert both.kv_geometry.layers == both.state_geometries[PoolName.MAMBA].layers == (0, 1, 2)
     none = loaded("nemotron_h")[0].layout
     assert [layer.layer for layer in none.layers if layer.empty] == [1, 4]
 
@@ -78,8 +80,7 @@ def test_mla_has_keys_and_values_of_different_widths() -> None:
 
 
 def test_a_short_convolution_has_no_recurrent_part() -> None:
-    state = loaded("lfm2")[0].layout.state_geometry
-    assert state is not None
+    state = loaded("lfm2")[0].layout.state_geometries[PoolName.MAMBA]
     assert {s.name for s in state.segments} == {"conv_0"}
     assert state.hit_policy is HitPolicy.TRAILING_PAGES
 
@@ -95,6 +96,10 @@ class Secretive(DynamicLayer):
     """A subclass, which might hold anything."""
 
 
+class Compressing(DynamicSlidingWindowLayer):
+    """A subclass with a window, which might also keep the rest in some form."""
+
+
 def _cache_with(*layers: Any) -> DynamicCache:
     cache = DynamicCache()
     cache.layers = list(layers)
@@ -107,6 +112,12 @@ def _attention(tokens: int = 4) -> DynamicLayer:
     return layer
 
 
+def _window(tokens: int, kind: type[DynamicSlidingWindowLayer] = DynamicSlidingWindowLayer) -> DynamicLayer:
+    layer = kind(8)
+    layer.update(torch.zeros(1, 2, tokens, 8), torch.zeros(1, 2, tokens, 8))
+    return layer
+
+
 @pytest.mark.parametrize(
     ("layer", "sentence"),
     [
@@ -115,10 +126,8 @@ def _attention(tokens: int = 4) -> DynamicLayer:
             StaticLayer(max_cache_len=64),
             "layer 1 keeps its cache in a StaticLayer, which is allocated at a fixed length",
         ),
-        (
-            LinearAttentionAndSlidingWindowAttentionLayer(8),
-            "layer 1 .* forgets what leaves its sliding window",
-        ),
+        (_window(4, Compressing), "layer 1 keeps its cache in a Compressing, which may keep more than its"),
+        (_window(3), r"holds keys of shape \(1, 2, 3, 8\) after 4 tokens .* to keep its window of 8 tokens"),
         (_attention(3), r"layer 1 \(DynamicLayer\) holds keys of shape \(1, 2, 3, 8\) after 4 tokens"),
     ],
 )
@@ -143,8 +152,7 @@ def test_several_states_in_one_layer_are_all_kept() -> None:
     layer.update_conv_state(torch.zeros(1, 2, 3, dtype=torch.int64), state_idx=2)
     layer.update_recurrent_state(torch.zeros(1, 2, 8, 8), state_idx=1)
     layout = inspect_cache(_cache_with(_attention(), layer, DummyLayer()), PAGE, 4)
-    assert layout.state_geometry is not None
-    assert [(s.name, s.dtype) for s in layout.state_geometry.segments] == [
+    assert [(s.name, s.dtype) for s in layout.state_geometries[PoolName.MAMBA].segments] == [
         ("conv_0", "float32"),
         ("conv_2", "int64"),
         ("recurrent_1", "float32"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -123,7 +124,7 @@ def rewrite(directory: Path, changes: dict[bytes, bytes]) -> int:
             ("llama", True),
             ("qwen3_next", True),
             ("llama", False),
-            *product(("jamba",), (False, True)),
+            *product(("jamba", "inkling"), (False, True)),
         ],
     ),
 )
@@ -139,7 +140,7 @@ def test_any_one_object_may_be_gone(name: str, restart: bool, tmp_path: Path) ->
     entries = on_path(worker, storage, tokens)
     assert {
         pool: len([e for e in entries if e.key.pool is pool]) for pool in worker.runner.layout.geometries
-    } == ({PoolName.KV: 5, PoolName.MAMBA: 3} if FAMILIES[name].states else {PoolName.KV: 5})
+    } == {PoolName.KV: 5} | dict.fromkeys(FAMILIES[name].states, 3)
     for key in [entry.key for entry in entries]:
         assert storage.delete([key]) == [True]
         left = on_path(worker, storage, tokens)
@@ -170,16 +171,14 @@ def on_path(worker: Worker, storage: StorageBackend, tokens: list[int]) -> list[
     return sorted(found, key=lambda entry: (entry.key.pool is not PoolName.KV, keys[entry.key.page_key]))
 
 
-def restorable(entries: list[ScanEntry], states: bool) -> int:
+def restorable(entries: list[ScanEntry], states: Sequence[PoolName]) -> int:
     """The deepest depth, in tokens, at which everything is there."""
     held = {
         pool: {entry.meta.depth for entry in entries if entry.key.pool is pool}
-        for pool in (PoolName.KV, PoolName.MAMBA)
+        for pool in (PoolName.KV, *states)
     }
     pages = next(n for n in range(len(entries) + 1) if n + 1 not in held[PoolName.KV])
-    return PAGE * max(
-        (depth for depth in held[PoolName.MAMBA if states else PoolName.KV] if depth <= pages), default=0
-    )
+    return PAGE * max((depth for depth in set.intersection(*held.values()) if depth <= pages), default=0)
 
 
 def misses(worker: Worker, pool: PoolName) -> float:

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from tests.examples import slow_after
 from tests.integrations.transformers.models import EACH, FAMILIES, PAGE, REFUSED, build, loaded, prompt
+from tiercache.core import PoolName
 from tiercache.errors import UnsupportedModelError
 from tiercache.integrations.transformers import ModelRunner, TailMode, load, probe
 from tiercache.lab.demo.small import build_small_hybrid
@@ -19,9 +20,9 @@ from tiercache.lab.demo.small import build_small_hybrid
 Before = Callable[[dict[str, Any]], None]
 
 
-def spoiled(name: str, before: Before) -> PreTrainedModel:
+def spoiled(name: str, before: Before, **overrides: Any) -> PreTrainedModel:
     """A family's model that runs `before` on the arguments of each forward."""
-    model = build(name)
+    model = build(name, **overrides)
     original = model.forward
 
     @functools.wraps(original)
@@ -42,7 +43,8 @@ def test_the_verdict_on_each_family(name: str) -> None:
     runner, report = loaded(name)
     assert report.tail_mode == runner.tail_mode == FAMILIES[name].mode
     assert report.max_error <= report.tolerance <= 1e-4 * report.scale
-    assert set(report.reactions) == ({"kv", "state"} if FAMILIES[name].states else {"kv"})
+    kinds = {PoolName.MAMBA: "state", PoolName.SWA: "window"}
+    assert set(report.reactions) == {"kv", *(kinds[pool] for pool in FAMILIES[name].states)}
     assert min(report.reactions.values()) >= 100 * report.tolerance
     assert bool(report.chunk_fault) == (report.tail_mode is TailMode.TOKEN)
 
@@ -184,8 +186,7 @@ def test_the_demonstration_model_is_served_in_chunks() -> None:
     assert report.reactions["state"] >= 1000 * report.tolerance
     assert runner.vocab_size == 256
     assert runner.layout.kv_geometry.nbytes == 64 * 3072
-    assert runner.layout.state_geometry is not None
-    assert runner.layout.state_geometry.nbytes == 663552
+    assert runner.layout.state_geometries[PoolName.MAMBA].nbytes == 663552
 
 
 def test_equal_seeds_give_equal_models() -> None:

@@ -40,6 +40,8 @@ from tiercache.storage.registry import open_backend
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+WINDOWED = ("inkling", "gpt_oss", "llama4")
+"""Windows beside recurrent tensors, with sinks, and as chunks."""
 SLOWEST = pytest.param("jamba", marks=pytest.mark.slow)
 """The family that is fed token by token."""
 
@@ -48,7 +50,11 @@ SLOWEST = pytest.param("jamba", marks=pytest.mark.slow)
     ("name", "kind"),
     slow_after(
         2,
-        [("qwen3_next", "memory"), ("llama", "file"), *((name, "file") for name in USUAL if name != "llama")],
+        [
+            ("qwen3_next", "memory"),
+            ("llama", "file"),
+            *((name, "file") for name in (*USUAL, *WINDOWED, "bloom") if name != "llama"),
+        ],
     ),
 )
 def test_every_state_comes_back_from_every_tier(name: str, kind: str, tmp_path: Path) -> None:
@@ -71,7 +77,9 @@ def test_every_state_comes_back_from_every_tier(name: str, kind: str, tmp_path: 
             worker.controller.check_integrity()
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", SLOWEST, "llama"])
+@pytest.mark.parametrize(
+    "name", ["qwen3_next", SLOWEST, "llama", pytest.param("inkling", marks=pytest.mark.slow)]
+)
 def test_conversations_with_pools_too_small_for_all_of_them(name: str, tmp_path: Path) -> None:
     """Three conversations behind one system prompt, three turns each and one after a restart; the pools
     decide what comes from where.
@@ -79,12 +87,10 @@ def test_conversations_with_pools_too_small_for_all_of_them(name: str, tmp_path:
     audit = Audit(loaded(name)[0], page_slots=256, state_slots=128)
     histories = [SYSTEM.tolist() for _ in range(3)]
     geometries = loaded(name)[0].layout.geometries
-    states = geometries.get(PoolName.MAMBA)
+    states = [geometries[pool] for pool in FAMILIES[name].states]
     sizes = {
-        "device_bytes": 18 * geometries[PoolName.KV].nbytes + (12 * states.nbytes if states else 0),
-        "host_bytes": (
-            16 * geometries[PoolName.KV].padded_nbytes + (8 * states.padded_nbytes if states else 0)
-        ),
+        "device_bytes": 18 * geometries[PoolName.KV].nbytes + 12 * sum(g.nbytes for g in states),
+        "host_bytes": 16 * geometries[PoolName.KV].padded_nbytes + 8 * sum(g.padded_nbytes for g in states),
     }
     seen: set[Tier | None] = set()
     for turns in (range(3), range(3, 4)):
@@ -121,11 +127,11 @@ def test_a_cache_that_is_tampered_with_moves_the_logits_and_is_called_wrong(name
         evict(worker, *EVICTED[tier])
         page, other = (objects(worker, tier, LONG[seed], PoolName.KV)[3] for seed in (1, 2))
         wrong = {"page": [(page, other)]}
-        if FAMILIES[name].states:
-            state, another = (objects(worker, tier, LONG[seed], PoolName.MAMBA)[0] for seed in (1, 2))
+        for pool in FAMILIES[name].states:
+            state, another = (objects(worker, tier, LONG[seed], pool)[0] for seed in (1, 2))
             wrong |= {
-                "zeroed": [(state, [torch.zeros_like(part) for part in state])],
-                "swapped": [(state, another), (another, state)],
+                f"{pool} zeroed": [(state, [torch.zeros_like(part) for part in state])],
+                f"{pool} swapped": [(state, another), (another, state)],
             }
         for what, replaced in wrong.items():
             kept = [[part.clone() for part in parts] for parts, _ in replaced]

@@ -82,8 +82,8 @@ class Commits:
 
     def export_state(self, cache: DynamicCache, slots: Mapping[PoolName, int]) -> None:
         """Copy the state of `cache` into `slots`, which `take` gave."""
-        for slot in slots.values():
-            self._worker.runner.export_state(cache, self._worker.tensors, slot)
+        if slots:
+            self._worker.runner.export_state(cache, self._worker.tensors, slots)
 
     def commit(
         self,
@@ -129,7 +129,7 @@ class Commits:
         if admission is None:
             return Commits(self._worker, None, self._reason)
         tokens = self._worker.kept(tokens)
-        states = DECODE_SNAPSHOTS if self._worker.runner.layout.state_geometry else 0
+        states = DECODE_SNAPSHOTS if self._worker.runner.layout.state_geometries else 0
         fork = self._worker.scheduler.await_room(
             lambda: self._worker.controller.fork(admission, tokens=tokens, states=states), tokens
         )

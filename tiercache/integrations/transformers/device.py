@@ -11,8 +11,16 @@ import numpy.typing as npt
 import torch
 from transformers.cache_utils import DynamicCache
 
+from tiercache.core import PoolName
 from tiercache.errors import ConfigError, SlotError, TokenError
-from tiercache.integrations.transformers.layout import CacheLayout, LayerLayout, StateLayout, TensorLayout
+from tiercache.integrations.transformers.layout import (
+    WINDOWED,
+    CacheLayout,
+    LayerLayout,
+    StateLayout,
+    StateSlots,
+    TensorLayout,
+)
 from tiercache.integrations.transformers.stream import to_device
 
 Slots: TypeAlias = npt.NDArray[np.int64] | Iterable[int]
@@ -40,7 +48,14 @@ class PoolTensors:
     Slot s owns the rows `[s * page_size, (s + 1) * page_size)`.
     """
     states: Tensors
-    """Tensors `[state_slots, ...]`; none for a model without states."""
+    """Tensors `[state_slots, ...]` of all state pools; none for a model without states."""
+
+    def of(self, pool: PoolName) -> Tensors:
+        """Return the tensors of one pool."""
+        if pool is PoolName.KV:
+            return self.kv
+        names = {(t.layer, t.name) for t in self.layout.state_tensors() if t.pool is pool}
+        return {name: tensor for name, tensor in self.states.items() if name in names}
 
     def pages(self, layer: int, name: str) -> torch.Tensor:
         """Return one KV tensor by slot: a view `[page_slots, page_size, heads, head_dim]`."""
@@ -97,23 +112,23 @@ def export_pages(cache: DynamicCache, pool: PoolTensors, first_page: int, slots:
             pool.pages(t.layer, t.name).index_copy_(0, at[t.device], by_page)
 
 
-def export_state(cache: DynamicCache, pool: PoolTensors, slot: int) -> None:
-    """Copy the cache's recurrent tensors into `slot`.
+def export_state(cache: DynamicCache, pool: PoolTensors, slots: StateSlots) -> None:
+    """Copy the cache's recurrent tensors and windows into a slot of each state pool.
 
-    The state in `slot` stands for exactly the tokens that the cache holds now. Raises SlotError for an
-    unknown slot.
+    The state in the slots stands for exactly the tokens that the cache holds now. Raises SlotError for an
+    unknown slot, and unless there is a slot for each state pool.
     """
-    _slots([slot], pool.state_slots)
+    at = _state_slots(slots, pool)
     with torch.inference_mode():
         for t in pool.layout.state_tensors():
-            pool.states[t.layer, t.name][slot].copy_(pool.layout.tensor_of(cache, t.layer, t.name)[0])
+            pool.layout.read_state(cache, t, pool.states[t.layer, t.name][at[t.pool]])
 
 
 def fill(
     cache: DynamicCache,
     pool: PoolTensors,
     page_slots: Slots,
-    state_slot: int | None,
+    state_slots: StateSlots | None,
     wait_layer: Callable[[int], None],
 ) -> DynamicCache:
     """Fill a *new* cache from slots and return it.
@@ -126,15 +141,15 @@ def fill(
     state slot of a model without states.
     """
     index = _slots(page_slots, pool.page_slots)
-    if len(index) == 0 and state_slot is None:
+    if len(index) == 0 and state_slots is None:
         return cache
-    if (state_slot is not None) != bool(pool.states) or len(index) == 0:
+    if (state_slots is not None) != bool(pool.states) or len(index) == 0:
         raise SlotError(
-            f"{len(index)} pages and state slot {state_slot} are no prefix of this model; a hit has pages,"
+            f"{len(index)} pages and state slot {state_slots} are no prefix of this model; a hit has pages,"
             " and a state if the model has one"
         )
-    if state_slot is not None:
-        _slots([state_slot], pool.state_slots)
+    states = _state_slots(state_slots, pool) if state_slots is not None else {}
+    tokens = len(index) * pool.layout.page_size
     with torch.inference_mode():
         at = _on_devices(index, pool.layout)
         for layer in pool.layout.layers:
@@ -142,11 +157,15 @@ def fill(
                 continue
             wait_layer(layer.layer)
             held: Any = cache.layers[layer.layer]
-            _fill_attention(held, pool, layer, at)
+            if layer.window is None:
+                _fill_attention(held, pool, layer, at)
+            else:
+                _fill_window(held, pool, layer, states[PoolName.SWA], tokens)
+            if isinstance(held, WINDOWED):
+                held.cumulative_length = tokens
             if layer.states:
-                assert state_slot is not None
                 for state in layer.states:
-                    _fill_state(held, pool, state, state_slot)
+                    _fill_state(held, pool, state, states[PoolName.MAMBA])
                 held.has_previous_state = dict(enumerate(layer.has_previous))
     return cache
 
@@ -163,6 +182,23 @@ def _fill_attention(
         return
     keys, values = _gather(pool, layer.k, at[layer.k.device]), _gather(pool, layer.v, at[layer.v.device])
     held.lazy_initialization(keys, values)  # sets dtype, device and flags as the first update would
+    held.keys, held.values = keys, values
+    if layer.indexer is not None:
+        keys = _gather(pool, layer.indexer, at[layer.indexer.device])[:, 0]
+        held.lazy_initialization_indexer(keys)
+        held.indexer_keys = keys
+
+
+def _fill_window(held: Any, pool: PoolTensors, layer: LayerLayout, slot: int, tokens: int) -> None:
+    """Fill the window of a layer with what it keeps after `tokens` tokens."""
+    assert layer.k is not None
+    assert layer.v is not None
+    keys, values = (
+        # A slice of a full slot is the slot itself, and the cache must not share it: hence `clone`.
+        pool.states[t.layer, t.name][slot][:, :tokens].clone(memory_format=torch.contiguous_format)[None]
+        for t in (layer.k, layer.v)
+    )
+    held.lazy_initialization(keys, values)
     held.keys, held.values = keys, values
 
 
@@ -193,6 +229,22 @@ def _fill_state(held: Any, pool: PoolTensors, state: StateLayout, slot: int) -> 
         held.recurrent_states[state.index].copy_(source)
 
 
+def _state_slots(slots: StateSlots, pool: PoolTensors) -> Mapping[PoolName, int]:
+    """Return the slot in each state pool.
+
+    Raises SlotError unless each state pool has exactly one, and for a slot outside the pool.
+    """
+    names = pool.layout.state_geometries.keys()
+    found = slots if isinstance(slots, Mapping) else dict.fromkeys(names, slots)
+    if found.keys() != names:
+        raise SlotError(
+            f"a state of this model needs a slot of each of {', '.join(names) or 'no pool'}, not of"
+            f" {', '.join(found) or 'none'}"
+        )
+    _slots(list(found.values()), pool.state_slots)
+    return found
+
+
 def _slots(slots: Slots, capacity: int) -> torch.Tensor:
     """Return slots as an int64 tensor on the CPU. Raises SlotError for a slot outside `[0, capacity)`."""
     index = torch.as_tensor(np.asarray(slots if isinstance(slots, np.ndarray) else list(slots), np.int64))
@@ -215,7 +267,7 @@ def differences(layout: CacheLayout, a: DynamicCache, b: DynamicCache) -> tuple[
         if left != right:
             found += [f"layer {layer.layer} {name}" for name in left if left[name] != right[name]]
             continue
-        for t in (layer.k, layer.v, *(s.tensor for s in layer.states)):
+        for t in (layer.k, layer.v, layer.indexer, *(s.tensor for s in layer.states)):
             if t and not _same_bits(
                 layout.tensor_of(a, t.layer, t.name), layout.tensor_of(b, t.layer, t.name)
             ):
@@ -231,7 +283,8 @@ def _flags(held: Any) -> dict[str, object]:
     names = (
         "is_initialized", "has_previous_state", "is_conv_states_initialized",
         "is_recurrent_states_initialized", "conv_kernel_size",
-        "number_of_states", "record_past", "dtype", "device",
+        "number_of_states", "record_past", "dtype", "device", "sliding_window", "cumulative_length",
+        "is_indexer_initialized",
     )  # fmt: skip
     return {name: getattr(held, name, None) for name in names}
 

@@ -1,23 +1,32 @@
 """The layout of a model's cache, read from the cache object itself after a tiny forward.
 
-No model is recognised by its name. A layer of the cache holds attention KV, any number of recurrent tensors,
-both, or nothing; the class of the layer tells which. A class is served only if this module reads all of its
-tensors, because a tensor that is not saved would cause wrong answers after a restore.
+No model is recognised by its name. A layer of the cache holds the KV of full attention, a window of KV, any
+number of recurrent tensors, KV and recurrent tensors, or nothing; the class of the layer tells which. A class
+is served only if this module reads all of its tensors, because a tensor that is not saved would cause wrong
+answers after a restore.
+
+A layer with a sliding window of W tokens, or with chunks of W tokens, keeps the KV of the last W - 1 tokens,
+which is all that the next token reads of the past. Kept at a depth, this is a state: its size is fixed, and
+it restores exactly that depth.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 from transformers.cache_utils import (
     DummyLayer,
     DynamicCache,
+    DynamicIndexedLayer,
     DynamicLayer,
+    DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
     LinearAttentionLayer,
 )
 
@@ -25,16 +34,26 @@ from tiercache.core import PoolName
 from tiercache.errors import UnsupportedModelError
 from tiercache.geometry import Geometry, Segment, state_geometry
 
-ATTENTION: Final = (DynamicLayer, LinearAttentionAndFullAttentionLayer)
-"""Classes of layers that hold attention KV."""
-RECURRENT: Final = (LinearAttentionLayer, LinearAttentionAndFullAttentionLayer)
+WINDOWED: Final = (DynamicSlidingWindowLayer, LinearAttentionAndSlidingWindowAttentionLayer)
+"""Classes of layers that hold the KV of a window."""
+ATTENTION: Final = (DynamicLayer, DynamicIndexedLayer, LinearAttentionAndFullAttentionLayer, *WINDOWED)
+"""Classes of layers that hold KV, of all tokens or of a window."""
+RECURRENT: Final = (
+    LinearAttentionLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+)
 """Classes of layers that hold recurrent tensors."""
-SERVED: Final = (DynamicLayer, LinearAttentionLayer, LinearAttentionAndFullAttentionLayer, DummyLayer)
+SERVED: Final = (*dict.fromkeys((*ATTENTION, *RECURRENT)), DummyLayer)
 """Classes of layers that are served.
 
-Their subclasses are refused, because a subclass may hold more than its parent: the keys of an indexer, for
+Their subclasses are refused, because a subclass may hold more than its parent: a compressed past, for
 example, or a quantised part.
 """
+STATES: Final = (PoolName.MAMBA, PoolName.SWA)
+"""Pools of states: recurrent tensors, and windows."""
+StateSlots: TypeAlias = int | Mapping[PoolName, int]
+"""Slot of a state in each state pool; a number stands for that slot of every state pool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +63,11 @@ class TensorLayout:
     layer: int
     name: str
     shape: tuple[int, ...]
-    """Shape without the batch dimension; for `k` and `v` the shape of one token, `[heads, head_dim]`."""
+    """Shape without the batch dimension.
+
+    For a tensor of pages it is the shape of one token, `[heads, head_dim]`. For a window it is
+    `[heads, W - 1, head_dim]`, also while the cache holds fewer tokens.
+    """
     stride: tuple[int, ...]
     """Stride of each dimension of `shape`, in elements.
 
@@ -53,6 +76,8 @@ class TensorLayout:
     """
     dtype: torch.dtype
     device: torch.device
+    pool: PoolName = PoolName.KV
+    """Pool that keeps the tensor."""
 
     @property
     def dtype_name(self) -> str:
@@ -74,12 +99,16 @@ class StateLayout:
 class LayerLayout:
     """The tensors that one layer keeps.
 
-    `k` and `v` are both set or both None.
+    `k` and `v` are both set or both None. They are tensors of pages, or of a window (see `window`).
     """
 
     layer: int
     k: TensorLayout | None = None
     v: TensorLayout | None = None
+    indexer: TensorLayout | None = None
+    """Keys of an indexer, by which sparse attention selects tokens; one for each token, kept in pages."""
+    window: int | None = None
+    """Length of the window in tokens; None for a layer that keeps the KV of all tokens."""
     states: tuple[StateLayout, ...] = ()
     has_previous: tuple[bool, ...] = ()
     """The layer's flag `has_previous_state` for each state index; the next forward reads it."""
@@ -104,32 +133,48 @@ class CacheLayout:
     def kv_geometry(self) -> Geometry:
         """Geometry of a page: `k` and `v` of each attention layer, each `[page_size, heads, head_dim]`."""
         segments = [
-            Segment(t.layer, t.name, (self.page_size, *t.shape), t.dtype_name)
-            for layer in self.layers
-            for t in (layer.k, layer.v)
-            if t
+            Segment(t.layer, t.name, (self.page_size, *t.shape), t.dtype_name) for t in self.kv_tensors()
         ]
         return Geometry(PoolName.KV, self.page_size, tuple(segments))
 
     @cached_property
-    def state_geometry(self) -> Geometry | None:
-        """Geometry of a state: `conv_i` and `recurrent_i` of every layer; None for a model without states."""
-        tensors = [(s.layer, s.name, s.shape, s.dtype_name) for s in self.state_tensors()]
-        return state_geometry(tensors, self.page_size) if tensors else None
+    def state_geometries(self) -> dict[PoolName, Geometry]:
+        """Geometry of the state in each state pool that the model needs; empty for a model without states.
+
+        `conv_i` and `recurrent_i` of every layer are in MAMBA, `k` and `v` of windows in SWA.
+        """
+        tensors = {
+            pool: [(t.layer, t.name, t.shape, t.dtype_name) for t in self.state_tensors() if t.pool is pool]
+            for pool in STATES
+        }
+        return {
+            pool: state_geometry(held, self.page_size, pool=pool) for pool, held in tensors.items() if held
+        }
 
     @property
     def geometries(self) -> dict[PoolName, Geometry]:
         """Geometry of each pool that the model needs."""
-        state = self.state_geometry
-        return {PoolName.KV: self.kv_geometry} | ({PoolName.MAMBA: state} if state else {})
+        return {PoolName.KV: self.kv_geometry} | self.state_geometries
+
+    @cached_property
+    def windows(self) -> tuple[int, ...]:
+        """Lengths of all windows in tokens, ascending; empty for a model without windows."""
+        return tuple(sorted({layer.window for layer in self.layers if layer.window is not None}))
 
     def kv_tensors(self) -> Iterator[TensorLayout]:
-        """Iterate over `k` and `v` of every attention layer."""
-        return (t for layer in self.layers for t in (layer.k, layer.v) if t is not None)
+        """Iterate over the tensors of pages: `k`, `v` and `indexer` of every layer that keeps all tokens."""
+        return (
+            t
+            for layer in self.layers
+            for t in (layer.k, layer.v, layer.indexer)
+            if t is not None and layer.window is None
+        )
 
     def state_tensors(self) -> Iterator[TensorLayout]:
-        """Iterate over every convolution and recurrent tensor."""
-        return (s.tensor for layer in self.layers for s in layer.states)
+        """Iterate over the tensors of states: convolution and recurrent tensors, `k` and `v` of windows."""
+        for layer in self.layers:
+            yield from (s.tensor for s in layer.states)
+            yield from (t for t in (layer.k, layer.v) if t is not None and layer.window is not None)
 
     def length(self, cache: DynamicCache) -> int:
         """Return the number of tokens that `cache` holds; 0 for a new one."""
@@ -140,30 +185,70 @@ class CacheLayout:
     def tensor_of(self, cache: DynamicCache, layer: int, name: str) -> torch.Tensor:
         """Return the cache's own tensor, with its batch dimension of 1.
 
-        Shapes are `[1, heads, tokens, head_dim]` for k and v, `[1, ...]` for states.
+        Shapes are `[1, heads, tokens, head_dim]` for k, v and indexer, `[1, ...]` for other tensors. A window
+        has at most W - 1 tokens.
         """
         held: Any = cache.layers[layer]
         if name in ("k", "v"):
             found = held.keys if name == "k" else held.values
+        elif name == "indexer":
+            found = held.indexer_keys[:, None]
         else:
             kind, _, index = name.rpartition("_")
             found = (held.conv_states if kind == "conv" else held.recurrent_states)[int(index)]
         assert isinstance(found, torch.Tensor), f"layer {layer} holds no {name} yet"
         return found
 
+    def read_state(self, cache: DynamicCache, t: TensorLayout, into: torch.Tensor) -> None:
+        """Copy a tensor of a state from `cache` into a tensor of its shape, without the batch dimension.
 
-def inspect_cache(cache: object, page_size: int, tokens: int) -> CacheLayout:
+        Before a window is full, zeros fill the rest, so that equal states have equal bytes.
+        """
+        held = self.tensor_of(cache, t.layer, t.name)[0]
+        if t.pool is not PoolName.SWA:
+            into.copy_(held)
+            return
+        into[:, : held.shape[1]].copy_(held)
+        into[:, held.shape[1] :].zero_()
+
+
+def refuse_impossible_windows(cache: DynamicCache) -> None:
+    """Raise UnsupportedModelError if a layer of a new cache has a window of fewer than two tokens.
+
+    Transformers keeps W - 1 tokens of a window; with W = 1 it would keep all (`[-W + 1:]` of its
+    `DynamicSlidingWindowLayer`).
+    """
+    for n, layer in enumerate(cache.layers):
+        window = getattr(layer, "sliding_window", None)
+        if window is not None and (type(window) is not int or window < 2):
+            raise UnsupportedModelError(
+                f"layer {n} has a sliding window or chunks of {window!r} tokens; set sliding_window or"
+                " attention_chunk_size of its configuration to a whole number from 2"
+            )
+
+
+def inspect_cache(cache: object, page_size: int, tokens: int, *, positions: int | None = None) -> CacheLayout:
     """Return the layout of `cache`, which holds exactly `tokens` tokens of one sequence.
 
-    Raises UnsupportedModelError if the cache could not be restored exactly.
+    `positions` is the number of positions of the model, None if it has no limit. A window that is longer than
+    all sequences never forgets, so its KV is kept in pages. Raises UnsupportedModelError if the cache could
+    not be restored exactly.
     """
     if type(cache) is not DynamicCache:
         raise UnsupportedModelError(
             f"the model keeps its cache in a {type(cache).__name__}, which may hold more than its layers;"
             " only DynamicCache is served"
         )
-    layout = CacheLayout(page_size, tuple(_layer(n, layer, tokens) for n, layer in enumerate(cache.layers)))
-    if not any(layer.k for layer in layout.layers):
+    layout = CacheLayout(
+        page_size, tuple(_layer(n, layer, tokens, positions) for n, layer in enumerate(cache.layers))
+    )
+    if not any(layout.kv_tensors()):
+        if layout.windows:
+            raise UnsupportedModelError(
+                "every layer of the model that keeps KV forgets what leaves its sliding window of"
+                f" {layout.windows[-1]} tokens, so there are no pages to index; only models with some full"
+                " attention are served"
+            )
         raise UnsupportedModelError(
             "no layer of the model keeps attention KV, so there are no pages to index; only models with some"
             " full attention are served"
@@ -171,22 +256,28 @@ def inspect_cache(cache: object, page_size: int, tokens: int) -> CacheLayout:
     return layout
 
 
-def _layer(n: int, layer: Any, tokens: int) -> LayerLayout:
+def _layer(n: int, layer: Any, tokens: int, positions: int | None) -> LayerLayout:
     """Return the layout of layer `n`.
 
     Raises UnsupportedModelError for a class not in `SERVED` and for tensors of unexpected shape.
     """
     if type(layer) not in SERVED:
         raise UnsupportedModelError(f"layer {n} keeps its cache in a {type(layer).__name__}, {_why(layer)}")
+    window = layer.sliding_window if isinstance(layer, WINDOWED) else None
+    if window is not None and positions is not None and window > positions:
+        window = None
     k, v = (
-        _attention(n, layer, tokens)
+        _attention(n, layer, tokens, window)
         if isinstance(layer, ATTENTION) and layer.is_initialized
         else (None, None)
     )
+    indexed = isinstance(layer, DynamicIndexedLayer) and layer.is_indexer_initialized
     recurrent = isinstance(layer, RECURRENT)
     states = range(layer.number_of_states) if recurrent else ()
     return LayerLayout(
         n, k, v,
+        indexer=_indexer(n, layer, tokens) if indexed else None,
+        window=window if k else None,
         states=tuple(_states(n, layer)) if recurrent else (),
         has_previous=tuple(bool(layer.has_previous_state[i]) for i in states),
     )  # fmt: skip
@@ -195,14 +286,9 @@ def _layer(n: int, layer: Any, tokens: int) -> LayerLayout:
 def _why(layer: Any) -> str:
     """Return why a layer of an unserved class cannot be served, judged by its attributes."""
     if getattr(layer, "is_sliding", False):
-        return (
-            "which forgets what leaves its sliding window, so a prefix cannot be cut out of it; only full"
-            " attention is served"
-        )
+        return "which may keep more than its sliding window, such as a compressed past"
     if hasattr(layer, "max_cache_len"):
         return "which is allocated at a fixed length; only caches that grow are served"
-    if hasattr(layer, "indexer_keys"):
-        return "which also keeps an indexer's keys, and these are not carried along"
     if hasattr(layer, "_quantize"):
         return (
             "which keeps its keys quantised, with a part in full precision; only unquantised caches are"
@@ -211,18 +297,43 @@ def _why(layer: Any) -> str:
     return "whose content is unknown; the classes served are " + ", ".join(c.__name__ for c in SERVED)
 
 
-def _attention(n: int, layer: Any, tokens: int) -> tuple[TensorLayout, TensorLayout]:
+def _attention(n: int, layer: Any, tokens: int, window: int | None) -> tuple[TensorLayout, TensorLayout]:
+    held = tokens if window is None else min(tokens, window - 1)
     for name, tensor in (("keys", layer.keys), ("values", layer.values)):
-        if tensor.dim() != 4 or tensor.shape[0] != 1 or tensor.shape[2] != tokens:
+        if tensor.dim() != 4 or tensor.shape[0] != 1 or tensor.shape[2] != held:
+            use = "cut it into pages" if window is None else f"keep its window of {window} tokens"
             raise UnsupportedModelError(
                 f"layer {n} ({type(layer).__name__}) holds {name} of shape {tuple(tensor.shape)} after"
-                f" {tokens} tokens of one sequence; [1, heads, {tokens}, head_dim] is needed to cut it into"
-                " pages"
+                f" {tokens} tokens of one sequence; [1, heads, {held}, head_dim] is needed to {use}"
             )
+    pool = PoolName.KV if window is None else PoolName.SWA
+    rows = () if window is None else (window - 1,)
     return tuple(  # type: ignore[return-value]
-        TensorLayout(n, name, (t.shape[1], t.shape[3]), (t.shape[3], 1), t.dtype, t.device)
+        TensorLayout(n, name, shape, _dense(shape), t.dtype, t.device, pool)
         for name, t in (("k", layer.keys), ("v", layer.values))
+        for shape in ((t.shape[1], *rows, t.shape[3]),)
     )
+
+
+def _indexer(n: int, layer: Any, tokens: int) -> TensorLayout:
+    held = layer.indexer_keys
+    if held.dim() != 3 or held.shape[:2] != (1, tokens):
+        raise UnsupportedModelError(
+            f"layer {n} ({type(layer).__name__}) holds an indexer's keys of shape {tuple(held.shape)} after"
+            f" {tokens} tokens of one sequence; [1, {tokens}, head_dim] is needed to cut them into pages"
+        )
+    if layer.indexer_position_ids is not None:
+        raise UnsupportedModelError(
+            f"layer {n} ({type(layer).__name__}) also keeps positions beside its indexer's keys, and these"
+            " are not carried along"
+        )
+    shape = (1, held.shape[2])
+    return TensorLayout(n, "indexer", shape, _dense(shape), held.dtype, held.device)
+
+
+def _dense(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor."""
+    return tuple(math.prod(shape[n + 1 :]) for n in range(len(shape)))
 
 
 def _states(n: int, layer: Any) -> Iterator[StateLayout]:
@@ -244,6 +355,7 @@ def _states(n: int, layer: Any) -> Iterator[StateLayout]:
                     tuple(tensor.stride()[1:]),
                     tensor.dtype,
                     tensor.device,
+                    PoolName.MAMBA,
                 ),
                 index,
                 layer.conv_kernel_size[index] if kind == "conv" else None,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -60,7 +59,7 @@ class Prefill:
         self.sources = Sources()
         self.reason = Reason.NONE
         """The reason of the restore; valid once the prefill is over, as `sources` is."""
-        self.restored_state: Mapping[tuple[int, str], torch.Tensor] = {}
+        self.restored_state: dict[tuple[int, str], torch.Tensor] = {}
         """Copy of the restored state by (layer, name), for the audit."""
         self.bounds: tuple[int, ...] = ()
         """Depth at the end of each forward pass, in tokens."""
@@ -141,7 +140,7 @@ class Prefill:
         while self.commits.admission is not None and (depth := self._settled_depth()):
             admission = self.commits.admission
             pages = admission.pages[PoolName.KV][: depth // self._runner.page_size]
-            state = admission.restored_states.get(PoolName.MAMBA)
+            state = admission.restored_states or None
             try:
                 wait_layer = partial(admission.wait_layer, stream=self._worker.stream.handle)
                 cache = self._runner.restore(self._worker.tensors, pages, state, wait_layer=wait_layer)
@@ -182,9 +181,9 @@ class Prefill:
         self._worker.stream.synchronize()
         began = time.perf_counter()
         layout = self._runner.layout
-        self.restored_state = {
-            (t.layer, t.name): layout.tensor_of(cache, t.layer, t.name)[0].clone()
-            for t in layout.state_tensors()
-        }
+        for t in layout.state_tensors():
+            kept = torch.empty(t.shape, dtype=t.dtype, device=t.device)
+            layout.read_state(cache, t, kept)
+            self.restored_state[t.layer, t.name] = kept
         self._worker.stream.synchronize()
         self._started += time.perf_counter() - began

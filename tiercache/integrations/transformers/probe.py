@@ -7,7 +7,8 @@ The checks run prompts of some 150 tokens a few dozen times.
 2. The model reads every tensor of the cache: the logits change if a tensor is replaced by the same tensor of
    another prompt. (If a forward ignored a state, every hit would give a wrong answer without an error.)
 3. A cache that was copied to the pools and back equals the original bit by bit, and the next forwards give
-   the same logits with both caches.
+   the same logits with both caches. For a model with windows, this is checked before and behind the end of
+   each window.
 
 Some models, such as Jamba, break rule 1 or 2 only when they are fed several tokens at once. They are served
 token by token (`TailMode.TOKEN`).
@@ -30,10 +31,10 @@ from tiercache.integrations.transformers.runner import ModelRunner
 from tiercache.integrations.transformers.trial import SHORT, ProbeReport, Trial
 
 MAX_CHUNK: Final = 512
-"""Number of tokens up to which a chunk of a recurrent scan counts for the length of the usual prompts.
+"""Number of tokens up to which a chunk of a recurrent scan, or a window, counts for the usual prompts.
 
-The usual prompts are longer than two such chunks. Longer chunks are checked by `reach`, like the other
-lengths in the configuration.
+The usual prompts are longer than two such chunks or windows. Longer ones are checked by `reach`, like the
+other lengths in the configuration.
 """
 
 
@@ -55,10 +56,10 @@ def probe(runner: ModelRunner, seconds: float = SECONDS) -> ProbeReport:
     """
     refuse_dynamic_rope(runner.model)
     report = _base(runner)
+    named = named_lengths(runner.model.config)
+    windows = {f"window of {n}": n for n in runner.layout.windows if n not in named.values()}
     lengths = {
-        name: n
-        for name, n in named_lengths(runner.model.config).items()
-        if runner.positions is None or n < runner.positions
+        name: n for name, n in (named | windows).items() if runner.positions is None or n < runner.positions
     }
     explorer = Explorer(
         lambda tokens, first: Trial(runner, tokens, first_position=first),
@@ -67,6 +68,7 @@ def probe(runner: ModelRunner, seconds: float = SECONDS) -> ProbeReport:
         _usual_tokens(runner),
         lengths,
         seconds,
+        shifts=runner.takes_positions,
     )
     reach = explorer.explore(runner.positions)
     if reach.limit is not None and reach.limit < runner.page_size:
@@ -115,13 +117,17 @@ def _base(runner: ModelRunner) -> ProbeReport:
 def _usual_tokens(runner: ModelRunner) -> int:
     """Return the usual length of prompts in tokens.
 
-    The length is more than two pages and more than two chunks of the model's own recurrent scan, but at most
-    the model's number of positions. Configurations use different names for the chunk. Gated delta nets have
-    chunks of 64 tokens, which their configurations do not name.
+    The length is more than two pages, two windows and two chunks of the model's own recurrent scan, and twice
+    as many tokens as an indexer selects, but at most the model's number of positions. Configurations use
+    different names for the chunk. Gated delta nets have chunks of 64 tokens, which their configurations do
+    not name.
     """
     config = runner.model.config.get_text_config(decoder=True)
     named = (getattr(config, name, None) for name in ("chunk_size", "mamba_chunk_size", "block_size"))
-    chunks = [n for n in named if isinstance(n, int) and n <= MAX_CHUNK]
+    chunks = [n for n in (*named, *runner.layout.windows) if isinstance(n, int) and n <= MAX_CHUNK]
+    if any(layer.indexer for layer in runner.layout.layers):
+        # As long as all tokens are selected, the model does not read the indexer's keys.
+        chunks.append(getattr(config, "index_topk", MAX_CHUNK))
     # | chunk | chunk | 13 |    `Trial` computes the chunk from this length: (tokens - 13) // 2
     tokens = 2 * max(64, runner.page_size, *chunks) + 13
     return min(tokens, runner.positions) if runner.positions else tokens

@@ -76,6 +76,7 @@ class Explorer:
     All lengths are in tokens. `make(tokens, first_position)` returns a prompt. `usual` is the length with
     which a `Trial` begins. `checked` is the length at which a `Trial` passed; it is smaller than `usual` if
     only shorter prompts passed. `lengths` are the named lengths. The search takes about `seconds` at most.
+    With `shifts`, `make` takes other first positions than 0.
 
     Thread safety: one owner thread.
     """
@@ -88,7 +89,10 @@ class Explorer:
         usual: int,
         lengths: Mapping[str, int],
         seconds: float = SECONDS,
+        *,
+        shifts: bool = True,
     ) -> None:
+        self._shifts = shifts
         self._make, self._mode, self._checked, self._usual, self._lengths = (
             make,
             mode,
@@ -158,7 +162,8 @@ class Explorer:
                 fed = min(max(tokens, MIN_TOKENS), end)
                 fault = self._try(fed, tuple(cut for cut in cuts if cut < fed) or (below,))
         if fault is None:  # not enough time or memory: run a short prompt at the positions around the length
-            fault = self._run(self._checked, (self._checked // 2,), max(0, length - self._checked // 2))
+            if self._shifts:
+                fault = self._run(self._checked, (self._checked // 2,), max(0, length - self._checked // 2))
             if fault == "" and all("position" in name for name in names):
                 self._done |= dict.fromkeys(names, "crossed by positions alone")
                 return ""

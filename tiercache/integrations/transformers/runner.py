@@ -22,7 +22,12 @@ from tiercache.core import TokenArray, as_tokens
 from tiercache.errors import InputError, TierCacheError, TokenError, UnsupportedModelError
 from tiercache.integrations.transformers import device
 from tiercache.integrations.transformers.device import PoolTensors, Slots
-from tiercache.integrations.transformers.layout import CacheLayout, inspect_cache
+from tiercache.integrations.transformers.layout import (
+    CacheLayout,
+    StateSlots,
+    inspect_cache,
+    refuse_impossible_windows,
+)
 from tiercache.integrations.transformers.lengths import TailMode, positions_of
 from tiercache.integrations.transformers.stream import to_device
 
@@ -73,6 +78,11 @@ class ModelRunner:
         self._takes = _parameters(model)
         self._vocab_size = _vocabulary(model)
         self._layout = self._inspect()
+
+    @property
+    def takes_positions(self) -> bool:
+        """Whether the model is given positions; if not, it counts them from the length of its cache."""
+        return "position_ids" in self._takes
 
     def like(self, tail_mode: TailMode, first_position: int = 0) -> ModelRunner:
         """Return a copy of this runner with another tail mode and another position of the first token."""
@@ -173,15 +183,15 @@ class ModelRunner:
         """Copy `len(slots)` pages of the cache, from page `first_page` on; see `device.export_pages`."""
         device.export_pages(cache, pool, first_page, slots)
 
-    def export_state(self, cache: DynamicCache, pool: PoolTensors, slot: int) -> None:
-        """Copy the recurrent state into `slot`; the state stands for exactly the tokens in the cache now."""
-        device.export_state(cache, pool, slot)
+    def export_state(self, cache: DynamicCache, pool: PoolTensors, slots: StateSlots) -> None:
+        """Copy the state into `slots`; it stands for exactly the tokens in the cache now."""
+        device.export_state(cache, pool, slots)
 
     def restore(
         self,
         pool: PoolTensors,
         page_slots: Slots,
-        state_slot: int | None,
+        state_slots: StateSlots | None,
         *,
         wait_layer: Callable[[int], None] = no_wait,
     ) -> DynamicCache:
@@ -189,7 +199,7 @@ class ModelRunner:
 
         The next forward gives the same bits with this cache as with the exported one.
         """
-        return device.fill(self.new_cache(), pool, page_slots, state_slot, wait_layer)
+        return device.fill(self.new_cache(), pool, page_slots, state_slots, wait_layer)
 
     def checked(self, tokens: Any) -> TokenArray:
         """Return token ids (array, tensor or list) as an array.
@@ -232,8 +242,11 @@ class ModelRunner:
                 " sequence"
             )
         arguments: dict[str, Any] = {"past_key_values": cache, "use_cache": True}
-        # Without explicit positions, some models number the tokens of every chunk from 0.
-        arguments["position_ids"] = torch.arange(start, end, device=ids.device)[None] + self.first_position
+        if self.takes_positions:
+            # Without explicit positions, some models number the tokens of every chunk from 0.
+            arguments["position_ids"] = (
+                torch.arange(start, end, device=ids.device)[None] + self.first_position
+            )
         return self._run(ids, keep, arguments)
 
     def without_cache(self, tokens: Any, keep: int) -> torch.Tensor:
@@ -272,7 +285,7 @@ class ModelRunner:
         return type(self.model).__name__
 
     def _inspect(self) -> CacheLayout:
-        for name in ("input_ids", "past_key_values", "position_ids"):
+        for name in ("input_ids", "past_key_values"):
             if name not in self._takes:
                 raise UnsupportedModelError(
                     f"{type(self.model).__name__}.forward takes no {name}, so its cache cannot be handed to"
@@ -290,6 +303,7 @@ class ModelRunner:
             raise UnsupportedModelError(
                 f"{self._name} cannot have a DynamicCache: {first_line(error)}"
             ) from error
+        refuse_impossible_windows(cache)
         ids = torch.arange(TINY, device=self.model.device) % self.vocab_size
         out = self._call(cache, ids, 0, 1)
         if getattr(out, "past_key_values", None) is not cache:
@@ -302,7 +316,11 @@ class ModelRunner:
                 f"{type(self.model).__name__} returns no logits; load the causal language model, not its"
                 " backbone"
             )
-        return inspect_cache(cache, self.page_size, TINY)
+        return self.layout_of(cache, TINY)
+
+    def layout_of(self, cache: DynamicCache, tokens: int) -> CacheLayout:
+        """Return the layout of a cache of this model that holds `tokens` tokens; see `inspect_cache`."""
+        return inspect_cache(cache, self.page_size, tokens, positions=self.positions)
 
 
 def first_line(error: Exception) -> str:

@@ -71,7 +71,7 @@ class Scheduler:
             reason = Reason.DISABLED
         else:
             lookup = lookup or worker.controller.lookup(request.prompt, request.extra)
-            states = CHECKPOINTS + DECODE_SNAPSHOTS if worker.runner.layout.state_geometry else 0
+            states = CHECKPOINTS + DECODE_SNAPSHOTS if worker.runner.layout.state_geometries else 0
             tokens = worker.kept(len(request.prompt) + request.new_tokens)
             admission = self.admit(lookup, tokens, states, wait=wait)
         return Task(

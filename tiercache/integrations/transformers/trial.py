@@ -15,15 +15,15 @@ by 0 to 1.25 jitters in bfloat16. The tolerance is 4.9 times the largest change 
 bfloat16.
 
 The tolerance is useful only if a wrong cache exceeds it. Therefore the states are replaced by those of
-another prompt; if the logits change by no more than the tolerance, the model is refused. (For a model without
-states, the KV is replaced.)
+another prompt, and so are the windows; if the logits change by no more than the tolerance, the model is
+refused. (For a model without states and windows, the KV is replaced.)
 """
 
 from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
@@ -34,9 +34,10 @@ import numpy.typing as npt
 import torch
 from transformers.cache_utils import DynamicCache
 
+from tiercache.core import PoolName
 from tiercache.errors import UnsupportedModelError
 from tiercache.integrations.transformers.device import differences
-from tiercache.integrations.transformers.layout import TensorLayout, inspect_cache
+from tiercache.integrations.transformers.layout import TensorLayout
 from tiercache.integrations.transformers.lengths import TailMode
 from tiercache.integrations.transformers.reach import UNBOUNDED, Reach
 from tiercache.integrations.transformers.runner import ModelRunner
@@ -81,7 +82,10 @@ class ProbeReport:
     tolerance: float
     checks: tuple[CutCheck, ...]
     reactions: Mapping[str, float]
-    """Change of the logits when all tensors of a kind (`kv` or `state`) are those of another prompt."""
+    """Change of the logits when all tensors of a kind are those of another prompt.
+
+    The kinds are `kv`, `state` (recurrent tensors) and `window`.
+    """
     chunk_fault: str
     """The reason why chunks are not used; empty in CHUNK mode."""
     seconds: float
@@ -112,7 +116,8 @@ class Trial:
 
     def __init__(self, runner: ModelRunner, tokens: int, *, first_position: int = 0) -> None:
         self._started = time.monotonic()
-        self._model, self._page_size, self._layout = runner.model, runner.page_size, runner.layout
+        self._runner, self._model, self._layout = runner, runner.model, runner.layout
+        self._page_size = runner.page_size
         self._runners = {mode: runner.like(mode, first_position) for mode in TailMode}
         self._chunk = (tokens - 13) // 2  # the model's chunk, if `probe._usual_tokens` chose the length
         self._name = type(self._model).__name__
@@ -131,7 +136,8 @@ class Trial:
         if fault := self._fault(TailMode.TOKEN, token_checks, tolerance):
             raise UnsupportedModelError(f"{self._name} cannot continue from a cache: {fault}")
         reactions = self._reactions(tolerance)
-        self._round_trip()
+        for depth in self._depths():
+            self._round_trip(depth)
         chunk_checks = self._cut_checks(TailMode.CHUNK)
         fault = self._fault(TailMode.CHUNK, chunk_checks, tolerance)
         mode = TailMode.TOKEN if fault else TailMode.CHUNK
@@ -183,7 +189,7 @@ class Trial:
     def _cache_of(self, prompt: npt.NDArray[np.int64]) -> DynamicCache:
         cache = self._new()
         self._run(cache, prompt[: self._n - SHORT], 0)
-        if inspect_cache(cache, self._page_size, self._n - SHORT) != self._layout:
+        if self._runner.layout_of(cache, self._n - SHORT) != self._layout:
             raise UnsupportedModelError(
                 f"{self._name} changes the shape of its cache between {self._n - SHORT} tokens and few; its"
                 " states cannot be kept in slots"
@@ -224,7 +230,14 @@ class Trial:
             )
 
     def crossing(self, mode: TailMode, cuts: tuple[int, ...]) -> str:
-        """Return why a prefill cut at `cuts` cannot be continued in this mode; empty if it can."""
+        """Return why a prefill cut at `cuts` cannot be continued in this mode; empty if it can.
+
+        If the prompt is one to three windows long, the model is also restored around the end of the window.
+        Raises UnsupportedModelError unless it then continues as before, bit by bit.
+        """
+        if any(window <= self._n < 3 * window for window in self._layout.windows):
+            for depth in self._depths():
+                self._round_trip(depth)
         tolerance, _ = self._tolerance()
         error = self._cut_error(mode, cuts)
         if error <= tolerance:
@@ -289,23 +302,28 @@ class Trial:
     def _reactions(self, tolerance: float) -> dict[str, float]:
         """Return the change of the logits when all tensors of a kind are replaced by those of another prompt.
 
-        The kinds are `kv` and `state`. Raises UnsupportedModelError if the change by `state` is within the
-        tolerance. For a model without states, the change by `kv` counts instead.
+        The kinds are `kv`, `state` and `window`. Raises UnsupportedModelError if the change by `state` or by
+        `window` is within the tolerance. For a model without both, the change by `kv` counts instead.
         """
         base = self._tail(copy.deepcopy(self._cache), TailMode.TOKEN)
-        kinds = {"kv": [*self._layout.kv_tensors()], "state": [*self._layout.state_tensors()]}
+        states = [*self._layout.state_tensors()]
+        kinds = {
+            "kv": [*self._layout.kv_tensors()],
+            "state": [t for t in states if t.pool is PoolName.MAMBA],
+            "window": [t for t in states if t.pool is PoolName.SWA],
+        }
         found = {
             kind: _gap(self._tail(self._replaced(ts), TailMode.TOKEN), base)
             for kind, ts in kinds.items()
             if ts
         }
-        kind = "state" if "state" in found else "kv"
-        if not found[kind] > tolerance:
-            raise UnsupportedModelError(
-                f"{self._name} hardly reads its {kind}: the {kind} of another prompt changes the logits by"
-                f" {found[kind]:.3g}, within the {tolerance:.3g} that rounding explains, so wrong answers"
-                " could not be told from right ones"
-            )
+        for kind in [kind for kind in found if kind != "kv"] or ["kv"]:
+            if not found[kind] > tolerance:
+                raise UnsupportedModelError(
+                    f"{self._name} hardly reads its {kind}: the {kind} of another prompt changes the logits"
+                    f" by {found[kind]:.3g}, within the {tolerance:.3g} that rounding explains, so wrong"
+                    " answers could not be told from right ones"
+                )
         return found
 
     def _replaced(self, tensors: list[TensorLayout]) -> DynamicCache:
@@ -334,18 +352,36 @@ class Trial:
                     tensor.copy_(tensor.float() * (1 + noise.to(tensor.device)))
         return cache
 
-    def _round_trip(self) -> None:
-        """Export at a page boundary, restore twice, and continue the original and both copies.
+    def _depths(self) -> tuple[int, ...]:
+        """Return page boundaries for `_round_trip`: the deepest, and those around the end of each window.
 
-        The boundary is the deepest one before the last 2 * `SHORT` tokens.
+        The deepest is the last one before the last 2 * `SHORT` tokens. A window of W tokens is full at
+        depth W - 1, and forgets from depth W on.
+        """
+        #   tokens       0 ........... p ........... 2 p ........... 3 p
+        #   window       |<------- W - 1 ------->|
+        #   boundaries                 x              x                     before it is full, and full
+        last = (self._n - 2 * SHORT) // self._page_size
+        found = {last}
+        for window in self._layout.windows:
+            filling = (window - 2) // self._page_size
+            full, forgetting = (-(-depth // self._page_size) for depth in (window - 1, window))
+            found |= {n for n in (filling, full, forgetting) if 0 < n * self._page_size < self._n}
+        return tuple(n * self._page_size for n in sorted(found))
+
+    def _round_trip(self, depth: int) -> None:
+        """Export at `depth`, a page boundary, restore twice, and continue the original and both copies.
 
         Raises UnsupportedModelError unless all caches and logits are equal bit by bit.
         """
         # Slots descend from `pages` to 1, so a copy that confuses slots with pages gives another cache.
         runner = self._runners[TailMode.CHUNK]
-        pages = (self._n - 2 * SHORT) // self._page_size
-        depth, slots = pages * self._page_size, np.arange(pages)[::-1] + 1
+        pages = depth // self._page_size
+        slots = np.arange(pages)[::-1] + 1
         cache, pool = self._new(), runner.allocate_pools(pages + 1, 2)
+        # Zeros of the allocation would hide a part of a state that is not written.
+        for tensor in pool.states.values():
+            tensor.fill_(1)
         runner.forward(cache, self._prompt[:depth], 0)
         runner.export_pages(cache, pool, 0, slots)
         state = 1 if pool.states else None
@@ -354,11 +390,11 @@ class Trial:
         # Restore twice, because the first continuation could have written into the pool.
         for attempt in ("restored", "restored again"):
             original, restored = copy.deepcopy(cache), runner.restore(pool, slots, state)
-            steps: list[Callable[[DynamicCache], torch.Tensor]] = [
-                lambda c: runner.forward(c, self._prompt[depth:-1], depth),
-                lambda c: runner.forward(c, self._prompt[-1:], self._n - 1),
+            logits = [
+                tuple(runner.forward(c, self._prompt[start:end], start) for c in (original, restored))
+                for start, end in ((depth, self._n - 1), (self._n - 1, self._n))
+                if start < end
             ]
-            logits = [(step(original), step(restored)) for step in steps]
             different = differences(self._layout, original, restored)
             if different or not all(torch.equal(a, b) for a, b in logits):
                 where = different[0] if different else "its logits"

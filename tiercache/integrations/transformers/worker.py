@@ -136,12 +136,7 @@ class Worker:
         self.stream.synchronize()
         self.scheduler = Scheduler(self)
         """Admission of requests, and their turns."""
-        pools = {
-            name: DevicePool.from_tensors(
-                g, self.tensors.states if name is PoolName.MAMBA else self.tensors.kv
-            )
-            for name, g in geometries.items()
-        }
+        pools = {name: DevicePool.from_tensors(g, self.tensors.of(name)) for name, g in geometries.items()}
         block = geometries[PoolName.KV].padded_nbytes
         arena = HostArena(host_size, block)
         self.sizes = (
@@ -264,16 +259,16 @@ class Worker:
         if self.exceeds_limit(len(prompt)):
             return RequestPlan(len(prompt), self.chunks(len(prompt)), 0, 0, 0, 0)
         seen = self.controller.preview(prompt, context)
-        page, state = self.runner.layout.kv_geometry, self.runner.layout.state_geometry
+        page, geometries = self.runner.layout.kv_geometry, self.runner.layout.state_geometries.values()
         pages = -(-self.kept(len(prompt) + count) // self.runner.page_size)
         states = max(CHECKPOINTS, len(seen.checkpoints)) + DECODE_SNAPSHOTS + (seen.restored > 0)
         return RequestPlan(
             len(prompt),
             self.chunks(len(prompt), seen.restored, seen.checkpoints),
             pages,
-            states if state else 0,
+            states if geometries else 0,
             pages * page.nbytes,
-            states * state.nbytes if state else 0,
+            states * sum(state.nbytes for state in geometries),
         )
 
     def chunks(
@@ -386,7 +381,7 @@ def split_device_bytes(device_bytes: int, geometries: Mapping[PoolName, Geometry
     bytes are too few to hold a single request.
     """
     page = geometries[PoolName.KV].nbytes
-    state = geometries[PoolName.MAMBA].nbytes if PoolName.MAMBA in geometries else 0
+    state = sum(g.nbytes for name, g in geometries.items() if name is not PoolName.KV)
     # A request needs state slots for the states that it leaves, one slot for the state that it restores, and
     # one that its admission reserves for loading that state from the host.
     least = CHECKPOINTS + DECODE_SNAPSHOTS + 2 if state else 0
