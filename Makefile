@@ -46,8 +46,9 @@ test-engines: $(ENGINES)/sglang/.installed $(ENGINES)/vllm/.installed  ## Run th
 	PATH=$(abspath $(ENGINES)/sglang/bin):$$PATH $(SGLANG) -m pytest tests/engines/sglang -m integration -W default $(ARGS)
 	$(VLLM) -m pytest tests/engines/vllm -m integration -W default $(ARGS)
 
-bench-engines: $(ENGINES)/sglang/.installed  ## SGLang's own file backend and ours under the same work (ARGS="--rounds 7")
+bench-engines: $(ENGINES)/sglang/.installed  ## SGLang's own file backend and its tree beside ours under the same work (ARGS="--rounds 7")
 	PATH=$(abspath $(ENGINES)/sglang/bin):$$PATH $(SGLANG) -W ignore -m tests.benchmarks.sglang $(ARGS)
+	$(SGLANG) -W ignore -m tests.benchmarks.tree
 
 lint: $(STAMP)  ## Style and import layers
 	$(BIN)/ruff check .

@@ -372,7 +372,7 @@ def test_a_near_depth_that_made_room_on_the_host_does_not_keep_its_slots():
     assert engine.restore(first, FIRST) == 3 * P
     engine.controller.release(first)
     engine.settle()
-    engine.controller.release(ask(engine, [1], states=1))
+    engine.controller.release(ask(engine, [1], states=2))
     gates = [shut(store, depth) for depth in (4, 5, 6)]
     admission = ask(engine, LONG, states=1)
     assert admission.slots.unused(KV) == 4
@@ -403,7 +403,30 @@ def test_the_slot_of_a_state_whose_load_ahead_failed_stays_with_its_request(monk
     admission = ask(engine, LONG, states=1)
     until(engine, lambda: admission.poll() and not armed and not engine.context.in_flight.count("load"))
     with pytest.raises(PoolFullError):
-        ask(engine, [1])
+        ask(engine, [1], states=1)
     gate.set()
     assert engine.restore(admission, LONG) == 6 * P
+    wind_up(engine, admission)
+
+
+def test_pages_whose_load_ahead_failed_count_for_the_tier_that_had_them_then(monkeypatch):
+    """After the failure, another request computes the first three pages, so that the device has them."""
+    monkeypatch.setattr(Fetch, "part", 1)
+    store, armed = filled(Gated(), LONG), [True]
+    engine = Engine(store, blocks=64, options=options(read_threads=1), engine=failing(armed))
+    gate = shut(store, 5)
+    admission = ask(engine, LONG, states=1)
+    until(engine, lambda: admission.poll() and not armed and not engine.context.in_flight.count("load"))
+    assert on_device(engine, LONG) == 0
+    tokens = as_tokens(prompt(1, 2, 3))
+    rival = ask(engine, tokens)
+    assert rival.start().depth == 0
+    engine.compute(rival, tokens, 0, 3 * P)
+    engine.controller.commit(rival, tokens)
+    engine.controller.release(rival)
+    assert on_device(engine, LONG) == 3
+    gate.set()
+    assert engine.restore(admission, LONG) == 6 * P
+    counted = [engine.metrics.value("restored_objects_total", tier, "kv") for tier in ("device", "storage")]
+    assert counted == [3, 3]
     wind_up(engine, admission)

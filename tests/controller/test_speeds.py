@@ -12,8 +12,9 @@ from tests.controller.test_interleavings import Gated, ask, evict, until, wind_u
 from tests.controller.test_machine import Fence
 from tests.controller.test_prefetch import Clock
 from tiercache.controller import ControllerOptions, Status, speeds
+from tiercache.controller.depths import near_runs
 from tiercache.controller.speeds import ENOUGH_S, HALF_LIFE_S, Speed, Speeds
-from tiercache.core import Reason, Tier
+from tiercache.core import Reason, Tier, as_tokens
 from tiercache.errors import InputError
 from tiercache.policy import profile_named
 
@@ -117,6 +118,65 @@ def test_speeds_are_unknown_until_enough_was_measured():
     clock.now += 0.75
     speeds.note_load(MIB, begun)
     assert gains()[0] == pytest.approx(1.0 - 0.75, rel=1e-6), "the slower leg counts"
+
+
+def test_a_read_that_one_thread_makes_is_not_shared_among_all():
+    speeds = Speeds(PROFILE, 4, Clock())
+    speeds.note_prefill(0, 1000, 100.0)
+    speeds.note_read(MIB, 1.0)
+    reads = column(1, 4, 6, 40) * MIB
+    gains = speeds.gains(0, column(1000, 1000, 1000, 1000), reads, reads, part=4 * MIB)
+    assert gains == pytest.approx([99.0, 96.0, 96.0, 90.0]), "parts of 4 MiB: 1, 1, 2 and 10 of them"
+
+
+def test_a_part_of_a_read_is_as_large_as_a_fetch_makes_it():
+    """One state that one of four threads reads, which is not worth it; in four parts it would be."""
+    engine, _ = filled(read_threads=4)
+    speeds, pages = engine.context.speeds, engine.pools[KV].geometry.nbytes
+    speeds.note_read(MIB, 10.0)
+    cost = (3 * pages + engine.pools[MAMBA].geometry.nbytes) * 10.0 / MIB
+    engine.controller.note_prefill(
+        0, 4096, 0.5 * cost * engine.context.profile.flops(0, 4096) / engine.context.profile.flops(0, 3 * P)
+    )
+    assert engine.serve(FIRST) == 0
+
+
+def test_a_depth_in_the_middle_saves_most():
+    """The host has pages 0 to 11, and storage a state behind each of 6, 12 and 14 pages. The first depth does
+    not repay its state, and the last one does not repay its own two pages.
+    """
+    store, clock = Gated(), Clock()
+    whole = prompt(*range(1, 13))
+    prompts = [
+        [*prompt(*range(1, 7)), 5],
+        [*whole, 5],
+        [*whole, *prompt(21, 22), 5],
+        [*whole, *prompt(31, 32), 5],
+    ]
+    for one in prompts:
+        engine = Engine(store, pages=32, states=12, blocks=160)
+        engine.serve(one)
+        engine.settle()
+        engine.controller.close()
+    engine = Engine(
+        store,
+        pages=32,
+        blocks=160,
+        clock=clock,
+        options=ControllerOptions(restore_deadline=20.0, read_threads=1),
+    )
+    assert engine.serve(prompts[2]) == 14 * P
+    engine.settle()
+    engine.controller.evict(Tier.DEVICE)
+    page, state = (engine.pools[pool].geometry.nbytes for pool in (KV, MAMBA))
+    flops = engine.context.profile.flops
+    engine.context.speeds.note_read(MIB, 10.0)
+    seconds = 0.9 * 2 * page * 10.0 / MIB * flops(0, 4096) / flops(12 * P, 14 * P)
+    engine.controller.note_prefill(0, 4096, seconds)
+    match = engine.context.index.match(as_tokens(prompts[3]))
+    assert near_runs(engine.context, match, 14) == (0, 12)
+    assert 10 * page < state < 11 * page, "the first 12 pages repay a state at nine tenths of a read each"
+    assert engine.serve(prompts[3]) == 12 * P
 
 
 def test_loads_that_wait_for_each_other_are_not_counted_twice():

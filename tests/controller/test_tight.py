@@ -8,6 +8,7 @@ import contextlib
 import threading
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from tiercache_kernels.reference import copy_segments
@@ -26,6 +27,17 @@ PROMPTS = [
 ]
 CALLS = ["admit"] * 5 + ["poll"] * 8 + ["tick"] * 5 + ["serve"] * 2 + ["start", "release"]
 WORLD = ["shut"] * 2 + ["open", "evict", "lose", "copies fail"]
+
+
+def test_a_prompt_shorter_than_a_page_reserves_no_slot_for_a_restored_state():
+    """A longer one does, and the device has no third slot."""
+    engine = Engine(states=2)
+    admission = ask(engine, [1, 2], states=2, tokens=3 * P)
+    assert len({slot for _ in range(2) for slot in admission.take_states().values()}) == 2
+    engine.controller.release(admission)
+    with pytest.raises(PoolFullError):
+        ask(engine, prompt(1, 2), states=2)
+    engine.check()
 
 
 def serve(engine, admission, tokens, others):

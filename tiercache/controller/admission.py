@@ -128,8 +128,11 @@ class Admission:
         self._pin = context.index.pin(near, *((Tier.DEVICE,) if is_held else (Tier.DEVICE, Tier.HOST)))
         try:
             # A state that is loaded from host or storage needs a slot. So one more slot than asked for is
-            # reserved, unless the restore uses a state on the device and nothing deeper can be fetched.
-            complete = shared is not None or (on_device and match.near_depth == self._limit)
+            # reserved, unless the restore uses a state on the device and nothing deeper can be fetched, or
+            # the prompt is shorter than a page.
+            complete = (
+                shared is not None or not self._limit or (on_device and match.near_depth == self._limit)
+            )
             self.slots = RequestSlots(
                 context, -(-tokens // context.page_size), resident, states, loads_state=not complete
             )

@@ -77,10 +77,13 @@ def near_depth(context: ControllerContext, match: Match) -> int:
     return near if gains is None or gains[0] > 0 else depth
 
 
-def best_depth(context: ControllerContext, match: Match, depths: Collection[int], limit: int) -> int:
+def best_depth(
+    context: ControllerContext, match: Match, depths: Collection[int], limit: int, part: int
+) -> int:
     """Return which of these depths, restored from storage, saves most time; 0 if the near depth does.
 
-    All are deeper than the near depth of `match`. No depth is deeper than `limit`.
+    All are deeper than the near depth of `match`. No depth is deeper than `limit`. `part` is the number of
+    bytes that one thread reads at once.
     """
     deepest = max(depths, default=0)
     if not deepest or not context.options.load_or_recompute:
@@ -97,6 +100,7 @@ def best_depth(context: ControllerContext, match: Match, depths: Collection[int]
         reads=np.maximum(at - on_host, 0) * per_page + state,
         loads=np.maximum(at - on_device, 0) * per_page + state,
         load_before=max(0, near - on_device) * per_page,
+        part=part,
     )
     if gains is None:
         return deepest

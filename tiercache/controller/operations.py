@@ -250,7 +250,7 @@ class Fetch(Operation):
         context.in_flight.fetching.take(sum(run.blocks(context) for run in runs))
         self._reserve()
         self._waiting: set[object] = set()
-        parts = self._in_order([part for run in runs for part in run.split(self._part_of(run.pool))])
+        parts = self._in_order([part for run in runs for part in run.split(self.part_of(context, run.pool))])
         self._left = len(parts)
         self.landed = 0
         """Number of parts whose objects are on the host by now."""
@@ -287,9 +287,16 @@ class Fetch(Operation):
         half = (len(pages) + 1) // 2
         return [*pages[:half], *states, *pages[half:]]
 
-    def _part_of(self, pool: PoolName) -> int:
-        nbytes = min(PART_BYTES, self._context.options.piece_bytes)
-        return max(1, min(self.part, nbytes // self._context.host[pool].geometry.nbytes))
+    @classmethod
+    def part_of(cls, context: ControllerContext, pool: PoolName) -> int:
+        """Return the maximum number of objects of `pool` in one read."""
+        nbytes = min(PART_BYTES, context.options.piece_bytes)
+        return max(1, min(cls.part, nbytes // context.host[pool].geometry.nbytes))
+
+    @classmethod
+    def part_bytes(cls, context: ControllerContext) -> int:
+        """Return the maximum number of bytes in one read."""
+        return max(cls.part_of(context, p) * context.host[p].geometry.nbytes for p in context.pools)
 
     def _call(self, part: PageRun, keys: Sequence[bytes]) -> StoreCall:
         storage = self._context.storage

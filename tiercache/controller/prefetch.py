@@ -286,7 +286,8 @@ class Prefetch:
         This is the deepest one, unless computing its last tokens is faster. Returns 0 if there is none, or if
         it adds too few tokens to be worth a fetch.
         """
-        depth = best_depth(self._context, match, self.restorable(match, beyond=match.near_depth), self._limit)
+        depths = self.restorable(match, beyond=match.near_depth)
+        depth = best_depth(self._context, match, depths, self._limit, Fetch.part_bytes(self._context))
         # The gain is what the whole fetch adds to the near depth at lookup. Each wave that has landed raises
         # the present near depth. Compared with the present near depth, the last waves would look too small
         # to be worth a fetch.

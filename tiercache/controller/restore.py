@@ -25,14 +25,14 @@ class DeviceRestore:
 
     def __init__(self, context: ControllerContext, slots: RequestSlots, limit: int) -> None:
         """Prepare a restore of up to `limit` pages into `slots`."""
-        self.ahead: dict[PoolName, Mask] = {p: np.zeros(limit, np.bool_) for p in context.pools}
-        """Mask of the pages, by pool, that `load_ahead` loads. A state counts as its last page."""
         self.states: dict[PoolName, int] = {}
         """Device slot of the restored state, by state pool; empty at depth 0."""
         self._context = context
         self._slots = slots
+        self._limit = limit
         self._loads: set[Load] = set()
-        self._loads_ahead: list[Load] = []
+        self._loads_ahead: list[tuple[Load, dict[PoolName, Mask]]] = []
+        """Loads of `load_ahead`, each with a mask of its pages by pool. A state counts as its last page."""
         self._fences: list[DeviceFence] = []
         """Fences of other requests whose device work may still be filling slots that this request reads."""
         self._ordered_streams: set[int | None] = set()
@@ -58,9 +58,22 @@ class DeviceRestore:
         self._loads.clear()
 
     @property
+    def ahead(self) -> dict[PoolName, Mask]:
+        """Mask of the pages, by pool, that `load_ahead` loads or has loaded, without those that failed.
+
+        A state counts as its last page.
+        """
+        masks = {p: np.zeros(self._limit, np.bool_) for p in self._context.pools}
+        for load, loaded in self._loads_ahead:
+            if not load.ticket.error:
+                for pool, mask in loaded.items():
+                    masks[pool][: len(mask)] |= mask
+        return masks
+
+    @property
     def is_loading_ahead(self) -> bool:
         """Whether a load of `load_ahead` is under way."""
-        return not all(load.done for load in self._loads_ahead)
+        return not all(load.done for load, _ in self._loads_ahead)
 
     # A restore from storage overlaps its legs. Each piece that has landed on the host is loaded as its own
     # transfer, while later pieces are read:
@@ -76,7 +89,7 @@ class DeviceRestore:
         Less than `least` bytes are left for later. After a load has failed, nothing is loaded ahead any more.
         """
         context = self._context
-        if any(load.ticket.error for load in self._loads_ahead):
+        if any(load.ticket.error for load, _ in self._loads_ahead):
             return
         located = context.index.locations(node, depth)
         wanted = {pool: (at.device == ABSENT) & (at.host >= 0) for pool, at in located.pages.items()}
@@ -97,11 +110,10 @@ class DeviceRestore:
         for pool, mask in wanted.items():
             slots = self._slots.give_pages(pool, objects[pool])
             runs += gather_runs(pool, node, 0, located.pages[pool].host, mask, slots)
-            self.ahead[pool][:depth] |= mask
         for pool, one in states.items():
             self._place_state(pool, one, node, runs)
-            self.ahead[pool][depth - 1] = True
-        self._loads_ahead.append(self._load(node, runs))
+            wanted[pool] = np.arange(depth) == depth - 1
+        self._loads_ahead.append((self._load(node, runs), wanted))
 
     def begin(self, node: Node, depth: int, located: PathLocations, need: Mapping[PoolName, Mask]) -> None:
         """Load the pages in `need` and the state at `depth`, and join the loads of other requests."""

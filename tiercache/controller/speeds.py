@@ -105,7 +105,13 @@ class Speeds:
             self._prefills.add(self._profile.flops(start, end), seconds)
 
     def gains(
-        self, start: int, ends: Locations, reads: Locations, loads: Locations, load_before: int = 0
+        self,
+        start: int,
+        ends: Locations,
+        reads: Locations,
+        loads: Locations,
+        load_before: int = 0,
+        part: int = 0,
     ) -> npt.NDArray[np.float64] | None:
         """Return the seconds that restores of `ends` tokens save over a restore of `start` tokens.
 
@@ -113,12 +119,15 @@ class Speeds:
         both at the same time; the shorter one loads `load_before` bytes. `ends`, `reads`, `loads` and the
         result have shape [restores]. A gain is negative if computing the tokens behind `start` is faster. The
         result is None while the speed of the prefill, or of both legs, is unknown.
+
+        One thread reads up to `part` bytes at once, so only larger reads are shared among the threads.
         """
         prefill, read, load = (one.pace() for one in (self._prefills, self._reads, self._loads))
         if prefill is None or (read is None and load is None):
             return None
-        read, load = (read or 0.0) / self._readers, load or 0.0
-        restore = np.maximum(reads * read, loads * load)
+        read, load = read or 0.0, load or 0.0
+        longest = np.maximum(reads / self._readers, np.minimum(reads, part))
+        restore = np.maximum(longest * read, loads * load)
         gained: npt.NDArray[np.float64] = (
             self._profile.flops(start, ends) * prefill + load_before * load - restore
         )
