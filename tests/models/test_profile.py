@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -74,8 +75,8 @@ def test_qwen3_5_9b():
         ("lfm2-8b-a1b", 12, 18 * 2048 * 2 * 2 / MIB, 6 * 32 * 64, 1.5),
         ("qwen3-30b-a3b", 96, 0, 48 * 32 * 128, 3.3),
         ("mixtral-8x7b", 128, 0, 32 * 32 * 128, 12.9),
-        ("mistral-7b-v0.1", 128, 0, 0, 7.24),
-        ("gpt-oss-20b", 48, 0, 12 * 64 * 64, None),
+        ("mistral-7b-v0.1", 0, 4095 * 128 / KIB, 0, 7.24),
+        ("gpt-oss-20b", 24, 127 * 24 / KIB, 12 * 64 * 64, None),
         ("deepseek-v3", 61 * 576 * 2 / KIB, 0, 61 * 128 * 160, 37),
     ],
 )
@@ -115,11 +116,25 @@ def test_every_known_model_has_a_profile():
         assert keeps_pages or profile.state_bytes
 
 
-def test_a_sliding_window_costs_as_if_it_were_full():
+def test_a_sliding_window_is_kept_as_a_state_and_bounds_the_attention():
     sliding = public("mistral-7b-v0.1")
     windowed, full = profile_of(sliding), profile_of(sliding | {"sliding_window": None})
-    assert windowed.flops_per_token - full.flops_per_token == 4096 * full.flops_per_context_token
-    assert windowed.kv_bytes_per_token == full.kv_bytes_per_token
+    assert windowed.flops_per_token == full.flops_per_token
+    assert windowed.window_flops == ((4096, full.flops_per_context_token),)
+    assert (windowed.kv_bytes_per_token, full.state_bytes) == (0, 0)
+    assert windowed.state_bytes == 4095 * full.kv_bytes_per_token
+    for start, end in ((0, 4096), (100, 200), (4000, 4096)):
+        assert windowed.flops(start, end) == full.flops(start, end)
+    token = full.flops_per_token + 4096 * full.flops_per_context_token
+    assert windowed.flops(4096, 9000) == windowed.flops(100_000, 104_904) == (9000 - 4096) * token
+    across = windowed.flops(4000, 5000)
+    assert across == full.flops(4000, 4096) + (5000 - 4096) * token < full.flops(4000, 5000)
+
+
+@pytest.mark.parametrize("windows", [((0, 1.0),), ((4, -1.0),), ((4, math.inf),), ((4, math.nan),)])
+def test_an_impossible_window_is_refused(windows):
+    with pytest.raises(ConfigError, match="a window of a model profile is"):
+        ModelProfile("m", 1, 1, 1.0, 1.0, windows)
 
 
 def test_the_dtype_sets_the_width_of_kv_and_convolutions_but_not_of_recurrent_state():
@@ -266,18 +281,22 @@ def test_the_layers_are_those_that_transformers_builds(model_type):
     taken = "cache_params" if model_type.endswith(("mamba", "mamba2")) else "past_key_values"
     with torch.no_grad():
         model(torch.arange(tokens)[None], **{taken: cache}, use_cache=True)
-    kv = state = conv = 0
+    kv = state = conv = window = 0
     for layer in cache.layers:
-        kv += sum(
+        held = sum(
             t.numel() for t in (getattr(layer, "keys", None), getattr(layer, "values", None)) if t is not None
         )
+        if getattr(layer, "is_sliding", False):
+            window += held // tokens * (layer.sliding_window - 1)
+        else:
+            kv += held
         for recurrent in getattr(layer, "recurrent_states", {}).values():
             state += 0 if recurrent is None else recurrent.numel()
         for past in getattr(layer, "conv_states", {}).values():
             # Transformers keeps as many columns as the kernel is wide, of which the next token needs all but
             # the oldest.
             conv += 0 if past is None else past.numel() // past.shape[-1] * (past.shape[-1] - 1)
-    assert (cost.state, cost.conv) == (state, conv)
+    assert (cost.state, cost.conv, cost.window) == (state, conv, window)
     if "kv_lora_rank" not in written:  # Transformers keeps what the latent expands to
         assert cost.kv * tokens == kv
 
@@ -306,12 +325,12 @@ numbers = st.integers(0, 1 << 20)
 @given(st.lists(numbers, min_size=3, max_size=3).map(sorted))
 def test_prefilling_in_two_parts_costs_what_it_costs_at_once(depths):
     a, b, c = depths
-    profile = ModelProfile("m", 1, 1, 3.5e9, 196_608.0)
+    profile = ModelProfile("m", 1, 1, 3.5e9, 196_608.0, ((4096, 98_304.0), (1 << 18, 1024.0)))
     assert profile.flops(a, b) + profile.flops(b, c) == pytest.approx(profile.flops(a, c), rel=1e-12)
 
 
 def test_flops_of_many_is_the_sum_of_their_tokens():
-    profile = profile_named("jamba-1.5-mini")
+    profile = replace(profile_named("jamba-1.5-mini"), window_flops=((1000, 3e6),))
     starts, ends = np.array([[0], [100], [4096]]), np.array([4096, 5000])
     total = profile.flops(starts, ends)
     assert (total.shape, total.dtype) == ((3, 2), np.float64)
@@ -320,7 +339,8 @@ def test_flops_of_many_is_the_sum_of_their_tokens():
             tokens = np.arange(start, end)
             assert total[i, j] == pytest.approx(profile.flops(tokens, tokens + 1).sum(), rel=1e-12)
     assert isinstance(profile.flops(3, 5), float)
-    assert profile.flops(0, 2) == 2 * profile.flops_per_token + 2 * profile.flops_per_context_token
+    each = profile.flops_per_context_token + 3e6
+    assert profile.flops(0, 2) == 2 * profile.flops_per_token + 2 * each
     assert profile.flops(np.int32(100_000), np.int32(100_001)) > 0
 
 

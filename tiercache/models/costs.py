@@ -40,6 +40,10 @@ class Cost:
     """Further FLOPs per token."""
     context: int = 0
     """FLOPs of attention per pair of a token and an earlier token."""
+    window: int = 0
+    """Elements of KV in sliding windows per sequence, kept in the model's dtype."""
+    windows: tuple[tuple[int, int], ...] = ()
+    """Window in tokens, and FLOPs per pair of a token and an earlier token in it, of each layer with one."""
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(Cost)))
@@ -50,18 +54,16 @@ def attention(
 ) -> Cost:
     """Return the cost of grouped-query attention. With `gated`, there is a gate as wide as the queries.
 
-    A sliding window of `window` tokens counts as if it were always full, so its FLOPs do not depend on the
-    context's length. The KV of all tokens counts, not only that of the tokens in the window.
+    With a sliding window of `window` tokens, a token attends to at most as many, and the KV of the last
+    `window` - 1 tokens is kept at each depth, like a recurrent state, instead of that of every token.
     """
     # Heads have projections for queries, outputs and, if gated, gates; KV heads for keys and values.
     weights = hidden * head_dim * (heads * (3 if gated else 2) + 2 * kv_heads)
     pair = 4 * heads * head_dim  # 2 for the product of query and key, 2 for the weighted value
-    return Cost(
-        kv=2 * kv_heads * head_dim,
-        weights=weights,
-        work=pair * window if window else 0,
-        context=0 if window else pair,
-    )
+    kv = 2 * kv_heads * head_dim
+    if window is None:
+        return Cost(kv=kv, weights=weights, context=pair)
+    return Cost(weights=weights, window=kv * (window - 1), windows=((window, pair),))
 
 
 def latent_attention(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -158,11 +159,13 @@ class ModelProfile:
     kv_bytes_per_token: int
     """Bytes of KV per token, over all attention layers."""
     state_bytes: int
-    """Bytes of one complete recurrent state; 0 for a model without states."""
+    """Bytes of one complete state, with the KV of full windows; 0 for a model without states and windows."""
     flops_per_token: float
     """FLOPs of prefilling one token, without attention to earlier tokens."""
     flops_per_context_token: float
     """Further FLOPs of prefilling one token, for each earlier token."""
+    window_flops: tuple[tuple[int, float], ...] = ()
+    """Windows in tokens, and further FLOPs of prefilling one token, for each earlier token in that window."""
 
     def __post_init__(self) -> None:
         for field in ("kv_bytes_per_token", "state_bytes"):
@@ -180,6 +183,12 @@ class ModelProfile:
             ):
                 raise ConfigError(
                     f"{field} of a model profile is {shown(value)}; a finite number from 0 is needed"
+                )
+        for window, flops in self.window_flops:
+            if window < 1 or not 0 <= flops <= sys.float_info.max:
+                raise ConfigError(
+                    f"a window of a model profile is {shown(window)} tokens of {shown(flops)} FLOPs each; at"
+                    " least one token and a finite number from 0 are needed"
                 )
 
     @overload
@@ -201,6 +210,11 @@ class ModelProfile:
             self.flops_per_token * (last - first)
             + self.flops_per_context_token * (last * last - first * first) / 2
         )
+        # In a window of W tokens, token number t attends to min(t, W) earlier tokens.
+        for window, flops in self.window_flops:
+            filling, filled = np.minimum(first, window), np.minimum(last, window)
+            pairs = (filled * filled - filling * filling) / 2 + window * ((last - filled) - (first - filling))
+            total = total + flops * pairs
         return total if total.ndim else float(total)
 
 
@@ -209,19 +223,24 @@ def profile_of(config: Mapping[str, Any], name: str = "") -> ModelProfile:
 
     `config` is the mapping in the model's `config.json`.
 
-    KV has the config's dtype (bfloat16 if the config gives none). A state has two parts: the states of the
-    recurrences, and the last inputs of each convolution (their number is the kernel's width - 1). The first
-    part is in float32, the second in the config's dtype. The FLOPs are two per active weight, plus the FLOPs
+    KV has the config's dtype (bfloat16 if the config gives none). A state has three parts: the states of the
+    recurrences, the last inputs of each convolution (their number is the kernel's width - 1), and the KV of
+    sliding windows (of one token less than the window). The first part is in float32, the others in the
+    config's dtype. The FLOPs are two per active weight, plus the FLOPs
     of recurrences and attention. Raises ConfigError for an unknown architecture, and for fields that are
     missing, malformed or contradictory.
     """
     cost, width = cost_of(config, f"config of model {name[:80]}" if name else "model config")
+    windows = Counter[int]()
+    for window, flops in cost.windows:
+        windows[window] += flops
     return ModelProfile(
         name or str(config.get("model_type") or "model")[:80],
         kv_bytes_per_token=cost.kv * width,
-        state_bytes=cost.state * STATE_WIDTH + cost.conv * width,
+        state_bytes=cost.state * STATE_WIDTH + (cost.conv + cost.window) * width,
         flops_per_token=float(2 * cost.weights + cost.work),
         flops_per_context_token=float(cost.context),
+        window_flops=tuple((window, float(flops)) for window, flops in sorted(windows.items())),
     )
 
 

@@ -193,13 +193,21 @@ def _fill_window(held: Any, pool: PoolTensors, layer: LayerLayout, slot: int, to
     """Fill the window of a layer with what it keeps after `tokens` tokens."""
     assert layer.k is not None
     assert layer.v is not None
-    keys, values = (
-        # A slice of a full slot is the slot itself, and the cache must not share it: hence `clone`.
-        pool.states[t.layer, t.name][slot][:, :tokens].clone(memory_format=torch.contiguous_format)[None]
-        for t in (layer.k, layer.v)
-    )
+    keys, values = (_window(pool, t, slot, tokens) for t in (layer.k, layer.v))
     held.lazy_initialization(keys, values)
     held.keys, held.values = keys, values
+
+
+def _window(pool: PoolTensors, t: TensorLayout, slot: int, tokens: int) -> torch.Tensor:
+    """Return a copy of a window in the form of the cache, `[1, heads, tokens, head_dim]`."""
+    heads, most, dim = t.shape
+    # Beyond its window, a forward leaves a view without the first rows of a longer tensor. The copy is such a
+    # view too, so that no operation is given operands of another form than without a restore.
+    first = int(tokens > most)
+    rows = torch.empty((1, heads, min(tokens, most) + first, dim), dtype=t.dtype, device=t.device)
+    window = rows[:, :, first:]
+    window[0].copy_(pool.states[t.layer, t.name][slot][:, :tokens])
+    return window
 
 
 def _gather(pool: PoolTensors, t: TensorLayout, at: torch.Tensor) -> torch.Tensor:

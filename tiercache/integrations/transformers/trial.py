@@ -362,7 +362,7 @@ class Trial:
         #   window       |<------- W - 1 ------->|
         #   boundaries                 x              x                     before it is full, and full
         last = (self._n - 2 * SHORT) // self._page_size
-        found = {last}
+        found = {last} - {0}
         for window in self._layout.windows:
             filling = (window - 2) // self._page_size
             full, forgetting = (-(-depth // self._page_size) for depth in (window - 1, window))
