@@ -153,6 +153,17 @@ class Engine:
                 rows = self.tensors[KV][segment.layer, segment.name][slot * P : (slot + 1) * P]
                 rows.copy_(content(tokens[: (page + 1) * P], segment).view(torch.float32).view(segment.shape))
 
+    def compute_tail(self, admission, tokens):
+        """Write the page in which `tokens` end, if it is not full."""
+        if self.kv and len(tokens) % P:
+            for segment, rows in self.rows(admission, len(tokens) // P):
+                rows.copy_(content(tokens, segment).view(torch.float32).view(segment.shape))
+
+    def rows(self, admission, page):
+        slot = int(admission.pages[KV][page])
+        for segment in PAGES.segments:
+            yield segment, self.tensors[KV][segment.layer, segment.name][slot * P : (slot + 1) * P]
+
     def take_state(self, admission, tokens):
         slots = admission.take_states()
         for segment in STATES.segments:
@@ -176,6 +187,16 @@ class Engine:
             assert torch.equal(as_bytes(held), content(tokens, segment)), (
                 f"state at {len(tokens)} {segment.layer}/{segment.name}"
             )
+
+    def verify_resumed(self, admission, tokens):
+        """A resumed request has every byte that it had, its last page and its live state included."""
+        assert admission.depth == len(tokens)
+        self.verify(admission, tokens, len(tokens) // P)
+        if self.kv and len(tokens) % P:
+            for segment, rows in self.rows(admission, len(tokens) // P):
+                assert torch.equal(as_bytes(rows), content(tokens, segment)), "the page that is not full"
+        if self.hybrid:
+            self.verify_state(admission.live_states[MAMBA], tokens)
 
     @property
     def context(self):

@@ -2,23 +2,13 @@
 
 import numpy as np
 
-from tests.controller.harness import KV, MAMBA, PAGES, P, as_bytes, content, prompt
+from tests.controller.harness import KV, P, prompt
 from tests.controller.test_interleavings import ask
 from tiercache.core import as_tokens
 
 TAIL = [77, 78]
 PROMPT = [*prompt(1, 2, 3), *TAIL]
 """Three pages, and two tokens of a fourth one."""
-
-
-def fill_tail(engine, admission, tokens):
-    """Write the page that is not full: the same function of the tokens up to its end."""
-    if not engine.kv or not len(tokens) % P:
-        return
-    slot = int(admission.pages[KV][len(tokens) // P])
-    for segment in PAGES.segments:
-        rows = engine.tensors[KV][segment.layer, segment.name][slot * P : (slot + 1) * P]
-        rows.copy_(content(tokens, segment).view(rows.dtype).view(segment.shape))
 
 
 def computed(engine, tokens=PROMPT, *, commit=True, **kwargs):
@@ -31,7 +21,7 @@ def computed(engine, tokens=PROMPT, *, commit=True, **kwargs):
     if commit and whole > depth:
         states = {whole: engine.take_state(admission, tokens[:whole])} if engine.hybrid else {}
         engine.controller.commit(admission, tokens[:whole], states)
-    fill_tail(engine, admission, tokens)
+    engine.compute_tail(admission, tokens)
     return admission, (engine.take_state(admission, tokens) if engine.hybrid else None)
 
 
@@ -41,17 +31,7 @@ def parked(engine, tokens=PROMPT, *, ttl=3600.0, below=False, fence=None, **kwar
 
 
 def verify(engine, admission, tokens=PROMPT):
-    """A resumed request has every byte that it had, the page that is not full and its live state too."""
-    tokens = as_tokens(tokens)
-    assert admission.depth == len(tokens)
-    engine.verify(admission, tokens, len(tokens) // P)
-    if engine.kv and len(tokens) % P:
-        slot = int(admission.pages[KV][len(tokens) // P])
-        for segment in PAGES.segments:
-            rows = engine.tensors[KV][segment.layer, segment.name][slot * P : (slot + 1) * P]
-            assert (as_bytes(rows) == content(tokens, segment)).all(), f"the tail in {segment.name}"
-    if engine.hybrid:
-        engine.verify_state(admission.live_states[MAMBA], tokens)
+    engine.verify_resumed(admission, as_tokens(tokens))
 
 
 def scribble(engine):

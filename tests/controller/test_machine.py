@@ -22,7 +22,7 @@ from tiercache_kernels.reference import copy_segments
 
 from tests.controller.harness import Engine, P, prompt
 from tests.examples import example_count
-from tiercache.controller import WRITE_BACK, WRITE_THROUGH, ControllerOptions, Status
+from tiercache.controller import WRITE_BACK, WRITE_THROUGH, ControllerOptions, ParkedStatus, Status
 from tiercache.core import Outcome, Tier
 from tiercache.errors import AdmissionError, InputError, PoolFullError
 from tiercache.storage.base import StorageBackend
@@ -125,14 +125,16 @@ class Open:
     `done`: tokens computed and committed; None before the restore.
     """
 
-    def __init__(self, admission, tokens):
+    def __init__(self, admission, tokens, parked=None):
         self.admission, self.tokens, self.done = admission, tokens, None
+        self.parked = parked
+        """The tokens with which the request was parked; None unless it is being resumed."""
 
 
 class Lives(RuleBasedStateMachine):
     @initialize(
         pools=st.sampled_from(["pages", "both", "states"]),
-        blocks=st.sampled_from([3, 12, 80]),
+        blocks=st.sampled_from([3, 12, 80, 80]),
         file=st.sampled_from([True, False, False]),
         write=st.sampled_from([WRITE_THROUGH, WRITE_BACK]),
         piece=st.sampled_from([1, 8 << 20]),
@@ -144,7 +146,7 @@ class Lives(RuleBasedStateMachine):
         self.medium = None if file else MemoryBackend()
         self.failing_copies = []
         self.pages, self.states = set(), set()
-        self.opened, self.fences = [], []
+        self.opened, self.fences, self.parked = [], [], []
         self.now = 0.0
         self.start()
 
@@ -165,6 +167,7 @@ class Lives(RuleBasedStateMachine):
                 restore_deadline=20.0,
                 write_retries=1,
                 pin_share=0.5,
+                park_share=0.9,
                 write=self.write,
                 write_chance=0.0,
                 piece_bytes=self.piece,
@@ -216,12 +219,17 @@ class Lives(RuleBasedStateMachine):
     @rule(which=st.integers(0, 2))
     def look(self, which):
         if (request := self.one(which)) and request.done is None:
-            request.admission.poll()
+            with contextlib.suppress(*([] if request.parked is None else [PoolFullError])):
+                request.admission.poll()
 
     @rule(which=st.integers(0, 2))
     def start_early(self, which):
         request = self.one(which)
         if not request or request.done is not None:
+            return
+        if request.parked is not None:
+            with contextlib.suppress(PoolFullError):
+                request.admission.start()
             return
         # private: a request that waits for storage and one whose load has failed are both PENDING
         if request.admission.poll().status is Status.PENDING and not request.admission._restore.has_loads:
@@ -258,6 +266,75 @@ class Lives(RuleBasedStateMachine):
         self.opened[-1].done = admission.depth
         self.engine.verify(admission, tokens, admission.depth // P)
 
+    @rule(which=st.integers(0, 2), tail=tails, below=st.booleans(), fenced=st.booleans())
+    def park(self, which, tail, below, fenced):
+        request = self.one(which)
+        if request and request.done and len(self.parked) < 4:
+            self.retract(request, tail, 3600.0, below, fenced)
+
+    @rule(
+        path=paths,
+        tail=tails,
+        ttl=st.sampled_from([0.5, *[3600.0] * 5]),
+        below=st.booleans(),
+        fenced=st.booleans(),
+    )
+    def serve_and_park(self, path, tail, ttl, below, fenced):
+        if len(self.opened) < 3 and len(self.parked) < 4 and (request := self.admit(path, tail)):
+            self.opened.append(request)
+            if self.go_on(request, len(path) * P, fenced):
+                self.retract(request, tail, ttl, below, fenced)
+
+    def retract(self, request, tail, ttl, below, fenced):
+        admission, tokens = request.admission, request.tokens[: request.done + tail]
+        try:
+            live = self.engine.take_state(admission, tokens) if self.hybrid else None
+        except PoolFullError:
+            return
+        self.engine.compute_tail(admission, tokens)
+        fence = self.fence() if fenced else None
+        try:
+            held = self.controller.park(admission, tokens, live, ttl=ttl, below=below, fence=fence)
+        except (AdmissionError, PoolFullError):
+            self.engine.check()
+            assert not admission.released
+            return
+        self.opened.remove(request)
+        self.parked.append((held, tokens, request.tokens))
+        self.engine.check()
+
+    @rule(which=st.integers(0, 2), ticket=st.booleans(), at_once=st.sampled_from([True, True, False]))
+    def resume(self, which, ticket, at_once):
+        """Resume by the object or, if it is in storage, by its bytes."""
+        if not self.parked or len(self.opened) > 3:
+            return
+        held, tokens, longer = self.parked[which % len(self.parked)]
+        if ticket and not isinstance(held, bytes) and held.status is ParkedStatus.STORED:
+            held = held.to_bytes()
+        try:
+            admission = self.controller.resume(held, tokens=len(longer), states=3)
+        except PoolFullError:
+            self.engine.check()
+            return
+        except AdmissionError:
+            self.parked.pop(which % len(self.parked))
+            return
+        self.parked.pop(which % len(self.parked))
+        request = Open(admission, longer, tokens)
+        self.engine.check()
+        if at_once:
+            self.go_on(request, len(longer), fenced=False)
+            self.release(request, fenced=False)
+        else:
+            self.opened.append(request)
+
+    @rule(which=st.integers(0, 2))
+    def give_up(self, which):
+        if self.parked and not isinstance(held := self.parked.pop(which % len(self.parked))[0], bytes):
+            with contextlib.suppress(AdmissionError):
+                held.release()
+            self.engine.check()
+
     def one(self, which):
         """One of the open requests, if there is any."""
         return self.opened[which % len(self.opened)] if self.opened else None
@@ -269,6 +346,10 @@ class Lives(RuleBasedStateMachine):
         admission, tokens = request.admission, request.tokens
         if request.done is None:
             try:
+                if request.parked is not None and admission.wait() and admission.resumed:
+                    self.engine.verify_resumed(admission, request.parked)
+                    request.done = len(request.parked) // P * P
+                    return self.go_on(request, upto, fenced)
                 request.done = self.engine.restore(admission, tokens)
             except PoolFullError:
                 return None
@@ -399,6 +480,11 @@ class Lives(RuleBasedStateMachine):
     def restart(self):
         self.quiet()
         self.opened.clear()
+        self.parked = [
+            (held if isinstance(held, bytes) else held.to_bytes(), *rest)
+            for held, *rest in self.parked
+            if isinstance(held, bytes) or held.status is ParkedStatus.STORED
+        ]
         self.shut_down()
         self.start()
 

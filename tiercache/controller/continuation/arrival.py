@@ -124,11 +124,14 @@ class Arrival:
             return False
         hold.use()
         self._under_way += 1
+        storage = self._context.storage
+        assert storage is not None
         call = StoreCall(
             partial(self._background_read, parcel, hold),
             landed=lambda outcomes: self._land_read(call, parcel, hold, outcomes),
             lost=lambda reason, begun: self._lose(call, hold, reason, begun),
             late=lambda _: hold.leave(),
+            probe=partial(storage.probe, parcel.pools[0], self._source.keys[parcel.start], read=True),
         )
         self._reads.append(call)
         self._context.reads.submit(call)

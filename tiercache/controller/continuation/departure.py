@@ -124,13 +124,17 @@ class ParkWrite:
         wanted: Mapping[PoolName, Mask],
         keys: Sequence[bytes],
         value: float,
-        over: Callable[[bool], None],
+        over: Callable[[bool, bool], None],
     ) -> None:
+        """Begin. `over` is called with whether storage has everything, and whether it may have anything.
+
+        After a call that hangs, `over` is called a second time when that call returns.
+        """
         self.done = False
         self._context, self._hold, self._over = context, hold, over
+        self._was_offered = False
         self._left = list(parcels)
         self._host, self._wanted, self._keys, self._value = host, wanted, keys, value
-        self._is_hung = False
         context.in_flight.begin(self)
         self._next()
 
@@ -143,12 +147,17 @@ class ParkWrite:
             self._end(whole=True)
             return
         self._hold.use()
+        parcel, storage = self._left.pop(0), self._context.storage
+        assert storage is not None
+        # No small write could stand for this one: a store that answers a lookup is offered the next write.
+        probe = partial(storage.probe, parcel.pools[0], self._keys[parcel.start], read=False)
         self._context.writes.submit(
             StoreCall(
-                partial(self._background_store, self._left.pop(0)),
+                partial(self._background_store, parcel),
                 landed=self._land,
                 lost=self._lose,
                 late=self._land_late,
+                probe=probe,
             )
         )
 
@@ -182,6 +191,7 @@ class ParkWrite:
         for pool, each in outcomes.items():
             for outcome in each:
                 self._context.metrics.increment("storage_sets_total", pool, outcome)
+        self._was_offered = True
         self._hold.leave()
         if all(outcome in TAKEN for outcome in found):
             self._next()
@@ -191,19 +201,56 @@ class ParkWrite:
 
     def _lose(self, reason: Reason, begun: bool) -> None:
         if begun:
-            self._is_hung = True
+            self._was_offered = True
             self._context.in_flight.strand(self)
-            self._over(False)
+            self._over(False, True)
         else:
             self._hold.leave()
             self._end(whole=False)
 
     def _land_late(self, _: object) -> None:
-        self.done = True
-        self._context.in_flight.end(self)
         self._hold.leave()
+        self._end(whole=False)
 
     def _end(self, *, whole: bool) -> None:
         self.done = True
         self._context.in_flight.end(self)
-        self._over(whole)
+        self._over(whole, self._was_offered)
+
+
+class ParkDeletion:
+    """Deletion of a parked request from storage. While calls of storage are suspended, it waits.
+
+    Thread safety: the owner's thread. Only `_background_forget` runs on another thread.
+    """
+
+    kind = "park"
+    pins = ()
+
+    def __init__(self, context: ControllerContext, wanted: Mapping[PoolName, Sequence[bytes]]) -> None:
+        self.done = False
+        self._context, self._wanted = context, wanted
+        context.in_flight.begin(self)
+        call = StoreCall(
+            self._background_forget, landed=self._land, lost=self._lose, late=lambda _: None, patient=True
+        )
+        context.writes.submit(call)
+
+    def _background_forget(self) -> bool:
+        storage = self._context.storage
+        assert storage is not None
+        try:
+            storage.forget(self._wanted)
+        except Exception as error:  # noqa: BLE001
+            # an outage, or a store that breaks its contract: what is left is evicted when its value has faded
+            _log.warning("a parked request could not be deleted from storage: %s", error)
+            return False
+        return True
+
+    def _land(self, well: bool) -> bool:
+        self.done = True
+        self._context.in_flight.end(self)
+        return well
+
+    def _lose(self, reason: Reason, begun: bool) -> None:
+        self._land(False)

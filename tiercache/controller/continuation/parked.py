@@ -16,12 +16,11 @@ from tiercache.controller.admission import Admission
 from tiercache.controller.allocation import DeviceFence
 from tiercache.controller.context import ControllerContext
 from tiercache.controller.continuation.arrival import Arrival, ParkedSource
-from tiercache.controller.continuation.departure import ParkCopy, ParkWrite
+from tiercache.controller.continuation.departure import ParkCopy, ParkDeletion, ParkWrite
 from tiercache.controller.continuation.holds import HostHold, HostHolds
 from tiercache.controller.continuation.parcels import Places, all_objects, counts, cut_parcels, spread
 from tiercache.controller.continuation.tickets import ID_BYTES, MAX_TOKENS, ParkingTicket
 from tiercache.controller.retention import MAX_TTL, checked_seconds
-from tiercache.controller.store_calls import StoreCall
 from tiercache.controller.values import Values
 from tiercache.core import Locations, Mask, PoolName, Tier, TokenArray
 from tiercache.errors import AdmissionError, InputError
@@ -31,6 +30,8 @@ from tiercache.storage.values import HALF_LIFE
 
 MAX_PARKED: Final = 1024
 """Maximum number of parked requests."""
+_MAX_DELETIONS: Final = 256
+"""Maximum number of deletions from storage that may wait for it."""
 _MAX_HALVINGS: Final = 64.0
 """Maximum number of half-lives by which the value of a parked object is raised."""
 
@@ -327,7 +328,6 @@ class Parking:
         parked.status = ParkedStatus.ON_HOST
         if value is None or parked.ticket.id not in self._active:
             return
-        parked.was_offered = True
         write = ParkWrite(
             self._context,
             parked.hold,
@@ -340,9 +340,10 @@ class Parking:
         )
         parked.write = None if write.done else write
 
-    def _written(self, parked: Parked, whole: bool) -> None:
+    def _written(self, parked: Parked, whole: bool, offered: bool) -> None:
         """Let go of the host once storage has everything. Otherwise the host keeps the request."""
         parked.write = None
+        parked.was_offered |= offered
         if parked.status in _OVER:
             self._forget(parked)
         elif whole and parked.ticket.id in self._active and parked.hold is not None:
@@ -364,21 +365,12 @@ class Parking:
 
     def _forget(self, parked: Parked) -> None:
         """Delete in the background what storage may have of a request. If that fails, its value fades."""
-        context, storage = self._context, self._context.storage
-        if not parked.was_offered or storage is None:
+        context = self._context
+        if not parked.was_offered or context.storage is None:
             return
-        parked.was_offered = False
-        wanted = {
-            pool: parked.keys if pool in context.index.page_pools else parked.keys[-1:]
-            for pool in context.pools
-        }
-        call = StoreCall(
-            partial(_background_forget, partial(storage.forget, wanted)),
-            landed=bool,
-            lost=lambda *_: None,
-            late=lambda _: None,
-        )
-        context.writes.submit(call)
+        if context.in_flight.count("park") < _MAX_DELETIONS:
+            pages = dict.fromkeys(context.index.page_pools, parked.keys)
+            ParkDeletion(context, pages | dict.fromkeys(context.index.state_pools, parked.keys[-1:]))
 
     def _forget_done(self) -> None:
         self._copies = [copy for copy in self._copies if not copy.done]
@@ -400,11 +392,3 @@ class Parking:
 
     def _count(self, outcome: str) -> None:
         self._context.metrics.increment("parked_requests_total", outcome)
-
-
-def _background_forget(forget: Any) -> bool:
-    try:
-        forget()
-    except Exception:  # noqa: BLE001  best effort: the value of what is left fades
-        return False
-    return True

@@ -1,0 +1,341 @@
+"""Parked requests in storage, and tickets that another process uses."""
+
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+from tiercache_backends.memory import MemoryBackend
+
+from tests.controller.harness import IDENTITY, KV, MAMBA, Engine, P, prompt
+from tests.controller.parking import PROMPT, computed, go_on, parked, scribble, verify
+from tests.controller.test_interleavings import until
+from tests.controller.test_machine import Flaky
+from tests.controller.test_overlap import all_is_free
+from tests.controller.test_parking import KINDS, empty, options, settled
+from tests.controller.test_prefetch import Clock
+from tests.examples import slow_after
+from tiercache.controller import ParkedStatus, Status
+from tiercache.core import Outcome, Reason, as_tokens
+from tiercache.errors import AdmissionError, InputError
+from tiercache.keys import page_keys
+from tiercache.storage.registry import open_backend
+
+URLS = {
+    "memory": "memory://",
+    "file": "file://{}/store?capacity=16MiB",
+    "lmdb": "lmdb://{}/store?capacity=16MiB",
+}
+
+
+def stored(engine, tokens=PROMPT, **kwargs):
+    held = parked(engine, tokens, below=True, **kwargs)
+    until(engine, lambda: held.status is ParkedStatus.STORED)
+    settled(engine)
+    return held
+
+
+def parked_keys_in(store, held):
+    return [entry.key for entry in store.scan_all() if entry.key.page_key in held.keys]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("url", slow_after(2, URLS))
+@pytest.mark.parametrize("tokens", [PROMPT, prompt(1, 2, 3)], ids=["partial", "whole"])
+def test_a_request_goes_on_from_storage_and_leaves_nothing_there(tmp_path, kind, url, tokens):
+    store = open_backend(URLS[url].format(tmp_path))
+    engine = Engine(store, blocks=40, options=options(), **KINDS[kind])
+    held = stored(engine, tokens)
+    assert engine.metrics.value("parked_bytes") == 0
+    pages = -(-len(tokens) // P)
+    assert len(parked_keys_in(store, held)) == pages * engine.kv + engine.hybrid
+    empty(engine)
+    assert engine.arena.available == engine.arena.blocks
+    admission = engine.controller.resume(held, tokens=len(tokens) + P, states=2)
+    engine.check()
+    assert admission.wait().status is Status.READY
+    assert admission.resumed
+    verify(engine, admission, tokens)
+    go_on(engine, admission, tokens)
+    settled(engine)
+    assert parked_keys_in(store, held) == []
+    all_is_free(engine)
+
+
+@pytest.mark.parametrize("url", ["file", "lmdb"])
+def test_a_ticket_is_carried_to_another_process(tmp_path, url):
+    url = URLS[url].format(tmp_path)
+    engine = Engine(open_backend(url), blocks=40, options=options())
+    ticket = stored(engine, commit=False).to_bytes()
+    assert engine.controller.close()
+    engine = Engine(open_backend(url), blocks=40, options=options())
+    scribble(engine)
+    admission = engine.controller.resume(ticket)
+    admission.wait()
+    assert admission.resumed
+    verify(engine, admission)
+    go_on(engine, admission)
+    engine.serve(PROMPT)
+    engine.settle()
+    again = engine.controller.resume(ticket)
+    poll = again.wait()
+    assert not again.resumed
+    assert (poll.depth, poll.reason) == (3 * P, Reason.ABSENT), "an ordinary request for the same tokens"
+    engine.verify(again, as_tokens(PROMPT), 3)
+    engine.controller.release(again)
+    all_is_free(engine)
+
+
+def test_two_controllers_take_one_ticket_and_serve_no_wrong_byte():
+    store = Flaky(MemoryBackend())
+    one, two = (Engine(store, blocks=40, options=options()) for _ in range(2))
+    ticket = stored(one, commit=False).to_bytes()
+    first, second = two.controller.resume(ticket), one.controller.resume(ticket)
+    for engine, admission in ((two, first), (one, second)):
+        poll = admission.wait()
+        if admission.resumed:
+            verify(engine, admission)
+        else:
+            assert (poll.depth, poll.reason) == (0, Reason.ABSENT)
+        engine.controller.release(admission)
+        all_is_free(engine)
+    assert first.resumed or second.resumed
+    assert list(store.scan_all()) == []
+
+
+def test_a_request_larger_than_the_host_comes_back_through_it():
+    """The host has room for a state and a few pages at a time."""
+    store = Flaky(MemoryBackend())
+    engine = Engine(store, blocks=40, options=options())
+    ticket = stored(engine, commit=False).to_bytes()
+    engine = Engine(store, blocks=4, options=options(read_threads=1))
+    admission = engine.controller.resume(ticket)
+    admission.wait()
+    assert admission.resumed
+    verify(engine, admission)
+    engine.controller.release(admission)
+    all_is_free(engine)
+
+
+def test_a_host_too_small_for_one_object_is_a_miss():
+    store = Flaky(MemoryBackend())
+    ticket = stored(Engine(store, blocks=40, options=options()), commit=False).to_bytes()
+    engine = Engine(store, blocks=2, options=options())
+    admission = engine.controller.resume(ticket)
+    poll = admission.wait()
+    assert (admission.resumed, poll.status, poll.reason) == (False, Status.FAILED, Reason.BUSY)
+    engine.controller.release(admission)
+    all_is_free(engine)
+
+
+def test_no_prompt_leads_to_the_keys():
+    store = Flaky(MemoryBackend())
+    engine = Engine(store, blocks=80, options=options())
+    held, other = stored(engine, commit=False), stored(engine, commit=False)
+    own = {entry.key.page_key for entry in store.scan_all()}
+    assert len(own) == 8, "two requests with the same tokens have no key in common"
+    namespace = held.ticket.namespace
+    for extra in (b"", held.ticket.id):
+        assert own.isdisjoint(page_keys(namespace, as_tokens([*PROMPT, 0, 0]), P, extra=extra))
+    for one in (held, other):
+        one.release()
+    all_is_free(engine)
+
+
+def test_storage_sees_a_sequence_with_a_state_at_its_end_and_a_value():
+    store = Flaky(MemoryBackend())
+    engine = Engine(store, blocks=80, options=options())
+    held, brief = stored(engine, commit=False), stored(engine, commit=False, ttl=1.0)
+    entries = {(e.key.pool, e.meta.depth): e for e in store.scan_all() if e.key.page_key in held.keys}
+    assert [entries[KV, depth].key.page_key for depth in range(1, 5)] == held.keys
+    assert [entries[KV, depth].meta.parent for depth in range(1, 5)] == [None, *held.keys[:3]]
+    assert entries[MAMBA, 4].meta.parent == held.keys[3]
+    for one in (held, brief):
+        one.release()
+    all_is_free(engine)
+
+
+# -- what is refused
+# -----------------------------------------------------------------------------------------------
+
+
+def test_bytes_that_are_no_ticket_are_refused():
+    engine = Engine(Flaky(MemoryBackend()), blocks=40, options=options())
+    ticket = stored(engine, commit=False).to_bytes()
+    free = engine.arena.available
+    bad = [ticket[:n] for n in range(0, len(ticket), 7)]
+    bad += [ticket[:n] + bytes([ticket[n] ^ 1]) + ticket[n + 1 :] for n in range(0, len(ticket), 3)]
+    bad += [ticket + b"x", b"", b"\x00" * 100, os.urandom(500), bytes(40 << 20)]
+    for each in bad:
+        with pytest.raises(InputError, match="no ticket of a parked request"):
+            engine.controller.resume(each)
+    for each in (None, 5, "ticket", [ticket]):
+        with pytest.raises(InputError, match="is a Parked or its bytes"):
+            engine.controller.resume(each)
+    assert engine.arena.available == free
+    engine.controller.resume(bytearray(ticket))
+
+
+def test_a_ticket_of_another_tenant_or_model_is_refused():
+    store = Flaky(MemoryBackend())
+    ticket = stored(Engine(store, blocks=40, options=options())).to_bytes()
+    for change in ({"salt": b"other"}, {"model": "other"}, {"kv_dtype": "float16"}):
+        other = Engine(store, blocks=40, options=options(), identity=replace(IDENTITY, **change))
+        with pytest.raises(InputError, match="of another model, numerics or tenant"):
+            other.controller.resume(ticket)
+
+
+def test_a_ticket_needs_a_storage():
+    ticket = stored(Engine(Flaky(MemoryBackend()), blocks=40, options=options())).to_bytes()
+    with pytest.raises(InputError, match="has no storage"):
+        Engine(blocks=40, options=options()).controller.resume(ticket)
+
+
+def test_only_what_is_in_storage_has_a_ticket():
+    engine = Engine(Flaky(MemoryBackend()), blocks=60, options=options())
+    held = parked(engine)
+    with pytest.raises(AdmissionError, match="is not in storage"):
+        held.to_bytes()
+    held.release()
+    with pytest.raises(AdmissionError, match=r"it is released"):
+        held.to_bytes()
+    all_is_free(engine)
+
+
+# -- its end
+# -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["release", "expire"])
+def test_what_is_given_up_is_deleted(how):
+    clock, store = Clock(), Flaky(MemoryBackend())
+    engine = Engine(store, blocks=40, clock=clock, options=options())
+    held = stored(engine, commit=False, ttl=60.0)
+    ticket = held.to_bytes()
+    if how == "release":
+        held.release()
+    else:
+        clock.now += 61.0
+        engine.controller.tick()
+        assert held.status is ParkedStatus.EXPIRED
+    engine.controller.flush()
+    until(engine, lambda: not list(store.scan_all()))
+    admission = engine.controller.resume(ticket)
+    assert (admission.wait().depth, admission.resumed) == (0, False)
+    engine.controller.release(admission)
+    all_is_free(engine)
+
+
+def test_a_ticket_that_has_expired_is_refused(monkeypatch):
+    store = Flaky(MemoryBackend())
+    ticket = stored(Engine(store, blocks=40, options=options()), ttl=60.0).to_bytes()
+    engine = Engine(store, blocks=40, options=options())
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 61.0)
+    with pytest.raises(AdmissionError, match="has expired"):
+        engine.controller.resume(ticket)
+
+
+@pytest.mark.parametrize("fault", [Outcome.THROTTLED, Outcome.ERROR, "raise"])
+@pytest.mark.parametrize("nth", slow_after(2, [0, 4, 1, 2, 3]))
+def test_what_storage_does_not_take_stays_on_the_host(fault, nth):
+    store = Flaky(MemoryBackend())
+    engine = Engine(store, blocks=40, options=options())
+    store.sets = [fault, *[None] * nth]
+    held = parked(engine, commit=False, below=True)
+    settled(engine)
+    assert held.status is ParkedStatus.ON_HOST
+    empty(engine)
+    admission = engine.controller.resume(held)
+    admission.wait()
+    verify(engine, admission)
+    engine.controller.release(admission)
+    settled(engine)
+    until(engine, lambda: not list(store.scan_all()))
+    all_is_free(engine)
+
+
+def test_a_resume_while_storage_is_written_comes_from_the_host():
+    engine = Engine(Flaky(MemoryBackend()), blocks=60, options=options())
+    for _ in range(10):
+        held = parked(engine, commit=False, below=True)
+        until(engine, lambda held=held: held.status is not ParkedStatus.COPYING)
+        admission = engine.controller.resume(held)
+        admission.wait()
+        assert admission.resumed
+        verify(engine, admission)
+        engine.controller.release(admission)
+        engine.check()
+    settled(engine)
+    until(engine, lambda: not list(engine.context.storage.backend.scan_all()))
+    all_is_free(engine)
+
+
+def test_close_leaves_alone_what_is_in_storage():
+    store = Flaky(MemoryBackend())
+    engine = Engine(store, blocks=60, options=options())
+    held, other = stored(engine, commit=False), parked(engine, commit=False)
+    assert engine.controller.close()
+    assert other.status is ParkedStatus.RELEASED
+    engine = Engine(store, blocks=60, options=options())
+    admission = engine.controller.resume(held.to_bytes())
+    admission.wait()
+    verify(engine, admission)
+    engine.controller.release(admission)
+    all_is_free(engine)
+
+
+# -- a process that is killed
+# -----------------------------------------------------------------------------------------------
+
+
+def live(path):
+    """Park a request below and tell its ticket, then others, until the process is killed."""
+    engine = Engine(
+        open_backend(URLS["file"].format(path)), pages=24, states=12, blocks=200, options=options()
+    )
+    for number in range(10_000):
+        held = stored(engine, [*prompt(number % 50, 1, 2), 70])
+        os.write(1, f"{held.to_bytes().hex()}\n".encode())
+
+
+@pytest.mark.parametrize("lines", slow_after(0, [1, 3, 8]))
+def test_tickets_survive_a_process_that_is_killed(tmp_path, lines):
+    code = "import sys; from tests.controller.test_parking_below import live; live(sys.argv[1])"
+    tickets = []
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            for _ in range(lines):
+                tickets.append(bytes.fromhex(process.stdout.readline()))
+        finally:
+            process.kill()
+    engine = Engine(
+        open_backend(URLS["file"].format(tmp_path)), pages=24, states=12, blocks=200, options=options()
+    )
+    for number, ticket in enumerate(tickets):
+        scribble(engine)
+        admission = engine.controller.resume(ticket)
+        admission.wait()
+        assert admission.resumed
+        verify(engine, admission, [*prompt(number, 1, 2), 70])
+        engine.controller.release(admission)
+    all_is_free(engine)
+
+
+def test_a_live_state_and_pages_are_read_once():
+    store = Flaky(MemoryBackend())
+    engine = Engine(store, blocks=60, options=options())
+    admission, state = computed(engine)
+    held = engine.controller.park(admission, PROMPT, state, ttl=60, below=True)
+    until(engine, lambda: held.status is ParkedStatus.STORED)
+    empty(engine)
+    before = engine.metrics.value("storage_gets_total", "kv", "hit")
+    admission = engine.controller.resume(held)
+    admission.wait()
+    assert engine.metrics.value("storage_gets_total", "kv", "hit") - before == 4
+    engine.controller.release(admission)
+    all_is_free(engine)
