@@ -14,9 +14,9 @@ import torch
 from blake3 import blake3
 
 from tiercache.controller import ControllerOptions, HybridCacheController, Status
-from tiercache.core import PoolName, as_tokens
+from tiercache.core import HitPolicy, PoolName, as_tokens
 from tiercache.errors import PoolFullError, TransferError
-from tiercache.geometry import kv_geometry, state_geometry
+from tiercache.geometry import Geometry, Segment, kv_geometry, state_geometry
 from tiercache.keys import Identity
 from tiercache.pools import DevicePool, HostArena
 from tiercache.storage.registry import open_backend
@@ -29,6 +29,17 @@ STATES = state_geometry(
     [(1, "conv", (7, 3), "bfloat16"), (1, "ssm", (40, 32), "float32"), (3, "ssm", (40, 32), "float32")], P
 )
 
+FIVE = (
+    Geometry(PoolName.DRAFT, P, (Segment(10, "draft", (P, 3), "float32"),)),
+    Geometry(
+        PoolName.INDEXER,
+        P,
+        (Segment(10, "index", (P, 5), "bfloat16"), Segment(12, "index", (P, 5), "bfloat16")),
+    ),
+    state_geometry([(11, "window", (30, 20), "bfloat16")], P, pool=PoolName.SWA),
+)
+"""Geometries of three more pools, with layers of their own: two of pages, and one of states."""
+
 
 def content(tokens, segment) -> torch.Tensor:
     """Make the bytes of one segment of the object that ends with `tokens`."""
@@ -39,7 +50,8 @@ def content(tokens, segment) -> torch.Tensor:
 class Engine:
     """Serves prompts through a controller.
 
-    `hybrid` False leaves the states out, `kv` False the pages. Thread safety: one owner thread.
+    `hybrid` False leaves the states out, `kv` False the pages. `more` are the geometries of further pools.
+    Thread safety: one owner thread.
     """
 
     opened: ClassVar[list[HybridCacheController]] = []
@@ -54,6 +66,7 @@ class Engine:
         blocks=32,
         hybrid=True,
         kv=True,
+        more=(),
         clock=None,
         options=None,
         engine=None,
@@ -61,20 +74,22 @@ class Engine:
         shard=None,
         ranks=None,
     ):
-        self.hybrid, self.kv = hybrid, kv
-        self.tensors, geometries = {}, {}
-        if kv:
-            self.tensors[KV] = {
-                (s.layer, s.name): torch.zeros(pages * P, *s.shape[1:]) for s in PAGES.segments
+        chosen = [*([PAGES] if kv else []), *([STATES] if hybrid else []), *more]
+        self.paged = {g.pool: g for g in chosen if g.hit_policy is HitPolicy.ALL_PAGES}
+        self.attached = {g.pool: g for g in chosen if g.pool not in self.paged}
+        self.hybrid, self.kv = bool(self.attached), bool(self.paged)
+        self.tensors = {
+            g.pool: {
+                (s.layer, s.name): (
+                    torch.zeros(pages * P, *s.shape[1:], dtype=getattr(torch, s.dtype))
+                    if g.pool in self.paged
+                    else torch.zeros(states, *s.shape, dtype=getattr(torch, s.dtype))
+                )
+                for s in g.segments
             }
-            geometries[KV] = PAGES
-        if hybrid:
-            geometries[MAMBA] = STATES
-            self.tensors[MAMBA] = {
-                (s.layer, s.name): torch.zeros(states, *s.shape, dtype=getattr(torch, s.dtype))
-                for s in STATES.segments
-            }
-        self.pools = {name: DevicePool.from_tensors(g, self.tensors[name]) for name, g in geometries.items()}
+            for g in chosen
+        }
+        self.pools = {g.pool: DevicePool.from_tensors(g, self.tensors[g.pool]) for g in chosen}
         self.arena = HostArena(blocks * 4096, 4096)
         extra = {"clock": clock} if clock else {}
         extra |= {"engine": engine} if engine else {}
@@ -142,61 +157,68 @@ class Engine:
                 continue  # pending until the load has landed
             self.verify(admission, tokens, poll.depth // P)
             if self.hybrid and poll.depth:
-                self.verify_state(admission.restored_states[MAMBA], tokens[: poll.depth])
+                self.verify_states(admission.restored_states, tokens[: poll.depth])
             return poll.depth
 
     def compute(self, admission, tokens, start, end):
         """Write what the model computes for full pages of tokens [start, end)."""
-        for page in range(start // P, end // P) if self.kv else ():
-            slot = int(admission.pages[KV][page])
-            for segment in PAGES.segments:
-                rows = self.tensors[KV][segment.layer, segment.name][slot * P : (slot + 1) * P]
-                rows.copy_(content(tokens[: (page + 1) * P], segment).view(torch.float32).view(segment.shape))
+        for page in range(start // P, end // P):
+            self._fill(admission, page, tokens[: (page + 1) * P])
 
     def compute_tail(self, admission, tokens):
         """Write the page in which `tokens` end, if it is not full."""
-        if self.kv and len(tokens) % P:
-            for segment, rows in self.rows(admission, len(tokens) // P):
-                rows.copy_(content(tokens, segment).view(torch.float32).view(segment.shape))
+        if len(tokens) % P:
+            self._fill(admission, len(tokens) // P, tokens)
+
+    def _fill(self, admission, page, tokens):
+        for segment, rows in self.rows(admission, page):
+            rows.copy_(content(tokens, segment).view(rows.dtype).view(segment.shape))
 
     def rows(self, admission, page):
-        slot = int(admission.pages[KV][page])
-        for segment in PAGES.segments:
-            yield segment, self.tensors[KV][segment.layer, segment.name][slot * P : (slot + 1) * P]
+        """Segments of all objects of a page, each with its rows in the engine's tensors."""
+        for pool, geometry in self.paged.items():
+            slot = int(admission.pages[pool][page])
+            for segment in geometry.segments:
+                yield segment, self.tensors[pool][segment.layer, segment.name][slot * P : (slot + 1) * P]
 
     def take_state(self, admission, tokens):
         slots = admission.take_states()
-        for segment in STATES.segments:
-            value = content(tokens, segment).view(getattr(torch, segment.dtype)).view(segment.shape)
-            self.tensors[MAMBA][segment.layer, segment.name][slots[MAMBA]].copy_(value)
+        for pool, geometry in self.attached.items():
+            for segment in geometry.segments:
+                held = self.tensors[pool][segment.layer, segment.name][slots[pool]]
+                held.copy_(content(tokens, segment).view(held.dtype).view(segment.shape))
         return slots
 
     def verify(self, admission, tokens, pages):
         """Every page of the table holds what its tokens say."""
-        for page in range(pages) if self.kv else ():
-            slot = int(admission.pages[KV][page])
-            for segment in PAGES.segments:
-                rows = self.tensors[KV][segment.layer, segment.name][slot * P : (slot + 1) * P]
-                assert torch.equal(as_bytes(rows), content(tokens[: (page + 1) * P], segment)), (
-                    f"page {page} {segment.layer}/{segment.name}"
-                )
+        for page in range(pages):
+            self._verify_page(admission, page, tokens[: (page + 1) * P])
 
-    def verify_state(self, slot, tokens):
-        for segment in STATES.segments:
-            held = self.tensors[MAMBA][segment.layer, segment.name][slot]
-            assert torch.equal(as_bytes(held), content(tokens, segment)), (
-                f"state at {len(tokens)} {segment.layer}/{segment.name}"
+    def _verify_page(self, admission, page, tokens):
+        for segment, rows in self.rows(admission, page):
+            assert torch.equal(as_bytes(rows), content(tokens, segment)), (
+                f"page {page} {segment.layer}/{segment.name}"
             )
+
+    def verify_state(self, slot, tokens, pool=MAMBA):
+        for segment in self.attached[pool].segments:
+            held = self.tensors[pool][segment.layer, segment.name][slot]
+            assert torch.equal(as_bytes(held), content(tokens, segment)), (
+                f"state of {pool} at {len(tokens)} {segment.layer}/{segment.name}"
+            )
+
+    def verify_states(self, slots, tokens):
+        assert slots.keys() == self.attached.keys()
+        for pool, slot in slots.items():
+            self.verify_state(slot, tokens, pool)
 
     def verify_resumed(self, admission, tokens):
         """A resumed request has every byte that it had, its last page and its live state included."""
         assert admission.depth == len(tokens)
         self.verify(admission, tokens, len(tokens) // P)
-        if self.kv and len(tokens) % P:
-            for segment, rows in self.rows(admission, len(tokens) // P):
-                assert torch.equal(as_bytes(rows), content(tokens, segment)), "the page that is not full"
-        if self.hybrid:
-            self.verify_state(admission.live_states[MAMBA], tokens)
+        if len(tokens) % P:
+            self._verify_page(admission, len(tokens) // P, tokens)
+        self.verify_states(admission.live_states, tokens)
 
     @property
     def context(self):
@@ -216,7 +238,7 @@ class Engine:
     def restart(self, url, **kwargs):
         """Another process, as far as the cache can tell."""
         self.controller.close()
-        return Engine(open_backend(url), hybrid=self.hybrid, kv=self.kv, **kwargs)
+        return Engine(open_backend(url), hybrid=MAMBA in self.pools, kv=KV in self.pools, **kwargs)
 
 
 def evict_checked(engine, *tiers):

@@ -20,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from tiercache_backends.memory import MemoryBackend
 from tiercache_kernels.reference import copy_segments
 
-from tests.controller.harness import Engine, P, prompt
+from tests.controller.harness import FIVE, Engine, P, prompt
 from tests.examples import example_count
 from tiercache.controller import WRITE_BACK, WRITE_THROUGH, ControllerOptions, ParkedStatus, Status
 from tiercache.core import Outcome, Tier
@@ -133,7 +133,7 @@ class Open:
 
 class Lives(RuleBasedStateMachine):
     @initialize(
-        pools=st.sampled_from(["pages", "both", "states"]),
+        pools=st.sampled_from(["pages", "both", "states", "five"]),
         blocks=st.sampled_from([3, 12, 80, 80]),
         file=st.sampled_from([True, False, False]),
         write=st.sampled_from([WRITE_THROUGH, WRITE_BACK]),
@@ -141,6 +141,7 @@ class Lives(RuleBasedStateMachine):
     )
     def begin(self, pools, blocks, file, write, piece):
         self.hybrid, self.kv = pools != "pages", pools != "states"
+        self.more = FIVE if pools == "five" else ()
         self.blocks, self.write, self.piece = blocks, write, piece
         self.directory = tempfile.mkdtemp() if file else None
         self.medium = None if file else MemoryBackend()
@@ -162,6 +163,7 @@ class Lives(RuleBasedStateMachine):
             blocks=self.blocks,
             hybrid=self.hybrid,
             kv=self.kv,
+            more=self.more,
             clock=lambda: time.monotonic() + self.now,
             options=ControllerOptions(
                 restore_deadline=20.0,

@@ -208,9 +208,13 @@ def test_a_resume_waits_for_the_copies_of_its_own_park():
     held = parked(engine, fence=fence)
     admission = engine.controller.resume(held)
     assert admission.poll().status is Status.PENDING
+    for call in (lambda: admission.wait_layer(0), admission.take_states):
+        with pytest.raises(AdmissionError, match="still pending"):
+            call()
     engine.check()
     fence.open()
     admission.wait()
+    admission.wait_layer(0)
     verify(engine, admission)
     engine.controller.release(admission)
     all_is_free(engine)

@@ -54,7 +54,7 @@ class ResumedAdmission(Admission):
         super().__init__(context, lookup, tokens, states, deadline, rules, shared=node)
         if context.index.state_pools:
             self.live_states = self.slots.take_states()
-        self.status = Status.PENDING
+        self.status, self._frozen = Status.PENDING, False
         parking.take(parked)
 
     @property
@@ -113,7 +113,8 @@ class ResumedAdmission(Admission):
         if self._missed is None:
             assert self._arrival is not None
             if self._arrival.is_whole:
-                self.resumed, self.status = True, Status.READY
+                self.resumed = self._frozen = True
+                self.status = Status.READY
             else:
                 self._missed = self._arrival.reason
         self._parked = None
