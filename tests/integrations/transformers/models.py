@@ -57,7 +57,8 @@ class Family:
     """One family: its `model_type`, a small configuration, and what is expected of it.
 
     `mode` is the expected tail mode, or None if the model is refused, in which case the sentence starts with
-    `refused`. `states` are the state pools that it needs.
+    `refused`. `states` are the state pools that it needs. A family without `pages` is tested with those in
+    `alone`.
     """
 
     model_type: str
@@ -65,6 +66,7 @@ class Family:
     mode: str | None = "chunk"
     refused: str = ""
     states: tuple[PoolName, ...] = (PoolName.MAMBA,)
+    pages: bool = True
 
 
 FAMILIES: Final[dict[str, Family]] = {
@@ -199,26 +201,13 @@ FAMILIES: Final[dict[str, Family]] = {
     "bloom": Family(
         "bloom", {"vocab_size": 256, "hidden_size": 64, "n_layer": 2, "n_head": 4}, states=()
     ),
-    "mistral": Family(
-        "mistral", DENSE | {"sliding_window": 32}, mode=None,
-        refused="every layer of the model that keeps KV forgets what leaves its sliding window of 32 tokens"
-    ),
     "minimax": Family(
         "minimax",
         FOUR | {"head_dim": 16, "num_local_experts": 4, "block_size": 16, "layer_types": HYBRID},
         mode=None,
         refused="MiniMaxForCausalLM cannot run over a DynamicCache",
     ),
-    "mamba2": Family(
-        "mamba2",
-        {
-            "vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "num_heads": 8, "head_dim": 16,
-            "state_size": 16, "n_groups": 1,
-            "chunk_size": 16,
-        },
-        mode=None,
-        refused="Mamba2ForCausalLM.forward takes no past_key_values",
-    ),
+    "mistral": Family("mistral", DENSE | {"sliding_window": WINDOW}, states=(PoolName.SWA,), pages=False),
     "recurrent_gemma": Family(
         "recurrent_gemma",
         DENSE | {"lru_width": 64, "attention_window_size": 32},
@@ -227,7 +216,7 @@ FAMILIES: Final[dict[str, Family]] = {
     ),
 }  # fmt: skip
 
-SERVED: Final = [name for name, family in FAMILIES.items() if family.mode]
+SERVED: Final = [name for name, family in FAMILIES.items() if family.mode and family.pages]
 USUAL: Final = ("qwen3_next", "bamba", "falcon_h1", "llama", "jamba", "gemma3")
 """One family for each way in which caches are built and fed.
 

@@ -117,11 +117,12 @@ class LateRunner(ModelRunner):
         state_slots: StateSlots | None,
         *,
         wait_layer: Callable[[int], None] = no_wait,
+        tokens: int | None = None,
     ) -> DynamicCache:
         for layer in self.layout.layers:
             wait_layer(layer.layer)
         cache = self.new_cache()
-        self.stream.run(lambda: copies.fill(cache, pool, page_slots, state_slots, no_wait))
+        self.stream.run(lambda: copies.fill(cache, pool, page_slots, state_slots, no_wait, tokens))
         self.stream.synchronize()  # for the forward, which reads the cache on this thread
         return cache
 

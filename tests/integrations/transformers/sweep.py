@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from tests.integrations.transformers import alone
 from tests.integrations.transformers.models import FAMILIES, PAGE, build, prompt
 from tiercache.core import Tier
 from tiercache.errors import TierCacheError, UnsupportedModelError
@@ -106,6 +107,8 @@ def small(model_type: str) -> PreTrainedModel:
     for name, family in FAMILIES.items():
         if family.model_type == model_type:
             return build(name)
+    if model_type in alone.ALONE:
+        return alone.build(model_type)
     kind = CONFIG_MAPPING[model_type]
     values = _shrunk(kind().to_dict())
     if values.get("is_decoder") is False and not values.get("is_encoder_decoder"):

@@ -160,11 +160,20 @@ def test_several_states_in_one_layer_are_all_kept() -> None:
     assert layout.layers[1].has_previous == (True, False, True)
 
 
-def test_a_model_without_attention_is_refused() -> None:
+def test_a_model_without_attention_has_states_alone() -> None:
     layer = LinearAttentionLayer()
     layer.update_conv_state(torch.zeros(1, 8, 4))
-    with pytest.raises(UnsupportedModelError, match="no layer of the model keeps attention KV"):
-        inspect_cache(_cache_with(layer), PAGE, 4)
+    layout = inspect_cache(_cache_with(layer), PAGE, 4)
+    assert (set(layout.geometries), layout.has_pages, layout.counts_tokens) == (
+        {PoolName.MAMBA},
+        False,
+        False,
+    )
+
+
+def test_a_model_that_keeps_nothing_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="no layer of the model keeps KV or a state"):
+        inspect_cache(_cache_with(DummyLayer()), PAGE, 4)
 
 
 def test_another_cache_class_is_refused() -> None:

@@ -57,8 +57,8 @@ def test_a_directory_without_a_model_or_a_tokenizer_is_refused(tmp_path: Path) -
 
 
 def test_a_model_that_cannot_be_served_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match="sliding window"):
-        Session(DemoPlan("serve", str(tmp_path), save(tmp_path / "model", "mistral")))
+    with pytest.raises(UnsupportedModelError, match="keeps its past elsewhere"):
+        Session(DemoPlan("serve", str(tmp_path), save(tmp_path / "model", "recurrent_gemma")))
 
 
 @pytest.mark.parametrize(

@@ -169,18 +169,22 @@ class Audit:
     def _build(self, keys: Sequence[bytes], parts: Sequence[int]) -> DynamicCache:
         if not keys:
             return self._runner.new_cache()
-        if not all(key in self._pages for key in keys) or (
+        if not all(key in self._pages for key in keys if self._pool.kv) or (
             self._pool.states and keys[-1] not in self._states
         ):
             raise InputError(
                 "this generation restored a page or state that no checked generation computed; check"
                 " generations in the order in which they were served"
             )
-        slots = np.array([self._pages[key][part] for key, part in zip(keys, parts, strict=False)])
+        pages = zip(keys, parts, strict=False) if self._pool.kv else ()
+        slots = np.array([self._pages[key][part] for key, part in pages], np.int64)
         state = self._states[keys[-1]][parts[-1]] if self._pool.states else None
-        return self._runner.restore(self._pool, slots, state)
+        tokens = len(keys) * self._runner.page_size
+        return self._runner.restore(self._pool, slots, state, tokens=tokens)
 
     def _keep_pages(self, cache: DynamicCache, keys: Sequence[bytes], first: int, last: int) -> None:
+        if not self._pool.kv:
+            return
         if self._free_page + last - first > self._pool.page_slots:
             raise PoolFullError(f"the audit holds {self._pool.page_slots} pages; make it with more")
         slots = np.arange(self._free_page, self._free_page + last - first)
@@ -207,7 +211,7 @@ class Audit:
             for t in self._runner.layout.kv_tensors()
         ]
         found = []
-        for n, key in enumerate(keys):
+        for n, key in enumerate(keys if held else ()):
             found.append(
                 _first_true(
                     all(torch.equal(pool[slot], pages[n]) for pool, pages in held)

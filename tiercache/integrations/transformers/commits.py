@@ -107,7 +107,7 @@ class Commits:
         #         |<- already exported ->|<- exported now ->|
         page_size = self._worker.runner.page_size
         first, last = self.exported // page_size, depth // page_size
-        if last > first:
+        if last > first and self._worker.runner.layout.has_pages:
             self._worker.runner.export_pages(
                 cache, self._worker.tensors, first, self.admission.pages[PoolName.KV][first:last]
             )

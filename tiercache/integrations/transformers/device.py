@@ -17,6 +17,7 @@ from tiercache.integrations.transformers.layout import (
     WINDOWED,
     CacheLayout,
     LayerLayout,
+    StateCache,
     StateLayout,
     StateSlots,
     TensorLayout,
@@ -84,7 +85,7 @@ def allocate_pools(layout: CacheLayout, page_slots: int, state_slots: int) -> Po
             f"the device has no room for {page_slots} pages and {state_slots} states beside the model; ask"
             " for fewer"
         ) from error
-    return PoolTensors(layout, page_slots, state_slots if states else 0, kv, states)
+    return PoolTensors(layout, page_slots if kv else 0, state_slots if states else 0, kv, states)
 
 
 def export_pages(cache: DynamicCache, pool: PoolTensors, first_page: int, slots: Slots) -> None:
@@ -130,26 +131,28 @@ def fill(
     page_slots: Slots,
     state_slots: StateSlots | None,
     wait_layer: Callable[[int], None],
+    tokens: int | None = None,
 ) -> DynamicCache:
     """Fill a *new* cache from slots and return it.
 
-    The cache shares no memory with the pool, because a forward writes states in place.
+    It then holds `tokens` tokens (default: those of the pages). The cache shares no memory with the pool,
+    because a forward writes states in place.
 
     `wait_layer(n)` is called before the first read of layer n's slots is made or queued, in ascending order
     of layers. An exception of `wait_layer` is passed on; after such an exception, do not use the cache.
-    Raises SlotError for an unknown slot, for a missing state slot, for a state slot without pages, and for a
-    state slot of a model without states.
+    Raises SlotError for an unknown slot, for a missing state slot, for a state slot without pages (or, where
+    no pages are kept, without `tokens`), and for a state slot of a model without states.
     """
     index = _slots(page_slots, pool.page_slots)
     if len(index) == 0 and state_slots is None:
         return cache
-    if (state_slots is not None) != bool(pool.states) or len(index) == 0:
+    tokens = len(index) * pool.layout.page_size if tokens is None else tokens
+    if (state_slots is not None) != bool(pool.states) or bool(len(index)) != bool(pool.kv) or not tokens:
         raise SlotError(
-            f"{len(index)} pages and state slot {state_slots} are no prefix of this model; a hit has pages,"
-            " and a state if the model has one"
+            f"{len(index)} pages and state slot {state_slots} at {tokens} tokens are no prefix of this model;"
+            " a hit has pages if the model keeps any, and a state if it has one"
         )
     states = _state_slots(state_slots, pool) if state_slots is not None else {}
-    tokens = len(index) * pool.layout.page_size
     with torch.inference_mode():
         at = _on_devices(index, pool.layout)
         for layer in pool.layout.layers:
@@ -167,6 +170,8 @@ def fill(
                 for state in layer.states:
                     _fill_state(held, pool, state, states[PoolName.MAMBA])
                 held.has_previous_state = dict(enumerate(layer.has_previous))
+    if isinstance(cache, StateCache):
+        cache.tokens = tokens
     return cache
 
 

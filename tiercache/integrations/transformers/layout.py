@@ -56,6 +56,16 @@ StateSlots: TypeAlias = int | Mapping[PoolName, int]
 """Slot of a state in each state pool; a number stands for that slot of every state pool."""
 
 
+class StateCache(DynamicCache):
+    """Cache of a model that keeps states alone. No layer says how many tokens it has seen, so this does.
+
+    Thread safety: one owner thread.
+    """
+
+    tokens = 0
+    """Number of tokens that the cache holds."""
+
+
 @dataclass(frozen=True, slots=True)
 class TensorLayout:
     """One tensor of one sequence's cache in one layer."""
@@ -153,8 +163,13 @@ class CacheLayout:
 
     @property
     def geometries(self) -> dict[PoolName, Geometry]:
-        """Geometry of each pool that the model needs."""
-        return {PoolName.KV: self.kv_geometry} | self.state_geometries
+        """Geometry of each pool that the model needs; a model with states alone has no pool of pages."""
+        return ({PoolName.KV: self.kv_geometry} if self.has_pages else {}) | self.state_geometries
+
+    @cached_property
+    def has_pages(self) -> bool:
+        """Whether the model keeps something for every token."""
+        return next(self.kv_tensors(), None) is not None
 
     @cached_property
     def windows(self) -> tuple[int, ...]:
@@ -176,8 +191,20 @@ class CacheLayout:
             yield from (s.tensor for s in layer.states)
             yield from (t for t in (layer.k, layer.v) if t is not None and layer.window is not None)
 
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether a layer knows how many tokens the cache holds; one of recurrent tensors does not."""
+        return any(layer.k is not None for layer in self.layers)
+
+    def tensors(self) -> Iterator[TensorLayout]:
+        """Iterate over every tensor that is kept."""
+        yield from self.kv_tensors()
+        yield from self.state_tensors()
+
     def length(self, cache: DynamicCache) -> int:
         """Return the number of tokens that `cache` holds; 0 for a new one."""
+        if isinstance(cache, StateCache):
+            return cache.tokens
         first = next(layer.layer for layer in self.layers if layer.k)
         held: Any = cache.layers[first]
         return int(held.get_seq_length())
@@ -234,7 +261,7 @@ def inspect_cache(cache: object, page_size: int, tokens: int, *, positions: int 
     all sequences never forgets, so its KV is kept in pages. Raises UnsupportedModelError if the cache could
     not be restored exactly.
     """
-    if type(cache) is not DynamicCache:
+    if not isinstance(cache, DynamicCache) or type(cache) not in (DynamicCache, StateCache):
         raise UnsupportedModelError(
             f"the model keeps its cache in a {type(cache).__name__}, which may hold more than its layers;"
             " only DynamicCache is served"
@@ -242,17 +269,8 @@ def inspect_cache(cache: object, page_size: int, tokens: int, *, positions: int 
     layout = CacheLayout(
         page_size, tuple(_layer(n, layer, tokens, positions) for n, layer in enumerate(cache.layers))
     )
-    if not any(layout.kv_tensors()):
-        if layout.windows:
-            raise UnsupportedModelError(
-                "every layer of the model that keeps KV forgets what leaves its sliding window of"
-                f" {layout.windows[-1]} tokens, so there are no pages to index; only models with some full"
-                " attention are served"
-            )
-        raise UnsupportedModelError(
-            "no layer of the model keeps attention KV, so there are no pages to index; only models with some"
-            " full attention are served"
-        )
+    if not layout.geometries:
+        raise UnsupportedModelError("no layer of the model keeps KV or a state, so there is nothing to cache")
     return layout
 
 

@@ -139,11 +139,13 @@ class Prefill:
         """Return the cache from which to continue, and the number of tokens that it holds."""
         while self.commits.admission is not None and (depth := self._settled_depth()):
             admission = self.commits.admission
-            pages = admission.pages[PoolName.KV][: depth // self._runner.page_size]
+            pages = admission.pages.get(PoolName.KV, ())[: depth // self._runner.page_size]
             state = admission.restored_states or None
             try:
                 wait_layer = partial(admission.wait_layer, stream=self._worker.stream.handle)
-                cache = self._runner.restore(self._worker.tensors, pages, state, wait_layer=wait_layer)
+                cache = self._runner.restore(
+                    self._worker.tensors, pages, state, wait_layer=wait_layer, tokens=depth
+                )
             except TransferError as error:
                 _log.warning("a layer could not be loaded: %s", error)
                 # The next call of `_settled_depth` waits for the rest of the failed load, and returns the

@@ -21,9 +21,11 @@ from transformers.cache_utils import DynamicCache
 from tiercache.core import TokenArray, as_tokens
 from tiercache.errors import InputError, TierCacheError, TokenError, UnsupportedModelError
 from tiercache.integrations.transformers import device
+from tiercache.integrations.transformers.caches import CacheForm, form_of
 from tiercache.integrations.transformers.device import PoolTensors, Slots
 from tiercache.integrations.transformers.layout import (
     CacheLayout,
+    StateCache,
     StateSlots,
     inspect_cache,
     refuse_impossible_windows,
@@ -77,7 +79,9 @@ class ModelRunner:
         """Maximum number of tokens of a sequence; None for a model without a limit."""
         self._takes = _parameters(model)
         self._vocab_size = _vocabulary(model)
-        self._layout = self._inspect()
+        self._counts = False
+        """Whether the cache must count its tokens, because no layer does."""
+        self._form, self._layout = self._inspect()
 
     @property
     def takes_positions(self) -> bool:
@@ -102,7 +106,7 @@ class ModelRunner:
 
     def new_cache(self) -> DynamicCache:
         """Return an empty cache for one sequence."""
-        return DynamicCache(config=self.model.config)
+        return self._form.new(self.model.config, counts=self._counts)
 
     def forward(self, cache: DynamicCache, tokens: Any, start: int) -> torch.Tensor:
         """Feed the sequence's tokens from position `start` on; return the logits after the last one.
@@ -194,12 +198,13 @@ class ModelRunner:
         state_slots: StateSlots | None,
         *,
         wait_layer: Callable[[int], None] = no_wait,
+        tokens: int | None = None,
     ) -> DynamicCache:
         """Return a new cache filled from slots; see `device.fill`.
 
         The next forward gives the same bits with this cache as with the exported one.
         """
-        return device.fill(self.new_cache(), pool, page_slots, state_slots, wait_layer)
+        return device.fill(self.new_cache(), pool, page_slots, state_slots, wait_layer, tokens)
 
     def checked(self, tokens: Any) -> TokenArray:
         """Return token ids (array, tensor or list) as an array.
@@ -241,13 +246,17 @@ class ModelRunner:
                 f"{end} tokens are more than the {self.positions} positions of {self._name}; use a shorter"
                 " sequence"
             )
-        arguments: dict[str, Any] = {"past_key_values": cache, "use_cache": True}
+        given = self._form.given(cache)
+        arguments: dict[str, Any] = {"use_cache": True, self._form.argument: given}
+        # Without explicit positions, some models number the tokens of every chunk from 0.
         if self.takes_positions:
-            # Without explicit positions, some models number the tokens of every chunk from 0.
-            arguments["position_ids"] = (
-                torch.arange(start, end, device=ids.device)[None] + self.first_position
-            )
-        return self._run(ids, keep, arguments)
+            positions = torch.arange(start, end, device=ids.device)[None]
+            arguments["position_ids"] = positions + self.first_position
+        out = self._run(ids, keep, arguments)
+        self._form.take_back(cache, given, getattr(out, self._form.argument, None), self._name)
+        if isinstance(cache, StateCache):
+            cache.tokens = end
+        return out
 
     def without_cache(self, tokens: Any, keep: int) -> torch.Tensor:
         """Run the model without a cache or positions; return the logits after each of the last `keep` tokens.
@@ -275,7 +284,7 @@ class ModelRunner:
             except (torch.OutOfMemoryError, TierCacheError):
                 raise
             except Exception as error:
-                over = "over a DynamicCache" if "past_key_values" in arguments else "without a cache"
+                over = "over a DynamicCache" if arguments.get("use_cache") else "without a cache"
                 raise UnsupportedModelError(
                     f"{self._name} cannot run {over}, fed {len(ids)} tokens: {first_line(error)}"
                 ) from error
@@ -284,18 +293,19 @@ class ModelRunner:
     def _name(self) -> str:
         return type(self.model).__name__
 
-    def _inspect(self) -> CacheLayout:
-        for name in ("input_ids", "past_key_values"):
-            if name not in self._takes:
-                raise UnsupportedModelError(
-                    f"{type(self.model).__name__}.forward takes no {name}, so its cache cannot be handed to"
-                    " it and continued at a given position; only decoders over a DynamicCache are served"
-                )
+    def _inspect(self) -> tuple[CacheForm, CacheLayout]:
+        """Return the form and the layout of the model's cache, and set what `new_cache` needs."""
+        if "input_ids" not in self._takes:
+            raise UnsupportedModelError(f"{self._name}.forward takes no input_ids; load a language model")
         if self.positions is not None and self.positions < TINY:
             raise UnsupportedModelError(
                 f"{self._name} has {self.positions} positions; at least {TINY} are needed to inspect its"
                 " cache"
             )
+        ids = torch.arange(TINY, device=self.model.device) % self.vocab_size
+        self._form = form_of(
+            self.model, self._takes, lambda given: self._run(ids, 1, {"use_cache": True, **given})
+        )
         try:
             cache = self.new_cache()
         # DynamicCache reads attributes that another kind of configuration may lack.
@@ -304,19 +314,15 @@ class ModelRunner:
                 f"{self._name} cannot have a DynamicCache: {first_line(error)}"
             ) from error
         refuse_impossible_windows(cache)
-        ids = torch.arange(TINY, device=self.model.device) % self.vocab_size
         out = self._call(cache, ids, 0, 1)
-        if getattr(out, "past_key_values", None) is not cache:
-            raise UnsupportedModelError(
-                f"{type(self.model).__name__} does not return the cache that it was given, so it keeps its"
-                " past elsewhere"
-            )
         if getattr(out, "logits", None) is None:
             raise UnsupportedModelError(
                 f"{type(self.model).__name__} returns no logits; load the causal language model, not its"
                 " backbone"
             )
-        return self.layout_of(cache, TINY)
+        layout = self.layout_of(cache, TINY)
+        self._counts = not layout.counts_tokens
+        return self._form, layout
 
     def layout_of(self, cache: DynamicCache, tokens: int) -> CacheLayout:
         """Return the layout of a cache of this model that holds `tokens` tokens; see `inspect_cache`."""

@@ -159,7 +159,8 @@ class Scheduler:
                     self.synchronize()  # the copies to the host begin when the last request's work is over
                     deadline = time.monotonic() + COPY_SECONDS
                     continue
-                possible = -(-tokens // worker.controller.page_size) <= worker.tensors.page_slots
+                pages = -(-tokens // worker.controller.page_size) if worker.tensors.kv else 0
+                possible = pages <= worker.tensors.page_slots
                 if not possible or time.monotonic() > deadline or not worker.controller.tick(wait=0.01):
                     _log.warning("computing %d tokens without the cache: %s", tokens, error)
                     return None

@@ -294,8 +294,9 @@ class Trial:
             )
 
         base = following(copy.deepcopy(self._cache))
-        for t in (*self._layout.kv_tensors(), *self._layout.state_tensors()):
-            if torch.equal(following(self._replaced([t])), base):
+        for t in self._layout.tensors():
+            # An integer counts tokens; nothing may depend on it, and it is restored like the others.
+            if t.dtype.is_floating_point and torch.equal(following(self._replaced([t])), base):
                 return t
         return None
 
@@ -345,7 +346,7 @@ class Trial:
         """
         cache = copy.deepcopy(self._cache)
         with torch.inference_mode():
-            for t in (*self._layout.kv_tensors(), *self._layout.state_tensors()):
+            for t in self._layout.tensors():
                 tensor = self._layout.tensor_of(cache, t.layer, t.name)
                 if tensor.is_floating_point():
                     noise = (torch.rand(tensor.shape, generator=rng) - 0.5) * torch.finfo(tensor.dtype).eps
@@ -376,7 +377,7 @@ class Trial:
         """
         # Slots descend from `pages` to 1, so a copy that confuses slots with pages gives another cache.
         runner = self._runners[TailMode.CHUNK]
-        pages = depth // self._page_size
+        pages = depth // self._page_size if self._layout.has_pages else 0
         slots = np.arange(pages)[::-1] + 1
         cache, pool = self._new(), runner.allocate_pools(pages + 1, 2)
         # Zeros of the allocation would hide a part of a state that is not written.
@@ -389,7 +390,7 @@ class Trial:
             runner.export_state(cache, pool, state)
         # Restore twice, because the first continuation could have written into the pool.
         for attempt in ("restored", "restored again"):
-            original, restored = copy.deepcopy(cache), runner.restore(pool, slots, state)
+            original, restored = copy.deepcopy(cache), runner.restore(pool, slots, state, tokens=depth)
             logits = [
                 tuple(runner.forward(c, self._prompt[start:end], start) for c in (original, restored))
                 for start, end in ((depth, self._n - 1), (self._n - 1, self._n))

@@ -269,7 +269,7 @@ def identity_of(
         model=type(model).__name__,
         revision="",
         weights_dtype=str(model.dtype).removeprefix("torch."),
-        kv_dtype=dtypes[PoolName.KV],
+        kv_dtype=dtypes.get(PoolName.KV, ""),
         state_dtype=dtypes.get(PoolName.MAMBA, ""),
         page_size=page_size,
         quantization=str(getattr(model.config, "quantization_config", None) or ""),

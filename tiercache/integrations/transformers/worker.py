@@ -35,6 +35,7 @@ from tiercache.integrations.transformers.arguments import (
     size_of,
     stops_of,
 )
+from tiercache.integrations.transformers.caches import warm_up
 from tiercache.integrations.transformers.commits import CHECKPOINTS, DECODE_SNAPSHOTS
 from tiercache.integrations.transformers.generation import Generation
 from tiercache.integrations.transformers.plan import RequestPlan
@@ -114,6 +115,7 @@ class Worker:
         """Maximum number of tokens of one forward pass of a prefill; None for no limit."""
         require("options", options, ControllerOptions, "ControllerOptions of tiercache.controller")
         model = model_of(model)
+        warm_up(model)
         self.watch = Watch(model, contents=identity is None)
         """Record of the model to which the cache is bound.
 
@@ -129,7 +131,7 @@ class Worker:
         geometries = self.runner.layout.geometries
         page_slots, state_slots = split_device_bytes(device_size, geometries)
         self.tensors = self.runner.allocate_pools(page_slots, state_slots)
-        self.device = next(self.runner.layout.kv_tensors()).device
+        self.device = next(self.runner.layout.tensors()).device
         self.stream = stream or stream_of(self.device)
         # The first load into the pools runs in another stream. Without this wait, the zeros of the allocation
         # could overwrite what that load has copied.
@@ -137,7 +139,9 @@ class Worker:
         self.scheduler = Scheduler(self)
         """Admission of requests, and their turns."""
         pools = {name: DevicePool.from_tensors(g, self.tensors.of(name)) for name, g in geometries.items()}
-        block = geometries[PoolName.KV].padded_nbytes
+        # Where there are no pages, a block has a state of the smallest pool.
+        small = [geometries[PoolName.KV]] if PoolName.KV in geometries else geometries.values()
+        block = min(geometry.padded_nbytes for geometry in small)
         arena = HostArena(host_size, block)
         self.sizes = (
             f"device: {page_slots} pages and {state_slots} states,"
@@ -259,15 +263,16 @@ class Worker:
         if self.exceeds_limit(len(prompt)):
             return RequestPlan(len(prompt), self.chunks(len(prompt)), 0, 0, 0, 0)
         seen = self.controller.preview(prompt, context)
-        page, geometries = self.runner.layout.kv_geometry, self.runner.layout.state_geometries.values()
-        pages = -(-self.kept(len(prompt) + count) // self.runner.page_size)
+        page = self.runner.layout.geometries.get(PoolName.KV)
+        geometries = self.runner.layout.state_geometries.values()
+        pages = -(-self.kept(len(prompt) + count) // self.runner.page_size) if page else 0
         states = max(CHECKPOINTS, len(seen.checkpoints)) + DECODE_SNAPSHOTS + (seen.restored > 0)
         return RequestPlan(
             len(prompt),
             self.chunks(len(prompt), seen.restored, seen.checkpoints),
             pages,
             states if geometries else 0,
-            pages * page.nbytes,
+            pages * page.nbytes if page else 0,
             states * sum(state.nbytes for state in geometries),
         )
 
@@ -377,19 +382,20 @@ def _profile_of(model: PreTrainedModel) -> ModelProfile | None:
 def split_device_bytes(device_bytes: int, geometries: Mapping[PoolName, Geometry]) -> tuple[int, int]:
     """Return the numbers of page slots and state slots for `device_bytes`.
 
-    Half of the bytes go to states, because without a state no page can be restored. Raises ConfigError if the
-    bytes are too few to hold a single request.
+    Half of the bytes go to states, because without a state no page can be restored; all of them, if there are
+    no pages. Raises ConfigError if the bytes are too few to hold a single request.
     """
-    page = geometries[PoolName.KV].nbytes
+    page = geometries[PoolName.KV].nbytes if PoolName.KV in geometries else 0
     state = sum(g.nbytes for name, g in geometries.items() if name is not PoolName.KV)
     # A request needs state slots for the states that it leaves, one slot for the state that it restores, and
     # one that its admission reserves for loading that state from the host.
     least = CHECKPOINTS + DECODE_SNAPSHOTS + 2 if state else 0
-    states = max(least, min(device_bytes // 2 // state, 1 << 16)) if state else 0
-    pages = (device_bytes - states * state) // page
-    if pages < 2:
+    states = max(least, min(device_bytes // (2 if page else 1) // state, 1 << 16)) if state else 0
+    pages = (device_bytes - states * state) // page if page else 0
+    fewest = 2 if page else 0
+    if pages < fewest or states * state > device_bytes:
         raise ConfigError(
-            f"{device_bytes} device bytes are too few; {least} states and 2 pages of this model take"
-            f" {least * state + 2 * page}"
+            f"{device_bytes} device bytes are too few; {least} states and {fewest} pages of this model take"
+            f" {least * state + fewest * page}"
         )
     return pages, states

@@ -30,6 +30,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from tiercache.controller import ControllerOptions
 from tiercache.core import PoolName, Tier, TokenArray
 from tiercache.errors import ConfigError, StorageError
+from tiercache.geometry import Geometry
 from tiercache.integrations.transformers.audit import Audit, Run, Verdict
 from tiercache.integrations.transformers.generation import Generation
 from tiercache.integrations.transformers.runner import ModelRunner
@@ -375,8 +376,7 @@ class Session:
     def _fast_bytes(self) -> int:
         """Return room for two conversations, and for the timed prompt."""
         geometries = ModelRunner(self._model, PAGE_SIZE).layout.geometries
-        page = geometries[PoolName.KV].padded_nbytes
-        states = sum(g.padded_nbytes for pool, g in geometries.items() if pool is not PoolName.KV)
+        page, states = _object_bytes(geometries)
         longest = max(2 * self._longest(), self._plan.context)
         return 3 * (longest // PAGE_SIZE * page + 8 * states) // 2
 
@@ -422,8 +422,7 @@ class Session:
         of only about one conversation. Raises ConfigError for sizes that do not hold one conversation.
         """
         geometries = ModelRunner(self._model, PAGE_SIZE).layout.geometries
-        page = geometries[PoolName.KV].padded_nbytes
-        state = geometries[PoolName.MAMBA].padded_nbytes if PoolName.MAMBA in geometries else 0
+        page, state = _object_bytes(geometries)
         pages = -(-self._longest() // PAGE_SIZE)
         min_device = max(2 * pages * page, pages * page + 8 * state) if state else pages * page
         # On the host a request needs room for all objects that it restores, and for its last write-through.
@@ -552,6 +551,12 @@ def raw_read_seconds(directory: Path, nbytes: int) -> float:
         return (time.perf_counter() - started) * nbytes / len(buffer)
     finally:
         os.close(fd)
+
+
+def _object_bytes(geometries: Mapping[PoolName, Geometry]) -> tuple[int, int]:
+    """Return the bytes of a page and of a state of all state pools; 0 for what the model does not keep."""
+    sizes = {pool: geometry.padded_nbytes for pool, geometry in geometries.items()}
+    return sizes.pop(PoolName.KV, 0), sum(sizes.values())
 
 
 def main() -> None:
