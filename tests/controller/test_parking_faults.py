@@ -10,7 +10,7 @@ import pytest
 from tiercache_backends.memory import MemoryBackend
 from tiercache_kernels.reference import copy_segments
 
-from tests.controller.harness import Engine, P, evict_checked
+from tests.controller.harness import KV, Engine, P, evict_checked
 from tests.controller.parking import PROMPT, go_on, parked, scribble, verify
 from tests.controller.test_interleavings import until
 from tests.controller.test_machine import Fence, Flaky
@@ -311,6 +311,22 @@ def test_a_fence_that_never_comes_does_not_keep_close():
     assert admission.released
     engine.controller.check_integrity()
     fence.open()
+
+
+def test_slots_whose_copy_failed_before_the_fence_stay_out_of_use_until_it_passes():
+    class Broken(CopyEngine):
+        def store(self, units, *, after=()):
+            raise OSError("a bad device")
+
+    engine = Engine(pages=4, states=4, blocks=60, options=options(), engine=Broken)
+    fence = Fence()
+    held = parked(engine, commit=False, fence=fence)
+    until(engine, lambda: held.status is ParkedStatus.LOST)
+    engine.check()
+    assert engine.pools[KV].available == 0
+    fence.open()
+    until(engine, lambda: engine.pools[KV].available == 4)
+    all_is_free(engine)
 
 
 def test_a_full_host_while_parking_evicts_what_is_not_in_use():

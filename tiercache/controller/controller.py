@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, Self
 
-import numpy as np
-
 from tiercache.controller.admission import Admission
 from tiercache.controller.allocation import DeviceFence
+from tiercache.controller.arguments import check_pages, check_tokens, own_tokens, split_pools
 from tiercache.controller.beliefs import Beliefs
 from tiercache.controller.context import WRITE_BACK, ControllerContext, ControllerOptions
 from tiercache.controller.continuation.forks import fork_admission
 from tiercache.controller.continuation.parked import Parked, Parking
 from tiercache.controller.continuation.resumed import ResumedAdmission
-from tiercache.controller.in_flight import InFlight
+from tiercache.controller.draining import Draining
 from tiercache.controller.prefetch import Lookup, look_up
 from tiercache.controller.prefetch_queue import PrefetchQueue, PrefetchTicket
 from tiercache.controller.prefetch_rules import PrefetchRules
@@ -32,9 +30,8 @@ from tiercache.controller.tier_changes import TierChanges
 from tiercache.controller.values import Values
 from tiercache.controller.write_back import WriteBack
 from tiercache.controller.write_through import WriteThrough
-from tiercache.controller.writes import Write
-from tiercache.core import HitPolicy, Locations, PoolName, Tier, TokenArray, as_tokens
-from tiercache.errors import AdmissionError, ClosedError, GeometryError, InputError, SlotError, TokenError
+from tiercache.core import Locations, PoolName, Tier, as_tokens
+from tiercache.errors import AdmissionError, ClosedError, InputError
 from tiercache.index import Content, HybridIndex
 from tiercache.keys import Identity, Shard, namespace_of
 from tiercache.metrics import Metrics
@@ -113,7 +110,7 @@ class HybridCacheController:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         options = options or ControllerOptions()
-        page_pools, state_pools = _split_pools(identity, device_pools)
+        page_pools, state_pools = split_pools(identity, device_pools)
         namespace = namespace_of(identity)
         profile = profile or profile_named(DEFAULT_PROFILE)
         costs = Costs(profile, options.load_flops_per_byte or LOAD_FLOPS_PER_BYTE)
@@ -175,6 +172,7 @@ class HybridCacheController:
         self._beliefs = Beliefs(self._context)
         self._tiers = TierChanges(storage, partial(self._context.events.post, self._beliefs.renew))
         self._prefetches = PrefetchQueue(self._context)
+        self._draining = Draining(self._context, self._write_through, self._write_back, self._prefetches)
         self._pins = PrefixPins(self._context)
         self._hints = Hints(self._context)
         self._parking = Parking(self._context, self._values)
@@ -183,7 +181,6 @@ class HybridCacheController:
         self._shadows = Shadows(self._context, chosen) if isinstance(chosen, Portfolio) else None
         self._admissions: set[Admission] = set()
         self._closed = self._drained = False
-        self._hanging: threading.Thread | None = None
 
     @property
     def metrics(self) -> Metrics:
@@ -213,7 +210,7 @@ class HybridCacheController:
         `keys.sequence_extra`). Raises TokenError for an empty prompt or bad token ids.
         """
         self._enter()
-        prompt = _own(tokens)
+        prompt = own_tokens(tokens)
         self._note_call("a lookup", prompt)
         self._beliefs.check()
         return look_up(self._context, prompt, extra)
@@ -224,7 +221,7 @@ class HybridCacheController:
         Raises TokenError as `lookup` does.
         """
         self._enter()
-        return preview(self._context, _own(tokens), extra)
+        return preview(self._context, own_tokens(tokens), extra)
 
     def admit(
         self,
@@ -403,7 +400,7 @@ class HybridCacheController:
         Raises TokenError as `lookup` does.
         """
         self._enter()
-        return self._prefetches.add(_own(tokens), extra)
+        return self._prefetches.add(own_tokens(tokens), extra)
 
     def pin(self, tokens: Any, ttl: float, extra: bytes = b"") -> int:
         """Keep the whole pages of `tokens` in the hierarchy for `ttl` seconds; return their tokens' number.
@@ -462,7 +459,7 @@ class HybridCacheController:
         self._note_call("a commit", tokens)
         self._check_fence(fence)
         sequence, by_depth = as_tokens(tokens), {}
-        self._check_tokens(admission, sequence)
+        check_tokens(admission, sequence, self.page_size)
         for depth, slots in (states or {}).items():
             if depth % self.page_size or not 0 < depth <= len(sequence):
                 raise InputError(
@@ -472,7 +469,7 @@ class HybridCacheController:
             by_depth[depth // self.page_size] = dict(slots)
         admission.slots.check_states(by_depth.values())
         full = len(sequence) // self.page_size
-        _check_pages(admission, pages, full)
+        check_pages(admission, pages, full)
         table = {p: t[:full] for p, t in admission.pages.items()}
         self._context.device_work.note(
             fence, [*table.items(), *(pair for slots in by_depth.values() for pair in slots.items())]
@@ -589,13 +586,15 @@ class HybridCacheController:
         """
         self._enter()
         end = time.monotonic() + timeout
-        if not self._drain_all(timeout):
-            _log.warning("%d objects did not reach storage within %g s", self._missing(), timeout)
+        if not self._draining.drain_all(timeout):
+            _log.warning("%d objects did not reach storage within %g s", self._draining.missing(), timeout)
             return False
-        if self._backend is not None and not self._within(end - time.monotonic(), self._backend.flush):
+        if self._backend is not None and not self._draining.within(
+            end - time.monotonic(), self._backend.flush
+        ):
             _log.warning("storage did not flush within %g s", timeout)
             return False
-        missing, self._context.unstored = self._missing(), 0
+        missing, self._context.unstored = self._draining.missing(), 0
         if missing:
             _log.warning(
                 "%d objects that were committed since the last flush are not in storage; see"
@@ -611,20 +610,7 @@ class HybridCacheController:
         These objects were given up, or wait for room or for the store. With write-back, everything counts
         that can be restored from the host and not from storage.
         """
-        return self._not_begun + sum(call.objects for call in list(self._context.writes.waiting))
-
-    @property
-    def _not_begun(self) -> int:
-        """Number of objects that are not in storage, and that no write in progress stores."""
-        found = self._context.unstored + self._write_through.objects
-        if self._context.options.write == WRITE_BACK:
-            hang = _writes(self._context.in_flight.stranded)
-            found += self._write_back.objects + sum(write.objects for write in hang if write.stays_on_host)
-        return found
-
-    def _missing(self) -> int:
-        """Return the number of objects that are not in storage."""
-        return self._not_begun + sum(write.objects for write in _writes(self._context.in_flight.operations))
+        return self._draining.not_begun + sum(call.objects for call in list(self._context.writes.waiting))
 
     def close(self, deadline: float | None = None) -> bool:
         """Wait up to `deadline` seconds for all operations, then release threads, storage and arena.
@@ -644,9 +630,9 @@ class HybridCacheController:
         self._admissions.clear()
         self._prefetches.close()
         self._pins.close()
-        drained = self._drain_all(end - time.monotonic())
+        drained = self._draining.drain_all(end - time.monotonic())
         self._parking.close()
-        if self._backend is not None and (missing := self._missing()):
+        if self._backend is not None and (missing := self._draining.missing()):
             _log.warning("%d objects that were committed since the last flush did not reach storage", missing)
         self._closed = True
         # Each part is closed before the parts that it uses: first the threads that call the store, then the
@@ -662,7 +648,7 @@ class HybridCacheController:
         self._context.engine.close(max(0.1, end - time.monotonic()))
         quiet = all(idle)
         if self._backend is not None and quiet:
-            quiet = self._within(max(0.1, end - time.monotonic()), self._backend.close)
+            quiet = self._draining.within(max(0.1, end - time.monotonic()), self._backend.close)
         self._context.drain()
         if quiet:  # otherwise a thread that hangs in the store may still use the arena's memory
             self._context.arena.close()
@@ -687,62 +673,6 @@ class HybridCacheController:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-    def _within(self, timeout: float, call: Callable[[], None]) -> bool:
-        """Run `call` on a thread, and return whether the call ended within `timeout` seconds.
-
-        Returns False at once while an earlier call still hangs. A thread that hangs is left behind. If `call`
-        raises in time, the exception is raised here.
-        """
-        if self._hanging is not None and self._hanging.is_alive():
-            return False
-        raised: list[BaseException] = []
-
-        def run() -> None:
-            try:
-                call()
-            except BaseException as error:  # noqa: BLE001  raised below, on the caller's thread
-                raised.append(error)
-
-        self._hanging = threading.Thread(target=run, name="tiercache-flush", daemon=True)
-        self._hanging.start()
-        self._hanging.join(max(0.0, timeout))
-        if raised:
-            raise raised[0]
-        return not self._hanging.is_alive()
-
-    def _drain_all(self, timeout: float) -> bool:
-        """Apply events until no operation is in flight; return False after `timeout` seconds.
-
-        With write-back, everything on the host is written. Writes that wait until a failed store works again
-        do not count.
-        """
-        end = time.monotonic() + timeout
-        self._prefetches.paused = True
-        try:
-            drained = self._drain_until(end)
-            if self._context.options.write == WRITE_BACK:
-                self._write_back.want_all()  # only now is everything on the host
-                if drained:
-                    self._write_back.follow()
-                    drained = self._drain_until(end)
-            return drained
-        finally:
-            self._prefetches.paused = False
-
-    def _drain_until(self, end: float) -> bool:
-        self._context.drain()
-        # Every call in `writes.waiting` belongs to one operation, so the difference of the two numbers is the
-        # number of operations that do not wait for a failed store.
-        while len(self._context.in_flight.operations) > len(self._context.writes.waiting) or not (
-            self._write_through.is_idle and self._write_back.is_idle
-        ):
-            left = end - time.monotonic()
-            if left <= 0:
-                return False
-            self._context.events.arrived.wait(min(left, 0.1))
-            self._context.drain()
-        return True
 
     def _retry_waiting(self) -> None:
         """Begin what waited for room: writes of commits, prefetches, and the next check of beliefs."""
@@ -792,77 +722,3 @@ class HybridCacheController:
     def _check_fence(self, fence: DeviceFence | None) -> None:
         if fence is not None:
             self._context.engine.check_fences([fence])
-
-    def _check_tokens(self, admission: Admission, tokens: TokenArray) -> None:
-        admission.check_sequence(tokens)
-        covered = admission.slots.pages
-        if len(tokens) // self.page_size > covered:
-            raise SlotError(
-                f"{len(tokens)} tokens fill more than the {covered} pages of this admission; extend it before"
-                " computing them"
-            )
-
-
-def _writes(operations: Mapping[int, InFlight]) -> Iterator[Write]:
-    return (operation for operation in operations.values() if isinstance(operation, Write))
-
-
-def _own(tokens: Any) -> TokenArray:
-    """Return the tokens of a prompt as an array that nobody else writes to; TokenError if there are none."""
-    prompt = as_tokens(tokens)
-    if not len(prompt):
-        raise TokenError("the prompt is empty; pass at least one token")
-    # The engine may reuse its token buffer while the request goes on.
-    return prompt.copy() if prompt is tokens or prompt.base is not None else prompt
-
-
-def _check_pages(admission: Admission, pages: Mapping[PoolName, Locations] | None, full: int) -> None:
-    for pool, slots in (pages or {}).items():
-        expected = admission.pages.get(pool)
-        if expected is None:
-            raise SlotError(
-                f"slots came for pages of pool {pool}, and the page pools of this controller are"
-                f" {', '.join(admission.pages) or 'none, only states'}; leave {pool} out of `pages`"
-            )
-        if len(slots) < full or not np.array_equal(expected[:full], slots[:full]):
-            raise SlotError(
-                f"the slots given for pool {pool} are not this admission's; commit the slots of its own table"
-            )
-
-
-def _split_pools(
-    identity: Identity, pools: Mapping[PoolName, DevicePool]
-) -> tuple[list[PoolName], list[PoolName]]:
-    """Return the page pools and the state pools among `pools`; there may be no page pool.
-
-    Raises GeometryError for a pool that the index cannot serve.
-    """
-    if not pools:
-        raise GeometryError(
-            "no pool is registered, so there is nothing to keep; pass the device pool of the KV pages, of the"
-            " states, or of both"
-        )
-    kinds: dict[HitPolicy, list[PoolName]] = {HitPolicy.ALL_PAGES: [], HitPolicy.TRAILING_PAGES: []}
-    for name, pool in pools.items():
-        geometry = pool.geometry
-        if geometry.pool is not name:
-            raise GeometryError(
-                f"the pool given as {name} is a {geometry.pool} pool; name each by its own kind"
-            )
-        if geometry.page_size != identity.page_size:
-            raise GeometryError(
-                f"pool {name} has pages of {geometry.page_size} tokens and the identity {identity.page_size};"
-                " make them equal"
-            )
-        if geometry.hit_policy is HitPolicy.TRAILING_PAGES and geometry.trailing != 1:
-            raise GeometryError(
-                f"pool {name} needs its last {geometry.trailing} pages; the controller serves whole prefixes"
-                " and single states"
-            )
-        kinds[geometry.hit_policy].append(name)
-    if kinds[HitPolicy.ALL_PAGES] and PoolName.KV not in kinds[HitPolicy.ALL_PAGES]:
-        raise GeometryError(
-            f"there are page pools ({', '.join(kinds[HitPolicy.ALL_PAGES])}), and none is named kv; a hit is"
-            " anchored on KV pages, or on the tokens alone where there are only states"
-        )
-    return kinds[HitPolicy.ALL_PAGES], kinds[HitPolicy.TRAILING_PAGES]
