@@ -91,7 +91,7 @@ WINGS = {
     ),
     "cache wing": (
         "tiercache.transfer", "tiercache_kernels", "tiercache.index", "tiercache.controller",
-        "tiercache.integrations.transformers",
+        "tiercache.integrations.torch_ranks", "tiercache.integrations.transformers",
     ),
     "lab": ("tiercache.lab",),
     "terminal": ("tiercache.cli",),

@@ -12,6 +12,7 @@ from tiercache.controller.ranks.session import RankSession
 from tiercache.core import as_tokens
 from tiercache.errors import TransferError
 from tiercache.keys import Shard
+from tiercache.storage.wrappers.base import Wrapper
 
 
 def facts(size, **changes):
@@ -148,11 +149,9 @@ def serve(engine, rank, word, prompt, answer=()):
                 if admission.attempt != attempt:
                     raise TransferError("this attempt is over")
                 assert poll.depth == depth
-                for layer in range(4):
+                for layer in range(engine.layers):
                     admission.wait_layer(layer)
-                engine.verify(admission, tokens, depth // P)
-                if depth:
-                    engine.verify_state(admission.restored_states[MAMBA], tokens[:depth])
+                engine.resume(admission, tokens, depth)
             except TransferError:
                 pass  # this rank goes on in step with the others; nobody uses what it computes
             is_confirmed = is_again = False
@@ -168,10 +167,24 @@ def serve(engine, rank, word, prompt, answer=()):
             depth = end
             states = {end: engine.take_state(admission, tokens[:end])} if end % P == 0 else {}
             engine.controller.commit(admission, tokens[:end], states)
-        engine.verify(admission, tokens, len(tokens) // P)
+        engine.end(admission, tokens)
     finally:
         engine.controller.release(admission)
     return depths
+
+
+class RankEngine(Engine):
+    """Engine of one rank, which checks what it restores."""
+
+    layers = 4
+
+    def resume(self, admission, tokens, depth):
+        self.verify(admission, tokens, depth // P)
+        if depth:
+            self.verify_state(admission.restored_states[MAMBA], tokens[:depth])
+
+    def end(self, admission, tokens):
+        self.verify(admission, tokens, len(tokens) // P)
 
 
 class Crew:
@@ -187,7 +200,9 @@ class Crew:
             part = Shard(rank, size)
             shard = {MAMBA: part} | ({KV: part} if sharded else {})
             settings_of = {name: each[rank] for name, each in settings.items()}
-            return Engine(store(rank), ranks=self.groups[rank], shard=shard, options=options, **settings_of)
+            return RankEngine(
+                store(rank), ranks=self.groups[rank], shard=shard, options=options, **settings_of
+            )
 
         self.engines = self.on_all(make)
 
@@ -212,3 +227,27 @@ class Crew:
         self.on_all(lambda rank: (self.engines[rank].check(), self.engines[rank].controller.close()))
         for thread in self.threads:
             thread.shutdown()
+
+
+class Ranked(Wrapper):
+    """One rank's view of a store: what `lost` names is reported as there, and then cannot be read.
+
+    Gets wait while `gate` is shut. Unless `is_owned`, the store outlives a `close`.
+    """
+
+    def __init__(self, inner, *, is_owned=False):
+        super().__init__(inner)
+        self.lost, self.is_owned = set(), is_owned
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def exists(self, keys):
+        return [key in self.lost or there for key, there in zip(keys, super().exists(keys), strict=True)]
+
+    def get(self, items):
+        assert self.gate.wait(30)
+        return super().get(items)
+
+    def close(self):
+        if self.is_owned:
+            super().close()

@@ -218,6 +218,33 @@ def test_a_rank_that_differs_is_named_with_its_call_on_every_rank():
             session.check()
 
 
+def test_ranks_that_were_refused_may_try_again_with_the_same_group_and_late_ones_hear_why():
+    post = Post(3)
+    wrong = [RankSession(post.groups[rank], facts(3, page_size=4 + rank)) for rank in (0, 1)]
+    greet_once(post, wrong)
+    with pytest.raises(RankError, match="rank 1 has pages of 5 tokens"):
+        wrong[0].join(0.0)
+    greet(post, wrong)
+    with pytest.raises(RankError, match="rank 1 has pages of 5 tokens"):
+        wrong[1].join(0.0)
+    late = RankSession(post.groups[2], facts(3))
+    greet(post, [late])
+    with pytest.raises(RankError, match="rank 1 has pages of 5 tokens"):
+        late.join(0.0)
+    followers = [RankSession(post.groups[rank], facts(3)) for rank in (1, 2)]
+    greet_once(post, followers)  # the leader's new session is not there yet
+    sessions = [RankSession(post.groups[0], facts(3)), *followers]
+    greet(post, sessions)
+    for session in sessions:
+        session.join(0.0)
+
+
+def greet_once(post, sessions):
+    for session in sessions:
+        session.greet()
+    post.deliver_all()
+
+
 def refusal(*given):
     post = Post(len(given))
     sessions = [RankSession(group, one) for group, one in zip(post.groups, given, strict=True)]

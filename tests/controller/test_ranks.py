@@ -1,6 +1,5 @@
 """Controllers of several ranks over one store: all restore the same depth, or none does."""
 
-import threading
 import time
 
 import pytest
@@ -10,8 +9,7 @@ from tiercache_backends.memory import MemoryBackend
 from tiercache_kernels.reference import copy_segments
 
 from tests.controller.harness import KV, MAMBA, Engine, P, prompt
-from tests.controller.ranks_rig import Crew, ThreadedGroup, threaded
-from tests.controller.test_machine import Flaky
+from tests.controller.ranks_rig import Crew, Ranked, RankEngine, ThreadedGroup, threaded
 from tiercache.controller import ControllerOptions, Status
 from tiercache.core import Reason, Tier
 from tiercache.errors import AdmissionError, InputError, PoolFullError, RankError
@@ -19,23 +17,6 @@ from tiercache.keys import Shard, layout_digest
 from tiercache.transfer import CopyEngine
 
 PROMPT = prompt(*range(1, 7), repeat=P)
-
-
-class Ranked(Flaky):
-    """One rank's view of the store: what `lost` names is reported as there, and then cannot be read."""
-
-    def __init__(self, inner):
-        super().__init__(inner)
-        self.lost = set()
-        self.gate = threading.Event()
-        self.gate.set()
-
-    def exists(self, keys):
-        return [key in self.lost or there for key, there in zip(keys, self.inner.exists(keys), strict=True)]
-
-    def get(self, items):
-        assert self.gate.wait(30)
-        return super().get(items)
 
 
 class Stores:
@@ -185,7 +166,7 @@ def test_a_killed_rank_makes_the_others_miss_until_it_has_joined_again(crew):
     def join(rank):
         if rank:
             shard = {KV: Shard(1, 2), MAMBA: Shard(1, 2)}
-            return Engine(Ranked(stores.medium), ranks=group, shard=shard)
+            return RankEngine(Ranked(stores.medium), ranks=group, shard=shard)
         leader.controller.join_ranks(ranks.groups[0])
         return leader
 

@@ -170,18 +170,28 @@ def check_rank(rank: int, size: int) -> None:
         raise InputError(f"rank {rank} is outside the group of {size}; ranks go from 0 to {size - 1}")
 
 
+def sizes_differ(ranks: Mapping[int, RankFacts]) -> str:
+    """Return in one sentence why these ranks can never be all of one group; empty if they can."""
+    size = ranks[LEADER].size
+    for rank, facts in sorted(ranks.items()):
+        if rank >= size:
+            return f"rank {rank} is outside the group of {size} that rank 0 knows; give all the same size"
+        if facts.size != size:
+            return (
+                f"rank {rank} was made for {facts.size} ranks and rank 0 for {size}; give all the same number"
+            )
+    return ""
+
+
 def find_difference(ranks: Mapping[int, RankFacts]) -> str:
     """Return in one sentence why these ranks cannot work together; empty if they can.
 
     Some ranks may be missing.
     """
     leader = ranks[LEADER]
+    if trouble := sizes_differ(ranks):
+        return trouble
     for rank, facts in sorted(ranks.items()):
-        if facts.size != leader.size and rank < leader.size:
-            return (
-                f"rank {rank} was made for {facts.size} ranks and rank 0 for {leader.size}; give all the same"
-                " number"
-            )
         if facts.page_size != leader.page_size:
             return (
                 f"rank {rank} has pages of {facts.page_size} tokens and rank 0 of {leader.page_size}; make"
@@ -198,10 +208,6 @@ def find_difference(ranks: Mapping[int, RankFacts]) -> str:
             return (
                 f"rank {rank} has the pools {', '.join(sorted(facts.pools))} and rank 0"
                 f" {', '.join(sorted(leader.pools))}; give all ranks the same pools"
-            )
-        if rank >= leader.size:
-            return (
-                f"rank {rank} is outside the group of {leader.size} that rank 0 knows; give all the same size"
             )
     return next(filter(None, (_shards_differ(pool, ranks) for pool in leader.pools)), "")
 

@@ -23,6 +23,7 @@ from tiercache.controller.ranks.base import (
     RankFacts,
     RankGroup,
     find_difference,
+    sizes_differ,
     writers,
 )
 from tiercache.errors import WireError
@@ -63,6 +64,12 @@ class Handshake:
         with self._lock:
             return [rank for rank in range(1, self._group.size) if rank not in self._joined]
 
+    def give_up(self) -> None:
+        """Look for trouble among the ranks that have come. The leader does so at its deadline."""
+        with self._lock:
+            if self._group.rank == LEADER:
+                self._refuse(find_difference(self._ranks))
+
     def advance(self) -> None:
         """Send what has not been answered yet."""
         if self._group.rank == LEADER:
@@ -88,8 +95,11 @@ class Handshake:
             return
         nonce = message.fields[0]
         if message.kind is MessageKind.HELLO:
-            if self.over.is_set() and not self.trouble:
-                return  # a rank that was started again; it waits for the next session
+            if self.over.is_set():
+                # A rank that comes late hears the trouble too. One that comes again waits for a new session.
+                if self.trouble and self._nonces.setdefault(rank, nonce) == nonce:
+                    self._send(rank, MessageKind.REFUSED, nonce, self.trouble)
+                return
             self._ranks[rank] = RankFacts.of(message.fields[1:])
             if self._nonces.get(rank) != nonce:
                 self._nonces[rank] = nonce
@@ -103,17 +113,19 @@ class Handshake:
                     self._send(other, MessageKind.BEGIN, self._nonces[other])
 
     def _welcome(self) -> None:
-        self.trouble = self.trouble or find_difference(self._ranks)
-        if len(self._ranks) < self._group.size and not self.trouble:
-            return
-        if not self.trouble:
+        is_complete = len(self._ranks) == self._group.size
+        self._refuse(find_difference(self._ranks) if is_complete else sizes_differ(self._ranks))
+        if is_complete and not self.trouble:
             self.writes = writers(self._ranks, LEADER)
-        for rank, nonce in self._nonces.items():
-            if self.trouble:
-                self._send(rank, MessageKind.REFUSED, nonce, self.trouble)
-            elif rank not in self._joined:
-                self._send(rank, MessageKind.WELCOME, nonce, self.session, writers(self._ranks, rank))
-        if self.trouble:
+            for rank, nonce in self._nonces.items():
+                if rank not in self._joined:
+                    self._send(rank, MessageKind.WELCOME, nonce, self.session, writers(self._ranks, rank))
+
+    def _refuse(self, trouble: str) -> None:
+        if trouble and not self.over.is_set():
+            self.trouble = trouble
+            for rank, nonce in self._nonces.items():
+                self._send(rank, MessageKind.REFUSED, nonce, trouble)
             self.over.set()
 
     def _follow(self, message: Message) -> None:

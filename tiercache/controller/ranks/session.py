@@ -29,6 +29,8 @@ from tiercache.errors import RankError, WireError
 
 _log = logging.getLogger(__name__)
 
+_LEADER_SHARE: Final = 0.9
+"""Share of the deadline for which the leader waits for the others."""
 _MAX_CALLS: Final = 10_000
 """Maximum number of calls that the check of their order keeps, because another rank has not made them."""
 _HANDSHAKE: Final = {
@@ -270,12 +272,16 @@ class RankSession:
 
         Raises RankError if they do not fit together, or if some do not answer.
         """
-        end = time.monotonic() + deadline
+        # The leader gives up earlier, so that the others hear from it why.
+        end = time.monotonic() + deadline * (_LEADER_SHARE if self.is_leader else 1.0)
         while True:
             self.greet()
             if self._handshake.over.wait(min(REPEAT_S, max(0.0, end - time.monotonic()))):
                 break
             if time.monotonic() >= end:
+                self._handshake.give_up()
+                if self._handshake.trouble:
+                    break
                 absent = ", ".join(map(str, self._handshake.missing))
                 raise RankError(
                     f"of the {self.size} ranks of this group, {absent} did not answer within {deadline:g} s;"
