@@ -186,6 +186,11 @@ SMALL = {
     "phi3": NO_HEAD_DIM,
     "qwen2": NO_HEAD_DIM,
     "qwen3": BASE,
+    **{
+        name: (BASE if name.startswith("gemma") else NO_HEAD_DIM) | {
+            "sliding_window": 32, "layer_types": ["sliding_attention", "full_attention"] * 2}
+        for name in ("gemma2", "gemma3_text", "cohere2", "exaone4", "olmo3")
+    },
     "mixtral": BASE | {"num_local_experts": 5, "num_experts_per_tok": 2},
     "gpt_oss": BASE | {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 32},
     "qwen2_moe": NO_HEAD_DIM | MOE | {"num_hidden_layers": 5, "shared_expert_intermediate_size": 52,

@@ -72,6 +72,10 @@ def _dense(fields: Fields, *, window_alone: bool = False) -> Iterator[Cost]:
     )
 
 
+def _listed_dense(fields: Fields) -> Iterator[Cost]:
+    return _stack(fields, layer_kinds.only_listed(fields), layers.ATTENTION, layers.mlp)
+
+
 def _mixtral(fields: Fields) -> Iterator[Cost]:
     return _stack(
         fields,
@@ -182,6 +186,7 @@ def _recurrent(fields: Fields, *, mixer: Mixer) -> Iterator[Cost]:
 ARCHITECTURES: Final[Mapping[str, Callable[[Fields], Iterator[Cost]]]] = {
     **dict.fromkeys(("llama", "qwen2", "qwen3"), _dense),
     **dict.fromkeys(("mistral", "phi3"), partial(_dense, window_alone=True)),
+    **dict.fromkeys(("gemma2", "gemma3_text", "cohere2", "exaone4", "olmo3"), _listed_dense),
     "mixtral": _mixtral, "gpt_oss": _gpt_oss,
     "qwen2_moe": partial(_qwen_moe_model, shared=True), "qwen3_moe": partial(_qwen_moe_model, shared=False),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2"), _deepseek),

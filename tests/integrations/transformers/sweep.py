@@ -27,7 +27,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tests.integrations.transformers import alone
-from tests.integrations.transformers.models import FAMILIES, PAGE, build, prompt
+from tests.integrations.transformers.models import FAMILIES, PAGE, WINDOW, build, prompt
 from tiercache.core import Tier
 from tiercache.errors import TierCacheError, UnsupportedModelError
 from tiercache.integrations.transformers.audit import Audit
@@ -57,7 +57,7 @@ _SMALL: Final[tuple[tuple[str, int], ...]] = (
     (r"^n_groups?$|^topk_group$|^num_expert_groups?$|^n_shared_experts$|^mamba_n_groups$|"
      r"^first_k_dense_replace$", 1),
     # Shorter than the prompts, and no multiple of a page.
-    (r"^sliding_window$|^attention_chunk_size$|^index_topk$|^sliding_window_size$", 41),
+    (r"^sliding_window$|^attention_chunk_size$|^index_topk$|^sliding_window_size$", WINDOW),
     (r"^(hidden_size_per_layer_input|kv_channels|conv_dim|moe_intermediate_size|"
      r"shared_expert_intermediate_size)$", 32),
 )  # fmt: skip
@@ -299,7 +299,8 @@ def table(found: Sequence[Row]) -> str:
         "Do not edit it.",
         "",
         "It lists every causal language model type that transformers knows.",
-        "Each type was built as a small model from its own configuration, with random weights.",
+        "Each type was built as a small model from its own configuration, with random weights,",
+        f"and with windows and chunks of {WINDOW} tokens, which the conversation fills.",
         "The small model then served two turns of a conversation.",
         "Before the second turn device and host were emptied, so that it was restored from a store.",
         "",
@@ -314,7 +315,7 @@ def table(found: Sequence[Row]) -> str:
         "  or the length beyond which a model computes differently;",
         "  longer sequences are computed without the cache.",
         "",
-        "A model of the same type with another configuration, such as one with a sliding window,",
+        "A model of the same type with another configuration, such as a window in every layer,",
         "may be served or refused for other reasons.",
         "The worker decides by the behaviour of the model that it is given.",
         "",
