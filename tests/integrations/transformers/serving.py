@@ -16,7 +16,7 @@ from tiercache.controller.context import ControllerContext
 from tiercache.core import PoolName, Tier, as_tokens
 from tiercache.integrations.transformers import worker as worker_module
 from tiercache.integrations.transformers.audit import Audit, Verdict
-from tiercache.integrations.transformers.generation import Generation
+from tiercache.integrations.transformers.requests.generation import Generation
 from tiercache.integrations.transformers.runner import ModelRunner
 from tiercache.integrations.transformers.worker import Worker
 from tiercache.storage.base import StorageBackend

@@ -12,8 +12,8 @@ from typing import Any
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tiercache.errors import ConfigError, InputError
+from tiercache.integrations.transformers.requests.sampling import GREEDY, Sampling
 from tiercache.integrations.transformers.runner import first_line
-from tiercache.integrations.transformers.sampling import GREEDY, Sampling
 from tiercache.text import parse_size
 
 

@@ -36,13 +36,14 @@ from tiercache.integrations.transformers.arguments import (
     stops_of,
 )
 from tiercache.integrations.transformers.caches import warm_up
-from tiercache.integrations.transformers.commits import CHECKPOINTS, DECODE_SNAPSHOTS
-from tiercache.integrations.transformers.generation import Generation
 from tiercache.integrations.transformers.plan import RequestPlan
 from tiercache.integrations.transformers.probe import load
-from tiercache.integrations.transformers.request import Request
-from tiercache.integrations.transformers.sampling import GREEDY, Sampling
-from tiercache.integrations.transformers.scheduler import Checked, Scheduler
+from tiercache.integrations.transformers.requests.commits import CHECKPOINTS, DECODE_SNAPSHOTS
+from tiercache.integrations.transformers.requests.generation import Generation
+from tiercache.integrations.transformers.requests.request import Request
+from tiercache.integrations.transformers.requests.sampling import GREEDY, Sampling
+from tiercache.integrations.transformers.requests.scheduler import Checked, Scheduler
+from tiercache.integrations.transformers.requests.turns import Turns
 from tiercache.integrations.transformers.stream import TorchStream, stream_of
 from tiercache.integrations.transformers.trial import ProbeReport
 from tiercache.integrations.transformers.watch import Watch, identity_of
@@ -143,10 +144,8 @@ class Worker:
         small = [geometries[PoolName.KV]] if PoolName.KV in geometries else geometries.values()
         block = min(geometry.padded_nbytes for geometry in small)
         arena = HostArena(host_size, block)
-        self.sizes = (
-            f"device: {page_slots} pages and {state_slots} states,"
-            f" {sum(map(pool_bytes, pools.values())) >> 10} KiB; {arena.report}"
-        )
+        total = sum(pool.capacity * pool.geometry.nbytes for pool in pools.values())
+        self.sizes = f"device: {page_slots} pages and {state_slots} states, {total >> 10} KiB; {arena.report}"
         """Sizes of the device pools and of the host arena, and the reason for the arena's size, as text."""
         _log.info("%s", self.sizes)
         self.engine_report = ""
@@ -162,6 +161,7 @@ class Worker:
         bound = (
             self.watch.bound(identity) if identity else identity_of(model, self.runner, page_size, self.watch)
         )
+        self._has_storage = storage is not None
         opened = storage if storage is None or isinstance(storage, StorageBackend) else open_backend(storage)
         try:
             self.controller = HybridCacheController(
@@ -221,7 +221,7 @@ class Worker:
         return generations[0] if n is None else generations
 
     def serve_all(
-        self, requests: Iterable[Request], *, in_flight: int = 8, audit: bool = False
+        self, requests: Iterable[Request], *, in_flight: int = 8, audit: bool = False, below: bool = False
     ) -> list[Generation | Exception]:
         """Answer several requests in turns of one forward pass each, at most `in_flight` at a time.
 
@@ -229,19 +229,23 @@ class Worker:
         request that fails does not disturb the others. Each answer is the one that `serve` computes with the
         same cuts. Times count from the call, so they include the turns of other requests.
 
-        A request for which the device pools have no room waits until others have ended. If it is alone and
-        still has none, it is computed without the cache, as `serve` does.
+        A request for which the device pools have no room waits until others have ended. If an answer needs
+        another page and there is none, the youngest request is parked, on the host or with `below` in
+        storage, and goes on later, bit for bit. A request that the pools could not hold alone is computed
+        without the cache, as `serve` does.
 
         Raises what `serve` raises for a request that is not possible, before any begins; and ClosedError for
         a closed worker.
         """
+        if below and not self._has_storage:
+            raise InputError("there is no storage to park requests in; leave out below=True")
         checked = []
         for number, request in enumerate(requests):
             try:
                 checked.append(self._checked(request))
             except (InputError, TokenError) as error:
                 raise type(error)(f"request {number} (the first is 0): {error}") from error
-        return self.scheduler.run_all(checked, count_of("in_flight", in_flight), audit=audit)
+        return Turns(self, checked, count_of("in_flight", in_flight), audit=audit, below=below).run()
 
     def _checked(self, request: Request, n: int = 1) -> Checked:
         """Return a request in the worker's form. Raises InputError and TokenError as `serve` does."""
@@ -360,11 +364,6 @@ class Worker:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def pool_bytes(pool: DevicePool) -> int:
-    """Return the payload bytes of all slots of a pool."""
-    return pool.capacity * pool.geometry.nbytes
 
 
 def _profile_of(model: PreTrainedModel) -> ModelProfile | None:

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 from transformers.cache_utils import DynamicCache
 
-from tiercache.core import PoolName, as_tokens
-from tiercache.integrations.transformers.commits import DECODE_SNAPSHOTS, Commits
-from tiercache.integrations.transformers.generation import Generation
-from tiercache.integrations.transformers.prefill import Prefill
-from tiercache.integrations.transformers.sampling import Chooser, Sampling
+from tiercache.core import PoolName, Reason, as_tokens
+from tiercache.integrations.transformers.requests.commits import DECODE_SNAPSHOTS, Commits
+from tiercache.integrations.transformers.requests.generation import Generation
+from tiercache.integrations.transformers.requests.prefill import Prefill
+from tiercache.integrations.transformers.requests.sampling import Chooser, Sampling
 
 if TYPE_CHECKING:
     from tiercache.integrations.transformers.worker import Worker
@@ -71,8 +71,10 @@ class Continuation:
     def step(self) -> None:
         """Choose the next token, and feed it to the model unless it is the last one.
 
-        At each page boundary of the answer, a snapshot of the state is taken.
+        At each page boundary of the answer, a snapshot of the state is taken. Raises PoolFullError, with
+        nothing changed, if there is no slot for the page of the next token.
         """
+        self._commits.reserve(min(len(self._tokens) + 1, self._end - 1))
         token = self._choose(self._logits)
         self._tokens.append(token)
         if token in self._stop or len(self._tokens) == self._end:
@@ -80,6 +82,7 @@ class Continuation:
             return
         if self._limit is not None and len(self._tokens) == self._limit + 1:
             self._commit_end()
+            self._commits.release()
             self._compute_anew()
         else:
             self._logits = self._runner.forward(self._cache, [token], len(self._tokens) - 1)
@@ -88,6 +91,31 @@ class Continuation:
             self._newest = (len(self._tokens), self._slots[0])
             self._commits.export_state(self._cache, self._slots[0])
             self._slots.reverse()
+
+    @property
+    def length(self) -> int:
+        """Number of tokens of the prompt and the answer so far; the live cache holds all of them."""
+        return len(self._tokens)
+
+    def park(self, *, below: bool) -> None:
+        """Commit the answer so far, and park it; see `Commits.park`."""
+        self._commit_end()
+        self._commits.park(self._cache, self._tokens, self._slots[0], below=below)
+        self._newest = None
+        self._slots.clear()
+
+    def go_on(self, cache: DynamicCache) -> None:
+        """Go on with the cache of a continuation that was parked."""
+        self._cache = cache
+        self._slots = [self._commits.take() for _ in range(DECODE_SNAPSHOTS)]
+
+    def give_up(self) -> None:
+        """Commit the answer so far, and go on without the cache."""
+        self._commit_end()
+        self._newest = None
+        self._slots = [{}, {}]
+        self._commits.give_up()
+        self._reason = Reason.BUSY
 
     @property
     def _beyond(self) -> bool:
@@ -113,6 +141,7 @@ class Continuation:
             restored_state=first.restored_state,
             anew=self._anew,
             sampling=self._sampling,
+            parks=self._commits.parks,
         )
 
     def _commit_end(self) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from tiercache.integrations.transformers.sampling import GREEDY, Sampling
+from tiercache.integrations.transformers.requests.sampling import GREEDY, Sampling
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,9 @@
-"""Admission of the worker's requests, and the turns of those that run beside each other."""
+"""Admission of the worker's requests, and the end of their device work."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,11 +13,10 @@ from tiercache.controller import Admission, Lookup
 from tiercache.controller.allocation import DeviceFence
 from tiercache.core import Reason, TokenArray
 from tiercache.errors import ClosedError, PoolFullError
-from tiercache.integrations.transformers.commits import CHECKPOINTS, DECODE_SNAPSHOTS
-from tiercache.integrations.transformers.generation import Generation
-from tiercache.integrations.transformers.prefill import COPY_SECONDS
-from tiercache.integrations.transformers.sampling import Sampling
-from tiercache.integrations.transformers.task import Task
+from tiercache.integrations.transformers.requests.commits import CHECKPOINTS, DECODE_SNAPSHOTS
+from tiercache.integrations.transformers.requests.prefill import COPY_SECONDS
+from tiercache.integrations.transformers.requests.sampling import Sampling
+from tiercache.integrations.transformers.requests.task import Task
 
 if TYPE_CHECKING:
     from tiercache.integrations.transformers.worker import Worker
@@ -56,8 +54,11 @@ class Scheduler:
         started: float,
         lookup: Lookup | None = None,
         wait: bool = True,
+        grows: bool = False,
     ) -> Task:
         """Admit a request and return its task, which is to be closed.
+
+        With `grows`, slots are reserved for the prompt alone; the task takes more as its answer grows.
 
         If the device pools have no room for it, the task runs without the cache; without `wait`, the method
         raises PoolFullError instead. `lookup` is an earlier lookup of this prompt.
@@ -73,65 +74,14 @@ class Scheduler:
             lookup = lookup or worker.controller.lookup(request.prompt, request.extra)
             states = CHECKPOINTS + DECODE_SNAPSHOTS if worker.runner.layout.state_geometries else 0
             tokens = worker.kept(len(request.prompt) + request.new_tokens)
-            admission = self.admit(lookup, tokens, states, wait=wait)
+            if not grows:
+                admission = self.admit(lookup, tokens, states, wait=wait)
+            elif self._fits(tokens):
+                admission = self.admit(lookup, len(request.prompt), states, wait=wait)
         return Task(
             worker, admission, request.prompt, request.new_tokens, request.stop, request.samplings,
             audit=audit, started=started, reason=reason,
         )  # fmt: skip
-
-    def run_all(
-        self, requests: Sequence[Checked], in_flight: int, *, audit: bool
-    ) -> list[Generation | Exception]:
-        """Run requests in turns, at most `in_flight` at a time; return what each of them gave.
-
-        They begin in their order. A request for which the pools have no room waits until an earlier one ends.
-        """
-        results: dict[int, Generation | Exception] = {}
-        waiting = deque(enumerate(requests))
-        running: dict[int, Task] = {}
-        lookup: Lookup | None = None  # of the first request that waits
-        started = time.perf_counter()
-        self._worker.controller.tick()  # raises ClosedError if the worker is closed
-        try:
-            while waiting or running:
-                while waiting and len(running) < in_flight:
-                    number, request = waiting[0]
-                    try:
-                        if not self._worker.exceeds_limit(len(request.prompt)):
-                            lookup = lookup or self._worker.controller.lookup(request.prompt, request.extra)
-                        running[number] = self.begin(
-                            request, audit=audit, started=started, lookup=lookup, wait=not running
-                        )
-                    except PoolFullError:
-                        break
-                    except Exception as error:  # noqa: BLE001  whatever ends a request, the others go on
-                        results[number] = error
-                    waiting.popleft()
-                    lookup = None
-                results |= self._take_turns(running)
-        finally:
-            for task in running.values():
-                task.close()
-        return [results[number] for number in range(len(requests))]
-
-    def _take_turns(self, running: dict[int, Task]) -> dict[int, Generation | Exception]:
-        """Give each task one step; take those that are over out of `running`, and return what they gave."""
-        over: dict[int, Generation | Exception] = {}
-        computed = False
-        for number, task in list(running.items()):
-            try:
-                computed |= task.step(wait=False)
-            except Exception as error:  # noqa: BLE001  whatever ends a request, the others go on
-                over[number] = error
-            else:
-                if task.generations:
-                    (over[number],) = task.generations
-            if number in over:
-                task.close()
-                del running[number]
-        if running and not computed:
-            self._worker.controller.tick(wait=0.01)
-        return over
 
     def admit(self, lookup: Lookup, tokens: int, states: int, *, wait: bool = True) -> Admission | None:
         """Admit a request; return None if the device pools have no room for it.
@@ -159,11 +109,18 @@ class Scheduler:
                     self.synchronize()  # the copies to the host begin when the last request's work is over
                     deadline = time.monotonic() + COPY_SECONDS
                     continue
-                pages = -(-tokens // worker.controller.page_size) if worker.tensors.kv else 0
-                possible = pages <= worker.tensors.page_slots
-                if not possible or time.monotonic() > deadline or not worker.controller.tick(wait=0.01):
+                if (
+                    not self._fits(tokens)
+                    or time.monotonic() > deadline
+                    or not worker.controller.tick(wait=0.01)
+                ):
                     _log.warning("computing %d tokens without the cache: %s", tokens, error)
                     return None
+
+    def _fits(self, tokens: int) -> bool:
+        """Return whether the device has page slots for `tokens` tokens at all."""
+        pages = -(-tokens // self._worker.controller.page_size) if self._worker.tensors.kv else 0
+        return pages <= self._worker.tensors.page_slots
 
     def release(self, admission: Admission) -> None:
         """End an admission, once the device has finished what is queued now."""

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tiercache.controller import ParkedStatus
 from tiercache.core import Reason, TokenArray
-from tiercache.integrations.transformers.commits import Commits
-from tiercache.integrations.transformers.continuation import Continuation
-from tiercache.integrations.transformers.generation import Generation
-from tiercache.integrations.transformers.prefill import Prefill
-from tiercache.integrations.transformers.sampling import Sampling
+from tiercache.integrations.transformers.requests.commits import CHECKPOINTS, DECODE_SNAPSHOTS, Commits
+from tiercache.integrations.transformers.requests.continuation import Continuation
+from tiercache.integrations.transformers.requests.generation import Generation
+from tiercache.integrations.transformers.requests.prefill import Prefill
+from tiercache.integrations.transformers.requests.sampling import Sampling
 
 if TYPE_CHECKING:
     from tiercache.controller import Admission
@@ -53,6 +54,7 @@ class Task:
         self._prefill = Prefill(worker, self._commits[0], prompt, audit, started)
         self._continuations: list[Continuation] = []
         self._turn = 0
+        self._away = False  # parked, or on the way back
 
     @property
     def generations(self) -> tuple[Generation, ...]:
@@ -72,6 +74,8 @@ class Task:
         The continuations have turns. Raises what the forward pass or a commit raises; the task is then to be
         closed.
         """
+        if self._away and not self._arrive():
+            return False
         if self._prefill.logits is None:
             return self._prefill.step(wait=wait)
         if not self._continuations:
@@ -83,6 +87,76 @@ class Task:
         if one.generation is not None:
             self._commits[self._turn].release()
         self._turn = (self._turn + 1) % len(self._continuations)
+        return True
+
+    @property
+    def lost(self) -> bool:
+        """Whether the task was parked and cannot be brought back; it is then to be closed."""
+        return self._commits[0].lost
+
+    @property
+    def parks(self) -> int:
+        """Number of times that the task was parked."""
+        return self._commits[0].parks
+
+    @property
+    def has_slots(self) -> bool:
+        """Whether the task has device slots that it could give to others."""
+        return self._commits[0].admission is not None
+
+    @property
+    def returns(self) -> bool:
+        """Whether the task was parked and is being brought back."""
+        return self._away
+
+    @property
+    def copies(self) -> bool:
+        """Whether the task is parked and its slots are still being copied to the host."""
+        parked = self._commits[0].parked
+        return self._away and parked is not None and parked.status is ParkedStatus.COPYING
+
+    def park(self, *, below: bool) -> bool:
+        """Give the slots of a task with one sampling to others; return False if there is nothing to park.
+
+        With `below`, it is kept in storage, and on the host otherwise. Raises PoolFullError or AdmissionError
+        if there is no room for it. After an exception, or if the result is False, the task is to be closed.
+        """
+        assert len(self._samplings) == 1
+        if self._commits[0].admission is None:
+            return False
+        if self._prefill.logits is not None:
+            if not self._continuations:
+                self._continue()
+            self._continuations[0].park(below=below)
+        elif self._prefill.cache is not None:
+            self._prefill.park(below=below)
+        else:
+            return False
+        self._away = True
+        return True
+
+    def resume(self) -> None:
+        """Begin to bring a parked task back. Raises as `Commits.resume` does, with nothing changed."""
+        if self._continuations:
+            self._commits[0].resume(self._continuations[0].length + 1, DECODE_SNAPSHOTS)
+        else:
+            self._commits[0].resume(len(self._prefill.prompt), CHECKPOINTS + DECODE_SNAPSHOTS)
+
+    def give_up(self) -> None:
+        """Commit the answer so far, and go on without the cache."""
+        self._continuations[0].give_up()
+        self._commits[0].release()
+
+    def _arrive(self) -> bool:
+        """Return whether a task that was parked can go on."""
+        cache = self._commits[0].arrive()
+        if cache is None:
+            return False
+        if self._continuations:
+            self._continuations[0].go_on(cache)
+        else:
+            self._prefill.cache = cache
+        self._away = False
         return True
 
     def close(self) -> None:

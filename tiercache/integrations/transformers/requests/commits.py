@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from transformers.cache_utils import DynamicCache
 
-from tiercache.controller import Admission, Sources
+from tiercache.controller import Admission, Parked, ResumedAdmission, Sources, Status
 from tiercache.core import PoolName, Reason, as_tokens
-from tiercache.errors import PoolFullError
+from tiercache.errors import AdmissionError, ClosedError, PoolFullError
+from tiercache.integrations.transformers.last_page import cut, export_last_page
 
 if TYPE_CHECKING:
     from tiercache.integrations.transformers.worker import Worker
@@ -22,6 +25,8 @@ DECODE_SNAPSHOTS: Final = 2
 
 With two, the newest complete snapshot survives while the next one is taken.
 """
+PARK_SECONDS: Final = 3600.0
+"""Maximum seconds for which a request is parked. After that, it is served from its beginning."""
 CHECKPOINTS: Final = 3
 """Number of state slots for the checkpoints of one prefill.
 
@@ -54,6 +59,14 @@ class Commits:
         """Number of tokens whose pages are in the admission's slots."""
         self.states: list[int] = []
         """Depths at which states were committed, in tokens."""
+        self.parked: Parked | None = None
+        """The parked sequence, until it has arrived again."""
+        self.parks = 0
+        """Number of times that the sequence was parked."""
+        self.lost = False
+        """Whether a parked sequence could not be brought back."""
+        self._arriving: ResumedAdmission | None = None
+        self._spare: list[Mapping[PoolName, int]] = []  # state slots that `take` gives out first
 
     @property
     def reason(self) -> Reason:
@@ -74,6 +87,8 @@ class Commits:
 
         If too few slots are free, or there is no admission, the result is empty and no state is kept.
         """
+        if self._spare:
+            return self._spare.pop()
         try:
             return self.admission.take_states() if self.admission is not None else {}
         except PoolFullError as error:
@@ -120,6 +135,80 @@ class Commits:
         )
         self.states += states
 
+    def reserve(self, tokens: int) -> None:
+        """Make sure of page slots for `tokens` tokens. Raises PoolFullError if there are too few."""
+        tokens = self._worker.kept(tokens)
+        if self.admission is not None and self.admission.slots.pages * self._worker.runner.page_size < tokens:
+            self.admission.extend(tokens)
+
+    def park(
+        self, cache: DynamicCache, tokens: list[int], slots: Mapping[PoolName, int], *, below: bool
+    ) -> None:
+        """Give the slots to others; keep pages and state on the host, or with `below` in storage.
+
+        `cache` holds exactly `tokens`, of which all whole pages are committed. `slots` are to take its state;
+        without them, slots are taken. Raises PoolFullError or AdmissionError if there is no room; the
+        admission is then to be released.
+        """
+        assert self.admission is not None
+        worker, page_size = self._worker, self._worker.runner.page_size
+        slots = slots or self.take()
+        if worker.runner.layout.state_geometries and not slots:
+            raise PoolFullError("there is no slot for the live state of a request that is to be parked")
+        if len(tokens) % page_size and worker.runner.layout.has_pages:
+            last = int(self.admission.pages[PoolName.KV][len(tokens) // page_size])
+            export_last_page(cache, worker.tensors, last)
+        self.export_state(cache, slots)
+        self.parked = worker.controller.park(
+            self.admission, as_tokens(tokens), slots or None,
+            ttl=PARK_SECONDS, below=below, fence=worker.stream.fence(),
+        )  # fmt: skip
+        self.parks += 1
+        self._held = self.admission = None
+        self._spare.clear()
+
+    def resume(self, tokens: int, states: int) -> None:
+        """Begin to bring the parked sequence back, with slots for `tokens` tokens and `states` states.
+
+        Raises PoolFullError, with nothing changed, if there are too few; AdmissionError if it has expired.
+        """
+        assert self.parked is not None
+        states = states if self._worker.runner.layout.state_geometries else 0
+        self._held = self._arriving = self._worker.controller.resume(
+            self.parked, tokens=self._worker.kept(tokens), states=states
+        )
+
+    def arrive(self) -> DynamicCache | None:
+        """Return the live cache once the sequence has arrived; None before.
+
+        None and `lost` if it does not come back; it is then to be released.
+        """
+        admission, parked, worker = self._arriving, self.parked, self._worker
+        assert admission is not None
+        assert parked is not None
+        try:
+            if admission.poll().status is Status.PENDING:
+                return None
+            self.lost = not admission.resumed
+        except PoolFullError:
+            self.lost = True
+        if self.lost:
+            return None
+        tokens, page_size = len(parked.tokens), worker.runner.page_size
+        cache = worker.runner.restore(
+            worker.tensors,
+            admission.pages.get(PoolName.KV, ())[: -(-tokens // page_size)],
+            admission.live_states or None,
+            wait_layer=partial(admission.wait_layer, stream=worker.stream.handle),
+            tokens=tokens,
+        )
+        cut(cache, worker.tensors, tokens)
+        self.exported = tokens // page_size * page_size
+        self.admission, self._arriving, self.parked = admission, None, None
+        if admission.live_states:
+            self._spare.append(admission.live_states)  # the live state is in the cache now
+        return cache
+
     def fork(self, tokens: int) -> Commits:
         """Return what another continuation of the same sequence keeps, with slots for `tokens` tokens.
 
@@ -138,7 +227,14 @@ class Commits:
         return forked
 
     def release(self) -> None:
-        """Give the slots back once the device has finished with them; a second call does nothing."""
+        """Give the slots back once the device has finished with them, and what is parked.
+
+        A second call does nothing.
+        """
+        if self.parked is not None and self._arriving is None:
+            with suppress(AdmissionError, ClosedError):  # it may have expired
+                self.parked.release()
+        self.parked = self._arriving = None
         if self._held is not None:
             held, self._held, self.admission = self._held, None, None
             self._worker.scheduler.release(held)

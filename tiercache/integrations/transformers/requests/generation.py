@@ -12,7 +12,7 @@ from transformers.cache_utils import DynamicCache
 
 from tiercache.controller import Sources
 from tiercache.core import Reason, Tier
-from tiercache.integrations.transformers.sampling import GREEDY, Sampling
+from tiercache.integrations.transformers.requests.sampling import GREEDY, Sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,8 @@ class Generation:
 
     sampling: Sampling = GREEDY
     """The rule by which the new tokens were chosen."""
+    parks: int = 0
+    """Number of times that the request was parked, because others needed its slots."""
 
     @property
     def answer(self) -> npt.NDArray[np.int64]:

@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicCache
 from tiercache.controller import Sources, Status
 from tiercache.core import PoolName, Reason, TokenArray
 from tiercache.errors import PoolFullError, TransferError
-from tiercache.integrations.transformers.commits import CHECKPOINTS, Commits
+from tiercache.integrations.transformers.requests.commits import CHECKPOINTS, Commits
 
 if TYPE_CHECKING:
     from tiercache.index import Chunk
@@ -87,6 +87,14 @@ class Prefill:
         if not self._chunks:
             self._finish(logits)
         return True
+
+    def park(self, *, below: bool) -> None:
+        """Park what is computed so far; see `Commits.park`. The next step needs a new `cache`."""
+        assert self.cache is not None
+        held = self._chunks[-1].start
+        self.commits.commit(self.cache, self.tokens, held, {})
+        self.commits.park(self.cache, self.tokens[:held], {}, below=below)
+        self.cache = None
 
     def _begin(self) -> None:
         """Fill the cache with what is restored, and plan the chunks behind it."""

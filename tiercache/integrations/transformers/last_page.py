@@ -1,0 +1,34 @@
+"""Copies of a sequence's last page, which need not be full, between a Hugging Face cache and device pools."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.cache_utils import DynamicCache
+
+from tiercache.integrations.transformers.device import PoolTensors
+
+
+def export_last_page(cache: DynamicCache, pool: PoolTensors, slot: int) -> None:
+    """Copy the KV behind the cache's last full page into the beginning of page slot `slot`.
+
+    What the slot holds behind them stays as it was.
+    """
+    layout = pool.layout
+    start = layout.length(cache) // layout.page_size * layout.page_size
+    with torch.inference_mode():
+        for t in layout.kv_tensors():
+            held = layout.tensor_of(cache, t.layer, t.name)[0, :, start:].transpose(0, 1)
+            pool.pages(t.layer, t.name)[slot, : len(held)].copy_(held)
+
+
+def cut(cache: DynamicCache, pool: PoolTensors, tokens: int) -> None:
+    """Cut what was filled with whole pages to the first `tokens` tokens; states and windows stay."""
+    with torch.inference_mode():
+        for layer in pool.layout.layers:
+            held: Any = cache.layers[layer.layer]
+            if layer.k is not None and layer.window is None:
+                held.keys, held.values = (t[:, :, :tokens].contiguous() for t in (held.keys, held.values))
+            if layer.indexer is not None:
+                held.indexer_keys = held.indexer_keys[:, :tokens].contiguous()
