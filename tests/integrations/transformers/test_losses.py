@@ -65,17 +65,27 @@ def test_bits_that_flip_on_the_way_from_disk_never_reach_the_model(name: str, tm
         worker.controller.check_integrity()
 
 
-@pytest.mark.parametrize("what", ["zeroed", "swapped", "page"])
-def test_bytes_changed_on_disk_are_a_miss(what: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "pool", "what"),
+    [
+        ("bamba", PoolName.MAMBA, "zeroed"),
+        ("bamba", PoolName.MAMBA, "swapped"),
+        ("bamba", PoolName.MAMBA, "page"),
+        ("gemma3", PoolName.SWA, "zeroed"),
+        ("gemma3", PoolName.SWA, "swapped"),
+        pytest.param("inkling", PoolName.MAMBA, "swapped", marks=pytest.mark.slow),
+        pytest.param("inkling", PoolName.SWA, "swapped", marks=pytest.mark.slow),
+    ],
+)
+def test_bytes_changed_on_disk_are_a_miss(name: str, pool: PoolName, what: str, tmp_path: Path) -> None:
     """The same negative controls on the medium, between two processes: none gets through, each is counted."""
-    audit = Audit(loaded("bamba")[0], page_slots=64, state_slots=16)
-    with serving("bamba", store(tmp_path)) as worker:
+    audit = Audit(loaded(name)[0], page_slots=64, state_slots=16)
+    with serving(name, store(tmp_path)) as worker:
         for tokens in LONG.values():
             worker.serve(tokens, 1)
         worker.controller.flush()
         state, another = (
-            payload(objects(worker, Tier.HOST, LONG[seed], PoolName.MAMBA)[0], worker, PoolName.MAMBA)
-            for seed in (1, 2)
+            payload(objects(worker, Tier.HOST, LONG[seed], pool)[0], worker, pool) for seed in (1, 2)
         )
         page, other = (
             payload(objects(worker, Tier.HOST, LONG[seed], PoolName.KV)[3], worker, PoolName.KV)
@@ -87,7 +97,7 @@ def test_bytes_changed_on_disk_are_a_miss(what: str, tmp_path: Path) -> None:
         "page": {page: other},
     }
     assert rewrite(tmp_path, changes[what]) == len(changes[what])
-    with serving("bamba", store(tmp_path)) as worker:
+    with serving(name, store(tmp_path)) as worker:
         generation = worker.serve(LONG[1], 2, audit=True)
         assert (generation.restored, generation.reason) == (0, Reason.CHECKSUM)
         assert worker.controller.metrics.value("restore_failures_total", Reason.CHECKSUM) >= 1

@@ -13,16 +13,16 @@ import torch
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from tests.examples import slow_after
-from tests.integrations.transformers.models import PAGE, WINDOW, build, loaded, prompt
+from tests.integrations.transformers.models import PAGE, WINDOW, build, prompt
 from tests.integrations.transformers.serving import AMPLE, context_of, evict, right, store
 from tests.integrations.transformers.test_probe import spoiled
 from tiercache.controller import ControllerOptions
 from tiercache.core import PoolName, Tier
-from tiercache.errors import SlotError, UnsupportedModelError
+from tiercache.errors import ConfigError, SlotError, UnsupportedModelError
 from tiercache.integrations.transformers import ModelRunner, differences, load
 from tiercache.integrations.transformers.audit import Audit
 from tiercache.integrations.transformers.reach import Reach
-from tiercache.integrations.transformers.worker import Worker
+from tiercache.integrations.transformers.worker import Worker, split_device_bytes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -161,6 +161,16 @@ def test_each_state_pool_needs_its_slot() -> None:
     assert differences(runner.layout, restored, cache) == ()
 
 
+def test_the_pools_of_states_share_half_of_the_device() -> None:
+    geometries = ModelRunner(build("inkling"), PAGE).layout.geometries
+    state = geometries[PoolName.MAMBA].nbytes + geometries[PoolName.SWA].nbytes
+    pages, states = split_device_bytes(AMPLE, geometries)
+    assert states == AMPLE // 2 // state
+    assert pages == (AMPLE - states * state) // geometries[PoolName.KV].nbytes
+    with pytest.raises(ConfigError, match="device bytes are too few"):
+        split_device_bytes(7 * state + geometries[PoolName.KV].nbytes, geometries)
+
+
 # --- windows that cannot be, and windows that never forget
 
 
@@ -244,13 +254,16 @@ def _with_notes(window: int, depth: int) -> Reach | UnsupportedModelError:
 
 @pytest.mark.parametrize(
     ("window", "depth", "limit"),
-    [
-        (41, 32, None),  # before the window is full
-        (41, 48, 41),  # when it has forgotten; below, the model is served
-        (577, 560, 577),  # longer than the usual prompts, so that `reach` must find it: before it is full,
-        (577, 576, 577),  # when it is full,
-        (577, 592, 577),  # and when it has forgotten
-    ],
+    slow_after(
+        3,
+        [
+            (41, 32, None),  # before the window is full
+            (41, 48, 41),  # when it has forgotten; below, the model is served
+            (577, 576, 577),  # longer than the usual prompts, so that `reach` must find it: when it is full,
+            (577, 560, 577),  # before,
+            (577, 592, 577),  # and when it has forgotten
+        ],
+    ),
 )
 def test_what_a_window_keeps_elsewhere_is_found_around_its_end(
     window: int, depth: int, limit: int | None
@@ -267,10 +280,12 @@ def test_what_a_window_keeps_elsewhere_is_found_around_its_end(
     assert f"at {depth} tokens, does not continue as before" in why
 
 
-def test_the_prompts_fill_the_window_and_what_an_indexer_selects() -> None:
-    assert loaded("gemma3")[1].tokens > 3 * WINDOW
-    assert load(build("gemma3", sliding_window=100), PAGE)[1].tokens > 2 * 100
-    assert load(build("deepseek_v32", index_topk=90), PAGE)[1].tokens > 2 * 90
+@pytest.mark.parametrize(
+    ("name", "length"),
+    slow_after(1, [("gemma3", {"sliding_window": 100}), ("deepseek_v32", {"index_topk": 100})]),
+)
+def test_the_prompts_fill_the_window_and_what_an_indexer_selects(name: str, length: dict[str, int]) -> None:
+    assert load(build(name, **length), PAGE)[1].tokens > 2 * 100
 
 
 def test_a_window_that_is_not_reached_limits_the_cache() -> None:
