@@ -17,6 +17,7 @@ from tests.controller.test_prefetch import Clock
 from tiercache.controller import ControllerOptions, ParkedStatus, Status
 from tiercache.core import Reason, Tier, as_tokens
 from tiercache.errors import AdmissionError, ConfigError, InputError, PoolFullError, SlotError
+from tiercache.transfer import CopyEngine
 
 EXACT = prompt(1, 2, 3)
 KINDS = {"hybrid": {}, "pages": {"hybrid": False}, "states": {"kv": False}}
@@ -80,7 +81,14 @@ def test_pages_that_the_host_has_already_are_not_copied_again():
 
 
 def test_pages_that_are_still_on_the_device_are_shared_again():
-    engine = Engine(pages=16, blocks=40, options=options())
+    loaded = []
+
+    class Recording(CopyEngine):
+        def load(self, units, *, after=()):
+            loaded.extend((one.pool, len(one)) for one in units)
+            return super().load(units, after=after)
+
+    engine = Engine(pages=16, blocks=40, options=options(), engine=Recording)
     held = parked(engine)
     settled(engine)
     other = ask(engine, PROMPT, states=1)
@@ -88,6 +96,7 @@ def test_pages_that_are_still_on_the_device_are_shared_again():
     admission = engine.controller.resume(held)
     admission.wait()
     assert np.array_equal(admission.pages[KV][:3], other.pages[KV][:3])
+    assert sorted(loaded) == [(KV, 1), (MAMBA, 1)], "the last page and the live state"
     engine.controller.release(other)
     verify(engine, admission)
     engine.controller.release(admission)

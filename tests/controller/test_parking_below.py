@@ -13,13 +13,13 @@ from tests.controller.harness import IDENTITY, KV, MAMBA, Engine, P, prompt
 from tests.controller.parking import PROMPT, computed, go_on, parked, scribble, verify
 from tests.controller.test_interleavings import until
 from tests.controller.test_machine import Flaky
-from tests.controller.test_overlap import all_is_free
+from tests.controller.test_overlap import all_is_free, on_device
 from tests.controller.test_parking import KINDS, empty, options, settled
 from tests.controller.test_prefetch import Clock
 from tests.examples import slow_after
 from tiercache.controller import ParkedStatus, Status
 from tiercache.core import Outcome, Reason, as_tokens
-from tiercache.errors import AdmissionError, InputError
+from tiercache.errors import AdmissionError, InputError, RefusedError
 from tiercache.keys import page_keys
 from tiercache.storage.registry import open_backend
 
@@ -119,6 +119,22 @@ def test_a_request_larger_than_the_host_comes_back_through_it():
     all_is_free(engine)
 
 
+def test_pages_are_shared_in_the_middle_of_a_longer_path():
+    engine = Engine(Flaky(MemoryBackend()), hybrid=False, pages=16, blocks=60, options=options())
+    held = stored(engine)
+    engine.serve(prompt(1, 2, 3, 4, 5, 6))
+    settled(engine)
+    assert on_device(engine, prompt(1, 2, 3, 4, 5, 6)) == 6
+    before = engine.metrics.value("storage_gets_total", "kv", "hit")
+    admission = engine.controller.resume(held)
+    engine.check()
+    admission.wait()
+    verify(engine, admission)
+    assert engine.metrics.value("storage_gets_total", "kv", "hit") - before == 1, "the last page"
+    engine.controller.release(admission)
+    all_is_free(engine)
+
+
 def test_a_host_too_small_for_one_object_is_a_miss():
     store = Flaky(MemoryBackend())
     ticket = stored(Engine(store, blocks=40, options=options()), commit=False).to_bytes()
@@ -157,6 +173,53 @@ def test_storage_sees_a_sequence_with_a_state_at_its_end_and_a_value():
     all_is_free(engine)
 
 
+class Recording(Flaky):
+    """A store that records the values that it is given, and refuses deletions if told so."""
+
+    def __init__(self):
+        super().__init__(MemoryBackend())
+        self.values, self.refuses = {}, False
+
+    def set(self, items):
+        self.values |= {item.key: item.meta.value for item in items}
+        return super().set(items)
+
+    def advise(self, keys, values, worker=0):
+        self.values |= dict(zip(keys, values, strict=True))
+
+    def delete(self, keys):
+        if self.refuses:
+            raise RefusedError("deletions are for operators")
+        return super().delete(keys)
+
+
+def test_a_value_lasts_for_the_time_to_live():
+    """Values lose half in an hour: an hour more doubles them."""
+    store = Recording()
+    engine = Engine(store, blocks=80, options=options())
+    hour, ten = (stored(engine, commit=False, ttl=hours * 3600.0) for hours in (1, 10))
+    [one], [other] = (
+        {value for key, value in store.values.items() if key.page_key in held.keys} for held in (hour, ten)
+    )
+    assert other / one == pytest.approx(2.0**9)
+    for held in (hour, ten):
+        held.release()
+    all_is_free(engine)
+
+
+def test_what_may_not_be_deleted_gets_no_value():
+    store = Recording()
+    engine = Engine(store, blocks=80, options=options())
+    held = stored(engine, commit=False)
+    store.refuses = True
+    held.release()
+    settled(engine)
+    assert len(parked_keys_in(store, held)) == 5
+    assert {value for key, value in store.values.items() if key.page_key in held.keys} == {0.0}
+    assert not engine.context.writes.is_suspended
+    all_is_free(engine)
+
+
 # -- what is refused
 # -----------------------------------------------------------------------------------------------
 
@@ -185,6 +248,20 @@ def test_a_ticket_of_another_tenant_or_model_is_refused():
         other = Engine(store, blocks=40, options=options(), identity=replace(IDENTITY, **change))
         with pytest.raises(InputError, match="of another model, numerics or tenant"):
             other.controller.resume(ticket)
+
+
+def test_a_ticket_with_other_tokens_leads_to_nothing():
+    """Its objects would be those of other tokens, and so a wrong answer."""
+    engine = Engine(Flaky(MemoryBackend()), blocks=40, options=options())
+    held = stored(engine, commit=False)
+    forged = replace(held.ticket, tokens=as_tokens([9, *PROMPT[1:]]))
+    engine = Engine(engine.context.storage.backend, blocks=40, options=options())
+    admission = engine.controller.resume(forged.to_bytes())
+    poll = admission.wait()
+    assert (admission.resumed, poll.depth, poll.reason) == (False, 0, Reason.ABSENT)
+    engine.controller.release(admission)
+    assert len(parked_keys_in(engine.context.storage.backend, held)) == 5
+    all_is_free(engine)
 
 
 def test_a_ticket_needs_a_storage():

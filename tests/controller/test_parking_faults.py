@@ -168,7 +168,7 @@ def test_any_copy_may_hang(nth, what, end):
     if end == "release":
         engine.controller.release(admission)
         engine.check()
-        scribble(engine)
+        assert any(pool.available < pool.capacity for pool in engine.pools.values())
     elif end == "deadline":
         clock.now += 6.0
         assert admission.poll().status is (Status.FAILED if what == "park" else Status.PENDING)

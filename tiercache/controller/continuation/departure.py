@@ -14,8 +14,9 @@ from tiercache.controller.continuation.holds import HostHold
 from tiercache.controller.continuation.parcels import Parcel, Places
 from tiercache.controller.store_calls import StoreCall
 from tiercache.core import HitPolicy, Locations, Mask, Outcome, PoolName, PoolTransfer, Reason
-from tiercache.errors import TransferError
+from tiercache.errors import RefusedError, TransferError
 from tiercache.index import Pin
+from tiercache.storage.hybrid import HybridStorage
 from tiercache.transfer import Ticket
 
 _log = logging.getLogger(__name__)
@@ -221,6 +222,8 @@ class ParkWrite:
 class ParkDeletion:
     """Deletion of a parked request from storage. While calls of storage are suspended, it waits.
 
+    A daemon may refuse deletions to a worker. The objects then get the value 0, and are evicted first.
+
     Thread safety: the owner's thread. Only `_background_forget` runs on another thread.
     """
 
@@ -242,8 +245,15 @@ class ParkDeletion:
         try:
             storage.forget(self._wanted)
         except Exception as error:  # noqa: BLE001
-            # an outage, or a store that breaks its contract: what is left is evicted when its value has faded
-            _log.warning("a parked request could not be deleted from storage: %s", error)
+            # a refusal, an outage, or a store that breaks its contract: what is left is evicted in time
+            _log.info("a parked request could not be deleted from storage: %s", error)
+            return isinstance(error, RefusedError) and self._background_devalue(storage)
+        return True
+
+    def _background_devalue(self, storage: HybridStorage) -> bool:
+        try:
+            storage.advise({pool: dict.fromkeys(keys, 0.0) for pool, keys in self._wanted.items()})
+        except Exception:  # noqa: BLE001  a hint that is lost
             return False
         return True
 

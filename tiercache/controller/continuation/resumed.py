@@ -48,8 +48,8 @@ class ResumedAdmission(Admission):
         self._missed: Reason | None = None
         """Why the request could not be resumed, until there were slots to go on as an ordinary one."""
         sequence, extra = parked.tokens, parked.ticket.extra
-        match = context.index.match(sequence, extra)
         node = _deepest_on_device(context, sequence, extra)
+        match = context.index.match(sequence, extra)
         lookup = Lookup(sequence, extra, match, node.end * context.page_size)
         super().__init__(context, lookup, tokens, states, deadline, rules, shared=node)
         if context.index.state_pools:
@@ -144,10 +144,13 @@ class ResumedAdmission(Admission):
 
 
 def _deepest_on_device(context: ControllerContext, sequence: TokenArray, extra: bytes) -> Node:
-    """Return the deepest node of the sequence up to whose end the device has all pages; the root if none."""
+    """Return the node that ends where the pages of the sequence on the device end; the root if none.
+
+    The caller pins it at once: it may be new, because an edge was split there.
+    """
     index = context.index
     match = index.match(sequence, extra)
     pages = index.locations(match, match.path_depth).pages
     run = min((leading(at.device >= 0) for at in pages.values()), default=0)
     node = index.node_at(match, run)
-    return node if node.end <= run else index.node_at(match, node.start)
+    return node if node.end == run else index.extend_path(sequence, run, extra)
