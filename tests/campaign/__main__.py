@@ -1,4 +1,4 @@
-"""Crash campaigns over the local stores, run by `make campaign`.
+"""Crash campaigns over the local stores, and simulated controllers, run by `make campaign`.
 
     python -m tests.campaign [--backend file,lmdb] [--only kill,open,...] [--quick] [--seed N] [-o FILE.json]
 
@@ -20,7 +20,19 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tests.campaign import clocks, clones, forks, full_disk, gone, growth, kill, opening, power, soak
+from tests.campaign import (
+    clocks,
+    clones,
+    forks,
+    full_disk,
+    gone,
+    growth,
+    kill,
+    opening,
+    power,
+    simulation,
+    soak,
+)
 from tests.campaign.report import Row, steps, table
 from tests.campaign.stores import KINDS, available
 
@@ -35,9 +47,10 @@ CAMPAIGNS = {
     "power": (power.campaign, 50, 4),
     "enospc": (full_disk.campaign, 10, 1),
     "soak": (soak.campaign, 120, 15),
+    "simulate": (simulation.campaign, 10_000, 50),
 }
 """Each with its trials (`open`: in all; `grow`, `fork`, `clock`, `gone`, `clones`: for each row; soak:
-seconds), and those of --quick.
+seconds; `simulate`: seeds), and those of --quick.
 """
 
 
@@ -52,7 +65,7 @@ def main(arguments: Sequence[str]) -> int:
         for name in options.only:
             run, full, quick = CAMPAIGNS[name]
             amount = options.trials or (quick if options.quick else full)
-            for kind in options.backend:
+            for kind in options.backend if name != "simulate" else ["memory"]:
                 rows += run(kind, amount, options.seed, Path(base), progress)
     _report(rows, options.output)
     return 0 if all(row.good for row in rows) else 1

@@ -70,6 +70,7 @@ class Engine:
         clock=None,
         options=None,
         engine=None,
+        threads=None,
         identity=IDENTITY,
         shard=None,
         ranks=None,
@@ -93,6 +94,7 @@ class Engine:
         self.arena = HostArena(blocks * 4096, 4096)
         extra = {"clock": clock} if clock else {}
         extra |= {"engine": engine} if engine else {}
+        extra |= {"threads": threads} if threads else {}
         self.controller = HybridCacheController(
             identity,
             self.pools,

@@ -365,3 +365,38 @@ def test_a_resume_that_fails_on_a_full_device_waits_for_slots():
     engine.controller.release(other)
     assert not resumed_or_ordinary(engine, admission, Reason.IO_ERROR, near=3 * P)
     all_is_free(engine)
+
+
+def test_a_lost_request_that_finds_no_slots_at_once_is_pending_and_leaks_nothing():
+    copier = Copier()
+    engine = Engine(
+        Flaky(MemoryBackend()), pages=12, states=6, blocks=60, options=options(), engine=copier.engine
+    )
+    engine.serve(PROMPT)
+    settled(engine)
+    copier.arm(0)
+    held = parked(engine)
+    until(engine, lambda: held.status is ParkedStatus.LOST)
+    copier.armed.clear()
+    empty(engine)
+    other = engine.controller.admit(engine.controller.lookup([1, 2]), states=5)
+    assert other.start().status is Status.READY
+    admission = engine.controller.resume(held)
+    assert admission.status is Status.PENDING
+    with pytest.raises(PoolFullError):
+        admission.poll()
+    engine.check()
+    engine.controller.release(other)
+    assert not resumed_or_ordinary(engine, admission, Reason.IO_ERROR, near=3 * P)
+    all_is_free(engine)
+
+
+def test_a_resume_while_reads_are_suspended_is_an_ordinary_restore():
+    clock, store = Clock(), Flaky(MemoryBackend())
+    engine = Engine(store, blocks=60, clock=clock, options=options(storage_deadline=5.0))
+    held = parked(engine, commit=False, below=True)
+    until(engine, lambda: held.status is ParkedStatus.STORED)
+    settled(engine)
+    engine.context.reads._breaker.trip()  # private: no public call suspends reads at once
+    assert not resumed_or_ordinary(engine, engine.controller.resume(held), Reason.UNAVAILABLE)
+    engine.check()

@@ -12,6 +12,8 @@ from tiercache_backends.memory import MemoryBackend
 
 from tests.controller.harness import Engine, P, evict_checked, prompt
 from tests.controller.test_hung_store import Hanging
+from tests.controller.test_machine import Flaky
+from tests.controller.test_prefetch import Clock
 from tests.controller.test_write_back import BLOCKS, Never, engine_over, land
 from tests.storage_backends.grpc.daemon import Daemon
 from tiercache.controller import WRITE_BACK, ControllerOptions
@@ -213,3 +215,57 @@ def test_two_controllers_write_back_to_one_daemon(tmp_path):
         other = Engine(open_backend(url), blocks=BLOCKS)
         for names in (NAMES, range(1000, 1200, 10), range(2000, 2200, 10)):
             assert restored(other, names) == len(names)
+
+
+def test_write_back_goes_on_after_a_suspension_in_which_no_write_waits():
+    """The write that failed was given up, and only another write can show that the store is well again."""
+    clock, store = Clock(), Flaky(MemoryBackend())
+    options = ControllerOptions(write=WRITE_BACK, write_chance=0.0, write_retries=0)
+    engine = Engine(store, pages=24, blocks=BLOCKS, options=options, clock=clock)
+    store.sets = ["raise"] * 1000
+    while not engine.context.writes.is_suspended:
+        engine.serve(session(len(store.sets)))
+        engine.controller.flush(20)
+    store.sets.clear()
+    while engine.context.in_flight.operations:
+        clock.now += 100.0
+        engine.controller.tick(0.01)
+    engine.serve(session(7))
+    for _ in range(4):
+        engine.controller.flush(20)
+        clock.now += 100.0
+        engine.controller.tick(0.01)
+    assert not engine.context.writes.is_suspended
+    assert engine.controller.flush(20)
+
+
+def test_a_flush_ends_though_each_check_takes_longer_than_the_pause_behind_it():
+    class Slow(Flaky):
+        def exists(self, keys):
+            time.sleep(0.1)
+            return super().exists(keys)
+
+    engine = Engine(Slow(MemoryBackend()), pages=24, blocks=BLOCKS)
+    engine.serve(session(1))
+    engine.controller.flush(20)
+    engine.controller.tick(0.2)
+    assert engine.controller.flush(20)
+    assert not engine.context.in_flight.operations
+
+
+def test_a_unit_that_storage_loses_while_it_is_written_is_given_up():
+    """The pages of a unit that needs several writes are gone before its state is written."""
+
+    class Losing(Flaky):
+        def set(self, items):
+            outcomes = super().set(items)
+            self.delete([item.key for item in items])
+            return outcomes
+
+    options = ControllerOptions(write=WRITE_BACK, write_chance=0.0, in_flight_share=0.01, write_retries=0)
+    engine = Engine(Losing(MemoryBackend()), pages=24, blocks=BLOCKS, options=options)
+    engine.serve(session(1, 8))
+    land(engine)
+    assert not engine.controller.flush(60)
+    assert not engine.context.in_flight.operations
+    assert engine.controller._write_back.is_idle  # private: nothing tells whether a flush ended by its time

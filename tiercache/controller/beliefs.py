@@ -62,6 +62,9 @@ class Beliefs:
         context, most = self._context, self._context.options.belief_checks
         if not most or context.storage is None or self._asking or context.queries.is_suspended:
             return
+        # A check that takes longer than the pause would be followed by the next one at once, for ever.
+        if context.is_draining:
+            return
         now, stored = context.clock(), context.stored
         if now < self._next and not self._is_urgent and not (self._covers_tree and stored > self._stored):
             return

@@ -225,6 +225,8 @@ class ControllerContext:
     """Number of objects whose write to storage was given up and that no `flush` has reported yet."""
     stored: int = 0
     """Number of objects that storage has taken so far."""
+    is_draining: bool = False
+    """Whether a caller waits until nothing is under way, so that no check and no prefetch begins."""
     on_landed: Callable[[], None] = lambda: None
     """Callback on the owner's thread, after operations have landed or slots were freed."""
     _pid: int = field(default_factory=os.getpid)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any, Self
 
@@ -31,7 +32,7 @@ from tiercache.controller.values import Values
 from tiercache.controller.write_back import WriteBack
 from tiercache.controller.write_through import WriteThrough
 from tiercache.core import Locations, PoolName, Tier, as_tokens
-from tiercache.errors import AdmissionError, ClosedError, InputError
+from tiercache.errors import AdmissionError, ClosedError, InputError, PoolFullError
 from tiercache.index import Content, HybridIndex
 from tiercache.keys import Identity, Shard, namespace_of
 from tiercache.metrics import Metrics
@@ -172,7 +173,7 @@ class HybridCacheController:
         self._beliefs = Beliefs(self._context)
         self._tiers = TierChanges(storage, partial(self._context.events.post, self._beliefs.renew))
         self._prefetches = PrefetchQueue(self._context)
-        self._draining = Draining(self._context, self._write_through, self._write_back, self._prefetches)
+        self._draining = Draining(self._context, self._write_through, self._write_back)
         self._pins = PrefixPins(self._context)
         self._hints = Hints(self._context)
         self._parking = Parking(self._context, self._values)
@@ -387,7 +388,10 @@ class HybridCacheController:
             prefetch or self._context.options.prefetch,
         )
         self._admissions.add(admission)
-        admission.poll()
+        with suppress(
+            PoolFullError
+        ):  # what was parked is lost, and computing it needs more slots; a poll says so
+            admission.poll()
         return admission
 
     def prefetch(self, tokens: Any, extra: bytes = b"") -> PrefetchTicket:

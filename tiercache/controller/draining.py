@@ -12,7 +12,6 @@ from tiercache.controller.in_flight import InFlight
 from tiercache.controller.writes import Write
 
 if TYPE_CHECKING:
-    from tiercache.controller.prefetch_queue import PrefetchQueue
     from tiercache.controller.write_back import WriteBack
     from tiercache.controller.write_through import WriteThrough
 
@@ -24,14 +23,10 @@ class Draining:
     """
 
     def __init__(
-        self,
-        context: ControllerContext,
-        write_through: WriteThrough,
-        write_back: WriteBack,
-        prefetches: PrefetchQueue,
+        self, context: ControllerContext, write_through: WriteThrough, write_back: WriteBack
     ) -> None:
         self._context = context
-        self._write_through, self._write_back, self._prefetches = write_through, write_back, prefetches
+        self._write_through, self._write_back = write_through, write_back
         self._hanging: threading.Thread | None = None
 
     @property
@@ -77,7 +72,7 @@ class Draining:
         do not count.
         """
         end = time.monotonic() + timeout
-        self._prefetches.paused = True
+        self._context.is_draining = True
         try:
             drained = self._drain_until(end)
             if self._context.options.write == WRITE_BACK:
@@ -87,7 +82,7 @@ class Draining:
                     drained = self._drain_until(end)
             return drained
         finally:
-            self._prefetches.paused = False
+            self._context.is_draining = False
 
     def _drain_until(self, end: float) -> bool:
         self._context.drain()

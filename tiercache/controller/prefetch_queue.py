@@ -115,8 +115,6 @@ class PrefetchQueue:
     def __init__(self, context: ControllerContext) -> None:
         self._context = context
         self._tickets: deque[PrefetchTicket] = deque()
-        self.paused = False
-        """Whether no prefetch may go on, because somebody waits until nothing is in flight."""
 
     @property
     def pins(self) -> list[Pin]:
@@ -139,7 +137,7 @@ class PrefetchQueue:
 
     def advance(self) -> None:
         """Let the first prefetch go on, and the next ones when it is over."""
-        while self._tickets and not self.paused:
+        while self._tickets and not self._context.is_draining:
             first = self._tickets[0]
             if not first.done:
                 first.advance()

@@ -122,6 +122,11 @@ class StoreCalls:
         return not self._breaker.closed
 
     @property
+    def is_held_up(self) -> bool:
+        """Whether calls are suspended, and a waiting call can be the next trial."""
+        return self.is_suspended and bool(self.waiting)
+
+    @property
     def hung(self) -> int:
         """Number of calls that were lost while they ran and have not returned yet."""
         return len(self._hung)

@@ -20,6 +20,8 @@ _STEPS: Final = 4
 """Number of looks in the time in which the host takes as many blocks as are kept written ahead."""
 _DECAY: Final = 0.95
 """Share of the earlier writes that each look keeps, in the measured rate of writes."""
+_MAX_TIMES: Final = 2
+"""Number of times that the objects of a unit may be written; more happens if storage loses them meanwhile."""
 _FIRST_TICKS: Final = 2.0**14
 """Ticks that storage is assumed to keep an object before anything was written."""
 
@@ -29,6 +31,8 @@ class UnitWrite(NamedTuple):
 
     blocks: int
     """Number of host blocks of the objects whose writes have begun."""
+    needed: int
+    """Number of host blocks of all the unit's objects that storage lacks."""
     is_over: bool
     """Whether nothing is left to begin; else the rest waits for room."""
 
@@ -55,6 +59,8 @@ class WriteBack:
         """Number of blocks that the host had taken at the last look (see `ObjectAllocator.taken_blocks`)."""
         self._wanted: deque[Node] = deque()
         """Nodes whose units are to be written, and for which there was no room yet."""
+        self._spent = self._needed = 0
+        """Number of blocks written for the first of `_wanted`, and the number of those that it needs."""
         self._tick = context.index.now
         # Blocks that were written, and the ticks that this took; earlier ones count less (see `_DECAY`).
         self._written = self._ticks = 0.0
@@ -83,7 +89,7 @@ class WriteBack:
         There is a look for more when the host has taken a quarter of what is kept written ahead.
         """
         context = self._context
-        if context.storage is None or context.writes.is_suspended:
+        if context.storage is None or context.writes.is_held_up:
             return
         ahead = int(_AHEAD * context.arena.blocks)
         if not self._wanted and context.allocator.taken_blocks - self._looked_at >= ahead // _STEPS:
@@ -105,14 +111,20 @@ class WriteBack:
 
     def _begin(self) -> None:
         share, least = self._context.in_flight.writing, self._context.allocator.widest
-        while self._wanted and share.left >= least:
+        # While calls of storage are suspended, one write at a time goes on: the trial that ends this.
+        while self._wanted and share.left >= least and not self._context.writes.is_held_up:
             node = self._wanted[0]
             if node.parent is not None and _is_unwritten(node):  # neither evicted nor written meanwhile
                 begun = self._write_unit(node)
                 self._written += begun.blocks
-                if not begun.is_over:
+                self._spent += begun.blocks
+                self._needed = max(self._needed, begun.needed)
+                # Storage may lose the first pages before the last are written. Without an end, the same pages
+                # would be written for ever.
+                if not begun.is_over and self._spent <= _MAX_TIMES * self._needed:
                     return
             self._wanted.popleft()
+            self._spent = self._needed = 0
 
     def _restorable(self) -> list[Node]:
         """Return the nodes with units that storage lacks in part, and whose whole path is in some tier."""

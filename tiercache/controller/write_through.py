@@ -197,10 +197,15 @@ class _Plan:
         return int(self._costs[self.at])
 
     @property
+    def blocks(self) -> int:
+        """Number of host blocks of all objects of the plan."""
+        return int(self._costs[-1])
+
+    @property
     def fits(self) -> bool:
         """Whether the host could take the whole plan, by evicting everything that is not in use."""
         try:
-            self._context.allocator.require_host(int(self._costs[-1]))
+            self._context.allocator.require_host(self.blocks)
         except PoolFullError:
             return False
         return True
@@ -363,7 +368,7 @@ class WriteThrough:
     @property
     def is_idle(self) -> bool:
         """Whether no commit waits, or all must wait because calls of storage are suspended."""
-        return not self._waiting or self._is_held_up
+        return not self._waiting or self._context.writes.is_held_up
 
     @property
     def objects(self) -> int:
@@ -395,7 +400,7 @@ class WriteThrough:
         """
         plan = _Plan(self._context, node, node.end, [node.end], 0)
         if plan.gone.total() or not plan.left():
-            return UnitWrite(0, is_over=True)
+            return UnitWrite(0, 0, is_over=True)
         chain = Chain({}, stays_on_host=True)
         self._describe(chain, plan, node, node.end)
         plan.begin(chain)
@@ -404,21 +409,13 @@ class WriteThrough:
             for pool, count in left.items():
                 self._context.give_up(pool, "host_full", count, final=False)
             left.clear()
-        return UnitWrite(plan.begun_blocks, is_over=not left)
-
-    @property
-    def _is_held_up(self) -> bool:
-        """Whether calls of storage are suspended, and a waiting write can be the next trial.
-
-        A trial is a call that shows whether storage works again.
-        """
-        return self._context.writes.is_suspended and bool(self._context.writes.waiting)
+        return UnitWrite(plan.begun_blocks, plan.blocks, is_over=not left)
 
     def retry_waiting(self) -> None:
         """Offer the waiting commits again, after an operation has landed and may have made room."""
         for _ in range(len(self._waiting)):
             commit = self._waiting.popleft()
-            if commit.is_on_host and self._is_held_up:
+            if commit.is_on_host and self._context.writes.is_held_up:
                 self._waiting.append(commit)
                 continue
             match = self._context.index.match(commit.tokens, commit.extra)
@@ -432,7 +429,7 @@ class WriteThrough:
         Returns whether the next commit may be offered. The answer is False if this commit waits for room and
         none of its writes could begin.
         """
-        context, held_up = self._context, self._is_held_up
+        context, held_up = self._context, self._context.writes.is_held_up
         to_storage = context.storage is not None and not commit.is_for_host
         tiers = (Tier.HOST, Tier.STORAGE) if to_storage else (Tier.HOST,)
         if is_new and _is_settled(node, commit.states if context.index.state_pools else (), tiers):

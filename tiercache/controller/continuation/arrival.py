@@ -95,9 +95,12 @@ class Arrival:
 
     def _go_on(self) -> None:
         while self._waiting and self._under_way <= self._context.options.read_threads:
-            if not self._read(self._waiting[0]):
+            # While calls of storage are suspended, a read is lost before `_read` returns; nothing waits then.
+            parcel = self._waiting.pop(0)
+            if not self._read(parcel):
+                if not self._is_stopped:
+                    self._waiting.insert(0, parcel)
                 break
-            self._waiting.pop(0)
         if not self._under_way and not self._waiting and not self.done:
             self.done = True
             self.is_whole = not self._is_stopped

@@ -1,0 +1,75 @@
+"""Simulated lives keep every promise, and a seed names one history."""
+
+import logging
+
+import pytest
+
+from tests.simulation.lives import live
+from tests.simulation.plan import Plan
+from tests.simulation.world import Flag, World
+
+SEEDS = 60
+MORE = 300
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    """Stores warn of every fault that is made for them here."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(SEEDS), pytest.param(range(SEEDS, MORE), marks=pytest.mark.slow)], ids=["few", "more"]
+)
+def test_simulated_lives_keep_every_promise(seeds):
+    counts = {}
+    for seed in seeds:
+        for what, number in live(seed).counts.items():
+            counts[what] = counts.get(what, 0) + number
+    # What never happens proves nothing.
+    assert counts.keys() >= {"restored tokens", "outages", "kills", "parks", "resumed", "forks", "no room"}
+
+
+def test_a_seed_names_one_history():
+    digests = [live(seed).world.digest for seed in (7, 7, 8)]
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_seeds_draw_calm_lives_and_lives_with_every_fault():
+    plans = [Plan.drawn(World(seed).random) for seed in range(SEEDS)]
+    assert any(plan.calm for plan in plans)
+    faults = [plan.faults for plan in plans]
+    assert all(any(getattr(f, name) for f in faults) for name in ("fails", "partly", "breaks", "hangs"))
+
+
+def test_a_wait_ends_with_the_flag_or_the_time_and_ends_no_later_wait():
+    world, times = World(0), []
+    flag = Flag(world)
+
+    def wait():
+        flag.wait(1.0)
+        times.append(world.now)
+        flag.wait(5.0)
+        times.append(world.now)
+        world.sleep(100.0)
+        times.append(world.now)
+
+    def set_it():
+        world.sleep(0.25)
+        flag.set()
+        flag.clear()
+
+    world.spawn(wait, "one")
+    world.spawn(set_it, "other")
+    world.run()
+    assert times == [0.25, 5.25, 105.25]
+
+
+def test_a_kill_ends_what_waits():
+    world, ended = World(0), []
+    world.spawn(lambda: (world.sleep(10.0), ended.append("victim")), "victim")
+    world.spawn(lambda: (world.sleep(1.0), world.kill("victim"), ended.append("killer")), "killer")
+    world.run()
+    assert ended == ["killer"]
