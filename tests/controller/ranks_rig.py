@@ -9,7 +9,7 @@ from tests.controller.harness import KV, MAMBA, Engine, P
 from tiercache.controller import ControllerOptions, Status
 from tiercache.controller.ranks.base import RankFacts
 from tiercache.controller.ranks.session import RankSession
-from tiercache.core import as_tokens
+from tiercache.core import Outcome, as_tokens
 from tiercache.errors import TransferError
 from tiercache.keys import Shard
 from tiercache.storage.wrappers.base import Wrapper
@@ -232,7 +232,8 @@ class Crew:
 class Ranked(Wrapper):
     """One rank's view of a store: what `lost` names is reported as there, and then cannot be read.
 
-    Gets wait while `gate` is shut. Unless `is_owned`, the store outlives a `close`.
+    Gets wait while `gate` is shut, and nothing is taken while it `refuses`. Unless `is_owned`, the store
+    outlives a `close`.
     """
 
     def __init__(self, inner, *, is_owned=False):
@@ -240,6 +241,7 @@ class Ranked(Wrapper):
         self.lost, self.is_owned = set(), is_owned
         self.gate = threading.Event()
         self.gate.set()
+        self.written, self.refuses = set(), False
 
     def exists(self, keys):
         return [key in self.lost or there for key, there in zip(keys, super().exists(keys), strict=True)]
@@ -247,6 +249,12 @@ class Ranked(Wrapper):
     def get(self, items):
         assert self.gate.wait(30)
         return super().get(items)
+
+    def set(self, items):
+        if self.refuses:
+            return [Outcome.THROTTLED] * len(items)
+        self.written |= {item.key.pool for item in items}
+        return super().set(items)
 
     def close(self):
         if self.is_owned:

@@ -190,6 +190,43 @@ def test_a_load_that_failed_on_one_rank_is_voted_on_again_by_all():
     assert [rank.depth for rank in crew] == [0, 0]
 
 
+def test_messages_of_an_earlier_round_attempt_or_session_change_nothing():
+    post, (one, two) = pair()
+    crew = [Rank(one, {2}, {3}, ()), Rank(two, {2, 3}, (), ())]
+    for rank in crew:
+        rank.step()
+    vote = post.mail[0]
+    post.deliver_all()
+    crew[1].near = {2}
+    crew[1].step()  # it has lost what it called ready
+    post.mail.append(vote)
+    post.deliver_all()
+    crew[0].step()
+    run(post, *crew)
+    assert [rank.depth for rank in crew] == [2, 2]
+    with pytest.raises(RankError, match="cannot begin at a depth of 3 pages, because it holds 2"):
+        crew[1].agreement.follow(3)
+    again = [Rank(one, {3}, (), ()), Rank(two, {3}, (), ())]
+    again[1].step()
+    post.deliver_all()
+    again[0].step()
+    decided = post.mail[0]
+    post.deliver_all()
+    again[1].agreement.fail_load()
+    post.mail.append(decided)
+    post.deliver_all()
+    assert again[1].depth is None
+    sessions = joined(post)
+    later = [Rank(session, {3}, (), ()) for session in sessions]
+    for _ in range(2):
+        later[1].agreement = None
+        later[1].step()
+    post.mail.clear()
+    post.mail.append(decided)
+    post.deliver_all()
+    assert later[1].depth is None
+
+
 def test_a_request_that_one_rank_cannot_admit_begins_on_none():
     post, (one, two) = pair()
     waits = Rank(one, {3}, (), ())

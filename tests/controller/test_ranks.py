@@ -89,6 +89,21 @@ def test_all_ranks_restore_the_same_from_every_tier(crew, size, sharded):
     assert other.serve(PROMPT, [1]) == [0]  # nothing of it is for another number of ranks
 
 
+def test_replicated_pages_are_written_by_one_rank_and_believed_only_when_they_are_there(crew):
+    stores = Stores(2)
+    ranks = crew(2, stores, sharded=False, options=ControllerOptions(write_retries=0))
+    ranks.serve(PROMPT[: 3 * P], [1])
+    for _ in range(3):  # the other rank may ask before the first has written
+        ranks.settle()
+        ranks.serve(PROMPT[: 3 * P], [1])
+    assert all(ranks.settle())
+    assert [store.written for store in stores.ranks] == [{KV, MAMBA}, {MAMBA}]
+    stores.ranks[0].refuses = True
+    ranks.serve(PROMPT, [1])
+    assert ranks.settle() == [False, False]
+    assert max(stores.keys(ranks, 1, MAMBA)) == 3  # no state goes before its pages
+
+
 @pytest.mark.parametrize("hidden", [False, True])
 def test_holes_in_the_stores_of_ranks_lead_to_the_deepest_depth_that_all_have(crew, hidden):
     ranks, stores = filled(crew, 4)
@@ -173,6 +188,34 @@ def test_a_killed_rank_makes_the_others_miss_until_it_has_joined_again(crew):
     ranks.engines = ranks.on_all(join)
     assert ranks.serve(PROMPT, [1]) == [5]
     killed.controller.close()
+
+
+def test_a_rank_that_dies_before_it_has_loaded_everything_does_not_keep_the_leader_waiting(crew):
+    ranks, _ = filled(crew, deadline=0.4)
+    first, second = (e.controller.admit(e.controller.lookup(PROMPT), states=5) for e in ranks.engines)
+    while first.poll().status is Status.PENDING:
+        second.poll()
+    assert (first.depth, first.attempt) == (5 * P, 0)
+    ranks.groups[1].is_cut = True
+    while not (first.confirmed and first.attempt):
+        first.poll()
+        time.sleep(0.001)
+    assert first.poll().status is Status.FAILED
+    assert first.depth == 0
+    for engine, admission in zip(ranks.engines, (first, second), strict=True):
+        engine.controller.release(admission)
+
+
+def test_parked_requests_are_for_a_single_rank(crew):
+    ranks, _ = filled(crew)
+    leader, other = (engine.controller for engine in ranks.engines)
+    admissions = [each.admit(each.lookup(PROMPT), states=1) for each in (leader, other)]
+    with pytest.raises(AdmissionError, match="park is not possible in a group of ranks"):
+        leader.park(admissions[0], PROMPT, ttl=1.0)
+    with pytest.raises(AdmissionError, match="resume is not possible in a group of ranks"):
+        leader.resume(b"ticket")
+    for each, admission in zip((leader, other), admissions, strict=True):
+        each.release(admission)
 
 
 def test_a_request_for_which_one_rank_has_no_slots_is_released_on_all(crew):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -210,13 +211,18 @@ class Write(Operation):
         storage = self._context.storage
         assert storage is not None
         outcomes: list[Sequence[Outcome]] = [[Outcome.THROTTLED] * len(run.destinations) for run in runs]
-        offered = [
-            i
-            for i, run in enumerate(runs)
-            if run.pool not in self._context.elsewhere
-            and (not self._is_state(run) or self._can_follow_its_pages(run, runs))
-        ]
         try:
+            for i, run in enumerate(runs):
+                if run.pool in self._context.elsewhere:
+                    outcomes[i] = self._ask(run)
+            mine = [i for i, run in enumerate(runs) if run.pool not in self._context.elsewhere]
+            lacking = self._lacking_elsewhere(runs, outcomes)
+            offered = [
+                i
+                for i in mine
+                if not self._is_state(runs[i])
+                or (runs[i].span.start < lacking and self._can_follow_its_pages(runs[i], runs))
+            ]
             answer = storage.batch_set_v2(self._transfers([runs[i] for i in offered])) if offered else {}
             # The answer has one list of outcomes per pool. The list begins with the outcomes of the pool's
             # first run, then come those of the second run, and so on. `read` is the number of outcomes, by
@@ -227,9 +233,6 @@ class Write(Operation):
                 start = read[run.pool]
                 read[run.pool] += len(run.destinations)
                 outcomes[i] = answer[run.pool][start : read[run.pool]]
-            for i, run in enumerate(runs):
-                if run.pool in self._context.elsewhere:
-                    outcomes[i] = self._ask(run)
         except Exception:  # noqa: BLE001
             # an exception breaks the store's contract; only this write fails, and counts as ERROR below
             _log.exception("writing to storage failed")
@@ -243,6 +246,19 @@ class Write(Operation):
         keys = [self._chain.keys[page] for page in range(run.span.start, run.span.end)]
         there, _ = storage.holds({run.pool: keys})
         return [Outcome.HIT if stored else Outcome.THROTTLED for stored in there[run.pool]]
+
+    def _lacking_elsewhere(self, runs: Sequence[PageRun], outcomes: Sequence[Sequence[Outcome]]) -> float:
+        """Return the first page that another rank has not written yet; infinity if there is none."""
+        return min(
+            (
+                run.span.start + place
+                for run, results in zip(runs, outcomes, strict=True)
+                if run.pool in self._context.elsewhere and not self._is_state(run)
+                for place, outcome in enumerate(results)
+                if outcome not in _TAKEN
+            ),
+            default=math.inf,
+        )
 
     def _is_state(self, run: PageRun) -> bool:
         return run.pool in self._context.index.state_pools
