@@ -105,6 +105,8 @@ def test_the_pages_of_the_prompt_are_shared(name: str) -> None:
         while not task.generations:
             task.step()
             seen.append(free - pool.available)
+        worker.synchronize()
+        assert free - pool.available == len(ASKED) // PAGE + 4, "each gives its slots back when it is over"
         task.close()
         assert max(seen) == len(ASKED) // PAGE + 4 * 2, "the page in which the prompt ends, and another"
         worker.synchronize()

@@ -152,9 +152,13 @@ def test_requests_wait_for_slots(name: str, tmp_path: Path) -> None:
             right(audit, worker, answer)
         worker.synchronize()
         worker.controller.check_integrity()
-        free = {pool: one.available for pool, one in context_of(worker).device.items()}
-        evict(worker, Tier.DEVICE)
-        assert all(one.available == one.capacity for one in context_of(worker).device.values()), free
+        assert_nothing_is_held(worker)
+
+
+def assert_nothing_is_held(worker: Worker) -> None:
+    """Every device slot can be freed: no request holds one any more."""
+    evict(worker, Tier.DEVICE)
+    assert all(pool.available == pool.capacity for pool in context_of(worker).device.values())
 
 
 FORBIDDEN: list[int] = []
@@ -195,6 +199,7 @@ def test_a_request_that_fails_in_the_middle_does_not_disturb_the_others(tmp_path
                 right(audit, worker, answer)
             worker.synchronize()
             worker.controller.check_integrity()
+            assert_nothing_is_held(worker)
         right(audit, worker, worker.serve(whole[0].tokens, 2, audit=True))
 
 
