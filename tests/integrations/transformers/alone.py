@@ -26,7 +26,7 @@ ALONE: Final[dict[str, dict[str, Any]]] = {
     "mamba": _BASE | {"state_size": 8},
     "mamba2": _BASE | {"state_size": 16, "num_heads": 8, "head_dim": 16, "n_groups": 2, "chunk_size": 16},
     "falcon_mamba": _BASE | {"state_size": 8},
-    "rwkv": _BASE | {"attention_hidden_size": 64, "intermediate_size": 128, "context_length": 512},
+    "rwkv": _BASE | {"attention_hidden_size": 64, "intermediate_size": 128, "context_length": 1024},
     "xlstm": _BASE | {"num_blocks": 3, "embedding_dim": 64, "num_heads": 4, "qk_dim_factor": 1.0,
      "chunk_size": 16, "max_inference_chunksize": 512},
     "mistral": _BASE | {"intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2,

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tiercache.integrations.transformers.request import Request
+from tiercache.integrations.transformers.sampling import Sampling
 from torch import nn
 from transformers import PretrainedConfig
 from transformers.cache_utils import DynamicCache
@@ -39,6 +41,7 @@ CASES = slow_after(
             (256, torch.bfloat16),
         )
         for model in ALONE
+        if (model, dtype) != ("xlstm", torch.bfloat16)
     ],
 )
 
@@ -67,12 +70,14 @@ def test_a_restored_conversation_equals_its_recompute(
         audit = Audit(worker.runner, page_slots=1, state_slots=40)
         first = worker.serve(prompt(2 * page + 21, 1), page + 4 if page < 100 else 4, audit=True)
         right(audit, worker, first)
-        again = joined(first.tokens, prompt(5, 2))
-        for tier in (Tier.DEVICE, Tier.HOST, Tier.STORAGE):
+        for seed, tier in enumerate((Tier.DEVICE, Tier.HOST, Tier.STORAGE), 2):
+            again = joined(first.tokens, prompt(5, seed))
             evict(worker, *EVICTED[tier])
             planned = worker.plan(again, 2)
             second = worker.serve(again, 2, audit=True)
-            assert (second.restored, tiers_of(second)) == (first.states[-1], {tier})
+            # With pages of one token, the prompt before this one has left a state where it left the first.
+            assert second.restored - first.states[-1] in ((0, 1) if page == 1 else (0,))
+            assert tiers_of(second) == {tier}
             assert (planned.restored, planned.pages, planned.page_bytes) == (second.restored, 0, 0)
             assert planned.states
             right(audit, worker, second)
@@ -96,6 +101,10 @@ def test_a_branch_restores_where_the_prompts_part(name: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("name", EACH)
 @pytest.mark.parametrize("dtype", slow_after(1, [torch.float32, torch.bfloat16]))
 def test_a_wrong_state_changes_the_logits(name: str, dtype: torch.dtype) -> None:
+    if (name, dtype) == ("xlstm", torch.bfloat16):  # its own code multiplies float32 by bfloat16
+        with pytest.raises(UnsupportedModelError, match="cannot run"):
+            loaded(name, PAGE, dtype)
+        return
     runner, report = loaded(name, PAGE, dtype)
     nothing, foreign = wrong_state(runner, 4 * PAGE)
     assert min(nothing, foreign) > report.tolerance
@@ -262,4 +271,23 @@ def test_prompts_may_be_shorter_than_a_page() -> None:
             generation = worker.serve(np.arange(n), 2, audit=True)
             assert (generation.restored, generation.states) == (0, ())
             right(audit, worker, generation)
+        worker.controller.check_integrity()
+
+
+@pytest.mark.parametrize("name", slow_after(1, ["mistral", "mamba2", "rwkv", "mamba"]))
+def test_continuations_and_turns_give_what_each_gives_alone(name: str, tmp_path: Path) -> None:
+    with serving(name, store(tmp_path), device_bytes="16MiB", host_bytes="16MiB") as worker:
+        start = prompt(3 * PAGE + 3, 1)
+        together = worker.serve(start, PAGE + 9, n=3, sampling=Sampling(temperature=0.9, seed=5))
+        for k, answer in enumerate(together):
+            alone = worker.serve(start, PAGE + 9, sampling=Sampling(temperature=0.9, seed=5 + k))
+            assert np.array_equal(alone.tokens, answer.tokens)
+            assert (alone.restored, answer.states) == (3 * PAGE, (3 * PAGE, 4 * PAGE))
+        turns = worker.serve_all([Request(prompt(3 * PAGE + 3, seed), 8) for seed in (2, 3)])
+        for seed, answer in zip((2, 3), turns, strict=True):
+            assert np.array_equal(worker.serve(prompt(3 * PAGE + 3, seed), 8).tokens, answer.tokens)
+        for answer in together:
+            evict(worker, Tier.DEVICE, Tier.HOST)
+            again = worker.serve(joined(answer.tokens, [5, 6]), 2)
+            assert (again.restored, again.tier) == (4 * PAGE, Tier.STORAGE)
         worker.controller.check_integrity()
