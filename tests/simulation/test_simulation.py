@@ -1,11 +1,13 @@
 """Simulated lives keep every promise, and a seed names one history."""
 
 import logging
+from collections import Counter
 
 import pytest
 
 from tests.simulation.lives import live
 from tests.simulation.plan import Plan
+from tests.simulation.ranks import live_in_ranks
 from tests.simulation.world import Flag, World
 
 SEEDS = 60
@@ -24,12 +26,23 @@ def quiet():
     "seeds", [range(SEEDS), pytest.param(range(SEEDS, MORE), marks=pytest.mark.slow)], ids=["few", "more"]
 )
 def test_simulated_lives_keep_every_promise(seeds):
-    counts = {}
+    counts = Counter()
     for seed in seeds:
-        for what, number in live(seed).counts.items():
-            counts[what] = counts.get(what, 0) + number
+        counts.update(live(seed).counts)
     # What never happens proves nothing.
     assert counts.keys() >= {"restored tokens", "outages", "kills", "parks", "resumed", "forks", "no room"}
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(10), pytest.param(range(10, 100), marks=pytest.mark.slow)], ids=["few", "more"]
+)
+def test_ranks_begin_every_request_at_one_depth_whatever_happens_to_messages_stores_and_copies(seeds):
+    counts = Counter()
+    for seed in seeds:
+        counts.update(live_in_ranks(seed))
+    assert counts["served"]
+    assert counts["restored tokens"]
+    assert counts["again"]
 
 
 def test_a_seed_names_one_history():
