@@ -199,9 +199,9 @@ def test_greedy_continuations_that_would_be_equal_are_refused() -> None:
 @pytest.mark.parametrize(
     "values",
     [{"temperature": -0.1}, {"temperature": float("nan")}, {"temperature": float("inf")},
-     {"temperature": "1"}, {"temperature": True},
+     {"temperature": "1"}, {"temperature": True}, {"temperature": 10**400}, {"temperature": torch.ones(2)},
      {"seed": -1}, {"seed": 1 << 63}, {"seed": 0.5}, {"seed": None}],
-    ids=str,
+    ids=lambda values: str(values)[:30],
 )  # fmt: skip
 def test_an_impossible_sampling_is_refused(values: dict[str, Any]) -> None:
     (name,) = values

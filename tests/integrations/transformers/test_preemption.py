@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from tiercache.errors import AdmissionError, InputError
 from tiercache.integrations.transformers import Generation, Request, Sampling, differences
 from tiercache.integrations.transformers.audit import Audit
 from tiercache.integrations.transformers.requests.task import Task
+from tiercache.integrations.transformers.stream import TorchStream
 from tiercache.integrations.transformers.worker import Worker
 from tiercache.testing.faults import FaultEnv
 
@@ -75,7 +77,7 @@ def test_parked_requests_go_on_bit_for_bit(name: str, below: bool, tmp_path: Pat
     audit = Audit(loaded(name)[0], page_slots=512, state_slots=128)
     with serving(name, store(tmp_path)) as worker:
         with page_slots(worker, 9):
-            answers = generated(worker.serve_all(ASKED, in_flight=4, below=below))
+            answers = generated(worker.serve_all(ASKED, in_flight=4, audit=True, below=below))
         assert sum(answer.parks for answer in answers) > 0
         assert answers[0].parks == 0, "the oldest is never parked"
         for answer, one in zip(answers, expected, strict=True):
@@ -96,7 +98,7 @@ def test_a_request_is_parked_between_the_chunks_of_its_prefill(name: str, tmp_pa
     audit = Audit(loaded(name)[0], page_slots=512, state_slots=128)
     with serving(name, store(tmp_path), chunk_limit=PAGE) as worker:
         with page_slots(worker, 11):
-            answers = generated(worker.serve_all(asked))
+            answers = generated(worker.serve_all(asked, audit=True))
         assert [answer.parks for answer in answers] == [0, 1]
         for answer, one in zip(answers, expected, strict=True):
             same(worker, answer, one)
@@ -117,6 +119,8 @@ def test_a_request_may_be_parked_before_every_step(name: str, tmp_path: Path) ->
         while not task.generations:
             if task.park(below=task.parks % 2 == 1):
                 assert not task.has_slots
+                # private: no public call shows the live cache of a request that is not over
+                assert all(worker.runner.layout.length(one._cache) == 0 for one in task._continuations)
                 settle(worker)
                 task.resume()
             while not task.step(wait=False):
@@ -168,7 +172,7 @@ def test_requests_that_cannot_be_parked_begin_anew(tmp_path: Path) -> None:
     options: dict[str, Any] = {"options": ControllerOptions(restore_deadline=30.0, park_share=0.0)}
     with serving("bamba", store(tmp_path), **options) as worker:
         with page_slots(worker, 9):
-            answers = generated(worker.serve_all(ASKED, in_flight=4))
+            answers = generated(worker.serve_all(ASKED, in_flight=4, audit=True))
         assert [answer.parks for answer in answers] == [0] * 4
         assert any(answer.restored for answer in answers)
         for answer, one in zip(answers, expected, strict=True):
@@ -185,7 +189,7 @@ def test_a_request_that_runs_alone_and_finds_no_slot_goes_on_without(name: str, 
     audit = Audit(loaded(name)[0], page_slots=512, state_slots=128)
     with serving(name, store(tmp_path)) as worker:
         with page_slots(worker, 3):
-            (answer,) = generated(worker.serve_all(ASKED[:1]))
+            (answer,) = generated(worker.serve_all(ASKED[:1], audit=True))
         assert (answer.reason, answer.parks) == (Reason.BUSY, 0)
         same(worker, answer, expected[0])
         right(audit, worker, answer)
@@ -193,6 +197,32 @@ def test_a_request_that_runs_alone_and_finds_no_slot_goes_on_without(name: str, 
         again = worker.serve(answer.tokens, 1, audit=True)
         assert again.restored == 3 * PAGE
         right(audit, worker, again)
+
+
+class FailingStream(TorchStream):
+    """A stream whose next fence fails, once `left` prefills are over."""
+
+    left = 0
+
+    def synchronize(self) -> None:
+        self.left -= 1
+
+    def fence(self) -> None:
+        if self.left == 0:
+            self.left = -1
+            raise RuntimeError("the device is lost")
+
+
+def test_what_fails_when_a_request_goes_on_without_slots_ends_that_request_alone() -> None:
+    stream = FailingStream()
+    with serving("bamba", stream=stream) as worker:
+        stream.left = 2  # fails in the commit before the second request gives its slots back
+        with page_slots(worker, 3):
+            first, second = worker.serve_all([replace(ASKED[1], new_tokens=1), ASKED[0]], in_flight=1)
+        assert isinstance(first, Generation)
+        assert isinstance(second, RuntimeError)
+        assert stream.left < 0
+        whole(worker)
 
 
 def test_without_storage_nothing_can_be_parked_there() -> None:

@@ -227,7 +227,8 @@ class Worker:
 
         The result has, in the order of the requests, each one's generation, or the exception that ended it; a
         request that fails does not disturb the others. Each answer is the one that `serve` computes with the
-        same cuts. Times count from the call, so they include the turns of other requests.
+        same cuts. Times count from the call, so they include the turns of other requests. Without
+        `audit`, the caches of the generations are empty.
 
         A request for which the device pools have no room waits until others have ended. If an answer needs
         another page and there is none, the youngest request is parked, on the host or with `below` in

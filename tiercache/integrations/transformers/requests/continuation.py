@@ -98,9 +98,10 @@ class Continuation:
         return len(self._tokens)
 
     def park(self, *, below: bool) -> None:
-        """Commit the answer so far, and park it; see `Commits.park`."""
+        """Commit the answer so far, and park it; see `Commits.park`. The live cache is dropped."""
         self._commit_end()
         self._commits.park(self._cache, self._tokens, self._slots[0], below=below)
+        self._cache = self._runner.new_cache()
         self._newest = None
         self._slots.clear()
 

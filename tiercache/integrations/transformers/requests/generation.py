@@ -44,7 +44,7 @@ class Generation:
     ttft_seconds: float
     """Time until the first logits are computed. On CUDA, this includes all work that was queued before."""
     cache: DynamicCache = field(repr=False)
-    """The cache at the end of the request.
+    """The cache at the end of the request; empty for a request of `Worker.serve_all` without `audit`.
 
     If the sequence was recomputed (see `anew`), this is the new cache; with `audit` it is still the old
     cache, which holds the restored pages.

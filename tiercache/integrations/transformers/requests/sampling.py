@@ -30,7 +30,7 @@ class Sampling:
     def __post_init__(self) -> None:
         try:
             temperature = -1.0 if isinstance(self.temperature, bool | str) else float(self.temperature)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError, RuntimeError):
             temperature = -1.0
         if not 0.0 <= temperature < math.inf:
             raise InputError(f"temperature is {self.temperature!r}; give a finite number, 0 (greedy) or more")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from bisect import insort
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tiercache.errors import AdmissionError, PoolFullError
@@ -86,7 +87,7 @@ class Turns:
                 if task.lost:
                     self._begin_anew(number)
                 elif task.generations:
-                    self._end(number, task.generations[0])
+                    self._end(number, self._result(task))
         if computed:
             self._short_since = None
         return computed, short
@@ -140,7 +141,10 @@ class Turns:
         if len(holders) > 1:
             self._retract(max(holders))
         elif self._is_over() and not any(task.returns for task in self._running.values()):
-            self._running[holders[0]].give_up()
+            try:
+                self._running[holders[0]].give_up()
+            except Exception as error:  # noqa: BLE001  whatever ends a request, the others go on
+                self._end(holders[0], error)
 
     def _retract(self, number: int) -> None:
         """Park a running request; if that is not possible, let it begin anew."""
@@ -166,6 +170,14 @@ class Turns:
         self._take(number).close()
         insort(self._waiting, number)
         self._lookup = None
+
+    def _result(self, task: Task) -> Generation:
+        """Return the result of a task that is over; without `audit` it has no live cache.
+
+        Otherwise the caches of all requests would stay in memory until the last request is over.
+        """
+        (result,) = task.generations
+        return result if self._audit else replace(result, cache=self._worker.runner.new_cache())
 
     def _end(self, number: int, result: Generation | Exception) -> None:
         self._results[number] = result
