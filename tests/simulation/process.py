@@ -145,6 +145,10 @@ class Process:
         self._world.sleep(10_000.0)
         self.quiet()
         self._controller.flush(5.0)  # reports what was given up before
+        for _ in range(20):
+            # A lookup begins a check of what storage still has: it refuses the children of a lost page.
+            self._controller.lookup(prompt(9))
+            self._world.sleep(0.1)
         self.quiet()
         stored = self._controller.flush(5.0)
         assert stored or self._plan.capacity, "faults are over, and yet something did not reach storage"
