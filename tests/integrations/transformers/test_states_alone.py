@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiercache.integrations.transformers.request import Request
-from tiercache.integrations.transformers.sampling import Sampling
 from torch import nn
 from transformers import PretrainedConfig
 from transformers.cache_utils import DynamicCache
@@ -23,7 +21,7 @@ from tests.integrations.transformers.serving import EVICTED, evict, joined, righ
 from tests.integrations.transformers.sweep import small
 from tiercache.core import PoolName, Tier
 from tiercache.errors import ConfigError, SlotError, TokenError, UnsupportedModelError
-from tiercache.integrations.transformers import ModelRunner
+from tiercache.integrations.transformers import ModelRunner, Request, Sampling
 from tiercache.integrations.transformers.audit import Audit
 from tiercache.integrations.transformers.caches import form_of
 from tiercache.integrations.transformers.layout import StateCache
