@@ -190,6 +190,23 @@ def test_a_load_that_failed_on_one_rank_is_voted_on_again_by_all():
     assert [rank.depth for rank in crew] == [0, 0]
 
 
+def test_after_a_session_requests_restore_nothing_and_are_confirmed():
+    post, (one, two) = pair()
+    waits = [Rank(one, {3}, (), ()), Rank(two, {3}, (), ())]
+    for rank in waits:
+        rank.step()
+    for session in (one, two):
+        session.leave()
+    later = [Rank(one, {3}, (), ()), Rank(two, {3}, (), ())]
+    run(post, *later)
+    for rank in (*waits, *later):
+        assert rank.agreement.decision == Decision(0, Reason.UNAVAILABLE)
+        rank.agreement.fail_load()
+        assert rank.agreement.decision == Decision(0, Reason.UNAVAILABLE)
+        assert rank.agreement.is_confirmed(1)
+        assert not rank.agreement.is_confirmed(0)
+
+
 def test_messages_of_an_earlier_round_attempt_or_session_change_nothing():
     post, (one, two) = pair()
     crew = [Rank(one, {2}, {3}, ()), Rank(two, {2, 3}, (), ())]

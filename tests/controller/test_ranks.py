@@ -1,5 +1,6 @@
 """Controllers of several ranks over one store: all restore the same depth, or none does."""
 
+import threading
 import time
 
 import pytest
@@ -159,6 +160,41 @@ def test_a_load_that_fails_on_one_rank_after_the_start_voids_it_on_all(crew, fai
     assert ranks.serve(PROMPT, [1]) == [5, 0]
     assert [e.metrics.value("restore_failures_total", "io_error") for e in ranks.engines] == [1, 1]
     ranks.evict(Tier.DEVICE)
+    assert ranks.serve(PROMPT, [1]) == [5]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_load_that_fails_after_the_ranks_have_joined_anew_voids_it_on_all(crew, failing):
+    armed, gate = [], threading.Event()
+
+    def copier(*columns):
+        if armed and armed.pop():
+            assert gate.wait(30)
+            raise OSError("a bad layer")
+        copy_segments(*columns)
+
+    engines = [None, None]
+    engines[failing] = lambda device, host: CopyEngine(device, host, copier=copier)
+    ranks = crew(engine=engines, deadline=1.0)
+    ranks.serve(PROMPT, [1])
+    ranks.settle()
+    ranks.evict(Tier.DEVICE)
+    armed.append(True)
+    first, second = (e.controller.admit(e.controller.lookup(PROMPT), states=5) for e in ranks.engines)
+    while first.poll().status is Status.PENDING:
+        second.poll()
+    assert second.follow(first.depth, first.attempt).depth == first.depth == 5 * P
+    ranks.on_all(lambda rank: ranks.engines[rank].controller.join_ranks(ranks.groups[rank]))
+    gate.set()
+    while not (first.confirmed and first.attempt):
+        first.poll(), second.poll()
+        time.sleep(0.001)
+    assert (first.poll().depth, first.attempt) == (0, 1)
+    while (poll := second.follow(0, 1)).status is Status.PENDING:
+        time.sleep(0.001)
+    assert poll.depth == 0
+    for engine, admission in zip(ranks.engines, (first, second), strict=True):
+        engine.controller.release(admission)
     assert ranks.serve(PROMPT, [1]) == [5]
 
 

@@ -144,7 +144,7 @@ class GroupAdmission(Admission):
                     " `confirmed` says that all ranks have restored everything"
                 )
             self.status = Status.PENDING
-        elif self.status is Status.READY and self._restore.has_landed:
+        elif self.status is Status.READY and self._restore.has_landed and not self._restore.has_failed:
             self._restore.forget_loads()
             if not self._has_told:
                 self._has_told = True

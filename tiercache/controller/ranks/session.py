@@ -75,6 +75,8 @@ class Agreement:
 
     def is_confirmed(self, attempt: int) -> bool:
         """Return whether all ranks have everything on the device. Only the leader knows."""
+        if self.decision is not None and not self.decision.depth:
+            return attempt == self.attempt  # nothing is loaded, also after the session has ended
         return self._session.is_confirmed(self.number, attempt)
 
     def vote(self, possible: int, ready: int) -> None:
@@ -206,9 +208,15 @@ class RankSession:
                 agreement.decision = Decision(0, Reason.TIMEOUT)
 
     def fail_load(self, agreement: Agreement) -> None:
-        """Begin a further attempt, which this rank's failure makes necessary."""
+        """Begin a further attempt, which this rank's failure makes necessary.
+
+        After `leave`, nobody votes any more, and the further attempt restores nothing.
+        """
         with self._lock:
-            if self.is_leader:
+            if self._has_left:
+                agreement.on_again(agreement.attempt + 1)
+                agreement.on_decided(agreement.attempt, Decision(0, Reason.UNAVAILABLE))
+            elif self.is_leader:
                 self._ballots.repeat(agreement.number)
             else:
                 agreement.on_again(agreement.attempt + 1)
