@@ -230,3 +230,7 @@ def test_a_seed_gives_its_tokens_at_any_time_and_temperature() -> None:
     assert [one.seed for one in spread] == [(1 << 63) - 2, (1 << 63) - 1, 0, 1]
     drawn = [tuple(map(Chooser(one), logits)) for one in spread]
     assert all(a != b for a, b in pairwise(drawn))
+    far_apart = [
+        tuple(map(Chooser(Sampling(1.0, seed)), logits)) for seed in (5, 5 + (1 << 32), 5 + (1 << 62))
+    ]
+    assert len(set(far_apart)) == 3, "every bit of a seed counts"

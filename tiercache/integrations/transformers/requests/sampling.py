@@ -7,6 +7,7 @@ import operator
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
 import torch
 
 from tiercache.errors import InputError
@@ -62,7 +63,8 @@ class Chooser:
 
     def __init__(self, sampling: Sampling) -> None:
         self._temperature = sampling.temperature
-        self._random = torch.Generator().manual_seed(sampling.seed)
+        # torch's generator for CPUs reads 32 bits of a seed; this one reads all of them.
+        self._random = np.random.Generator(np.random.PCG64(sampling.seed))
 
     def __call__(self, logits: torch.Tensor) -> int:
         """Return the token chosen by `logits` `[vocab]`.
@@ -75,5 +77,5 @@ class Chooser:
         scores = logits.double().cpu()
         # The largest logit is subtracted first, so that no temperature makes a quotient overflow.
         sums = ((scores - scores.max()) / self._temperature).exp().cumsum(0)
-        drawn = torch.rand((), generator=self._random, dtype=torch.float64) * sums[-1]
+        drawn = self._random.random() * sums[-1]
         return min(int(torch.searchsorted(sums, drawn, right=True)), len(sums) - 1)
