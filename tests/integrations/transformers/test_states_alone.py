@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -193,12 +193,30 @@ class Slotted:
     __slots__ = ("hidden",)
 
 
+class HalfSlotted(Slotted):
+    def __init__(self) -> None:
+        self.seen, self.hidden = torch.zeros(1, 2), torch.zeros(1, 2)
+
+
+class Listed(list[Any]):
+    def __init__(self) -> None:
+        super().__init__([torch.zeros(1, 2)])
+        self.hidden = torch.zeros(1, 2)
+
+
+class Named(NamedTuple):
+    seen: torch.Tensor
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda state, seen: None, "returns no state, so it keeps its past elsewhere"),
         (lambda state, seen: [1, "x"], "a list, which has no tensors"),
         (lambda state, seen: [torch.zeros(1, 2), Slotted()], r"whose \[1\] is a Slotted, which may hold"),
+        (lambda state, seen: HalfSlotted(), "whose content is a HalfSlotted, which may hold"),
+        (lambda state, seen: Listed(), "whose content is a Listed, which may hold"),
+        (lambda state, seen: [Named(torch.zeros(1, 2))], r"whose \[0\] is a Named, which may hold"),
         (lambda state, seen: Holder(t=torch.zeros(1, 2), f=len), r"whose \.f is a builtin_function"),
         (lambda state, seen: [(t := torch.zeros(1, 2)), t[:, :1]], "share memory"),
         (lambda state, seen: [torch.zeros(1, 2), seen], r"a list, of which \[1\] is not the same"),

@@ -151,12 +151,17 @@ def _ignore(path: str, value: object) -> None:
 
 
 def _children(value: Any) -> Mapping[str, Any] | None:
-    """Return the named parts of a container or of an object; None for a value without parts."""
-    if isinstance(value, dict):
+    """Return the named parts of a container or of an object; None for a value whose parts are not known.
+
+    An object of a class with slots, or derived from a container, holds more than its attributes.
+    """
+    if type(value) is dict:
         return {f"[{key!r}]": item for key, item in value.items()}
-    if isinstance(value, list | tuple):
+    if type(value) in (list, tuple):
         return {f"[{n}]": item for n, item in enumerate(value)}
-    if isinstance(value, (*_PLAIN, torch.Tensor, PretrainedConfig)) or not hasattr(value, "__dict__"):
+    known = (*_PLAIN, torch.Tensor, PretrainedConfig, dict, list, tuple)
+    has_slots = any(vars(kind).get("__slots__") for kind in type(value).__mro__)
+    if isinstance(value, known) or has_slots or not hasattr(value, "__dict__"):
         return None
     return {f".{name}": item for name, item in vars(value).items()}
 
