@@ -20,6 +20,7 @@ from transformers.cache_utils import DynamicCache
 
 from tiercache.core import TokenArray, as_tokens
 from tiercache.errors import InputError, PoolFullError
+from tiercache.integrations.transformers.last_page import cut
 from tiercache.integrations.transformers.requests.generation import Generation
 from tiercache.integrations.transformers.requests.sampling import Chooser, Sampling
 from tiercache.integrations.transformers.runner import ModelRunner
@@ -54,6 +55,11 @@ class Run:
     temperature: float = 0.0
     seed: int = 0
     """Seed and temperature of the `Sampling` by which the answer was chosen."""
+    rejected: tuple[tuple[int, ...], ...] = ()
+    """For each of `bounds`, the draft's tokens that were fed behind it and cut off; empty if there are none.
+
+    They are fed again, because the rounding of a forward pass depends on the number of its tokens.
+    """
 
     def to_json(self) -> dict[str, Any]:
         """Return the run as JSON values, from which `from_json` can restore it in another process."""
@@ -63,7 +69,10 @@ class Run:
     def from_json(cls, record: Mapping[str, Any]) -> Run:
         """Make a run from the values of `to_json`."""
         values: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in record.items()
+            name: tuple(tuple(item) if isinstance(item, list) else item for item in value)
+            if isinstance(value, list)
+            else value
+            for name, value in record.items()
         }
         return cls(**values)
 
@@ -121,6 +130,7 @@ class Audit:
             tuple(generation.tokens.tolist()), generation.prompt_tokens, generation.restored,
             generation.bounds, generation.states, parts,
             generation.anew, generation.sampling.temperature, generation.sampling.seed,
+            generation.rejected,
         )  # fmt: skip
         first, answer = self.recompute(run)
         if uncut is None:
@@ -146,16 +156,21 @@ class Audit:
         # 0 ........ restored .... bounds[0] .... bounds[1] .... bounds[-1]
         # |from the `parts`|  forward  |   forward   |   forward   |
         cache = self._build(keys[: run.restored // page_size], run.parts)
-        first, answer, start = torch.empty(0), [], run.restored
-        for end in run.bounds:
+        first, start = torch.empty(0), run.restored
+        answer: list[int] = []
+        for end, rejected in zip(run.bounds, run.rejected or [()] * len(run.bounds), strict=True):
             if end == run.anew:
                 self._keep_pages(cache, keys, run.restored // page_size, start // page_size)
                 cache, start = self._runner.new_cache(), 0
-            logits = self._runner.forward(cache, tokens[start:end], start)
+            decodes = start >= run.prompt_tokens
+            fed = [*tokens[start:end].tolist(), *rejected]
+            rows = self._runner.logits(cache, fed, start, keep=len(fed) if decodes else 1)
+            if rejected:
+                cut(cache, self._runner.layout, end)
             if end == run.prompt_tokens:
-                first = logits
+                first = rows[0]
             if end >= run.prompt_tokens:
-                answer.append(choose(logits))
+                answer += [choose(row) for row in rows[: end - start]]
             if end in run.states:
                 self._keep_state(cache, keys[end // page_size - 1])
             start = end

@@ -8,6 +8,7 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from tiercache.integrations.transformers.device import PoolTensors
+from tiercache.integrations.transformers.layout import WINDOWED, CacheLayout
 
 
 def export_last_page(cache: DynamicCache, pool: PoolTensors, slot: int) -> None:
@@ -23,12 +24,14 @@ def export_last_page(cache: DynamicCache, pool: PoolTensors, slot: int) -> None:
             pool.pages(t.layer, t.name)[slot, : len(held)].copy_(held)
 
 
-def cut(cache: DynamicCache, pool: PoolTensors, tokens: int) -> None:
-    """Cut what was filled with whole pages to the first `tokens` tokens; states and windows stay."""
+def cut(cache: DynamicCache, layout: CacheLayout, tokens: int) -> None:
+    """Cut what is kept of every token to the first `tokens` tokens; states and windows stay."""
     with torch.inference_mode():
-        for layer in pool.layout.layers:
+        for layer in layout.layers:
             held: Any = cache.layers[layer.layer]
             if layer.k is not None and layer.window is None:
                 held.keys, held.values = (t[:, :, :tokens].contiguous() for t in (held.keys, held.values))
+                if isinstance(held, WINDOWED):  # a window longer than all sequences
+                    held.cumulative_length = tokens
             if layer.indexer is not None:
                 held.indexer_keys = held.indexer_keys[:, :tokens].contiguous()

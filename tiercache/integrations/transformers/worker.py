@@ -22,8 +22,7 @@ from transformers import PreTrainedModel
 
 from tiercache.controller import ControllerOptions, EngineFactory, HybridCacheController, PrefetchTicket
 from tiercache.core import PoolName, TokenArray
-from tiercache.errors import ConfigError, InputError, TokenError
-from tiercache.geometry import Geometry
+from tiercache.errors import InputError, TokenError
 from tiercache.index import Chunk, PrefillRules, plan_prefill
 from tiercache.integrations.transformers.arguments import (
     chunk_of,
@@ -36,6 +35,7 @@ from tiercache.integrations.transformers.arguments import (
     stops_of,
 )
 from tiercache.integrations.transformers.caches import warm_up
+from tiercache.integrations.transformers.draft import Draft
 from tiercache.integrations.transformers.plan import RequestPlan
 from tiercache.integrations.transformers.probe import load
 from tiercache.integrations.transformers.requests.commits import CHECKPOINTS, DECODE_SNAPSHOTS
@@ -44,11 +44,11 @@ from tiercache.integrations.transformers.requests.request import Request
 from tiercache.integrations.transformers.requests.sampling import GREEDY, Sampling
 from tiercache.integrations.transformers.requests.scheduler import Checked, Scheduler
 from tiercache.integrations.transformers.requests.turns import Turns
+from tiercache.integrations.transformers.sizes import PAGES, known_profile, split_device_bytes
 from tiercache.integrations.transformers.stream import TorchStream, stream_of
 from tiercache.integrations.transformers.trial import ProbeReport
 from tiercache.integrations.transformers.watch import Watch, identity_of
 from tiercache.keys import Identity
-from tiercache.policy import ModelProfile, profile_of
 from tiercache.pools import DevicePool, HostArena, HostPool
 from tiercache.storage.base import StorageBackend
 from tiercache.storage.registry import Spec, open_backend
@@ -69,6 +69,11 @@ class Worker:
     stream in which torch queues its work (default: the current stream of that device). `chunk_limit` is the
     maximum number of tokens of one forward pass of a prefill, a multiple of the page size (default: no
     limit).
+
+    `draft` is a model, or its directory, that proposes up to `draft_tokens` tokens at a time, which `model`
+    verifies in one forward pass. Its KV is cached like that of the model and restored together with it. Both
+    models must have full attention in all layers, and the same vocabulary (see `Draft`). A worker with a
+    draft answers with greedy `serve` alone.
 
     The default identity is a digest of everything that the model computes with (see `Watch`), so that two
     different models never share a cached byte. If hashing large weights takes too long, pass an identity
@@ -94,6 +99,8 @@ class Worker:
         engine: EngineFactory = engine_for,
         stream: TorchStream | None = None,
         chunk_limit: int | None = None,
+        draft: PreTrainedModel | str | os.PathLike[str] | None = None,
+        draft_tokens: int = 4,
     ) -> None:
         device_size = size_of("device_bytes", device_bytes)
         host_size: int | Literal["auto"] = (
@@ -129,9 +136,17 @@ class Worker:
 
         Longer sequences are computed without the cache.
         """
-        geometries = self.runner.layout.geometries
-        page_slots, state_slots = split_device_bytes(device_size, geometries)
+        self.geometries = dict(self.runner.layout.geometries)
+        """Geometry of each pool, that of the draft included."""
+        self.draft = Draft(draft, draft_tokens, self.runner) if draft is not None else None
+        """The draft model; None without one."""
+        if self.draft is not None:
+            self.limit = min(filter(None, (self.limit, self.draft.limit)), default=None)
+            self.geometries[PoolName.DRAFT] = self.draft.geometry
+        page_slots, state_slots = split_device_bytes(device_size, self.geometries)
         self.tensors = self.runner.allocate_pools(page_slots, state_slots)
+        if self.draft is not None:
+            self.draft.allocate(page_slots)
         self.device = next(self.runner.layout.tensors()).device
         self.stream = stream or stream_of(self.device)
         # The first load into the pools runs in another stream. Without this wait, the zeros of the allocation
@@ -139,9 +154,14 @@ class Worker:
         self.stream.synchronize()
         self.scheduler = Scheduler(self)
         """Admission of requests, and their turns."""
-        pools = {name: DevicePool.from_tensors(g, self.tensors.of(name)) for name, g in geometries.items()}
+        pools = {
+            name: DevicePool.from_tensors(
+                g, self.draft.tensors.kv if self.draft and name is PoolName.DRAFT else self.tensors.of(name)
+            )
+            for name, g in self.geometries.items()
+        }
         # Where there are no pages, a block has a state of the smallest pool.
-        small = [geometries[PoolName.KV]] if PoolName.KV in geometries else geometries.values()
+        small = [g for name, g in self.geometries.items() if name in PAGES] or self.geometries.values()
         block = min(geometry.padded_nbytes for geometry in small)
         arena = HostArena(host_size, block)
         total = sum(pool.capacity * pool.geometry.nbytes for pool in pools.values())
@@ -165,7 +185,7 @@ class Worker:
         opened = storage if storage is None or isinstance(storage, StorageBackend) else open_backend(storage)
         try:
             self.controller = HybridCacheController(
-                bound, pools, arena, opened, options=options, profile=_profile_of(model), engine=reporting
+                bound, pools, arena, opened, options=options, profile=known_profile(model), engine=reporting
             )
         except BaseException:
             if opened is not None and opened is not storage:
@@ -210,7 +230,8 @@ class Worker:
 
         Raises TokenError for an empty prompt, for ids outside the vocabulary and for more tokens than the
         model has positions; InputError for `new_tokens` or `n` below 1, and for several greedy answers;
-        ConfigError if the model or torch's numeric settings have changed since the worker was made.
+        ConfigError if the model or torch's numeric settings have changed since the worker was made. A worker
+        with a draft also raises InputError for `n` above 1 and for a sampling that is not greedy.
         """
         request = self._checked(Request(tokens, new_tokens, stop, extra, sampling), 1 if n is None else n)
         task = self.scheduler.begin(request, audit=audit, started=time.perf_counter())
@@ -236,8 +257,10 @@ class Worker:
         without the cache, as `serve` does.
 
         Raises what `serve` raises for a request that is not possible, before any begins; and ClosedError for
-        a closed worker.
+        a closed worker, and InputError for a worker with a draft.
         """
+        if self.draft is not None:
+            raise InputError("a worker with a draft serves one request at a time; use serve, or no draft")
         if below and not self._has_storage:
             raise InputError("there is no storage to park requests in; leave out below=True")
         checked = []
@@ -253,6 +276,11 @@ class Worker:
         require("a request", request, Request, "a Request of tiercache.integrations.transformers")
         count, stops = count_of("new_tokens", request.new_tokens), stops_of(request.stop)
         samplings, extra = samplings_of(request.sampling, n), extra_of(request.extra)
+        if self.draft is not None and samplings[0].temperature:
+            raise InputError(
+                f"the temperature is {samplings[0].temperature}, and a worker with a draft answers greedily;"
+                " leave out the sampling, or make a worker without a draft"
+            )
         return Checked(self._prompt(request.tokens, count), count, stops, extra, samplings)
 
     def plan(self, tokens: Any, new_tokens: int = 1, *, extra: bytes = b"") -> RequestPlan:
@@ -268,7 +296,7 @@ class Worker:
         if self.exceeds_limit(len(prompt)):
             return RequestPlan(len(prompt), self.chunks(len(prompt)), 0, 0, 0, 0)
         seen = self.controller.preview(prompt, context)
-        page = self.runner.layout.geometries.get(PoolName.KV)
+        page = sum(g.nbytes for name, g in self.geometries.items() if name in PAGES)
         geometries = self.runner.layout.state_geometries.values()
         pages = -(-self.kept(len(prompt) + count) // self.runner.page_size) if page else 0
         states = max(CHECKPOINTS, len(seen.checkpoints)) + DECODE_SNAPSHOTS + (seen.restored > 0)
@@ -277,9 +305,15 @@ class Worker:
             self.chunks(len(prompt), seen.restored, seen.checkpoints),
             pages,
             states if geometries else 0,
-            pages * page.nbytes if page else 0,
+            pages * page,
             states * sum(state.nbytes for state in geometries),
         )
+
+    def check_models(self) -> None:
+        """Raise ConfigError, naming the change, if the model, its draft or a numeric setting has changed."""
+        self.watch.check()
+        if self.draft is not None:
+            self.draft.watch.check()
 
     def chunks(
         self, prompt_tokens: int, restored: int = 0, checkpoints: Sequence[int] = ()
@@ -365,37 +399,3 @@ class Worker:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def _profile_of(model: PreTrainedModel) -> ModelProfile | None:
-    """Return the model profile, from which the eviction policy estimates the cost of a recomputation.
-
-    Returns None if the architecture is unknown; the policy then uses the default profile.
-    """
-    try:
-        return profile_of(model.config.to_dict())
-    except ConfigError as error:
-        _log.info("using the default model profile: %s", error)
-        return None
-
-
-def split_device_bytes(device_bytes: int, geometries: Mapping[PoolName, Geometry]) -> tuple[int, int]:
-    """Return the numbers of page slots and state slots for `device_bytes`.
-
-    Half of the bytes go to states, because without a state no page can be restored; all of them, if there are
-    no pages. Raises ConfigError if the bytes are too few to hold a single request.
-    """
-    page = geometries[PoolName.KV].nbytes if PoolName.KV in geometries else 0
-    state = sum(g.nbytes for name, g in geometries.items() if name is not PoolName.KV)
-    # A request needs state slots for the states that it leaves, one slot for the state that it restores, and
-    # one that its admission reserves for loading that state from the host.
-    least = CHECKPOINTS + DECODE_SNAPSHOTS + 2 if state else 0
-    states = max(least, min(device_bytes // (2 if page else 1) // state, 1 << 16)) if state else 0
-    pages = (device_bytes - states * state) // page if page else 0
-    fewest = 2 if page else 0
-    if pages < fewest or states * state > device_bytes:
-        raise ConfigError(
-            f"{device_bytes} device bytes are too few; {least} states and {fewest} pages of this model take"
-            f" {least * state + fewest * page}"
-        )
-    return pages, states

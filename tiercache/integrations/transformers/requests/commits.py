@@ -14,6 +14,7 @@ from tiercache.controller import Admission, Parked, ResumedAdmission, Sources, S
 from tiercache.core import PoolName, Reason, as_tokens
 from tiercache.errors import AdmissionError, ClosedError, PoolFullError
 from tiercache.integrations.transformers.last_page import cut, export_last_page
+from tiercache.integrations.transformers.requests.drafting import Drafting
 
 if TYPE_CHECKING:
     from tiercache.integrations.transformers.worker import Worker
@@ -53,6 +54,8 @@ class Commits:
         self._worker = worker
         self._held = admission
         self._reason = reason
+        self.drafting = Drafting(worker.draft) if worker.draft is not None else None
+        """The draft's side of the sequence; None without a draft."""
         self.admission = admission
         """The admission that the controller gave; None if the sequence runs without the cache."""
         self.exported = exported
@@ -117,7 +120,7 @@ class Commits:
         """
         if self.admission is None:
             return
-        self._worker.watch.check()
+        self._worker.check_models()
         # pages   0 .................. first ................ last
         #         |<- already exported ->|<- exported now ->|
         page_size = self._worker.runner.page_size
@@ -126,6 +129,8 @@ class Commits:
             self._worker.runner.export_pages(
                 cache, self._worker.tensors, first, self.admission.pages[PoolName.KV][first:last]
             )
+            if self.drafting is not None:
+                self.drafting.export(tokens[:depth], first, self.admission)
             self.exported = last * page_size
         states = {depth if at is None else at: slots} if slots else {}
         # All work that writes these slots is queued by now. The fence delays the copies to the host until
@@ -202,7 +207,7 @@ class Commits:
             wait_layer=partial(admission.wait_layer, stream=worker.stream.handle),
             tokens=tokens,
         )
-        cut(cache, worker.tensors, tokens)
+        cut(cache, worker.runner.layout, tokens)
         self.exported = tokens // page_size * page_size
         self.admission, self._arriving, self.parked = admission, None, None
         if admission.live_states:

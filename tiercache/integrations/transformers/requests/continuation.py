@@ -9,6 +9,7 @@ import numpy as np
 from transformers.cache_utils import DynamicCache
 
 from tiercache.core import PoolName, Reason, as_tokens
+from tiercache.integrations.transformers.last_page import cut
 from tiercache.integrations.transformers.requests.commits import DECODE_SNAPSHOTS, Commits
 from tiercache.integrations.transformers.requests.generation import Generation
 from tiercache.integrations.transformers.requests.prefill import Prefill
@@ -58,6 +59,9 @@ class Continuation:
         self._restored_cache: DynamicCache | None = None
         self._tokens = list(prefill.tokens)
         self._bounds = list(prefill.bounds)
+        self._drafting = commits.drafting
+        self._rejected: list[tuple[int, ...]] = [() for _ in self._bounds]
+        self._proposed = self._accepted = 0
         # The slots are used in turn. _slots[0] is the one for the next snapshot; _slots[1] holds the newest
         # one, so that the newest snapshot is never overwritten:
         #
@@ -71,8 +75,9 @@ class Continuation:
     def step(self) -> None:
         """Choose the next token, and feed it to the model unless it is the last one.
 
-        At each page boundary of the answer, a snapshot of the state is taken. Raises PoolFullError, with
-        nothing changed, if there is no slot for the page of the next token.
+        With a draft, what it proposes is fed in the same forward pass, and the beginning with which the model
+        agrees is taken over. At each page boundary of the answer, a snapshot of the state is taken. Raises
+        PoolFullError, with nothing changed, if there is no slot for the page of the next token.
         """
         self._commits.reserve(min(len(self._tokens) + 1, self._end - 1))
         token = self._choose(self._logits)
@@ -84,13 +89,43 @@ class Continuation:
             self._commit_end()
             self._commits.release()
             self._compute_anew()
+            self._rejected.append(())
         else:
-            self._logits = self._runner.forward(self._cache, [token], len(self._tokens) - 1)
+            self._feed()
         self._bounds.append(len(self._tokens))
         if len(self._tokens) % self._runner.page_size == 0 and not self._beyond:
             self._newest = (len(self._tokens), self._slots[0])
             self._commits.export_state(self._cache, self._slots[0])
             self._slots.reverse()
+
+    def _feed(self) -> None:
+        """Feed the last token and what the draft proposes behind it; keep what the model would choose, too.
+
+            fed         token   proposed 0   proposed 1   proposed 2
+            logits of   row 0   row 1        row 2        row 3
+
+        Proposal n is accepted if the model chooses it by row n, and all before it are accepted. The others
+        are cut off both caches. The next token is chosen by the row behind the last accepted one.
+        """
+        proposed: list[int] = []
+        if self._drafting is not None:
+            # The last token of an answer is never fed, and a stored cache has no token beyond the limit.
+            end = self._end - 1 if self._limit is None else min(self._end - 1, self._limit)
+            proposed = self._drafting.propose(self._tokens, end - len(self._tokens), self._stop)
+        start, fed = len(self._tokens) - 1, [self._tokens[-1], *proposed]
+        rows = self._runner.logits(self._cache, fed, start, keep=len(fed))
+        accepted = 0
+        while accepted < len(proposed) and self._choose(rows[accepted]) == proposed[accepted]:
+            accepted += 1
+        self._tokens += proposed[:accepted]
+        self._logits = rows[accepted]
+        self._proposed += len(proposed)
+        self._accepted += accepted
+        self._rejected.append(tuple(proposed[accepted:]))
+        if accepted < len(proposed):
+            cut(self._cache, self._runner.layout, len(self._tokens))
+        if self._drafting is not None:
+            self._drafting.keep(len(self._tokens))
 
     @property
     def length(self) -> int:
@@ -143,6 +178,9 @@ class Continuation:
             anew=self._anew,
             sampling=self._sampling,
             parks=self._commits.parks,
+            proposed=self._proposed,
+            accepted=self._accepted,
+            rejected=tuple(self._rejected) if any(self._rejected) else (),
         )
 
     def _commit_end(self) -> None:
@@ -163,6 +201,7 @@ class Continuation:
         an empty cache, the logits are those of a server without a cache.
         """
         self._restored_cache = self._cache if self._audit else None
+        self._drafting = None
         self._cache = self._runner.new_cache()
         self._anew = len(self._tokens)
         self._logits = self._runner.prefill(self._cache, as_tokens(self._tokens))

@@ -61,6 +61,15 @@ class Generation:
     """The rule by which the new tokens were chosen."""
     parks: int = 0
     """Number of times that the request was parked, because others needed its slots."""
+    proposed: int = 0
+    """Number of tokens that the draft proposed and the model verified."""
+    accepted: int = 0
+    """Number of proposed tokens with which the model agreed; they are part of the answer."""
+    rejected: tuple[tuple[int, ...], ...] = ()
+    """For each of `bounds`, the tokens that its forward pass was fed behind it and that were cut off again.
+
+    Empty if no token was rejected.
+    """
 
     @property
     def answer(self) -> npt.NDArray[np.int64]:

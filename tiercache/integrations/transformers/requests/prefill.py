@@ -79,6 +79,8 @@ class Prefill:
         chunk = self._chunks.pop()
         began = self._worker.stream.mark()
         logits = self._runner.forward(self.cache, self.prompt[chunk.start : chunk.end], chunk.start)
+        if self.commits.drafting is not None:
+            self.commits.drafting.follow(self.tokens[: chunk.end])
         if chunk.checkpoint:
             slots = self.commits.take()
             self.commits.export_state(self.cache, slots)
@@ -154,6 +156,8 @@ class Prefill:
                 cache = self._runner.restore(
                     self._worker.tensors, pages, state, wait_layer=wait_layer, tokens=depth
                 )
+                if self.commits.drafting is not None:
+                    self.commits.drafting.restore(admission, depth, wait_layer)
             except TransferError as error:
                 _log.warning("a layer could not be loaded: %s", error)
                 # The next call of `_settled_depth` waits for the rest of the failed load, and returns the

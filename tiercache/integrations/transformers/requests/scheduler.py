@@ -66,7 +66,7 @@ class Scheduler:
         Raises ConfigError if the model or a numeric setting has changed.
         """
         worker = self._worker
-        worker.watch.check()
+        worker.check_models()
         admission, reason = None, Reason.BUSY
         if worker.exceeds_limit(len(request.prompt)):
             reason = Reason.DISABLED
