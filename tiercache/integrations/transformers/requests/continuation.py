@@ -201,7 +201,6 @@ class Continuation:
         an empty cache, the logits are those of a server without a cache.
         """
         self._restored_cache = self._cache if self._audit else None
-        self._drafting = None
         self._cache = self._runner.new_cache()
         self._anew = len(self._tokens)
         self._logits = self._runner.prefill(self._cache, as_tokens(self._tokens))
