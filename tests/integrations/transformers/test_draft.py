@@ -150,10 +150,12 @@ def test_the_cache_of_the_draft_is_restored_bit_by_bit(name: str, tier: Tier, tm
     """With that of the model, to the same depth; the slots are overwritten before."""
     audit = Audit(loaded(name)[0], page_slots=256, state_slots=1)
     with drafting(name, drafted("llama", **OTHER), store(tmp_path)) as worker:
-        first = worker.serve(LONG[1], 2 * PAGE)
-        right(audit, worker, first)
-        history = joined(first.tokens, prompt(5, seed=3))
-        depth = (len(first.tokens) - 1) // PAGE * PAGE
+        history = LONG[1]
+        for turn in range(2):
+            last = worker.serve(history, 2 * PAGE, audit=True)
+            right(audit, worker, last)
+            history = joined(last.tokens, prompt(5, seed=turn))
+        depth = (len(last.tokens) - 1) // PAGE * PAGE
         task, expected = live_draft(worker, history)
         task.close()
         evict(worker, *EVICTED[tier])
@@ -164,7 +166,13 @@ def test_the_cache_of_the_draft_is_restored_bit_by_bit(name: str, tier: Tier, tm
         before = worker.controller.metrics.value("restored_objects_total", str(tier), "draft")
         task, found = live_draft(worker, history)
         task.close()
-        assert differences(worker.draft.runner.layout, found, expected) == ()
+        draft = worker.draft.runner
+        assert differences(draft.layout, found, expected) == ()
+        anew = draft.new_cache()
+        draft.forward(anew, history, 0)
+        for t in draft.layout.kv_tensors():
+            held, computed = (draft.layout.tensor_of(cache, t.layer, t.name) for cache in (found, anew))
+            assert torch.allclose(held, computed, atol=1e-4), "but for rounding, as computed from nothing"
         metrics = worker.controller.metrics
         assert metrics.value("restored_objects_total", str(tier), "draft") - before == depth // PAGE
         evict(worker, *EVICTED[tier])
@@ -173,6 +181,29 @@ def test_the_cache_of_the_draft_is_restored_bit_by_bit(name: str, tier: Tier, tm
         right(audit, worker, again)
         worker.synchronize()
         worker.controller.check_integrity()
+
+
+def test_the_draft_needs_no_prefill_after_a_hit() -> None:
+    """What is in its slots is what it goes on with. Wrong bytes there make wrong proposals, and no answer."""
+    audit = Audit(loaded("llama")[0], page_slots=256, state_slots=1)
+    with drafting("llama", drafted("llama")) as worker:
+        assert worker.draft is not None
+        first = worker.serve(LONG[1], 20, audit=True)
+        right(audit, worker, first)
+        for tensor in worker.draft.tensors.kv.values():
+            tensor.fill_(7.0)
+        task, cache = live_draft(worker, LONG[1])
+        task.close()
+        layout = worker.draft.runner.layout
+        for t in layout.kv_tensors():
+            held = layout.tensor_of(cache, t.layer, t.name)
+            assert (held[:, :, : 6 * PAGE] == 7.0).all()
+            assert (held[:, :, 6 * PAGE :] != 7.0).all()
+        again = worker.serve(LONG[1], 20, audit=True)
+        assert again.tokens.tolist() == first.tokens.tolist()
+        assert first.accepted == first.proposed
+        assert again.accepted < again.proposed
+        right(audit, worker, again)
 
 
 def test_without_an_object_of_the_draft_the_next_depth_below_is_restored(tmp_path: Path) -> None:
@@ -226,6 +257,9 @@ def test_a_prefill_in_chunks_and_a_request_without_room(limit: int | None) -> No
     with drafting("llama", draft, chunk_limit=limit) as worker:
         assert worker.draft is not None
         page = sum(geometry.nbytes for geometry in worker.geometries.values())
+        task, cache = live_draft(worker, LONG[1])
+        task.close()
+        assert worker.draft.runner.layout.length(cache) == (limit or len(LONG[1])), "after one chunk"
         for new_tokens in (20, 40):
             found = worker.serve(LONG[1], new_tokens, audit=True)
             assert found.tokens.tolist()[: len(expected)] == expected

@@ -71,9 +71,8 @@ class Worker:
     limit).
 
     `draft` is a model, or its directory, that proposes up to `draft_tokens` tokens at a time, which `model`
-    verifies in one forward pass. Its KV is cached like that of the model and restored together with it. Both
-    models must have full attention in all layers, and the same vocabulary (see `Draft`). A worker with a
-    draft answers with greedy `serve` alone.
+    verifies in one forward pass. Its KV is restored together with that of the model. `Draft` says which pairs
+    are served. A worker with a draft answers with greedy `serve` alone.
 
     The default identity is a digest of everything that the model computes with (see `Watch`), so that two
     different models never share a cached byte. If hashing large weights takes too long, pass an identity
