@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tests.examples import slow_after
+from tests.integrations.transformers import serving as serving_module
 from tests.integrations.transformers.models import PAGE, build, loaded, prompt
 from tests.integrations.transformers.serving import (
     AMPLE,
@@ -32,7 +33,6 @@ from tests.integrations.transformers.serving import (
 from tiercache.core import PoolName, Reason, Tier
 from tiercache.errors import ConfigError, InputError, UnsupportedModelError
 from tiercache.integrations.transformers import Request, Sampling, differences
-from tiercache.integrations.transformers import draft as draft_module
 from tiercache.integrations.transformers.audit import Audit, Run
 from tiercache.integrations.transformers.lengths import TailMode
 from tiercache.integrations.transformers.requests.task import Task
@@ -51,20 +51,11 @@ def drafted(name: str, **overrides: Any) -> PreTrainedModel:
     return build(name, 5 if overrides else 0, **overrides)
 
 
-@functools.cache
-def draft_probe(model: PreTrainedModel) -> Any:
-    return draft_load(model, PAGE)
-
-
-draft_load = draft_module.load
-
-
 def drafting(
     name: str, draft: PreTrainedModel, storage: StorageBackend | None = None, **options: Any
 ) -> Worker:
-    """A worker with a draft; each draft is probed once per test run."""
-    with patch.object(draft_module, "load", lambda model, page_size: draft_probe(model)):
-        return serving(name, storage, draft=draft, **options)
+    """A worker with a draft."""
+    return serving(name, storage, draft=draft, **options)
 
 
 def live_draft(worker: Worker, tokens: Sequence[int], extra: bytes = b"") -> tuple[Task, Any]:
@@ -184,7 +175,7 @@ def test_the_cache_of_the_draft_is_restored_bit_by_bit(name: str, tier: Tier, tm
 
 
 def test_the_draft_needs_no_prefill_after_a_hit() -> None:
-    """What is in its slots is what it goes on with. Wrong bytes there make wrong proposals, and no answer."""
+    """The draft goes on with the bytes of its slots; wrong ones make wrong proposals, and the same answer."""
     audit = Audit(loaded("llama")[0], page_slots=256, state_slots=1)
     with drafting("llama", drafted("llama")) as worker:
         assert worker.draft is not None
@@ -221,7 +212,7 @@ def test_without_an_object_of_the_draft_the_next_depth_below_is_restored(tmp_pat
 
 
 def test_another_draft_finds_nothing_of_the_first(tmp_path: Path) -> None:
-    """What both have stored beside each other is found by each, and by a worker without a draft."""
+    """Each draft later finds its own objects, and a worker without a draft finds the model's."""
     drafts = [drafted("llama"), drafted("llama", **OTHER), build("llama", seed=9), None]
     for whole in (0, 6 * PAGE):
         for draft in drafts:
@@ -274,10 +265,10 @@ def test_a_prefill_in_chunks_and_a_request_without_room(limit: int | None) -> No
 
 def test_an_answer_beyond_the_limit_is_decoded_without_the_draft(tmp_path: Path) -> None:
     limit, draft = 3 * PAGE + 5, drafted("llama", **OTHER)
-    runner, report = draft_probe(draft)
+    runner, report = serving_module.probed(draft)
     short = runner, replace(report, reach=replace(report.reach, limit=limit))
     tokens = prompt(2 * PAGE, seed=6)
-    with serving("llama") as plain, patch.object(draft_module, "load", lambda model, page_size: short):
+    with serving("llama") as plain, patch.object(serving_module, "probed", lambda model: short):
         expected = plain.serve(tokens, 40).tokens.tolist()
         with serving("llama", store(tmp_path), draft=draft) as worker:
             assert worker.limit == limit
@@ -340,10 +331,7 @@ def test_an_impossible_pair_is_refused(name: str, draft: dict[str, Any], match: 
 
 @pytest.mark.parametrize("name", ["bamba", "mistral"])
 def test_a_draft_with_states_is_refused(name: str) -> None:
-    with (
-        patch.object(draft_module, "load", lambda model, page_size: loaded(name)),
-        pytest.raises(UnsupportedModelError, match=r"^the draft keeps states or windows"),
-    ):
+    with pytest.raises(UnsupportedModelError, match=r"^the draft keeps states or windows"):
         serving("llama", draft=loaded(name)[0].model)
 
 

@@ -20,7 +20,6 @@ from transformers.cache_utils import DynamicCache
 
 from tiercache.core import TokenArray, as_tokens
 from tiercache.errors import InputError, PoolFullError
-from tiercache.integrations.transformers.last_page import cut
 from tiercache.integrations.transformers.requests.generation import Generation
 from tiercache.integrations.transformers.requests.sampling import Chooser, Sampling
 from tiercache.integrations.transformers.runner import ModelRunner
@@ -166,7 +165,7 @@ class Audit:
             fed = [*tokens[start:end].tolist(), *rejected]
             rows = self._runner.logits(cache, fed, start, keep=len(fed) if decodes else 1)
             if rejected:
-                cut(cache, self._runner.layout, end)
+                self._runner.layout.cut(cache, end)
             if end == run.prompt_tokens:
                 first = rows[0]
             if end >= run.prompt_tokens:

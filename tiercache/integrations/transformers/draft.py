@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
 
@@ -12,10 +13,12 @@ from tiercache.errors import InputError, UnsupportedModelError
 from tiercache.geometry import Geometry
 from tiercache.integrations.transformers.arguments import count_of, model_of
 from tiercache.integrations.transformers.device import PoolTensors
-from tiercache.integrations.transformers.probe import load
 from tiercache.integrations.transformers.runner import ModelRunner
 from tiercache.integrations.transformers.watch import Watch, identity_of
 from tiercache.keys import namespace_of
+
+if TYPE_CHECKING:
+    from tiercache.integrations.transformers.trial import ProbeReport
 
 
 class Draft:
@@ -32,8 +35,13 @@ class Draft:
     """
 
     def __init__(
-        self, model: PreTrainedModel | str | os.PathLike[str], proposes: Any, target: ModelRunner
+        self,
+        model: PreTrainedModel | str | os.PathLike[str],
+        proposes: Any,
+        target: ModelRunner,
+        load: Callable[[PreTrainedModel, int], tuple[ModelRunner, ProbeReport]],
     ) -> None:
+        """Load the draft and probe it by `load`, which is given the model and the page size."""
         self.proposes = count_of("draft_tokens", proposes)
         """Maximum number of tokens that are proposed at a time."""
         if target.layout.state_geometries:

@@ -226,6 +226,18 @@ class CacheLayout:
         assert isinstance(found, torch.Tensor), f"layer {layer} holds no {name} yet"
         return found
 
+    def cut(self, cache: DynamicCache, tokens: int) -> None:
+        """Cut what `cache` keeps of every token to the first `tokens` tokens; states and windows stay."""
+        with torch.inference_mode():
+            for layer in self.layers:
+                held: Any = cache.layers[layer.layer]
+                if layer.k is not None and layer.window is None:
+                    held.keys, held.values = (t[:, :, :tokens].contiguous() for t in (held.keys, held.values))
+                    if isinstance(held, WINDOWED):  # a window longer than all sequences
+                        held.cumulative_length = tokens
+                if layer.indexer is not None:
+                    held.indexer_keys = held.indexer_keys[:, :tokens].contiguous()
+
     def read_state(self, cache: DynamicCache, t: TensorLayout, into: torch.Tensor) -> None:
         """Copy a tensor of a state from `cache` into a tensor of its shape, without the batch dimension.
 

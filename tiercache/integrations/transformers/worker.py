@@ -137,7 +137,7 @@ class Worker:
         """
         self.geometries = dict(self.runner.layout.geometries)
         """Geometry of each pool, that of the draft included."""
-        self.draft = Draft(draft, draft_tokens, self.runner) if draft is not None else None
+        self.draft = Draft(draft, draft_tokens, self.runner, load) if draft is not None else None
         """The draft model; None without one."""
         if self.draft is not None:
             self.limit = min(filter(None, (self.limit, self.draft.limit)), default=None)

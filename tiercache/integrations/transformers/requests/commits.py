@@ -13,10 +13,10 @@ from transformers.cache_utils import DynamicCache
 from tiercache.controller import Admission, Parked, ResumedAdmission, Sources, Status
 from tiercache.core import PoolName, Reason, as_tokens
 from tiercache.errors import AdmissionError, ClosedError, PoolFullError
-from tiercache.integrations.transformers.last_page import cut, export_last_page
-from tiercache.integrations.transformers.requests.drafting import Drafting
+from tiercache.integrations.transformers.last_page import export_last_page
 
 if TYPE_CHECKING:
+    from tiercache.integrations.transformers.requests.drafting import Drafting
     from tiercache.integrations.transformers.worker import Worker
 
 _log = logging.getLogger(__name__)
@@ -45,7 +45,12 @@ class Commits:
     """
 
     def __init__(
-        self, worker: Worker, admission: Admission | None, reason: Reason = Reason.BUSY, exported: int = 0
+        self,
+        worker: Worker,
+        admission: Admission | None,
+        reason: Reason = Reason.BUSY,
+        exported: int = 0,
+        drafting: Drafting | None = None,
     ) -> None:
         """Begin with `exported` tokens whose pages are in the admission's slots.
 
@@ -54,7 +59,7 @@ class Commits:
         self._worker = worker
         self._held = admission
         self._reason = reason
-        self.drafting = Drafting(worker.draft) if worker.draft is not None else None
+        self.drafting = drafting
         """The draft's side of the sequence; None without a draft."""
         self.admission = admission
         """The admission that the controller gave; None if the sequence runs without the cache."""
@@ -207,7 +212,7 @@ class Commits:
             wait_layer=partial(admission.wait_layer, stream=worker.stream.handle),
             tokens=tokens,
         )
-        cut(cache, worker.runner.layout, tokens)
+        worker.runner.layout.cut(cache, tokens)
         self.exported = tokens // page_size * page_size
         self.admission, self._arriving, self.parked = admission, None, None
         if admission.live_states:

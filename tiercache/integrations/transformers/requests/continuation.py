@@ -9,7 +9,6 @@ import numpy as np
 from transformers.cache_utils import DynamicCache
 
 from tiercache.core import PoolName, Reason, as_tokens
-from tiercache.integrations.transformers.last_page import cut
 from tiercache.integrations.transformers.requests.commits import DECODE_SNAPSHOTS, Commits
 from tiercache.integrations.transformers.requests.generation import Generation
 from tiercache.integrations.transformers.requests.prefill import Prefill
@@ -123,7 +122,7 @@ class Continuation:
         self._accepted += accepted
         self._rejected.append(tuple(proposed[accepted:]))
         if accepted < len(proposed):
-            cut(self._cache, self._runner.layout, len(self._tokens))
+            self._runner.layout.cut(self._cache, len(self._tokens))
         if self._drafting is not None:
             self._drafting.keep(len(self._tokens))
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from tiercache.core import PoolName
-from tiercache.integrations.transformers.last_page import cut
 
 if TYPE_CHECKING:
     from tiercache.controller import Admission
@@ -60,7 +59,7 @@ class Drafting:
     def keep(self, tokens: int) -> None:
         """Cut the cache to its first `tokens` tokens, because the model has rejected the others."""
         if self._runner.layout.length(self.cache) > tokens:
-            cut(self.cache, self._runner.layout, tokens)
+            self._runner.layout.cut(self.cache, tokens)
 
     def export(self, tokens: Sequence[int], first: int, admission: Admission) -> None:
         """Copy the pages of `tokens` from page `first` on into the slots of `admission`; feed what lacks."""

@@ -12,6 +12,7 @@ from tiercache.controller import ParkedStatus
 from tiercache.core import Reason, TokenArray
 from tiercache.integrations.transformers.requests.commits import CHECKPOINTS, DECODE_SNAPSHOTS, Commits
 from tiercache.integrations.transformers.requests.continuation import Continuation
+from tiercache.integrations.transformers.requests.drafting import Drafting
 from tiercache.integrations.transformers.requests.generation import Generation
 from tiercache.integrations.transformers.requests.prefill import Prefill
 from tiercache.integrations.transformers.requests.sampling import Sampling
@@ -50,7 +51,8 @@ class Task:
         self._stop = stop
         self._samplings = samplings
         self._audit = audit
-        self._commits = [Commits(worker, admission, reason)]
+        drafting = Drafting(worker.draft) if worker.draft is not None else None
+        self._commits = [Commits(worker, admission, reason, drafting=drafting)]
         self._prefill = Prefill(worker, self._commits[0], prompt, audit, started)
         self._continuations: list[Continuation] = []
         self._turn = 0
