@@ -1,14 +1,18 @@
 """Votes of ranks on a depth, with every message lost, late, repeated or out of order, and every rank dead."""
 
+import tracemalloc
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.controller.ranks_rig import Post, facts, greet, joined
-from tiercache.controller.ranks.base import Decision, Message, MessageKind, check_rank
+from tiercache.controller.ranks import session as session_module
+from tiercache.controller.ranks.ballots import MAX_BALLOTS
+from tiercache.controller.ranks.base import LEADER, Decision, Message, MessageKind, check_rank, unpack
 from tiercache.controller.ranks.session import RankSession, describe_call
 from tiercache.core import Reason, as_tokens
-from tiercache.errors import InputError, RankError
+from tiercache.errors import InputError, RankError, WireError
 from tiercache.keys import Shard
 
 
@@ -188,6 +192,71 @@ def test_a_load_that_failed_on_one_rank_is_voted_on_again_by_all():
         crew[0].agreement.fail_load()
         run(post, *crew)
     assert [rank.depth for rank in crew] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        (MessageKind.DECIDED, LEADER, [0, 0, 5, "none", False]),
+        (MessageKind.PROBLEM, LEADER, ["nothing is wrong"]),
+        (MessageKind.VOTE, LEADER, [0, 0, 0, b"\xff", 8, False]),
+        (MessageKind.VOTE, 1, [float("inf"), 0, 0, b"", 0, False]),
+        (MessageKind.VOTE, 2, [0, 0, 0, b"\xff", 8, False]),
+        (MessageKind.HELLO, 1, [b"n", 2, 4, 1 << 40, {}, False]),
+        (MessageKind.HELLO, 1, [b"n", 2, 4, b"n", {"kv": [0, 1, 1 << 40]}, False]),
+        (MessageKind.HELLO, 1, [b"n", float("inf"), 4, b"n", {}, False]),
+    ],
+)
+def test_a_message_that_no_rank_sends_changes_nothing_on_the_leader(fields):
+    post, (one, two) = pair()
+    crew = [Rank(one, {3}, (), ()), Rank(two, {3}, (), ())]
+    crew[0].step()
+    kind, sender, content = fields
+    session = one._handshake.session  # private: the name of the session is in every message
+    one.deliver(Message(kind, session, sender, content).pack())
+    fresh = RankSession(post.groups[0], facts(2))
+    fresh.deliver(Message(kind, session, sender, content).pack())
+    post.groups[0].open(one.deliver)
+    one.check()
+    assert crew[0].depth is None
+    run(post, *crew)
+    assert [rank.depth for rank in crew] == [3, 3]
+
+
+def test_nested_arrays_that_announce_gigabytes_are_no_message():
+    bomb = b"\xdd\x00\x0f\x00\x00" * 200 + bytes(1 << 20)
+    tracemalloc.start()
+    with pytest.raises(WireError, match="no message"):
+        unpack(bomb)
+    assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    tracemalloc.stop()
+
+
+def test_votes_on_numbers_far_ahead_leave_room_for_those_of_requests():
+    post, (one, two) = pair()
+    for number in range(2 * MAX_BALLOTS):
+        fields = [MAX_BALLOTS + number, 0, 0, b"", 0, False]
+        # private: the name of the session is in every message
+        one.deliver(Message(MessageKind.VOTE, one._handshake.session, 1, fields).pack())
+    crew = [Rank(two, {3}, (), ()), Rank(one, {3}, (), ())]
+    crew[0].step()  # the follower votes first
+    post.deliver_all()
+    run(post, crew[1], crew[0])
+    assert [rank.depth for rank in crew] == [3, 3]
+
+
+def test_the_check_of_calls_goes_on_after_many_messages_were_lost(monkeypatch):
+    monkeypatch.setattr(session_module, "_MAX_CALLS", 20)
+    post, (one, two) = pair(check_order=True)
+    for n in range(50):
+        one.note_call(lambda n=n: f"call {n}")
+        two.note_call(lambda n=n: f"call {n}")
+        post.mail.clear()
+    one.note_call(lambda: "a commit")
+    two.note_call(lambda: "a release")
+    post.deliver_all()
+    with pytest.raises(RankError, match="call 50 of rank 1 is a release"):
+        one.check()
 
 
 def test_after_a_session_requests_restore_nothing_and_are_confirmed():

@@ -98,6 +98,33 @@ def test_strangers_are_dropped_and_cost_little(member, caplog):
     assert leader.next() == b"and still"
 
 
+def test_a_rank_with_a_wrong_key_neither_spins_nor_fills_the_log(member, monkeypatch, caplog):
+    tried = []
+    connect = socket.create_connection
+    monkeypatch.setattr(socket, "create_connection", lambda *a, **k: tried.append(a) or connect(*a, **k))
+    leader = member(0)
+    member(1, 2, leader.group.address, key=bytes(KEY_BYTES))
+    time.sleep(1.0)
+    assert len(tried) <= 25
+    assert sum("showed a wrong key" in line for line in caplog.messages) <= 1
+    assert sum("the connection to rank 0 ended" in line for line in caplog.messages) <= 1
+
+
+def test_a_rank_connects_while_strangers_hold_all_places(member, monkeypatch):
+    monkeypatch.setattr("tiercache.controller.ranks.sockets._GREETING_S", 1000.0)
+    leader = member(0)
+    crowd = [socket.create_connection(leader.group.address, timeout=10) for _ in range(64)]
+    while len(leader.group._connections) < len(crowd):  # private: nothing else shows that they are in
+        time.sleep(0.01)
+    follower, end = member(1, 2, leader.group.address), time.monotonic() + 20
+    while leader.inbox.empty():
+        assert time.monotonic() < end, "it waits until a stranger is sent away"
+        follower.group.send(0, b"hello")
+        time.sleep(0.01)
+    for one in crowd:
+        one.close()
+
+
 def test_a_message_that_is_too_long_ends_its_connection_and_the_rank_connects_again(member):
     leader = member(0)
     _, follower = connected(leader, member(1, 2, leader.group.address))

@@ -86,7 +86,7 @@ class Ballots:
         if ballot is None:
             if number < self._ended:
                 return Decision(0, Reason.BUSY, is_refused=True)
-            if len(self._ballots) >= MAX_BALLOTS:
+            if len(self._ballots) >= MAX_BALLOTS or number >= self._ended + MAX_BALLOTS:
                 return None
             ballot = self._ballots[number] = Ballot()
         if attempt == ballot.attempt + 1 and ballot.decision is not None and ballot.decision.depth:

@@ -20,6 +20,8 @@ LEADER: Final = 0
 """Rank that counts the votes, and whose engine tells the others when a request begins."""
 MAX_MESSAGE_BYTES: Final = 1 << 20
 """Maximum length of one message. A vote on a prompt of a million pages has 125 KiB."""
+_MAX_FIELDS: Final = 64
+"""Maximum number of fields of a message, and of pools in it."""
 
 
 class RankGroup(Protocol):
@@ -106,7 +108,10 @@ class Message(NamedTuple):
 def unpack(data: bytes) -> Message:
     """Return the message that `data` holds. Raises WireError for bytes that are no message."""
     try:
-        kind, session, sender, fields = msgpack.unpackb(data)
+        # Without limits, nested arrays of a few KiB announce gigabytes, which are allocated.
+        kind, session, sender, fields = msgpack.unpackb(
+            data, max_array_len=_MAX_FIELDS, max_map_len=_MAX_FIELDS, max_ext_len=0
+        )
         message = Message(MessageKind(kind), session, sender, fields)
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         raise WireError(f"a rank sent {len(data)} bytes that are no message: {error}") from None
@@ -156,8 +161,12 @@ class RankFacts:
         """Return the facts in the fields of a message. Raises WireError for fields that are none."""
         try:
             size, page_size, namespace, pools, check_order = fields
-            shards = {str(name): (Shard(r, n), bytes(print_)) for name, (r, n, print_) in pools.items()}
-            return cls(int(size), int(page_size), bytes(namespace), shards, bool(check_order))
+            shards = {str(name): (Shard(r, n), print_) for name, (r, n, print_) in pools.items()}
+            if not all(isinstance(one, bytes) for one in (namespace, *(p for _, p in shards.values()))):
+                raise TypeError("a namespace or a fingerprint is not of bytes")
+            if not all(isinstance(one, int) for one in (size, page_size)):
+                raise TypeError("a size is no integer")
+            return cls(size, page_size, namespace, shards, bool(check_order))
         except (ValueError, TypeError, AttributeError) as error:
             raise WireError(f"a rank sent facts that cannot be read: {error}") from None
 

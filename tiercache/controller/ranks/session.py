@@ -140,7 +140,7 @@ class RankSession:
         """Open the group, whose messages arrive from now on."""
         self.rank, self.size = group.rank, group.size
         self.is_leader = self.rank == LEADER
-        self._group = group
+        self.group = group
         self._facts = facts
         self.wake: Callable[[], None] = lambda: None
         """Function that ends a wait of the owner's thread for events."""
@@ -255,7 +255,7 @@ class RankSession:
     def close(self) -> None:
         """End the session and its group."""
         self.leave()
-        self._group.close()
+        self.group.close()
 
     def deliver(self, data: bytes) -> None:
         """Handle one message. A message of another session, or one that cannot be read, changes nothing."""
@@ -263,12 +263,16 @@ class RankSession:
             message = unpack(data)
             if message.kind in _HANDSHAKE:
                 self._handshake.handle(message)
-            elif message.session == self._handshake.session and 0 <= message.sender < self.size:
+            elif message.session == self._handshake.session and self._is_from_a_peer(message):
                 with self._lock:
                     self._handle(message)
                 self.wake()
         except WireError as error:
             _log.warning("%s", error)
+
+    def _is_from_a_peer(self, message: Message) -> bool:
+        """Return whether a rank sent the message that talks to this one; followers talk to the leader."""
+        return 0 < message.sender < self.size if self.is_leader else message.sender == LEADER
 
     def greet(self) -> bool:
         """Send what the handshake lacks, without waiting; return whether it is over."""
@@ -306,10 +310,10 @@ class RankSession:
                     self._problem = str(message.fields[0])
                 else:
                     number, *fields = message.fields
-                    self._apply(message.kind, int(number), fields)
-            elif self.is_leader:
+                    self._apply(message.kind, number, fields)
+            else:
                 self._count(message)
-        except (ValueError, TypeError, IndexError) as error:
+        except (ValueError, TypeError, IndexError, OverflowError) as error:
             raise WireError(
                 f"rank {message.sender} sent a {message.kind.name} that cannot be read: {error}"
             ) from None
@@ -371,14 +375,15 @@ class RankSession:
         )
 
     def _send(self, to: int, kind: MessageKind, fields: Sequence[Any]) -> None:
-        self._group.send(to, Message(kind, self._handshake.session, self.rank, fields).pack())
+        self.group.send(to, Message(kind, self._handshake.session, self.rank, fields).pack())
 
     def _note_call(self, rank: int, number: int, text: str) -> None:
         if not self.is_leader:
             self._send(LEADER, MessageKind.CALL, [number, text])
             return
-        if len(self._calls) < _MAX_CALLS:
-            self._calls[rank, number] = text
+        self._calls[rank, number] = text
+        if len(self._calls) > _MAX_CALLS:  # a message was lost: the oldest call is compared with nothing
+            del self._calls[next(iter(self._calls))]
         expected = self._calls.get((LEADER, number))
         made = {other: self._calls.get((other, number)) for other in range(self.size)}
         for other, call in made.items():

@@ -29,7 +29,9 @@ _RANK: Final = struct.Struct("<i")
 _MAX_UNSENT: Final = 16 << 20
 """Maximum number of bytes that wait to be sent to one rank. What is beyond it is lost."""
 _MAX_STRANGERS: Final = 64
-"""Maximum number of connections that have not shown the key."""
+"""Maximum number of connections that have not shown the key. For one beyond it, the oldest is closed."""
+_LEAST_QUIET_S: Final = 10.0
+"""Least time in seconds between two warnings about connections that end, or that show a wrong key."""
 _GREETING_S: Final = 5.0
 """Seconds in which a connection must show the key."""
 _BACKLOG: Final = 128
@@ -137,7 +139,7 @@ class SocketRankGroup:
         # `_lock` guards `_by_rank`, and what waits to be sent. Nothing waits under it.
         self._lock = threading.Lock()
         self._by_rank: dict[int, _Connection] = {}
-        self._next_attempt = 0.0
+        self._next_attempt = self._next_warning = 0.0
 
     def open(self, deliver: Callable[[bytes], None]) -> None:  # noqa: D102
         self._deliver = deliver
@@ -203,8 +205,9 @@ class SocketRankGroup:
         try:
             sock = socket.create_connection(self.address, timeout=1.0)
         except OSError:
-            self._next_attempt = time.monotonic() + _PAUSE_S
             return
+        finally:  # also after a success: rank 0 may end the connection at once, again and again
+            self._next_attempt = time.monotonic() + _PAUSE_S
         each = self._add(sock)
         each.queue(self._key + _RANK.pack(self.rank))
         each.rank = LEADER
@@ -217,10 +220,11 @@ class SocketRankGroup:
             sock, _ = self._listener.accept()
         except OSError:
             return  # it has gone again
-        if sum(each.rank is None for each in self._connections) < _MAX_STRANGERS:
-            self._add(sock)
-        else:
-            sock.close()
+        # The ranks show the key at once, so that the oldest stranger is the least likely to be one.
+        strangers = [each for each in self._connections if each.rank is None]
+        if len(strangers) >= _MAX_STRANGERS:
+            self._drop(min(strangers, key=lambda each: each.since))
+        self._add(sock)
 
     def _add(self, sock: socket.socket) -> _Connection:
         each = _Connection(sock, time.monotonic())
@@ -237,8 +241,8 @@ class SocketRankGroup:
                 else:
                     self._deliver(frame)
         except OSError as error:
-            if each.rank is not None:
-                _log.warning("the connection to rank %d ended: %s", each.rank, error)
+            if each.rank is not None and each in self._connections:
+                self._warn(f"the connection to rank {each.rank} ended: {error}")
             self._drop(each)
 
     def _greet(self, each: _Connection, frame: bytes) -> None:
@@ -246,7 +250,7 @@ class SocketRankGroup:
         key, number = frame[:KEY_BYTES], frame[KEY_BYTES:]
         rank = _RANK.unpack(number)[0] if len(number) == _RANK.size else LEADER
         if rank <= LEADER or not hmac.compare_digest(key, self._key):
-            _log.warning("a connection to the ranks of this group showed a wrong key, or no rank")
+            self._warn("a connection to the ranks of this group showed a wrong key, or no rank")
             self._drop(each)
             return
         each.rank = rank
@@ -254,6 +258,12 @@ class SocketRankGroup:
             before, self._by_rank[rank] = self._by_rank.get(rank), each
         if before is not None:
             self._drop(before)
+
+    def _warn(self, what: str) -> None:
+        """Log a warning, but not so often that strangers can fill a log."""
+        if time.monotonic() >= self._next_warning:
+            self._next_warning = time.monotonic() + _LEAST_QUIET_S
+            _log.warning("%s", what)
 
     def _write(self, each: _Connection) -> None:
         try:
