@@ -4,9 +4,11 @@ import os
 import subprocess
 import sys
 import time
+import tracemalloc
 from dataclasses import replace
 
 import pytest
+from blake3 import blake3
 from tiercache_backends.memory import MemoryBackend
 
 from tests.controller.harness import IDENTITY, KV, MAMBA, Engine, P, prompt
@@ -262,6 +264,28 @@ def test_a_ticket_with_other_tokens_leads_to_nothing():
     engine.controller.release(admission)
     assert len(parked_keys_in(engine.context.storage.backend, held)) == 5
     all_is_free(engine)
+
+
+def test_a_changed_ticket_of_a_request_that_is_here_is_refused_and_leaves_it_alone():
+    engine = Engine(Flaky(MemoryBackend()), blocks=40, options=options())
+    held = stored(engine, commit=False)
+    for change in ({"tokens": as_tokens([9, *PROMPT[1:]])}, {"extra": b"x"}, {"expires": 1e300}):
+        with pytest.raises(InputError, match="this ticket was changed"):
+            engine.controller.resume(replace(held.ticket, **change).to_bytes())
+    held.release()
+    settled(engine)
+    all_is_free(engine)
+
+
+def test_a_forged_ticket_of_nested_arrays_takes_no_memory():
+    engine = Engine(Flaky(MemoryBackend()), blocks=40, options=options())
+    body = b"tiercache parked 1\n" + b"\xdd\x00\x40\x00\x00" * 500 + bytes(8 << 20)
+    ticket = body + blake3(body).digest(length=16)
+    tracemalloc.start()
+    with pytest.raises(InputError, match="no ticket of a parked request"):
+        engine.controller.resume(ticket)
+    assert tracemalloc.get_traced_memory()[1] < 64 << 20
+    tracemalloc.stop()
 
 
 def test_a_ticket_needs_a_storage():

@@ -207,6 +207,10 @@ class Parking:
             return parked
         ticket = ParkingTicket.from_bytes(parked, context.namespace)
         if (mine := self._active.get(ticket.id)) is not None:
+            if mine.ticket.to_bytes() != ticket.to_bytes():
+                raise InputError(
+                    "this ticket was changed after to_bytes returned it; pass the bytes as they were"
+                )
             return mine
         left = ticket.expires - time.time()
         if left <= 0:

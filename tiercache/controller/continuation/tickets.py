@@ -22,6 +22,7 @@ _MAX_EXTRA: Final = 1 << 20
 """Maximum number of bytes of the sequence's `extra`."""
 _MAGIC: Final = b"tiercache parked 1\n"
 _SUM_BYTES: Final = 16
+_FIELDS: Final = 5
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,7 +72,8 @@ def _fields(data: bytes) -> ParkingTicket | None:
     if not body.startswith(_MAGIC) or blake3(body).digest(length=_SUM_BYTES) != checksum:
         return None
     try:
-        found = msgpack.unpackb(body[len(_MAGIC) :], max_ext_len=0)
+        # The checksum is no secret. Without limits, a forged ticket announces nested arrays of gigabytes.
+        found = msgpack.unpackb(body[len(_MAGIC) :], max_ext_len=0, max_array_len=_FIELDS, max_map_len=0)
         namespace, name, tokens, extra, expires = found
     except (ValueError, TypeError, msgpack.UnpackException):
         return None
