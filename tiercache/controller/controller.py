@@ -299,10 +299,16 @@ class HybridCacheController:
         they are over when the method returns. A stream that did not compute the source must wait for it
         first.
 
-        Raises PoolFullError, InputError, SlotError or TransferError, with nothing changed.
+        Raises PoolFullError, InputError, SlotError or TransferError, with nothing changed; in a group of
+        ranks, AdmissionError before the source is `confirmed`.
         """
         self._enter()
         self._require_mine(admission)
+        if self._session is not None and not admission.confirmed:
+            raise AdmissionError(
+                "a fork is not possible before all ranks have everything of its source on the device; poll"
+                " the source on all ranks until the leader's `confirmed`"
+            )
         fork = fork_admission(
             self._context, admission, tokens=tokens, states=states, written=written, live=live, stream=stream
         )
@@ -516,7 +522,7 @@ class HybridCacheController:
 
         All ranks call this between two requests. It waits for them as the constructor does. Requests under
         way restore nothing that has not been decided. Raises RankError if the ranks do not fit together, or
-        do not come; every request then restores nothing until a call succeeds.
+        do not come; every request then restores nothing until a call succeeds. An earlier group is closed.
         """
         self._enter()
         if self._session is None:
@@ -526,8 +532,11 @@ class HybridCacheController:
                 f"a group of {ranks.size} ranks cannot take the place of one of {self._session.size}; make"
                 " new controllers"
             )
-        self._session.leave()
+        before = self._session
+        before.leave()
         self._session = join_ranks(ranks, self._facts, self._context.options.join_deadline)
+        if before.group is not ranks:
+            before.close()
         self._follow_session()
 
     def note_prefill(self, start: int, end: int, seconds: float) -> None:
