@@ -213,6 +213,7 @@ class SocketRankGroup:
         each.rank = LEADER
         with self._lock:
             self._by_rank[LEADER] = each
+        self._write(each)  # rank 0 cannot send before it has read this, and would lose its messages
 
     def _accept(self) -> None:
         assert self._listener is not None
