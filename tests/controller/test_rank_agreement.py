@@ -234,10 +234,10 @@ def test_nested_arrays_that_announce_gigabytes_are_no_message():
 
 def test_votes_on_numbers_far_ahead_leave_room_for_those_of_requests():
     post, (one, two) = pair()
+    session = one._handshake.session  # private: the name of the session is in every message
     for number in range(2 * MAX_BALLOTS):
         fields = [MAX_BALLOTS + number, 0, 0, b"", 0, False]
-        # private: the name of the session is in every message
-        one.deliver(Message(MessageKind.VOTE, one._handshake.session, 1, fields).pack())
+        one.deliver(Message(MessageKind.VOTE, session, 1, fields).pack())
     crew = [Rank(two, {3}, (), ()), Rank(one, {3}, (), ())]
     crew[0].step()  # the follower votes first
     post.deliver_all()

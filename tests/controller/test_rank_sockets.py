@@ -114,7 +114,8 @@ def test_a_rank_connects_while_strangers_hold_all_places(member, monkeypatch):
     monkeypatch.setattr("tiercache.controller.ranks.sockets._GREETING_S", 1000.0)
     leader = member(0)
     crowd = [socket.create_connection(leader.group.address, timeout=10) for _ in range(64)]
-    while len(leader.group._connections) < len(crowd):  # private: nothing else shows that they are in
+    # private: nothing else shows that they are in
+    while len(leader.group._connections) < len(crowd):
         time.sleep(0.01)
     follower, end = member(1, 2, leader.group.address), time.monotonic() + 20
     while leader.inbox.empty():
