@@ -246,6 +246,7 @@ def test_votes_on_numbers_far_ahead_leave_room_for_those_of_requests():
 
 
 def test_the_check_of_calls_goes_on_after_many_messages_were_lost(monkeypatch):
+    # private: a small limit is reached soon
     monkeypatch.setattr(session_module, "_MAX_CALLS", 20)
     post, (one, two) = pair(check_order=True)
     for n in range(50):

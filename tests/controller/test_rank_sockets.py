@@ -111,6 +111,7 @@ def test_a_rank_with_a_wrong_key_neither_spins_nor_fills_the_log(member, monkeyp
 
 
 def test_a_rank_connects_while_strangers_hold_all_places(member, monkeypatch):
+    # private: no stranger is sent away for its silence
     monkeypatch.setattr("tiercache.controller.ranks.sockets._GREETING_S", 1000.0)
     leader = member(0)
     crowd = [socket.create_connection(leader.group.address, timeout=10) for _ in range(64)]
