@@ -264,7 +264,7 @@ def test_a_prefill_in_chunks_and_a_request_without_room(limit: int | None) -> No
 
 
 def test_an_answer_beyond_the_limit_is_decoded_without_the_draft(tmp_path: Path) -> None:
-    limit, draft = 3 * PAGE + 5, drafted("llama", **OTHER)
+    limit, draft = 3 * PAGE + 5, drafted("llama")
     runner, report = serving_module.probed(draft)
     short = runner, replace(report, reach=replace(report.reach, limit=limit))
     tokens = prompt(2 * PAGE, seed=6)
