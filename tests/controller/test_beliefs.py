@@ -11,6 +11,7 @@ from tiercache_backends.memory import MemoryBackend
 
 from tests.controller.harness import KV, MAMBA, PAGES, STATES, Engine, P, prompt
 from tests.controller.test_hung_store import Hanging
+from tests.controller.test_interleavings import until
 from tiercache.controller import ControllerOptions
 from tiercache.core import Tier
 from tiercache.metrics import HIT
@@ -36,6 +37,8 @@ def test_a_store_of_a_tenth_of_the_working_set():
         who = int(rng.integers(conversations))
         engine.serve([*prompt(*(8 * who + n for n in range(8))), 5], check=False)
     engine.settle()
+    engine.controller.lookup([1])  # begins a check of what the last writes have driven out
+    until(engine, lambda: not engine.context.in_flight.operations)
     pages, states = believed(engine)
     kinds = [entry.key.pool for entry in store.scan_all()]
     assert pages - kinds.count(KV) <= 0.05 * pages
