@@ -181,3 +181,37 @@ def test_torch_is_needed_for_its_groups_only(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "torch", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'tiercache\[torch\]'"):
         torch_ranks.ranks_of()
+
+
+def test_a_message_that_is_too_long_is_lost_and_the_connection_stays(member):
+    leader = member(0)
+    leader, other = connected(leader, member(1, 2, leader.group.address))
+    other.group.send(0, b"x" * (MAX_MESSAGE_BYTES + 1))
+    other.group.send(0, b"next")
+    assert leader.next() == b"next"
+
+
+def test_rank_0_stops_listening_if_the_broadcast_fails(monkeypatch):
+    dist = pytest.importorskip("torch.distributed")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    addresses = []
+
+    def fail(*_, **__):
+        raise RuntimeError("a rank has gone")
+
+    made = torch_ranks.SocketRankGroup
+
+    def noted(*args):
+        group = made(*args)
+        addresses.append(group.address)
+        return group
+
+    monkeypatch.setattr(dist, "broadcast", fail)
+    monkeypatch.setattr(torch_ranks, "SocketRankGroup", noted)
+    try:
+        with pytest.raises(RuntimeError, match="has gone"):
+            torch_ranks.ranks_of()
+    finally:
+        dist.destroy_process_group()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(addresses[0], timeout=5).close()

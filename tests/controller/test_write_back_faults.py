@@ -269,3 +269,13 @@ def test_a_unit_that_storage_loses_while_it_is_written_is_given_up():
     assert not engine.controller.flush(60)
     assert not engine.context.in_flight.operations
     assert engine.controller._write_back.is_idle  # private: nothing tells whether a flush ended by its time
+
+
+def test_what_an_earlier_unit_took_does_not_count_for_those_of_a_flush():
+    options = ControllerOptions(write=WRITE_BACK, write_chance=1.0, in_flight_share=0.01)
+    engine = Engine(MemoryBackend(), pages=24, blocks=BLOCKS, options=options)
+    engine.context.index._appraiser._policy = Never()  # private: the harness makes its own controller
+    engine.serve(session(1, 8))
+    land(engine)
+    engine.controller._write_back._spent = 10**9  # private: as if the unit before had been written in part
+    assert engine.controller.flush(20)

@@ -108,6 +108,7 @@ class WriteBack:
             rank = {node: n for n, (node, _) in enumerate(self._context.index.coldest_on_host())}
             wanted = sorted(self._restorable(), key=lambda node: rank.get(node, len(rank)), reverse=True)
             self._wanted = deque(wanted)
+            self._spent = self._needed = 0
 
     def _begin(self) -> None:
         share, least = self._context.in_flight.writing, self._context.allocator.widest

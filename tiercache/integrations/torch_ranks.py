@@ -50,7 +50,12 @@ def ranks_of(process_group: Any = None, host: str = "127.0.0.1") -> SocketRankGr
         port = 0 if group is None else group.address[1]
         data = key + port.to_bytes(_PORT_BYTES, "little") + bytes([len(name)]) + name
         note[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    dist.broadcast(note, group=process_group, group_src=LEADER)
+    try:
+        dist.broadcast(note, group=process_group, group_src=LEADER)
+    except BaseException:  # whatever it is, rank 0 does not go on listening, and it is raised again
+        if group is not None:
+            group.close()
+        raise
     data = bytes(note.tolist())
     port = int.from_bytes(data[KEY_BYTES:][:_PORT_BYTES], "little")
     if not port:

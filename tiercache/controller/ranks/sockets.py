@@ -31,7 +31,7 @@ _MAX_UNSENT: Final = 16 << 20
 _MAX_STRANGERS: Final = 64
 """Maximum number of connections that have not shown the key. For one beyond it, the oldest is closed."""
 _LEAST_QUIET_S: Final = 10.0
-"""Least time in seconds between two warnings about connections that end, or that show a wrong key."""
+"""Least time in seconds between two warnings about connections and messages."""
 _GREETING_S: Final = 5.0
 """Seconds in which a connection must show the key."""
 _BACKLOG: Final = 128
@@ -148,6 +148,9 @@ class SocketRankGroup:
             self._thread.start()
 
     def send(self, to: int, message: bytes) -> None:  # noqa: D102
+        if len(message) > MAX_MESSAGE_BYTES:  # the other end would end the connection
+            self._warn(f"a message of {len(message)} bytes for rank {to} is too long, and is lost")
+            return
         # Sent from here, and not by the thread, which would then take the interpreter lock from the caller.
         with self._lock:
             each = self._by_rank.get(to)
