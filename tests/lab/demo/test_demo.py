@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.examples import slow_after
 from tiercache.storage.registry import open_backend
 
 TIERCACHE = str(Path(sys.executable).parent / "tiercache")
@@ -118,7 +119,7 @@ def test_a_device_that_is_not_there_gets_one_sentence():
     assert any(sentence in done.stderr.replace("\n", " ") for sentence in sentences)
 
 
-@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("sent", "code"), slow_after(1, [(signal.SIGINT, 130), (signal.SIGTERM, 143)]))
 def test_an_interrupted_demo_leaves_nothing_behind(tmp_path, sent, code):
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     with subprocess.Popen(
