@@ -1,6 +1,6 @@
 """Run the tests: `python -m tests [--slow] [arguments of pytest]`.
 
-Two parts: first everything that waits and computes, on three processes, which keep two cores busy; then, with
+Two parts: first everything that waits and computes, on four processes, which keep two cores busy; then, with
 nothing of that beside it, everything that floods the machine. With `--slow` these are the
 tests marked slow, and those that draw examples, which then draw all of them. With a marker expression (`-m`)
 among the arguments there is one part in one process, as `pytest` runs it.
@@ -19,7 +19,7 @@ NO_TESTS = 5
 ELSEWHERE = "not gpu and not stress and not integration"
 QUICK = (f"not slow and {ELSEWHERE}",)
 SLOW = (f"(slow or hypothesis) and {ELSEWHERE}", "--hypothesis-profile=thorough", "--timeout=2400")
-TOGETHER = ("-n", "3", "--dist", "loadscope", "--no-loadscope-reorder")
+TOGETHER = ("-n", "4", "--dist", "loadscope", "--no-loadscope-reorder")
 
 
 def main(arguments: list[str]) -> int:

@@ -17,6 +17,7 @@ from typing import IO
 import pytest
 
 from tests.controller.harness import KV, Engine, P, prompt
+from tests.examples import slow_after
 from tiercache.controller import WRITE_BACK, ControllerOptions
 from tiercache.core import Tier
 from tiercache.storage.base import StorageBackend
@@ -25,7 +26,16 @@ from tiercache.storage.wrappers import Wrapper, unwrap
 
 BLOCKS = 120
 PAGES = 4
-SLOW = [("stored", 1), ("stored", 40), ("flushing", 1), ("flushed", 1), ("closing", 1), ("closed", 1)]
+STEPS = [
+    ("flushing", 7),
+    ("closing", 5),
+    ("stored", 1),
+    ("stored", 40),
+    ("flushing", 1),
+    ("flushed", 1),
+    ("closing", 1),
+    ("closed", 1),
+]
 
 
 class Telling(Wrapper):
@@ -104,10 +114,7 @@ def kill_one(path: Path, seed: int, step: str, lines: int) -> set[str]:
     return stored
 
 
-@pytest.mark.parametrize(
-    ("step", "lines"),
-    [("flushing", 7), ("closing", 5), *(pytest.param(*at, marks=pytest.mark.slow) for at in SLOW)],
-)
+@pytest.mark.parametrize(("step", "lines"), slow_after(1, STEPS))
 def test_what_was_acknowledged_is_there_and_nothing_else_is_wrong(
     tmp_path: Path, step: str, lines: int
 ) -> None:
@@ -131,6 +138,7 @@ def test_what_was_acknowledged_is_there_and_nothing_else_is_wrong(
     engine.check()
 
 
+@pytest.mark.slow
 def test_a_controller_goes_on_beside_one_that_is_killed(tmp_path: Path) -> None:
     """Both write back to one store, and serve the same sessions."""
     engine = engine_on(opened(tmp_path, "lmdb"))
