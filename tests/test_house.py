@@ -82,7 +82,7 @@ WINGS = {
     "common ground": (
         "tiercache.errors", "tiercache.core", "tiercache.text", "tiercache.memory", "tiercache.keys",
         "tiercache.threads", "tiercache.geometry", "tiercache.models", "tiercache.policy", "tiercache.pools",
-        "tiercache.metrics",
+        "tiercache.metrics", "tiercache.events",
     ),
     "store wing": (
         "tiercache.storage", "tiercache_backends", "tiercache.wire", "tiercache.daemon", "tiercache.config",

@@ -1,0 +1,215 @@
+"""The numbered batches, and their encoding as vLLM's own classes read it."""
+
+from __future__ import annotations
+
+import threading
+
+import msgspec
+import pytest
+
+from tiercache.core import PoolName
+from tiercache.errors import InputError, WireError
+from tiercache.events import EventKind, EventLog, KVEvent, Medium, ObjectGroup, Place, runs_of
+from tiercache.events.base import StoredObject
+from tiercache.events.encoding import decode_batch, encode_batch, namespace_label
+from tiercache.events.log import KEYS_PER_BATCH
+
+KV = ObjectGroup(PoolName.KV, b"n" * 32, b"l" * 32, 64)
+STATES = ObjectGroup(PoolName.MAMBA, b"n" * 32, b"m" * 32, 64)
+DISK = Place(Medium.STORAGE, "nvme")
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(32, "big")
+
+
+def removed(*numbers: int) -> KVEvent:
+    return KVEvent(EventKind.REMOVED, DISK, KV, [key(n) for n in numbers])
+
+
+def test_batches_are_numbered_one_by_one_and_a_gap_is_visible():
+    log = EventLog(4, clock=lambda: 1000.0)
+    first = log.next
+    for n in range(6):
+        log.publish([removed(n)])
+    log.publish([])
+    assert (log.oldest, log.next) == (first + 2, first + 6)
+    reading = log.read(first)
+    assert reading.missed == 2
+    assert [batch.sequence for batch in reading.batches] == list(range(first + 2, first + 6))
+    assert [batch.events[0].keys[0] for batch in reading.batches] == [key(n) for n in range(2, 6)]
+    assert log.read(reading.next) == type(reading)([], 0, first + 6)
+    part = log.read(first + 3, limit=2)
+    assert (part.missed, part.next, len(part.batches)) == (0, first + 5, 2)
+    assert log.read(first + 7).missed == 1
+
+
+def test_a_later_log_begins_behind_the_numbers_of_an_earlier_one():
+    early, late = EventLog(clock=lambda: 1000.0), EventLog(clock=lambda: 1001.0)
+    for n in range(1000):
+        early.publish([removed(n)])
+    assert late.next > early.next
+    assert late.next < 2**53
+
+
+def test_a_log_keeps_a_bounded_number_of_keys_and_always_the_last_batch():
+    log = EventLog(4)
+    for _ in range(4):
+        log.publish([removed(*range(KEYS_PER_BATCH * 2 - 1))])
+    assert log.next - log.oldest == 2
+    log.publish([removed(*range(KEYS_PER_BATCH * 9))])
+    assert log.next - log.oldest == 1
+    log.publish([removed(1)])
+    assert log.next - log.oldest == 1
+    log.publish([removed(2)])
+    assert log.next - log.oldest == 2
+
+
+def test_a_log_needs_room_for_a_batch():
+    with pytest.raises(InputError, match="keep one at least"):
+        EventLog(0)
+
+
+def test_readers_see_every_batch_once_in_order_while_threads_publish():
+    log = EventLog(10_000)
+    start = log.next
+    woken = threading.Event()
+    end = log.on_publish(woken.set)
+    writers = [
+        threading.Thread(target=lambda w=w: [log.publish([removed(w * 1000 + n)]) for n in range(500)])
+        for w in range(3)
+    ]
+    for writer in writers:
+        writer.start()
+    seen: list[int] = []
+    while len(seen) < 1500:
+        woken.wait(5)
+        woken.clear()
+        reading = log.read(start)
+        assert not reading.missed
+        start = reading.next
+        seen += [int.from_bytes(batch.events[0].keys[0], "big") for batch in reading.batches]
+        if len(reading.batches) == 256:
+            woken.set()
+    for writer in writers:
+        writer.join()
+    for w in range(3):
+        assert [n for n in seen if n // 1000 == w] == list(range(w * 1000, w * 1000 + 500))
+    end()
+    woken.clear()
+    log.publish([removed(1)])
+    assert not woken.is_set()
+
+
+def test_objects_of_which_each_follows_the_other_share_an_event():
+    objects = [
+        StoredObject(KV, key(2), key(1), 2),
+        StoredObject(KV, key(3), key(2), 3),
+        StoredObject(STATES, key(3), key(3), 3),
+        StoredObject(STATES, key(4), key(4), 4),
+        StoredObject(KV, key(9), None, None),
+        StoredObject(KV, key(10), key(8), 7),
+    ]
+    events = runs_of(DISK, objects)
+    assert [(event.group, event.keys, event.parent, event.depth) for event in events] == [
+        (KV, [key(2), key(3)], key(1), 2),
+        (STATES, [key(3)], None, 3),
+        (STATES, [key(4)], None, 4),
+        (KV, [key(9)], None, None),
+        (KV, [key(10)], key(8), 7),
+    ]
+    assert runs_of(DISK, []) == []
+
+
+class Stored(msgspec.Struct, tag="BlockStored", omit_defaults=True):
+    """A stored event with the fields that vLLM's readers require."""
+
+    block_hashes: list[bytes | int]
+    parent_block_hash: bytes | int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    ownership: str | None = None
+
+
+class Removed(msgspec.Struct, tag="BlockRemoved", omit_defaults=True):
+    block_hashes: list[bytes | int]
+    medium: str | None
+    group_idx: int | None = None
+    ownership: str | None = None
+
+
+class Cleared(msgspec.Struct, tag="AllBlocksCleared"):
+    pass
+
+
+class Batch(msgspec.Struct, array_like=True, omit_defaults=True):
+    ts: float
+    events: list[Stored | Removed | Cleared]
+    data_parallel_rank: int | None = None
+
+
+STORED = KVEvent(EventKind.STORED, DISK, KV, [key(2), key(3)], key(1), 2, [7] * 128)
+EVENTS = [STORED, removed(2), KVEvent(EventKind.CLEARED, DISK), KVEvent(EventKind.CLEARED, None)]
+
+
+def test_a_typed_reader_of_vllm_s_format_reads_the_payload():
+    batch = msgspec.msgpack.decode(encode_batch(12.5, EVENTS), type=Batch)
+    assert batch.ts == 12.5
+    stored, gone, *cleared = batch.events
+    assert stored == Stored(
+        [key(2), key(3)], key(1), [7] * 128, 64, None, "STORAGE", None, 0, "full_attention", "nvme"
+    )
+    assert gone == Removed([key(2)], "STORAGE", 0, "nvme")
+    assert cleared == [Cleared(), Cleared()]
+
+
+def test_our_reader_reads_all_fields():
+    label = bytes.fromhex(namespace_label(KV.namespace))
+    group = KV._replace(namespace=label)
+    time, events = decode_batch(encode_batch(12.5, EVENTS))
+    assert time == 12.5
+    assert events == [
+        KVEvent(EventKind.STORED, DISK, group, [key(2), key(3)], key(1), 2, [7] * 128),
+        KVEvent(EventKind.REMOVED, DISK, group._replace(page_size=0), [key(2)]),
+        *EVENTS[2:],
+    ]
+
+
+def test_a_payload_does_not_reveal_the_namespace():
+    assert KV.namespace not in encode_batch(1.0, EVENTS)
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"", b"\xc1", b"\x00", msgspec.msgpack.encode([1.0]), msgspec.msgpack.encode([1.0, [1]]),
+        msgspec.msgpack.encode([1.0, [{"type": []}]]), msgspec.msgpack.encode(["x", []]),
+        msgspec.msgpack.encode([1.0, [{"type": "BlockRemoved"}]]),
+        msgspec.msgpack.encode([1.0, [{"type": "BlockRemoved", "block_hashes": "ab", "pool": "kv"}]]),
+        msgspec.msgpack.encode(
+            [1.0, [{"type": "BlockRemoved", "block_hashes": [b"k"], "pool": "kv", "medium": "MOON"}]]
+        ),
+        msgspec.msgpack.encode(
+            [1.0, [{"type": "BlockRemoved", "block_hashes": [b"k"], "pool": "kv", "medium": "GPU",
+                    "namespace": "xx"}]]
+        ),
+        b"\x91" * 2000 + b"\x00", encode_batch(1.0, EVENTS)[:-1], encode_batch(1.0, EVENTS) + b"x",
+    ],
+)  # fmt: skip
+def test_a_payload_that_is_no_batch_is_refused(payload):
+    with pytest.raises(WireError):
+        decode_batch(payload)
+
+
+def test_a_payload_that_is_too_long_is_refused():
+    with pytest.raises(WireError, match="too long"):
+        decode_batch(bytes((16 << 20) + 1))
+
+
+def test_events_of_other_types_are_left_out():
+    assert decode_batch(msgspec.msgpack.encode([1.0, [{"type": "BlockMoved"}]])) == (1.0, [])
