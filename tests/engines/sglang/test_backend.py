@@ -591,9 +591,10 @@ def test_pages_that_are_copied_hang_on_the_pages_before_them(
     monkeypatch.delattr(type(kv), "get_page_buffer_meta")  # a pool that tells no addresses
     store = backend(shared, kv)
     names = keys(*range(5))
+    store.batch_set_v1(names[:2], rows(0, 1), HiCacheStorageExtraInfo(prefix_keys=[]))
     store.batch_set_v1([names[3]], rows(3))
     store.batch_set_v1(names[2:], rows(2, 3, 4), HiCacheStorageExtraInfo(prefix_keys=names[:2]))
     pages = page_keys_of(store, names)
     parents = {e.key.page_key: e.meta.parent for e in store_of(store).scan_all()}
-    assert parents == {pages[2]: pages[1], pages[3]: None, pages[4]: pages[3]}
+    assert parents == dict(zip(pages, [None, pages[0], pages[1], None, pages[3]], strict=True))
     store.close()

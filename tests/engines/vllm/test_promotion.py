@@ -87,7 +87,11 @@ def test_another_engine_finds_what_one_left(tier: dict[str, object]) -> None:
 def test_groups_do_not_meet(tier: dict[str, object]) -> None:
     """The same block hash in two groups is two objects, and a group that vLLM does not offload has none."""
     with Engine(tier) as engine:
-        context = engine.offer([*keys("a"), *keys("a", group=WINDOW)], ["full", "window"])
+        context = engine.request()
+        both = [*keys("a"), *keys("a", group=WINDOW)]
+        for each in both:
+            context.set_offload_key_position(each, 16)
+        engine.offer(both, ["full", "window"], context)
         engine.settle()
         engine.finish(context)
         engine.evict()
