@@ -1,0 +1,230 @@
+"""Choice of a codec for each pool, measured on its first 64 objects, and on 64 more from time to time."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from tiercache.core import ObjectKey
+from tiercache.storage.vectors import take
+from tiercache_backends.s3.compression import Codec, decode, encode
+
+MODES: Final = ("auto", "smallest", "none")
+"""Values of the setting `compression`. `auto` compresses where a write and a read together get faster,
+`smallest` wherever bytes are saved, `none` nowhere."""
+TRIAL: Final = 64
+"""Objects of a pool that are measured for a choice. They are stored as the choice before says, first RAW."""
+REVIEW: Final = 1 << 14
+"""Objects after which a pool is measured again."""
+_MIN_GAIN: Final = 0.05
+"""Part of the time (`auto`) or of the bytes (`smallest`) that a codec must save to be chosen."""
+_SLICE: Final = 64 << 10
+_SLICES: Final = 4
+"""An object is measured on at most so many slices of so many bytes: a trial takes some 0.3 s in all."""
+_MAX_POOLS: Final = 256
+_PAGE: Final = 4096
+
+
+class WireSpeed:
+    """Bytes a second that a store's transfers have together, while any of them is under way.
+
+    Transfers of less than 1 MiB do not count: they tell the latency, which no compression shortens.
+
+    Thread safety: any thread.
+    """
+
+    SMALLEST: Final = 1 << 20
+    FIRST: Final = 0.5e9
+    """Bytes a second that are assumed until 64 MiB were moved: 16 gets at once from a server on loopback."""
+    _ENOUGH: Final = 64 << 20
+    _WINDOW: Final = 1 << 30
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._under_way = 0
+        self._since = 0.0
+        self._bytes = 0.0
+        self._seconds = 0.0
+
+    def begin(self, nbytes: int) -> None:
+        """Note that a transfer of about `nbytes` bytes begins."""
+        if nbytes < self.SMALLEST:
+            return
+        with self._lock:
+            if not self._under_way:
+                self._since = self._clock()
+            self._under_way += 1
+
+    def end(self, nbytes: int, moved: int) -> None:
+        """Note that a transfer is over, and how many of its bytes were moved; `nbytes` as in `begin`."""
+        if nbytes < self.SMALLEST:
+            return
+        with self._lock:
+            now = self._clock()
+            self._under_way -= 1
+            self._bytes += moved
+            self._seconds += now - self._since
+            self._since = now
+            if self._bytes > self._WINDOW:
+                self._bytes /= 2
+                self._seconds /= 2
+
+    @property
+    def speed(self) -> float:
+        """Bytes a second."""
+        with self._lock:
+            if self._bytes < self._ENOUGH or self._seconds <= 0:
+                return self.FIRST
+            return self._bytes / self._seconds
+
+
+@dataclass(slots=True)
+class _Trial:
+    """Sums over the samples of one codec."""
+
+    plain: int = 0
+    stored: int = 0
+    encoding: float = 0.0
+    decoding: float = 0.0
+
+
+@dataclass(slots=True)
+class _Pool:
+    name: str
+    codec: Codec = Codec.RAW
+    since: int = 0
+    """Objects since the last trial began."""
+    measured: int = 0
+    trials: dict[Codec, _Trial] = field(default_factory=dict)
+    plain: int = 0
+    stored: int = 0
+
+
+class CodecChoices:
+    """Encodes objects as their pools' choices say.
+
+    A choice is made for each pool name and layout, kept in memory, and made anew by the next process. With
+    `auto`, a codec that shrinks bytes by `r`, encodes `e` and decodes `d` bytes a second costs, for each byte
+    that is written once and read once over a wire of `w` bytes a second,
+
+        2 / (r w) + 1 / e + 1 / d        where it is 2 / w without a codec,
+
+    and the codec of the least cost is chosen. `e` and `d` are those of one core (in CPU time, so that a busy
+    machine does not change the choice) times the cores that the store may use, which are half of those that
+    the process may run on, and not more than the store's threads.
+
+    Thread safety: any thread. No lock is held while bytes are encoded.
+    """
+
+    def __init__(
+        self, mode: str, wire: WireSpeed, threads: int = 1, clock: Callable[[], float] = time.thread_time
+    ) -> None:
+        assert mode in MODES, f"an unknown way of compression: {mode}"
+        self._mode = mode
+        self._wire = wire
+        self._cores = max(1, min(threads, len(os.sched_getaffinity(0)) // 2))
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._pools: OrderedDict[tuple[str, bytes], _Pool] = OrderedDict()
+
+    def encode(
+        self, key: ObjectKey, buffers: Sequence[memoryview], length: int
+    ) -> tuple[Codec, list[bytes] | None]:
+        """Return the codec of an object's entry, and the encoded bytes in pieces.
+
+        They are None for RAW: the entry then holds the payload itself.
+        """
+        if self._mode == "none":
+            return Codec.RAW, None
+        pool, measure = self._noted(key)
+        if measure:
+            self._measure(pool, buffers, length)
+        codec = pool.codec
+        pieces = encode(codec, buffers, length)
+        with self._lock:
+            pool.plain += length
+            pool.stored += length if pieces is None else sum(map(len, pieces))
+        return (Codec.RAW, None) if pieces is None else (codec, pieces)
+
+    def report(self) -> Mapping[str, str]:
+        """Return each pool's codec, and by what factor its objects have shrunk since the store was opened."""
+        with self._lock:
+            return {
+                pool.name: f"{pool.codec.name.lower()} {pool.plain / max(pool.stored, 1):.2f}"
+                for pool in self._pools.values()
+            }
+
+    def _noted(self, key: ObjectKey) -> tuple[_Pool, bool]:
+        """Count an object of a pool; return the pool and whether the object is to be measured."""
+        place = (key.pool, key.layout)
+        with self._lock:
+            pool = self._pools.get(place)
+            if pool is None:
+                pool = self._pools[place] = _Pool(key.pool)
+                if len(self._pools) > _MAX_POOLS:
+                    self._pools.popitem(last=False)
+            self._pools.move_to_end(place)
+            if pool.since >= REVIEW:
+                pool.since = pool.measured = 0
+                pool.trials = {}
+            pool.since += 1
+            return pool, pool.since <= TRIAL
+
+    def _measure(self, pool: _Pool, buffers: Sequence[memoryview], length: int) -> None:
+        sample = _sample(buffers, length)
+        size = len(sample)
+        source = [memoryview(sample)]
+        target = [memoryview(bytearray(size))]
+        found = {}
+        for codec in Codec:
+            start = self._clock()
+            pieces = encode(codec, source, size)
+            encoded = self._clock()
+            if pieces is not None:
+                whole = b"".join(pieces)
+                before = self._clock()
+                decode(codec, memoryview(whole), target, size)
+                found[codec] = _Trial(size, len(whole), encoded - start, self._clock() - before)
+            elif codec is not Codec.RAW:
+                found[codec] = _Trial(size, size, encoded - start)
+        with self._lock:
+            pool.measured += 1
+            for codec, one in found.items():
+                sums = pool.trials.setdefault(codec, _Trial())
+                sums.plain += one.plain
+                sums.stored += one.stored
+                sums.encoding += one.encoding
+                sums.decoding += one.decoding
+            if pool.measured >= TRIAL and pool.trials:
+                pool.codec = self._best(pool.trials)
+                pool.trials = {}
+
+    def _best(self, trials: Mapping[Codec, _Trial]) -> Codec:
+        wire = self._wire.speed
+        costs = {codec: self._cost(sums, wire) for codec, sums in trials.items()}
+        best = min(costs, key=lambda codec: costs[codec])
+        return best if costs[best] <= (1 - _MIN_GAIN) * self._cost(_Trial(1, 1), wire) else Codec.RAW
+
+    def _cost(self, sums: _Trial, wire: float) -> float:
+        share = sums.stored / sums.plain
+        if self._mode == "smallest":
+            return share
+        return 2 * share / wire + (sums.encoding + sums.decoding) / sums.plain / self._cores
+
+
+def _sample(buffers: Sequence[memoryview], length: int) -> bytearray:
+    """Return some slices of an object, evenly spread, or all of a small one."""
+    if length <= _SLICE * _SLICES:
+        return bytearray(b"".join(take(buffers, 0, length)))
+    sample = bytearray()
+    for number in range(_SLICES):
+        start = (length - _SLICE) * number // (_SLICES - 1) // _PAGE * _PAGE
+        for view in take(buffers, start, start + _SLICE):
+            sample += view
+    return sample
