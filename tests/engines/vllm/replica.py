@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 
-import tests.engines.vllm.conftest  # noqa: F401
 from tests.engines.vllm.rig import Engine
 from tiercache.errors import TierCacheError
 
