@@ -1,0 +1,134 @@
+"""Two workers on two hosts share a daemon on a third, whatever is killed or cut off."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from tests.hosts.network import GUARD, Hosts, missing
+from tests.hosts.rig import DaemonOnHost, Desk, Row, WorkerOnHost
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing())]
+
+
+@dataclass
+class Three:
+    """Hosts 0 and 1 with a worker each, host 2 with the daemon."""
+
+    hosts: Hosts
+    daemon: DaemonOnHost
+    workers: list[WorkerOnHost]
+    desk: Desk
+
+    def serve(self, number: int, prompt: list[int]) -> Row:
+        return self.desk.serve(self.workers[number], prompt)
+
+    def shared(self) -> list[int]:
+        """Return a prompt that the first worker has computed and stored, and the second restores."""
+        prompt = self.desk.prompt()
+        assert not self.serve(0, prompt).restored
+        assert self.workers[0].call("flush")
+        self.comes_back(1, prompt)
+        return prompt
+
+    def comes_back(self, number: int, prompt: list[int]) -> Row:
+        """Ask until a worker restores a prompt from storage."""
+        end = time.monotonic() + GUARD
+        while not (row := self.serve(number, prompt)).hit:
+            assert time.monotonic() < end, "hits do not come back"
+        return row
+
+
+@pytest.fixture(scope="module")
+def all_three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Three]:
+    with Hosts(3) as hosts:
+        daemon = DaemonOnHost(hosts[2], tmp_path_factory.mktemp("hosts") / "daemon")
+        workers = [WorkerOnHost(hosts[number], [daemon.url]) for number in (0, 1)]
+        try:
+            yield Three(hosts, daemon, workers, Desk())
+            assert [worker.call("close") for worker in workers] == [True, True]
+        finally:
+            for worker in workers:
+                worker.kill()
+
+
+@pytest.fixture
+def three(all_three: Three) -> Iterator[Three]:
+    """Heal everything behind a test; whatever it did, no answer was wrong."""
+    yield all_three
+    all_three.hosts.shape()
+    for number in range(3):
+        all_three.hosts.heal(all_three.hosts[number])
+    assert all_three.desk.wrong == []
+
+
+@pytest.mark.parametrize("line", [(0.0, 0.0), (0.005, 0.0), (0.001, 0.01)], ids=str)
+def test_what_one_worker_wrote_the_other_restores(three: Three, line: tuple[float, float]) -> None:
+    three.hosts.shape(*line)
+    prompt = three.desk.prompt()
+    assert not three.serve(0, prompt).restored
+    assert three.workers[0].call("flush")
+    before = three.hosts[1].traffic()[0]
+    row = three.comes_back(1, prompt)
+    assert row.restored == len(prompt) // 64 * 64
+    assert three.hosts[1].traffic()[0] - before > row.bytes > 1 << 20
+
+
+@pytest.mark.parametrize("how", ["silence", "unplug"])
+def test_a_worker_that_is_cut_off_computes_alone(three: Three, how: str) -> None:
+    prompt = three.shared()
+    getattr(three.hosts, how)(three.hosts[1])
+    assert not three.serve(1, prompt).restored
+    assert three.serve(0, prompt).hit, "the other host is not concerned"
+    assert not three.serve(1, prompt).restored
+    three.hosts.heal(three.hosts[1])
+    three.comes_back(1, prompt)
+
+
+def test_without_the_daemons_host_both_compute(three: Three) -> None:
+    prompt, other = three.shared(), three.desk.prompt()
+    three.hosts.silence(three.hosts[2])
+    assert not three.serve(0, prompt).restored
+    assert not three.serve(1, prompt).restored
+    three.serve(0, other)
+    three.hosts.heal(three.hosts[2])
+    three.comes_back(0, prompt)
+    three.comes_back(1, prompt)
+
+
+def test_a_cut_in_the_middle_of_a_restore(three: Three) -> None:
+    prompt = three.shared()
+    three.hosts.shape(0.02)
+    three.comes_back(1, prompt)
+    three.workers[1].call("empty")
+    before = three.hosts[1].traffic()[0]
+    three.desk.begin(three.workers[1], prompt)
+    while three.hosts[1].traffic()[0] - before < 1 << 16:
+        time.sleep(0.001)
+    three.hosts.silence(three.hosts[2])
+    assert not three.desk.end(three.workers[1]).hit
+    three.hosts.heal(three.hosts[2])
+    three.comes_back(1, prompt)
+
+
+def test_the_daemon_is_killed_and_comes_back_with_what_it_had(three: Three) -> None:
+    prompt = three.shared()
+    three.daemon.kill()
+    assert not three.serve(0, prompt).restored
+    assert not three.serve(1, prompt).restored
+    three.daemon.start()
+    three.comes_back(0, prompt)
+    three.comes_back(1, prompt)
+
+
+def test_a_worker_is_killed_in_the_middle_of_a_request(three: Three) -> None:
+    prompt = three.shared()
+    three.desk.begin(three.workers[0], three.desk.prompt(640))
+    time.sleep(0.2)
+    three.workers[0].kill()
+    assert three.serve(1, prompt).hit
+    three.workers[0].start()
+    three.comes_back(0, prompt)

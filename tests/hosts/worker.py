@@ -1,0 +1,122 @@
+"""A worker process on a host: it serves the demo's model, and audits every answer.
+
+Requests and answers are messages of JSON. The first message says that the worker serves.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.hosts.network import enter
+from tiercache.controller import ControllerOptions
+from tiercache.core import PoolName, Tier
+from tiercache.integrations.transformers.audit import Audit, Run
+from tiercache.integrations.transformers.worker import Worker
+from tiercache.lab.demo.serving import PAGE_SIZE, timed, uncut_prefill
+from tiercache.lab.demo.small import build_small_hybrid
+from tiercache.storage.registry import spec_of
+
+AUDIT_SLOTS = (2048, 512)
+"""Pages and states that an audit can hold; they take memory as they are used."""
+
+
+class Server:
+    """One worker, and the audit of its answers."""
+
+    def __init__(self, plan: Mapping[str, Any]) -> None:
+        self._worker = Worker(
+            build_small_hybrid(),
+            device_bytes=plan["device_bytes"],
+            host_bytes=plan["host_bytes"],
+            storage=spec_of(plan["storage"]) if plan["storage"] else None,
+            page_size=PAGE_SIZE,
+            # Whether a restore is worth its time depends on the machine; these tests are about what arrives.
+            options=ControllerOptions(restore_deadline=plan["deadline"], load_or_recompute=False),
+        )
+        self._audit = Audit(self._worker.runner, *AUDIT_SLOTS)
+
+    def serve(self, prompt: list[int], new: int, cold: bool, runs: list[dict[str, Any]]) -> dict[str, Any]:
+        """Answer a prompt, and say what the audit found.
+
+        With `cold`, the worker's own tiers are emptied first. `runs` are those of other workers with the same
+        beginning, which the audit must know.
+        """
+        for run in runs:
+            self._audit.recompute(Run.from_json(run))
+        if cold:
+            self.empty()
+        tokens = np.array(prompt, np.uint64)
+        started = time.perf_counter()
+        generation = self._worker.serve(tokens, new, audit=True)
+        seconds = time.perf_counter() - started
+        verdict = self._audit.check(generation)
+        geometries = self._worker.runner.layout.geometries
+        return {
+            "restored": generation.restored,
+            "tier": None if generation.tier is None else str(generation.tier),
+            "reason": str(generation.reason),
+            "bytes": sum(
+                n * geometries[pool].nbytes
+                for (tier, pool), n in generation.sources.objects.items()
+                if tier is Tier.STORAGE
+            ),
+            "seconds": seconds,
+            "right": verdict.same_text and verdict.same_bytes and verdict.max_logit_diff == 0.0,
+            "uncut": verdict.max_logit_diff_uncut,
+            "run": verdict.run.to_json(),
+        }
+
+    def empty(self) -> None:
+        """Evict everything from the device and the host."""
+        self._worker.synchronize()
+        self._worker.controller.evict(Tier.DEVICE)
+        self._worker.controller.evict(Tier.HOST)
+
+    def flush(self) -> bool:
+        """Wait until everything is stored; return whether it is."""
+        return self._worker.controller.flush()
+
+    def time(self, prompt: list[int], repeats: int) -> dict[str, Any]:
+        """Time restores from storage and recomputes by turns, in seconds until the first token."""
+        tokens = np.array(prompt, np.uint64)
+        restores, recomputes = [], []
+        for _ in range(repeats):
+            self.empty()
+            restores.append(self._worker.serve(tokens, 1))
+            recomputes.append(
+                timed([lambda: uncut_prefill(self._worker.runner, tokens)], self._worker.stream)[0]
+            )
+        kv = self._worker.runner.layout.geometries[PoolName.KV].nbytes
+        return {
+            "hits": sum(g.tier is Tier.STORAGE for g in restores),
+            "restored": min(g.restored for g in restores),
+            "ttft": statistics.median(g.ttft_seconds for g in restores),
+            "recompute": statistics.median(recomputes),
+            "kv": kv,
+        }
+
+    def close(self) -> bool:
+        """Close the worker; return whether all its operations ended."""
+        return self._worker.close()
+
+
+def run(holder: int, channel: Connection, plan: Mapping[str, Any]) -> None:
+    """Be a worker on the host of that holder, until the other end of the channel is closed."""
+    enter(holder)
+    torch.set_num_threads(1)
+    server = Server(plan)
+    channel.send_bytes(b'"serving"')
+    while True:
+        try:
+            request = json.loads(channel.recv_bytes())
+        except EOFError:
+            return
+        channel.send_bytes(json.dumps(getattr(server, request.pop("do"))(**request)).encode())
