@@ -1,0 +1,225 @@
+"""Settings of the `s3` backend, parsed from text.
+
+Credentials are never settings. They come from the usual environment variables or from a private file, and are
+read again when the service has refused them.
+"""
+
+from __future__ import annotations
+
+import configparser
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from tiercache.config import parse_duration, parse_size
+from tiercache.config.addresses import parse_address
+from tiercache.config.files import read_secret
+from tiercache.config.urls import storage_url
+from tiercache.errors import ConfigError
+from tiercache.storage.registry import settings_of
+from tiercache_backends.local.settings import absolute_path, between, one_of
+
+KIND: Final = "s3"
+EXAMPLE: Final = "s3://bucket/prefix?endpoint=https://storage.example:9000&region=us-east-1"
+_BUCKET: Final = re.compile(r"[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]")
+_PREFIX: Final = re.compile(r"[A-Za-z0-9!_.*'()/=-]{0,256}")
+_SECRETS: Final = ("access_key_id", "secret_access_key", "session_token", "token")
+_VARIABLES: Final = {
+    "access_key_id": "AWS_ACCESS_KEY_ID",
+    "secret_access_key": "AWS_SECRET_ACCESS_KEY",
+    "session_token": "AWS_SESSION_TOKEN",
+}
+MIN_CAPACITY: Final = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class S3Settings:
+    """ObjectPlace of the packs, and limits of this process."""
+
+    bucket: str
+    prefix: str = ""
+    """Path in the bucket under which everything lies; empty for the whole bucket."""
+    endpoint: str = ""
+    """URL of the service; if empty, the service is the one of Amazon."""
+    region: str = "us-east-1"
+    credentials_file: str = ""
+    """Private file in the form of ~/.aws/credentials; if empty, the environment has the credentials."""
+    allow_http: bool = False
+    """Whether payloads may travel in the clear to another host."""
+    virtual_host: bool = False
+    """Whether the bucket is part of the host's name instead of the path."""
+    capacity: int = 0
+    """Limit of the bytes under the prefix; 0 leaves eviction to the lifecycle rules of the bucket."""
+    lease: float = 30.0
+    """Seconds for which a process owns eviction without renewing its lease."""
+    deadline: float = 5.0
+    """Seconds that a call may take, besides a second for every 32 MiB."""
+    refresh: float = 5.0
+    """Seconds after which a lookup that misses asks again what others have written."""
+    pack: int = 16 << 20
+    """Bytes of objects after which a set begins another pack."""
+    in_flight: int = 64 << 20
+    """Bytes of packs that this process holds in memory while they travel."""
+    objects: int = 1_000_000
+    """Number of objects that the directory of this process knows, at some 400 bytes each."""
+
+    def __str__(self) -> str:
+        return storage_url(KIND, f"/{self.prefix}" if self.prefix else "", address=self.bucket)
+
+    def place(self, name: str) -> str:
+        """Return the name in the bucket of the store's object `name`."""
+        return f"{self.prefix}/{name}" if self.prefix else name
+
+    def credentials(self) -> dict[str, Any]:
+        """Return the credentials by the names that obstore has for them; empty if there are none to read.
+
+        Without any, obstore asks the services of Amazon's hosts for a role. Raises ConfigError if the file
+        cannot be used, or if half of the credentials are missing.
+        """
+        if self.credentials_file:
+            found = _from_file(Path(self.credentials_file))
+        else:
+            found = {ours: os.environ[name] for ours, name in _VARIABLES.items() if os.environ.get(name)}
+        if ("access_key_id" in found) != ("secret_access_key" in found):
+            raise ConfigError(
+                f"{self}: only one half of the credentials was found; set AWS_ACCESS_KEY_ID and"
+                " AWS_SECRET_ACCESS_KEY, or give credentials_file"
+            )
+        return found
+
+
+def read_settings(section: Mapping[str, Any]) -> S3Settings:
+    """Return the settings in a section of the configuration.
+
+    Raises ConfigError if a setting, or the file that a setting names, cannot be used.
+    """
+    for name in _SECRETS:
+        if name in section:
+            raise ConfigError(
+                f"storage type {KIND!r}: {name} is a secret, and a URL is shown in logs; set"
+                " AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give credentials_file=/path"
+            )
+    values = settings_of(KIND, section, _PARSERS)
+    if "address" not in values:
+        raise ConfigError(f"storage type {KIND!r} needs a bucket, as in {EXAMPLE}")
+    settings = S3Settings(
+        bucket=values.pop("address"),
+        prefix=values.pop("path", ""),
+        region=values.pop("region", os.environ.get("AWS_REGION") or "us-east-1"),
+        endpoint=values.pop("endpoint", _endpoint(os.environ.get("AWS_ENDPOINT_URL") or "")),
+        **values,
+    )
+    if settings.endpoint.startswith("http://") and not (settings.allow_http or _is_local(settings.endpoint)):
+        raise ConfigError(
+            f"{settings}: {settings.endpoint} would move payloads in the clear; use https://, or give"
+            " allow_http=true if the network is trusted"
+        )
+    if 0 < settings.capacity < MIN_CAPACITY:
+        raise ConfigError(
+            f"{settings}: a capacity of {settings.capacity} bytes is too small; set {MIN_CAPACITY} or more"
+        )
+    if settings.in_flight < settings.pack:
+        raise ConfigError(
+            f"{settings}: in_flight is less than a pack of {settings.pack} bytes; raise in_flight or lower"
+            " pack"
+        )
+    settings.credentials()
+    return settings
+
+
+def _from_file(path: Path) -> dict[str, str]:
+    text = read_secret(path, 1, 1 << 16, "credentials_file").decode(errors="replace")
+    parser = configparser.RawConfigParser()
+    try:
+        parser.read_string(text)
+        profile = parser[os.environ.get("AWS_PROFILE") or "default"]
+    except (configparser.Error, KeyError):
+        raise ConfigError(
+            f"credentials_file {path} has no profile that can be read; write [default], aws_access_key_id ="
+            " ... and aws_secret_access_key = ..."
+        ) from None  # the cause could quote the file
+    return {ours: profile[f"aws_{ours}"] for ours in _VARIABLES if profile.get(f"aws_{ours}")}
+
+
+def _is_local(endpoint: str) -> bool:
+    try:
+        return parse_address(urlsplit(endpoint).netloc).loopback
+    except ConfigError:  # no port
+        return urlsplit(endpoint).hostname in ("localhost", "127.0.0.1", "::1")
+
+
+def _bucket(value: Any) -> str:
+    if not isinstance(value, str) or not _BUCKET.fullmatch(value):
+        raise ConfigError(f"{value!r} is no bucket; a name has 3 to 63 of a-z, 0-9, dot, - and _")
+    return value
+
+
+def _prefix(value: Any) -> str:
+    text = str(value).strip("/")
+    if not _PREFIX.fullmatch(text) or "//" in text or {".", ".."} & set(text.split("/")):
+        raise ConfigError(f"{value!r} is no prefix; use letters, digits, - _ = . and single slashes")
+    return text
+
+
+def _endpoint(value: Any) -> str:
+    if not value:
+        return ""
+    try:
+        parts = urlsplit(str(value))
+        sound = parts.scheme in ("http", "https") and parts.hostname and parts.path in ("", "/")
+        sound = sound and not (parts.query or parts.username or parts.password) and parts.port != 0
+    except ValueError:
+        sound = False
+    if not sound:
+        raise ConfigError("this is no endpoint; write it like https://storage.example:9000")
+    return str(value).rstrip("/")
+
+
+def _region(value: Any) -> str:
+    if not isinstance(value, str) or not re.fullmatch(r"[a-z0-9-]{1,64}", value):
+        raise ConfigError(f"{value!r} is no region; write it like us-east-1")
+    return value
+
+
+def _seconds(low: float) -> Any:
+    def parse(value: Any) -> float:
+        found = parse_duration(value)
+        if not low <= found <= 3600:
+            raise ConfigError(f"{value!r} is out of range; use {low:g} s to 1 h")
+        return found
+
+    return parse
+
+
+def _size(low: int, high: int) -> Any:
+    def parse(value: Any) -> int:
+        found = parse_size(value)
+        if not low <= found <= high:
+            raise ConfigError(f"{value!r} is out of range; use {low} to {high} bytes")
+        return found
+
+    return parse
+
+
+def _flag(value: Any) -> bool:
+    return value if isinstance(value, bool) else str(one_of("true", "false")(value)) == "true"
+
+
+_PARSERS: Final = {
+    "address": _bucket,
+    "path": _prefix,
+    "endpoint": _endpoint,
+    "region": _region,
+    "credentials_file": absolute_path,
+    "allow_http": _flag,
+    "virtual_host": _flag,
+    "deadline": _seconds(0.05),
+    "refresh": _seconds(0.0),
+    "pack": _size(1 << 16, 256 << 20),
+    "in_flight": _size(1 << 16, 1 << 36),
+    "objects": between(1000, 100_000_000, "objects"),
+}

@@ -1,0 +1,266 @@
+"""The `s3` backend: the store contract over packs of objects in a bucket, which several processes share."""
+
+# ruff: noqa: D102 (the contract documents these methods)
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Self
+
+from tiercache.core import ObjectKey, Outcome
+from tiercache.storage.base import (
+    Capabilities,
+    GetItem,
+    NamespaceRecord,
+    ScanEntry,
+    ScanPage,
+    SetItem,
+    StorageBackend,
+    StoreContext,
+    Usage,
+    storable,
+)
+from tiercache.storage.env import Env
+from tiercache.storage.gate import CallGate
+from tiercache.storage.vectors import usable
+from tiercache.storage.wrappers.base import decide
+from tiercache_backends.s3.directory import BucketDirectory, ObjectPlace
+from tiercache_backends.s3.failures import RequestError, outcome_of
+from tiercache_backends.s3.namespaces import Namespaces
+from tiercache_backends.s3.reading import PackReader, WantedObject
+from tiercache_backends.s3.refreshing import Refresher
+from tiercache_backends.s3.service import BucketClient
+from tiercache_backends.s3.settings import S3Settings, read_settings
+from tiercache_backends.s3.writing import PackWriter
+
+
+class S3Backend(StorageBackend):
+    """Store in a bucket of an S3 service, under a prefix that any number of processes share.
+
+    An object is UNAVAILABLE if the service does not answer within the deadline, REFUSED if it refuses the
+    credentials, and THROTTLED if it asks to be asked less often. What another process writes is found by a
+    lookup that misses, at most `refresh` seconds late. What another process removes may be found for longer:
+    for as long as the bytes are there, and until the next full listing in answers of `exists`. Two processes
+    that store the same object at the same time both write it, and one copy is used.
+
+    Every call returns within its deadline. `settings` explains the section of the configuration.
+
+    Thread safety: as the contract says. No lock is held during a request.
+    """
+
+    capabilities = Capabilities(persistent=True, shared=True)
+
+    def __init__(self, settings: S3Settings, env: Env | None = None) -> None:
+        """Open the store and read what is in the bucket.
+
+        Raises UnavailableError if the service does not answer, RefusedError if it refuses.
+        """
+        env = env or Env()
+        self._settings: Final = settings
+        self._gate = CallGate(f"the store at {settings}", os.getpid)
+        self._service = BucketClient(settings)
+        self._directory = BucketDirectory(settings.objects, env.monotonic)
+        self._refresher = Refresher(settings, self._service, self._directory, env.monotonic)
+        self._reader = PackReader(self._service, lambda name: self._directory.forget([name]))
+        self._writer = PackWriter(self._service, self._directory, settings.pack, env.time_ns)
+        self._namespaces = Namespaces(self._service)
+        try:
+            self._refresher.refresh()
+            for record in self._namespaces.read():
+                self._learn(record)
+        except RequestError as error:
+            self._service.close()
+            raise error.as_storage_error() from None
+
+    @classmethod
+    def from_config(cls, section: Mapping[str, Any], context: StoreContext) -> Self:
+        return cls(read_settings(section), context.env)
+
+    @classmethod
+    def check_config(cls, section: Mapping[str, Any], context: StoreContext) -> None:
+        read_settings(section)
+
+    def exists(self, keys: Sequence[ObjectKey]) -> list[bool]:
+        with self._gate, _Asking():
+            self._service.check()
+            found = self._directory.present(keys)
+            if not all(found) or not self._settings.refresh:
+                self._refresher.refresh()
+                found = self._directory.present(keys)
+            return found
+
+    def get(self, items: Sequence[GetItem]) -> list[Outcome]:
+        with self._gate:
+            outcomes = self._get(items)
+            self._directory.read(
+                item.key for item, outcome in zip(items, outcomes, strict=True) if outcome is Outcome.HIT
+            )
+            return outcomes
+
+    def peek(self, items: Sequence[GetItem]) -> list[Outcome]:
+        with self._gate:
+            return self._get(items)
+
+    def set(self, items: Sequence[SetItem]) -> list[Outcome]:
+        with self._gate:
+            return decide(items, lambda item: None if storable(item) else Outcome.ERROR, self._set)
+
+    def delete(self, keys: Sequence[ObjectKey]) -> list[bool]:
+        with self._gate, _Asking():
+            self._service.check()
+            if not all(self._directory.present(keys)) or not self._settings.refresh:
+                self._refresher.refresh()
+            removal = self._directory.take_out([key.digest for key in keys])
+            try:
+                self._writer.remove(removal)
+            except RequestError:
+                self._directory.undo(removal, keep=True)
+                raise
+            self._directory.removed(removal)
+            gone = {found.digest for found in removal.objects}
+            answers = []
+            for key in keys:
+                answers.append(key.digest in gone)
+                gone.discard(key.digest)
+            return answers
+
+    def scan(self, namespace: bytes | None = None, cursor: bytes = b"") -> ScanPage:
+        with self._gate, _Asking():
+            self._service.check()
+            if not cursor:
+                self._refresher.refresh()
+            entries, following = self._directory.scan(namespace, int(cursor or b"0"))
+            return ScanPage(entries, b"%d" % following if following else b"")
+
+    def describe(self, keys: Sequence[ObjectKey]) -> list[ScanEntry | None]:
+        with self._gate, _Asking():
+            self._service.check()
+            found = self._directory.entries(keys)
+            if None in found:
+                self._refresher.refresh()
+                found = self._directory.entries(keys)
+            return found
+
+    def register_namespace(self, record: NamespaceRecord) -> None:
+        with self._gate:
+            self._learn(self._namespaces.register(record))
+
+    def namespaces(self) -> list[NamespaceRecord]:
+        with self._gate, _Asking():
+            return self._namespaces.read()
+
+    def usage(self) -> Usage:
+        with self._gate, _Asking():
+            self._service.check()
+            self._refresher.refresh()
+            objects, payload, used, figures = self._directory.figures()
+            more: dict[str, str | int] = {
+                **figures,
+                "requests": self._service.requests,
+                "unanswered": self._service.unanswered,
+                "read_again": self._reader.read_again,
+            }
+            return Usage(objects, payload, used, self._settings.capacity, more)
+
+    def coldest(self, nbytes: int) -> Sequence[ScanEntry]:
+        with self._gate:
+            return self._directory.coldest(nbytes)
+
+    def advise(self, keys: Sequence[ObjectKey], values: Sequence[float], worker: int = 0) -> None:
+        with self._gate:
+            self._directory.advise(keys, values, worker)
+
+    def flush(self) -> None:
+        with self._gate:
+            pass  # the service acknowledges a put when it has stored it
+
+    def close(self) -> None:
+        if self._gate.close():
+            self._service.close()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless all counts add up; call it only while no other call is running."""
+        self._directory.check_integrity()
+
+    def _learn(self, record: NamespaceRecord) -> None:
+        if record.states:
+            self._directory.require_states(record.namespace)
+
+    def _get(self, items: Sequence[GetItem]) -> list[Outcome]:
+        try:
+            self._service.check()
+            places = self._find(items)
+        except RequestError as error:
+            return [outcome_of(error)] * len(items)
+        wanted, outcomes = [], dict[int, Outcome]()
+        for i, (item, place) in enumerate(zip(items, places, strict=True)):
+            if place is None:
+                outcomes[i] = Outcome.MISS
+            elif place.entry.meta.length != item.length or not usable(
+                item.buffers, item.length, writable=True
+            ):
+                outcomes[i] = Outcome.ERROR
+            else:
+                wanted.append(WantedObject(i, item, place))
+        outcomes |= self._reader.read(wanted)
+        corrupt = {one.item.key.digest: one.place for one in wanted if outcomes[one.index] is Outcome.CORRUPT}
+        if corrupt:
+            self._drop(corrupt)
+        return [outcomes[i] for i in range(len(items))]
+
+    def _find(self, items: Sequence[GetItem]) -> list[ObjectPlace | None]:
+        keys = [item.key for item in items]
+        found = self._directory.find(keys)
+        if None in found:
+            self._refresher.refresh()
+            found = self._directory.find(keys)
+        return found
+
+    def _drop(self, corrupt: Mapping[bytes, ObjectPlace]) -> None:
+        """Remove damaged objects, here in any case, and from the bucket if it can be asked."""
+        removal = self._directory.take_out(corrupt, {key: place.pack for key, place in corrupt.items()})
+        self._directory.count_corrupt(len(removal.objects))
+        try:
+            self._writer.remove(removal)
+        except RequestError:
+            self._directory.undo(removal, keep=False)
+            return
+        self._directory.removed(removal)
+
+    def _set(self, items: Sequence[SetItem]) -> list[Outcome]:
+        first: dict[bytes, int] = {}  # position of the first item of each key
+        for i, item in enumerate(items):
+            first.setdefault(item.key.digest, i)
+        keys = [items[i].key for i in first.values()]
+        try:
+            self._service.check()
+            if not all(self._directory.present(keys)) or not self._settings.refresh:
+                self._refresher.refresh()
+        except RequestError as error:
+            return [outcome_of(error)] * len(items)
+        self._namespaces.write()
+        answers = dict(
+            zip(
+                first,
+                self._writer.write(self._directory.plan([items[i] for i in first.values()])),
+                strict=True,
+            )
+        )
+
+        def answer(i: int, digest: bytes) -> Outcome:
+            found = answers[digest]
+            return Outcome.HIT if found is Outcome.STORED and first[digest] != i else found
+
+        return [answer(i, item.key.digest) for i, item in enumerate(items)]
+
+
+class _Asking:
+    """Context that turns a failed request into an error of the contract."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, RequestError):
+            raise error.as_storage_error() from None

