@@ -74,6 +74,8 @@ def classify(error: Exception, where: str) -> RequestError:
     text = str(error)[:8192]
     code = found[1] if (found := _CODE.search(text)) else ""
     status = int(found[1]) if (found := _STATUS.search(text)) else 0
+    if "Received redirect" in text:
+        code = "PermanentRedirect"  # the client library does not pass the code on
     if code in _ADVICE:
         return RequestError(FailureKind.REFUSED, f"{where} {_ADVICE[code]}")
     if isinstance(error, FileNotFoundError) and code == "NoSuchKey":

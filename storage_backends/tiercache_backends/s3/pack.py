@@ -163,7 +163,7 @@ def read_head(head: bytes, size: int) -> PackIndex | None:
     expected = _HEADER.size + tables + count * _ENTRY.size
     if magic != _MAGIC or version != _VERSION or count > MAX_ENTRIES or expected != len(head):
         return None
-    bare = _HEADER.pack(magic, version, tables, count, bytes(CHECKSUM_BYTES))
+    bare = head[: _HEADER.size - CHECKSUM_BYTES] + bytes(CHECKSUM_BYTES)
     if xxh3_128_digest(bare + head[_HEADER.size :]) != digest:
         return None
     try:

@@ -204,10 +204,23 @@ class S3Backend(StorageBackend):
             else:
                 wanted.append(WantedObject(i, item, place))
         outcomes |= self._reader.read(wanted)
+        outcomes |= self._reader.read(self._elsewhere(wanted, outcomes))
         corrupt = {one.item.key.digest: one.place for one in wanted if outcomes[one.index] is Outcome.CORRUPT}
         if corrupt:
             self._drop(corrupt)
         return [outcomes[i] for i in range(len(items))]
+
+    def _elsewhere(
+        self, wanted: Sequence[WantedObject], outcomes: Mapping[int, Outcome]
+    ) -> list[WantedObject]:
+        """Return the items whose pack is gone, and of which another pack has a copy."""
+        missed = [one for one in wanted if outcomes[one.index] is Outcome.MISS]
+        places = self._directory.find([one.item.key for one in missed]) if missed else []
+        return [
+            WantedObject(one.index, one.item, place)
+            for one, place in zip(missed, places, strict=True)
+            if place is not None and place.entry.meta.length == one.item.length
+        ]
 
     def _find(self, items: Sequence[GetItem]) -> list[ObjectPlace | None]:
         keys = [item.key for item in items]
