@@ -13,10 +13,8 @@ from typing import Final
 from tiercache.core import ObjectKey
 from tiercache.storage.vectors import take
 from tiercache_backends.s3.compression import Codec, decode, encode
+from tiercache_backends.s3.throughput import WireSpeed
 
-MODES: Final = ("auto", "smallest", "none")
-"""Values of the setting `compression`. `auto` compresses where a write and a read together get faster,
-`smallest` wherever bytes are saved, `none` nowhere."""
 TRIAL: Final = 64
 """Objects of a pool that are measured for a choice. They are stored as the choice before says, first RAW."""
 REVIEW: Final = 1 << 14
@@ -28,60 +26,6 @@ _SLICES: Final = 4
 """An object is measured on at most so many slices of so many bytes: a trial takes some 0.3 s in all."""
 _MAX_POOLS: Final = 256
 _PAGE: Final = 4096
-
-
-class WireSpeed:
-    """Bytes a second that a store's transfers have together, while any of them is under way.
-
-    Transfers of less than 1 MiB do not count: they tell the latency, which no compression shortens.
-
-    Thread safety: any thread.
-    """
-
-    SMALLEST: Final = 1 << 20
-    FIRST: Final = 0.5e9
-    """Bytes a second that are assumed until 64 MiB were moved: 16 gets at once from a server on loopback."""
-    _ENOUGH: Final = 64 << 20
-    _WINDOW: Final = 1 << 30
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._under_way = 0
-        self._since = 0.0
-        self._bytes = 0.0
-        self._seconds = 0.0
-
-    def begin(self, nbytes: int) -> None:
-        """Note that a transfer of about `nbytes` bytes begins."""
-        if nbytes < self.SMALLEST:
-            return
-        with self._lock:
-            if not self._under_way:
-                self._since = self._clock()
-            self._under_way += 1
-
-    def end(self, nbytes: int, moved: int) -> None:
-        """Note that a transfer is over, and how many of its bytes were moved; `nbytes` as in `begin`."""
-        if nbytes < self.SMALLEST:
-            return
-        with self._lock:
-            now = self._clock()
-            self._under_way -= 1
-            self._bytes += moved
-            self._seconds += now - self._since
-            self._since = now
-            if self._bytes > self._WINDOW:
-                self._bytes /= 2
-                self._seconds /= 2
-
-    @property
-    def speed(self) -> float:
-        """Bytes a second."""
-        with self._lock:
-            if self._bytes < self._ENOUGH or self._seconds <= 0:
-                return self.FIRST
-            return self._bytes / self._seconds
 
 
 @dataclass(slots=True)
@@ -109,9 +53,10 @@ class _Pool:
 class CodecChoices:
     """Encodes objects as their pools' choices say.
 
-    A choice is made for each pool name and layout, kept in memory, and made anew by the next process. With
-    `auto`, a codec that shrinks bytes by `r`, encodes `e` and decodes `d` bytes a second costs, for each byte
-    that is written once and read once over a wire of `w` bytes a second,
+    `mode`: `auto` compresses where a write and a read together get faster, `smallest` wherever bytes are
+    saved, and `none` nowhere. A choice is made for each pool name and layout, kept in memory, and made anew
+    by the next process. With `auto`, a codec that shrinks bytes by `r`, encodes `e` and decodes `d` bytes a
+    second costs, for each byte that is written once and read once over a wire of `w` bytes a second,
 
         2 / (r w) + 1 / e + 1 / d        where it is 2 / w without a codec,
 
@@ -125,7 +70,6 @@ class CodecChoices:
     def __init__(
         self, mode: str, wire: WireSpeed, threads: int = 1, clock: Callable[[], float] = time.thread_time
     ) -> None:
-        assert mode in MODES, f"an unknown way of compression: {mode}"
         self._mode = mode
         self._wire = wire
         self._cores = max(1, min(threads, len(os.sched_getaffinity(0)) // 2))
@@ -143,9 +87,9 @@ class CodecChoices:
         if self._mode == "none":
             return Codec.RAW, None
         pool, measure = self._noted(key)
+        codec = pool.codec
         if measure:
             self._measure(pool, buffers, length)
-        codec = pool.codec
         pieces = encode(codec, buffers, length)
         with self._lock:
             pool.plain += length

@@ -8,13 +8,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
+import numpy as np
+
 from tiercache.storage.base import SetItem
 from tiercache.storage.vectors import take, total
+from tiercache_backends.s3 import compression
+from tiercache_backends.s3.choices import CodecChoices
+from tiercache_backends.s3.compression import Codec
 
-RAW: Final = 0
-"""Codec of bytes that are stored as they came."""
-CODECS: Final = frozenset({RAW})
-"""Codecs that this version reads; an entry with another codec is passed over."""
+CODECS: Final = frozenset(Codec)
+"""Codecs that this version reads; an object with another codec, of a later version, is a miss."""
 
 
 class Encoded(NamedTuple):
@@ -29,13 +32,20 @@ class Encoded(NamedTuple):
         return total(self.pieces)
 
 
-def encode(item: SetItem) -> Encoded:
-    """Return the stored form of a well-formed item."""
-    return Encoded(RAW, take(item.buffers, 0, item.meta.length))
+def encode(item: SetItem, choices: CodecChoices) -> Encoded:
+    """Return the stored form of a well-formed item, by the codec of its pool."""
+    codec, pieces = choices.encode(item.key, item.buffers, item.meta.length)
+    if pieces is None:
+        return Encoded(Codec.RAW, take(item.buffers, 0, item.meta.length))
+    return Encoded(codec, [memoryview(piece) for piece in pieces])
 
 
 def decode(codec: int, stored: memoryview, length: int) -> memoryview | None:
-    """Return the `length` bytes of an object from its stored form; None if they cannot be had from it."""
-    if codec == RAW and stored.nbytes == length:
-        return stored
-    return None
+    """Return the `length` bytes of an object from its stored form; None if they cannot be had from it.
+
+    The caller's buffers have room for `length` bytes; more is never allocated.
+    """
+    if codec == Codec.RAW:
+        return stored if stored.nbytes == length else None
+    payload = np.empty(length, np.uint8).data
+    return payload if compression.decode(codec, stored, [payload], length) else None

@@ -14,7 +14,7 @@ from tiercache.storage.checksum import checksum
 from tiercache.storage.vectors import take
 from tiercache_backends.s3.directory import ObjectPlace
 from tiercache_backends.s3.failures import FailureKind, RequestError, outcome_of
-from tiercache_backends.s3.payload import decode
+from tiercache_backends.s3.payload import CODECS, decode
 from tiercache_backends.s3.refreshing import FOLDER
 from tiercache_backends.s3.service import BucketClient, PendingRequest
 
@@ -106,6 +106,8 @@ class PackReader:
 def _deliver(one: WantedObject, data: memoryview, start: int) -> Outcome:
     """Verify the stored bytes of an object and copy them into the buffers of its item."""
     entry, item = one.place.entry, one.item
+    if entry.codec not in CODECS:
+        return Outcome.MISS
     stored = data[entry.offset - start : entry.offset - start + entry.stored]
     payload = decode(entry.codec, stored, item.length) if stored.nbytes == entry.stored else None
     if payload is None or checksum(item.key, [payload], item.length) != entry.meta.checksum:

@@ -24,6 +24,7 @@ from tiercache.storage.breaker import Breaker, Verdict
 from tiercache.threads import IoThreads
 from tiercache_backends.s3.failures import FailureKind, RequestError, classify
 from tiercache_backends.s3.settings import S3Settings
+from tiercache_backends.s3.throughput import WireSpeed
 
 _log = logging.getLogger(__name__)
 
@@ -74,12 +75,15 @@ class PendingRequest(Generic[T]):
         with self._lock:
             work = self._work
             self._thread = get_ident()
+        wire, nbytes = self._service.wire, self._nbytes if work is not None else 0
+        wire.begin(nbytes)
         try:
             if work is not None:
                 self._value = work()
         except Exception as error:  # noqa: BLE001  obstore raises many types; the thread must live on
             self._error = classify(error, self._service.where)
         finally:
+            wire.end(nbytes, nbytes if self._error is None else 0)
             self._service.ended(self._nbytes)
             self._work = work = None  # the bytes of a put go with it
             self._ended.set()
@@ -123,6 +127,8 @@ class BucketClient:
         """Number of requests that were queued so far."""
         self.unanswered = 0
         """Number of requests without an answer so far."""
+        self.wire: Final = WireSpeed(time.monotonic)
+        """Throughput of this process's large requests."""
 
     def deadline(self, nbytes: int = 0) -> float:
         """Return the time on the monotonic clock by which a call that moves so many bytes must be over."""

@@ -66,6 +66,8 @@ class S3Settings:
     """Bytes of packs that this process holds in memory while they travel."""
     objects: int = 1_000_000
     """Number of objects that the directory of this process knows, at some 400 bytes each."""
+    compression: str = "auto"
+    """Rule by which objects are compressed: `auto`, `smallest` or `none` (see `CodecChoices`)."""
 
     def __str__(self) -> str:
         return storage_url(KIND, f"/{self.prefix}" if self.prefix else "", address=self.bucket)
@@ -222,4 +224,5 @@ _PARSERS: Final = {
     "pack": _size(1 << 16, 256 << 20),
     "in_flight": _size(1 << 16, 1 << 36),
     "objects": between(1000, 100_000_000, "objects"),
+    "compression": one_of("auto", "smallest", "none"),
 }

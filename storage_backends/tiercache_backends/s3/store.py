@@ -25,12 +25,13 @@ from tiercache.storage.env import Env
 from tiercache.storage.gate import CallGate
 from tiercache.storage.vectors import usable
 from tiercache.storage.wrappers.base import decide
+from tiercache_backends.s3.choices import CodecChoices
 from tiercache_backends.s3.directory import BucketDirectory, ObjectPlace
 from tiercache_backends.s3.failures import RequestError, outcome_of
 from tiercache_backends.s3.namespaces import Namespaces
 from tiercache_backends.s3.reading import PackReader, WantedObject
 from tiercache_backends.s3.refreshing import Refresher
-from tiercache_backends.s3.service import BucketClient
+from tiercache_backends.s3.service import THREADS, BucketClient
 from tiercache_backends.s3.settings import S3Settings, read_settings
 from tiercache_backends.s3.writing import PackWriter
 
@@ -62,8 +63,9 @@ class S3Backend(StorageBackend):
         self._service = BucketClient(settings)
         self._directory = BucketDirectory(settings.objects, env.monotonic)
         self._refresher = Refresher(settings, self._service, self._directory, env.monotonic)
+        self._choices = CodecChoices(settings.compression, self._service.wire, THREADS)
         self._reader = PackReader(self._service, lambda name: self._directory.forget([name]))
-        self._writer = PackWriter(self._service, self._directory, settings.pack, env.time_ns)
+        self._writer = PackWriter(self._service, self._directory, self._choices, settings.pack, env.time_ns)
         self._namespaces = Namespaces(self._service)
         try:
             self._refresher.refresh()
@@ -160,6 +162,7 @@ class S3Backend(StorageBackend):
                 "requests": self._service.requests,
                 "unanswered": self._service.unanswered,
                 "read_again": self._reader.read_again,
+                **{f"compression_{pool}": found for pool, found in self._choices.report().items()},
             }
             return Usage(objects, payload, used, self._settings.capacity, more)
 

@@ -11,6 +11,7 @@ from typing import Final, NamedTuple
 from tiercache.core import Outcome
 from tiercache.storage.base import checksum_of
 from tiercache.storage.vectors import batches
+from tiercache_backends.s3.choices import CodecChoices
 from tiercache_backends.s3.directory import BucketDirectory, Pack, PackClaim, PackRemoval, WritePlan
 from tiercache_backends.s3.failures import FailureKind, RequestError, outcome_of
 from tiercache_backends.s3.pack import MAX_ENTRIES, NewEntry, make_name, pack_head, read_head, tombstone
@@ -37,10 +38,16 @@ class PackWriter:
     """
 
     def __init__(
-        self, service: BucketClient, directory: BucketDirectory, pack_bytes: int, time_ns: Callable[[], int]
+        self,
+        service: BucketClient,
+        directory: BucketDirectory,
+        choices: CodecChoices,
+        pack_bytes: int,
+        time_ns: Callable[[], int],
     ) -> None:
         self._service = service
         self._directory = directory
+        self._choices = choices
         self._pack_bytes = pack_bytes
         self._time_ns = time_ns
         self._writer: Final = secrets.token_hex(8)
@@ -94,7 +101,7 @@ class PackWriter:
         """Begin to write one pack; finish earlier ones while the bytes in flight leave no room."""
         entries, pieces = [], list[memoryview]()
         for claim in claims:
-            item, encoded = claim.item, encode(claim.item)
+            item, encoded = claim.item, encode(claim.item, self._choices)
             meta = replace(item.meta, checksum=checksum_of(item))
             entries.append(NewEntry(item.key, meta, encoded.codec, encoded.nbytes))
             pieces += encoded.pieces
