@@ -387,16 +387,13 @@ def test_no_run_of_pages_alone_or_of_requests_that_overlap_is_above_the_bound():
     check_runs(SPECS[2], ATTENTION, 3, CheckpointRules(), limit=30)
 
 
+RUNS = ((1, 0, HYBRID), (1, 512, HYBRID), (4, 0, HYBRID), (1, 0, ATTENTION))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("concurrency", "every", "profile"),
-    [
-        pytest.param(1, 0, HYBRID, id="hybrid"),
-        pytest.param(1, 512, HYBRID, id="every 512"),
-        pytest.param(4, 0, HYBRID, id="overlapping"),
-        pytest.param(1, 0, ATTENTION, id="attention"),
-    ],
-)
-@pytest.mark.parametrize("spec", SPECS)
-def test_no_longer_run_is_above_the_bound(spec, concurrency, every, profile):
+@pytest.mark.parametrize("again", range(2))
+@pytest.mark.parametrize(("number", "spec"), list(enumerate(SPECS)))
+def test_no_longer_run_is_above_the_bound(number, spec, again):
+    """Each workload with two of the runs, each run with half of the workloads."""
+    concurrency, every, profile = RUNS[(number + again * 2 + number // 4) % 4]
     check_runs(spec, profile, concurrency, CheckpointRules(every=every), limit=120)
