@@ -19,6 +19,7 @@ from tiercache.core import ObjectKey, ObjectMeta, Outcome
 from tiercache.policy import Lru
 from tiercache.storage.base import (
     Capabilities,
+    ChangeNote,
     GetItem,
     NamespaceRecord,
     ScanEntry,
@@ -179,6 +180,11 @@ class MemoryBackend(StorageBackend):
     def advise(self, keys: Sequence[ObjectKey], values: Sequence[float], worker: int = 0) -> None:
         with self._gate, self._mutex:
             self._residents.advise([key.digest for key in keys], values, worker)
+
+    def watch(self, note: ChangeNote | None) -> bool:
+        with self._gate, self._mutex:
+            self._residents.note = note
+        return True
 
     def flush(self) -> None:
         with self._gate:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from blake3 import blake3
 
+from tests.controller.told import Told
 from tiercache.controller import ControllerOptions, HybridCacheController, Status
 from tiercache.core import HitPolicy, PoolName, as_tokens
 from tiercache.errors import PoolFullError, TransferError
@@ -51,6 +52,7 @@ class Engine:
     """Serves prompts through a controller.
 
     `hybrid` False leaves the states out, `kv` False the pages. `more` are the geometries of further pools.
+    With `told`, every check also compares what a subscriber of KV events knows.
     Thread safety: one owner thread.
     """
 
@@ -74,6 +76,7 @@ class Engine:
         identity=IDENTITY,
         shard=None,
         ranks=None,
+        told=False,
     ):
         chosen = [*([PAGES] if kv else []), *([STATES] if hybrid else []), *more]
         self.paged = {g.pool: g for g in chosen if g.hit_policy is HitPolicy.ALL_PAGES}
@@ -107,6 +110,7 @@ class Engine:
         )
         self.opened.append(self.controller)
         self.metrics = self.controller.metrics
+        self.told = Told(self.context) if told else None
 
     def serve(self, prompt, answer=(), *, check=True, extra=b""):
         """Restore, compute the rest, commit at every checkpoint and at the end, release.
@@ -236,6 +240,8 @@ class Engine:
 
     def check(self):
         self.controller.check_integrity()
+        if self.told:
+            self.told.check()
 
     def restart(self, url, **kwargs):
         """Another process, as far as the cache can tell."""

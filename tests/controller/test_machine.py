@@ -175,6 +175,7 @@ class Lives(RuleBasedStateMachine):
                 piece_bytes=self.piece,
             ),
             engine=lambda d, h: CopyEngine(d, h, copier=self.copy),
+            told=True,
         )
         self.controller = self.engine.controller
 

@@ -14,10 +14,12 @@ import numpy as np
 from tiercache.controller.allocation import DeviceWork, ObjectAllocator
 from tiercache.controller.in_flight import EventQueue, InFlightTable
 from tiercache.controller.prefetch_rules import PrefetchRules
+from tiercache.controller.residency_events import ResidencyEvents
 from tiercache.controller.speeds import Speeds
 from tiercache.controller.store_calls import StoreCalls
 from tiercache.core import Locations, PoolName, Tier
 from tiercache.errors import ClosedError, ConfigError
+from tiercache.events.settings import EventSettings
 from tiercache.index import CheckpointRules, HybridIndex, Pin
 from tiercache.metrics import Metrics
 from tiercache.policy import ModelProfile
@@ -120,6 +122,8 @@ class ControllerOptions:
     """Threads for writes to the store."""
     refresh_path: bool = False
     """Whether a hit counts as a use of its whole path in the index, and not only of the path's last node."""
+    events: EventSettings | None = None
+    """Where KV events of device, host and storage are published; None: nowhere. `docs/events.md` has more."""
     write: str = WRITE_THROUGH
     """When objects are written to storage: `write_through` at their commit, or `write_back` ahead of their
     eviction from the host.
@@ -149,6 +153,10 @@ class ControllerOptions:
     def __post_init__(self) -> None:
         if not isinstance(self.prefetch, PrefetchRules):
             raise ConfigError(f"prefetch={self.prefetch!r} is not possible; use PrefetchRules(policy=...)")
+        if not isinstance(self.events, EventSettings | None):
+            raise ConfigError(f"events={self.events!r} is not possible; use EventSettings(endpoint=...)")
+        if not isinstance(self.events, EventSettings | None):
+            raise ConfigError(f"events={self.events!r} is not possible; use EventSettings(endpoint=...)")
         if not 0.0 <= self.load_flops_per_byte < float("inf"):
             raise ConfigError(
                 f"load_flops_per_byte={self.load_flops_per_byte} is not possible; use a finite number from 0"
@@ -227,6 +235,8 @@ class ControllerContext:
     """Number of objects that storage has taken so far."""
     is_draining: bool = False
     """Whether a caller waits until nothing is under way, so that no check and no prefetch begins."""
+    residency: ResidencyEvents | None = None
+    """What is told of device and host; None if no KV events are published."""
     on_landed: Callable[[], None] = lambda: None
     """Callback on the owner's thread, after operations have landed or slots were freed."""
     _pid: int = field(default_factory=os.getpid)
@@ -299,6 +309,8 @@ class ControllerContext:
         if self.in_flight.landed or self.device_work.freed:
             self.in_flight.landed = self.device_work.freed = False
             self.on_landed()
+        if self.residency is not None:
+            self.residency.post()
 
     def give_up(self, pool: PoolName, reason: str, count: int, *, final: bool = True) -> None:
         """Count `count` objects of `pool` that will not reach storage unless they are committed again.

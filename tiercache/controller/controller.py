@@ -25,6 +25,7 @@ from tiercache.controller.preview import Preview, preview
 from tiercache.controller.ranks.base import RankFacts, RankGroup
 from tiercache.controller.ranks.group_admission import GroupAdmission
 from tiercache.controller.ranks.session import describe_call, join_ranks
+from tiercache.controller.residency_events import ResidencyEvents
 from tiercache.controller.retention import Hints, PrefixPins
 from tiercache.controller.shadows import Shadows
 from tiercache.controller.tier_changes import TierChanges
@@ -33,8 +34,12 @@ from tiercache.controller.write_back import WriteBack
 from tiercache.controller.write_through import WriteThrough
 from tiercache.core import Locations, PoolName, Tier, as_tokens
 from tiercache.errors import AdmissionError, ClosedError, InputError, PoolFullError
+from tiercache.events import ObjectGroup
+from tiercache.events.publisher import EventPublisher
+from tiercache.events.settings import EventSettings
+from tiercache.events.source import EventSource
 from tiercache.index import Content, HybridIndex
-from tiercache.keys import Identity, Shard, namespace_of
+from tiercache.keys import Identity, Shard, layout_digest, namespace_of
 from tiercache.metrics import Metrics
 from tiercache.policy import (
     DEFAULT_PROFILE,
@@ -49,6 +54,7 @@ from tiercache.policy.costs import LOAD_FLOPS_PER_BYTE
 from tiercache.pools import BlockArena, DevicePool, HostPool
 from tiercache.storage.base import NamespaceRecord, StorageBackend
 from tiercache.storage.hybrid import HybridStorage
+from tiercache.storage.store_events import StoreEvents
 from tiercache.threads import IoThreads
 from tiercache.transfer import TransferEngine, engine_for
 
@@ -182,6 +188,12 @@ class HybridCacheController:
         self._shadows = Shadows(self._context, chosen) if isinstance(chosen, Portfolio) else None
         self._admissions: set[Admission] = set()
         self._closed = self._drained = False
+        self._publisher = self._publish(options.events, shards)
+
+    @property
+    def publisher(self) -> EventPublisher | None:
+        """Publisher of KV events, with its addresses and figures; None without `events` of the options."""
+        return self._publisher
 
     @property
     def metrics(self) -> Metrics:
@@ -499,6 +511,8 @@ class HybridCacheController:
         self._write_through.send(
             inserted.node, sequence[: full * self.page_size], admission.lookup.extra, depths
         )
+        if self._context.residency is not None:
+            self._context.residency.post()
         return admission.pages
 
     def release(self, admission: Admission, *, fence: DeviceFence | None = None) -> None:
@@ -648,6 +662,9 @@ class HybridCacheController:
         if self._backend is not None and (missing := self._draining.missing()):
             _log.warning("%d objects that were committed since the last flush did not reach storage", missing)
         self._closed = True
+        if self._publisher is not None and self._context.residency is not None:
+            self._context.residency.post(everything=True)
+            self._publisher.close()
         # Each part is closed before the parts that it uses: first the threads that call the store, then the
         # transfer engine, then the store, and last the arena, in whose memory all others work.
         idle = [
@@ -704,6 +721,28 @@ class HybridCacheController:
         self._parking.expire()
         if self._session is not None:
             self._session.check()
+
+    def _publish(
+        self, settings: EventSettings | None, shards: Mapping[PoolName, Shard | None]
+    ) -> EventPublisher | None:
+        """Publish KV events of device, host and storage from now on, if there are settings."""
+        if settings is None:
+            return None
+        context = self._context
+        groups = {
+            name: ObjectGroup(
+                name,
+                context.namespace,
+                layout_digest(name, pool.geometry.fingerprint, shards.get(name) or Shard()),
+                context.page_size,
+            )
+            for name, pool in context.host.items()
+        }
+        context.residency = ResidencyEvents(context.index, groups)
+        sources: list[EventSource] = [context.residency]
+        if self._backend is not None:
+            sources.append(StoreEvents(self._backend, "store"))
+        return EventPublisher(settings, sources)
 
     def _follow_session(self) -> None:
         """Take from the session which pools this rank writes, and let its messages end a wait."""

@@ -35,6 +35,8 @@ class Counters:
         """Number of present objects that no pin holds, by tier and pool."""
         self.stored_only_pages = 0
         """Number of pages of those nodes that have objects in the storage tier and in no other."""
+        self.changed: dict[Node, None] | None = None
+        """Nodes whose locations have changed, the longest ago first; None while nobody follows them."""
         self._pages = range(page_pools)
         self._states = range(page_pools, page_pools + state_pools)
         self._mark = mark
@@ -57,6 +59,8 @@ class Counters:
         other tier holds anything and that nothing is in flight.
         """
         before = node.restorable
+        if self.changed is not None:
+            self.changed[node] = None
         self.add(node, -1)
         node.clear(tier)
         self._update_nearest_state(node, before)
@@ -72,6 +76,8 @@ class Counters:
 
     def _recount_by(self, recount: Callable[[], None], node: Node) -> None:
         before, could_answer = node.restorable, node.can_answer
+        if self.changed is not None:
+            self.changed[node] = None
         self.add(node, -1)
         recount()
         self.add(node, +1)

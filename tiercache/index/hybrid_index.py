@@ -215,6 +215,18 @@ class HybridIndex:
             self._located = asked, PathLocations(pages, states)
         return self._located[1]
 
+    def follow_changes(self) -> dict[Node, None]:
+        """Return the nodes whose locations change from now on; the caller takes out those it has looked at.
+
+        Nodes that were removed are among them. A node that was merged into another is not, but the other is.
+        """
+        self._tree.counters.changed = {}
+        return self._tree.counters.changed
+
+    def keys_of(self, node: Node) -> list[bytes]:
+        """Return the page keys of the node's edge, which the node then keeps."""
+        return self._tree.page_keys(node, node.end, node.start)
+
     def page_keys(self, where: Node | Match, depth: int, start: int = 0) -> list[bytes]:
         """Return the keys of pages [start, depth) of the path to `where`.
 

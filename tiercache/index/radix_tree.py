@@ -321,6 +321,8 @@ class RadixTree:
         # The upper part takes over the bits that the whole node had announced to the parent. The lower part
         # has not announced anything to its new parent, the upper part, so far.
         upper.announced_mask, node.announced_mask = node.announced_mask, 0
+        if self.counters.changed is not None and node in self.counters.changed:
+            self.counters.changed[upper] = None
         for part in (upper, node):
             part.recount()
             self.counters.add(part, +1)
@@ -339,6 +341,8 @@ class RadixTree:
         parent = node.parent
         assert parent is not None, "a root is never merged"
         assert node.pins == [int(pins > 0) for pins in child.pins], "only the child can be pinned"
+        if self.counters.changed is not None:
+            self._follow_merge(node, child, self.counters.changed)
         self.counters.add(node, -1)
         self.counters.add(child, -1)
         parent.children[node.edge[: self._page_bytes]] = child
@@ -355,6 +359,14 @@ class RadixTree:
         self.counters.add(child, +1)
         self.counters.announce(child)
         return child
+
+    def _follow_merge(self, node: Node, child: Node, changed: dict[Node, None]) -> None:
+        """Keep the keys that one of two nodes has, and follow the child instead of both."""
+        if (node.keys is None) != (child.keys is None):
+            self._make_keys(child if child.keys is None else node)
+        if node in changed:
+            del changed[node]
+            changed[child] = None
 
     def tidy(self, node: Node) -> None:
         """Remove or merge nodes that are not needed any more, from `node` upwards."""

@@ -219,6 +219,10 @@ class StoreContext:
     env: Env
 
 
+ChangeNote = Callable[[Sequence[bytes], bool], None]
+"""Function that takes the digests of objects that a store has from now on (True), or no longer has."""
+
+
 class StorageBackend(ABC):
     """A store of opaque objects.
 
@@ -372,6 +376,16 @@ class StorageBackend(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release everything. After that other methods raise ClosedError; a second `close` is harmless."""
+
+    def watch(self, note: ChangeNote | None) -> bool:
+        """Call `note` for objects that come and go from now on; None: no more. Return whether it is called.
+
+        `note(digests, stored)` is called in the order of the changes, also for evictions and for changes that
+        other processes make, possibly while a lock of the store is held: it does not wait and does not call
+        the store. A store that cannot tell of every object that goes returns False (the default). A later
+        call replaces an earlier one.
+        """
+        return False
 
     def attach(self, memory: SharedMemory) -> None:  # noqa: B027  most stores have no use for it
         """Tell the store that buffers of later items may lie in `memory`.

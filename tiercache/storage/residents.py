@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tiercache.core import DIGEST_BYTES, ObjectMeta
+from tiercache.storage.base import ChangeNote
 from tiercache.storage.env import Env
 from tiercache.storage.layouts import LAYOUT_BYTES, Layouts
 from tiercache.storage.pages import BROKEN, NONE, SERVED, Ints, Words, column_of, grown, link_groups
@@ -164,6 +165,8 @@ class Residents:
         """Time in ticks: the number of uses and new objects so far."""
         self.newest = 0
         """Largest `number` that any object has had."""
+        self.note: ChangeNote | None = None
+        """Function that is told of objects that can be found from now on, or no longer."""
         self._free = NONE
         self._left: dict[int, _Left] = {}
         self._layouts = Layouts()
@@ -315,6 +318,8 @@ class Residents:
             pages.note_evictable(node)
         else:
             pages.tidy(node)
+        if self.note is not None:
+            self.note((key[0],), False)
         return key
 
     def enter(self, row: int, digest: bytes, parent: bytes | None) -> None:
@@ -541,6 +546,8 @@ class Residents:
             pages.page_added(node, parent)
         if not pages.holds[node] and not pages.children[node]:
             pages.note_evictable(node)
+        if self.note is not None:
+            self.note((digest,), True)
 
     def _parents(self, loaded: ObjectColumns, nodes: Ints) -> Ints:
         """Return the node of each known parent.

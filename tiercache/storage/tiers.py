@@ -6,10 +6,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, Protocol
 
+from tiercache.core import ObjectKey
 from tiercache.errors import ConfigError
-from tiercache.storage.base import StorageBackend
+from tiercache.storage.base import ScanEntry, ScanPage, StorageBackend
 from tiercache.storage.wrappers.base import unwrap
 
 PREFIX: Final = "tier_"
@@ -51,6 +52,26 @@ def ignore_progress(_: Progress) -> None:
     """Report progress to nobody."""
 
 
+class Residence(Protocol):
+    """Store, or tier of a chain, that is asked for its objects; the methods are those of a store."""
+
+    def describe(self, keys: Sequence[ObjectKey]) -> list[ScanEntry | None]:
+        """Return the entry of each object, or None."""
+
+    def scan(self, namespace: bytes | None = None, cursor: bytes = b"") -> ScanPage:
+        """Return a part of all objects."""
+
+
+class ObservedTier(NamedTuple):
+    """Tier whose changes can be told."""
+
+    name: str
+    store: StorageBackend
+    """Open store of the tier. Another store under the same name is another tier."""
+    residence: Residence
+    """Way to ask the store; for a tier of a chain, with the tier's deadline."""
+
+
 class TierControl(ABC):
     """Store whose tiers can change while it serves.
 
@@ -68,6 +89,10 @@ class TierControl(ABC):
 
     Thread safety: any thread.
     """
+
+    def observed_tiers(self) -> Sequence[ObservedTier] | None:
+        """Return the tiers that answer now; None if only the whole can be observed (the default)."""
+        return None
 
     @abstractmethod
     def add_tier(self, spec: str | Mapping[str, Any], position: int | None = None) -> None:

@@ -348,6 +348,11 @@ class MonitoredStore:
         return self._store is not None
 
     @property
+    def opened(self) -> StorageBackend | None:
+        """The store, if it is open; calls of it have no deadline."""
+        return self._store
+
+    @property
     def has_hung_calls(self) -> bool:
         """Whether a call hangs in the store."""
         return self._calls.hung > 0

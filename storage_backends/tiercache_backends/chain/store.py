@@ -24,9 +24,8 @@ from tiercache.storage.base import (
 )
 from tiercache.storage.env import Env
 from tiercache.storage.registry import settings_of
-from tiercache.storage.tiers import Report, TierControl, ignore_progress
+from tiercache.storage.tiers import ObservedTier, Report, TierControl, ignore_progress
 from tiercache_backends.chain.batches import GetBatch, SetBatch
-from tiercache_backends.chain.canary import CANARY
 from tiercache_backends.chain.changes import Changes, tier_of
 from tiercache_backends.chain.checks import check_stores
 from tiercache_backends.chain.cursor import Cursor, ScansUnderWay
@@ -103,6 +102,13 @@ class TierChain(StorageBackend, TierControl):
 
     # --- changes while serving
     # --------------------------------------------------------------------------------------------------------
+
+    def observed_tiers(self) -> Sequence[ObservedTier]:
+        return [
+            ObservedTier(tier.name, store, tier)
+            for tier in self.tiers
+            if (store := tier.opened) is not None and tier.is_readable
+        ]
 
     def add_tier(self, spec: str | Mapping[str, Any], position: int | None = None) -> None:
         self._changes.add(spec, position)
@@ -208,8 +214,8 @@ class TierChain(StorageBackend, TierControl):
             tier = next((tier for tier in tiers if tier.name == at.tier), None)
             if tier is None:
                 raise UnavailableError(f"tier {at.tier!r} was left out during the scan; begin again")
-            page = tier.call("scan", lambda store: store.scan(namespace, at.inner))
-            entries = [e._replace(tier=tier.name) for e in page.entries if e.meta.namespace != CANARY]
+            page = tier.scan(namespace, at.inner)
+            entries = [entry._replace(tier=tier.name) for entry in page.entries]
             others = any(other.name not in at.done for other in tiers if other is not tier)
             found = self._scans.unreported(at.scan, entries, remember=others)
             if found is None:

@@ -14,6 +14,7 @@ from tiercache.storage.base import (
     Capabilities,
     GetItem,
     ScanEntry,
+    ScanPage,
     SetItem,
     StorageBackend,
     TierReport,
@@ -21,6 +22,7 @@ from tiercache.storage.base import (
 )
 from tiercache.storage.env import Env
 from tiercache_backends.chain.calls import NoThreadError, PendingCall
+from tiercache_backends.chain.canary import CANARY
 from tiercache_backends.chain.health import KEY_BYTES, MonitoredStore
 from tiercache_backends.chain.lending import BytesInFlight, LentGets, LentSets, PrivateMemory
 from tiercache_backends.chain.settings import TierSettings
@@ -163,7 +165,15 @@ class Tier(MonitoredStore):
         if not keys:
             return []
         found = self.call("describe", lambda store: _each(store.describe(keys), keys), len(keys) * KEY_BYTES)
-        return [entry and entry._replace(tier=self.name) for entry in found]
+        return [
+            None if entry is None or entry.meta.namespace == CANARY else entry._replace(tier=self.name)
+            for entry in found
+        ]
+
+    def scan(self, namespace: bytes | None = None, cursor: bytes = b"") -> ScanPage:
+        """Return a part of the objects, without canaries; raises StorageError if it cannot be asked."""
+        page = self.call("scan", lambda store: store.scan(namespace, cursor))
+        return page._replace(entries=[entry for entry in page.entries if entry.meta.namespace != CANARY])
 
     def advise(self, keys: Sequence[ObjectKey], values: Sequence[float], worker: int) -> None:
         """Pass on the values of objects; nothing happens if the tier does not answer."""

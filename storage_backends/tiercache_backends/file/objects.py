@@ -129,6 +129,8 @@ class ObjectTable(Residents):
         self.count += n
         self.payload += int(lengths.sum())
         pages.pages_added(at, above, lengths, namespace_id)
+        if self.note is not None:
+            self.note(digests, True)
         return True
 
     def drop(self, row: int) -> None:

@@ -35,7 +35,7 @@ from typing import Final
 
 from tiercache.core import Outcome
 from tiercache.policy import Policy
-from tiercache.storage.base import ScanEntry
+from tiercache.storage.base import ChangeNote, ScanEntry
 from tiercache.storage.eviction import EvictionOrder
 from tiercache.storage.residents import RESIDENT, parents_first
 from tiercache.storage.restorable import Admissibility
@@ -208,6 +208,11 @@ class StoreState:
         """Take values for these objects from `worker`; see `StorageBackend.advise`."""
         with self._mutex:
             self._objects.advise(digests, values, worker)
+
+    def watch(self, note: ChangeNote | None) -> None:
+        """Call `note` for objects that can be read from now on, or no longer; see `StorageBackend.watch`."""
+        with self._mutex:
+            self._objects.note = note
 
     def valued(self, entries: Sequence[ScanEntry | None]) -> list[ScanEntry | None]:
         """Return the entries with the present values of their objects."""

@@ -24,6 +24,7 @@ from tiercache.errors import StorageError
 from tiercache.policy import Lru, Policy, policy_named
 from tiercache.storage.base import (
     Capabilities,
+    ChangeNote,
     GetItem,
     NamespaceRecord,
     ScanEntry,
@@ -271,6 +272,11 @@ class FileBackend(StorageBackend):
     def advise(self, keys: Sequence[ObjectKey], values: Sequence[float], worker: int = 0) -> None:
         with self._gate:
             self._state.advise([key.digest for key in keys], values, worker)
+
+    def watch(self, note: ChangeNote | None) -> bool:
+        with self._gate:
+            self._state.watch(note)
+        return not self._read_only
 
     def coldest(self, nbytes: int) -> Sequence[ScanEntry]:
         with self._gate:

@@ -10,6 +10,7 @@ from typing import Any, Final, ParamSpec, Self, TypeVar
 from tiercache.core import ObjectKey, Outcome
 from tiercache.errors import ConfigError
 from tiercache.storage.base import (
+    ChangeNote,
     GetItem,
     NamespaceRecord,
     ScanEntry,
@@ -95,6 +96,9 @@ class Wrapper(StorageBackend):
     def close(self) -> None:
         if self._gate.close():
             self.inner.close()
+
+    def watch(self, note: ChangeNote | None) -> bool:
+        return self.inner.watch(note)
 
     def attach(self, memory: SharedMemory) -> None:
         self.inner.attach(memory)

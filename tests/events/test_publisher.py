@@ -1,0 +1,340 @@
+"""A publisher over real sockets: subscribers rebuild what a store has, whatever they miss."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+
+import pytest
+import zmq
+from tiercache_backends.memory import MemoryBackend
+
+from tests.events.rig import ANY, Follower, item, page, published, store_pages, truth
+from tiercache.core import Outcome, PoolName
+from tiercache.errors import ConfigError, StorageError
+from tiercache.events import EventLog
+from tiercache.events.publisher import END, EventPublisher
+from tiercache.events.settings import EventSettings
+from tiercache.events.subscriber import SNAPSHOT, BatchOrigin, EventSubscriber
+from tiercache.storage.store_events import StoreEvents
+
+
+def test_a_subscriber_knows_what_was_there_and_what_comes_and_goes():
+    with MemoryBackend(64 * 40) as store:
+        store_pages(store, 10)
+        with published(store) as publisher, Follower(publisher) as follower:
+            follower.until(lambda: follower.held() == truth(store) != set())
+            assert follower.count(BatchOrigin.REPLAY) >= 2
+            assert store.set([item(10, pool=PoolName.MAMBA)]) == [Outcome.STORED]
+            for chain in range(1, 9):
+                store_pages(store, 10, chain)  # more than fits, so others are evicted
+            follower.until(lambda: follower.held() == truth(store))
+            store.delete([item(1, 8).key])
+            follower.until(lambda: follower.held() == truth(store))
+            assert follower.subscriber.gaps == 0
+            assert follower.count(BatchOrigin.LIVE) > 0
+
+
+def test_a_late_subscriber_begins_with_a_snapshot_and_another_follows_beside_it():
+    with MemoryBackend(64 * 40) as store, published(store) as publisher, Follower(publisher) as early:
+        early.read()
+        store_pages(store, 20)
+        with Follower(publisher) as late:
+            late.read()
+            store_pages(store, 30, 1)
+            for follower in (early, late):
+                follower.until(lambda follower=follower: follower.held() == truth(store))
+        assert publisher.snapshots == 2
+
+
+def test_lost_messages_are_healed_by_a_replay():
+    with MemoryBackend() as store, published(store) as publisher, Follower(publisher) as follower:
+        follower.read()
+        store_pages(store, 3)
+        follower.until(lambda: follower.held() == truth(store))
+        for chain in range(1, 5):  # each its own batch, all of which are lost
+            before = publisher.published
+            store_pages(store, 3, chain)
+            _wait(lambda before=before: publisher.published > before)
+        while follower.subscriber._sub.poll(200):  # private: the network loses what nobody has read
+            follower.subscriber._sub.recv_multipart()
+        assert follower.held() != truth(store)
+        store_pages(store, 3, 9)
+        follower.until(lambda: follower.held() == truth(store))
+        assert follower.subscriber.gaps == 1
+        assert publisher.snapshots == 1  # that of the start
+
+
+def test_the_last_messages_before_a_pause_are_healed_too():
+    with MemoryBackend() as store, published(store) as publisher, Follower(publisher) as follower:
+        follower.read()
+        store_pages(store, 3)
+        follower.until(lambda: follower.held() == truth(store))
+        store_pages(store, 3, 1)
+        assert follower.subscriber._sub.poll(5000)  # private: as above
+        follower.subscriber._sub.recv_multipart()
+        follower.until(lambda: follower.held() == truth(store))
+
+
+def test_a_gap_that_the_log_no_longer_has_is_healed_by_a_snapshot():
+    settings = EventSettings(endpoint=ANY.endpoint, replay=ANY.replay, buffer=2)
+    with MemoryBackend(64 * 30) as store, published(store, settings) as p, Follower(p) as follower:
+        follower.read()
+        store_pages(store, 3)
+        follower.until(lambda: follower.held() == truth(store))
+        for chain in range(1, 9):
+            before = p.published
+            store_pages(store, 5, chain)
+            _wait(lambda before=before: p.published > before)
+        while follower.subscriber._sub.poll(200):  # private: as above
+            follower.subscriber._sub.recv_multipart()
+        store_pages(store, 3, 9)
+        follower.until(lambda: follower.held() == truth(store))
+        assert p.snapshots == 2
+
+
+def test_a_gap_without_a_replay_address_is_reported():
+    with MemoryBackend() as store, published(store) as p, Follower(p, heals=False, start=None) as follower:
+        follower.until(lambda: bool(store_one(store)) and bool(follower.batches))
+        for _ in range(2):
+            before = p.published
+            store_one(store)
+            _wait(lambda before=before: p.published > before)
+        assert follower.subscriber._sub.poll(5000)  # private: as above
+        follower.subscriber._sub.recv_multipart()
+        follower.until(lambda: follower.count(BatchOrigin.LOST) == 1)
+
+
+_CHAINS = iter(range(1000, 10**9))
+
+
+def store_one(store: MemoryBackend) -> int:
+    chain = next(_CHAINS)
+    store_pages(store, 1, chain)
+    return chain
+
+
+@pytest.mark.parametrize("clock_goes_back", [False, True])
+def test_a_publisher_that_is_restarted_is_noticed(clock_goes_back):
+    later = 0.0 if clock_goes_back else time.time() + 60
+    with MemoryBackend() as first, MemoryBackend() as second:
+        store_pages(first, 5)
+        store_pages(second, 5, 1)
+        publisher = EventPublisher(ANY, [StoreEvents(first, "memory")])
+        with Follower(publisher) as follower:
+            try:
+                follower.until(lambda: follower.held() == truth(first))
+            finally:
+                assert publisher.close()
+            again = EventSettings(endpoint=publisher.endpoint, replay=publisher.replay_endpoint)
+            log = EventLog(clock=lambda: later)
+            publisher = EventPublisher(again, [StoreEvents(second, "memory")], log)
+            try:
+                for n in range(6, 9):
+                    store_pages(second, 1, 1, n)
+                follower.until(lambda: follower.held() == truth(second))
+            finally:
+                assert publisher.close()
+
+
+def test_subscribers_that_never_read_and_that_ask_nonsense_cost_no_batch():
+    """Memory is bounded, the publisher goes on, and a sound subscriber learns all."""
+    context = zmq.Context()
+    noise = random.Random(7)
+    try:
+        with MemoryBackend() as store, published(store) as publisher:
+            stuck = context.socket(zmq.SUB)
+            stuck.setsockopt(zmq.RCVHWM, 1)
+            stuck.setsockopt(zmq.SUBSCRIBE, b"")
+            stuck.connect(publisher.endpoint)
+            hostile = context.socket(zmq.DEALER)
+            hostile.connect(publisher.replay_endpoint)
+            huge = context.socket(zmq.DEALER)
+            huge.connect(publisher.replay_endpoint)
+            silent = [context.socket(zmq.DEALER) for _ in range(20)]
+            for socket in silent:  # each asks for all, and reads nothing
+                socket.setsockopt(zmq.RCVHWM, 1)
+                socket.connect(publisher.replay_endpoint)
+                socket.send_multipart((b"", SNAPSHOT.to_bytes(8, "big")))
+            for n in range(300):
+                frames = [noise.randbytes(noise.randrange(20)) for _ in range(noise.randrange(1, 6))]
+                hostile.send_multipart(frames)
+                if n % 10 == 0:
+                    huge.send(b"x" * 100_000)
+            with Follower(publisher) as follower:
+                follower.read()
+                for chain in range(30):
+                    store_pages(store, 4, chain)
+                follower.until(lambda: follower.held() == truth(store))
+            _wait(lambda: publisher.malformed > 0)
+            assert publisher.skipped == 0
+    finally:
+        context.destroy(linger=0)
+
+
+def test_a_replay_as_vllm_asks_for_it():
+    """Frames as documented: a REQ-like socket asks with eight bytes, and reads until -1."""
+    context = zmq.Context()
+    try:
+        with MemoryBackend() as store, published(store) as publisher:
+            start = publisher.log.next
+            for chain in range(3):
+                store_pages(store, 1, chain)
+                _wait(lambda chain=chain: publisher.published == chain + 1)
+            asker = context.socket(zmq.DEALER)
+            asker.connect(publisher.replay_endpoint)
+
+            def ask(number: int) -> list[list[bytes]]:
+                asker.send_multipart((b"", number.to_bytes(8, "big")))
+                answer: list[list[bytes]] = []
+                while not answer or answer[-1][2] != END:
+                    assert asker.poll(10_000)
+                    answer.append(asker.recv_multipart())
+                return answer
+
+            topic = b"kv-events"
+            *some, end = ask(start + 1)
+            assert [frames[:3] for frames in some] == [
+                [b"", topic, (start + n).to_bytes(8, "big")] for n in (1, 2)
+            ]
+            assert end == [b"", b"", END, b""]
+            assert ask(start + 3) == [end]
+            number = (start + 2).to_bytes(8, "big")
+            for unknown in (0, start - 1, start + 4, SNAPSHOT):
+                *snapshot, end = ask(unknown)
+                assert {frames[2] for frames in snapshot} == {number}
+    finally:
+        context.destroy(linger=0)
+
+
+def test_close_while_stores_go_on_and_subscribers_come_and_go():
+    with MemoryBackend(64 * 100) as store:
+        stopping = threading.Event()
+
+        def write(seed: int) -> None:
+            chain = seed * 10**6
+            while not stopping.is_set():
+                chain += 1
+                store_pages(store, 5, chain)
+
+        writers = [threading.Thread(target=write, args=(seed,)) for seed in (1, 2)]
+        for writer in writers:
+            writer.start()
+        try:
+            for _ in range(5):
+                publisher = EventPublisher(ANY, [StoreEvents(store, "memory")])
+                with Follower(publisher) as follower:
+                    follower.read(0.05)
+                    assert publisher.close()
+                    assert publisher.close()
+        finally:
+            stopping.set()
+            for writer in writers:
+                writer.join()
+        with published(store) as publisher, Follower(publisher) as follower:
+            follower.until(lambda: follower.held() == truth(store))
+
+
+def test_changes_of_many_threads_are_told_in_their_order():
+    with MemoryBackend(64 * 50) as store, published(store) as publisher, Follower(publisher) as follower:
+        follower.read()
+
+        def work(seed: int) -> None:
+            random_ = random.Random(seed)
+            for _ in range(300):
+                chain = random_.randrange(30)
+                if random_.random() < 0.7:
+                    store.set([item(n, chain) for n in range(1, random_.randrange(2, 6))])
+                else:
+                    store.delete([item(random_.randrange(1, 6), chain).key])
+
+        workers = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
+        for worker in workers:
+            worker.start()
+        while any(worker.is_alive() for worker in workers):
+            follower.read(0.02)
+        follower.until(lambda: follower.held() == truth(store))
+        assert publisher.skipped == 0
+
+
+def test_a_fork_leaves_the_publisher_to_its_parent():
+    with MemoryBackend() as store, published(store) as publisher, Follower(publisher) as follower:
+        follower.read()
+        child = os.fork()
+        if not child:
+            try:
+                publisher.wake()
+                publisher.log.publish(list(follower.batches[0].events))
+                os._exit(0 if publisher.close() else 1)
+            finally:
+                os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        store_pages(store, 3)
+        follower.until(lambda: follower.held() == truth(store))
+
+
+def test_notes_behind_the_bound_clear_the_tier_and_tell_it_anew(monkeypatch):
+    monkeypatch.setattr("tiercache.storage.store_events.MAX_NOTES", 10)
+    with MemoryBackend() as store:
+        source = StoreEvents(store, "memory")
+        log = EventLog()
+        store_pages(store, 3)
+        log.publish(source.collect())
+        for chain in range(20):
+            store_pages(store, 2, chain)
+        publisher = EventPublisher(ANY, [source], log)
+        try:
+            with Follower(publisher, start=log.oldest) as follower:
+                follower.until(lambda: follower.held() == truth(store))
+                kinds = [str(event.kind) for batch in follower.batches for event in batch.events]
+                assert "cleared" in kinds
+        finally:
+            assert publisher.close()
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "text"),
+    [
+        ("", "no address"), ("tcp://127.0.0.1", "no address"), ("tcp://127.0.0.1:99999", "no address"),
+        ("udp://127.0.0.1:1", "no address"), ("ipc://relative", "no address"),
+        ("tcp://*:5557", "no authentication"), ("tcp://0.0.0.0:5557", "no authentication"),
+        ("tcp://example.org:5557", "no authentication"), ("tcp://[::]:5557", "no authentication"),
+    ],
+)  # fmt: skip
+def test_an_endpoint_that_is_not_possible_or_not_private_is_refused(endpoint, text):
+    with pytest.raises(ConfigError, match=text):
+        EventSettings(endpoint=endpoint)
+    with pytest.raises(ConfigError, match=text):
+        EventSettings(endpoint="tcp://127.0.0.1:1", replay=endpoint or "x")
+
+
+def test_other_settings_that_are_not_possible_are_refused():
+    for wrong in ({"buffer": 0}, {"topic": "x" * 256}, {"replay": "tcp://127.0.0.1:5557"}):
+        with pytest.raises(ConfigError):
+            EventSettings(endpoint="tcp://127.0.0.1:5557", **wrong)
+    EventSettings(endpoint="tcp://0.0.0.0:5557", public=True)
+
+
+def test_an_address_in_use_is_refused_and_nothing_stays_open(tmp_path):
+    with MemoryBackend() as store, published(store) as publisher, pytest.raises(StorageError, match="in use"):
+        EventPublisher(EventSettings(endpoint=publisher.endpoint), [StoreEvents(store, "memory")])
+    with pytest.raises(StorageError, match="no address"):
+        EventSubscriber("tcp://", "")
+
+
+def test_events_over_a_unix_socket(tmp_path):
+    settings = EventSettings(endpoint=f"ipc://{tmp_path}/events", replay=f"ipc://{tmp_path}/replay")
+    with MemoryBackend() as store, published(store, settings) as publisher, Follower(publisher) as follower:
+        follower.read()
+        store_pages(store, 3)
+        follower.until(lambda: follower.held() == truth(store))
+        assert page(1) in {found.key for found in follower.held()}
+
+
+def _wait(reached, seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not reached():
+        assert time.monotonic() < end
+        time.sleep(0.002)

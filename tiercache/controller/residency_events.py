@@ -1,0 +1,176 @@
+"""KV events of a controller: what device and host hold.
+
+The engine's thread posts the nodes of the index that have changed, with all that they hold. The publisher's
+thread compares that with what it has told, page by page. So a change costs the engine's thread a few
+microseconds per node, and nothing that is posted twice is told twice.
+"""
+
+# ruff: noqa: D102 (the contract documents these methods)
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from tiercache.core import Mask, PoolName, Tier
+from tiercache.events import EventKind, KVEvent, Medium, ObjectGroup, Place
+from tiercache.events.source import MAX_KEYS, EventSource
+from tiercache.index import HybridIndex
+from tiercache.index.node import Node
+
+_TIERS: Final = (Tier.DEVICE, Tier.HOST)
+_PER_POST: Final = 64
+"""Maximum number of nodes that one call of `post` posts; the others follow with the next calls."""
+MAX_POSTED: Final = 1 << 16
+"""Number of posted nodes that wait for the publisher. Behind it all is cleared, and told with the next
+change of each node."""
+
+
+class _Posted(NamedTuple):
+    """A node, as the engine's thread saw it."""
+
+    keys: Sequence[bytes]
+    parent: bytes | None
+    start: int
+    """Depth before the first page."""
+    pages: Mask
+    """Whether device and host hold a page, shape [2, page pools, pages]."""
+    states: Sequence[Sequence[int]] | None
+    """Locations of the state at the end, by tier and state pool; None if there is none."""
+
+
+class _Known(NamedTuple):
+    """What was told of an object."""
+
+    parent: bytes | None
+    depth: int
+
+
+class ResidencyEvents(EventSource):
+    """Events of what `index` has on the device and on the host.
+
+    `groups` has the pools of the index, page pools first.
+
+    Thread safety: `post` is for the engine's thread, the other methods are for the publisher's.
+    """
+
+    def __init__(self, index: HybridIndex, groups: Mapping[PoolName, ObjectGroup]) -> None:
+        self._index: Final = index
+        self._groups: Final = [groups[pool] for pool in (*index.page_pools, *index.state_pools)]
+        self._page_pools: Final = len(index.page_pools)
+        self._changed: Final = index.follow_changes()
+        self._posted: deque[_Posted] = deque()
+        self._lost = False
+        self._wake: Callable[[], None] = lambda: None
+        self._known: list[list[dict[bytes, _Known]]] = [[{} for _ in self._groups] for _ in _TIERS]
+        """Objects that were told, by tier, pool and key."""
+
+    def follow(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+
+    def post(self, *, everything: bool = False) -> None:
+        """Hand the nodes that have changed to the publisher, some of them or `everything`."""
+        if not self._changed:
+            return
+        for _ in range(len(self._changed) if everything else min(_PER_POST, len(self._changed))):
+            node = next(iter(self._changed))
+            del self._changed[node]
+            posted = self._look_at(node)
+            if posted is not None:
+                self._posted.append(posted)
+        self._lost = self._lost or len(self._posted) > MAX_POSTED
+        self._wake()
+
+    def _look_at(self, node: Node) -> _Posted | None:
+        pages: Mask = node.where[:2] >= 0
+        states = node.states
+        keys = node.keys
+        if keys is None:
+            # Nothing was told of a node without keys.
+            if node.is_removed or not (pages.any() or (states and max(map(max, states[:2])) >= 0)):
+                return None
+            keys = self._index.keys_of(node)
+        above = node.parent
+        parent = above.keys[-1] if above is not None and above.keys else None
+        return _Posted(keys, parent, node.start, pages, states and [list(tier) for tier in states[:2]])
+
+    def collect(self) -> Sequence[KVEvent]:
+        if self._lost:
+            self._posted.clear()
+            self._lost = False
+            self._known = [[{} for _ in self._groups] for _ in _TIERS]
+            return [KVEvent(EventKind.CLEARED, Place(Medium.of(tier))) for tier in _TIERS]
+        events: list[KVEvent] = []
+        count = 0
+        while self._posted and count < MAX_KEYS:
+            posted = self._posted.popleft()
+            count += len(posted.keys)
+            for tier in _TIERS:
+                for pool, known in enumerate(self._known[tier]):
+                    events += self._compare(posted, tier, pool, known)
+        return events
+
+    def _compare(self, posted: _Posted, tier: Tier, pool: int, known: dict[bytes, _Known]) -> list[KVEvent]:
+        """Return what has changed in one tier and pool, and note it in `known`."""
+        keys = posted.keys
+        if pool < self._page_pools:
+            held = posted.pages[tier, pool].tolist()
+        else:
+            # Only the last page of an edge can have a state. One that was told of a page before it has gone.
+            state = posted.states is not None and posted.states[tier][pool - self._page_pools] >= 0
+            held = [False] * (len(keys) - 1) + [state]
+        place, group = Place(Medium.of(tier)), self._groups[pool]
+        events: list[KVEvent] = []
+        gone = [key for key, here in zip(keys, held, strict=True) if not here and key in known]
+        for key in gone:
+            del known[key]
+        if gone:
+            events.append(KVEvent(EventKind.REMOVED, place, group, gone))
+        came = [i for i, here in enumerate(held) if here and keys[i] not in known]
+        for first, last in _runs(came):
+            run = list(keys[first:last])
+            parent = None
+            if pool < self._page_pools:
+                parent = keys[first - 1] if first else posted.parent
+            depth = posted.start + first + 1
+            known.update(zip(run, map(_Known, (parent, *run), range(depth, depth + len(run))), strict=True))
+            events.append(KVEvent(EventKind.STORED, place, group, run, parent, depth))
+        return events
+
+    def snapshot(self) -> Iterator[Sequence[KVEvent]]:
+        for tier in _TIERS:
+            for group, known in zip(self._groups, self._known[tier], strict=True):
+                # A copy, because `collect` changes it while the snapshot is sent.
+                held = list(known.items())
+                for start in range(0, len(held), MAX_KEYS):
+                    yield _stored(Place(Medium.of(tier)), group, held[start : start + MAX_KEYS])
+
+
+def _stored(place: Place, group: ObjectGroup, objects: Sequence[tuple[bytes, _Known]]) -> list[KVEvent]:
+    events: list[KVEvent] = []
+    run: list[bytes] = []
+    first = _Known(None, 0)
+    for key, known in objects:
+        if run and known.parent != run[-1]:
+            events.append(KVEvent(EventKind.STORED, place, group, run, first.parent, first.depth))
+            run = []
+        if not run:
+            first = known
+        run.append(key)
+    if run:
+        events.append(KVEvent(EventKind.STORED, place, group, run, first.parent, first.depth))
+    return events
+
+
+def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the first number of each run of neighbours, and the number behind its last."""
+    if not numbers:
+        return []
+    column = np.asarray(numbers)
+    cuts = np.flatnonzero(np.diff(column) != 1) + 1
+    starts = np.concatenate([[0], cuts])
+    ends = np.concatenate([cuts, [len(column)]])
+    return [(int(column[a]), int(column[b - 1]) + 1) for a, b in zip(starts, ends, strict=True)]

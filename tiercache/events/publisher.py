@@ -1,0 +1,282 @@
+"""`EventPublisher`: KV events over ZeroMQ, with vLLM's messages and vLLM's replay.
+
+    PUB       topic | number of the batch, 8 bytes, big-endian | payload (see `encoding`)
+    ROUTER    asked: empty | first number wanted
+              answer: empty | topic | number | payload, for each batch;  empty | empty | -1 | empty at the end
+
+If the log no longer has the first batch that is wanted, or never had it, the answer begins with a snapshot.
+Its batches have the number of the batch before those that follow it:
+
+    asked 10, the log has 40 to 57     snapshot: 57 everything is cleared, 57 stored ..., 57 stored ...
+                                       then:     58, 59 (published during the snapshot), end
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from threading import Event, Thread
+from typing import Any, Final
+
+from tiercache.errors import ClosedError, MissingExtraError, StorageError
+from tiercache.events.base import EventKind, KVEvent
+from tiercache.events.encoding import encode_batch
+from tiercache.events.log import EventLog
+from tiercache.events.settings import EventSettings
+from tiercache.events.source import EventSource
+
+_log = logging.getLogger(__name__)
+
+END: Final = (-1).to_bytes(8, "big", signed=True)
+"""Number that ends the answer to a replay."""
+SEND_MARK: Final = 1_000
+"""Number of batches that wait for one slow subscriber; those after it are lost for that subscriber."""
+_IDLE_MS: Final = 250
+"""Milliseconds after which the sources are asked without having said anything, as for tiers that changed."""
+_MAX_REPLAYS: Final = 8
+"""Number of replays that are answered at a time. The others wait."""
+_REQUESTS: Final = 16
+"""Number of requests that are read before events are published again."""
+_SENDS: Final = 64
+"""Number of messages of a replay that are sent before events are published again."""
+_PATIENCE_S: Final = 10.0
+"""Seconds after which a replay is given up whose client takes nothing."""
+_PATIENCE_WITH_OTHERS_S: Final = 0.5
+"""The same for one of `_MAX_REPLAYS` replays, while another client waits."""
+_CLOSE_S: Final = 5.0
+
+
+class EventPublisher:
+    """Publisher of what `sources` tell, on a thread of its own; it owns and closes the sources.
+
+    A subscriber that is slow, absent or gone never makes the publisher wait: its messages are dropped behind
+    a bound, and it sees that by their numbers. Raises MissingExtraError without pyzmq, StorageError if an
+    address cannot be bound.
+
+    Thread safety: any thread may read the attributes; `close` may be called by any thread.
+    """
+
+    def __init__(
+        self, settings: EventSettings, sources: Sequence[EventSource], log: EventLog | None = None
+    ) -> None:
+        try:
+            import zmq
+        except ImportError as error:
+            raise MissingExtraError("a publisher of KV events", "events", error) from error
+        self._zmq: Final[Any] = zmq
+        self.log: Final = log or EventLog(settings.buffer)
+        self._sources: Final = tuple(sources)
+        self._topic: Final = settings.topic.encode()
+        self._sent = self.log.next
+        self._replays: OrderedDict[bytes, _Replay] = OrderedDict()
+        self._closing = Event()
+        self._pid = os.getpid()
+        self.published = 0
+        """Number of batches that were published."""
+        self.skipped = 0
+        """Number of batches that left the log before they were published."""
+        self.replays = 0
+        """Number of replays that were asked for."""
+        self.snapshots = 0
+        """Number of replays that began with a snapshot."""
+        self.malformed = 0
+        """Number of requests that were not understood."""
+        self._context: Any = zmq.Context(io_threads=1)
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._is_waiting = False
+        self._router: Any = None
+        try:
+            self._pub: Any = self._socket(zmq.PUB)
+            self.endpoint: Final = self._bind(self._pub, settings.endpoint)
+            """Address of the events, with its port."""
+            self.replay_endpoint = ""
+            """Address of the replays, with its port; empty if there are none."""
+            if settings.replay:
+                self._router = self._socket(zmq.ROUTER)
+                self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+                self._router.setsockopt(zmq.RCVHWM, _REQUESTS)
+                self.replay_endpoint = self._bind(self._router, settings.replay)
+        except BaseException:  # whatever it is, no socket stays open, and it is raised again
+            self._context.destroy(linger=0)
+            os.close(self._wake_fd)
+            raise
+        for source in self._sources:
+            source.follow(self.wake)
+        self._thread = Thread(target=self._run, name="tiercache-events", daemon=True)
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Let the publisher ask its sources soon. This takes less than a microsecond while it is busy."""
+        if self._is_waiting:
+            self._is_waiting = False
+            with suppress(OSError):  # closed meanwhile
+                os.eventfd_write(self._wake_fd, 1)
+
+    def close(self) -> bool:
+        """Publish what the sources still have, and end; return False if the thread does not end in time."""
+        if os.getpid() != self._pid:
+            return True
+        self._closing.set()
+        with suppress(OSError):
+            os.eventfd_write(self._wake_fd, 1)
+        self._thread.join(_CLOSE_S)
+        return not self._thread.is_alive()
+
+    def _socket(self, kind: int) -> Any:
+        zmq = self._zmq
+        made = self._context.socket(kind)
+        for option, value in (
+            (zmq.LINGER, 0), (zmq.SNDHWM, SEND_MARK), (zmq.MAXMSGSIZE, 512),
+            (zmq.TCP_KEEPALIVE, 1), (zmq.HANDSHAKE_IVL, 5_000),
+        ):  # fmt: skip
+            made.setsockopt(option, value)
+        return made
+
+    def _bind(self, made: Any, endpoint: str) -> str:
+        made.setsockopt(self._zmq.IPV6, int("[" in endpoint))
+        try:
+            made.bind(endpoint)
+        except self._zmq.ZMQError as error:
+            raise StorageError(
+                f"{endpoint} cannot be bound for KV events ({error}); is it in use, or no address of this"
+                " machine?"
+            ) from error
+        return str(made.getsockopt_string(self._zmq.LAST_ENDPOINT))
+
+    def _run(self) -> None:
+        zmq = self._zmq
+        poller = zmq.Poller()
+        poller.register(self._wake_fd, zmq.POLLIN)
+        if self._router is not None:
+            poller.register(self._router, zmq.POLLIN)
+        try:
+            while not self._closing.is_set():
+                try:
+                    busy = self._publish() | self._answer()
+                    self._is_waiting = not busy
+                    # A source may have called `wake` before `_is_waiting` was set, so ask once more.
+                    if busy or self._publish():
+                        continue
+                    poller.poll(5 if self._replays else _IDLE_MS)
+                    with suppress(BlockingIOError):
+                        os.eventfd_read(self._wake_fd)
+                except Exception:  # noqa: BLE001  logged, and tried again
+                    _log.exception("KV events could not be published; trying again")
+                    self._closing.wait(1.0)
+            while self._publish():
+                pass
+        except (zmq.ZMQError, StorageError, ClosedError) as error:
+            _log.warning("the last KV events were not published: %s", error)
+        finally:
+            for source in self._sources:
+                source.close()
+            self._context.destroy(linger=100)
+            os.close(self._wake_fd)
+
+    def _publish(self) -> bool:
+        """Publish what the sources have now; return whether there was anything."""
+        for source in self._sources:
+            self.log.publish(source.collect())
+        reading = self.log.read(self._sent)
+        self.skipped += reading.missed
+        for batch in reading.batches:
+            payload = encode_batch(batch.time, batch.events)
+            # A PUB socket drops what a slow subscriber does not take, and never waits.
+            self._pub.send_multipart((self._topic, batch.sequence.to_bytes(8, "big"), payload))
+        self.published += len(reading.batches)
+        self._sent = reading.next
+        return bool(reading.batches)
+
+    def _answer(self) -> bool:
+        """Read some requests, and send parts of the answers; return whether anything was read or sent."""
+        if self._router is None:
+            return False
+        busy = False
+        for _ in range(_REQUESTS):
+            if len(self._replays) >= _MAX_REPLAYS and not self._make_room():
+                break
+            try:
+                client, *frames = self._router.recv_multipart(self._zmq.NOBLOCK)
+            except self._zmq.Again:
+                break
+            busy = True
+            if len(frames) != 2 or frames[0] or len(frames[1]) != 8:
+                self.malformed += 1
+                continue
+            self.replays += 1
+            # A client that asks again while it is answered is answered anew.
+            self._replays[client] = _Replay(self._messages(int.from_bytes(frames[1], "big")))
+        for client in list(self._replays):
+            busy |= self._send(client, self._replays[client])
+        return busy
+
+    def _make_room(self) -> bool:
+        """Give up the replay whose client has taken nothing for the longest time, if that is long enough."""
+        slowest = min(self._replays, key=lambda client: self._replays[client].moved)
+        if time.monotonic() - self._replays[slowest].moved < _PATIENCE_WITH_OTHERS_S:
+            return False
+        del self._replays[slowest]
+        return True
+
+    def _send(self, client: bytes, replay: _Replay) -> bool:
+        """Send a part of a replay; return whether anything was sent."""
+        sent = 0
+        over = False
+        try:
+            while sent < _SENDS and not over:
+                message = replay.waiting or next(replay.messages, None)
+                if message is None:
+                    over = True
+                    break
+                replay.waiting = message
+                self._router.send_multipart((client, b"", *message), self._zmq.NOBLOCK)
+                replay.waiting = None
+                sent += 1
+        except self._zmq.Again:
+            over = time.monotonic() - replay.moved > _PATIENCE_S
+        except (self._zmq.ZMQError, StorageError) as error:
+            # The client is gone, or the snapshot cannot be made now: it gets no end, and asks again.
+            _log.debug("a replay of KV events was given up: %s", error)
+            over = True
+        if sent:
+            replay.moved = time.monotonic()
+        if over:
+            self._replays.pop(client, None)
+        return sent > 0
+
+    def _messages(self, start: int) -> Iterator[tuple[bytes, bytes, bytes]]:
+        """Yield the messages of a replay from `start` on."""
+        log = self.log
+        at = start
+        if not log.oldest <= start <= log.next:
+            self.snapshots += 1
+            at = log.next
+            number = (at - 1).to_bytes(8, "big")
+            yield self._topic, number, encode_batch(time.time(), [KVEvent(EventKind.CLEARED, None)])
+            for source in self._sources:
+                for events in source.snapshot():
+                    if events:
+                        yield self._topic, number, encode_batch(time.time(), events)
+        while at < log.next:
+            reading = log.read(at)
+            if reading.missed:
+                return  # the snapshot took longer than the log remembers: the client asks again
+            for batch in reading.batches:
+                payload = encode_batch(batch.time, batch.events)
+                yield self._topic, batch.sequence.to_bytes(8, "big"), payload
+            at = reading.next
+        yield b"", END, b""
+
+
+class _Replay:
+    """Answer to one client that is under way."""
+
+    def __init__(self, messages: Iterator[tuple[bytes, bytes, bytes]]) -> None:
+        self.messages = messages
+        self.waiting: tuple[bytes, bytes, bytes] | None = None
+        """Message that the client has not taken yet."""
+        self.moved = time.monotonic()

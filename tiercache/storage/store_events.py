@@ -1,0 +1,229 @@
+"""KV events of a store: what its tiers have stored and removed.
+
+A store notes the digests of objects that come and go, under its mutex and so in their order. The publisher's
+thread then asks the store what is known of those that came.
+
+    calls of the store       note: +a +b        note: -a        note: +c
+    collect                          [stored a b]       [removed a]     [stored c]
+"""
+
+# ruff: noqa: D102 (the contract documents these methods)
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from typing import Final, NamedTuple
+
+from tiercache.core import ObjectKey, PoolName
+from tiercache.errors import ClosedError, StorageError
+from tiercache.events import EventKind, KVEvent, Medium, ObjectGroup, Place, runs_of
+from tiercache.events.base import StoredObject
+from tiercache.events.source import MAX_KEYS, EventSource
+from tiercache.storage.base import NamespaceRecord, ScanEntry, StorageBackend
+from tiercache.storage.layouts import LAYOUT_BYTES
+from tiercache.storage.tiers import ObservedTier, TierControl
+from tiercache.storage.wrappers import unwrap
+
+_log = logging.getLogger(__name__)
+
+MAX_NOTES: Final = 1 << 18
+"""Number of notes of one tier that wait to be collected. Behind it the tier is cleared and told anew."""
+
+
+class _Note(NamedTuple):
+    digests: Sequence[bytes]
+    stored: bool
+
+
+class StoreEvents(EventSource):
+    """Events of `store`, or of each of its tiers if it is a chain.
+
+    A tier that cannot be asked counts as cleared, and is told anew when it answers again. `silent` names the
+    tiers whose stores cannot tell of changes: nothing is published of them.
+
+    Thread safety: as `EventSource`.
+    """
+
+    def __init__(self, store: StorageBackend, name: str) -> None:
+        self._store: Final = unwrap(store)
+        self._name: Final = name
+        self._wake: Callable[[], None] = lambda: None
+        self._tiers: dict[str, _TierEvents] = {}
+        self._page_sizes: dict[bytes, int] = {}
+        self.silent: frozenset[str] = frozenset()
+        self._look(is_first=True)
+
+    def follow(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+
+    def collect(self) -> Sequence[KVEvent]:
+        events = self._look()
+        for tier in self._tiers.values():
+            if len(events) >= MAX_KEYS:
+                break
+            events += tier.collect()
+        return events
+
+    def snapshot(self) -> Iterator[Sequence[KVEvent]]:
+        for tier in list(self._tiers.values()):
+            yield from tier.snapshot()
+
+    def close(self) -> None:
+        for tier in self._tiers.values():
+            tier.close()
+        self._tiers = {}
+
+    def _look(self, *, is_first: bool = False) -> list[KVEvent]:
+        """Follow the tiers that there are now; return that those which went are cleared."""
+        present = {tier.name: tier for tier in observed_tiers(self._store, self._name)}
+        events: list[KVEvent] = []
+        silent = set()
+        for name, tier in list(self._tiers.items()):
+            now = present.get(name)
+            if now is None or now.store is not tier.observed.store:
+                tier.close()
+                events.append(KVEvent(EventKind.CLEARED, tier.place))
+                del self._tiers[name]
+        for name, found in present.items():
+            if name not in self._tiers:
+                followed = _TierEvents(found, lambda: self._wake(), self._groups)
+                if followed.begin(tell=not is_first):
+                    self._tiers[name] = followed
+                else:
+                    silent.add(name)
+        self.silent = frozenset(silent)
+        return events
+
+    def _groups(self, entry: ScanEntry) -> ObjectGroup:
+        namespace = entry.meta.namespace
+        if namespace not in self._page_sizes:
+            self._page_sizes = page_sizes(self._store) | {namespace: 0} | self._page_sizes
+            if len(self._page_sizes) > 4096:
+                self._page_sizes = {namespace: 0}
+        return ObjectGroup(entry.key.pool, namespace, entry.key.layout, self._page_sizes[namespace])
+
+
+class _TierEvents:
+    """Changes of one tier."""
+
+    def __init__(
+        self, observed: ObservedTier, wake: Callable[[], None], group_of: Callable[[ScanEntry], ObjectGroup]
+    ) -> None:
+        self.observed: Final = observed
+        self.place: Final = Place(Medium.STORAGE, observed.name)
+        self._wake: Final = wake
+        self._group_of: Final = group_of
+        self._notes: deque[_Note] = deque()
+        self._lost = False
+        self._pools: dict[bytes, PoolName] = {}
+        """Pools of the layouts of which something was told."""
+        self._telling: str | bytes = ""
+        """Cursor of the scan that tells what was there before; empty text if there is none."""
+
+    def begin(self, *, tell: bool) -> bool:
+        """Follow the store; `tell` also what it has already. Return False if it cannot tell of changes."""
+        self._telling = b"" if tell else ""
+        return self.observed.store.watch(self._note)
+
+    def close(self) -> None:
+        """Follow the store no more."""
+        with suppress(StorageError, ClosedError):
+            self.observed.store.watch(None)
+
+    def _note(self, digests: Sequence[bytes], stored: bool) -> None:
+        # The store's mutex is held, so this only appends.
+        if self._lost:
+            return
+        self._notes.append(_Note(digests, stored))
+        self._lost = len(self._notes) > MAX_NOTES
+        self._wake()
+
+    def collect(self) -> list[KVEvent]:
+        """Return the next changes."""
+        if self._lost:
+            # Notes that come from here on are kept, and the scan that tells the rest begins after them.
+            self._notes.clear()
+            self._lost = False
+            self._telling = b""
+            return [KVEvent(EventKind.CLEARED, self.place)]
+        try:
+            if self._notes:
+                return self._changes()
+            if isinstance(self._telling, bytes):
+                page = self.observed.residence.scan(None, self._telling)
+                self._telling = page.cursor or ""
+                return self._stored(page.entries)
+        except (StorageError, ClosedError) as error:
+            # The tier does not answer: it is left out soon, and then told anew.
+            _log.debug("the store %s was not asked for its objects: %s", self.place, error)
+        return []
+
+    def snapshot(self) -> Iterator[Sequence[KVEvent]]:
+        """Yield STORED events of all that is there; raises StorageError."""
+        cursor = b""
+        while True:
+            page = self.observed.residence.scan(None, cursor)
+            yield self._stored(page.entries)
+            cursor = page.cursor
+            if not cursor:
+                return
+
+    def _changes(self) -> list[KVEvent]:
+        """Return events of the next notes of one kind, of about MAX_KEYS objects."""
+        stored = self._notes[0].stored
+        some: list[bytes] = []
+        taken = 0
+        for note in list(self._notes):
+            if note.stored is not stored or len(some) >= MAX_KEYS:
+                break
+            some += note.digests
+            taken += 1
+        if stored:
+            # The pool of the keys does not matter: stores tell objects apart by their digests.
+            keys = [ObjectKey(PoolName.KV, digest) for digest in some]
+            events = self._stored([e for e in self.observed.residence.describe(keys) if e is not None])
+        else:
+            events = self._removed(some)
+        for _ in range(taken):
+            self._notes.popleft()
+        return events
+
+    def _stored(self, entries: Sequence[ScanEntry]) -> list[KVEvent]:
+        objects = []
+        for entry in entries:
+            key, meta = entry.key, entry.meta
+            self._pools[key.layout] = key.pool
+            objects.append(StoredObject(self._group_of(entry), key.page_key, meta.parent, meta.depth))
+        return runs_of(self.place, objects)
+
+    def _removed(self, digests: Sequence[bytes]) -> list[KVEvent]:
+        by_layout: dict[bytes, list[bytes]] = {}
+        for digest in digests:
+            by_layout.setdefault(digest[:LAYOUT_BYTES], []).append(digest[LAYOUT_BYTES:])
+        # Of a layout of which nothing was told, nobody knows an object.
+        return [
+            KVEvent(EventKind.REMOVED, self.place, ObjectGroup(pool, layout=layout), keys)
+            for layout, keys in by_layout.items()
+            if (pool := self._pools.get(layout)) is not None
+        ]
+
+
+def observed_tiers(store: StorageBackend, name: str) -> Sequence[ObservedTier]:
+    """Return the tiers of a chain that answer; for another store the store itself, under `name`."""
+    tiers = store.observed_tiers() if isinstance(store, TierControl) else None
+    return [ObservedTier(name, store, store)] if tiers is None else tiers
+
+
+def page_sizes(store: StorageBackend) -> dict[bytes, int]:
+    """Return the page size of each namespace whose record has it."""
+    records: Sequence[NamespaceRecord] = ()
+    with suppress(StorageError):
+        records = store.namespaces()
+    return {
+        record.namespace: size
+        for record in records
+        if isinstance(size := record.identity.get("page_size"), int) and size > 0
+    }
