@@ -16,10 +16,10 @@ from typing import Any, Final, Self
 
 from tiercache.config import parse_size
 from tiercache.core import ObjectKey, ObjectMeta, Outcome
+from tiercache.events.source import ChangeNote
 from tiercache.policy import Lru
 from tiercache.storage.base import (
     Capabilities,
-    ChangeNote,
     GetItem,
     NamespaceRecord,
     ScanEntry,

@@ -426,6 +426,9 @@ PRINCIPALS = '[[principals]]\nname = "a"\n{}\n[[principals]]\nname = "b"\n{}\n'
         ("unix = false", "there is nothing to serve"),
         ('unix = false\nmetrics.listen = "127.0.0.1:1"', "there is nothing to serve"),
         ('metrics.listen = "0.0.0.0:1"', "metrics.listen: other machines can reach 0.0.0.0:1"),
+        ('events.endpoint = "tcp://0.0.0.0:1"', "events: tcp://0.0.0.0:1 can be reached from other machines"),
+        ('events.endpoint = "127.0.0.1:1"', "is no address for KV events"),
+        ('events.replay = "tcp://127.0.0.1:1"', "events.replay needs events.endpoint"),
         ('insecure_bind = true\nmetrics.listen = "0.0.0.0:1"',
          "metrics.listen: other machines can reach 0.0.0.0:1"),
         (f'sockets = "/{"s" * 95}"',
@@ -638,7 +641,7 @@ def test_neither_contents_nor_inputs_show_in_a_repr(tmp_path, loaded):
 def test_every_setting_has_a_description_and_a_schema():
     made = schema()
     tables = [made, *(content for content in made["$defs"].values() if "properties" in content)]
-    assert len(tables) == 6
+    assert len(tables) == 7
     for table in tables:
         assert table["additionalProperties"] is False
         for name, setting in table["properties"].items():
@@ -720,6 +723,7 @@ configurations = st.fixed_dictionaries(
         "tls": st.just({"certificate": "/c", "key": "/k"}),
         "limits": limits,
         "metrics": st.just({"listen": "127.0.0.1:2"}),
+        "events": st.just({"endpoint": "tcp://127.0.0.1:3", "replay": "ipc:///run/replay", "buffer": 7}),
     },
 )  # fmt: skip
 

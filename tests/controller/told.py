@@ -1,4 +1,4 @@
-"""What a subscriber of a controller's KV events knows, compared with what the index holds."""
+"""Knowledge of a subscriber of a controller's KV events, compared with what the index holds."""
 
 from __future__ import annotations
 

@@ -82,6 +82,15 @@ class Follower:
     def count(self, origin: BatchOrigin) -> int:
         return sum(batch.origin is origin for batch in self.batches)
 
+    def lose(self, *, every: bool = True) -> None:
+        """Take batches from the network that the subscriber has not read: all that come, or one."""
+        # private: a network that loses messages, between the publisher and the subscriber's socket
+        socket = self.subscriber._sub
+        assert socket.poll(5000)
+        socket.recv_multipart()
+        while every and socket.poll(200):
+            socket.recv_multipart()
+
     def close(self) -> None:
         self.subscriber.close()
 

@@ -99,9 +99,9 @@ def serve(
 
         tiercache tier add 'file:///ssd/kv?capacity=20GiB' --at 0
 
-    JSON fields, printed on stdout once clients can connect: places (transport = unix, tcp or metrics;
-    address, with the port), pid, store (its URL, or a list of the URLs of its tiers). With jsonl one line for
-    each place, and a last line with summary.
+    JSON fields, printed on stdout once clients can connect: places (transport = unix, tcp, metrics,
+    events or replay; address, with the port), pid, store (its URL, or a list of the URLs of its tiers).
+    With jsonl one line for each place, and a last line with summary.
     """
     from tiercache.cli.readiness import check
     from tiercache.config.settings import find_file, load
@@ -161,6 +161,9 @@ def _report(node: StorageServer, output: Output) -> None:
     places = [("unix", str(settings.socket_directory))] if settings.unix else []
     places += [("tcp", address) for address in node.addresses]
     places += [("metrics", node.metrics_address)] if node.metrics_address else []
+    if node.publisher is not None:
+        addresses = (("events", node.publisher.endpoint), ("replay", node.publisher.replay_endpoint))
+        places += [place for place in addresses if place[1]]
     rows = [{"transport": transport, "address": address} for transport, address in places]
     summary = {"pid": os.getpid(), "store": settings.store_url}
     if output is Output.JSON:

@@ -92,6 +92,11 @@ VERBS: Final = {
     "tier": Verb(
         f"{_STORE}.tier:tier", "Show the tiers of a daemon's store, and change them while it serves."
     ),
+    "events": Verb(
+        "tiercache.cli.events:events",
+        "Print what the tiers of a daemon or of a worker hold, and what changes.",
+        extra="events",
+    ),
     "doctor": Verb(
         f"{_STORE}.doctor:doctor",
         "Check this machine: kernel, memory, the store's disk, GPU and engines. Exit code 6 if anything"

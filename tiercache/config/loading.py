@@ -291,7 +291,9 @@ def _suggestion(layer: Layer, key: Key) -> str:
     names = list(table_at(parent).model_fields)
     meant = [(*parent, wanted)] if wanted in names else []
     meant += [
-        (table, wanted) for table in ("tls", "limits", "metrics") if wanted in table_at([table]).model_fields
+        (table, wanted)
+        for table in ("tls", "limits", "metrics", "events")
+        if wanted in table_at([table]).model_fields
     ]
     meant += [(name,) for name in Settings.model_fields if name == wanted]
     meant += [(*parent, name) for name in get_close_matches(wanted, names, n=1)]

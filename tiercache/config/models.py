@@ -37,6 +37,7 @@ from tiercache.config.fields import (
 from tiercache.config.urls import storage_url
 from tiercache.core import Verb
 from tiercache.errors import ConfigError
+from tiercache.events.settings import EventSettings
 
 _MIB: Final = 2**20
 _OBJECT_BYTES: Final = 256 * _MIB
@@ -170,6 +171,39 @@ class MetricsSettings(_Table):
         return parse_address(self.listen) if self.listen else None
 
 
+class EventsSettings(_Table):
+    """Publisher of KV events, which tell routers what the tiers hold (docs/events.md)."""
+
+    endpoint: Text = ""
+    """Address of the events, such as tcp://127.0.0.1:5557 or ipc:///run/tiercache/events; empty: none."""
+    replay: Text = ""
+    """Address at which subscribers ask for what they have missed; empty: none."""
+    topic: Text = "kv-events"
+    """Topic of the messages."""
+    buffer: Count = 10_000
+    """Number of batches that are kept for replays."""
+    public: Flag = False
+    """Allow addresses that other machines can reach.
+
+    Events have no authentication. They show keys of objects and names of tiers, and no tokens.
+    """
+
+    @property
+    def publisher(self) -> EventSettings | None:
+        """Settings of the publisher; None without an endpoint. Raises ConfigError."""
+        if not self.endpoint:
+            if self.replay:
+                raise ConfigError("events.replay needs events.endpoint; give both")
+            return None
+        return EventSettings(
+            endpoint=self.endpoint,
+            replay=self.replay,
+            topic=self.topic,
+            buffer=self.buffer,
+            public=self.public,
+        )
+
+
 class Settings(BaseSettings):
     """All settings of the daemon, immutable. `load` makes them from files, variables and flags."""
 
@@ -220,6 +254,8 @@ class Settings(BaseSettings):
     """Limits of each client, and of all clients together."""
     metrics: MetricsSettings = MetricsSettings()
     """Metrics endpoint for Prometheus."""
+    events: EventsSettings = EventsSettings()
+    """Publisher of KV events."""
 
     @classmethod
     def settings_customise_sources(

@@ -31,10 +31,10 @@ _SOCKET_PATH: Final = 107
 def check(settings: Settings) -> None:
     """Raise ConfigError if settings contradict each other, or expose the daemon without protection.
 
-    The settings `insecure_bind` and `metrics.public` allow an address that other machines can reach although
-    nothing protects it.
+    The settings `insecure_bind`, `metrics.public` and `events.public` allow an address that other machines
+    can reach although nothing protects it.
     """
-    for rule in (_storage, _sizes, _tls, _principals, _addresses, _exposure, _sockets, _metrics):
+    for rule in (_storage, _sizes, _tls, _principals, _addresses, _exposure, _sockets, _metrics, _events):
         rule(settings)
 
 
@@ -63,6 +63,8 @@ def warnings(settings: Settings) -> Iterator[str]:
         )
     if settings.metrics.address and not settings.metrics.address.loopback:
         yield f"every client that reaches {settings.metrics.address} can read the metrics (metrics.public)"
+    if settings.events.public:
+        yield "every client that reaches the addresses of events can read them (events.public)"
     for principal in settings.principals:
         if principal.uid is not None and not settings.unix:
             yield (
@@ -226,6 +228,13 @@ def _metrics(settings: Settings) -> None:
             f"metrics.listen: other machines can reach {address}; listen on 127.0.0.1 or set metrics.public ="
             " true"
         )
+
+
+def _events(settings: Settings) -> None:
+    try:
+        _ = settings.events.publisher
+    except ConfigError as error:
+        raise ConfigError(f"events: {error}") from error
 
 
 def _tokens(settings: Settings) -> bool:

@@ -123,7 +123,7 @@ class ControllerOptions:
     refresh_path: bool = False
     """Whether a hit counts as a use of its whole path in the index, and not only of the path's last node."""
     events: EventSettings | None = None
-    """Where KV events of device, host and storage are published; None: nowhere. `docs/events.md` has more."""
+    """Publisher of KV events of device, host and storage; None: none. `docs/events.md` has more."""
     write: str = WRITE_THROUGH
     """When objects are written to storage: `write_through` at their commit, or `write_back` ahead of their
     eviction from the host.
@@ -236,7 +236,7 @@ class ControllerContext:
     is_draining: bool = False
     """Whether a caller waits until nothing is under way, so that no check and no prefetch begins."""
     residency: ResidencyEvents | None = None
-    """What is told of device and host; None if no KV events are published."""
+    """Source of the KV events of device and host; None if none are published."""
     on_landed: Callable[[], None] = lambda: None
     """Callback on the owner's thread, after operations have landed or slots were freed."""
     _pid: int = field(default_factory=os.getpid)

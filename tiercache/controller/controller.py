@@ -742,7 +742,10 @@ class HybridCacheController:
         sources: list[EventSource] = [context.residency]
         if self._backend is not None:
             sources.append(StoreEvents(self._backend, "store"))
-        return EventPublisher(settings, sources)
+        publisher = EventPublisher(settings, sources)
+        for name in publisher.figures():
+            context.metrics.tell(name, {(): partial(publisher.figure, name)})
+        return publisher
 
     def _follow_session(self) -> None:
         """Take from the session which pools this rank writes, and let its messages end a wait."""

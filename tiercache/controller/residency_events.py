@@ -1,4 +1,4 @@
-"""KV events of a controller: what device and host hold.
+"""KV events of a controller, about objects on device and host.
 
 The engine's thread posts the nodes of the index that have changed, with all that they hold. The publisher's
 thread compares that with what it has told, page by page. So a change costs the engine's thread a few
@@ -43,7 +43,7 @@ class _Posted(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """What was told of an object."""
+    """Facts that were told of an object."""
 
     parent: bytes | None
     depth: int

@@ -27,6 +27,7 @@ import tiercache
 from tiercache.core import ObjectKey, Outcome, PoolName, Tier
 from tiercache.daemon.access import Budgets, LimitError, Refusal
 from tiercache.errors import TierCacheError, WireError
+from tiercache.events.publisher import EventPublisher
 from tiercache.metrics import HIT, MISS, NODE, Families
 from tiercache.metrics.table import ANSWERS, BUDGETS, CODES, HEALTHS, METHODS, OUT, REFUSALS
 from tiercache.storage.base import GetItem, StorageBackend, TierReport, Usage
@@ -232,6 +233,11 @@ class NodeMetrics(Families):
         for name, figure in _TIER_FIGURES.items():
             self.tell_all(name, partial(_by_tier, figures, figure))
         self.tell_all("node_tier_health", partial(_healths, figures))
+
+    def watch_events(self, publisher: EventPublisher) -> None:
+        """Let later scrapes read the counters of a publisher of KV events."""
+        for name in publisher.figures():
+            self.tell(f"node_{name}", {(): partial(publisher.figure, name)})
 
     def _lookup_counters(
         self, operation: str, outcome: Outcome

@@ -32,10 +32,12 @@ from tiercache.daemon.standard import Standard
 from tiercache.daemon.streams import StreamCalls
 from tiercache.daemon.tiers import TierCalls
 from tiercache.errors import StorageError
+from tiercache.events.publisher import EventPublisher
 from tiercache.metrics.endpoint import PATH, Endpoint
 from tiercache.pools import HostArena
 from tiercache.storage.base import StorageBackend
 from tiercache.storage.registry import open_backend
+from tiercache.storage.store_events import StoreEvents
 from tiercache.storage.wrappers import Metered, StoreMetrics, unwrap
 from tiercache.wire.methods import ATTACH_SOCKET, GRPC_SOCKET, SERVICE
 from tiercache.wire.v1 import storage_pb2 as pb
@@ -89,6 +91,8 @@ class StorageServer:
         """TCP addresses on which the server listens, with their ports; known after `start`."""
         self.metrics_address = ""
         """Address that Prometheus scrapes, with its port; known after `start`, empty if metrics are off."""
+        self.publisher: EventPublisher | None = None
+        """Publisher of KV events, with its addresses; None before `start`, and without `events.endpoint`."""
         self.store = store
         """The store that is served; None until `start` opens it."""
         self._opened = store is None
@@ -146,6 +150,11 @@ class StorageServer:
         lines += [f"on {place}" for place in self._serving]
         if self.metrics_address:
             lines.append(f"metrics on http://{self.metrics_address}{PATH}")
+        if self.publisher is not None:
+            replay = self.publisher.replay_endpoint
+            lines.append(
+                f"KV events on {self.publisher.endpoint}" + (f", replays on {replay}" if replay else "")
+            )
         if settings.unix:
             lines.append(f"workers of this host: storage = {storage_url('grpc', settings.socket_directory)}")
         return lines
@@ -196,7 +205,7 @@ class StorageServer:
 
         Adds callbacks to `ends`, which close everything in reverse order:
 
-            drain ─▶ sockets ─▶ gate ─▶ sessions ─▶ metrics ─▶ arena ─▶ store threads and store
+            drain ─▶ sockets ─▶ gate ─▶ sessions ─▶ metrics ─▶ arena ─▶ events ─▶ store threads and store
         """
         settings, limits = self.settings, self.settings.limits
         if _has_other_users(settings):
@@ -209,6 +218,7 @@ class StorageServer:
         threads = Threads(_THREADS)
         figures = UsageFigures(self.store)
         ends.push_async_callback(self._close_store, store, threads, figures)
+        await self._publish(kind, metrics, ends)
         rest = settings.host_bytes - settings.payload_bytes
         arena = HostArena(settings.payload_bytes, BLOCK_BYTES, huge_pages=False)
         ends.callback(arena.close)
@@ -332,6 +342,20 @@ class StorageServer:
                 raise StorageError(f"{directory / name} cannot be bound; is it in use?")
             os.chmod(directory / name, 0o600)
         return names
+
+    async def _publish(self, kind: str, metrics: NodeMetrics, ends: AsyncExitStack) -> None:
+        """Publish KV events, if the settings have an address for them; raises StorageError."""
+        settings = self.settings.events.publisher
+        if settings is not None and self.store is not None:
+            source = StoreEvents(self.store, kind)
+            self.publisher = await asyncio.to_thread(EventPublisher, settings, [source])
+            metrics.watch_events(self.publisher)
+            ends.push_async_callback(asyncio.to_thread, self.publisher.close)
+            if source.silent:
+                _log.warning(
+                    "no KV events are published of %s, which cannot tell of all changes",
+                    ", ".join(sorted(source.silent)),
+                )
 
     def _serve_metrics(self, metrics: NodeMetrics, ends: AsyncExitStack) -> None:
         """Serve the metrics, if the settings have an address for them.

@@ -109,6 +109,21 @@ class EventPublisher:
         self._thread = Thread(target=self._run, name="tiercache-events", daemon=True)
         self._thread.start()
 
+    def figures(self) -> dict[str, int]:
+        """Return the counters, by the names of the metrics (`metrics.table`) without their prefix."""
+        return {
+            "events_batches_total": self.published,
+            "events_total": self.log.events,
+            "events_skipped_batches_total": self.skipped,
+            "events_replays_total": self.replays,
+            "events_snapshots_total": self.snapshots,
+            "events_malformed_total": self.malformed,
+        }
+
+    def figure(self, name: str) -> int:
+        """Return one of the `figures`."""
+        return self.figures()[name]
+
     def wake(self) -> None:
         """Let the publisher ask its sources soon. This takes less than a microsecond while it is busy."""
         if self._is_waiting:

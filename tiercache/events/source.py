@@ -11,6 +11,10 @@ MAX_KEYS: int = 1024
 """Number of keys that one answer of a source has, about."""
 
 
+ChangeNote = Callable[[Sequence[bytes], bool], None]
+"""Function that takes the digests of objects that a store has from now on (True), or no longer has."""
+
+
 class EventSource(ABC):
     """Part of a process that knows what is in some places.
 

@@ -118,7 +118,28 @@ _PRINCIPAL: Final = Known("the names in `principals`, `owner` (the daemon's own 
 _STORE_TIER: Final = Known("the names of the tiers of the server's store; absent unless it is a chain")
 _VERSION: Final = Known("the version of tiercache")
 
+
+def _events(prefix: str) -> tuple[Metric, ...]:
+    """Return the rows of a publisher of KV events, which are absent where none is published."""
+    return (
+        Metric(f"{prefix}events_batches_total", Counter, "Batches of KV events that were published."),
+        Metric(f"{prefix}events_total", Counter, "KV events that were published."),
+        Metric(
+            f"{prefix}events_skipped_batches_total", Counter,
+            "Batches of KV events that left the log before they were published.",
+        ),
+        Metric(
+            f"{prefix}events_replays_total", Counter,
+            "Replays that subscribers asked for: because of a gap, to begin, or because there was a pause.",
+        ),
+        Metric(f"{prefix}events_snapshots_total", Counter, "Replays that began with a snapshot."),
+        Metric(f"{prefix}events_malformed_total", Counter,
+         "Requests for replays that were not understood."),
+    )  # fmt: skip
+
+
 CONTROLLER: Final = (
+    *_events(""),
     Metric(
         "lookups_total", Counter,
         "Tiers consulted for a restore: whether the tier contributed to it, and the reason if it did not.",
@@ -210,6 +231,7 @@ STORE: Final = (
 """Metrics of stores inside `Metered`."""
 
 NODE: Final = (
+    *_events("node_"),
     Metric(
         "node_calls_total", Counter,
         "Calls that have ended, by the status that the client got. CANCELLED means that the client "

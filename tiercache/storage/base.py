@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple, Protocol, Self
 
 from tiercache.core import DIGEST_BYTES, ObjectKey, ObjectMeta, Outcome
+from tiercache.events.source import ChangeNote
 from tiercache.storage.checksum import CHECKSUM_BYTES, checksum
 from tiercache.storage.env import Env
 from tiercache.storage.values import is_value, is_worker
@@ -217,10 +218,6 @@ class StoreContext:
     """Access to the disk and the clock, which a store gets besides its section of the configuration."""
 
     env: Env
-
-
-ChangeNote = Callable[[Sequence[bytes], bool], None]
-"""Function that takes the digests of objects that a store has from now on (True), or no longer has."""
 
 
 class StorageBackend(ABC):

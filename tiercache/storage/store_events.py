@@ -12,6 +12,7 @@ thread then asks the store what is known of those that came.
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -31,6 +32,10 @@ _log = logging.getLogger(__name__)
 
 MAX_NOTES: Final = 1 << 18
 """Number of notes of one tier that wait to be collected. Behind it the tier is cleared and told anew."""
+
+
+_NAMESPACES_S: Final = 1.0
+"""Minimum seconds from one question for the names of namespaces to the next."""
 
 
 class _Note(NamedTuple):
@@ -53,6 +58,7 @@ class StoreEvents(EventSource):
         self._wake: Callable[[], None] = lambda: None
         self._tiers: dict[str, _TierEvents] = {}
         self._page_sizes: dict[bytes, int] = {}
+        self._ask_again = 0.0
         self.silent: frozenset[str] = frozenset()
         self._look(is_first=True)
 
@@ -99,11 +105,10 @@ class StoreEvents(EventSource):
 
     def _groups(self, entry: ScanEntry) -> ObjectGroup:
         namespace = entry.meta.namespace
-        if namespace not in self._page_sizes:
-            self._page_sizes = page_sizes(self._store) | {namespace: 0} | self._page_sizes
-            if len(self._page_sizes) > 4096:
-                self._page_sizes = {namespace: 0}
-        return ObjectGroup(entry.key.pool, namespace, entry.key.layout, self._page_sizes[namespace])
+        now = time.monotonic()
+        if namespace not in self._page_sizes and now >= self._ask_again:
+            self._page_sizes, self._ask_again = page_sizes(self._store), now + _NAMESPACES_S
+        return ObjectGroup(entry.key.pool, namespace, entry.key.layout, self._page_sizes.get(namespace, 0))
 
 
 class _TierEvents:

@@ -34,8 +34,9 @@ from threading import Event, Lock
 from typing import Final
 
 from tiercache.core import Outcome
+from tiercache.events.source import ChangeNote
 from tiercache.policy import Policy
-from tiercache.storage.base import ChangeNote, ScanEntry
+from tiercache.storage.base import ScanEntry
 from tiercache.storage.eviction import EvictionOrder
 from tiercache.storage.residents import RESIDENT, parents_first
 from tiercache.storage.restorable import Admissibility

@@ -21,10 +21,10 @@ from typing import Any, Final, Self
 
 from tiercache.core import BLOCK_ALIGN, ObjectKey, Outcome
 from tiercache.errors import StorageError
+from tiercache.events.source import ChangeNote
 from tiercache.policy import Lru, Policy, policy_named
 from tiercache.storage.base import (
     Capabilities,
-    ChangeNote,
     GetItem,
     NamespaceRecord,
     ScanEntry,

@@ -9,8 +9,8 @@ from typing import Any, Final, ParamSpec, Self, TypeVar
 
 from tiercache.core import ObjectKey, Outcome
 from tiercache.errors import ConfigError
+from tiercache.events.source import ChangeNote
 from tiercache.storage.base import (
-    ChangeNote,
     GetItem,
     NamespaceRecord,
     ScanEntry,
