@@ -11,7 +11,7 @@ import socket
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from errno import EADDRINUSE
 from functools import partial
 from pathlib import Path
@@ -229,6 +229,9 @@ def _ports(settings: Settings) -> None:
     with ExitStack() as taken:
         for address in settings.addresses:
             _bind(address, "", taken)
+        if settings.data and settings.data_port:
+            for address in {address.host: address for address in settings.addresses}.values():
+                _bind(replace(address, port=settings.data_port), "data_port: ", taken)
         if settings.metrics.address is not None:
             _bind(settings.metrics.address, "metrics.listen: ", taken)
 

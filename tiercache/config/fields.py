@@ -203,6 +203,7 @@ MessageBytes = Annotated[
 ]
 Duration = Annotated[float, BeforeValidator(_duration), _AS_DURATION, _DURATION_SCHEMA]
 Count = Annotated[int, BeforeValidator(_whole(1, 2**20)), _schema("integer", minimum=1, maximum=2**20)]
+Port = Annotated[int, BeforeValidator(_whole(0, 65535)), _schema("integer", minimum=0, maximum=65535)]
 # The user id 2**32 - 1 is -1 as a uid_t; system calls use it for "no user".
 UserId = Annotated[
     int, BeforeValidator(_whole(0, 2**32 - 2)), _schema("integer", minimum=0, maximum=2**32 - 2)

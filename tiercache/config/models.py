@@ -27,6 +27,7 @@ from tiercache.config.fields import (
     Name,
     Namespaces,
     ObjectBytes,
+    Port,
     Size,
     StorageUrls,
     Subject,
@@ -237,6 +238,16 @@ class Settings(BaseSettings):
     """Serve the unix sockets."""
     listen: Listens = ()
     """TCP addresses as host:port; port 0 stands for any free port."""
+    data: Flag = True
+    """Let clients of the TCP addresses open connections for payload beside gRPC.
+
+    They are several times faster. Without them, all payload travels in messages of gRPC.
+    """
+    data_port: Port = 0
+    """Port of these connections on the hosts of `listen`; 0 stands for any free port.
+
+    Clients are told the port. A firewall between them and the daemon must let it through.
+    """
     insecure_bind: Flag = False
     """Allow addresses that other machines can reach, without TLS or authentication.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import combinations
 from typing import TYPE_CHECKING, Final
 
@@ -176,11 +177,15 @@ def _addresses(settings: Settings) -> None:
     addresses = [*settings.addresses]
     if settings.metrics.address:
         addresses.append(settings.metrics.address)
+    if settings.data and settings.data_port:
+        hosts = {address.host: address for address in settings.addresses}
+        addresses += [replace(address, port=settings.data_port) for address in hosts.values()]
     # Port 0 stands for any free port, so an address with it may be repeated.
     for address, count in Counter(str(address) for address in addresses if address.port).items():
         if count > 1:
             raise ConfigError(
-                f"listen: {address} is given {count} times (metrics.listen counts too); give different ports"
+                f"listen: {address} is given {count} times (metrics.listen and data_port count too); give"
+                " different ports"
             )
     if not settings.unix and not settings.listen:
         raise ConfigError(

@@ -240,16 +240,20 @@ class Access:
                 )
             caller: Caller = session.caller
             return caller
-        permissions = self._permissions_of_connection(given.get("authorization", ""), identity)
+        permissions = self.authenticate(given.get("authorization", ""), identity)
         found = self._peers.get((permissions.name, peer))
         if found is None:
             self._forget_idle_peers()
             found = self._peers[permissions.name, peer] = self.new_client(permissions)
         return found
 
-    def _permissions_of_connection(
+    def authenticate(
         self, authorization: str | bytes, identity: Mapping[str, Sequence[bytes]]
     ) -> Permissions:
+        """Return the principal of a TCP connection; raises Refusal if there is none with these credentials.
+
+        `authorization` is the header of that name, and `identity` the connection's authentication properties.
+        """
         if self._anonymous is not None:
             return self._anonymous
         if isinstance(authorization, str) and authorization.startswith(_BEARER):

@@ -36,7 +36,7 @@ If the first message is larger, `Call.begin` sends the metadata before the messa
 smaller message, and the metadata with it, is sent without delay, unless the client leaves other calls of the
 same connection unread.
 """
-_PARSED: Final = 5
+PARSED: Final = 5
 """Estimated memory of the Python objects made from a message with keys, as a multiple of its size."""
 
 
@@ -104,7 +104,7 @@ class Call:
         if data is None:
             raise WireError("the call ended before its request came")
         message = read_message(data, kind, self.request_bytes)
-        weight = _PARSED * len(data) + weigh(message)
+        weight = PARSED * len(data) + weigh(message)
         if weight > self.message_bytes:
             raise WireError(
                 f"a request of {len(data)} bytes needs {weight} bytes of memory, and at most"

@@ -27,7 +27,7 @@ from threading import Event, Lock, Thread
 from typing import Final, NamedTuple
 
 from tiercache.daemon.admission import Admission, ConnectionState, OpeningCounter
-from tiercache.daemon.sockets import EXHAUSTED, listen_tcp, listen_unix, peer_of
+from tiercache.daemon.sockets import EXHAUSTED, listen_tcp, listen_unix, origin_of, peer_of
 from tiercache.daemon.splice import PIPE_BYTES, Flow, widen
 
 _TICK_SECONDS: Final = 0.1
@@ -56,6 +56,8 @@ class _Listener(NamedTuple):
     """User ids whose processes may connect to a unix socket; None for a TCP address."""
     trusted: bool
     """Whether a client is authenticated before it can make a call, by its user id or by a certificate."""
+    port: int = 0
+    """TCP port; 0 for a unix socket."""
 
 
 class _Connection(ConnectionState):
@@ -97,6 +99,7 @@ class Gate:
         max_streams: int,
         settling: float,
         count_refusal: Callable[[str], None],
+        ended: Callable[[str], None] = lambda _: None,
     ) -> None:
         """Prepare for at most `max_connections` connections, `max_opening` of which are opening at once.
 
@@ -107,12 +110,15 @@ class Gate:
         The gate calls `count_refusal` for each connection that it refuses or cuts, but not for connections
         that break. The argument is "unauthenticated" (unknown user), "busy" (no room, or displaced by another
         connection) or "idle" (too slow).
+
+        When a connection to gRPC has ended, the gate's thread calls `ended` with the connection's name.
         """
         self._admission: Admission[_Connection] = Admission(
             max_connections=max_connections, max_opening=max_opening, settling=settling, now=time.monotonic()
         )
         self._max_streams: Final = max_streams
         self._count_refusal: Final = count_refusal
+        self._ended: Final = ended
         self._prefix: Final = f"tiercache-{secrets.token_hex(8)}"
         """Start of the abstract addresses to which the gate's ends of connections to gRPC are bound."""
         self._epoll = select.epoll()
@@ -137,8 +143,9 @@ class Gate:
         `mutual` says whether gRPC requires certificates of clients.
         """
         server = listen_tcp(host, port)
-        self._add(_Listener(server, backend, tls, None, trusted=tls and mutual))
-        return int(server.getsockname()[1])
+        bound = int(server.getsockname()[1])
+        self._add(_Listener(server, backend, tls, None, trusted=tls and mutual, port=bound))
+        return bound
 
     def listen_local(self, path: str, mode: int, uids: AbstractSet[int], backend: str) -> None:
         """Listen on a unix socket at `path` with this file mode, for processes of the users `uids`.
@@ -185,6 +192,14 @@ class Gate:
         """
         found = self._names.get(peer)
         return None if found is None else found.listener.uids is not None
+
+    def port_of(self, peer: str) -> int:
+        """Return the TCP port through which the connection that gRPC calls `peer` came.
+
+        Return 0 if there is no such connection, or if it came through a unix socket.
+        """
+        found = self._names.get(peer)
+        return 0 if found is None else found.listener.port
 
     def mark_known(self, peer: str) -> None:
         """Mark the connection that gRPC calls `peer` as known, because a caller was recognised on it."""
@@ -286,17 +301,11 @@ class Gate:
     ) -> bytes | None:
         """Return the key under which connections are counted together; None for a user who may not connect.
 
-        The key is the user id on a unix socket, and the IP address on TCP. For IPv6, the key is the first 64
-        bits of the address, because one machine may use every address with the same first 64 bits. Raises
-        OSError.
+        The key is the user id on a unix socket, and that of `origin_of` on TCP. Raises OSError.
         """
         if uids is None:
             client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            packed = socket.inet_pton(client.family, address[0].partition("%")[0])
-            # IPv6   | 8 bytes: the key | 8 bytes                        |
-            # IPv4 on a dual-stack listener (::ffff:a.b.c.d)
-            #        | 10 zero bytes            | ff ff | 4 bytes: a.b.c.d |   the key is the whole address
-            return packed[:8] if len(packed) == 16 and not packed.startswith(bytes(10)) else packed
+            return origin_of(client, address)
         uid = peer_of(client).uid
         return b"uid %d" % uid if uid in uids else None
 
@@ -464,7 +473,8 @@ class Gate:
             return
         # Forget the name before `backend` is closed. After the close, another process can bind the address
         # of `backend`, and would get the same name.
-        self._names.pop(connection.name, None)
+        if self._names.pop(connection.name, None) is not None:
+            self._ended(connection.name)
         for descriptor, events in connection.watched.items():
             if events:
                 self._epoll.unregister(descriptor)

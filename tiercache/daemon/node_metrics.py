@@ -35,6 +35,7 @@ from tiercache.wire.methods import METHODS as SERVED
 
 if TYPE_CHECKING:
     from tiercache.config.settings import Settings
+    from tiercache.daemon.payload.sessions import DataSessions
     from tiercache.daemon.sessions import Attachments
 
 _log = logging.getLogger(__name__)
@@ -77,8 +78,15 @@ _TIER_FIGURES: Final[dict[str, Callable[[TierReport], float | None]]] = {
 """Metrics of one tier of a chain, by name."""
 
 Direction = Literal["in", "out"]
-Plane = Literal["stream", "shared"]
-"""Way of the payload: in messages of a stream, or through shared memory."""
+Plane = Literal["stream", "data", "shared"]
+"""Way of the payload: in messages of a stream, on connections of its own, or through shared memory."""
+_PLANES: Final[tuple[Plane, ...]] = ("stream", "data", "shared")
+
+
+class Measured:
+    """A call that is being measured, and the status with which it will have ended."""
+
+    code = StatusCode.CANCELLED
 
 
 class NodeMetrics(Families):
@@ -108,7 +116,7 @@ class NodeMetrics(Families):
         }
         self._moved: Final = {
             (plane, way): self.counter("node_payload_bytes_total", plane, way)
-            for plane in ("stream", "shared")
+            for plane in _PLANES
             for way in directions
         }
         self._damaged: Final = self.counter("node_damaged_objects_total")
@@ -120,27 +128,31 @@ class NodeMetrics(Families):
         }
 
     @contextmanager
-    def measure_call(self, method: str, context: Any) -> Iterator[None]:
-        """Measure one call, including the time before its caller is known.
-
-        `context` is gRPC's context of the call.
-        """
-        under_way, code = self._under_way[method], StatusCode.CANCELLED
+    def measure(self, method: str) -> Iterator[Measured]:
+        """Measure one call, including the time before its caller is known; the caller sets the status."""
+        measured, under_way = Measured(), self._under_way[method]
         under_way.inc()
         start = time.perf_counter()
         try:
-            yield
-            code = StatusCode.OK
-        except AbortError as abort:
-            code = _CODES.get(context.code(), StatusCode.UNKNOWN)
-            # `__context__` is the exception that was being handled when the call was aborted.
-            self.count_refusal_of(abort.__context__)
-            raise
+            yield measured
         finally:
             under_way.dec()
             self._seconds[method].observe(time.perf_counter() - start)
             codes = self._codes[method]
-            (codes.get(code.name) or codes["UNKNOWN"]).inc()
+            (codes.get(measured.code.name) or codes["UNKNOWN"]).inc()
+
+    @contextmanager
+    def measure_call(self, method: str, context: Any) -> Iterator[None]:
+        """Measure one call as `measure` does; `context` is gRPC's context of the call."""
+        with self.measure(method) as measured:
+            try:
+                yield
+                measured.code = StatusCode.OK
+            except AbortError as abort:
+                measured.code = _CODES.get(context.code(), StatusCode.UNKNOWN)
+                # `__context__` is the exception that was being handled when the call was aborted.
+                self.count_refusal_of(abort.__context__)
+                raise
 
     def count_refusal(self, reason: str) -> None:
         """Count a refusal that the client has caused; `reason` is one of `metrics.table.REFUSALS`."""
@@ -198,7 +210,12 @@ class NodeMetrics(Families):
         )
 
     def watch(
-        self, settings: Settings, budgets: Budgets, attachments: Attachments, figures: UsageFigures
+        self,
+        settings: Settings,
+        budgets: Budgets,
+        attachments: Attachments,
+        sessions: DataSessions,
+        figures: UsageFigures,
     ) -> None:
         """Let later scrapes read these objects. Call this when the server begins to serve."""
         self.gauge("node_start_time_seconds").set(time.time())
@@ -215,6 +232,7 @@ class NodeMetrics(Families):
             "node_workers_busy": lambda: budgets.workers.held,
             "node_sessions": lambda: len(attachments),
             "node_attached_bytes": lambda: attachments.attached,
+            "node_data_connections": lambda: sessions.connections,
             "node_store_objects": lambda: figures.latest().objects,
             "node_store_payload_bytes": lambda: figures.latest().payload_bytes,
             "node_store_used_bytes": lambda: figures.latest().used_bytes,

@@ -6,8 +6,9 @@ import asyncio
 import logging
 import os
 import secrets
+import ssl
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,6 +17,7 @@ from typing import Any, Final
 
 import grpc
 
+from tiercache.config.addresses import parse_address
 from tiercache.config.settings import Address, Settings, Tls, check_files
 from tiercache.config.urls import section_of, storage_url, unix_target
 from tiercache.daemon.access import ANONYMOUS, OWNER, Access, Budgets
@@ -23,13 +25,15 @@ from tiercache.daemon.budget import BLOCK_BYTES, Budget
 from tiercache.daemon.call import Threads
 from tiercache.daemon.gate import Gate
 from tiercache.daemon.node_metrics import NodeMetrics, UsageFigures
+from tiercache.daemon.payload.calls import DataCalls
+from tiercache.daemon.payload.port import DataPort
+from tiercache.daemon.payload.sessions import DataSessions
 from tiercache.daemon.process import Notifier, limit_malloc, raise_descriptor_limit, trim_malloc_periodically
 from tiercache.daemon.service import Service
 from tiercache.daemon.sessions import Attachments
 from tiercache.daemon.shared import SharedCalls
 from tiercache.daemon.sockets import PLAIN_SOCKET, TLS_SOCKET, make_way, prepare, remove
 from tiercache.daemon.standard import Standard
-from tiercache.daemon.streams import StreamCalls
 from tiercache.daemon.tiers import TierCalls
 from tiercache.errors import StorageError
 from tiercache.events.publisher import EventPublisher
@@ -89,6 +93,8 @@ class StorageServer:
         self.settings: Final = settings
         self.addresses: list[str] = []
         """TCP addresses on which the server listens, with their ports; known after `start`."""
+        self.data_addresses: list[str] = []
+        """TCP addresses of data connections, with their ports; known after `start`."""
         self.metrics_address = ""
         """Address that Prometheus scrapes, with its port; known after `start`, empty if metrics are off."""
         self.publisher: EventPublisher | None = None
@@ -148,6 +154,7 @@ class StorageServer:
             else f"serving a {type(self.store).__name__}"
         ]
         lines += [f"on {place}" for place in self._serving]
+        lines += [f"payload at {place}" for place in self.data_addresses]
         if self.metrics_address:
             lines.append(f"metrics on http://{self.metrics_address}{PATH}")
         if self.publisher is not None:
@@ -233,10 +240,9 @@ class StorageServer:
         attachments = Attachments(
             access, max_clients=limits.clients, max_bytes=limits.attached_bytes, metrics=metrics
         )
-        metrics.watch(settings, budgets, attachments, figures)
         self._serve_metrics(metrics, ends)
         ends.push_async_callback(attachments.close)
-        streams = StreamCalls(
+        streams = DataCalls(
             threads, arena, max_keys=limits.keys_per_batch, max_bytes=settings.object_bytes,
             message_bytes=limits.message_bytes, metrics=metrics,
         )  # fmt: skip
@@ -249,17 +255,30 @@ class StorageServer:
             max_opening=max(minimum, min(maximum, settings.host_bytes // _OPENING_BYTES)),
             max_streams=limits.streams_per_client, settling=(_HANDSHAKE_MS + 2 * _ACKNOWLEDGE_MS) / 1e3,
             count_refusal=metrics.count_refusal,
+            ended=lambda name: self._in_loop(sessions.end, name),
         )  # fmt: skip
         ends.callback(gate.close)
+        sessions = DataSessions(access, gate, limits.streams_per_client)
+        metrics.watch(settings, budgets, attachments, sessions, figures)
         service = Service(
             access, attachments, threads, streams, shared, TierCalls(self.store, self.instance),
             instance=self.instance, limits=_limits(settings), idle=limits.idle,
-            store=kind, metrics=metrics, gate=gate,
+            store=kind, metrics=metrics, gate=gate, data=streams, sessions=sessions,
         )  # fmt: skip
-        return await self._serve(service, attachments, access, gate, ends)
+        port = DataPort(
+            sessions, service.answer, metrics, _limits(settings), max_connections=2 * limits.clients,
+            idle=limits.idle, context=_context(settings.tls),
+        )  # fmt: skip
+        return await self._serve(service, attachments, access, gate, (sessions, port), ends)
 
     async def _serve(
-        self, service: Service, attachments: Attachments, access: Access, gate: Gate, ends: AsyncExitStack
+        self,
+        service: Service,
+        attachments: Attachments,
+        access: Access,
+        gate: Gate,
+        data: tuple[DataSessions, DataPort],
+        ends: AsyncExitStack,
     ) -> list[str]:
         server = grpc.aio.server(options=_options(self.settings))
         standard = Standard(service.admit, SERVICE)
@@ -280,6 +299,9 @@ class StorageServer:
                     str(directory / GRPC_SOCKET), 0o666, access.uids, str(directory / PLAIN_SOCKET)
                 )
             serving.append(f"unix sockets in {directory}")
+        sessions, port = data
+        if self.settings.data:
+            sessions.ports = self._listen_data(port)
         await standard.report_serving()
         await server.start()
         gate.start()
@@ -287,7 +309,7 @@ class StorageServer:
         async def drain() -> None:
             gate.stop_accepting()
             await standard.report_shutdown()
-            await server.stop(self.settings.drain)
+            await asyncio.gather(port.drain(self.settings.drain), server.stop(self.settings.drain))
 
         ends.push_async_callback(drain)
         return serving
@@ -368,6 +390,33 @@ class StorageServer:
             ends.callback(endpoint.close)
             self.metrics_address = str(Address(address.host, endpoint.port, address.loopback))
 
+    def _listen_data(self, port: DataPort) -> dict[int, int]:
+        """Listen for data connections on the hosts of all TCP addresses; raises StorageError.
+
+        Returns the port for data connections for the port of each address.
+        """
+        found: dict[str, int] = {}
+        for address in self.settings.addresses:
+            if address.host not in found:
+                where = Address(address.host, self.settings.data_port, address.loopback)
+                try:
+                    found[address.host] = port.listen(where.host, where.port)
+                except OSError as error:
+                    raise StorageError(
+                        f"data_port: {where} cannot be served ({error}); is the port in use?"
+                    ) from error
+                self.data_addresses.append(str(Address(where.host, found[where.host], where.loopback)))
+        return {
+            parse_address(bound).port: found[address.host]
+            for address, bound in zip(self.settings.addresses, self.addresses, strict=True)
+        }
+
+    def _in_loop(self, work: Callable[[str], None], name: str) -> None:
+        """Let the event loop do something; any thread may call."""
+        if self._loop is not None:
+            with suppress(RuntimeError):  # the loop has ended
+                self._loop.call_soon_threadsafe(work, name)
+
     def _listen(self, gate: Gate, address: Address, backend: str, *, tls: bool, mutual: bool) -> str:
         try:
             port = gate.listen(address.host, address.port, backend, tls=tls, mutual=mutual)
@@ -401,6 +450,20 @@ def _credentials(tls: Tls | None) -> grpc.ServerCredentials:
     return grpc.ssl_server_credentials(
         [(tls.key.read_bytes(), tls.certificate.read_bytes())], ca, require_client_auth=ca is not None
     )
+
+
+def _context(tls: Tls | None) -> ssl.SSLContext | None:
+    """Return the context of data connections in TLS, with the certificates of gRPC; None without TLS."""
+    if tls is None:
+        return None
+    assert tls.certificate is not None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tls.certificate, tls.key)
+    context.num_tickets = 0  # a session is resumed by its token
+    if tls.client_ca is not None:
+        context.load_verify_locations(tls.client_ca)
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
 
 
 def _limits(settings: Settings) -> pb.Limits:

@@ -22,6 +22,9 @@ from tiercache.daemon.access import Access, Caller, Refusal, Sessions
 from tiercache.daemon.call import Call, Threads, read_keys, request_bytes, without_abort_traceback
 from tiercache.daemon.gate import Gate
 from tiercache.daemon.node_metrics import NodeMetrics
+from tiercache.daemon.payload.calls import DataCall, DataCalls
+from tiercache.daemon.payload.channel import DisconnectedError
+from tiercache.daemon.payload.sessions import DataSessions
 from tiercache.daemon.shared import SharedCalls
 from tiercache.daemon.streams import StreamCalls
 from tiercache.daemon.tiers import TierCalls
@@ -42,6 +45,7 @@ _MAX_NAMESPACES: Final = 512
 """Maximum number of namespaces of one tenant."""
 
 T = TypeVar("T")
+CallT = TypeVar("CallT", bound=Call)
 A = TypeVarTuple("A")
 Handler = Callable[[Call], Awaitable[None]]
 
@@ -67,8 +71,13 @@ class Service:
         idle: float,
         metrics: NodeMetrics | None = None,
         gate: Gate | None = None,
+        data: DataCalls | None = None,
+        sessions: DataSessions | None = None,
     ) -> None:
-        """Serve calls with these parts; `gate` is None if clients connect to gRPC directly."""
+        """Serve calls with these parts; `gate` is None if clients connect to gRPC directly.
+
+        `data` and `sessions` are None if there are no data connections.
+        """
         self._access = access
         self._gate = gate
         self._attachments = attachments
@@ -97,6 +106,10 @@ class Service:
             "ChangeTiers": tiers.change,
             "FollowTierChange": tiers.follow,
         }
+        self._sessions = sessions
+        self._data_handlers: dict[str, Callable[[DataCall], Awaitable[None]]] = (
+            {} if data is None else {"Get": data.get_data, "Set": data.set_data, "Exists": self._exists}
+        )
         assert self._handlers.keys() == METHODS.keys(), "every method must have a handler"
 
     def handler(self) -> grpc.GenericRpcHandler:
@@ -127,19 +140,19 @@ class Service:
         async def answer(context: Any) -> None:
             # Do not call `abort` inside an `except` block. The error that it raises would keep the handled
             # error alive, and everything to which the frames of the handled error refer.
-            refusal = await self._outcome(method, context)
+            refusal = await self._outcome(method, self._serve(method, context))
             if refusal is not None:
                 await context.abort(*refusal)
 
         return serve
 
-    async def _outcome(self, method: Method, context: Any) -> tuple[Any, ...] | None:
-        """Serve a call; return None, or the arguments of gRPC's `abort` if the call failed.
+    async def _outcome(self, method: Method, serving: Awaitable[None]) -> tuple[Any, ...] | None:
+        """Await a call; return None, or the arguments of gRPC's `abort` if the call failed.
 
         The arguments are a status code, one sentence and, if the call was refused, trailing metadata.
         """
         try:
-            await self._serve(method, context)
+            await serving
         except Refusal as refusal:
             self._metrics.count_refusal_of(refusal)
             return refusal.code, refusal.message, _UNTOUCHED
@@ -156,7 +169,10 @@ class Service:
             return StatusCode.UNAVAILABLE, "the daemon is shutting down"
         except StorageError as error:
             return StatusCode.INTERNAL, str(error)
-        except (asyncio.CancelledError, grpc.aio.AbortError, grpc.aio.InternalError, grpc.RpcError):
+        except (
+            asyncio.CancelledError, grpc.aio.AbortError, grpc.aio.InternalError, grpc.RpcError,
+            DisconnectedError,
+        ):  # fmt: skip
             raise
         except Exception:  # noqa: BLE001
             # A bug in the daemon fails this call and is logged. It never ends the daemon.
@@ -177,9 +193,39 @@ class Service:
 
     async def _serve(self, method: Method, context: Any) -> None:
         caller = self._identify(context)
+
+        def make() -> Call:
+            return Call(
+                caller, context, self._idle, self._limits.message_bytes, request_bytes(self._limits.keys)
+            )
+
+        await self._perform(method, caller, context.time_remaining(), make, self._handlers[method.name])
+
+    async def answer(self, call: DataCall) -> None:
+        """Serve a call that came on a data connection, and answer it.
+
+        Raises DisconnectedError if the connection cannot be used any more.
+        """
+        method = METHODS[call.name]
+        with self._metrics.measure(method.name) as measured:
+            handler = self._data_handlers[method.name]
+            serving = self._perform(method, call.caller, call.seconds, lambda: call, handler)
+            failure = await self._outcome(method, serving)
+            measured.code = failure[0] if failure else StatusCode.OK
+            if failure is not None:
+                await call.fail(failure[0], failure[1])
+
+    async def _perform(
+        self,
+        method: Method,
+        caller: Caller,
+        remaining: float | None,
+        make: Callable[[], CallT],
+        handler: Callable[[CallT], Awaitable[None]],
+    ) -> None:
+        """Admit a call of a known caller and let `handler` serve it, within its deadline and the limits."""
         self._metrics.count_call(caller.permissions.name)
         caller.permissions.check(method.verb)
-        remaining = context.time_remaining()
         if remaining is None:
             raise Refusal(StatusCode.INVALID_ARGUMENT, "the call has no deadline; give it one", "deadline")
         if not caller.budgets.streams.try_take(1):
@@ -187,10 +233,10 @@ class Service:
                 StatusCode.RESOURCE_EXHAUSTED,
                 f"{caller.permissions.name} has as many calls under way as it may; try again later",
             )
-        call = Call(caller, context, self._idle, self._limits.message_bytes, request_bytes(self._limits.keys))
+        call = make()
         try:
             async with asyncio.timeout(min(remaining, self._limits.call_seconds)):
-                await self._handlers[method.name](call)
+                await handler(call)
         finally:
             caller.budgets.streams.give(1)
             await call.end()
@@ -199,6 +245,9 @@ class Service:
         await call.request(pb.HelloRequest)
         permissions = call.caller.permissions
         able = permissions.store.capabilities
+        data = None
+        if self._sessions is not None:
+            data = self._sessions.offer(call.caller, call.context.peer())
         await _answer(
             call,
             pb.HelloReply(
@@ -206,7 +255,7 @@ class Service:
                 tenant=permissions.tenant,
                 verbs=sorted(permissions.verbs), store=self._store, persistent=able.persistent,
                 bounded=able.bounded,
-                limits=self._limits_of(call.caller),
+                limits=self._limits_of(call.caller), data=data,
             ),
         )  # fmt: skip
 

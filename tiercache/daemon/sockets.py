@@ -42,6 +42,19 @@ def peer_of(connection: socket.socket) -> Peer:
     return Peer(*_CREDENTIALS.unpack(found))
 
 
+def origin_of(connection: socket.socket, address: tuple[str, int]) -> bytes:
+    """Return the key under which TCP connections from this address are counted together; raises OSError.
+
+    For IPv4 the key is the whole address. For IPv6 it is the first 64 bits, because one machine may use every
+    address with the same first 64 bits.
+    """
+    packed = socket.inet_pton(connection.family, address[0].partition("%")[0])
+    # IPv6   | 8 bytes: the key | 8 bytes                        |
+    # IPv4 on a dual-stack listener (::ffff:a.b.c.d)
+    #        | 10 zero bytes            | ff ff | 4 bytes: a.b.c.d |   the key is the whole address
+    return packed[:8] if len(packed) == 16 and not packed.startswith(bytes(10)) else packed
+
+
 def listen_tcp(host: str, port: int) -> socket.socket:
     """Return a non-blocking socket that listens on a TCP address; raises OSError.
 

@@ -266,9 +266,9 @@ NODE: Final = (
     ),
     Metric(
         "node_payload_bytes_total", Counter,
-        "Payload bytes between clients and the server. stream: in messages; shared: through shared memory; "
-        "in: from the client; out: to the client.",
-        {"plane": ("stream", "shared"), "direction": ("in", "out")},
+        "Payload bytes between clients and the server. stream: in messages; data: on data connections; "
+        "shared: through shared memory; in: from the client; out: to the client.",
+        {"plane": ("stream", "data", "shared"), "direction": ("in", "out")},
     ),
     Metric("node_damaged_objects_total", Counter,
      "Objects that were damaged on the way from the client, and were not stored."),
@@ -284,6 +284,7 @@ NODE: Final = (
     Metric("node_workers", Gauge, "Number of store threads; a call waits while none is free."),
     Metric("node_sessions", Gauge, "Sessions of the attach socket."),
     Metric("node_attached_bytes", Gauge, "Shared memory that clients have attached."),
+    Metric("node_data_connections", Gauge, "Connections for payload of clients on TCP."),
     Metric(
         "node_lookups_total", Counter,
         "Objects that clients asked for: whether the object was found, and the reason if it was not.",

@@ -200,7 +200,7 @@ class GrpcBackend(StorageBackend, RemoteTiers):
                 reply.payload_bytes,
                 reply.used_bytes,
                 reply.capacity_bytes,
-                {**reply.texts, **reply.numbers},
+                {**reply.texts, **reply.numbers, **self._data_plane()},
                 [TierReport(**messages.read_tier(tier)) for tier in reply.tiers],
             )
 
@@ -281,6 +281,14 @@ class GrpcBackend(StorageBackend, RemoteTiers):
             return self._manager.ask(
                 lambda connection, left: connection.call(name, request, left), "a change of tiers"
             )
+
+    def _data_plane(self) -> dict[str, str | int]:
+        """Return how payload travels from and to another host; nothing on the same host."""
+        connection = self._manager.peek()
+        if connection is None or connection.data is None:
+            return {}
+        plane = connection.data
+        return {"data_plane": f"closed: {plane.why}" if plane.why else "open", "data_losses": plane.losses}
 
     def _unreadable_reply(self, error: WireError) -> StorageError:
         return StorageError(f"{self._settings}: {error}; is the daemon another version?")

@@ -18,6 +18,7 @@ from tiercache.errors import ConfigError
 from tiercache.storage.base import NamespaceRecord
 from tiercache.wire.methods import ATTACH_SOCKET, METHODS, SESSION_METADATA
 from tiercache.wire.v1 import storage_pb2 as pb
+from tiercache_backends.grpc.data.plane import DataPlane
 from tiercache_backends.grpc.failures import CallError, Kind, classify
 from tiercache_backends.grpc.settings import GrpcSettings
 from tiercache_backends.grpc.shared.session import Session
@@ -45,6 +46,7 @@ class Connection:
     def __init__(self, settings: GrpcSettings) -> None:
         """Make a connection without opening it; callers use `open` instead."""
         self.session: Session | None = None
+        self.data: DataPlane | None = None
         self.regions: dict[int, int] = {}
         """Region numbers that the daemon gave to attached memory, by the `id` of the SharedMemory object."""
         self.registered: dict[bytes, NamespaceRecord] = {}
@@ -77,6 +79,9 @@ class Connection:
                 made._metadata = settings.metadata()
             made._connect()
             made.hello = made.greet(deadline - time.monotonic())
+            if settings.data:
+                made.data = DataPlane(settings, made.greet)
+                made.data.start(made.hello, (deadline - time.monotonic()) / 2)
         except ConfigError as error:
             made.close()
             raise CallError(Kind.REFUSED, str(error)) from error
@@ -113,6 +118,12 @@ class Connection:
         `request`: a message, or an iterator of bytes. Raises CallError if the call fails or takes more than
         `seconds`.
         """
+        if name == "Exists" and self.data is not None:
+            deadline = time.monotonic() + seconds
+            reply = self.data.attempt(lambda data: data.exists(request, deadline), deadline)
+            if reply is not None:
+                return reply
+            seconds = deadline - time.monotonic()
         try:
             return self._calls[name](request, timeout=max(0.0, seconds), metadata=self._metadata)
         except grpc.RpcError as error:
@@ -163,6 +174,8 @@ class Connection:
 
         If `AbandonedCalls` still waits for the daemon to close the session, `close` leaves the session open.
         """
+        if self.data is not None:
+            self.data.close()
         if self._channel is not None:
             self._channel.close()
         if self.session is not None and not self.session.watched:

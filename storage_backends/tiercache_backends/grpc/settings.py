@@ -5,6 +5,7 @@ Settings name the files with credentials; every new connection reads these files
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,6 +63,8 @@ class GrpcSettings:
     """Name that the daemon's certificate must have; if empty, the host in `address`."""
     token_file: str = ""
     """File with the token that identifies the client."""
+    data: bool = False
+    """Whether payloads travel on data connections where the daemon offers them."""
     shared: bool = False
     """Whether payloads go through shared memory."""
     staging: int = 64 << 20
@@ -109,6 +112,23 @@ class GrpcSettings:
             _public(self.certificate, "certificate"),
         )
 
+    def context(self) -> ssl.SSLContext | None:
+        """Return the context of data connections in TLS, or None without TLS.
+
+        It accepts the same certificates as `credentials`; without `ca`, those that this system trusts. Raises
+        ConfigError if a file of certificates or keys cannot be used.
+        """
+        if not self.tls:
+            return None
+        self.credentials()  # raises ConfigError
+        try:
+            context = ssl.create_default_context(cafile=self.ca or None)
+            if self.certificate:
+                context.load_cert_chain(self.certificate, self.key)
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigError(f"{self}: a certificate or its key cannot be used ({error})") from error
+        return context
+
 
 def read_settings(section: Mapping[str, Any]) -> GrpcSettings:
     """Return the settings in a section of the configuration.
@@ -133,8 +153,9 @@ def read_settings(section: Mapping[str, Any]) -> GrpcSettings:
     values["tls"] = values.get("tls", bool(chosen))
     _check_tls(values, chosen, address)
     settings = GrpcSettings(
-        address=address, directory=directory, shared=bool(directory) and wanted != "stream", **values
-    )
+        address=address, directory=directory, shared=bool(directory) and wanted != "stream",
+        data=bool(address) and wanted != "stream", **values,
+    )  # fmt: skip
     if directory:
         _check_directory(settings)
     elif settings.token_file and not settings.tls and not parse_address(address).loopback:

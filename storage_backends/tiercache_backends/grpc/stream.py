@@ -10,6 +10,7 @@ small objects may share one:
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import closing, suppress
@@ -27,6 +28,7 @@ from tiercache.wire.frames import CHUNK_BYTES, Piece, cut, decode, encode
 from tiercache.wire.v1 import storage_pb2 as pb
 from tiercache_backends.grpc.connection import Connection
 from tiercache_backends.grpc.connection_manager import ConnectionManager
+from tiercache_backends.grpc.data.connection import DataConnection
 from tiercache_backends.grpc.failures import CallError, Kind, ends_batch, outcome_of
 
 CALL_BYTES: Final = 128 << 20
@@ -40,6 +42,10 @@ _ASK_FIRST_BYTES: Final = 256 << 10
 
 A smaller object is sent without asking. If the daemon has this object, the Set counts as a use of the object.
 """
+
+
+_DATA_ITEMS: Final = 1024
+"""Maximum number of items of one Set on a data connection."""
 
 
 class StreamPlane:
@@ -137,6 +143,12 @@ class StreamPlane:
     def _send(
         self, connection: Connection, items: Sequence[SetItem], sums: Sequence[bytes], seconds: float
     ) -> list[Outcome]:
+        deadline = time.monotonic() + seconds
+        if connection.data is not None:
+            stored = connection.data.attempt(lambda data: _set_parts(data, items, sums, deadline), deadline)
+            if stored is not None:
+                return stored
+            seconds = deadline - time.monotonic()
         outgoing = _Outgoing(items, sums, min(CHUNK_BYTES, self._manager.limits.message_bytes // 2))
         try:
             reply = connection.call("Set", outgoing, seconds)
@@ -145,6 +157,16 @@ class StreamPlane:
             raise CallError(Kind.INVALID, str(error)) from error
         finally:
             outgoing.end()
+
+
+def _set_parts(
+    data: DataConnection, items: Sequence[SetItem], sums: Sequence[bytes], deadline: float
+) -> list[Outcome]:
+    """Store items on a data connection, in calls whose requests are far below the limit on messages."""
+    outcomes: list[Outcome] = []
+    for at in range(0, len(items), _DATA_ITEMS):
+        outcomes += data.set(items[at : at + _DATA_ITEMS], sums[at : at + _DATA_ITEMS], deadline)
+    return outcomes
 
 
 class _Outgoing:
@@ -219,6 +241,12 @@ class _Incoming:
         """
         lengths = [item.length for item in self._items]
         request = pb.GetRequest(keys=self._keys, lengths=lengths, peek=self._peek)
+        deadline = time.monotonic() + seconds
+        if connection.data is not None:
+            self.outcomes = []
+            if connection.data.attempt(lambda data: self._receive_data(data, request, deadline), deadline):
+                return
+            seconds = deadline - time.monotonic()
         self.outcomes = []
         self._at = 0  # bytes of the current item that have arrived
         try:
@@ -234,6 +262,10 @@ class _Incoming:
                 f"the daemon answered {len(self.outcomes)} of {len(self._items)} items; is it another"
                 " version?",
             )
+
+    def _receive_data(self, data: DataConnection, request: pb.GetRequest, deadline: float) -> bool:
+        data.get(request, self._items, self.outcomes, deadline)
+        return True
 
     def fill(self, outcome: Outcome) -> None:
         """Give `outcome` to all items that have not arrived completely."""

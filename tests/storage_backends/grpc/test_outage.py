@@ -160,7 +160,9 @@ def test_a_restart_between_two_calls_is_noticed(transport: str) -> None:
 def test_a_connection_into_a_black_hole() -> None:
     with StorageServer(daemon_settings("tcp"), MemoryBackend()) as node:
         proxy = Proxy(node.addresses[0])
-        with GrpcBackend(read_settings(section("tcp", proxy.address, **{**QUICK, "staging": "0"}))) as client:
+        with GrpcBackend(
+            read_settings(section("tcp", proxy.address, **{**QUICK, "plane": "stream"}))
+        ) as client:
             put(client, key("a"), payload("a", SIZE))
             proxy.hole()
             is_away(client)

@@ -476,7 +476,7 @@ def test_a_busy_daemon_throttles(ends: ExitStack) -> None:
 
 def test_a_large_batch_is_cut_into_calls(ends: ExitStack) -> None:
     node = started(ends, "tcp", limits={"keys_per_batch": 8})
-    client = ends.enter_context(open_client("tcp", node))
+    client = ends.enter_context(open_client("tcp", node, plane="stream"))
     made = spied(client, ends)
     assert client.set([to_set(key(n), payload(n, 1000)) for n in range(20)]) == [STORED] * 20
     assert client.exists([key(n) for n in range(21)]) == [True] * 20 + [False]

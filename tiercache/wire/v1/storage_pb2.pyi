@@ -70,7 +70,7 @@ class HelloRequest(_message.Message):
     def __init__(self, client: _Optional[str] = ...) -> None: ...
 
 class HelloReply(_message.Message):
-    __slots__ = ("version", "instance", "principal", "tenant", "verbs", "store", "persistent", "bounded", "limits")
+    __slots__ = ("version", "instance", "principal", "tenant", "verbs", "store", "persistent", "bounded", "limits", "data")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     PRINCIPAL_FIELD_NUMBER: _ClassVar[int]
@@ -80,6 +80,7 @@ class HelloReply(_message.Message):
     PERSISTENT_FIELD_NUMBER: _ClassVar[int]
     BOUNDED_FIELD_NUMBER: _ClassVar[int]
     LIMITS_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
     version: str
     instance: bytes
     principal: str
@@ -89,7 +90,18 @@ class HelloReply(_message.Message):
     persistent: bool
     bounded: bool
     limits: Limits
-    def __init__(self, version: _Optional[str] = ..., instance: _Optional[bytes] = ..., principal: _Optional[str] = ..., tenant: _Optional[str] = ..., verbs: _Optional[_Iterable[str]] = ..., store: _Optional[str] = ..., persistent: _Optional[bool] = ..., bounded: _Optional[bool] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ...) -> None: ...
+    data: DataPort
+    def __init__(self, version: _Optional[str] = ..., instance: _Optional[bytes] = ..., principal: _Optional[str] = ..., tenant: _Optional[str] = ..., verbs: _Optional[_Iterable[str]] = ..., store: _Optional[str] = ..., persistent: _Optional[bool] = ..., bounded: _Optional[bool] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., data: _Optional[_Union[DataPort, _Mapping]] = ...) -> None: ...
+
+class DataPort(_message.Message):
+    __slots__ = ("port", "token", "connections")
+    PORT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    CONNECTIONS_FIELD_NUMBER: _ClassVar[int]
+    port: int
+    token: bytes
+    connections: int
+    def __init__(self, port: _Optional[int] = ..., token: _Optional[bytes] = ..., connections: _Optional[int] = ...) -> None: ...
 
 class Limits(_message.Message):
     __slots__ = ("keys", "message_bytes", "object_bytes", "client_bytes", "streams", "call_seconds")

@@ -1,0 +1,195 @@
+"""One data connection to a daemon: calls whose payload moves between the socket and the caller's buffers.
+
+The caller's thread moves every byte. So when a call has returned or raised, nothing touches its buffers.
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+from google.protobuf.message import DecodeError
+
+from tiercache.core import Outcome
+from tiercache.errors import WireError
+from tiercache.storage.base import GetItem, SetItem
+from tiercache.storage.checksum import CHECKSUM_BYTES, checksum
+from tiercache.storage.vectors import take
+from tiercache.wire import messages
+from tiercache.wire.data import FRAME_BYTES, VECTOR, Frame, FrameKind, pack, skip, unpack
+from tiercache.wire.v1 import data_pb2
+from tiercache.wire.v1 import storage_pb2 as pb
+from tiercache_backends.grpc.failures import CallError, error_of_status
+
+_MAX_HEADER: Final = 4 << 20
+"""Maximum bytes of a header that a daemon may send; a thousand objects take a tenth of it."""
+
+
+class FailedError(Exception):
+    """The daemon has answered that it does not serve the call; the connection is as good as before."""
+
+    def __init__(self, error: CallError) -> None:
+        super().__init__(error.text)
+        self.error: Final = error
+
+
+class DataConnection:
+    """Connection of one client, for one call at a time.
+
+    Every method raises OSError or WireError if the connection cannot be used any more, TimeoutError (which is
+    an OSError) at its deadline, in seconds of the monotonic clock, and FailedError for a call that the daemon
+    does not serve.
+
+    Thread safety: one thread at a time.
+    """
+
+    def __init__(
+        self,
+        where: tuple[str, int],
+        opening: data_pb2.DataOpen,
+        deadline: float,
+        name: str,
+        context: ssl.SSLContext | None = None,
+        server_name: str = "",
+    ) -> None:
+        """Connect and open; `name` is the daemon's in error messages, `server_name` in its certificate."""
+        self._name = name
+        self._tls = context is not None
+        self._sock: Any = socket.create_connection(where, _left(deadline))
+        try:
+            self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            if context is not None:
+                self._sock.settimeout(_left(deadline))
+                self._sock = context.wrap_socket(self._sock, server_hostname=server_name)
+            self._send([memoryview(pack(FrameKind.OPEN, opening.SerializeToString()))], deadline)
+            self._expect(FrameKind.OPENED, deadline)
+        except BaseException:
+            self._sock.close()
+            raise
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._sock.close()
+
+    def exists(self, request: pb.ExistsRequest, deadline: float) -> pb.BitmapReply:
+        """Return the reply to a call of Exists."""
+        self._call("Exists", request.SerializeToString(), deadline)
+        reply: pb.BitmapReply = self._reply(pb.BitmapReply, deadline)
+        return reply
+
+    def get(
+        self, request: pb.GetRequest, items: Sequence[GetItem], outcomes: list[Outcome], deadline: float
+    ) -> None:
+        """Fill the buffers of `items`, and append to `outcomes` what became of each, as the objects come."""
+        self._call("Get", request.SerializeToString(), deadline)
+        while len(outcomes) < len(items):
+            rest = items[len(outcomes) :]
+            frame = self._expect(FrameKind.PIECES, deadline, sum(item.length for item in rest))
+            header = _read(self._receive(frame.header, deadline), pb.GetPieces)
+            told = _told(header, rest, len(outcomes), frame.payload)
+            hits = [item for item, (outcome, _) in zip(rest, told, strict=False) if outcome is Outcome.HIT]
+            self._fill([view for item in hits for view in take(item.buffers, 0, item.length)], deadline)
+            outcomes += [
+                outcome
+                if outcome is not Outcome.HIT or checksum(item.key, item.buffers, item.length) == expected
+                else Outcome.ERROR
+                for item, (outcome, expected) in zip(rest, told, strict=False)
+            ]
+
+    def set(self, items: Sequence[SetItem], sums: Sequence[bytes], deadline: float) -> list[Outcome]:
+        """Send objects and their checksums, and return what became of each."""
+        request = data_pb2.DataSet(
+            keys=messages.keys([item.key for item in items]),
+            metas=[
+                messages.meta(replace(item.meta, checksum=found))
+                for item, found in zip(items, sums, strict=True)
+            ],
+        )
+        payload = [view for item in items for view in take(item.buffers, 0, item.meta.length)]
+        self._call("Set", request.SerializeToString(), deadline, payload)
+        return messages.read_outcomes(self._reply(pb.OutcomesReply, deadline).outcomes, len(items))
+
+    def _call(self, method: str, request: bytes, deadline: float, payload: Sequence[memoryview] = ()) -> None:
+        call = data_pb2.DataCall(method=method, seconds=_left(deadline), request=request)
+        first = pack(FrameKind.CALL, call.SerializeToString(), sum(view.nbytes for view in payload))
+        self._send([memoryview(first), *payload], deadline)
+
+    def _reply(self, kind: type[Any], deadline: float) -> Any:
+        frame = self._expect(FrameKind.REPLY, deadline)
+        return _read(self._receive(frame.header, deadline), kind)
+
+    def _expect(self, kind: FrameKind, deadline: float, max_payload: int = 0) -> Frame:
+        """Receive the start of a frame of this kind; raises FailedError if the daemon says so instead."""
+        frame = unpack(self._receive(FRAME_BYTES, deadline), _MAX_HEADER, max_payload)
+        if frame.kind is FrameKind.FAILED and not frame.payload:
+            failure = _read(self._receive(frame.header, deadline), data_pb2.DataFailure)
+            raise FailedError(error_of_status(failure.code, failure.text, self._name))
+        if frame.kind is not kind:
+            raise WireError(f"a frame of kind {frame.kind.name} came where {kind.name} was due")
+        return frame
+
+    def _receive(self, nbytes: int, deadline: float) -> bytearray:
+        data = bytearray(nbytes)
+        self._fill([memoryview(data)], deadline)
+        return data
+
+    def _fill(self, views: Iterable[memoryview], deadline: float) -> None:
+        left = [view for view in views if view.nbytes]
+        while left:
+            self._sock.settimeout(_left(deadline))
+            got = self._sock.recv_into(left[0]) if self._tls else self._sock.recvmsg_into(left[:VECTOR])[0]
+            if not got:
+                raise ConnectionResetError(f"{self._name} closed a data connection")
+            skip(left, got)
+
+    def _send(self, views: Iterable[memoryview], deadline: float) -> None:
+        left = [view for view in views if view.nbytes]
+        while left:
+            self._sock.settimeout(_left(deadline))
+            skip(left, self._sock.send(left[0]) if self._tls else self._sock.sendmsg(left[:VECTOR]))
+
+
+def _left(deadline: float) -> float:
+    """Return the seconds until a deadline; raises TimeoutError after it."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("the deadline of a call on a data connection has passed")
+    return left
+
+
+def _read(data: bytearray, kind: type[Any]) -> Any:
+    try:
+        return kind.FromString(bytes(data))
+    except DecodeError as error:
+        raise WireError(f"a header cannot be read ({error})") from error
+
+
+def _told(
+    header: pb.GetPieces, items: Sequence[GetItem], first: int, payload: int
+) -> list[tuple[Outcome, bytes]]:
+    """Return the outcomes of the next items that a header tells, each with its checksum if it is a HIT.
+
+    `first`: the position of `items[0]` in the request. Raises WireError unless the header fits the request
+    and the length of the payload.
+    """
+    count = len(header.items)
+    if not 0 < count <= len(items) or not count == len(header.outcomes) == len(header.sizes):
+        raise WireError("the columns of a frame of objects do not have the same length, or too many objects")
+    told: list[tuple[Outcome, bytes]] = []
+    at = total = 0  # bytes of the checksums, and of the payload
+    for number, (item, place, size) in enumerate(zip(items[:count], header.items, header.sizes, strict=True)):
+        outcome = messages.read_outcome(header.outcomes[number])
+        hit = outcome is Outcome.HIT
+        if place != first + number or size != (item.length if hit else 0):
+            raise WireError(f"an object of {item.length} bytes comes with {size} bytes, or out of order")
+        told.append((outcome, header.checksums[at : at + CHECKSUM_BYTES] if hit else b""))
+        at += CHECKSUM_BYTES * hit
+        total += size
+    if at != len(header.checksums) or total != payload:
+        raise WireError(f"objects of {total} bytes come in a payload of {payload}, or without checksums")
+    return told

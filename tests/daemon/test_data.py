@@ -1,0 +1,393 @@
+"""Data connections of clients that mean harm, against a daemon process, as `test_hostile` has it for gRPC."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from typing import Any
+
+import pytest
+
+from tests.daemon.attacks import attack
+from tests.daemon.hosts import (
+    HOST_BYTES,
+    MIB,
+    NAMESPACE,
+    STORE_BYTES,
+    TOKENS,
+    Client,
+    Daemon,
+    Good,
+    Worker,
+    key,
+    secret,
+    serving,
+    until,
+)
+from tiercache.core import ObjectKey, ObjectMeta
+from tiercache.wire import messages
+from tiercache.wire.data import FRAME_BYTES, FrameKind, pack, unpack
+from tiercache.wire.v1 import data_pb2
+from tiercache.wire.v1 import storage_pb2 as pb
+
+BODY = """
+directory = "{directory}"
+storage = "memory://?capacity={store}"
+host_bytes = {host}
+listen = ["127.0.0.1:0"]
+drain = "3s"
+[limits]
+idle = "1s"
+call = "3s"
+clients = 64
+keys_per_batch = 512
+message_bytes = "2MiB"
+[metrics]
+listen = "127.0.0.1:0"
+[tenants.trent]
+salt_file = "{salt}"
+[[principals]]
+name = "mallory"
+token_file = "{mallory}"
+[[principals]]
+name = "trent"
+token_file = "{trent}"
+tenant = "trent"
+verbs = ["read"]
+"""
+BIG = {key(n, "big"): MIB for n in range(6)}
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    directory = tmp_path_factory.mktemp("p")
+    secrets = {name: secret(directory / name, token) for name, token in TOKENS.items()}
+    salt = secret(directory / "salt", "s" * 32)
+    body = BODY.format(directory=directory, store=STORE_BYTES, host=HOST_BYTES, salt=salt, **secrets)
+    with serving(directory, body) as daemon:
+        with Worker(daemon) as client:
+            client.set({k: os.urandom(size) for k, size in BIG.items()})
+            client.set({key(n, "fill"): os.urandom(64 << 10) for n in range(32)})
+        with Good(lambda: Worker(daemon)):
+            time.sleep(0.3)
+        daemon.first = daemon.figures()
+        yield daemon
+
+
+class Remote(Client):
+    """A client over TCP that can open data connections."""
+
+    def __init__(self, daemon: Daemon, name: str = "mallory") -> None:
+        super().__init__(f"127.0.0.1:{daemon.ports[0]}", [("authorization", f"Bearer {TOKENS[name]}")])
+        self.name = name
+        self.port = pb.HelloReply.FromString(self.call("Hello", b"").SerializeToString()).data
+
+    def opening(self, token: bytes | None = None, name: str | None = None) -> bytes:
+        authorization = f"Bearer {TOKENS[name or self.name]}"
+        opening = data_pb2.DataOpen(token=token or self.port.token, authorization=authorization)
+        return pack(FrameKind.OPEN, opening.SerializeToString())
+
+    def dial(self) -> socket.socket:
+        sock = socket.create_connection(("127.0.0.1", self.port.port), timeout=20)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return sock
+
+    def open(self, token: bytes | None = None, name: str | None = None) -> socket.socket:
+        sock = self.dial()
+        sock.sendall(self.opening(token, name))
+        return sock
+
+
+def answer(sock: socket.socket) -> tuple[FrameKind, bytes, bytes] | None:
+    """The next frame, or None if the daemon has closed the connection."""
+    try:
+        first = sock.recv(FRAME_BYTES, socket.MSG_WAITALL)
+        if len(first) < FRAME_BYTES:
+            return None
+        frame = unpack(first, 1 << 30, 1 << 40)
+        header = sock.recv(frame.header, socket.MSG_WAITALL) if frame.header else b""
+        payload = sock.recv(frame.payload, socket.MSG_WAITALL) if frame.payload else b""
+    except ConnectionError:
+        return None
+    return frame.kind, header, payload
+
+
+def opened(client: Remote) -> socket.socket:
+    """A connection that was let in, if need be when the daemon has seen the end of earlier ones."""
+    end = time.monotonic() + 20
+    while True:
+        sock = client.open()
+        found = answer(sock)
+        if found is not None and found[0] is FrameKind.OPENED:
+            return sock
+        sock.close()
+        assert time.monotonic() < end, found
+        time.sleep(0.05)
+
+
+def call(method: str, request: Any, payload: int = 0, seconds: float = 3.0) -> bytes:
+    data = request if isinstance(request, bytes) else request.SerializeToString()
+    made = data_pb2.DataCall(method=method, seconds=seconds, request=data)
+    return pack(FrameKind.CALL, made.SerializeToString(), payload)
+
+
+def get(keys: list[ObjectKey], size: int) -> pb.GetRequest:
+    return pb.GetRequest(keys=messages.keys(keys), lengths=[size] * len(keys))
+
+
+def put(items: dict[ObjectKey, int]) -> data_pb2.DataSet:
+    metas = [messages.meta(ObjectMeta(NAMESPACE, size, b"", None, None)) for size in items.values()]
+    return data_pb2.DataSet(keys=messages.keys(list(items)), metas=metas)
+
+
+def failure(sock: socket.socket) -> int:
+    """The status code with which a call was answered; the connection goes on."""
+    found = answer(sock)
+    assert found is not None
+    kind, header, _ = found
+    assert kind is FrameKind.FAILED, found
+    return int(data_pb2.DataFailure.FromString(header).code)
+
+
+def ended(sock: socket.socket) -> bool:
+    """Whether the daemon closes the connection, whatever it says before."""
+    sock.settimeout(20)
+    try:
+        while sock.recv(1 << 20):
+            pass
+    except ConnectionError:
+        pass
+    return True
+
+
+@pytest.fixture
+def mallory(daemon: Daemon) -> Iterator[Remote]:
+    with Remote(daemon) as client:
+        yield client
+
+
+def test_objects_go_up_and_come_back(daemon: Daemon, mallory: Remote) -> None:
+    data = os.urandom(100_000)
+    with opened(mallory) as sock:
+        sock.sendall(call("Set", put({key("up"): 100_000}), 100_000) + data)
+        assert answer(sock) == (FrameKind.REPLY, messages_of([2]), b"")
+        sock.sendall(call("Get", get([key("up"), key("no")], 100_000)))
+        kind, header, payload = answer(sock) or (None, b"", b"")
+        pieces = pb.GetPieces.FromString(header)
+        assert (kind, payload) == (FrameKind.PIECES, data)
+        assert (list(pieces.outcomes), list(pieces.sizes), len(pieces.checksums)) == (
+            [1, 3],
+            [100_000, 0],
+            16,
+        )
+        sock.sendall(call("Exists", pb.ExistsRequest(keys=messages.keys([key("up"), key("no")]))))
+        assert answer(sock) == (FrameKind.REPLY, pb.BitmapReply(bits=b"\1").SerializeToString(), b"")
+
+
+def messages_of(outcomes: list[int]) -> bytes:
+    return pb.OutcomesReply(outcomes=outcomes).SerializeToString()  # type: ignore[arg-type]
+
+
+class TestWhoMayOpen:
+    def test_without_a_token_or_with_a_wrong_one(self, daemon: Daemon, mallory: Remote) -> None:
+        for token in (b"x", bytes(32), mallory.port.token[:-1]):
+            with mallory.open(token) as sock:
+                assert failure(sock) == 16
+                assert ended(sock)
+        with mallory.dial() as sock:
+            sock.sendall(call("Get", get(list(BIG), MIB)))
+            assert failure(sock) == 16
+            assert ended(sock)
+
+    def test_a_stolen_token_of_another_principal(self, daemon: Daemon, mallory: Remote) -> None:
+        with Remote(daemon, "trent") as trent:
+            with trent.open(mallory.port.token) as sock:
+                assert failure(sock) == 16, "trent's credentials, mallory's token"
+            with mallory.open(mallory.port.token, "trent") as sock:
+                assert failure(sock) == 16
+
+    def test_a_token_ends_with_its_connection_to_grpc(self, daemon: Daemon) -> None:
+        client = Remote(daemon)
+        with opened(client) as sock:
+            client.close()
+            assert ended(sock)
+            # the gate sees the end of the connection at about this time
+            with client.open() as again:
+                assert failure(again) == 16
+                assert ended(again)
+
+    def test_verbs_and_tenants_hold(self, daemon: Daemon) -> None:
+        with Remote(daemon, "trent") as trent, opened(trent) as sock:
+            sock.sendall(call("Set", put({key("mine"): 70_000}), 70_000) + bytes(70_000))
+            assert failure(sock) == 7, "permission denied, and the payload does not come between"
+            sock.sendall(call("Exists", pb.ExistsRequest(keys=messages.keys(list(BIG)))))
+            assert answer(sock) == (FrameKind.REPLY, pb.BitmapReply(bits=b"\0").SerializeToString(), b"")
+            sock.sendall(call("Get", get(list(BIG)[:1], MIB)))
+            kind, header, payload = answer(sock) or (None, b"", b"")
+            assert (kind, payload) == (FrameKind.PIECES, b"")
+            assert list(pb.GetPieces.FromString(header).outcomes) == [pb.OUTCOME_MISS]
+
+    def test_a_client_has_a_few_connections(self, daemon: Daemon, mallory: Remote) -> None:
+        with ExitStack() as stack:
+            for _ in range(mallory.port.connections):
+                stack.enter_context(opened(mallory))
+            with mallory.open() as sock:
+                assert failure(sock) == 8
+
+
+WRONG: dict[str, Callable[[], bytes]] = {
+    "garbage": lambda: b"\xff" * 64,
+    "http": lambda: b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+    "a huge header": lambda: struct.pack("<B3xIQ", 3, 0xFFFFFFFF, 0),
+    "a huge payload": lambda: struct.pack("<B3xIQ", 3, 100, 2**63),
+    "a kind of the daemon's": lambda: pack(FrameKind.PIECES, b"", 0),
+    "an unknown kind": lambda: struct.pack("<B3xIQ", 77, 0, 0),
+    "a call that is none": lambda: pack(FrameKind.CALL, b"\xff" * 30),
+    "another method": lambda: call("Delete", pb.DeleteRequest(keys=messages.keys([key(1)]))),
+    "opened twice": lambda: pack(FrameKind.OPEN, b""),
+}
+REFUSED: dict[str, tuple[Callable[[], bytes], int]] = {
+    "no deadline left": (lambda: call("Get", get(list(BIG), MIB), seconds=0.0), 4),
+    "a request that is none": (lambda: call("Get", b"\xff" * 30), 3),
+    "an object beyond the limit": (lambda: call("Get", get([key(1)], 1 << 40)), 3),
+    "an object of no bytes": (lambda: call("Get", get([key(1)], 0)), 3),
+    "more keys than may be": (
+        lambda: call("Exists", pb.ExistsRequest(keys=messages.keys([key(1)] * 513))),
+        3,
+    ),
+    "keys without lengths": (lambda: call("Get", pb.GetRequest(keys=messages.keys([key(1)]))), 3),
+    "a payload of another length": (lambda: call("Set", put({key(1): 100}), 99) + bytes(99), 3),
+    "a set without its payload": (lambda: call("Set", put({key(1): 100})), 3),
+    "an object that claims 2**62 bytes": (
+        lambda: call("Set", put({key(1): 2**62, key(2): 2**62}), 5) + b"12345",
+        3,
+    ),
+}
+
+
+class TestLies:
+    def test_what_is_no_frame_closes_the_connection(self, daemon: Daemon, request: Any) -> None:
+        with attack(daemon, request), Remote(daemon) as mallory:
+            for wrong in WRONG.values():
+                with opened(mallory) as sock:
+                    sock.sendall(wrong())
+                    assert ended(sock)
+
+    def test_what_cannot_be_served_is_refused_and_the_next_call_is_served(
+        self, daemon: Daemon, mallory: Remote
+    ) -> None:
+        with opened(mallory) as sock:
+            for name, (wrong, code) in REFUSED.items():
+                sock.sendall(wrong())
+                assert (name, failure(sock)) == (name, code)
+                sock.sendall(call("Exists", pb.ExistsRequest(keys=messages.keys([key("big")]))))
+                assert (answer(sock) or ((),))[0] is FrameKind.REPLY
+
+    @pytest.mark.slow
+    def test_random_bytes_at_every_stage(self, daemon: Daemon, request: Any) -> None:
+        rng = random.Random(5)
+        with attack(daemon, request), Remote(daemon) as mallory:
+            for n in range(60):
+                with suppress(OSError), opened(mallory) if n % 3 else mallory.dial() as sock:
+                    frame = bytearray(call("Set", put({key(n): 5000}), 5000) + os.urandom(5000))
+                    for _ in range(rng.randrange(1, 4)):
+                        frame[rng.randrange(120)] = rng.randrange(256)
+                    sock.sendall(bytes(frame[: rng.randrange(1, len(frame))]))
+                    if n % 2:
+                        sock.shutdown(socket.SHUT_WR)
+                        ended(sock)
+
+
+@pytest.mark.slow
+class TestWhoDoesNotMoveOn:
+    def test_readers_that_do_not_read(self, daemon: Daemon, request: Any) -> None:
+        with attack(daemon, request), Remote(daemon) as mallory, ExitStack() as stack:
+            socks = [stack.enter_context(opened(mallory)) for _ in range(8)]
+            for sock in socks:
+                sock.sendall(call("Get", get([key(n % 6, "big") for n in range(48)], MIB)))
+            time.sleep(4)
+            assert all(ended(sock) for sock in socks)
+
+    def test_half_a_payload_and_half_a_frame(self, daemon: Daemon, request: Any) -> None:
+        with attack(daemon, request), Remote(daemon) as mallory, ExitStack() as stack:
+            socks = [stack.enter_context(opened(mallory)) for _ in range(8)]
+            whole = call("Set", put({key(n, "half"): MIB for n in range(4)}), 4 * MIB)
+            for n, sock in enumerate(socks):
+                sock.sendall([whole + bytes(MIB + 5), whole[:20], whole[:3], b""][n % 4])
+            assert all(ended(sock) for n, sock in enumerate(socks) if n % 4 != 3)
+            sock = socks[3]
+            sock.sendall(call("Exists", pb.ExistsRequest(keys=messages.keys([key("big")]))))
+            assert answer(sock) is not None, "a connection without a call may stand still"
+
+    def test_bytes_one_by_one(self, daemon: Daemon, request: Any) -> None:
+        """Each in time, and all of them not: a request must come within `limits.idle`, a call within its
+        deadline.
+        """
+        with attack(daemon, request), Remote(daemon) as mallory, ExitStack() as stack:
+            socks = [stack.enter_context(opened(mallory)) for _ in range(8)]
+            slow = call("Set", put({key("slow"): MIB}), MIB)
+            for sock in socks[::2]:
+                sock.sendall(slow)
+            end = time.monotonic() + 20
+            left = list(socks)
+            while left and time.monotonic() < end:
+                for n, sock in enumerate(socks):
+                    if sock in left:
+                        try:
+                            sock.sendall(b"\3" if n % 2 else b"x")
+                        except ConnectionError:
+                            left.remove(sock)
+                time.sleep(0.2)
+            assert not left
+
+
+class TestStrangers:
+    @pytest.mark.slow
+    def test_connections_that_bring_nothing_make_room(self, daemon: Daemon, request: Any) -> None:
+        with attack(daemon, request), Remote(daemon) as mallory, ExitStack() as stack:
+            first = [b"", pack(FrameKind.OPEN, bytes(40))[:20], b"\0" * 15, os.urandom(9)]
+            for n in range(500):
+                with suppress(OSError):
+                    sock = stack.enter_context(mallory.dial())
+                    sock.sendall(first[n % 4])
+            until(lambda: greeted(mallory), 30)
+
+    def test_who_says_nothing_is_cut(self, daemon: Daemon, mallory: Remote) -> None:
+        with mallory.dial() as sock:
+            assert ended(sock)
+
+
+def greeted(client: Remote) -> bool:
+    with suppress(OSError), client.open() as sock:
+        return (answer(sock) or ((),))[0] is FrameKind.OPENED
+    return False
+
+
+@pytest.mark.slow
+def test_a_drain_ends_calls_in_time_and_idle_connections_at_once(tmp_path: Any) -> None:
+    mallory, trent = (secret(tmp_path / name, token) for name, token in TOKENS.items())
+    salt = secret(tmp_path / "salt", "s" * 32)
+    body = BODY.format(
+        directory=tmp_path, store=STORE_BYTES, host=HOST_BYTES, salt=salt, mallory=mallory, trent=trent
+    )
+    with serving(tmp_path, body) as daemon, Remote(daemon) as client, ExitStack() as stack:
+        idle, busy, late = (stack.enter_context(opened(client)) for _ in range(3))
+        data = os.urandom(MIB)
+        busy.sendall(call("Set", put({key("last"): MIB}), MIB) + data[: MIB // 2])
+        time.sleep(0.2)
+        daemon.process.terminate()
+        assert ended(idle)
+        with suppress(ConnectionError):
+            late.sendall(call("Exists", pb.ExistsRequest(keys=messages.keys([key("last")]))))
+        assert ended(late)
+        busy.sendall(data[MIB // 2 :])
+        assert answer(busy) == (FrameKind.REPLY, messages_of([2]), b"")
+        assert ended(busy)
+        with pytest.raises(ConnectionError):
+            client.dial().recv(1)
+        assert daemon.process.wait(30) == 0

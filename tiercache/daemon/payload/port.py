@@ -1,0 +1,279 @@
+"""The ports for data connections: they are accepted, opened with a session's token, and served call by call.
+
+Until a connection has brought a valid token it can use very little, by the rules that `admission` has for
+connections to gRPC: few are opening at once, each for a few seconds, all share one rate, and if there is no
+room, the oldest of the origin that has most of them is closed in favour of a new one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import ssl
+import time
+from asyncio import Task, get_running_loop
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from functools import partial
+from typing import Final
+
+from google.protobuf.message import DecodeError
+from grpc import StatusCode
+
+from tiercache.daemon.access import Refusal
+from tiercache.daemon.admission import Admission, ConnectionState, OpeningCounter
+from tiercache.daemon.call import PARSED, request_bytes
+from tiercache.daemon.node_metrics import NodeMetrics
+from tiercache.daemon.payload.calls import DataCall
+from tiercache.daemon.payload.channel import Channel, DisconnectedError
+from tiercache.daemon.payload.sessions import DataSession, DataSessions
+from tiercache.daemon.sockets import EXHAUSTED, listen_tcp, origin_of
+from tiercache.errors import WireError
+from tiercache.wire import data
+from tiercache.wire.data import FrameKind
+from tiercache.wire.frames import read_message
+from tiercache.wire.v1 import data_pb2
+from tiercache.wire.v1 import storage_pb2 as pb
+
+_log = logging.getLogger(__name__)
+
+_OPEN_BYTES: Final = 8 << 10
+"""Maximum bytes of the first frame's header; a token file has at most half of them."""
+_MAX_OPENING: Final = 64
+"""Maximum number of connections that are opening at once; each holds some kilobytes, with TLS some dozens."""
+_OPEN_COSTS: Final = {False: 256, True: 1 << 10}
+"""Bytes that an opening connection takes from the rate that all of them share, without TLS and with it."""
+_SETTLING_SECONDS: Final = 5.0
+"""Seconds that a client may take to bring its token."""
+_TICK_SECONDS: Final = 0.1
+"""Seconds between two looks at connections that are opening."""
+_PAUSE_SECONDS: Final = 0.25
+"""Seconds to wait after descriptors or memory ran out, before connections are accepted again."""
+_CALL_BYTES: Final = 64
+"""Bytes of a call's header besides its request."""
+_SET_BYTES: Final = 128 << 20
+"""Maximum payload of one call, in addition to the size of the largest object."""
+
+
+class _Connection(ConnectionState):
+    """A data connection.
+
+    Thread safety: the event loop's thread.
+    """
+
+    def __init__(self, number: int, origin: bytes, channel: Channel, *, trusted: bool) -> None:
+        super().__init__(number, origin, time.monotonic(), tls=False, trusted=trusted)
+        self.channel: Final = channel
+        self.task: Task[None] | None = None
+        """Task that serves the connection; None while it waits to open."""
+        self.busy = False
+        """Whether a call is under way."""
+
+
+class DataPort:
+    """Acceptor of data connections, and their conversations.
+
+    Thread safety: the event loop's thread.
+    """
+
+    def __init__(
+        self,
+        sessions: DataSessions,
+        answer: Callable[[DataCall], Awaitable[None]],
+        metrics: NodeMetrics,
+        limits: pb.Limits,
+        *,
+        max_connections: int,
+        idle: float,
+        context: ssl.SSLContext | None,
+    ) -> None:
+        """Prepare for at most `max_connections` connections; with `context` they are in TLS.
+
+        `answer` serves one call. A client that stands still for `idle` seconds within a call is cut.
+        """
+        self._sessions = sessions
+        self._answer = answer
+        self._metrics = metrics
+        self._limits = limits
+        self._idle = idle
+        self._context = context
+        self._admission: Admission[_Connection] = Admission(
+            max_connections=max_connections, max_opening=_MAX_OPENING, settling=_SETTLING_SECONDS,
+            now=time.monotonic(),
+        )  # fmt: skip
+        self._listeners: list[socket.socket] = []
+        self._numbers = 0
+        self._tick: asyncio.TimerHandle | None = None
+        self._draining = False
+
+    def listen(self, host: str, port: int) -> int:
+        """Listen on a TCP address and return its port; raises OSError."""
+        listener = listen_tcp(host, port)
+        self._listeners.append(listener)
+        get_running_loop().add_reader(listener, self._accept, listener)
+        return int(listener.getsockname()[1])
+
+    async def drain(self, seconds: float) -> None:
+        """Accept nothing more, let calls under way end within `seconds`, and close every connection."""
+        self._draining = self._sessions.draining = True
+        for listener in self._listeners:
+            get_running_loop().remove_reader(listener)
+            listener.close()
+        self._listeners.clear()
+        if self._tick is not None:
+            self._tick.cancel()
+        everyone = list(self._admission.connections.values())
+        for connection in everyone:
+            if not connection.busy:
+                self._end(connection)
+        busy = {connection.task for connection in everyone if connection.task is not None}
+        if busy:
+            await asyncio.wait(busy, timeout=seconds)
+        for connection in everyone:
+            self._end(connection)
+        if busy:
+            await asyncio.wait(busy)
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            client, address = listener.accept()
+        except OSError as error:
+            if error.errno in EXHAUSTED:
+                # Pause: the event loop would try again and again until a descriptor is free.
+                get_running_loop().remove_reader(listener)
+                get_running_loop().call_later(_PAUSE_SECONDS, self._resume, listener)
+            return
+        try:
+            client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            origin = origin_of(client, address)
+            channel = Channel(client, self._idle, self._context)
+        except OSError:
+            client.close()
+            return
+        if self._admission.is_full and not self._make_room():
+            self._metrics.count_refusal("busy")
+            client.close()
+            return
+        self._numbers += 1
+        mutual = self._context is not None and self._context.verify_mode is ssl.CERT_REQUIRED
+        self._admission.add(_Connection(self._numbers, origin, channel, trusted=mutual))
+        self._open_next()
+
+    def _resume(self, listener: socket.socket) -> None:
+        if listener in self._listeners:
+            get_running_loop().add_reader(listener, self._accept, listener)
+
+    def _make_room(self) -> bool:
+        displaced = self._admission.to_displace()
+        if displaced is not None:
+            self._cut(displaced, "busy")
+        return displaced is not None
+
+    def _open_next(self) -> None:
+        """Open connections whose turn it is, and cut those that take too long; goes on until none waits."""
+        if self._draining:
+            return
+        for connection in self._admission.overdue(time.monotonic()).late:
+            self._cut(connection, "idle")
+        for connection in self._admission.to_open(time.monotonic):
+            connection.since = time.monotonic()
+            connection.opening = OpeningCounter(tls=True, max_streams=0)
+            self._admission.record_forwarded(connection, 0, _OPEN_COSTS[self._context is not None])
+            connection.task = get_running_loop().create_task(self._serve(connection))
+            connection.task.add_done_callback(partial(self._over, connection))
+        if self._admission.has_unsettled and self._tick is None:
+            self._tick = get_running_loop().call_later(_TICK_SECONDS, self._look)
+
+    def _look(self) -> None:
+        self._tick = None
+        self._open_next()
+
+    def _cut(self, connection: _Connection, reason: str) -> None:
+        self._metrics.count_refusal(reason)
+        self._end(connection)
+
+    def _end(self, connection: _Connection) -> None:
+        """End a connection; what it has under way is cancelled first."""
+        if connection.task is None:
+            self._admission.remove(connection)
+            connection.channel.close()
+        else:
+            connection.task.cancel()
+
+    def _over(self, connection: _Connection, task: Task[None]) -> None:
+        # Not in `_serve`: a task that is cancelled before its first step runs nothing of it.
+        self._admission.remove(connection)
+        connection.channel.close()
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("a data connection ended with an error", exc_info=error)
+
+    async def _serve(self, connection: _Connection) -> None:
+        try:
+            session = await self._greet(connection)
+        except Refusal as refusal:
+            self._metrics.count_refusal_of(refusal)
+            failure = data_pb2.DataFailure(code=refusal.code.value[0], text=refusal.message)
+            with suppress(DisconnectedError, Refusal):
+                frame = data.pack(FrameKind.FAILED, failure.SerializeToString())
+                await connection.channel.send([memoryview(frame)])
+            return
+        except WireError as error:
+            self._metrics.count_refusal_of(error)
+            return
+        except DisconnectedError:
+            return
+        end = partial(self._end, connection)
+        session.ends.add(end)
+        try:
+            await connection.channel.send([memoryview(data.pack(FrameKind.OPENED, b""))])
+            while not self._draining and not session.over:
+                await connection.channel.arrival()
+                connection.busy = True
+                await self._call(connection.channel, session)
+                connection.busy = False
+        except DisconnectedError:
+            pass
+        except (WireError, Refusal) as error:
+            self._metrics.count_refusal_of(error)
+        except TimeoutError:
+            self._metrics.count_refusal("idle")
+        finally:
+            session.ends.discard(end)
+
+    async def _greet(self, connection: _Connection) -> DataSession:
+        """Make the handshake and return the session whose token the client brings."""
+        channel = connection.channel
+        await channel.handshake()
+        frame = await channel.frame(_OPEN_BYTES)
+        if frame.kind is not FrameKind.OPEN:
+            raise Refusal(StatusCode.UNAUTHENTICATED, "the first frame of a data connection must open it")
+        packed = await channel.receive(frame.header)
+        try:
+            opening = data_pb2.DataOpen.FromString(packed)
+        except DecodeError as error:
+            raise WireError(f"the first frame of a data connection cannot be read ({error})") from error
+        session = self._sessions.admit(opening, channel.names)
+        self._admission.settle(connection)
+        connection.known = True
+        self._open_next()
+        return session
+
+    async def _call(self, channel: Channel, session: DataSession) -> None:
+        """Receive one call and serve it."""
+        caller, most = session.caller, request_bytes(self._limits.keys)
+        async with asyncio.timeout(self._idle):
+            frame = await channel.frame(most + _CALL_BYTES, _SET_BYTES + self._limits.object_bytes)
+        if frame.kind is not FrameKind.CALL:
+            raise WireError(f"a frame of kind {frame.kind.name} came where a call was due")
+        held = min(PARSED * frame.header, caller.budgets.requests.largest)
+        await caller.budgets.requests.take(held)
+        try:
+            async with asyncio.timeout(self._idle):
+                packed = await channel.receive(frame.header)
+            called = read_message(packed, data_pb2.DataCall, most + _CALL_BYTES)
+            if called.method not in data.METHODS:
+                raise WireError(f"data connections carry no calls of {called.method[:64]!r}")
+            await self._answer(DataCall(caller, channel, called, frame.payload, self._limits, most))
+        finally:
+            caller.budgets.requests.give(held)

@@ -1,0 +1,209 @@
+"""Objects that arrive for a Set: they are gathered in leased blocks, and stored window by window."""
+
+from __future__ import annotations
+
+from asyncio import Task
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from itertools import compress
+
+from tiercache.core import BLOCK_ALIGN, ObjectKey, ObjectMeta, Outcome
+from tiercache.daemon.access import Caller, LimitError
+from tiercache.daemon.budget import Lease, blocks_for
+from tiercache.daemon.call import Threads, check_length, read_keys, request_bytes
+from tiercache.daemon.node_metrics import NodeMetrics
+from tiercache.daemon.payload.windows import WINDOW_BYTES, WINDOW_OBJECTS
+from tiercache.errors import WireError
+from tiercache.pools import HostArena
+from tiercache.storage.base import SetItem, StorageBackend
+from tiercache.storage.checksum import checksum
+from tiercache.storage.vectors import take, zero_tail
+from tiercache.wire import messages
+from tiercache.wire.frames import decode
+from tiercache.wire.v1 import storage_pb2 as pb
+
+
+@dataclass(slots=True)
+class _PartialObject:
+    """An object that is being received."""
+
+    key: ObjectKey
+    meta: ObjectMeta
+    lease: Lease
+    size: int = 0
+    """Number of bytes that have arrived."""
+
+    def add(self, part: memoryview) -> None:
+        """Copy the next bytes into the leased blocks; raises WireError if the object has fewer bytes.
+
+        The bytes are copied, because a store is several times slower with buffers that are not aligned.
+        """
+        if self.size + part.nbytes > self.meta.length:
+            raise WireError(
+                f"an object of {self.meta.length} bytes comes with {self.size + part.nbytes} or more bytes"
+            )
+        for view in take(self.lease.views[0], self.size, self.size + part.nbytes):
+            view[:] = part[: view.nbytes]
+            part = part[view.nbytes :]
+            self.size += view.nbytes
+
+    def item(self) -> SetItem:
+        """Return the item for the store: whole blocks of BLOCK_ALIGN bytes, with zeros behind the payload."""
+        buffers = take(self.lease.views[0], 0, -(-self.size // BLOCK_ALIGN) * BLOCK_ALIGN)
+        zero_tail(buffers, self.size)
+        return SetItem(self.key, buffers, self.meta)
+
+
+class ObjectReceiver:
+    """Receiver of the objects of one Set; it stores one window of objects while the next arrives.
+
+    Thread safety: the event loop's thread.
+    """
+
+    def __init__(
+        self,
+        caller: Caller,
+        threads: Threads,
+        arena: HostArena,
+        max_keys: int,
+        max_bytes: int,
+        metrics: NodeMetrics,
+    ) -> None:
+        self._arena = arena
+        self._principal = caller.permissions.name
+        self._metrics = metrics
+        self._store = caller.permissions.store
+        self._budget = caller.budgets.payload
+        self._workers = caller.budgets.workers
+        self._threads = threads
+        self._max_keys = max_keys
+        self._max_bytes = max_bytes
+        self._max_header = request_bytes(max_keys)
+        self._current: _PartialObject | None = None
+        self._ready: list[_PartialObject] = []
+        self._storing: Task[list[Outcome]] | None = None
+        self._outcomes: list[Outcome] = []
+        self._seen = 0
+
+    async def add(self, message: bytes) -> None:
+        """Process one message; raises WireError if it is malformed, LimitError if it is beyond a limit."""
+        header, payload = decode(message, pb.SetPieces, self._max_header)
+        keys = read_keys(header.keys, self._max_keys)
+        if not (
+            len(header.sizes) == len(header.begins) and len(keys) == len(header.metas) == sum(header.begins)
+        ):
+            raise WireError("the columns of a message of objects do not have the same length")
+        if sum(header.sizes) != payload.nbytes:
+            raise WireError(
+                f"the pieces of a message have {sum(header.sizes)} bytes, its payload has {payload.nbytes}"
+            )
+        self._metrics.count_payload(self._principal, "stream", "in", payload.nbytes)
+        # header.sizes    4096   100   4096    bytes of each piece, in the order of the payload
+        # header.begins   no     yes   yes     whether the piece is the first one of an object
+        # keys, metas            0     1       one entry for each object that begins
+        fresh = iter(zip(keys, map(messages.read_meta, header.metas), strict=True))
+        at = 0
+        for size, begins in zip(header.sizes, header.begins, strict=True):
+            if begins:
+                await self._begin(*next(fresh))
+            if self._current is None:
+                raise WireError("a piece continues an object, but none has begun")
+            self._current.add(payload[at : at + size])
+            at += size
+            if self._current.size == self._current.meta.length:
+                self._ready.append(self._current)
+                self._current = None
+
+    async def receive(
+        self, key: ObjectKey, meta: ObjectMeta, fill: Callable[[list[memoryview]], Awaitable[None]]
+    ) -> None:
+        """Let `fill` put the bytes of one object straight into leased blocks.
+
+        Raises WireError, or LimitError for an object beyond a limit, and what `fill` raises.
+        """
+        await self._begin(key, meta)
+        assert self._current is not None
+        await fill(take(self._current.lease.views[0], 0, meta.length))
+        self._current.size = meta.length
+        self._ready.append(self._current)
+        self._current = None
+        self._metrics.count_payload(self._principal, "data", "in", meta.length)
+
+    async def _begin(self, key: ObjectKey, meta: ObjectMeta) -> None:
+        if self._current is not None:
+            raise WireError("an object begins before the previous one is complete")
+        check_length(meta.length, self._max_bytes)
+        self._seen += 1
+        if self._seen > self._max_keys:
+            raise LimitError(f"one Set may have at most {self._max_keys} objects; send them in parts")
+        if blocks_for([meta.length])[0] * Lease.block_bytes > self._budget.largest:
+            raise LimitError(
+                f"an object of {meta.length} bytes is more than this client may hold ({self._budget.largest})"
+            )
+        if (
+            len(self._ready) == WINDOW_OBJECTS
+            or sum(part.lease.nbytes for part in self._ready) + meta.length > WINDOW_BYTES
+        ):
+            await self._start_storing()
+        lease = Lease.try_take(self._arena, self._budget, [meta.length])
+        if lease is None:
+            await self._start_storing()
+            await self._finish_storing()  # now this call holds no blocks while it waits for more
+            lease = await Lease.take(self._arena, self._budget, [meta.length])
+        self._current = _PartialObject(key, meta, lease)
+
+    async def finish(self) -> list[Outcome]:
+        """Store the rest and return the outcomes of all objects.
+
+        Raises WireError if the last object is incomplete.
+        """
+        if self._current is not None:
+            raise WireError("the stream ends in the middle of an object")
+        await self._start_storing()
+        await self._finish_storing()
+        return self._outcomes
+
+    def abandon(self) -> None:
+        """Give back the blocks of objects that will not be stored.
+
+        The blocks of a window that a thread is storing are given back when the thread is done.
+        """
+        _release([*self._ready, *([self._current] if self._current else [])])
+        self._ready, self._current = [], None
+        if self._storing is not None:
+            self._storing.cancel()  # ends a wait for a thread; a store call that has begun goes on
+
+    async def _start_storing(self) -> None:
+        """Wait until the previous window is stored, then let a thread store the complete objects."""
+        await self._finish_storing()
+        if not self._ready:
+            return
+        window, self._ready = self._ready, []
+        items = [part.item() for part in window]
+        self._storing = self._threads.start(
+            self._workers, _store_window, self._store, items, self._metrics, landed=lambda: _release(window)
+        )
+
+    async def _finish_storing(self) -> None:
+        """If a window is being stored, wait until it is stored, and keep the outcomes."""
+        if self._storing is not None:
+            storing, self._storing = self._storing, None
+            self._outcomes += await storing
+
+
+def _release(parts: Sequence[_PartialObject]) -> None:
+    for part in parts:
+        part.lease.release()
+
+
+def _store_window(store: StorageBackend, items: Sequence[SetItem], metrics: NodeMetrics) -> list[Outcome]:
+    """Store the objects whose checksum is right or was not given; return ERROR for the others.
+
+    Runs in a store thread.
+    """
+    intact = [
+        not i.meta.checksum or checksum(i.key, i.buffers, i.meta.length) == i.meta.checksum for i in items
+    ]
+    metrics.count_damaged(intact.count(False))
+    answers = iter(store.set(list(compress(items, intact))))
+    return [next(answers) if is_intact else Outcome.ERROR for is_intact in intact]
