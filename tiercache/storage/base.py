@@ -91,6 +91,16 @@ class Capabilities:
     """Whether several processes may open the store at once."""
     bounded: bool = False
     """Whether the store evicts objects to stay within a capacity."""
+    ordered: bool = True
+    """Whether a full store evicts objects in the order of the contract: pages after what depends on them.
+
+    Otherwise a service behind the store evicts by rules of its own, and any object may go at any time.
+    """
+    listed: bool = True
+    """Whether the store can list and count its objects.
+
+    Otherwise `scan` raises StorageError, and the counts of `usage` are 0.
+    """
 
 
 @dataclass(frozen=True, slots=True)

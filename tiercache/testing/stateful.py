@@ -238,7 +238,8 @@ class BackendMachine(RuleBasedStateMachine):
                 # With faults, a page may fail to reach the store while its state does. A state may be stored
                 # before its page, even if the ancestors of that page are not stored.
                 alone = item.meta.parent == item.key.page_key and self.hooks.faults
-                assert self.bounded or alone or not self.is_cut_off(item, before, items)
+                free = self.bounded or alone or not self.store.capabilities.ordered
+                assert free or not self.is_cut_off(item, before, items)
                 self.model[item.key] = Held(b"".join(item.buffers)[: item.meta.length], item.meta)
                 self.corrupted.discard(item.key)
                 self.undead.pop(item.key, None)

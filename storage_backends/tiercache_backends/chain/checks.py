@@ -13,9 +13,9 @@ from dataclasses import replace
 from functools import partial
 
 from tiercache.errors import InputError, StorageError, UnavailableError
+from tiercache.storage.calls import PendingCall
 from tiercache.storage.env import Env
 from tiercache.storage.registry import check_backend
-from tiercache_backends.chain.calls import PendingCall
 from tiercache_backends.chain.settings import TierSettings, check_together
 
 _log = logging.getLogger(__name__)

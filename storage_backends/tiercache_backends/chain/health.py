@@ -15,9 +15,9 @@ from tiercache.core import ObjectKey
 from tiercache.errors import ClosedError, ConfigError, StorageError, UnavailableError
 from tiercache.storage.base import Capabilities, NamespaceRecord, SharedMemory, StorageBackend
 from tiercache.storage.breaker import Breaker, Verdict
+from tiercache.storage.calls import Calls, GiveUp, NoThreadError, PendingCall
 from tiercache.storage.env import Env
 from tiercache_backends.chain.backlog import Backlog
-from tiercache_backends.chain.calls import Calls, GiveUp, NoThreadError, PendingCall
 from tiercache_backends.chain.canary import answers, takes_objects
 from tiercache_backends.chain.figures import Figures
 from tiercache_backends.chain.settings import TierSettings

@@ -81,6 +81,8 @@ class TierChain(StorageBackend, TierControl):
             persistent=all(tier.capabilities.persistent for tier in tiers),
             shared=all(tier.capabilities.shared for tier in tiers),
             bounded=all(tier.capabilities.bounded for tier in tiers),
+            ordered=all(tier.capabilities.ordered for tier in tiers),
+            listed=all(tier.capabilities.listed for tier in tiers),
         )
         self._lineups: Final = Lineups(tiers, self._deletions, self._env)
         self._changes: Final = Changes(self._lineups, self._deletions, self.capabilities, self._env)

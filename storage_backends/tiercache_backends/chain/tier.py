@@ -20,8 +20,8 @@ from tiercache.storage.base import (
     TierReport,
     Usage,
 )
+from tiercache.storage.calls import NoThreadError, PendingCall
 from tiercache.storage.env import Env
-from tiercache_backends.chain.calls import NoThreadError, PendingCall
 from tiercache_backends.chain.canary import CANARY
 from tiercache_backends.chain.health import KEY_BYTES, MonitoredStore
 from tiercache_backends.chain.lending import BytesInFlight, LentGets, LentSets, PrivateMemory

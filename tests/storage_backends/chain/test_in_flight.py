@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 
 import pytest
-from tiercache_backends.chain.calls import Calls, NoThreadError
 from tiercache_backends.chain.settings import Promotion, WritePolicy
 from tiercache_backends.memory import MemoryBackend
 
 from tests.storage_backends.chain.stores import Hanging, chain_over, health, held, until
 from tiercache.core import Outcome
 from tiercache.storage import open_backend
+from tiercache.storage.calls import Calls, NoThreadError
 from tiercache.testing.objects import fetch, key, payload, put, to_set
 
 HIT, MISS, STORED, THROTTLED = Outcome.HIT, Outcome.MISS, Outcome.STORED, Outcome.THROTTLED

@@ -137,6 +137,7 @@ class BackendHooks:
         """Provide a store of the small capacity; check and close it at the end, if it is still open."""
         opened = self.open_store(tmp_path / "store", self.small)
         self.need(opened, "bounded")
+        self.need(opened, "ordered")
         yield opened
         self._finish(opened)
 

@@ -1,0 +1,276 @@
+"""The connection to a master: opened and kept by calls with deadlines, behind a circuit breaker."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Final, TypeVar
+
+from tiercache.errors import UnavailableError
+from tiercache.storage.base import SharedMemory
+from tiercache.storage.breaker import Breaker, Verdict
+from tiercache.storage.calls import Calls, GiveUp, PendingCall
+from tiercache_backends.mooncake.header import prefix_of
+from tiercache_backends.mooncake.library import FULL, MooncakeClient
+from tiercache_backends.mooncake.memory import AttachedMappings, Region, StagingMemory
+from tiercache_backends.mooncake.settings import MooncakeSettings
+
+_log = logging.getLogger(__name__)
+_LOCAL_BUFFER: Final = 16 << 20
+"""Memory of the client's own for the calls that move `bytes`."""
+_CANARY_BYTES: Final = 64
+T = TypeVar("T")
+
+
+class Link:
+    """One client of the master, which may be out of reach.
+
+    Thread safety: any thread. No lock is held while a call is under way.
+    """
+
+    def __init__(self, settings: MooncakeSettings) -> None:
+        """Connect, and wait for that as long as a call may take."""
+        self._settings: Final = settings
+        self.staging: Final = StagingMemory(settings.staging)
+        self.attached: Final = AttachedMappings()
+        self._breaker: Final = Breaker(
+            settings.breaker_failures, settings.breaker_pause, clock=time.monotonic, random=random.random
+        )
+        self._calls: Final = Calls(
+            str(settings), settings.threads, settings.deadline, self._on_hang, lambda: None
+        )
+        self._changed: Final = threading.Condition()  # guards registrations, and the fields below
+        self._users = 0
+        self._client: MooncakeClient | None = None
+        self._closed = False
+        self._why = "it is not connected yet"
+        self.probes = 0
+        """Number of examinations that were begun."""
+        try:
+            self._calls.begin("connecting", self._connect).result()
+        except UnavailableError as error:
+            self._why = str(error)
+            self._breaker.trip()
+
+    @property
+    def lost_calls(self) -> int:
+        """Number of calls that were given up."""
+        return self._calls.lost
+
+    @property
+    def hung_calls(self) -> int:
+        """Number of calls that were given up and have not returned."""
+        return self._calls.hung
+
+    def ready(self) -> MooncakeClient:
+        """Return the client if calls may be made now; raise UnavailableError otherwise."""
+        verdict = self._breaker.ask()
+        if verdict is Verdict.PROBE:
+            self.probes += 1
+            self._calls.begin("examination", self._examine, over=lambda: self._breaker.probed(False))
+        client = self._client
+        if verdict is not Verdict.PASS or client is None:
+            raise UnavailableError(f"{self._settings}: {self._why}")
+        return client
+
+    def begin(
+        self, what: str, work: Callable[[MooncakeClient], T], give_up: GiveUp | None = None
+    ) -> PendingCall[T]:
+        """Begin calls of the client; raises UnavailableError if none may be made now.
+
+        `give_up` is called if the calls take too long; what it returns is called when they have returned.
+        """
+        client = self.ready()
+        return self._calls.begin(what, lambda: self._use(client, work), 0, give_up)
+
+    def end(self, pending: PendingCall[T]) -> T:
+        """Return what the calls returned; raises UnavailableError if they take too long."""
+        try:
+            return pending.result()
+        except UnavailableError as error:
+            self.failed(str(error))
+            raise
+
+    def ask(self, what: str, work: Callable[[MooncakeClient], T]) -> T:
+        """Make calls of the client; raises UnavailableError if they cannot be made or take too long."""
+        return self.end(self.begin(what, work))
+
+    def ask_with(self, what: str, nbytes: int, work: Callable[[MooncakeClient, Region], T]) -> T:
+        """Make calls of the client that need staging memory; raises UnavailableError like `ask`."""
+        region = self.staging.take(nbytes, self._settings.deadline)
+        if region is None:
+            raise UnavailableError(f"{self._settings}: calls that do not return have all staging memory")
+        try:
+            pending = self.begin(what, lambda client: work(client, region), lambda: self._give_later(region))
+        except BaseException:  # whatever it is, the call has not begun
+            self.staging.give(region)
+            raise
+        try:
+            return self.end(pending)
+        finally:
+            if not pending.given_up or not pending.thread:
+                self.staging.give(region)
+
+    def _give_later(self, region: Region) -> Callable[[], None]:
+        return lambda: self.staging.give(region)
+
+    def failed(self, why: str) -> None:
+        """Note that Mooncake did not answer, or could not reach a part of itself."""
+        self._why = why
+        self._breaker.failed()
+
+    def succeeded(self) -> None:
+        """Note that Mooncake has answered."""
+        self._breaker.succeeded()
+
+    def attach(self, memory: SharedMemory) -> None:
+        """Map a caller's memory, and register the mapping now or with the next client.
+
+        A memory that cannot be registered is not used: payloads in it are copied.
+        """
+        with self._changed:
+            made = self.attached.add(memory)
+            client = self._client
+        if made is None or client is None:
+            return
+        code = -1
+        with suppress(UnavailableError):
+            code = self.ask("attach", lambda client: client.register(made.address, made.nbytes))
+        if code:
+            _log.warning("%s: attached memory could not be registered (code %d)", self._settings, code)
+            self.attached.forget(memory)
+
+    def close(self) -> None:
+        """Disconnect. While calls hang, the client stays, and the last of them disconnects it."""
+        with self._changed:
+            self._closed = True
+            idle: bool = self._changed.wait_for(self._is_idle, self._settings.deadline)
+            if not idle and (client := self._client) is not None:
+                client.keep()
+        if idle:
+            # Mooncake takes a second for it. The interpreter waits for this thread at exit.
+            threading.Thread(target=self._disconnect, name="tiercache-mooncake-close").start()
+        self._calls.close()
+
+    def _is_idle(self) -> bool:
+        return self._users == 0
+
+    def _is_over(self) -> bool:
+        return self._closed and self._users == 0
+
+    # --- on the threads of the calls
+    # --------------------------------------------------------------------------------------------------------
+
+    def _use(self, client: MooncakeClient, work: Callable[[MooncakeClient], T]) -> T:
+        """Call the client, which stays connected meanwhile."""
+        with self._changed:
+            if self._closed:
+                raise UnavailableError(f"{self._settings} is being closed")
+            self._users += 1
+        try:
+            return work(client)
+        finally:
+            with self._changed:
+                self._users -= 1
+                self._changed.notify_all()
+            if self._is_over():
+                self._disconnect()
+
+    def _connect(self) -> None:
+        settings = self._settings
+        address = (settings.address.host, settings.address.port)
+        try:
+            with socket.create_connection(address, settings.deadline) as probe:
+                hostname = settings.hostname or probe.getsockname()[0]
+        except OSError as error:
+            raise UnavailableError(
+                f"no master answers at {settings.address} ({error.strerror or error}); start mooncake_master,"
+                " or name its -rpc_address and -rpc_port"
+            ) from error
+        client = MooncakeClient()
+        code = client.setup(
+            hostname,
+            settings.metadata,
+            settings.segment,
+            _LOCAL_BUFFER,
+            settings.protocol,
+            settings.devices,
+            str(settings.address),
+            settings.tenant,
+        )
+        if code:
+            client.keep()
+            raise UnavailableError(
+                f"the master at {settings.address} was reached, but Mooncake could not be set up with"
+                f" metadata={settings.metadata} and protocol={settings.protocol} (code {code}); use the"
+                " settings of the pool's other clients"
+            )
+        with self._changed:
+            for mapping in (self.staging.mapping, *self.attached.mappings):
+                if client.register(mapping.address, mapping.nbytes):
+                    client.keep()
+                    raise UnavailableError(f"{mapping.nbytes} bytes of memory cannot be registered")
+            if self._closed:
+                client.keep()
+            else:
+                self._client = client
+
+    def _examine(self) -> None:
+        """Connect if need be, and store, read and delete a canary; report to the breaker."""
+        try:
+            if self._calls.hung >= 2 * self._settings.threads:
+                raise UnavailableError(f"{self._calls.hung} calls have not returned yet")
+            if self._client is None:
+                self._connect()
+            client = self._client
+            if client is None:
+                raise UnavailableError("it is being closed")
+            self._use(client, self._try_canary)
+        except UnavailableError as error:
+            self._why = str(error)
+        else:
+            self._breaker.probed(True)
+
+    def _try_canary(self, client: MooncakeClient) -> None:
+        region = self.staging.take(2 * _CANARY_BYTES, 0)
+        if region is None:
+            raise UnavailableError("calls that do not return have all staging memory")
+        name, payload = (
+            f"{prefix_of(self._settings.prefix)}canary/{os.urandom(16).hex()}",
+            os.urandom(_CANARY_BYTES),
+        )
+        try:
+            region.view[:_CANARY_BYTES] = payload
+            code = client.put([name], [[region.address]], [[_CANARY_BYTES]], 1, [name])[0]
+            if not code:
+                there = client.get([name], [[region.address + _CANARY_BYTES]], [[_CANARY_BYTES]])[0]
+                client.remove([name])
+                code = 0 if there == _CANARY_BYTES else min(there, -1)
+        finally:
+            found = bytes(region.view[_CANARY_BYTES : 2 * _CANARY_BYTES])
+            self.staging.give(region)
+        if code == FULL:
+            return
+        if code:
+            raise UnavailableError(
+                f"the master answers, but an object cannot be stored and read (code {code})"
+            )
+        if found != payload:
+            raise UnavailableError("it does not return what it has just stored")
+
+    def _disconnect(self) -> None:
+        with self._changed:
+            client, self._client = self._client, None
+        if client is not None:
+            for mapping in (self.staging.mapping, *self.attached.mappings):
+                client.unregister(mapping.address)
+            client.close()
+
+    def _on_hang(self, why: str) -> None:
+        _log.warning("%s: %s; its memory is withheld until it does", self._settings, why)

@@ -1,0 +1,173 @@
+"""Registered memory: the backend's own staging memory, and its own mappings of attached memory.
+
+Mooncake moves bytes only from and to registered memory, and a call that was given up may do so for half a
+minute more. It therefore gets addresses of mappings that belong to the backend. The owner of attached memory
+may unmap its own meanwhile, and is told to withhold the blocks (`SharedMemory.quarantine`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from bisect import insort
+from collections.abc import Sequence
+from mmap import MAP_SHARED, mmap
+from threading import Condition
+from typing import Final, NamedTuple
+
+from tiercache.storage.attached import AttachedMemory, SharedExtent, locate
+from tiercache.storage.base import SharedMemory
+from tiercache.storage.vectors import take
+
+_UNIT: Final = 4096
+
+
+class OwnMapping(NamedTuple):
+    """Memory that the backend has mapped for itself."""
+
+    memory: mmap
+    address: int
+    nbytes: int
+
+
+def mapped(memory: mmap) -> OwnMapping:
+    """Return a mapping with its address."""
+    return OwnMapping(memory, ctypes.addressof(ctypes.c_char.from_buffer(memory)), len(memory))
+
+
+class Region(NamedTuple):
+    """Part of the staging memory: `view` has its bytes, which begin at `address`."""
+
+    view: memoryview
+    address: int
+    offset: int
+    nbytes: int
+
+
+class StagingMemory:
+    """The backend's own memory, lent to calls in regions of whole 4 KiB pages.
+
+    Thread safety: any thread.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.mapping: Final = mapped(mmap(-1, nbytes))
+        self._view: Final = memoryview(self.mapping.memory)
+        self._free: Final = [(0, nbytes)]  # offset and size of each free part, by offset, never adjacent
+        self._changed: Final = Condition()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in all."""
+        return self.mapping.nbytes
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that no call has."""
+        with self._changed:
+            return sum(size for _, size in self._free)
+
+    def take(self, nbytes: int, patience: float) -> Region | None:
+        """Return memory of at least `nbytes` bytes; None if there is none for `patience` seconds."""
+        size = -(-nbytes // _UNIT) * _UNIT
+        with self._changed:
+            if not self._changed.wait_for(lambda: any(free >= size for _, free in self._free), patience):
+                return None
+            at = next(n for n, (_, free) in enumerate(self._free) if free >= size)
+            offset, free = self._free[at]
+            if free == size:
+                del self._free[at]
+            else:
+                self._free[at] = (offset + size, free - size)
+        return Region(self._view[offset : offset + size], self.mapping.address + offset, offset, size)
+
+    def give(self, region: Region) -> None:
+        """Take a region back that no call uses any more."""
+        with self._changed:
+            insort(self._free, (region.offset, region.nbytes))
+            at = max(0, self._free.index((region.offset, region.nbytes)) - 1)
+            while at + 1 < len(self._free):
+                (offset, size), (following, more) = self._free[at : at + 2]
+                if offset + size == following:
+                    self._free[at : at + 2] = [(offset, size + more)]
+                elif offset >= region.offset:
+                    break
+                else:
+                    at += 1
+            self._changed.notify_all()
+
+
+class AttachedMappings:
+    """Memories that callers have attached, each with a mapping of the backend's own.
+
+    Thread safety: any thread may read; one thread at a time adds.
+    """
+
+    def __init__(self) -> None:
+        self.memories: tuple[AttachedMemory, ...] = ()
+        self._mappings: dict[int, OwnMapping] = {}
+
+    def add(self, memory: SharedMemory) -> OwnMapping | None:
+        """Map a memory; return None if it is mapped already."""
+        if id(memory) in self._mappings:
+            return None
+        made = mapped(mmap(memory.fd, memory.nbytes, MAP_SHARED))
+        self._mappings[id(memory)] = made
+        self.memories = (*self.memories, AttachedMemory(memory, memory.address, memory.nbytes))
+        return made
+
+    def forget(self, memory: SharedMemory) -> None:
+        """Use a memory no more, because it cannot be registered."""
+        self.memories = tuple(one for one in self.memories if one.memory is not memory)
+
+    @property
+    def mappings(self) -> list[OwnMapping]:
+        """All mappings."""
+        return list(self._mappings.values())
+
+    def locate(self, buffers: Sequence[memoryview], length: int) -> list[SharedExtent] | None:
+        """Return the places of a payload in attached memory; None if a buffer lies elsewhere."""
+        if not self.memories:
+            return None
+        # The last buffer may be longer than the payload, whose last page need not be whole.
+        return locate(_whole(buffers, length), self.memories)
+
+    def pieces(self, extents: Sequence[SharedExtent], length: int) -> tuple[list[int], list[int]]:
+        """Return the addresses and sizes of the first `length` bytes of these places."""
+        addresses: list[int] = []
+        sizes: list[int] = []
+        for extent in extents:
+            size = min(extent.size, length)
+            if not size:
+                break
+            addresses.append(self._mappings[extent.memory].address + extent.offset)
+            sizes.append(size)
+            length -= size
+        return addresses, sizes
+
+
+def _whole(buffers: Sequence[memoryview], length: int) -> list[memoryview]:
+    """Return the buffers that hold the first `length` bytes, each in full."""
+    found: list[memoryview] = []
+    for buffer in buffers:
+        if length <= 0:
+            break
+        if buffer.nbytes:
+            found.append(buffer)
+        length -= buffer.nbytes
+    return found
+
+
+def copy_in(target: memoryview, buffers: Sequence[memoryview], length: int) -> None:
+    """Copy the first `length` bytes of `buffers` to the beginning of `target`."""
+    at = 0
+    for view in take(buffers, 0, length):
+        target[at : at + view.nbytes] = view
+        at += view.nbytes
+
+
+def copy_out(source: memoryview, buffers: Sequence[memoryview], length: int) -> None:
+    """Copy the first `length` bytes of `source` into `buffers`."""
+    at = 0
+    for view in take(buffers, 0, length):
+        view[:] = source[at : at + view.nbytes]
+        at += view.nbytes

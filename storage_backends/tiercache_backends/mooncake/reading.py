@@ -1,0 +1,174 @@
+"""Gets: bytes come back with a header, and count only if everything in it is right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from threading import Lock
+from typing import Final
+
+from tiercache.core import Outcome
+from tiercache.errors import UnavailableError
+from tiercache.storage.base import GetItem
+from tiercache.storage.checksum import checksum
+from tiercache_backends.mooncake.claims import NameClaims
+from tiercache_backends.mooncake.header import HEADER_BYTES, ObjectNames, read_header
+from tiercache_backends.mooncake.library import INVALID, LEASE_OVER, TRANSFER, MooncakeClient, outcome_of
+from tiercache_backends.mooncake.link import Link
+from tiercache_backends.mooncake.memory import Region, copy_out
+from tiercache_backends.mooncake.parts import Part, PlacedItem, parts
+from tiercache_backends.mooncake.traffic import Codes, move
+
+
+class PoolReader:
+    """Gets of one store, and what they found.
+
+    Thread safety: any thread.
+    """
+
+    def __init__(self, link: Link, names: ObjectNames, claims: NameClaims, deadline: float) -> None:
+        self._link: Final = link
+        self._claims: Final = claims
+        self._names: Final = names
+        self._deadline: Final = deadline
+        self._lock: Final = Lock()  # guards the counters
+        self.corrupt = 0
+        """Number of objects that were dropped because their bytes were wrong."""
+        self.second_reads = 0
+        """Number of objects that were read again because their bytes were wrong at first."""
+        self.leases_over = 0
+        """Number of reads that took longer than the lease of their object."""
+
+    def get(self, items: Sequence[GetItem]) -> list[Outcome]:
+        """Read well-formed items."""
+        outcomes = [Outcome.UNAVAILABLE] * len(items)
+        odd: list[tuple[PlacedItem[GetItem], int]] = []
+        fits = self._link.staging.nbytes - HEADER_BYTES
+        wanted = [
+            (n, item, self._names.of(item.key.digest), item.buffers, item.length)
+            for n, item in enumerate(items)
+        ]
+        for n, item, *_ in wanted:
+            if item.length > fits and self._link.attached.locate(item.buffers, item.length) is None:
+                outcomes[n] = Outcome.ERROR
+        move(
+            self._link,
+            "get",
+            self._deadline,
+            parts(
+                [one for one in wanted if outcomes[one[0]] is not Outcome.ERROR],
+                self._link.attached,
+                self._link.staging,
+            ),
+            lambda client, part, region: client.get(part.names, *part.pieces(region, self._link.attached)),
+            lambda part, region: None,
+            lambda part, region, codes: self._judge(part, region, codes, outcomes, odd),
+            outcomes,
+        )
+        for placed, code in odd:
+            with self._claims.some([placed.name]):
+                outcomes[placed.index] = self._look_again(placed, code)
+        return outcomes
+
+    def _judge(
+        self,
+        part: Part[GetItem],
+        region: Region,
+        codes: Codes,
+        outcomes: list[Outcome],
+        odd: list[tuple[PlacedItem[GetItem], int]],
+    ) -> None:
+        """Verify what a call has read; add what is not as it should be to `odd`."""
+        answered = False
+        for one, code in zip(part.placed, codes, strict=True):
+            if code == HEADER_BYTES + one.length:
+                payload = list(one.item.buffers) if one.extents is not None else [part.staged(one, region)]
+                if not self._matches(one, part.header(one, region), payload):
+                    odd.append((one, code))
+                    continue
+                if one.extents is None:
+                    copy_out(part.staged(one, region), one.item.buffers, one.length)
+                outcomes[one.index] = Outcome.HIT
+                answered = True
+            elif code >= 0 or code in (INVALID, TRANSFER):
+                odd.append((one, code))
+            else:
+                outcomes[one.index] = outcome_of(code)
+                answered |= outcomes[one.index] is Outcome.MISS
+                if code == LEASE_OVER:
+                    with self._lock:
+                        self.leases_over += 1
+        if answered:
+            self._link.succeeded()
+        elif Outcome.UNAVAILABLE in {outcomes[one.index] for one in part.placed} and not odd:
+            self._link.failed(f"a get failed with code {min(codes)}")
+
+    def _matches(self, one: PlacedItem[GetItem], header: memoryview, payload: Sequence[memoryview]) -> bool:
+        found = read_header(header, one.name)
+        return (
+            found is not None
+            and found.meta.length == one.length
+            and found.meta.checksum == checksum(one.item.key, payload, one.length)
+        )
+
+    def _look_again(self, one: PlacedItem[GetItem], code: int) -> Outcome:
+        """Return the outcome of an item whose bytes or whose number of bytes were wrong."""
+        try:
+            size = self._link.ask("get", lambda client: client.size(one.name))
+            if size < 0:
+                return outcome_of(size)
+            if size == HEADER_BYTES + one.length:
+                if code == size:
+                    return self._read_again(one)
+                self._link.failed(f"a get failed with code {code}")
+                return Outcome.UNAVAILABLE
+            if size > HEADER_BYTES:
+                header = self._link.ask_with("get", HEADER_BYTES, _head_of(one.name))
+                if isinstance(header, int):
+                    return outcome_of(header)
+                found = read_header(memoryview(header), one.name)
+                if found is not None and found.meta.length == size - HEADER_BYTES:
+                    return Outcome.ERROR
+            return self._drop(one)
+        except UnavailableError:
+            return Outcome.UNAVAILABLE
+
+    def _read_again(self, one: PlacedItem[GetItem]) -> Outcome:
+        """Read an object a second time, into memory that nobody else writes to."""
+        size = HEADER_BYTES + one.length
+        with self._lock:
+            self.second_reads += 1
+
+        def work(client: MooncakeClient, region: Region) -> tuple[int, bytes]:
+            code = client.get([one.name], [[region.address]], [[size]])[0]
+            payload = region.view[HEADER_BYTES:size]
+            sound = code == size and self._matches(one, region.view[:HEADER_BYTES], [payload])
+            return code, bytes(payload) if sound else b""
+
+        if size > self._link.staging.nbytes:
+            return self._drop(one)  # there is no memory for a second read
+        code, payload = self._link.ask_with("get", size, work)
+        if code != size:
+            return outcome_of(code) if code < 0 else Outcome.ERROR
+        if not payload:
+            return self._drop(one)
+        if one.extents is not None:
+            return Outcome.ERROR  # somebody else writes to the caller's buffers
+        copy_out(memoryview(payload), one.item.buffers, one.length)
+        return Outcome.HIT
+
+    def _drop(self, one: PlacedItem[GetItem]) -> Outcome:
+        """Remove a corrupt object, so that the next set stores it again."""
+        code = self._link.ask("remove", lambda client: client.remove([one.name])[0])
+        with self._lock:
+            self.corrupt += code == 0
+        return Outcome.CORRUPT
+
+
+def _head_of(name: str) -> Callable[[MooncakeClient, Region], bytes | int]:
+    """Return the work that reads the header of one object; it returns a code if that fails."""
+
+    def work(client: MooncakeClient, region: Region) -> bytes | int:
+        code = client.heads([name], region.address, HEADER_BYTES)[0]
+        return bytes(region.view[:HEADER_BYTES]) if code == HEADER_BYTES else min(code, -1)
+
+    return work
