@@ -1,7 +1,9 @@
 """The contract through a daemon: the suite and random histories, over every way to it.
 
 A local daemon with shared memory is here by default, and random histories over both planes; other pairs of
-transport and plane, and the file store, are `slow` (`pytest -m slow tests/storage_backends/grpc`).
+transport and plane, and other stores behind a daemon, are `slow`
+(`pytest -m slow tests/storage_backends/grpc`). These repeat what depends on the way to the store,
+and not what the store evicts and keeps.
 """
 
 from __future__ import annotations
@@ -22,6 +24,10 @@ from tests.storage_backends.grpc.hooks import (
     UnixStreamMemory,
 )
 from tiercache.testing.conformance import BackendConformance
+from tiercache.testing.conformance.coldest import Coldest
+from tiercache.testing.conformance.eviction import Eviction
+from tiercache.testing.conformance.restorable import Restorable
+from tiercache.testing.conformance.values import Values
 from tiercache.testing.stateful import BackendMachine, EvictingMachine
 
 needs_openssl = pytest.mark.skipif(
@@ -29,32 +35,41 @@ needs_openssl = pytest.mark.skipif(
 )
 
 
+def another_way(suite: type[BackendConformance]) -> type[BackendConformance]:
+    """Take the themes of the store alone out of a suite, and mark it slow."""
+    for theme in (Coldest, Eviction, Restorable, Values):
+        for name in vars(theme):
+            if name.startswith("test_"):
+                setattr(suite, name, None)
+    return pytest.mark.slow(suite)
+
+
 class TestUnixShared(UnixMemory):
     pass
 
 
-@pytest.mark.slow
+@another_way
 class TestUnixStream(UnixStreamMemory):
     pass
 
 
-@pytest.mark.slow
+@another_way
 class TestTcp(TcpMemory):
     pass
 
 
-@pytest.mark.slow
+@another_way
 @needs_openssl
 class TestTls(TlsMemory):
     pass
 
 
-@pytest.mark.slow
+@another_way
 class TestUnixFile(UnixFile):
     pass
 
 
-@pytest.mark.slow
+@another_way
 class TestUnixChain(UnixChain):
     pass
 
